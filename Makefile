@@ -1,0 +1,52 @@
+# make run: from nothing to a trained model.  make test: from nothing to a green suite.
+PYTHON ?= python3
+# Installed only if the environment has no torch yet; set TORCH to choose another build.
+TORCH ?= torch==2.13.0
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+# Threads that wait must not spin: a busy neighbour would slow them down several times over.
+export OMP_WAIT_POLICY ?= passive
+
+.PHONY: run test lint types contracts tests docs venv wheels clean
+
+run: $(STAMP)
+	$(BIN)/forge-run configs/quickstart.toml
+
+test: lint types contracts tests docs
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+contracts: $(STAMP)
+	$(BIN)/lint-imports
+
+tests: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+docs: $(STAMP)
+	$(BIN)/mkdocs build --strict --quiet
+
+wheels: $(STAMP)
+	rm -rf dist
+	for project in . plugins/*/; do \
+		$(BIN)/pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist $$project || exit 1; \
+	done
+
+venv: $(STAMP)
+
+# All projects in one pip call, so that each finds the others here and none is looked for on an index.
+$(STAMP): requirements-dev.txt pyproject.toml $(wildcard plugins/*/pyproject.toml)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/pip install --quiet "$(TORCH)"
+	$(BIN)/pip install --quiet hatchling editables
+	$(BIN)/pip install --quiet --no-build-isolation -r requirements-dev.txt
+	touch $@
+
+clean:
+	rm -rf $(VENV) dist site .mypy_cache .ruff_cache .pytest_cache

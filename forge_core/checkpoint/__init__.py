@@ -1,0 +1,1 @@
+"""Checkpoints: written aside, committed by a rename, verified before they are loaded."""

@@ -1,0 +1,307 @@
+"""Base classes of the core's kinds of component.
+
+A component is an attrs class, frozen and keyword-only, that *is* the typed configuration and knows how to `build` what
+it configures. It imports nothing heavy: torch and everything else that a run needs is imported inside `build`, so that
+a job file can be checked on a login node in a fraction of a second.
+
+    @frozen(kw_only=True)
+    class Lion(OptimizerComponent):
+        '''Sign of an interpolated momentum (Chen et al. 2023, algorithm 2).'''
+
+        lr: float = field(default=1e-4, validator=gt(0))
+
+        def build(self, context, parameters):
+            from forge_plugin_lion.optimizer import LionOptimizer
+            return LionOptimizer(parameters.groups(), lr=self.lr)
+
+What `build` must return is described by the protocols in `forge_core.protocols`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import attrs
+from attrs import define, field, frozen
+from attrs.validators import ge
+
+from forge_core.errors import Problem
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from forge_core.config.job import Job
+    from forge_core.context import BuildContext, EvaluationContext
+    from forge_core.engine.hooks import CheckpointContext, StepContext, TrainContext
+    from forge_core.engine.parameters import NamedParameters
+    from forge_core.parallel.layout import Layout
+    from forge_core.protocols import (
+        Dataset,
+        Executor,
+        Logger,
+        LossFunction,
+        Model,
+        ParallelStage,
+        Schedule,
+        Storage,
+        Tokenizer,
+    )
+
+
+@frozen
+class DefaultType:
+    """A default that names a component by type, looked up only when the job leaves the table out."""
+
+    type: str
+
+
+def default_type(type_: str) -> Any:
+    """Attrs field whose default is the installed component `type_` of the field's kind.
+
+        ffn: FFNComponent = default_type("swiglu")
+
+    The component may belong to another distribution; it is imported only if the job does not give the table.
+    """
+    return field(default=DefaultType(type_))
+
+
+@frozen(kw_only=True)
+class Component:
+    """What every component shares. Subclasses that found a new kind set the class variable `kind`."""
+
+    kind: ClassVar[str]
+
+    def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        """Mistakes that only show across fields or sections; paths are relative to this component's table."""
+        return ()
+
+    def training_hooks(self, job: Job) -> Iterable[TrainingHook]:
+        """Hooks that this component needs in the run loop, in order."""
+        return ()
+
+
+@frozen(kw_only=True)
+class ModelComponent(Component):
+    """Builds the network, on the meta device; memory and initial values come later from the engine."""
+
+    kind = "model"
+
+    def build(self, context: BuildContext) -> Model:
+        raise NotImplementedError
+
+
+@frozen(kw_only=True)
+class RouterComponent(Component):
+    """Builds the module that assigns tokens to experts."""
+
+    kind = "router"
+
+    def build(self, context: BuildContext, dim: int, experts: int) -> nn.Module:
+        """Args: `dim`, width of a token; `experts`, how many routed experts there are."""
+        raise NotImplementedError
+
+
+@frozen(kw_only=True)
+class OptimizerComponent(Component):
+    """Builds a `torch.optim.Optimizer`.
+
+    Every parameter group's `lr` is the base rate: the engine multiplies it by the schedule before each step. A field
+    that holds a `SchedulerComponent` and is named like a key of the parameter groups is written there each step.
+    """
+
+    kind = "optimizer"
+
+    def build(self, context: BuildContext, parameters: NamedParameters) -> torch.optim.Optimizer:
+        raise NotImplementedError
+
+
+@frozen(kw_only=True)
+class SchedulerComponent(Component):
+    """Builds a pure function (step, total steps) -> factor. Step 0 is the first update."""
+
+    kind = "scheduler"
+
+    def build(self, context: BuildContext) -> Schedule:
+        raise NotImplementedError
+
+
+@frozen(kw_only=True)
+class LossComponent(Component):
+    """Builds a function (head, hidden, batch) -> `LossOutput`."""
+
+    kind = "loss"
+
+    def build(self, context: BuildContext) -> LossFunction:
+        raise NotImplementedError
+
+
+@frozen(kw_only=True)
+class DatasetComponent(Component):
+    """One source of training sequences: an entry of `[[data.sources]]`."""
+
+    kind = "dataset"
+
+    weight: float = field(default=1.0, validator=ge(0))
+    """Share of the training sequences that come from this source, relative to the other sources; 0 means never."""
+
+    def documents(self) -> Iterable[str]:
+        """Texts of the training split, for tokenizers that are trained on the corpus. Empty if it has no text."""
+        return ()
+
+    def build(self, context: BuildContext) -> Dataset:
+        raise NotImplementedError
+
+
+@frozen(kw_only=True)
+class TokenizerComponent(Component):
+    """Text to token ids and back."""
+
+    kind = "tokenizer"
+
+    def build(self, context: BuildContext, documents: Callable[[], Iterable[str]]) -> Tokenizer:
+        """Args: `documents`, gives the training texts of all sources afresh at each call."""
+        raise NotImplementedError
+
+    def load(self, context: BuildContext, folder: Path) -> Tokenizer:
+        """The tokenizer that `Tokenizer.save(folder)` wrote: a continued run or `generate` uses it unchanged."""
+        raise NotImplementedError
+
+
+@frozen(kw_only=True)
+class ParallelComponent(Component):
+    """A stage: transforms the model on the meta device (compile, tensor parallel, FSDP, …).
+
+    `after` and `before` map the type of another stage to the reason for that order. A relation to a stage that the
+    job does not have is without effect.
+    """
+
+    kind = "parallel"
+    after: ClassVar[Mapping[str, str]] = {}
+    before: ClassVar[Mapping[str, str]] = {}
+    owns_reduction: ClassVar[bool] = False
+    """Whether this stage reduces gradients over the token dimensions. At most one stage of a job may."""
+
+    def degrees(self) -> Mapping[str, int | str]:
+        """Mesh dimensions that this stage asks for, with their size, or `"auto"` for what is left over."""
+        return {}
+
+    def build(self, context: BuildContext) -> ParallelStage:
+        raise NotImplementedError
+
+
+@frozen(kw_only=True)
+class ExecutorComponent(Component):
+    """Runs the micro-batches of one step forward and backward."""
+
+    kind = "executor"
+
+    def build(self, context: BuildContext, model: Model, loss: LossFunction) -> Executor:
+        raise NotImplementedError
+
+
+@frozen(kw_only=True)
+class EvaluationComponent(Component):
+    """Measures the model during training; an entry of `[evaluations.NAME]`."""
+
+    kind = "evaluation"
+
+    def evaluate(self, context: EvaluationContext) -> Mapping[str, float]:
+        """Metrics, keyed as they are logged (`eval/loss`). Called on every rank, with the model in evaluation mode."""
+        raise NotImplementedError
+
+
+@frozen(kw_only=True)
+class StorageComponent(Component):
+    """Where checkpoints live and how one becomes visible at once."""
+
+    kind = "storage"
+
+    def build(self, context: BuildContext) -> Storage:
+        raise NotImplementedError
+
+
+@frozen(kw_only=True)
+class LoggerComponent(Component):
+    """Receives the metrics, on rank 0."""
+
+    kind = "logger"
+
+    def build(self, context: BuildContext) -> Logger:
+        raise NotImplementedError
+
+
+@define(kw_only=True, slots=False)
+class TrainingHook(Component):
+    """Takes part in the run loop. The class is the running object: there is no `build`.
+
+    Ordinary fields are keys of the job file; `field(init=False)` fields are state and travel with checkpoints, so they
+    hold plain values (numbers, strings, lists, dicts) or tensors. Hooks run on every rank, in the printed order.
+    A hook that may ask to skip an update sets `may_skip`, which costs one wait on the device a step.
+    """
+
+    kind = "hook"
+    may_skip: ClassVar[bool] = False
+
+    def on_train_begin(self, context: TrainContext) -> None:
+        """Everything is built and, if the run continues, restored; no step has run."""
+
+    def on_step_begin(self, context: StepContext) -> None:
+        """Before the micro-batches of a step."""
+
+    def on_gradients(self, context: StepContext) -> None:
+        """Gradients of the whole step are complete, not yet clipped."""
+
+    def on_step_end(self, context: StepContext) -> None:
+        """After the update."""
+
+    def on_eval_end(self, context: StepContext, metrics: Mapping[str, float]) -> None:
+        """After all evaluations of a step."""
+
+    def on_checkpoint_save(self, context: CheckpointContext) -> None:
+        """A checkpoint was committed."""
+
+    def on_checkpoint_load(self, context: CheckpointContext) -> None:
+        """A checkpoint was restored."""
+
+    def on_train_end(self, context: TrainContext) -> None:
+        """The loop ended without an exception."""
+
+    def on_exception(self, context: TrainContext, error: BaseException) -> None:
+        """The loop ended with `error`, which is raised on after this."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """State to save: by default the `field(init=False)` fields."""
+        return {f.name: getattr(self, f.name) for f in state_fields(type(self))}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` gave."""
+        for name, value in state.items():
+            setattr(self, name, value)
+
+
+@define(kw_only=True, slots=False)
+class Plugin(Component):
+    """Behaviour through hooks: methods marked `@hookimpl` implement specifications of `forge_core.hookspecs`.
+
+    The class is the running object, made and registered only when the job names it under `[plugins.NAME]`. Fields with
+    `field(init=False)` are state and travel with checkpoints.
+    """
+
+    kind = "plugin"
+
+    def state_dict(self) -> dict[str, Any]:
+        """State to save: by default the `field(init=False)` fields."""
+        return {f.name: getattr(self, f.name) for f in state_fields(type(self))}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` gave."""
+        for name, value in state.items():
+            setattr(self, name, value)
+
+
+def state_fields(cls: type) -> list[attrs.Attribute]:
+    """Fields of a hook or plugin class that are state: those with `init=False`."""
+    return [f for f in attrs.fields(cls) if not f.init] if attrs.has(cls) else []

@@ -1,0 +1,1 @@
+"""The job: its tables, how they are read from TOML, checked, and written back."""

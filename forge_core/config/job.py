@@ -1,0 +1,148 @@
+"""The job: the core's own tables and one table per kind. What `forge-run explain` shows comes from these docstrings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+from attrs import field, frozen
+from attrs.validators import ge, gt, matches_re
+
+from forge_core.components import (
+    DatasetComponent,
+    EvaluationComponent,
+    ExecutorComponent,
+    LoggerComponent,
+    LossComponent,
+    ModelComponent,
+    OptimizerComponent,
+    ParallelComponent,
+    Plugin,
+    SchedulerComponent,
+    StorageComponent,
+    TokenizerComponent,
+    TrainingHook,
+    default_type,
+)
+
+
+@frozen(kw_only=True)
+class JobSection:
+    """`[job]`: what the run is called, where it goes, and the seed everything random derives from."""
+
+    name: str = field(default="run", validator=matches_re(r"[A-Za-z0-9][A-Za-z0-9._-]*"))
+    """Name of the run, and of its folder. Letters, digits, `.`, `_` and `-`."""
+    output: str = "runs"
+    """Folder that holds run folders; the run's own is `{output}/{name}`."""
+    seed: int = field(default=42, validator=ge(0))
+    """Initial weights, data order and dropout derive from it."""
+
+
+@frozen(kw_only=True)
+class TrainSection:
+    """`[train]`: length, batch and numerics of the training."""
+
+    steps: int = field(validator=gt(0))
+    """Optimizer steps of the whole run."""
+    global_batch_size: int = field(validator=gt(0))
+    """Sequences per optimizer step, whatever the layout."""
+    micro_batch_size: int = field(default=0, validator=ge(0))
+    """Sequences per forward pass on one data-parallel rank; 0: as many as fall to the rank, in one pass."""
+    seq_len: int = field(validator=gt(0))
+    """Tokens per sequence."""
+    grad_clip_norm: float = field(default=1.0, validator=ge(0))
+    """Largest global norm of the gradient; it is scaled down to this. 0 turns clipping off."""
+    precision: Literal["bf16", "fp32", "fp64"] = "fp32"
+    """Compute dtype. With bf16, master weights, losses, reductions and norms stay float32. fp64 is for comparisons."""
+    float32_matmul: Literal["highest", "high", "medium"] = "highest"
+    """Precision of float32 matrix products inside (torch's `set_float32_matmul_precision`)."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to train; auto takes CUDA where there is one."""
+    non_finite: Literal["skip", "stop", "ignore"] = "skip"
+    """When loss or gradients are not finite: skip the update, stop the run, or update all the same."""
+    non_finite_limit: int = field(default=10, validator=gt(0))
+    """With `skip`: so many skipped updates in a row stop the run (exit code 76)."""
+    dry_run: Literal["auto", "always", "never"] = "auto"
+    """Before training, one forward and backward of the largest shapes, which leaves no trace, to find errors and the
+    peak of memory early. auto: on an accelerator only."""
+    deterministic: bool = False
+    """Refuse algorithms that are not deterministic (torch's `use_deterministic_algorithms`)."""
+    gc_interval: int = field(default=100, validator=ge(0))
+    """Steps between garbage collections, which are off otherwise; 0 leaves Python's own collector on."""
+
+
+@frozen(kw_only=True)
+class DataSection:
+    """`[data]`: the sources of training sequences and how they are loaded."""
+
+    sources: tuple[DatasetComponent, ...]
+    """`[[data.sources]]`: one table a source, mixed by `weight`."""
+    tokenizer: TokenizerComponent | None = None
+    """`[data.tokenizer]`: needed by sources of text."""
+    workers: int = field(default=0, validator=ge(0))
+    """Processes that load data; 0 loads in a background thread."""
+    seed: int | None = None
+    """Seed of the data order; by default `job.seed`."""
+
+
+@frozen(kw_only=True)
+class CheckpointSection:
+    """`[checkpoint]`: when states are saved. The last step and a requested stop are always saved."""
+
+    interval: int = field(default=1000, validator=ge(0))
+    """Steps between checkpoints; 0: only at the end."""
+    keep: int = field(default=3, validator=ge(0))
+    """How many of the newest checkpoints to keep; 0 keeps all."""
+    verify: Literal["full", "sizes"] = "full"
+    """What is checked before loading: SHA-256 of every file, or sizes only, which does not find flipped bytes."""
+    storage: StorageComponent = default_type("local")
+    """`[checkpoint.storage]`: where checkpoints are kept."""
+
+
+@frozen(kw_only=True)
+class EvalSection:
+    """`[eval]`: when the evaluations under `[evaluations.NAME]` run. They always run after the last step."""
+
+    interval: int = field(default=0, validator=ge(0))
+    """Steps between evaluations; 0: only at the end."""
+    at_start: bool = False
+    """Also before the first step."""
+
+
+@frozen(kw_only=True)
+class MetricsSection:
+    """`[metrics]`: what the run measures of itself."""
+
+    peak_tflops: float = field(default=0.0, validator=ge(0))
+    """Peak TFLOP/s of one device for the model-FLOPs utilisation; 0: from the core's table, no MFU where unknown."""
+
+
+@frozen(kw_only=True)
+class Job:
+    """A whole job. `forge_core.load_job` makes one from TOML; `forge_core.dump_job` writes it back."""
+
+    job: JobSection = JobSection()
+    train: TrainSection
+    model: ModelComponent
+    data: DataSection
+    optimizer: OptimizerComponent
+    scheduler: SchedulerComponent = default_type("constant")
+    loss: LossComponent = default_type("cross_entropy")
+    executor: ExecutorComponent = default_type("plain")
+    checkpoint: CheckpointSection = CheckpointSection()
+    eval: EvalSection = EvalSection()
+    metrics: MetricsSection = MetricsSection()
+    parallel: Mapping[str, ParallelComponent] = field(factory=dict)
+    """`[parallel.NAME]`: stages; NAME is the default for `type`."""
+    evaluations: Mapping[str, EvaluationComponent] = field(factory=dict)
+    """`[evaluations.NAME]`; by default `held_out`: loss and perplexity of the held-out sequences."""
+    loggers: Mapping[str, LoggerComponent] = field(factory=dict)
+    """`[loggers.NAME]`; `console` and `jsonl` are always there."""
+    hooks: Mapping[str, TrainingHook] = field(factory=dict)
+    """`[hooks.NAME]`: training hooks, in the order of the file."""
+    plugins: Mapping[str, Plugin] = field(factory=dict)
+    """`[plugins.NAME]`: plugins whose hooks act in this run, in the order of the file."""
+
+
+ALWAYS: Mapping[str, tuple[str, ...]] = {"evaluations": ("held_out",), "loggers": ("console", "jsonl")}
+"""Entries of the core's own that named tables have unless the job gives them settings."""

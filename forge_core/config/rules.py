@@ -1,0 +1,70 @@
+"""Rules across fields and sections: the core's own, those of components, and those of active plugins."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from forge_core.components import Component
+from forge_core.config.job import Job
+from forge_core.config.walk import walk_components
+from forge_core.errors import PluginError, Problem
+from forge_core.parallel.layout import Layout, batch_problems, plan_layout
+from forge_core.plugins.catalog import Catalog
+
+
+def check_rules(job: Job, catalog: Catalog, world_size: int = 1) -> list[Problem]:
+    """Every rule that a well-formed job breaks when it is to run on `world_size` ranks."""
+    layout, problems = _plan(job, world_size)
+    if not problems:
+        problems += batch_problems(job, layout)
+    problems += _core_problems(job)
+    for path, component in walk_components(job):
+        problems += _component_problems(path, component, job, layout, catalog)
+    return problems + _plugin_problems(job, layout, catalog)
+
+
+def _plan(job: Job, world_size: int) -> tuple[Layout, list[Problem]]:
+    try:
+        return plan_layout(job, world_size)
+    except Exception as error:  # a stage's `degrees`
+        return Layout(), [Problem("parallel", f"the layout cannot be planned: {_tell(error)}")]
+
+
+def _core_problems(job: Job) -> Iterator[Problem]:
+    sources = job.data.sources
+    if not sources:
+        yield Problem("data.sources", "there must be at least one source")
+    elif not any(source.weight for source in sources):
+        yield Problem("data.sources", "every weight is 0, so nothing would be drawn; give one source a positive weight")
+    owners = [name for name, stage in job.parallel.items() if stage.owns_reduction]
+    for name in owners[1:]:
+        message = f"both this and parallel.{owners[0]} reduce the gradients; keep one of them"
+        yield Problem(f"parallel.{name}", message)
+
+
+def _component_problems(path: str, component: Component, job: Job, layout: Layout, catalog: Catalog) -> list[Problem]:
+    try:
+        return [problem.below(path) for problem in component.problems(job, layout)]
+    except Exception as error:
+        who = f"{component.kind} {catalog.type_of(type(component))!r}"
+        return [Problem(path, f"problems() of {who} failed: {_tell(error)}")]
+
+
+def _plugin_problems(job: Job, layout: Layout, catalog: Catalog) -> list[Problem]:
+    from forge_core.plugins.manager import Plugins
+
+    if not job.plugins:
+        return []
+    try:
+        plugins = Plugins.activate(job, catalog)
+    except PluginError as error:
+        return [problem if problem.path else problem.below("plugins") for problem in error.problems]
+    try:
+        return plugins.validate_job(job, layout)
+    except Exception as error:
+        notes = ", ".join(getattr(error, "__notes__", ()))
+        return [Problem("plugins", f"forge_validate_job failed{' ' if notes else ''}{notes}: {_tell(error)}")]
+
+
+def _tell(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

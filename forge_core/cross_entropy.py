@@ -1,0 +1,46 @@
+"""Next-token cross-entropy from whole logits, and the form in which every loss reports. Shapes as in `protocols`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from forge_core.protocols import IGNORED_LABEL, LossOutput
+from forge_core.vocab_parallel import vocab_cross_entropy
+
+if TYPE_CHECKING:
+    from forge_core.engine.auxiliary import Auxiliary
+    from forge_core.protocols import Batch, Head, LossFunction
+
+
+def cross_entropy_loss(z_loss: float, auxiliary: Auxiliary | None) -> LossFunction:
+    """The loss `cross_entropy`. `auxiliary`: where a z-loss (Σ logsumexp²) is logged, unweighted; needed if there is one."""
+
+    def loss(head: Head, hidden: Tensor, batch: Batch) -> LossOutput:
+        labels = batch["labels"]
+        valid = labels != IGNORED_LABEL
+        with head.whole(hidden.dtype):
+            logits = head.logits(hidden)
+        losses, logsumexp = vocab_cross_entropy(logits, labels.where(valid, 0), head.vocab_shard)
+        losses = losses.where(valid, 0)
+        objective = losses.sum()
+        if auxiliary is not None and z_loss:
+            squares = logsumexp.square().where(valid, 0).sum()
+            auxiliary.metric("z_loss", squares, unit="token")
+            objective = objective + z_loss * squares
+        return loss_output(objective, losses, valid)
+
+    return loss
+
+
+def loss_output(objective: Tensor, losses: Tensor, valid: Tensor) -> LossOutput:
+    """What a loss returns.
+
+    Args:
+        objective: (), what is differentiated, summed over valid positions.
+        losses: (B, S), what is reported: the cross-entropy of each position, 0 where it is not valid.
+        valid: (B, S), bool.
+    """
+    counts = valid.sum(-1, dtype=losses.dtype)
+    return LossOutput(objective, counts.sum(), (losses.detach().sum(-1), counts))

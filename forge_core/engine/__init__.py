@@ -1,0 +1,1 @@
+"""The run loop and what it is made of."""

@@ -1,0 +1,117 @@
+"""Auxiliary losses and metrics that arise inside modules.
+
+A module attaches an auxiliary loss where it arises, and the gradient joins the backward pass there: nothing needs to be
+carried to the loss, so it works the same in every pipeline stage, under recomputation and under compile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+Unit = Literal["token", "sequence", "layer"]
+
+
+class _Attach(torch.autograd.Function):
+    """Identity on `x` whose backward also sends a gradient of one into `loss`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
+        ctx.dtype = loss.dtype
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return grad, grad.new_ones((), dtype=ctx.dtype)
+
+
+class Recomputing(AbstractContextManager):
+    """Marks the recomputation of a checkpointed region, in which metrics must not count again.
+
+    A class and not a generator: zero-bubble schedules enter one object many times.
+    """
+
+    def __init__(self, auxiliary: Auxiliary) -> None:
+        self._auxiliary = auxiliary
+
+    def __enter__(self) -> None:
+        self._auxiliary.recomputing = True
+
+    def __exit__(self, *exc: object) -> None:
+        self._auxiliary.recomputing = False
+
+
+class Auxiliary:
+    """Collects what modules attach. One object a run, found as `context.auxiliary`.
+
+    The engine calls `begin_step` with the global count of each unit before the first forward of a step; modules call
+    `attach` and `metric` in their forward pass.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.recomputing = False
+        self.active = False
+        self._scale: dict[str, Tensor] = {
+            unit: torch.zeros((), device=device) for unit in ("token", "sequence", "layer")
+        }
+        self._sums: dict[str, Tensor] = {}
+        self._units: dict[str, Unit | None] = {}
+
+    def begin_step(self, tokens: Tensor, sequences: int, micro_batches: int) -> None:
+        """Start a training step: `tokens` valid and `sequences` in the global batch, `micro_batches` over all ranks."""
+        self._scale["token"].copy_(1.0 / tokens.clamp(min=1))
+        self._scale["sequence"].fill_(1.0 / max(sequences, 1))
+        self._scale["layer"].fill_(1.0 / max(micro_batches, 1))
+        for total in self._sums.values():
+            total.zero_()
+        self.active = True
+
+    def end_step(self) -> None:
+        """Training forward passes are over: until the next `begin_step`, nothing counts."""
+        self.active = False
+
+    def attach(self, x: Tensor, value: Tensor, *, unit: Unit, name: str, weight: float = 1.0) -> Tensor:
+        """Add `weight * value / count(unit)` to the training objective; gives `x`, to be used in its place.
+
+        Args:
+            x: any tensor on the path to the loss.
+            value: (), float32, a *sum* over `unit`: over the tokens or the sequences of this micro-batch.
+            unit: what the sum runs over. Its count is that of the global batch, so that the objective does not depend
+                on micro-batches or ranks. `layer`: a value that is the same in every micro-batch, counted once.
+            name: metric under which the mean is logged, unweighted; values of one name add up over layers.
+            weight: factor in the objective.
+        """
+        if not self.active:
+            return x
+        self._add(name, value, unit)
+        if not torch.is_grad_enabled() or not value.requires_grad:
+            return x
+        return _Attach.apply(x, value * (self._scale[unit].to(value.dtype) * weight))
+
+    def metric(self, name: str, value: Tensor, unit: Unit | None = None) -> None:
+        """Add `value` to the metric `name` of this step: a sum, divided by the global count of `unit` if given."""
+        if self.active:
+            self._add(name, value, unit)
+
+    def _add(self, name: str, value: Tensor, unit: Unit | None) -> None:
+        if self.recomputing:
+            return
+        if name not in self._sums:
+            self._sums[name] = torch.zeros((), device=self.device, dtype=torch.float32)
+            self._units[name] = unit
+        self._sums[name].add_(value.detach())
+
+    def totals(self) -> Mapping[str, Tensor]:
+        """This rank's share of each metric of the step: sums already divided by their global count; still to be added
+        up over the token dimensions. Device scalars."""
+        return dict(self._scaled())
+
+    def _scaled(self) -> Iterator[tuple[str, Tensor]]:
+        for name, total in self._sums.items():
+            unit = self._units[name]
+            yield name, total * self._scale[unit] if unit else total.clone()

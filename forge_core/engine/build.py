@@ -1,0 +1,162 @@
+"""From a job to a run that is ready for its first step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+from pathlib import Path
+
+import attrs
+import torch
+from attrs import frozen
+from torch import nn
+
+from forge_core.components import TrainingHook
+from forge_core.config.job import Job
+from forge_core.context import BuildContext
+from forge_core.data.loader import held_out
+from forge_core.engine.auxiliary import Auxiliary
+from forge_core.engine.folder import TOKENIZER
+from forge_core.engine.hooks import HookRunner, collect_hooks
+from forge_core.engine.parameters import NamedParameters, check_groups
+from forge_core.engine.rates import Rates
+from forge_core.errors import JobError, Problem
+from forge_core.parallel.initialise import check_finite, materialise
+from forge_core.parallel.layout import batch_problems, plan_layout
+from forge_core.parallel.mesh import choose_device, make_mesh, world_size
+from forge_core.parallel.stages import OrderedStage, apply_stages, order_stages, with_owner
+from forge_core.plugins.catalog import Catalog
+from forge_core.plugins.manager import Plugins
+from forge_core.protocols import Dataset, Executor, Model, ParallelStage, Tokenizer
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+
+
+@frozen(kw_only=True)
+class Run:
+    """Everything a job builds."""
+
+    job: Job
+    context: BuildContext
+    datasets: Sequence[Dataset]
+    held_out: Dataset | None
+    model: Model
+    stages: Sequence[OrderedStage]
+    built_stages: Sequence[ParallelStage]
+    parameters: NamedParameters
+    optimizer: torch.optim.Optimizer
+    rates: Rates
+    executor: Executor
+    hooks: HookRunner
+
+
+def build_context(job: Job, catalog: Catalog, folder: Path | None) -> BuildContext:
+    """Device, mesh and plugins of a job; nothing that depends on its data or model.
+
+    Raises:
+        JobError: the layout does not fit the number of ranks, or a plugin cannot be used.
+    """
+    plugins = Plugins.activate(job, catalog)
+    layout, problems = plan_layout(job, world_size())
+    problems = problems or list(batch_problems(job, layout))
+    if problems:
+        raise JobError(problems)
+    device = choose_device(job.train.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    torch.set_float32_matmul_precision(job.train.float32_matmul)
+    torch.use_deterministic_algorithms(job.train.deterministic)
+    return BuildContext(
+        job=job,
+        plugins=plugins,
+        layout=layout,
+        mesh=make_mesh(layout, device),
+        device=device,
+        dtype=DTYPES[job.train.precision],
+        auxiliary=Auxiliary(device),
+        folder=folder,
+    )
+
+
+def build_run(job: Job, context: BuildContext, hooks: Iterable[TrainingHook] = ()) -> Run:
+    """Build data, model, optimizer and all else, in this order.
+
+    Raises:
+        JobError: the job cannot run as written.
+    """
+    context = attrs.evolve(context, tokenizer=build_tokenizer(job, context))
+    datasets = build_datasets(job, context)
+    model, stages, built_stages = build_model(job, context)
+    parameters = NamedParameters.of(model)
+    optimizer = context.plugins.build_optimizer(job.optimizer, context, parameters)
+    check_groups(optimizer.param_groups, parameters)
+    return Run(
+        job=job,
+        context=context,
+        datasets=datasets,
+        held_out=held_out(datasets),
+        model=model,
+        stages=stages,
+        built_stages=built_stages,
+        parameters=parameters,
+        optimizer=optimizer,
+        rates=Rates(job, optimizer, context),
+        executor=build_executor(job, context, model, built_stages),
+        hooks=HookRunner(collect_hooks(job, context.plugins, hooks)),
+    )
+
+
+def build_tokenizer(job: Job, context: BuildContext) -> Tokenizer | None:
+    """The tokenizer that the run folder keeps, or else a new one."""
+    component = job.data.tokenizer
+    if component is None:
+        return None
+    kept = context.folder / TOKENIZER if context.folder is not None else None
+    if kept is not None and kept.is_dir():
+        return component.load(context, kept)
+
+    def documents() -> Iterator[str]:
+        return chain.from_iterable(source.documents() for source in job.data.sources)
+
+    return context.build(component, documents=documents)
+
+
+def build_datasets(job: Job, context: BuildContext) -> list[Dataset]:
+    """Every source.
+
+    Raises:
+        JobError: one is too small to give a single sequence.
+    """
+    datasets = [context.plugins.build_dataset(source, context) for source in job.data.sources]
+    empty = [
+        Problem(f"data.sources.{number}", f"holds less than one sequence of {job.train.seq_len} tokens")
+        for number, dataset in enumerate(datasets)
+        if not len(dataset) and job.data.sources[number].weight
+    ]
+    if empty:
+        raise JobError(empty)
+    return datasets
+
+
+def build_model(job: Job, context: BuildContext) -> tuple[Model, list[OrderedStage], list[ParallelStage]]:
+    """Build on the meta device, apply the stages in order, then give memory and initial values."""
+    with torch.device("meta"):
+        model = context.plugins.build_model(job.model, context)
+    assert isinstance(model, nn.Module)
+    if context.dtype == torch.float64:
+        model.double()
+    catalog = context.plugins.catalog
+    stages = order_stages(with_owner(job, context.layout, catalog), catalog)
+    model, built = apply_stages(model, stages, context)
+    materialise(model, context.device, job.job.seed)
+    check_finite(model)
+    return model, stages, built
+
+
+def build_executor(job: Job, context: BuildContext, model: Model, stages: Sequence[ParallelStage]) -> Executor:
+    """The executor of the stage that brings one, else the job's."""
+    loss = context.plugins.build_loss(job.loss, context)
+    for stage in stages:
+        if hasattr(stage, "executor"):
+            return stage.executor(model, loss)
+    return context.build(job.executor, model=model, loss=loss)

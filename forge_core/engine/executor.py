@@ -1,0 +1,23 @@
+"""The plain executor: micro-batches one after the other on one device."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from attrs import frozen
+
+from forge_core.components import ExecutorComponent
+
+if TYPE_CHECKING:
+    from forge_core.context import BuildContext
+    from forge_core.protocols import Executor, LossFunction, Model
+
+
+@frozen(kw_only=True)
+class Plain(ExecutorComponent):
+    """Forward and backward of one micro-batch after the other."""
+
+    def build(self, context: BuildContext, model: Model, loss: LossFunction) -> Executor:
+        from forge_core.engine.plain_executor import PlainExecutor
+
+        return PlainExecutor(model, loss)

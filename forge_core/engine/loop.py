@@ -1,0 +1,250 @@
+"""The run loop: `Loop.run` reads top to bottom, the rest are its steps."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from forge_core.checkpoint.manager import Checkpoints, State
+from forge_core.config.dump import dump_job
+from forge_core.context import EvaluationContext
+from forge_core.data.loader import TrainLoader
+from forge_core.engine.build import Run
+from forge_core.engine.folder import save_tokenizer, write_record
+from forge_core.engine.hooks import CheckpointContext, Requests, StepContext, TrainContext
+from forge_core.engine.plan import describe_run
+from forge_core.engine.recorder import Recorder
+from forge_core.engine.resume import find_checkpoint
+from forge_core.engine.signals import stop_on_signals
+from forge_core.engine.state import Progress, gather_state, restore_state
+from forge_core.engine.step import Stepper, dry_run, metrics
+from forge_core.errors import NonFiniteError
+from forge_core.parallel.mesh import global_rank
+from forge_core.plugins.provenance import collect, compare
+from forge_core.protocols import Batch, Logger
+
+
+class Loop:
+    """One run, from where its checkpoint left it to its last step."""
+
+    def __init__(self, run: Run, stack: ExitStack, resume: str, echo: Callable[[str], object]) -> None:
+        assert run.context.folder is not None
+        self.built = run
+        self.job = run.job
+        self.folder: Path = run.context.folder
+        self.requests = Requests()
+        self.stepper = Stepper(run)
+        self._echo = echo
+        checkpoint = self.job.checkpoint
+        self.checkpoints = Checkpoints(run.context.build(checkpoint.storage), checkpoint.keep, checkpoint.verify)
+        self.provenance = collect(self.job, run.context.plugins.catalog)
+        self.progress = Progress(samples=[0] * len(run.datasets))
+        self._restore(resume)
+        self._saved_step = self.progress.step
+        self.loader = TrainLoader(self.job, run.datasets, run.context, self.progress.samples)
+        stack.callback(self.loader.close)
+        self.recorder = Recorder(run, self._open_loggers(stack), self._count_skipped)
+
+    def run(self) -> None:
+        with self._session():
+            self._begin()
+            while self.progress.step < self.job.train.steps and not self.requests.ends_run:
+                self._step(self.loader.next_step())
+                self._agree_on_requests()
+                if self._due(self.job.eval.interval):
+                    self._evaluate()
+                if self._due(self.job.checkpoint.interval) or self.requests.checkpoint:
+                    self._save()
+            self._end()
+
+    # --- steps of the loop ---------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        self._dry_run()
+        self.built.hooks("on_train_begin", self._train_context())
+        if self.job.eval.at_start and self.progress.step == 0:
+            self._evaluate()
+        self.recorder.restart_clock()
+
+    def _step(self, batches: list[Batch]) -> None:
+        run, context = self.built, self._step_context(batches)
+        run.hooks("on_step_begin", context)
+        rate = run.rates.apply(self.progress.step)
+        context.output, sums = self.stepper.gradients(batches, self.progress.step)
+        context.grad_norm = self.stepper.norm()
+        run.hooks("on_gradients", context)
+        skipped = self.stepper.update(context, sums["loss_sum"])
+        self.progress.step += 1
+        self.progress.tokens += self.job.train.global_batch_size * self.job.train.seq_len
+        run.hooks("on_step_end", context)
+        scalars = {**metrics(sums), "grad_norm": context.grad_norm}
+        if skipped is not None:
+            scalars["skipped"] = skipped
+        self.recorder.step(context, self.progress.tokens, rate, scalars)
+        if self._due(self.job.train.gc_interval):
+            gc.collect(1)
+
+    def _evaluate(self) -> None:
+        self.recorder.flush()
+        found: dict[str, float] = {}
+        with self._evaluation_mode():
+            for evaluation in self.job.evaluations.values():
+                found |= evaluation.evaluate(self._evaluation_context())
+        if found:
+            self.recorder.evaluation(self.progress.step, found)
+        self.built.hooks("on_eval_end", self._step_context([]), found)
+        self.recorder.restart_clock()
+
+    def _save(self) -> None:
+        self.recorder.flush()
+        run = self.built
+        self.progress.samples = self.loader.counts()
+        state = gather_state(run.model, run.optimizer, self.progress, run.hooks.hooks, run.context.plugins.active)
+        values = {"job": dump_job(self.job, run.context.plugins.catalog), "provenance": self.provenance, **state.values}
+        path = self.checkpoints.save(self.progress.step, State(state.tensors, values))
+        self._saved_step, self.requests.checkpoint = self.progress.step, False
+        run.hooks("on_checkpoint_save", self._checkpoint_context(path))
+        self.recorder.restart_clock()
+
+    def _end(self) -> None:
+        self.recorder.flush()
+        finished = self.progress.step >= self.job.train.steps
+        if finished and not self._due(self.job.eval.interval):
+            self._evaluate()
+        if self._saved_step != self.progress.step:
+            self._save()
+        if self.requests.non_finite:
+            raise NonFiniteError(f"{self.requests.non_finite}; their updates were skipped, and the state is saved")
+        self.built.hooks("on_train_end", self._train_context())
+
+    def _dry_run(self) -> None:
+        mode = self.job.train.dry_run
+        if mode == "never" or (mode == "auto" and self.built.context.device.type == "cpu"):
+            return
+        loader = TrainLoader(self.job, self.built.datasets, self.built.context, self.progress.samples)
+        self._echo(dry_run(self.built, loader.next_step()))
+        loader.close()
+
+    # --- requests ------------------------------------------------------------------------------------------------
+
+    def _count_skipped(self, record: Mapping[str, Any]) -> None:
+        """A step's numbers have arrived: follow the non-finite policy."""
+        train, progress = self.job.train, self.progress
+        progress.skipped += bool(record.get("skipped"))
+        progress.skipped_in_a_row = progress.skipped_in_a_row + 1 if record.get("skipped") else 0
+        limit = 1 if train.non_finite == "stop" else train.non_finite_limit
+        if progress.skipped_in_a_row >= limit and not self.requests.non_finite:
+            row = f"{limit} step{'s' if limit > 1 else ''} in a row"
+            self.requests.non_finite = f"loss or gradients were not finite for {row}, up to step {record['step']}"
+
+    def _agree_on_requests(self) -> None:
+        """The one point of a step at which ranks agree on what was asked of any of them."""
+        requests = self.requests
+        if self.built.context.layout.world_size == 1:
+            return
+        asked = [bool(requests.stop), requests.checkpoint, bool(requests.non_finite)]
+        flags = torch.tensor(asked, dtype=torch.float32)
+        torch.distributed.all_reduce(flags, op=torch.distributed.ReduceOp.MAX)
+        stop, checkpoint, non_finite = (bool(flag) for flag in flags.tolist())
+        requests.checkpoint = checkpoint
+        requests.stop = requests.stop or ("another rank asked for it" if stop else "")
+        requests.non_finite = requests.non_finite or ("another rank found it" if non_finite else "")
+
+    def _due(self, interval: int) -> bool:
+        return bool(interval) and self.progress.step % interval == 0
+
+    # --- surroundings --------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _session(self) -> Iterator[None]:
+        """Signals, garbage collection, and the report to hooks if the loop fails."""
+        quiet_gc = bool(self.job.train.gc_interval)
+        with stop_on_signals(self.requests):
+            if quiet_gc:
+                gc.collect()
+                gc.disable()
+            try:
+                yield
+            except BaseException as error:
+                self.built.hooks.exception(self._train_context(), error)
+                raise
+            finally:
+                if quiet_gc:
+                    gc.enable()
+
+    @contextmanager
+    def _evaluation_mode(self) -> Iterator[None]:
+        """Model and optimizer in evaluation mode: some optimizers keep other weights for it."""
+        model, optimizer = self.built.model, self.built.optimizer
+        model.eval()
+        if hasattr(optimizer, "eval"):
+            optimizer.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            if hasattr(optimizer, "train"):
+                optimizer.train()
+            model.train()
+
+    def _restore(self, resume: str) -> None:
+        found = find_checkpoint(resume, self.checkpoints, self.job.checkpoint.verify)
+        if found is None:
+            return
+        path, manifest = found
+        for warning in compare(manifest["provenance"], self.provenance):
+            warnings.warn(warning, stacklevel=2)
+        run = self.built
+        hooks, plugins = run.hooks.hooks, run.context.plugins.active
+        self.progress = restore_state(path, manifest, run.model, run.optimizer, hooks, plugins)
+        run.hooks("on_checkpoint_load", self._checkpoint_context(path))
+        self._echo(f"continuing from {path}, step {self.progress.step}")
+
+    def _open_loggers(self, stack: ExitStack) -> list[Logger]:
+        """On rank 0: print and keep the plan, then start every logger."""
+        if global_rank() != 0:
+            return []
+        run, catalog = self.built, self.built.context.plugins.catalog
+        plan = describe_run(run, self.stepper, self.provenance)
+        if run.context.tokenizer is not None:
+            save_tokenizer(self.folder, run.context.tokenizer)
+        write_record(self.folder, dump_job(self.job, catalog), self.provenance, plan)
+        self._echo(plan)
+        loggers: list[Logger] = []
+        for component in self.job.loggers.values():
+            logger = run.context.plugins.build_logger(component, run.context)
+            logger.start(self.progress.step)
+            stack.callback(logger.close)
+            loggers.append(logger)
+        return loggers
+
+    def _common(self) -> dict[str, Any]:
+        run = self.built
+        return {"job": self.job, "model": run.model, "optimizer": run.optimizer, "folder": self.folder}
+
+    def _train_context(self) -> TrainContext:
+        return TrainContext(**self._common(), step=self.progress.step)
+
+    def _step_context(self, batches: list[Batch]) -> StepContext:
+        step = self.progress.step + bool(batches)
+        return StepContext(**self._common(), step=step, batches=batches, requests=self.requests.for_step())
+
+    def _checkpoint_context(self, path: Path) -> CheckpointContext:
+        return CheckpointContext(**self._common(), step=self.progress.step, path=path)
+
+    def _evaluation_context(self) -> EvaluationContext:
+        run = self.built
+        return EvaluationContext(
+            job=self.job,
+            build=run.context,
+            step=self.progress.step,
+            model=run.model,
+            executor=run.executor,
+            held_out=run.held_out,
+        )

@@ -1,0 +1,130 @@
+"""Parameters with names and roles: what optimizers receive."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, get_args
+
+from attrs import frozen
+from torch import nn
+
+from forge_core.errors import ForgeError
+from forge_core.protocols import HasRoles, HasTies, Role
+
+if TYPE_CHECKING:
+    from forge_core.protocols import Model
+
+ROLES: tuple[Role, ...] = get_args(Role)
+
+
+@frozen
+class NamedParameter:
+    """A parameter, its name in the bare model, and what it is for."""
+
+    name: str
+    parameter: nn.Parameter
+    role: Role
+
+
+class NamedParameters(Sequence[NamedParameter]):
+    """Every parameter of a model once, in the model's order, frozen ones included.
+
+    A frozen parameter (`requires_grad` is false) has no gradient, so optimizers pass over it; it is in their groups all
+    the same and trains as soon as it is unfrozen.
+    """
+
+    def __init__(self, parameters: Sequence[NamedParameter]) -> None:
+        self._parameters = tuple(parameters)
+
+    @classmethod
+    def of(cls, model: Model) -> NamedParameters:
+        """Roles are the model's own where it declares them, else derived from the modules.
+
+        Raises:
+            ForgeError: the model declares a role that does not exist, or one of a parameter it does not have.
+        """
+        declared = dict(model.parameter_roles()) if isinstance(model, HasRoles) else {}
+        names = [name for name, _ in model.named_parameters()]
+        for name, role in declared.items():
+            if role not in ROLES or name not in names:
+                raise ForgeError(f"{type(model).__name__}.parameter_roles: no parameter {name!r} or no role {role!r}")
+        derived = _derive_roles(model)
+        return cls([NamedParameter(n, p, declared.get(n) or derived[n]) for n, p in model.named_parameters()])
+
+    def __len__(self) -> int:
+        return len(self._parameters)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._parameters[index]
+
+    def __iter__(self) -> Iterator[NamedParameter]:
+        return iter(self._parameters)
+
+    def with_roles(self, roles: Collection[Role]) -> NamedParameters:
+        """Only the parameters of these roles."""
+        return NamedParameters([p for p in self if p.role in roles])
+
+    def without_roles(self, roles: Collection[Role]) -> NamedParameters:
+        """Only the parameters of other roles."""
+        return NamedParameters([p for p in self if p.role not in roles])
+
+    def groups(self, decay: float, no_decay: Collection[Role] = ("norm", "bias", "embedding")) -> list[dict[str, Any]]:
+        """Parameter groups for a `torch.optim.Optimizer`: one with `weight_decay=decay`, one without.
+
+        Each has `params`, `names` (the same order) and `weight_decay`; empty groups are left out.
+        """
+        split = ((decay, self.without_roles(no_decay)), (0.0, self.with_roles(no_decay)))
+        return [
+            {"params": [p.parameter for p in part], "names": [p.name for p in part], "weight_decay": weight_decay}
+            for weight_decay, part in split
+            if len(part)
+        ]
+
+
+def _derive_roles(model: Model) -> dict[str, Role]:
+    assert isinstance(model, nn.Module)
+    roles: dict[str, Role] = {}
+    for module_name, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            full = f"{module_name}.{name}" if module_name else name
+            roles[full] = _derive_role(full, module, parameter)
+    return roles
+
+
+def _derive_role(name: str, module: nn.Module, parameter: nn.Parameter) -> Role:
+    kind = type(module).__name__.lower()
+    if name.split(".")[0] == "head" and parameter.ndim > 1:
+        return "head"
+    if name.endswith("bias"):
+        return "bias"
+    if "embedding" in kind:
+        return "embedding"
+    if parameter.ndim <= 1 or "norm" in kind:
+        return "norm"
+    return "matrix" if parameter.ndim == 2 else "stack"
+
+
+def ties(model: Model) -> Mapping[str, str]:
+    """Other names of tied parameters, with the name under which each is listed."""
+    return model.tied_parameters() if isinstance(model, HasTies) else {}
+
+
+def check_groups(groups: Sequence[Mapping[str, Any]], parameters: NamedParameters) -> None:
+    """Every parameter must be in exactly one group.
+
+    Raises:
+        ForgeError: names the parameters that the optimizer left out or would step twice.
+    """
+    seen = [id(parameter) for group in groups for parameter in group["params"]]
+    counts = {p.name: seen.count(id(p.parameter)) for p in parameters} if len(set(seen)) != len(seen) else None
+    present = set(seen)
+    missing = [p.name for p in parameters if id(p.parameter) not in present]
+    if missing:
+        raise ForgeError(f"the optimizer left out {_some(missing)}; every parameter must be in one of its groups")
+    if counts:
+        twice = [name for name, count in counts.items() if count > 1]
+        raise ForgeError(f"the optimizer has {_some(twice)} in more than one group")
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -1,0 +1,45 @@
+"""What the component `plain` builds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from forge_core.protocols import StepOutput
+
+if TYPE_CHECKING:
+    from forge_core.protocols import Batch, LossFunction, LossOutput, Model
+
+
+class PlainExecutor:
+    """See `forge_core.protocols.Executor`."""
+
+    def __init__(self, model: Model, loss: LossFunction) -> None:
+        self._model = model
+        self._loss = loss
+
+    def train_step(self, batches: Sequence[Batch], denominator: Tensor) -> StepOutput:
+        outputs = []
+        for batch in batches:
+            output = self._forward(batch)
+            (output.sum / denominator).backward()
+            outputs.append(output._replace(sum=output.sum.detach()))
+        return combine(outputs)
+
+    @torch.no_grad()
+    def evaluate(self, batches: Sequence[Batch]) -> StepOutput:
+        return combine([self._forward(batch) for batch in batches])
+
+    def _forward(self, batch: Batch) -> LossOutput:
+        return self._loss(self._model.head, self._model(batch), batch)
+
+
+def combine(outputs: Sequence[LossOutput]) -> StepOutput:
+    """The outputs of several micro-batches as one. The loss sum is that of the plain loss, `per_sequence`: what else an
+    objective contains (z-loss, smoothing) is trained on but not reported as the loss."""
+    sums = torch.cat([output.per_sequence[0] for output in outputs])
+    counts = torch.cat([output.per_sequence[1] for output in outputs])
+    return StepOutput(sums.sum(), counts.sum(), (sums, counts))

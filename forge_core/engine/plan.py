@@ -1,0 +1,77 @@
+"""What a run is about to do, for a person to read before it starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from forge_core.engine.build import Run
+from forge_core.engine.parameters import NamedParameters
+from forge_core.metrics.flops import flops_per_token, peak_flops
+from forge_core.parallel.layout import micro_batches
+
+if TYPE_CHECKING:
+    from forge_core.engine.step import Stepper
+
+
+def describe_run(run: Run, stepper: Stepper, provenance: Mapping[str, Any]) -> str:
+    """The plan: distributions, layout, stages with reasons, hooks in order, sizes, backends, waits."""
+    rows = list(_rows(run, stepper, provenance))
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
+
+
+def _rows(run: Run, stepper: Stepper, provenance: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    job, context = run.job, run.context
+    yield "run", f"{job.job.name} in {context.folder}"
+    versions = [f"{name} {dist['version']}" for name, dist in provenance["distributions"].items()]
+    yield "plugins", ", ".join(versions)
+    yield "device", f"{_device_name(context.device)}, {context.layout}, {job.train.precision}"
+    yield "model", _model(run)
+    yield "batch", _batch(run)
+    yield "data", ", ".join(f"{len(dataset):,} sequences" for dataset in run.datasets) + _held_out(run)
+    for stage in run.stages:
+        yield f"stage {stage.name}", "; ".join(stage.reasons) or "no relation to another stage"
+    for number, name in enumerate(run.hooks.hooks, 1):
+        yield f"hook {number}", name
+    for what, choice, why in getattr(run.model, "backend_choices", lambda _: ())(job.train.seq_len):
+        yield what, f"{choice} ({why})"
+    yield "memory", _memory(run.parameters)
+    yield "waits", f"{stepper.waits()} a step"
+
+
+def _model(run: Run) -> str:
+    total = sum(item.parameter.numel() for item in run.parameters)
+    roles: dict[str, int] = {}
+    for item in run.parameters:
+        roles[item.role] = roles.get(item.role, 0) + item.parameter.numel()
+    return f"{total:,} parameters (" + ", ".join(f"{role} {count:,}" for role, count in roles.items()) + ")"
+
+
+def _batch(run: Run) -> str:
+    train = run.job.train
+    count, size = micro_batches(run.job, run.context.layout)
+    tokens = train.global_batch_size * train.seq_len
+    flops, peak = flops_per_token(run.model, train.seq_len), peak_flops(run.job, run.context.device)
+    cost = f", {flops * tokens:.3g} FLOPs" if flops else ""
+    known = f" (peak {peak / 1e12:,.0f} TFLOP/s a device)" if peak else ""
+    ranks = f" on {run.context.layout.data_parallel} ranks" if run.context.layout.data_parallel > 1 else ""
+    return f"{tokens:,} tokens a step: {count} x {size} sequences of {train.seq_len}{ranks}{cost}{known}"
+
+
+def _held_out(run: Run) -> str:
+    return f"; {len(run.held_out):,} held out" if run.held_out is not None else "; none held out"
+
+
+def _memory(parameters: NamedParameters) -> str:
+    weights = sum(item.parameter.numel() * item.parameter.element_size() for item in parameters)
+    trained = sum(p.parameter.numel() * p.parameter.element_size() for p in parameters if p.parameter.requires_grad)
+    return f"weights {weights / 1e6:,.0f} MB, gradients {trained / 1e6:,.0f} MB, besides optimizer state and activations"
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"cpu ({torch.get_num_threads()} threads)"

@@ -1,0 +1,45 @@
+"""Learning rates, and other scalars that follow a schedule: written from the job before each step."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import attrs
+import torch
+
+from forge_core.components import SchedulerComponent
+from forge_core.errors import ForgeError
+
+if TYPE_CHECKING:
+    from forge_core.config.job import Job
+    from forge_core.context import BuildContext
+    from forge_core.protocols import Schedule
+
+
+class Rates:
+    """Writes base rate x schedule into every parameter group, and each scheduled field of the optimizer component into
+    the groups' key of the same name."""
+
+    def __init__(self, job: Job, optimizer: torch.optim.Optimizer, context: BuildContext) -> None:
+        self._total = job.train.steps
+        self._groups = optimizer.param_groups
+        self._base = [group["lr"] for group in self._groups]
+        self._schedule: Schedule = context.plugins.build_scheduler(job.scheduler, context)
+        self._scheduled = {
+            field.name: context.plugins.build_scheduler(value, context)
+            for field in attrs.fields(type(job.optimizer))
+            if isinstance(value := getattr(job.optimizer, field.name), SchedulerComponent)
+        }
+        for name in self._scheduled:
+            if not any(name in group for group in self._groups):
+                raise ForgeError(f"optimizer.{name} is a schedule, but the optimizer has no group with a key {name!r}")
+
+    def apply(self, step: int) -> float:
+        """Set everything for the update after `step` completed steps; gives the first group's rate."""
+        factor = self._schedule(step, self._total)
+        for group, base in zip(self._groups, self._base, strict=True):
+            group["lr"] = base * factor
+            for name, schedule in self._scheduled.items():
+                if name in group:
+                    group[name] = schedule(step, self._total)
+        return self._groups[0]["lr"]

@@ -1,0 +1,175 @@
+"""Everything a run must remember, to and from a checkpoint.
+
+Tensors are `model.<parameter or buffer>` and `optimizer.<parameter>.<slot>`; all else is plain types in the manifest.
+Hyper-parameters come from the job, never from a checkpoint. Randomness inside a step is seeded from (seed, step), so no
+generator's state needs keeping.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from attrs import asdict, define, field
+from torch import Tensor, nn
+
+from forge_core.checkpoint.manager import State, load_tensors, stored_tensors
+from forge_core.engine.parameters import ties
+from forge_core.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from forge_core.components import Plugin, TrainingHook
+    from forge_core.protocols import Model
+
+
+@define(kw_only=True)
+class Progress:
+    """How far a run is."""
+
+    step: int = 0
+    """Completed steps, skipped updates included."""
+    tokens: int = 0
+    """Positions fed to the model so far, over all ranks."""
+    skipped: int = 0
+    """Updates that were skipped."""
+    skipped_in_a_row: int = 0
+    samples: list[int] = field(factory=list)
+    """Sequences drawn so far from each source."""
+
+
+def model_tensors(model: Model) -> dict[str, Tensor]:
+    """Parameters and persistent buffers, tied ones once."""
+    assert isinstance(model, nn.Module)
+    other_names = ties(model)
+    return {name: tensor for name, tensor in model.state_dict().items() if name not in other_names}
+
+
+def gather_state(
+    model: Model,
+    optimizer: torch.optim.Optimizer,
+    progress: Progress,
+    hooks: Mapping[str, TrainingHook],
+    plugins: Mapping[str, Plugin],
+) -> State:
+    """What to save. Reads only: a save, at any step, changes nothing."""
+    tensors = {f"model.{name}": tensor for name, tensor in model_tensors(model).items()}
+    scalars: dict[str, dict[str, Any]] = {}
+    for name, slot, value in _optimizer_slots(optimizer):
+        if isinstance(value, Tensor):
+            tensors[f"optimizer.{name}.{slot}"] = value
+        else:
+            scalars.setdefault(name, {})[slot] = value
+    extras: dict[str, dict[str, Any]] = {}
+    for owner, holder in _holders(hooks, plugins):
+        plain, held = _split(holder.state_dict())
+        extras[owner] = plain
+        tensors |= {f"{owner}.{name}": tensor for name, tensor in held.items()}
+    values = {
+        "progress": asdict(progress),
+        "optimizer": {"scalars": scalars, "groups": _group_state(optimizer)},
+        "extras": extras,
+    }
+    return State(tensors, values)
+
+
+def restore_state(
+    folder: Path,
+    manifest: Mapping[str, Any],
+    model: Model,
+    optimizer: torch.optim.Optimizer,
+    hooks: Mapping[str, TrainingHook],
+    plugins: Mapping[str, Plugin],
+) -> Progress:
+    """Load a checkpoint into a freshly built run; gives how far it was.
+
+    Raises:
+        CheckpointError: the checkpoint does not fit the job.
+    """
+    stored = stored_tensors(folder)
+    tensors = {f"model.{name}": tensor for name, tensor in model_tensors(model).items()}
+    slots = _empty_slots(optimizer, stored)
+    tensors |= {f"optimizer.{name}.{slot}": tensor for (name, slot), tensor in slots.items()}
+    held = {
+        name: torch.empty(size, dtype=dtype)
+        for name, (size, dtype) in stored.items()
+        if name.startswith(("hook:", "plugin:"))
+    }
+    load_tensors(folder, {**tensors, **held})
+    _fill_optimizer(optimizer, slots, manifest["optimizer"])
+    for owner, holder in _holders(hooks, plugins):
+        if owner not in manifest["extras"]:
+            raise CheckpointError(f"{folder} holds no state of {owner}, which this job has")
+        own = {name.removeprefix(f"{owner}."): t for name, t in held.items() if name.startswith(f"{owner}.")}
+        holder.load_state_dict({**manifest["extras"][owner], **own})
+    return Progress(**manifest["progress"])
+
+
+def load_model(folder: Path, model: Model) -> None:
+    """Only the weights of a checkpoint."""
+    load_tensors(folder, {f"model.{name}": tensor for name, tensor in model_tensors(model).items()})
+
+
+def _holders(
+    hooks: Mapping[str, TrainingHook], plugins: Mapping[str, Plugin]
+) -> Iterator[tuple[str, TrainingHook | Plugin]]:
+    yield from ((f"hook:{name}", hook) for name, hook in hooks.items())
+    yield from ((f"plugin:{name}", plugin) for name, plugin in plugins.items())
+
+
+def _split(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    held = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    return {name: value for name, value in state.items() if name not in held}, held
+
+
+def _named(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, nn.Parameter]]:
+    for group in optimizer.param_groups:
+        yield from zip(group["names"], group["params"], strict=True)
+
+
+def _optimizer_slots(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, str, Any]]:
+    for name, parameter in _named(optimizer):
+        for slot, value in optimizer.state.get(parameter, {}).items():
+            yield name, slot, value
+
+
+def _group_state(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Counters that an optimizer keeps in its groups: the keys that it names in an attribute `group_state`."""
+    keys = getattr(optimizer, "group_state", ())
+    return [{key: group[key] for key in keys if key in group} for group in optimizer.param_groups]
+
+
+def _empty_slots(
+    optimizer: torch.optim.Optimizer, stored: Mapping[str, tuple[torch.Size, torch.dtype]]
+) -> dict[tuple[str, str], Tensor]:
+    """Memory for every stored slot: sharded like its parameter where it has its shape, else whole on every rank."""
+    slots: dict[tuple[str, str], Tensor] = {}
+    known = {name: parameter for name, parameter in _named(optimizer)}
+    for full, (size, dtype) in stored.items():
+        if not full.startswith("optimizer."):
+            continue
+        name, _, slot = full.removeprefix("optimizer.").rpartition(".")
+        if name not in known:
+            raise CheckpointError(f"the checkpoint has optimizer state of {name}, which this job does not train")
+        parameter = known[name]
+        if size == parameter.shape:
+            slots[name, slot] = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+        else:
+            slots[name, slot] = torch.empty(size, dtype=dtype, device="cpu" if not size else parameter.device)
+    return slots
+
+
+def _fill_optimizer(
+    optimizer: torch.optim.Optimizer, slots: Mapping[tuple[str, str], Tensor], saved: Mapping[str, Any]
+) -> None:
+    on_device = bool(optimizer.defaults.get("fused") or optimizer.defaults.get("capturable"))
+    for name, parameter in _named(optimizer):
+        own: dict[str, Any] = {slot: tensor for (of, slot), tensor in slots.items() if of == name}
+        if on_device:  # these optimizers keep their counters beside the parameter
+            own = {slot: tensor.to(parameter.device) for slot, tensor in own.items()}
+        own |= saved["scalars"].get(name, {})
+        if own:
+            optimizer.state[parameter] = own
+    for group, values in zip(optimizer.param_groups, saved["groups"], strict=True):
+        group.update(values)

@@ -1,0 +1,158 @@
+"""One training step."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from forge_core.engine.build import Run
+from forge_core.engine.gradients import clip, global_norm
+from forge_core.engine.hooks import StepContext
+from forge_core.errors import ForgeError
+from forge_core.metrics.tracker import per_source
+from forge_core.parallel.layout import micro_batches
+from forge_core.parallel.mesh import all_reduce_tokens, global_rank, pipeline_group
+from forge_core.protocols import IGNORED_LABEL, Batch, StepOutput
+
+
+class Stepper:
+    """Runs steps: gradients of the global batch, their norm, the update."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._job = run.job
+        self._parameters = [item.parameter for item in run.parameters]
+        self._mesh = run.context.mesh
+        self._stages = pipeline_group(run.context.mesh)
+        self._source_names = [f"{i}" for i in range(len(run.datasets))]
+        count, _ = micro_batches(run.job, run.context.layout)
+        self._micro_batches = count * run.context.layout.data_parallel
+        self._masked = self._can_mask()
+        self.decides = not self._masked and (run.job.train.non_finite != "ignore" or run.hooks.may_skip)
+
+    def _can_mask(self) -> bool:
+        """Whether the optimizer itself leaves out the update when told on the device (torch's `found_inf`), which
+        spares a wait. On a CPU there is nothing to wait for."""
+        train, optimizer = self._job.train, self._run.optimizer
+        supported = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+        on_device = self._run.context.device.type != "cpu"
+        return train.non_finite == "skip" and supported and on_device and not self._run.hooks.may_skip
+
+    def waits(self) -> str:
+        """What each step waits for on the device, for the plan."""
+        if not self.decides:
+            return "none"
+        why = "a hook may skip it" if self._run.hooks.may_skip else f'non_finite = "{self._job.train.non_finite}"'
+        return f"one, to decide on the update ({why})"
+
+    def gradients(self, batches: Sequence[Batch], step: int) -> tuple[StepOutput, dict[str, Tensor]]:
+        """Gradients of the whole step, complete on every rank; also the reduced sums that metrics are made of."""
+        seed_step(self._job.job.seed, step)
+        tokens = self._valid_tokens(batches)
+        auxiliary = self._run.context.auxiliary
+        auxiliary.begin_step(tokens, self._job.train.global_batch_size, self._micro_batches)
+        output = self._run.executor.train_step(batches, tokens.clamp(min=1).to(self._loss_dtype()))
+        sums = self._reduce(output, batches, auxiliary.totals())
+        auxiliary.end_step()
+        for stage in self._run.built_stages:
+            if hasattr(stage, "complete_gradients"):
+                stage.complete_gradients(self._run.model)
+        return output, sums
+
+    def _loss_dtype(self) -> torch.dtype:
+        return torch.float64 if self._run.context.dtype == torch.float64 else torch.float32
+
+    def norm(self) -> Tensor:
+        """The global norm of the gradient, before clipping."""
+        return global_norm(self._parameters, self._stages)
+
+    def update(self, context: StepContext, loss_sum: Tensor) -> Tensor | None:
+        """Clip and step the optimizer, unless the update is to be skipped; sets `context.skipped`.
+
+        Gives a device flag, was it skipped?, where only the device knows; else None.
+        """
+        assert context.grad_norm is not None
+        finite = torch.isfinite(loss_sum) & torch.isfinite(context.grad_norm)
+        context.skipped = None if self._masked else self._must_skip(context, finite)
+        if not context.skipped:
+            self._optimizer_step(context.grad_norm, finite)
+        self._run.optimizer.zero_grad(set_to_none=True)
+        return ~finite if self._masked else None
+
+    def _must_skip(self, context: StepContext, finite: Tensor) -> bool:
+        if not self.decides:
+            return False
+        broken = self._job.train.non_finite != "ignore" and not finite.item()
+        return broken or self._agreed(bool(context.requests.skip))
+
+    def _optimizer_step(self, norm: Tensor, finite: Tensor) -> None:
+        optimizer = self._run.optimizer
+        if self._job.train.grad_clip_norm:
+            clip(self._parameters, norm, self._job.train.grad_clip_norm)
+        if self._masked:
+            optimizer.found_inf = (~finite).to(torch.float32)  # type: ignore[attr-defined]
+        optimizer.step()
+
+    def _agreed(self, skip: bool) -> bool:
+        if not self._run.hooks.may_skip or self._run.context.layout.world_size == 1:
+            return skip
+        flag = torch.tensor(float(skip))
+        torch.distributed.all_reduce(flag)
+        return bool(flag.item())
+
+    def _valid_tokens(self, batches: Sequence[Batch]) -> Tensor:
+        counts = [(batch["labels"] != IGNORED_LABEL).sum() for batch in batches]
+        return all_reduce_tokens(torch.stack(counts).sum(), self._mesh)
+
+    def _reduce(self, output: StepOutput, batches: Sequence[Batch], auxiliary: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """One small collective: loss, counts, losses by source and auxiliary metrics, summed over the token ranks."""
+        parts = {"loss_sum": output.loss_sum, "count": output.count}
+        if len(self._source_names) > 1 and "sources" in batches[0]:
+            sources = torch.cat([batch["sources"] for batch in batches])
+            for name, (total, count) in per_source(self._source_names, sources, *output.per_sequence).items():
+                parts |= {f"source_sum/{name}": total, f"source_count/{name}": count}
+        parts |= auxiliary
+        reduced = all_reduce_tokens(torch.stack([part.detach().double() for part in parts.values()]), self._mesh)
+        return dict(zip(parts, reduced.unbind(), strict=True))
+
+
+def metrics(sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Device scalars for a step's line: means made of the reduced sums."""
+    scalars = {"loss": sums["loss_sum"] / sums["count"].clamp(min=1)}
+    for name, value in sums.items():
+        if name.startswith("source_sum/"):
+            source = name.removeprefix("source_sum/")
+            scalars[f"loss/source_{source}"] = value / sums[f"source_count/{source}"].clamp(min=1)
+        elif "/" in name and not name.startswith("source_"):
+            scalars[name] = value
+    return scalars
+
+
+def seed_step(seed: int, step: int) -> None:
+    """Seed the default generators from (seed, step, rank): what happens inside a step does not depend on history."""
+    key = f"{seed}:step:{step}:{global_rank()}".encode()
+    torch.manual_seed(int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1)
+
+
+def dry_run(run: Run, batches: Sequence[Batch]) -> str:
+    """One forward and backward of the shapes of a step that leaves no trace; gives what it found, for a person.
+
+    Raises:
+        ForgeError: it failed; carries the cause.
+    """
+    assert isinstance(run.model, torch.nn.Module)
+    buffers = {name: buffer.clone() for name, buffer in run.model.named_buffers()}
+    shape, device = tuple(batches[0]["input_ids"].shape), run.context.device
+    try:
+        Stepper(run).gradients(batches[:1], step=0)
+    except Exception as error:
+        raise ForgeError(f"the dry run failed on a micro-batch of {shape}: {type(error).__name__}: {error}") from error
+    run.optimizer.zero_grad(set_to_none=True)
+    with torch.no_grad():
+        for name, buffer in run.model.named_buffers():
+            buffer.copy_(buffers[name])
+    peak = f", peak memory {torch.cuda.max_memory_allocated(device) / 1e9:.1f} GB" if device.type == "cuda" else ""
+    return f"dry run: a micro-batch of {shape[0]} x {shape[1]} tokens went forward and backward{peak}"

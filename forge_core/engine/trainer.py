@@ -1,0 +1,95 @@
+"""The public face of the engine: a job in, a trained model in its run folder out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
+from attrs import frozen
+
+from forge_core.components import TrainingHook
+from forge_core.config.job import Job
+from forge_core.engine.build import build_context, build_run
+from forge_core.engine.folder import locked, run_folder
+from forge_core.engine.loop import Loop
+from forge_core.errors import ExitCode
+from forge_core.parallel.mesh import global_rank
+from forge_core.plugins.catalog import Catalog
+
+
+@frozen(kw_only=True)
+class Summary:
+    """What a run came to."""
+
+    step: int
+    """Completed steps."""
+    loss: float | None
+    """Training loss of the last step, in nats a token; None if no step was run."""
+    evaluation: Mapping[str, float]
+    """Metrics of the last evaluation."""
+    folder: Path
+    stopped: str
+    """Why the run ended before its last step; empty if it did not."""
+
+    @property
+    def exit_code(self) -> ExitCode:
+        return ExitCode.STOPPED if self.stopped else ExitCode.FINISHED
+
+
+class Trainer:
+    """Trains what a job describes.
+
+        summary = Trainer(load_job("job.toml")).run()
+
+    Args:
+        job: what to train.
+        hooks: training hooks besides those of the job; they run last.
+        catalog: where components are looked up; by default everything installed.
+        resume: `auto` continues the run folder's newest checkpoint, `never` refuses a folder that has any, and a path
+            names a checkpoint, or a run folder whose newest one is meant, to start from.
+        echo: receives what a person should read (the plan, what was resumed), on rank 0.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        *,
+        hooks: Iterable[TrainingHook] = (),
+        catalog: Catalog | None = None,
+        resume: str = "auto",
+        echo: Callable[[str], object] = print,
+    ) -> None:
+        self.job = job
+        self._hooks = list(hooks)
+        self._catalog = catalog or Catalog.installed()
+        self._resume = resume
+        self._echo = echo
+
+    def run(self) -> Summary:
+        """Build everything, train to the last step, and give the result.
+
+        Raises:
+            JobError: the job cannot run as written.
+            CheckpointError: a checkpoint is damaged or does not fit.
+            NonFiniteError: the non-finite policy ended the run.
+        """
+        folder = run_folder(self.job)
+        first = global_rank() == 0
+        run = build_run(self.job, build_context(self.job, self._catalog, folder), self._hooks)
+        with ExitStack() as stack:
+            if first:
+                stack.enter_context(locked(folder))
+            loop = Loop(run, stack, self._resume, self._echo if first else _silent)
+            loop.run()
+        return Summary(
+            step=loop.progress.step,
+            loss=loop.recorder.last_loss,
+            evaluation=loop.recorder.last_evaluation,
+            folder=folder,
+            stopped=loop.requests.stop,
+        )
+
+
+def _silent(text: str) -> None:
+    """Other ranks say nothing."""

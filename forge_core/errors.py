@@ -1,0 +1,72 @@
+"""The errors a user can meet, and the exit codes of `forge-run`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import IntEnum
+
+from attrs import frozen
+
+
+class ExitCode(IntEnum):
+    """What the process's exit status tells a scheduler."""
+
+    FINISHED = 0
+    FAILED = 1
+    BAD_JOB = 2
+    STOPPED = 75
+    """Stopped by request, with everything saved: start again to continue."""
+    NON_FINITE = 76
+    """Stopped by the non-finite policy."""
+    SECOND_SIGNAL = 130
+
+
+@frozen
+class Problem:
+    """One mistake in a job.
+
+    `path` is the TOML path of the key at fault (`optimizer.lr`); a component states it relative to its own table
+    (`lr`). `origin` is filled in by whoever read the job: `job.toml:12`, or the command-line flag.
+    """
+
+    path: str
+    message: str
+    origin: str = ""
+
+    def below(self, prefix: str) -> Problem:
+        """The same problem, with its path below `prefix`."""
+        path = f"{prefix}.{self.path}" if prefix and self.path else prefix or self.path
+        return Problem(path, self.message, self.origin)
+
+    def __str__(self) -> str:
+        return ": ".join(part for part in (self.origin, self.path, self.message) if part)
+
+
+class ForgeError(Exception):
+    """Base of every error that Forge raises on purpose; `exit_code` is what `forge-run` exits with."""
+
+    exit_code = ExitCode.FAILED
+
+
+class JobError(ForgeError):
+    """The job cannot run as written. Carries every problem that was found, not only the first."""
+
+    exit_code = ExitCode.BAD_JOB
+
+    def __init__(self, problems: Iterable[Problem] | str) -> None:
+        self.problems = [Problem("", problems)] if isinstance(problems, str) else list(problems)
+        super().__init__("\n".join(str(problem) for problem in self.problems))
+
+
+class PluginError(JobError):
+    """An installed component or plugin that the job names cannot be used."""
+
+
+class NonFiniteError(ForgeError):
+    """Loss or gradients stayed non-finite for longer than the job allows."""
+
+    exit_code = ExitCode.NON_FINITE
+
+
+class CheckpointError(ForgeError):
+    """A checkpoint is missing, damaged, or does not fit the job."""

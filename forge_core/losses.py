@@ -1,0 +1,32 @@
+"""The core's own loss."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from attrs import field, frozen
+from attrs.validators import ge
+
+from forge_core.components import LossComponent
+
+if TYPE_CHECKING:
+    from forge_core.context import BuildContext
+    from forge_core.protocols import LossFunction
+
+
+@frozen(kw_only=True)
+class CrossEntropy(LossComponent):
+    """Next-token cross-entropy in nats, from the logits of a whole micro-batch, computed in float32.
+
+    Plain and exact, on any head and any split of the vocabulary; it holds the logits and their gradient.
+    `chunked_cross_entropy` (forge-plugin-losses) is the same objective in a fraction of the memory.
+    """
+
+    z_loss: float = field(default=0.0, validator=ge(0))
+    """Weight of log(Z)² in the objective, Z the softmax's normaliser, which keeps logits from drifting (PaLM, Chowdhery
+    et al. 2022, section 5, uses 1e-4). Logged unweighted as `z_loss`; the reported loss does not contain it."""
+
+    def build(self, context: BuildContext) -> LossFunction:
+        from forge_core.cross_entropy import cross_entropy_loss
+
+        return cross_entropy_loss(self.z_loss, context.auxiliary if self.z_loss else None)

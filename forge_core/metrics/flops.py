@@ -1,0 +1,45 @@
+"""Peaks of devices, for the model-FLOPs utilisation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from forge_core.protocols import HasFlops
+
+if TYPE_CHECKING:
+    import torch
+
+    from forge_core.config.job import Job
+    from forge_core.protocols import Model
+
+DENSE_BF16_TFLOPS: Mapping[str, float] = {
+    "H200": 989.0,
+    "H100 PCIe": 756.0,
+    "H100 NVL": 835.0,
+    "H100": 989.0,
+    "H800": 989.0,
+    "A100": 312.0,
+    "A800": 312.0,
+    "L40S": 362.0,
+    "A10G": 70.0,
+    "B200": 2250.0,
+}
+"""Vendors' dense bf16 figures (no sparsity), by a part of the device's name; the first that fits counts."""
+
+
+def peak_flops(job: Job, device: torch.device) -> float | None:
+    """Peak FLOP/s of one device: the job's own figure, else the table's, else None."""
+    if job.metrics.peak_tflops:
+        return job.metrics.peak_tflops * 1e12
+    if device.type != "cuda":
+        return None
+    import torch
+
+    name = torch.cuda.get_device_name(device)
+    return next((tflops * 1e12 for part, tflops in DENSE_BF16_TFLOPS.items() if part in name), None)
+
+
+def flops_per_token(model: Model, seq_len: int) -> float | None:
+    """Model FLOPs a token as the model states them (`HasFlops`), or None."""
+    return model.flops(seq_len) if isinstance(model, HasFlops) else None

@@ -1,0 +1,93 @@
+"""Metrics of a step, from the device to the loggers without waiting.
+
+A step puts one small vector on its way to pinned memory. Its line is written once the copy has arrived, in order and at
+most two steps later.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from attrs import define
+from torch import Tensor
+
+MAX_LAG = 2
+"""Steps that a line may stay behind."""
+
+
+@define
+class _Pending:
+    record: dict[str, Any]
+    names: tuple[str, ...]
+    values: Tensor
+    arrived: torch.cuda.Event | None
+
+    def ready(self) -> bool:
+        return self.arrived is None or self.arrived.query()
+
+    def line(self) -> dict[str, Any]:
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        return self.record | dict(zip(self.names, self.values.tolist(), strict=True))
+
+
+class Tracker:
+    """Collects device scalars by step and passes complete records on, in order."""
+
+    def __init__(self, deliver: Callable[[dict[str, Any]], None]) -> None:
+        """`deliver` receives each record once its numbers are on the host."""
+        self._deliver = deliver
+        self._pending: deque[_Pending] = deque()
+
+    def put(self, record: Mapping[str, Any], scalars: Mapping[str, Tensor]) -> None:
+        """Queue a step's line: numbers known on the host, and device scalars still to come."""
+        names = tuple(scalars)
+        dtype = torch.float64 if any(t.dtype == torch.float64 for t in scalars.values()) else torch.float32
+        stacked = torch.stack([scalar.detach().to(dtype) for scalar in scalars.values()])
+        arrived = None
+        if stacked.device.type == "cuda":
+            host = torch.empty(stacked.shape, dtype=dtype, pin_memory=True)
+            host.copy_(stacked, non_blocking=True)
+            arrived = torch.cuda.Event()
+            arrived.record()
+            stacked = host
+        self._pending.append(_Pending(dict(record), names, stacked, arrived))
+        while self._pending and (len(self._pending) > MAX_LAG or self._pending[0].ready()):
+            self._deliver(self._pending.popleft().line())
+
+    def flush(self) -> None:
+        """Deliver everything, waiting for it."""
+        while self._pending:
+            self._deliver(self._pending.popleft().line())
+
+
+class Clock:
+    """Tokens per second between lines, over a short window so that one slow step does not hide."""
+
+    WINDOW = 10
+
+    def __init__(self) -> None:
+        self._marks: deque[tuple[float, int]] = deque([(time.perf_counter(), 0)], maxlen=self.WINDOW + 1)
+
+    def tick(self, tokens: int) -> tuple[float, float]:
+        """Note that `tokens` more were fed; gives (seconds since the last tick, tokens per second over the window)."""
+        now = time.perf_counter()
+        previous, total = self._marks[-1]
+        self._marks.append((now, total + tokens))
+        first_time, first_total = self._marks[0]
+        return now - previous, (total + tokens - first_total) / max(now - first_time, 1e-9)
+
+    def restart(self) -> None:
+        """Forget the marks: what happens from now on is not compared with what came before a pause."""
+        self._marks = deque([(time.perf_counter(), 0)], maxlen=self.WINDOW + 1)
+
+
+def per_source(names: Sequence[str], sources: Tensor, sums: Tensor, counts: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+    """Loss sum and count of each source's sequences. `sources`, `sums`, `counts`: (sequences of the step,)."""
+    zeros = torch.zeros(len(names), dtype=sums.dtype, device=sums.device)
+    total, count = zeros.index_add(0, sources, sums), zeros.index_add(0, sources, counts.to(sums.dtype))
+    return {name: (total[i], count[i]) for i, name in enumerate(names)}

@@ -1,0 +1,74 @@
+"""The world: process group, DeviceMesh, and sums over the ranks that hold different tokens."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from forge_core.parallel.layout import SAMPLE_DIMENSIONS, TOKEN_DIMENSIONS, Layout, degrees_of
+
+
+def world_size() -> int:
+    """Ranks of this run, as the launcher's environment says."""
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def global_rank() -> int:
+    """This process's rank, as the launcher's environment says."""
+    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+
+
+def choose_device(name: str) -> torch.device:
+    """The device of this rank.
+
+    Raises:
+        JobError: CUDA was asked for and there is none.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        from forge_core.errors import JobError, Problem
+
+        raise JobError([Problem("train.device", 'is "cuda", but torch finds no CUDA device; use "cpu" or "auto"')])
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+
+
+def make_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
+    """Start the process group if there is none, and arrange its ranks by `layout`. A world of one is a mesh too."""
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        if "RANK" in os.environ:
+            dist.init_process_group(backend)
+        else:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    degrees = degrees_of(layout)
+    ranks = torch.arange(layout.world_size, dtype=torch.int).view(*degrees.values())
+    return DeviceMesh(device.type, ranks, mesh_dim_names=tuple(degrees))
+
+
+def sample_rank(mesh: DeviceMesh | None, layout: Layout) -> int:
+    """This rank's number among those that hold different sequences."""
+    number = 0
+    for name in SAMPLE_DIMENSIONS:
+        number = number * getattr(layout, name) + (mesh.get_local_rank(name) if mesh is not None else 0)
+    return number
+
+
+def all_reduce_tokens(tensor: torch.Tensor, mesh: DeviceMesh | None) -> torch.Tensor:
+    """Sum in place over the token dimensions; the identity in a world of one."""
+    if mesh is None:
+        return tensor
+    for name in TOKEN_DIMENSIONS:
+        if mesh[name].size() > 1:
+            dist.all_reduce(tensor, group=mesh.get_group(name))
+    return tensor
+
+
+def pipeline_group(mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
+    """The group of ranks that hold different layers, or None where each holds all."""
+    return mesh.get_group("pp") if mesh is not None and mesh["pp"].size() > 1 else None

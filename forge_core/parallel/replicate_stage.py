@@ -1,0 +1,55 @@
+"""What the component `replicate` builds."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from forge_core.parallel.mesh import all_reduce_tokens
+
+if TYPE_CHECKING:
+    from forge_core.context import BuildContext
+    from forge_core.protocols import Model
+
+BUCKET = 25 * 2**20
+"""Elements a reduction takes at most: large enough for bandwidth, small enough to bound the copy."""
+
+
+class ReplicateStage:
+    """Leaves the model as it is, and sums its gradients once all micro-batches of a step are done."""
+
+    def __init__(self, context: BuildContext) -> None:
+        self._mesh = context.mesh
+        self._alone = context.layout.token_ranks == 1
+
+    def apply(self, model: Model) -> Model:
+        return model
+
+    def complete_gradients(self, model: Model) -> None:
+        """Sum every gradient over the token dimensions. A parameter that got none on this rank counts as zero."""
+        if self._alone:
+            return
+        for bucket in _buckets([p for p in model.parameters() if p.requires_grad]):
+            self._reduce(bucket)
+
+    def _reduce(self, parameters: list[nn.Parameter]) -> None:
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        all_reduce_tokens(flat, self._mesh)
+        sizes = [gradient.numel() for gradient in gradients]
+        for parameter, part in zip(parameters, flat.split(sizes), strict=True):
+            parameter.grad = part.view_as(parameter)
+
+
+def _buckets(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+    buckets: list[list[nn.Parameter]] = []
+    size, dtype = BUCKET, None
+    for parameter in parameters:
+        if size + parameter.numel() > BUCKET or parameter.dtype != dtype:
+            buckets.append([])
+            size, dtype = 0, parameter.dtype
+        buckets[-1].append(parameter)
+        size += parameter.numel()
+    return buckets

@@ -1,0 +1,120 @@
+"""The order of stages, and their application to a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from graphlib import CycleError, TopologicalSorter
+from typing import TYPE_CHECKING
+
+from attrs import frozen
+
+from forge_core.components import ParallelComponent
+from forge_core.errors import ForgeError, JobError, Problem
+
+if TYPE_CHECKING:
+    from forge_core.config.job import Job
+    from forge_core.context import BuildContext
+    from forge_core.parallel.layout import Layout
+    from forge_core.plugins.catalog import Catalog
+    from forge_core.protocols import Model, ParallelStage
+
+
+@frozen
+class OrderedStage:
+    """A stage of a job in its place, and why it stands there."""
+
+    name: str
+    type: str
+    component: ParallelComponent
+    reasons: tuple[str, ...] = ()
+
+
+def order_stages(stages: Mapping[str, ParallelComponent], catalog: Catalog) -> list[OrderedStage]:
+    """Sort stages by their `after` and `before` relations; those without a relation keep the order of the file.
+
+    Raises:
+        JobError: the relations contradict each other; names the stages and the reasons.
+    """
+    types = {name: catalog.type_of(type(component)).rpartition("/")[2] for name, component in stages.items()}
+    why: dict[tuple[str, str], str] = {}
+    sorter: TopologicalSorter[str] = TopologicalSorter({name: () for name in stages})
+    for name, component in stages.items():
+        for other in stages:
+            if other != name and types[other] in component.after:
+                sorter.add(name, other)
+                why[other, name] = component.after[types[other]]
+            if other != name and types[other] in component.before:
+                sorter.add(other, name)
+                why[name, other] = component.before[types[other]]
+    try:
+        order = _stable_order(sorter, list(stages))
+    except CycleError as error:
+        raise JobError([Problem("parallel", _contradiction(error.args[1], why))]) from error
+    return [OrderedStage(name, types[name], stages[name], tuple(_reasons(name, why))) for name in order]
+
+
+def _stable_order(sorter: TopologicalSorter[str], names: Sequence[str]) -> list[str]:
+    sorter.prepare()
+    order: list[str] = []
+    ready: list[str] = []
+    while sorter.is_active():
+        ready = sorted([*ready, *sorter.get_ready()], key=names.index)
+        order.append(ready.pop(0))
+        sorter.done(order[-1])
+    return order
+
+
+def _contradiction(cycle: Sequence[str], why: Mapping[tuple[str, str], str]) -> str:
+    steps = [f"{b} after {a} ({why[a, b]})" for a, b in zip(cycle, cycle[1:], strict=False) if (a, b) in why]
+    return "the stages cannot be ordered: " + "; ".join(steps)
+
+
+def _reasons(name: str, why: Mapping[tuple[str, str], str]) -> Iterable[str]:
+    return (f"after {first}: {reason}" for (first, second), reason in why.items() if second == name)
+
+
+def with_owner(job: Job, layout: Layout, catalog: Catalog) -> Mapping[str, ParallelComponent]:
+    """The job's stages, and `replicate` where there are token dimensions and no stage owns the reduction over them."""
+    if layout.token_ranks == 1 or any(stage.owns_reduction for stage in job.parallel.values()):
+        return job.parallel
+    replicate = catalog.load("parallel", "forge-run/replicate")
+    return {**job.parallel, "replicate": replicate(replicate=layout.replicate)}  # type: ignore[call-arg]
+
+
+def apply_stages(model: Model, stages: Sequence[OrderedStage], context: BuildContext) -> tuple[Model, list[ParallelStage]]:
+    """Build and apply each stage in order.
+
+    Raises:
+        ForgeError: a stage changed the name of a parameter, or lost a hook or parametrisation that was there before.
+    """
+    built = []
+    for stage in stages:
+        names, hooks = _names(model), _hooks(model)
+        transform = context.plugins.build_parallel_stage(stage.component, context)
+        model = transform.apply(model)
+        if _names(model) != names:
+            changed = sorted(names ^ _names(model))[:4]
+            raise ForgeError(f"stage parallel.{stage.name} changed the names of parameters: {', '.join(changed)}")
+        lost = hooks - _hooks(model)
+        if lost:
+            raise ForgeError(f"stage parallel.{stage.name} lost what earlier stages had put on {', '.join(sorted(lost)[:4])}")
+        built.append(transform)
+    return model, built
+
+
+def _names(model: Model) -> set[str]:
+    return {name for name, _ in model.named_parameters()}
+
+
+def _hooks(model: Model) -> set[str]:
+    """Modules that carry hooks or parametrisations, with how many."""
+    from torch import nn
+
+    assert isinstance(model, nn.Module)
+    found = set()
+    for name, module in model.named_modules():
+        for kind in ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks"):
+            found |= {f"{name} ({kind[1:]} {key})" for key in getattr(module, kind)}
+        if hasattr(module, "parametrizations"):
+            found.add(f"{name} (parametrisation)")
+    return found

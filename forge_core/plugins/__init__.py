@@ -1,0 +1,1 @@
+"""Components and plugins: what is installed, what a job activates, and the record of it."""

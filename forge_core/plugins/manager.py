@@ -1,0 +1,238 @@
+"""Activation of plugins, and the typed facade through which the engine calls hooks.
+
+pluggy is called from this file alone. One manager per job, none at module level.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import pluggy
+
+from forge_core.components import Component, DefaultType, Plugin, TrainingHook
+from forge_core.errors import ForgeError, PluginError, Problem
+from forge_core.hookspecs import PROJECT, ForgeHooks, hookimpl
+from forge_core.plugins.catalog import Catalog
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from forge_core.config.job import Job
+    from forge_core.context import BuildContext
+    from forge_core.engine.parameters import NamedParameters
+    from forge_core.parallel.layout import Layout
+    from forge_core.protocols import Dataset, Logger, LossFunction, Model, ParallelStage, Schedule
+
+BUILD_HOOKS: Mapping[str, str] = {"parallel": "forge_build_parallel_stage"}
+"""Kinds whose build hook is not called `forge_build_<kind>`."""
+
+
+class CoreBuilders:
+    """The implementations that come last: build the component that the job selected."""
+
+    @hookimpl(trylast=True)
+    def forge_build_model(self, component: Any, context: BuildContext) -> Any:
+        return component.build(context)
+
+    @hookimpl(trylast=True)
+    def forge_build_router(self, component: Any, context: BuildContext, dim: int, experts: int) -> Any:
+        return component.build(context, dim=dim, experts=experts)
+
+    @hookimpl(trylast=True)
+    def forge_build_optimizer(self, component: Any, context: BuildContext, parameters: NamedParameters) -> Any:
+        return component.build(context, parameters=parameters)
+
+    @hookimpl(trylast=True)
+    def forge_build_scheduler(self, component: Any, context: BuildContext) -> Any:
+        return component.build(context)
+
+    @hookimpl(trylast=True)
+    def forge_build_loss(self, component: Any, context: BuildContext) -> Any:
+        return component.build(context)
+
+    @hookimpl(trylast=True)
+    def forge_build_dataset(self, component: Any, context: BuildContext) -> Any:
+        return component.build(context)
+
+    @hookimpl(trylast=True)
+    def forge_build_parallel_stage(self, component: Any, context: BuildContext) -> Any:
+        return component.build(context)
+
+    @hookimpl(trylast=True)
+    def forge_build_logger(self, component: Any, context: BuildContext) -> Any:
+        return component.build(context)
+
+
+class Plugins:
+    """The active plugins of one job, and every hook call as a typed method."""
+
+    def __init__(self, plugins: Mapping[str, Plugin], catalog: Catalog) -> None:
+        self.catalog = catalog
+        self.active = dict(plugins)
+        self._manager = pluggy.PluginManager(PROJECT)
+        self._manager.add_hookspecs(ForgeHooks)
+        self._manager.register(CoreBuilders(), "forge-run")
+        for name, plugin in reversed(self.active.items()):  # pluggy calls the last registered first
+            self._register(name, plugin)
+        self._add_hookspecs()
+        self._check_pending()
+
+    @classmethod
+    def activate(cls, job: Job, catalog: Catalog) -> Plugins:
+        """Register the plugins that the job names, in its order.
+
+        Raises:
+            PluginError: an implementation does not fit its specification; names the plugin and the hook.
+        """
+        return cls(job.plugins, catalog)
+
+    # --- calling hooks -------------------------------------------------------------------------------------------
+
+    def build(self, component: Component, context: BuildContext, **inputs: Any) -> Any:
+        """Build a component of any kind: through its build hook if one is specified, else by its own `build`.
+
+        Raises:
+            PluginError: the result is None.
+        """
+        assert not isinstance(component, DefaultType), "defaults are filled in when the job is made"
+        kind = component.kind
+        hook = getattr(self._manager.hook, BUILD_HOOKS.get(kind, f"forge_build_{kind}"), None)
+        with self._blame(component, context.path):
+            if hook is None:
+                built = component.build(context, **inputs)  # type: ignore[attr-defined]
+            else:
+                built = hook(component=component, context=context, **inputs)
+                if built is None and not hasattr(CoreBuilders, hook.name):
+                    built = component.build(context, **inputs)  # type: ignore[attr-defined]
+        if built is None:
+            raise PluginError(f"building {kind} {self.catalog.type_of(type(component))!r} gave None")
+        return built
+
+    def build_model(self, component: Component, context: BuildContext) -> Model:
+        return self.build(component, context)
+
+    def build_router(self, component: Component, context: BuildContext, dim: int, experts: int) -> nn.Module:
+        return self.build(component, context, dim=dim, experts=experts)
+
+    def build_optimizer(
+        self, component: Component, context: BuildContext, parameters: NamedParameters
+    ) -> torch.optim.Optimizer:
+        return self.build(component, context, parameters=parameters)
+
+    def build_scheduler(self, component: Component, context: BuildContext) -> Schedule:
+        return self.build(component, context)
+
+    def build_loss(self, component: Component, context: BuildContext) -> LossFunction:
+        return self.build(component, context)
+
+    def build_dataset(self, component: Component, context: BuildContext) -> Dataset:
+        return self.build(component, context)
+
+    def build_parallel_stage(self, component: Component, context: BuildContext) -> ParallelStage:
+        return self.build(component, context)
+
+    def build_logger(self, component: Component, context: BuildContext) -> Logger:
+        return self.build(component, context)
+
+    def validate_job(self, job: Job, layout: Layout) -> list[Problem]:
+        """Problems that active plugins find, with full paths."""
+        with self._blame():
+            found = self._manager.hook.forge_validate_job(job=job, layout=layout)
+            return [problem for problems in found for problem in problems]
+
+    def training_hooks(self, job: Job) -> list[TrainingHook]:
+        """Training hooks that active plugins contribute, in the order of the job file."""
+        with self._blame():
+            found = self._manager.hook.forge_training_hooks(job=job)
+            return [hook for hooks in found for hook in hooks]
+
+    # --- registering ---------------------------------------------------------------------------------------------
+
+    def _register(self, name: str, plugin: Plugin) -> None:
+        try:
+            self._manager.register(plugin, name)
+        except pluggy.PluginValidationError as error:
+            raise PluginError(f"plugin {self._describe(name, plugin)}: {' '.join(str(error).split())}") from error
+        implementations = list(self._implementations(plugin))
+        if not implementations:
+            hint = "mark its methods with @forge_core.hookimpl"
+            raise PluginError(f"plugin {self._describe(name, plugin)} implements no hook; {hint}")
+        for method, function in implementations:
+            _check_signature(f"plugin {self._describe(name, plugin)}, {method}", function)
+
+    def _add_hookspecs(self) -> None:
+        for name, plugin in self.active.items():
+            declare = dict(self._implementations(plugin)).get("forge_add_hookspecs")
+            if declare is None:
+                continue
+            try:
+                self._manager.add_hookspecs(declare())
+            except (ValueError, pluggy.PluginValidationError) as error:
+                raise PluginError(f"plugin {self._describe(name, plugin)}: {' '.join(str(error).split())}") from error
+
+    def _check_pending(self) -> None:
+        known = [name for name in dir(self._manager.hook) if name.startswith("forge_")]
+        specified = [name for name in known if getattr(self._manager.hook, name).has_spec()]
+        for name, plugin in self.active.items():
+            for method, _ in self._implementations(plugin):
+                if method not in specified:
+                    close = _closest(method, specified)
+                    raise PluginError(f"plugin {self._describe(name, plugin)}: there is no hook {method!r}{close}")
+
+    def _implementations(self, plugin: Plugin) -> Iterator[tuple[str, Any]]:
+        for name in dir(type(plugin)):
+            if self._manager.parse_hookimpl_opts(plugin, name) is not None:
+                yield name, getattr(plugin, name)
+
+    def _describe(self, name: str, plugin: Plugin) -> str:
+        return f"{name!r} ({self.catalog.type_of(type(plugin))})"
+
+    # --- errors --------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _blame(self, component: Component | None = None, path: str = "") -> Iterator[None]:
+        """Add to an exception which plugin's implementation, and which component, it came through."""
+        try:
+            yield
+        except Exception as error:
+            for name in self._plugins_in(error.__traceback__):
+                error.add_note(f"in plugin {self._describe(name, self.active[name])}")
+            if component is not None and not isinstance(error, ForgeError):
+                where = f" for {path}" if path else ""
+                error.add_note(f"while building {component.kind} {self.catalog.type_of(type(component))!r}{where}")
+            raise
+
+    def _plugins_in(self, traceback: TracebackType | None) -> list[str]:
+        code = {
+            function.__func__.__code__: name
+            for name, plugin in self.active.items()
+            for _, function in self._implementations(plugin)
+        }
+        found: dict[str, None] = {}
+        while traceback is not None:
+            if traceback.tb_frame.f_code in code:
+                found[code[traceback.tb_frame.f_code]] = None
+            traceback = traceback.tb_next
+        return list(found)
+
+
+def _check_signature(where: str, function: Any) -> None:
+    """Refuse parameters that pluggy accepts and then never fills."""
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind is not parameter.POSITIONAL_OR_KEYWORD or parameter.default is not parameter.empty:
+            raise PluginError(
+                f"{where}: parameter {str(parameter)!r} would never be passed; hook implementations take plain "
+                "positional parameters without defaults, named as in the specification"
+            )
+
+
+def _closest(name: str, names: Iterable[str]) -> str:
+    import difflib
+
+    close = difflib.get_close_matches(name, list(names), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""

@@ -1,0 +1,124 @@
+"""A model and data small enough to train in milliseconds, through the contracts that real ones use."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import attrs
+from attrs import frozen
+
+from forge_core.components import DatasetComponent, ModelComponent, OptimizerComponent
+from forge_core.config.job import (
+    CheckpointSection,
+    DataSection,
+    EvalSection,
+    Job,
+    JobSection,
+    TrainSection,
+)
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+    from forge_core.context import BuildContext
+    from forge_core.engine.parameters import NamedParameters
+    from forge_core.protocols import Dataset, Model
+
+VOCABULARY = 32
+
+
+@frozen(kw_only=True)
+class TinyModel(ModelComponent):
+    """An embedding, residual feed-forward layers, a norm and a head: position by position, no attention."""
+
+    dim: int = 16
+    layers: int = 2
+    dropout: float = 0.0
+    """Drops activations, to have randomness inside a step."""
+
+    def build(self, context: BuildContext) -> Model:
+        from forge_core.testing.tiny_model import TinyNetwork
+
+        return TinyNetwork(self.dim, self.layers, self.dropout, VOCABULARY, context.dtype)
+
+
+@frozen(kw_only=True)
+class TinyAdamW(OptimizerComponent):
+    """torch's AdamW, with an epsilon that does not amplify the round-off of gradients near zero."""
+
+    lr: float = 1e-2
+    weight_decay: float = 0.1
+    eps: float = 1e-5
+
+    def build(self, context: BuildContext, parameters: NamedParameters) -> torch.optim.Optimizer:
+        import torch
+
+        return torch.optim.AdamW(parameters.groups(self.weight_decay), lr=self.lr, eps=self.eps)
+
+
+@frozen(kw_only=True)
+class Numbers(DatasetComponent):
+    """Sequences that count upwards from a start with a stride: easy to learn. Some labels are ignored."""
+
+    sequences: int = 64
+    held_out: int = 8
+    ignored: int = 2
+    """How many leading labels of sequence i are ignored: i modulo this, so that micro-batches differ."""
+    start: int = 0
+
+    def build(self, context: BuildContext) -> Dataset:
+        held = NumberSequences(self.held_out, context.job.train.seq_len, 1, self.start + self.sequences)
+        return NumberSequences(self.sequences, context.job.train.seq_len, self.ignored, self.start, held)
+
+
+@frozen
+class NumberSequences:
+    """See `forge_core.protocols.Dataset`."""
+
+    count: int
+    seq_len: int
+    ignored: int
+    start: int
+    held_out: Any = None
+    bytes_per_token: float | None = 2.0
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Mapping[str, np.ndarray]:
+        import numpy as np
+
+        number = self.start + index
+        tokens = (number + (1 + number % 3) * np.arange(self.seq_len + 1)) % VOCABULARY
+        labels = tokens[1:].copy()
+        labels[: number % self.ignored] = -100
+        return {"input_ids": tokens[:-1], "labels": labels}
+
+
+def tiny_job(output: str, catalog: Any = None, **changes: Any) -> Job:
+    """A job around `TinyModel`, `TinyAdamW` and `Numbers` that trains in a moment.
+
+    Args:
+        output: folder for run folders.
+        changes: fields of `Job` to replace; those of sections may be given as dicts, and unknown names are those of
+            `[train]` (`steps=3`).
+    """
+    from forge_core.config.complete import complete
+
+    train: dict[str, Any] = {"steps": 4, "global_batch_size": 4, "seq_len": 8}
+    sections: dict[str, Any] = {"job": {"output": output}, "data": {"sources": (Numbers(),)}, "eval": {}, "checkpoint": {}}
+    kinds = {"job": JobSection, "data": DataSection, "eval": EvalSection, "checkpoint": CheckpointSection}
+    fields: dict[str, Any] = {"model": TinyModel(), "optimizer": TinyAdamW()}
+    for name, value in changes.items():
+        if name in sections:
+            sections[name] |= value
+        elif name in attrs.fields_dict(Job):
+            fields[name] = value
+        else:
+            train[name] = value
+    built = {name: kinds[name](**values) for name, values in sections.items()}
+    return complete(Job(train=TrainSection(**train), **built, **fields), catalog)
+
+

@@ -1,0 +1,56 @@
+"""What the component `TinyModel` builds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from forge_core.modules import Embedding, Linear, LinearHead
+from forge_core.protocols import Batch, Carry, Role
+
+
+class Layer(nn.Module):
+    """x + W₂ relu(W₁ x)."""
+
+    def __init__(self, dim: int, dropout: float) -> None:
+        super().__init__()
+        self.up, self.down = Linear(dim, 2 * dim, bias=True, std=0.2), Linear(2 * dim, dim, std=0.2)
+        self.dropout = dropout
+
+    def forward(self, carry: Carry, batch: Batch) -> Carry:
+        (x,) = carry
+        hidden = F.dropout(F.relu(self.up(x)), self.dropout, self.training)
+        return (x + self.down(hidden),)
+
+
+class TinyNetwork(nn.Module):
+    """See `forge_core.protocols.Model`."""
+
+    def __init__(self, dim: int, layers: int, dropout: float, vocabulary: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.embedding = Embedding(vocabulary, dim, dtype=dtype, std=0.5)
+        self.layers = nn.ModuleDict({str(i): Layer(dim, dropout) for i in range(layers)})
+        self.norm = nn.LayerNorm(dim)
+        self.head = LinearHead(dim, vocabulary, std=0.2)
+
+    def embed(self, batch: Batch) -> Carry:
+        return (self.embedding(batch["input_ids"]),)
+
+    def finish(self, carry: Carry, batch: Batch) -> Tensor:
+        (x,) = carry
+        return self.norm(x.to(self.norm.weight.dtype)).to(x.dtype)
+
+    def forward(self, batch: Batch) -> Tensor:
+        carry = self.embed(batch)
+        for layer in self.layers.values():
+            carry = layer(carry, batch)
+        return self.finish(carry, batch)
+
+    def flops(self, seq_len: int) -> float:
+        return 6.0 * sum(p.numel() for n, p in self.named_parameters() if p.ndim > 1 and "embedding" not in n)
+
+    def parameter_roles(self) -> Mapping[str, Role]:
+        return {"embedding.weight": "embedding", "head.weight": "head"}

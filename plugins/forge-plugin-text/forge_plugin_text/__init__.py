@@ -1,0 +1,14 @@
+"""Text for Forge: datasets `text` and `python_stdlib`, tokenizers `bpe`, `file` and `bytes`.
+
+From files to sequences: `listing` finds the files of a corpus, `reading` turns them into documents, `split` decides
+which are held out, `tokens` encodes them into token files, which `cache` keeps, and `sequences` serves them.
+"""
+
+from forge_plugin_text.bpe import BPE
+from forge_plugin_text.bytes import Bytes
+from forge_plugin_text.file import TokenizerFile
+from forge_plugin_text.python_stdlib import PythonStdlib
+from forge_plugin_text.source import CorpusDataset
+from forge_plugin_text.text import Text
+
+__all__ = ["BPE", "Bytes", "CorpusDataset", "PythonStdlib", "Text", "TokenizerFile"]

@@ -1,0 +1,122 @@
+"""Tokenizer `bpe`: byte-level byte-pair encoding, trained on the corpus."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from attrs import field, frozen
+from attrs.validators import ge, gt, min_len
+
+from forge_core.components import TokenizerComponent
+from forge_core.errors import JobError, Problem
+from forge_plugin_text.cache import cached_folder, digest_of
+from forge_plugin_text.file import TokenizerFile
+
+if TYPE_CHECKING:
+    from forge_core.config.job import Job
+    from forge_core.context import BuildContext
+    from forge_core.parallel.layout import Layout
+    from forge_plugin_text.tokenizer_json import JsonTokenizer
+
+FORMAT = 1
+"""Part of the key in the cache: raise it when the same settings train another tokenizer."""
+ALPHABET = 256
+"""Every byte is a token, so that any text can be encoded."""
+
+
+@frozen(kw_only=True)
+class BPE(TokenizerComponent):
+    """Byte-level BPE (Sennrich et al. 2016; bytes and word pattern of GPT-2), trained on the training documents.
+
+    The same documents and settings give the same tokenizer, which is kept in the cache.
+    """
+
+    vocab_size: int = field(default=4096, validator=gt(ALPHABET))
+    """Tokens at most, special ones and the 256 bytes included; a small corpus gives fewer."""
+    min_frequency: int = field(default=2, validator=ge(1))
+    """A pair that occurs less often is not merged."""
+    end_of_text: str = field(default="<|endoftext|>", validator=min_len(1))
+    """The special token that ends a document. These characters in a text are text."""
+    special_tokens: tuple[str, ...] = ()
+    """Further tokens with ids of their own, which no text yields: room for later use, such as the turns of a chat."""
+    max_bytes: int = field(default=0, validator=ge(0))
+    """Train on the first documents until they have so many bytes; 0: on all."""
+
+    def build(self, context: BuildContext, documents: Callable[[], Iterable[str]]) -> JsonTokenizer:
+        """The tokenizer, from the cache if these documents have been seen with these settings.
+
+        Raises:
+            JobError: there are no documents, or they change while they are read.
+        """
+        sample = Sample(documents(), self.max_bytes)
+        if not sum(map(len, sample)):
+            raise JobError("bpe is trained on the corpus, but no source has any text")
+        expected = sample.digest()
+
+        def train(folder: Path) -> dict[str, int]:
+            again = Sample(documents(), self.max_bytes)
+            vocab_size = self._train(again, folder)
+            if again.digest() != expected:
+                raise JobError("the corpus changed while bpe was trained on it; start again when nothing writes to it")
+            return {"vocab_size": vocab_size}
+
+        stored = cached_folder("tokenizers", self._key(expected), train, "full")
+        return self.load(context, stored.path)
+
+    def load(self, context: BuildContext, folder: Path) -> JsonTokenizer:
+        return TokenizerFile(path="", end_of_text=self.end_of_text).load(context, folder)
+
+    def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        special = self._special()
+        if len(set(special)) < len(special) or not all(special):
+            yield Problem("special_tokens", f"{special} must differ from each other, and none may be empty")
+        if self.vocab_size < ALPHABET + len(special):
+            least = f"{ALPHABET} bytes and {len(special)} special tokens"
+            yield Problem(
+                "vocab_size", f"{self.vocab_size} has no room for {least}; at least {ALPHABET + len(special)}"
+            )
+
+    def _special(self) -> list[str]:
+        return [self.end_of_text, *self.special_tokens]
+
+    def _key(self, documents: str) -> str:
+        import tokenizers
+
+        return digest_of(
+            FORMAT, tokenizers.__version__, self.vocab_size, self.min_frequency, self._special(), documents
+        )
+
+    def _train(self, texts: Iterable[str], folder: Path) -> int:
+        """Write the trained tokenizer; gives the size of its vocabulary."""
+        from forge_plugin_text.tokenizer_json import FILE_NAME
+        from forge_plugin_text.training import train_bpe
+
+        tokenizer = train_bpe(iter(texts), self.vocab_size, self.min_frequency, self._special())
+        tokenizer.save(str(folder / FILE_NAME), pretty=False)
+        return tokenizer.get_vocab_size()
+
+
+class Sample:
+    """The documents that BPE is trained on: the first, until they have `max_bytes` (0: all). To be iterated once."""
+
+    def __init__(self, documents: Iterable[str], max_bytes: int) -> None:
+        self._documents, self._max_bytes = documents, max_bytes
+        self._digest = hashlib.sha256()
+
+    def __iter__(self) -> Iterator[str]:
+        taken = 0
+        for text in self._documents:
+            data = text.encode()
+            self._digest.update(len(data).to_bytes(8, "little"))
+            self._digest.update(data)
+            yield text
+            taken += len(data)
+            if self._max_bytes and taken >= self._max_bytes:
+                return
+
+    def digest(self) -> str:
+        """SHA-256 (hex) of the documents taken so far."""
+        return self._digest.hexdigest()

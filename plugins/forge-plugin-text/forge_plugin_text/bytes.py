@@ -1,0 +1,49 @@
+"""Tokenizer `bytes`: no vocabulary to learn."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from attrs import frozen
+
+from forge_core.components import TokenizerComponent
+
+if TYPE_CHECKING:
+    from forge_core.context import BuildContext
+
+
+class ByteTokenizer:
+    """Ids 0 to 255 are the bytes of UTF-8, 256 is end-of-text."""
+
+    vocab_size = 257
+    end_of_text = 256
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text; bytes that are not UTF-8 become U+FFFD, end-of-text becomes nothing."""
+        return bytes(id_ for id_ in ids if id_ != self.end_of_text).decode("utf-8", "replace")
+
+    def save(self, folder: Path) -> None:
+        """Nothing: there is no state."""
+
+    def fingerprint(self) -> str:
+        return hashlib.sha256(b"forge-plugin-text bytes 1").hexdigest()
+
+
+@frozen(kw_only=True)
+class Bytes(TokenizerComponent):
+    """One token a byte of UTF-8, and one for end-of-text: a vocabulary of 257."""
+
+    def build(self, context: BuildContext, documents: Callable[[], Iterable[str]]) -> ByteTokenizer:
+        return ByteTokenizer()
+
+    def load(self, context: BuildContext, folder: Path) -> ByteTokenizer:
+        return ByteTokenizer()

@@ -1,0 +1,118 @@
+"""A corpus: files, how they are read, and which of their documents are held out."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+
+from attrs import frozen
+
+from forge_core.errors import JobError
+from forge_plugin_text.cache import cache_root, digest_of, file_digest, locked, writable_cache, write_atomically
+from forge_plugin_text.listing import TextFile
+from forge_plugin_text.reading import Document, Reading
+from forge_plugin_text.split import Split
+
+SETTLED_AFTER_NS = 2_000_000_000
+"""A file changed less than this before it was read may change again without a new time stamp."""
+
+Entry = list[int | str]
+"""Size, two time stamps and inode of a file, and its SHA-256."""
+
+
+@frozen
+class Corpus:
+    """Documents in a fixed order: by the name of their file, then as they stand in it."""
+
+    files: tuple[TextFile, ...]
+    reading: Reading
+    split: Split
+
+    def documents(self) -> Iterator[tuple[Document, bool]]:
+        """All documents, and whether each is held out.
+
+        Raises:
+            JobError: a file cannot be read as it should; names it.
+        """
+        documents = chain.from_iterable(map(self.reading.documents, self.files))
+        for number, document in enumerate(documents):
+            yield document, self.split.holds_out(number, document)
+
+    def fingerprint(self) -> str:
+        """SHA-256 (hex) of all that `documents` depends on: names and contents of the files, and the settings.
+
+        Contents are read only where a file has changed since the last call on this machine (see `_digests`).
+        """
+        names = [os.fsencode(file.name).hex() for file in self.files]
+        return digest_of(names, _digests(self.files), self.reading.errors, self.reading.field, self.split.key())
+
+
+def _digests(files: Sequence[TextFile]) -> list[str]:
+    """SHA-256 of each file. An index in the cache keeps the digests of files seen before.
+
+    An entry holds as long as size, modification time, change time and inode are the same: writing to a file, or setting
+    its times back, changes at least the change time.
+    """
+    index = _index_of(files)
+    entries = _current(files, _read_index(index))
+    if len(entries) < len(files):
+        with writable_cache(), locked(index):
+            entries = _update(index, files)
+    return [str(entries[file.path][-1]) for file in files]
+
+
+def _index_of(files: Sequence[TextFile]) -> Path:
+    """One index for everything below the folder that the files share: a new file leaves the others known."""
+    folder = os.path.commonpath([file.path for file in files])
+    return cache_root() / "files" / f"{digest_of(os.fsencode(folder).hex())}.json"
+
+
+def _update(path: Path, files: Sequence[TextFile]) -> dict[str, Entry]:
+    """Read the files that the index does not know, and write it with those whose entries can be trusted later."""
+    index = {name: entry for name, entry in _read_index(path).items() if os.path.exists(name)}
+    entries = _current(files, index)  # another process may have read some meanwhile
+    started = time.time_ns()
+    entries |= {file.path: _read_entry(file) for file in files if file.path not in entries}
+    settled = {name: entry for name, entry in entries.items() if _is_settled(entry, started)}
+    write_atomically(path, json.dumps(index | settled).encode())
+    return entries
+
+
+def _current(files: Sequence[TextFile], index: Mapping[str, Entry]) -> dict[str, Entry]:
+    """The entries that still describe their file."""
+    known = (file for file in files if file.path in index)
+    return {file.path: index[file.path] for file in known if index[file.path][:-1] == _signature(file)}
+
+
+def _read_entry(file: TextFile) -> Entry:
+    before = _signature(file)
+    try:
+        digest = file_digest(file.path)
+    except OSError as error:
+        raise JobError(f"{file.path}: cannot be read ({error.strerror})") from error
+    if _signature(file) != before:
+        raise JobError(f"{file.path}: changed while it was read; start again when nothing writes to it")
+    return [*before, digest]
+
+
+def _signature(file: TextFile) -> list[int]:
+    stat = file.stat()
+    return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
+
+
+def _is_settled(entry: Entry, started: int) -> bool:
+    _, modified, changed, *_ = entry
+    return max(int(modified), int(changed)) < started - SETTLED_AFTER_NS
+
+
+def _read_index(path: Path) -> Mapping[str, Entry]:
+    """Empty where there is no index, or none that can be read: then every file is."""
+    try:
+        index = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return index if isinstance(index, dict) else {}

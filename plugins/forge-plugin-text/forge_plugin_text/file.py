@@ -1,0 +1,86 @@
+"""Tokenizer `file`: an existing `tokenizer.json`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from attrs import frozen
+
+from forge_core.components import TokenizerComponent
+from forge_core.errors import JobError, Problem
+
+if TYPE_CHECKING:
+    from forge_core.config.job import Job
+    from forge_core.context import BuildContext
+    from forge_core.parallel.layout import Layout
+    from forge_plugin_text.tokenizer_json import JsonTokenizer
+
+USUAL_END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "<｜end▁of▁sentence｜>", "<eos>", "</s>")
+"""Tokens that end a document in well-known families (GPT and Qwen, Llama 3, DeepSeek, Gemma, Llama 2 and Mistral)."""
+
+
+@frozen(kw_only=True)
+class TokenizerFile(TokenizerComponent):
+    """A tokenizer in Hugging Face's format. Ids are those of the file, with nothing put around a text."""
+
+    path: str
+    """The `tokenizer.json`. A relative path starts at the current directory."""
+    end_of_text: str = ""
+    """The special token that ends a document; empty: the first of `<|endoftext|>`, `<|end_of_text|>`,
+    `<｜end▁of▁sentence｜>`, `<eos>` and `</s>` that the file has."""
+
+    def build(self, context: BuildContext, documents: Callable[[], Iterable[str]]) -> JsonTokenizer:
+        """Raises `JobError` where `problems` finds one, or `tokenizers` cannot use the file."""
+        return self._open(Path(self.path))
+
+    def load(self, context: BuildContext, folder: Path) -> JsonTokenizer:
+        from forge_plugin_text.tokenizer_json import FILE_NAME
+
+        return self._open(folder / FILE_NAME)
+
+    def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        try:
+            self._end_of_text(Path(self.path), _read(Path(self.path)))
+        except JobError as error:
+            yield from error.problems
+
+    def _open(self, path: Path) -> JsonTokenizer:
+        from forge_plugin_text.tokenizer_json import JsonTokenizer
+
+        content = _read(path)
+        return JsonTokenizer(content, self._end_of_text(path, content))
+
+    def _end_of_text(self, path: Path, content: str) -> str:
+        tokens = added_tokens(path, content)
+        if self.end_of_text in tokens:
+            return self.end_of_text
+        usual = [token for token in USUAL_END_OF_TEXT if token in tokens]
+        if usual and not self.end_of_text:
+            return usual[0]
+        asked = f"{self.end_of_text!r} is not" if self.end_of_text else "no usual end-of-text is"
+        candidates = ", ".join(map(repr, tokens)) or "it has none"
+        message = f"{asked} an added token of {str(path)!r}; name the one that ends a document: {candidates}"
+        raise JobError([Problem("end_of_text", message)])
+
+
+def added_tokens(path: Path, content: str) -> list[str]:
+    """The added tokens of the `tokenizer.json` at `path`: those that are kept apart from its model's vocabulary.
+
+    Raises:
+        JobError: it is not such a file.
+    """
+    try:
+        return [token["content"] for token in json.loads(content)["added_tokens"]]
+    except (ValueError, KeyError, TypeError) as error:
+        message = f"{str(path)!r} is not a tokenizer.json ({type(error).__name__}: {error}); give one of that format"
+        raise JobError([Problem("path", message)]) from error
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise JobError([Problem("path", f"{str(path)!r} cannot be read ({error}); correct the path")]) from error

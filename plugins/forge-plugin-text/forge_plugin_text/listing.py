@@ -1,0 +1,120 @@
+"""Which files a corpus consists of."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Collection, Container, Iterable, Iterator
+from pathlib import Path
+
+from attrs import frozen
+
+from forge_core.errors import JobError
+
+FORMATS = (".txt", ".py", ".md", ".jsonl")
+COMPRESSIONS = (".gz", ".zst")
+_KNOWN = f"{', '.join(FORMATS)}, each also with {' or '.join(COMPRESSIONS)}"
+
+
+@frozen
+class TextFile:
+    """A file of the corpus. `name` is what held-out lists call it; `path` is where it lies, absolute."""
+
+    name: str
+    path: str
+
+    @property
+    def format(self) -> str:
+        """One of `FORMATS`, or an empty string."""
+        return format_of(self.path)
+
+    @property
+    def compression(self) -> str:
+        """One of `COMPRESSIONS`, or an empty string."""
+        suffix = Path(self.path).suffix.lower()
+        return suffix if suffix in COMPRESSIONS else ""
+
+    def stat(self) -> os.stat_result:
+        """Raises `JobError` where the file is gone or out of reach."""
+        try:
+            return os.stat(self.path)
+        except OSError as error:
+            raise JobError(f"{self.path}: cannot be read ({error.strerror})") from error
+
+
+def format_of(path: str) -> str:
+    """The format that the name of a file tells, below any compression; an empty string if it is none of `FORMATS`."""
+    stem, suffix = os.path.splitext(path.lower())
+    if suffix in COMPRESSIONS:
+        suffix = os.path.splitext(stem)[1]
+    return suffix if suffix in FORMATS else ""
+
+
+def find_files(patterns: Collection[str]) -> list[TextFile]:
+    """The files that paths, folders and globs stand for, each once, sorted by name.
+
+    A file's name is its path as the pattern reaches it, in normal form (`data/a.txt`). Folders are searched to any
+    depth for files of known formats; hidden files and folders are left out, links are followed.
+
+    Raises:
+        JobError: one problem for each pattern that leads to nothing.
+    """
+    names: list[str] = []
+    problems: list[JobError] = []
+    for pattern in patterns:
+        try:
+            names += _expand(pattern)
+        except JobError as error:
+            problems.append(error)
+    if problems:
+        raise JobError(problem for error in problems for problem in error.problems)
+    return _distinct(names)
+
+
+def walk(root: str, excluded: Container[str] = ()) -> Iterator[str]:
+    """Paths of the files below `root`, in no particular order.
+
+    Hidden files and folders, and folders of an `excluded` name, are left out. Linked folders are entered, each once.
+    """
+    entered: set[tuple[int, int]] = set()
+    for folder, subfolders, files in os.walk(root, followlinks=True):
+        stat = os.stat(folder)
+        if (stat.st_dev, stat.st_ino) in entered:
+            subfolders.clear()
+            continue
+        entered.add((stat.st_dev, stat.st_ino))
+        subfolders[:] = [name for name in subfolders if not (name.startswith(".") or name in excluded)]
+        yield from (os.path.join(folder, name) for name in files if not name.startswith("."))
+
+
+def _expand(pattern: str) -> list[str]:
+    candidates = _candidates(pattern)
+    paths = [path for path in candidates if format_of(path)]
+    if not paths:
+        seen = f"; the first is {min(candidates)!r}" if candidates else ""
+        raise JobError(f"{pattern!r}: none of {len(candidates)} files is of a known format ({_KNOWN}){seen}")
+    return paths
+
+
+def _candidates(pattern: str) -> list[str]:
+    """Files that exist, of any format."""
+    path = os.path.expanduser(pattern)
+    if os.path.exists(path):
+        return _files_of(path)
+    found = [name for match in glob.glob(path, recursive=True) for name in _files_of(match)]
+    if not found:
+        seen = "matches no file" if glob.has_magic(path) else "does not exist"
+        raise JobError(f"{pattern!r} {seen} (looked from {os.getcwd()}); correct the path or provide the data")
+    return found
+
+
+def _files_of(path: str) -> list[str]:
+    return list(walk(path)) if os.path.isdir(path) else [path]
+
+
+def _distinct(paths: Iterable[str]) -> list[TextFile]:
+    """Sorted by name; of several names of one file (links, overlapping patterns), the first."""
+    files: dict[str, TextFile] = {}
+    for name in sorted({Path(os.path.normpath(path)).as_posix() for path in paths}):
+        files.setdefault(os.path.realpath(name), TextFile(name, os.path.abspath(name)))
+    return list(files.values())

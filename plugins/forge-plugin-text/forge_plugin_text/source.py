@@ -1,0 +1,124 @@
+"""What the datasets of this distribution share: the split, the token files and the problems of a corpus."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import attrs
+from attrs import frozen
+
+from forge_core.components import DatasetComponent
+from forge_core.errors import JobError, Problem
+from forge_plugin_text.corpus import Corpus
+from forge_plugin_text.listing import TextFile
+from forge_plugin_text.reading import Reading
+from forge_plugin_text.split import Split, read_names
+
+if TYPE_CHECKING:
+    from forge_core.config.job import Job
+    from forge_core.context import BuildContext
+    from forge_core.parallel.layout import Layout
+    from forge_core.protocols import Dataset
+
+
+def _off_or_at_least_two(_: Any, attribute: attrs.Attribute, value: int) -> None:
+    if value < 0 or value == 1:
+        raise ValueError(f"{attribute.name!r} must be 0 (off) or at least 2, not {value}")
+
+
+@frozen(kw_only=True)
+class CorpusDataset(DatasetComponent):
+    """Sequences of a corpus that lies in files, tokenised once and kept in the cache."""
+
+    held_out_every: int = attrs.field(default=0, validator=_off_or_at_least_two)
+    """Hold out every n-th document, starting with the first, in the order of names; 0: none."""
+    held_out_list: str = ""
+    """File that names the documents to hold out, one a line (`#` starts a comment line); empty: none. Names that the
+    corpus does not have are passed over, as long as it has one."""
+    verify: Literal["sizes", "full"] = "sizes"
+    """What is checked of cached token files: their sizes, or also their SHA-256, which finds flipped bytes."""
+
+    def files(self) -> tuple[TextFile, ...]:
+        """The files of the corpus, sorted by name; at least one.
+
+        Raises:
+            JobError: there are none; the paths of its problems are relative to this component's table.
+        """
+        raise NotImplementedError
+
+    def reading(self) -> Reading:
+        """How the files are read."""
+        return Reading()
+
+    def corpus(self) -> Corpus:
+        """The documents and their split.
+
+        Raises:
+            JobError: there are no files, or no list where one is named.
+        """
+        files = self.files()
+        if problems := list(self._split_problems(files)):
+            raise JobError(problems)
+        names = read_names(Path(self.held_out_list)) if self.held_out_list else frozenset[str]()
+        return Corpus(files, self.reading(), Split(self.held_out_every, names))
+
+    def documents(self) -> Iterator[str]:
+        """Texts of the documents that are not held out."""
+        return (document.text for document, held_out in self.corpus().documents() if not held_out)
+
+    def build(self, context: BuildContext) -> Dataset:
+        """The sequences, of tokens that come from the cache.
+
+        Raises:
+            JobError: the corpus cannot be read, is empty, too short for one sequence, or changes while it is read.
+        """
+        if context.tokenizer is None:
+            raise JobError(_NO_TOKENIZER)
+        from forge_plugin_text.sequences import open_sequences
+        from forge_plugin_text.tokens import cached_tokens
+
+        corpus = self.corpus()
+        stored = cached_tokens(corpus, context.tokenizer, self.verify)
+        return open_sequences(stored, corpus.split, context.job.train.seq_len, context.tokenizer.end_of_text)
+
+    def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        if job.data.tokenizer is None:
+            yield Problem("", _NO_TOKENIZER)
+        try:
+            files = self.files()
+        except JobError as error:
+            yield from error.problems
+            files = ()
+        yield from self._split_problems(files)
+
+    def _split_problems(self, files: Collection[TextFile]) -> Iterator[Problem]:
+        if self.held_out_list and self.held_out_every:
+            yield Problem(
+                "held_out_list", f"held_out_every = {self.held_out_every} is set as well; keep one of the two"
+            )
+        elif self.held_out_list:
+            yield from self._list_problems(files)
+        elif self.held_out_every and len(files) == 1 and all(file.format != ".jsonl" for file in files):
+            message = f"{self.held_out_every}, but the corpus is a single document, which cannot be split; "
+            yield Problem("held_out_every", message + "divide it into several files, or set held_out_every = 0")
+
+    def _list_problems(self, files: Collection[TextFile]) -> Iterator[Problem]:
+        path = Path(self.held_out_list)
+        try:
+            names = read_names(path)
+        except (OSError, UnicodeDecodeError) as error:
+            yield Problem("held_out_list", f"{str(path)!r} cannot be read ({error}); correct the path or make the list")
+            return
+        if not names:
+            yield Problem("held_out_list", f"{str(path)!r} names no document; write one name a line")
+            return
+        listed = names | {name.rpartition(":")[0] for name in names}  # `data/a.jsonl:17` is a line of `data/a.jsonl`
+        if files and not any(file.name in listed for file in files):
+            example = next(iter(files)).name
+            message = f"none of the {len(names)} names in {str(path)!r} is in the corpus, e.g. {min(names)!r}; "
+            yield Problem("held_out_list", message + f"names look like {example!r} there")
+
+
+_NO_TOKENIZER = 'text needs a tokenizer; add a table [data.tokenizer], for example with type = "bpe"'

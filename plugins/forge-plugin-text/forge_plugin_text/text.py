@@ -1,0 +1,44 @@
+"""Dataset `text`: files of text."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from attrs import frozen
+
+from forge_core.errors import JobError, Problem
+from forge_plugin_text.listing import TextFile, find_files
+from forge_plugin_text.reading import Reading
+from forge_plugin_text.source import CorpusDataset
+
+
+@frozen(kw_only=True)
+class Text(CorpusDataset):
+    """Text from files: `.txt`, `.py` and `.md` are one document each, `.jsonl` one a line; `.gz` and `.zst` wrap any.
+
+    Documents follow each other by name, each ended by the end-of-text token, and are cut into sequences of
+    `train.seq_len` tokens. Empty documents are left out.
+    """
+
+    path: str | tuple[str, ...]
+    """Files, folders and globs (`data/**/*.txt`): one, or a list. Relative ones start at the current directory."""
+    field: str = "text"
+    """The key of a JSON line that holds its text."""
+    errors: Literal["strict", "replace"] = "strict"
+    """Bytes that are not UTF-8: strict stops with the file and the offset, replace reads U+FFFD in their place."""
+
+    def files(self) -> tuple[TextFile, ...]:
+        patterns = [self.path] if isinstance(self.path, str) else list(self.path)
+        if not all(patterns) or not patterns:
+            raise JobError([Problem("path", f"{self.path!r} names nothing; give a file, folder or glob, or a list")])
+        try:
+            files = find_files(patterns)
+        except JobError as error:
+            raise JobError(problem.below("path") for problem in error.problems) from error
+        if all(file.stat().st_size == 0 for file in files):
+            seen = f"all {len(files)} files are empty (0 bytes), the first is {files[0].name!r}"
+            raise JobError([Problem("path", f"{seen}; give files with text")])
+        return tuple(files)
+
+    def reading(self) -> Reading:
+        return Reading(self.errors, self.field)

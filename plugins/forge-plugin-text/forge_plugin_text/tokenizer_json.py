@@ -1,0 +1,70 @@
+"""A tokenizer in the form of Hugging Face's `tokenizer.json`, used so that text stays text."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+from tokenizers import AddedToken, Tokenizer
+
+from forge_core.errors import JobError
+
+FILE_NAME = "tokenizer.json"
+
+
+class JsonTokenizer:
+    """Encodes with a `tokenizer.json`, adding and cutting nothing.
+
+    What the file says of truncation, padding and tokens around a text (its post-processor) has no effect, and special
+    tokens spelt out in a text are encoded as the characters they consist of. `decode` leaves special tokens out.
+    """
+
+    def __init__(self, content: str, end_of_text: str) -> None:
+        """Args: `content`, of the file; `end_of_text`, one of its added tokens.
+
+        Raises:
+            JobError: the file cannot be used.
+        """
+        self._content, self._end_of_text = content, end_of_text
+        self._tokenizer = _from_json(content)
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._tokenizer.add_special_tokens([AddedToken(end_of_text, special=True, normalized=False)])
+        self._tokenizer.encode_special_tokens = True
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values()) + 1
+        self.end_of_text = vocabulary[end_of_text]
+        self._check_end_of_text()
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+
+    def save(self, folder: Path) -> None:
+        (folder / FILE_NAME).write_bytes(self._content.encode())
+
+    def fingerprint(self) -> str:
+        return hashlib.sha256(f"{self._end_of_text}\0{self._content}".encode()).hexdigest()
+
+    def _check_end_of_text(self) -> None:
+        """Some models (Unigram, for one) hold special tokens as ordinary pieces of their vocabulary."""
+        text = self._end_of_text
+        if any(self.end_of_text in ids for ids in self.encode_batch([text, f"a{text}b", f" {text} "])):
+            raise JobError(
+                f"this tokenizer encodes the characters {text!r} in a text as its end-of-text, id {self.end_of_text}, "
+                "so that a document could end itself; set end_of_text to a token that text cannot spell"
+            )
+
+
+def _from_json(content: str) -> Tokenizer:
+    try:
+        return Tokenizer.from_str(content)
+    except Exception as error:  # the library raises no narrower class
+        raise JobError(f"{FILE_NAME} cannot be used by tokenizers: {error}") from error

@@ -1,0 +1,64 @@
+"""Reading Zstandard files to their end: all frames, and an error if the last is cut short.
+
+`zstandard`'s own stream readers end quietly where a truncated file ends.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from typing import Any, BinaryIO
+
+import zstandard
+
+CHUNK = 1 << 20
+LARGEST_WINDOW = 1 << 31
+"""Bytes of window that a frame may ask for: all that `zstd --long=31` writes."""
+
+
+def open_zstd(path: str) -> BinaryIO:
+    """The decompressed bytes of `path`, to be read in order.
+
+    Reading raises EOFError where data is damaged or ends within a frame.
+    """
+    return io.BufferedReader(_ZstdFile(open(path, "rb")), CHUNK)
+
+
+class _ZstdFile(io.RawIOBase):
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._chunks = _decompressed(file)
+        self._rest = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        if not self._rest:
+            self._rest = memoryview(next(self._chunks, b""))
+        taken, self._rest = self._rest[: len(buffer)], self._rest[len(buffer) :]
+        buffer[: len(taken)] = taken
+        return len(taken)
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+def _decompressed(file: BinaryIO) -> Iterator[bytes]:
+    """Non-empty pieces of the decompressed data."""
+    decompressor = zstandard.ZstdDecompressor(max_window_size=LARGEST_WINDOW)
+    frame = None
+    while data := file.read(CHUNK):
+        while data:
+            frame = frame or decompressor.decompressobj()
+            try:
+                piece = frame.decompress(data)
+            except zstandard.ZstdError as error:
+                raise EOFError(str(error)) from error
+            data = frame.unused_data if frame.eof else b""
+            frame = None if frame.eof else frame
+            if piece:
+                yield piece
+    if frame is not None:
+        raise EOFError("the last frame is cut short")

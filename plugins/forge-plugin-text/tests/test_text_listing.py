@@ -1,0 +1,110 @@
+"""Which files paths, folders and globs stand for, and what a user is told when they lead to nothing."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from forge_core.errors import JobError
+from forge_plugin_text import Text
+from forge_plugin_text.listing import find_files, format_of
+
+KNOWN = ".txt, .py, .md, .jsonl, each also with .gz or .zst"
+
+
+def write(*names: str, text: str = "some text") -> None:
+    for name in names:
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text(text)
+
+
+def names(*patterns: str) -> list[str]:
+    return [file.name for file in find_files(patterns)]
+
+
+def test_a_folder_gives_its_files_of_known_formats_at_any_depth_sorted_by_name(here: Path) -> None:
+    write("data/b.txt", "data/a/z.md", "data/a/c.jsonl.zst", "data/d.py.gz", "data/picture.png", "data/notes.rst")
+    assert names("data") == ["data/a/c.jsonl.zst", "data/a/z.md", "data/b.txt", "data/d.py.gz"]
+
+
+def test_hidden_files_and_folders_of_a_folder_are_left_out(here: Path) -> None:
+    write("data/a.txt", "data/.b.txt", "data/.git/c.txt")
+    assert names("data") == ["data/a.txt"]
+
+
+def test_a_glob_gives_what_it_matches_and_enters_folders(here: Path) -> None:
+    write("data/x1.txt", "data/x2/a.txt", "data/y.txt", "data/x3.csv")
+    assert names("data/x*") == ["data/x1.txt", "data/x2/a.txt"]
+    assert names("data/**/*.txt") == ["data/x1.txt", "data/x2/a.txt", "data/y.txt"]
+
+
+def test_a_file_whose_name_looks_like_a_glob_is_that_file(here: Path) -> None:
+    write("a[1].txt", "a1.txt")
+    assert names("a[1].txt") == ["a[1].txt"]
+
+
+def test_the_order_of_patterns_and_how_they_are_spelt_do_not_matter(here: Path) -> None:
+    write("b.txt", "a/a.txt")
+    assert names("./b.txt", "a/") == names("a", "b.txt") == ["a/a.txt", "b.txt"]
+
+
+def test_a_file_that_is_reached_several_ways_counts_once(here: Path) -> None:
+    write("data/b.txt")
+    Path("data/a.txt").symlink_to("b.txt")
+    assert names("data", "data/*.txt", str(here / "data/b.txt")) == [str(here / "data/b.txt")]
+    assert names("data") == ["data/a.txt"]
+
+
+def test_linked_folders_are_entered_and_cycles_end(here: Path) -> None:
+    write("elsewhere/a.txt", "data/b.txt")
+    Path("data/linked").symlink_to(here / "elsewhere")
+    Path("data/cycle").symlink_to(here / "data")
+    assert names("data") == ["data/b.txt", "data/linked/a.txt"]
+
+
+@pytest.mark.parametrize(
+    ("path", "format_"),
+    [("a.TXT", ".txt"), ("a.jsonl.gz", ".jsonl"), ("a.md.zst", ".md"), ("a.gz", ""), ("a.csv.gz", ""), ("txt", "")],
+)
+def test_the_format_is_told_by_the_suffix_below_the_compression(path: str, format_: str) -> None:
+    assert format_of(path) == format_
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("missing.txt", "'missing.txt' does not exist (looked from {here}); correct the path or provide the data"),
+        ("m/*.txt", "'m/*.txt' matches no file (looked from {here}); correct the path or provide the data"),
+        ("a.csv", f"'a.csv': none of 1 files is of a known format ({KNOWN}); the first is 'a.csv'"),
+        ("*.csv", f"'*.csv': none of 2 files is of a known format ({KNOWN}); the first is 'a.csv'"),
+        ("bare", f"'bare': none of 0 files is of a known format ({KNOWN})"),
+        ("", "'' names nothing; give a file, folder or glob, or a list"),
+        ((), "() names nothing; give a file, folder or glob, or a list"),
+        ("empty.txt", "all 1 files are empty (0 bytes), the first is 'empty.txt'; give files with text"),
+    ],
+)
+def test_a_path_that_leads_to_no_text_is_a_problem(here: Path, problems, path: str, message: str) -> None:
+    write("a.csv", "b.csv")
+    write("empty.txt", text="")
+    Path("bare").mkdir()
+    assert problems(Text(path=path)) == [f"path: {message.format(here=os.getcwd())}"]
+
+
+def test_every_wrong_path_of_a_list_is_reported(here: Path, problems) -> None:
+    write("right.txt")
+    found = problems(Text(path=("one.txt", "right.txt", "two.txt")))
+    assert [message.split()[1] for message in found] == ["'one.txt'", "'two.txt'"]
+
+
+def test_building_without_a_check_raises_the_same_problem(here: Path, make_context) -> None:
+    with pytest.raises(JobError, match="path: 'missing.txt' does not exist"):
+        Text(path="missing.txt").build(make_context())
+
+
+def test_a_link_to_nothing_is_an_error_that_names_it(here: Path, make_context) -> None:
+    write("data/b.txt")
+    Path("data/a.txt").symlink_to("gone.txt")
+    with pytest.raises(JobError, match=r"data/a\.txt: cannot be read \(No such file or directory\)"):
+        Text(path="data").build(make_context())

@@ -1,0 +1,122 @@
+"""Held-out documents: how they are chosen, and that training never sees them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forge_core.errors import JobError
+from forge_plugin_text import Text
+from forge_plugin_text.reading import Document
+from forge_plugin_text.split import Split
+
+
+@pytest.fixture
+def letters(here: Path) -> Path:
+    """Ten documents, `a.txt` to `j.txt`, each of its own letter."""
+    for letter in "abcdefghij":
+        (here / f"{letter}.txt").write_text(letter)
+    return here
+
+
+def held_out(component: Text) -> list[str]:
+    return [document.name for document, held_out in component.corpus().documents() if held_out]
+
+
+def write_list(*lines: str) -> str:
+    Path("held_out.list").write_text("\n".join(lines))
+    return "held_out.list"
+
+
+def test_nothing_is_held_out_by_default(letters: Path) -> None:
+    assert held_out(Text(path=".")) == []
+
+
+def test_every_nth_document_is_held_out_starting_with_the_first(letters: Path) -> None:
+    assert held_out(Text(path=".", held_out_every=4)) == ["a.txt", "e.txt", "i.txt"]
+
+
+def test_a_list_names_documents_and_may_have_comments_and_names_that_do_not_exist(letters: Path) -> None:
+    list_ = write_list("# chosen by hand", "", "c.txt", "  b.txt  ", "from_another_version.txt")
+    assert held_out(Text(path=".", held_out_list=list_)) == ["b.txt", "c.txt"]
+
+
+def test_a_list_names_single_lines_of_jsonl_or_the_whole_file(here: Path) -> None:
+    for name in ("a", "b"):
+        Path(f"{name}.jsonl").write_text("\n".join(json.dumps({"text": f"{name}{n}"}) for n in range(3)))
+    assert held_out(Text(path=".", held_out_list=write_list("a.jsonl:2"))) == ["a.jsonl:2"]
+    assert held_out(Text(path=".", held_out_list=write_list("b.jsonl"))) == ["b.jsonl:1", "b.jsonl:2", "b.jsonl:3"]
+
+
+def test_documents_are_the_texts_of_the_training_split_only(letters: Path) -> None:
+    assert "".join(Text(path=".", held_out_every=5).documents()) == "bcdeghij"
+
+
+@given(
+    names=st.lists(st.text("abc", min_size=1, max_size=3), unique=True),
+    split=st.builds(Split, st.sampled_from([0, 2, 3, 7])) | st.builds(Split, names=st.frozensets(st.text("abc"))),
+)
+def test_a_document_is_either_held_out_or_not_whatever_else_is_asked(names: list[str], split: Split) -> None:
+    documents = [Document(name, name, "") for name in names]
+    chosen = [document.name for number, document in enumerate(documents) if split.holds_out(number, document)]
+    if split.every:
+        assert chosen == names[:: split.every]
+    else:
+        assert set(chosen) == set(names) & split.names
+
+
+@pytest.mark.parametrize("every", [1, -3])
+def test_every_first_or_a_negative_number_is_refused(every: int) -> None:
+    with pytest.raises(ValueError, match=rf"'held_out_every' must be 0 \(off\) or at least 2, not {every}"):
+        Text(path=".", held_out_every=every)
+
+
+def test_both_ways_at_once_are_a_problem(letters: Path, problems) -> None:
+    component = Text(path="*.txt", held_out_every=20, held_out_list=write_list("a.txt"))
+    assert problems(component) == ["held_out_list: held_out_every = 20 is set as well; keep one of the two"]
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (["# nothing yet"], "'held_out.list' names no document; write one name a line"),
+        (
+            ["data/b.txt", "data/a.txt"],
+            "none of the 2 names in 'held_out.list' is in the corpus, e.g. 'data/a.txt'; names look like 'a.txt' there",
+        ),
+    ],
+)
+def test_a_list_that_holds_out_nothing_is_a_problem(letters: Path, problems, lines: list[str], message: str) -> None:
+    assert problems(Text(path="*.txt", held_out_list=write_list(*lines))) == [f"held_out_list: {message}"]
+
+
+def test_a_list_that_does_not_exist_is_a_problem(letters: Path, problems) -> None:
+    assert problems(Text(path="*.txt", held_out_list="gone.list")) == [
+        "held_out_list: 'gone.list' cannot be read ([Errno 2] No such file or directory: 'gone.list'); "
+        "correct the path or make the list"
+    ]
+
+
+def test_a_single_document_cannot_be_split(letters: Path, problems) -> None:
+    assert problems(Text(path="a.txt", held_out_every=20)) == [
+        "held_out_every: 20, but the corpus is a single document, which cannot be split; "
+        "divide it into several files, or set held_out_every = 0"
+    ]
+
+
+def test_a_line_that_the_file_does_not_have_is_found_when_the_corpus_is_read(here: Path, make_context) -> None:
+    Path("a.jsonl").write_text('{"text": "a line of some length"}')
+    with pytest.raises(JobError, match="the job asks for held-out documents, but none with text is"):
+        Text(path="a.jsonl", held_out_list=write_list("a.jsonl:99")).build(make_context())
+
+
+def test_text_without_a_tokenizer_is_a_problem(letters: Path, make_context) -> None:
+    job = make_context().job
+    job.data.tokenizer = None
+    assert [str(problem) for problem in Text(path=".").problems(job, None)] == [
+        'text needs a tokenizer; add a table [data.tokenizer], for example with type = "bpe"'
+    ]

@@ -1,0 +1,28 @@
+"""Decoder-only transformers whose attention, feed-forward, norm and position encoding are components of their own kinds."""
+
+from forge_plugin_transformer.gelu import GELU
+from forge_plugin_transformer.gqa import GroupedQueryAttention
+from forge_plugin_transformer.kinds import AttentionComponent, FFNComponent, InitStd, NormComponent, RopeComponent
+from forge_plugin_transformer.layernorm import LayerNorm
+from forge_plugin_transformer.rmsnorm import RMSNorm
+from forge_plugin_transformer.rope import LinearRope, Llama3Rope, PlainRope, YarnRope
+from forge_plugin_transformer.swiglu import SwiGLU
+from forge_plugin_transformer.transformer import Transformer
+
+__all__ = [
+    "GELU",
+    "AttentionComponent",
+    "FFNComponent",
+    "GroupedQueryAttention",
+    "InitStd",
+    "LayerNorm",
+    "LinearRope",
+    "Llama3Rope",
+    "NormComponent",
+    "PlainRope",
+    "RMSNorm",
+    "RopeComponent",
+    "SwiGLU",
+    "Transformer",
+    "YarnRope",
+]

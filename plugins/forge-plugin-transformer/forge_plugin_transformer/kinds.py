@@ -1,0 +1,91 @@
+"""The kinds of component a transformer is made of, and what each must build.
+
+Shapes: B sequences, S positions, D model width, H query heads, K key/value heads, E width of a head.
+
+What a component builds may further implement `HasFlops`, `HasRoles`, `HasTensorParallelPlan` and
+`HasFloat8Exemptions` of `forge_core.protocols`, with names relative to itself, and `backend_choices(seq_len)`; the model
+puts the parts together. A part without `flops` counts 6 for each element of its matrices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from attrs import frozen
+
+from forge_core.components import Component
+from forge_core.errors import Problem
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from forge_core.context import BuildContext
+
+
+@frozen
+class InitStd:
+    """Standard deviations from which a layer draws its matrices."""
+
+    inner: float
+    """Of matrices whose output stays inside the layer."""
+    residual: float
+    """Of matrices that write into the residual stream."""
+
+
+@frozen(kw_only=True)
+class AttentionComponent(Component):
+    """Builds the module through which positions of a sequence see each other.
+
+    The module maps `(x (B, S, D), batch, cache=None) -> (B, S, D)`. It owns the position encoding and the mask: a
+    position attends to itself and earlier ones, of its own document where the batch has `document_ids`. For generation
+    it has `new_cache(batch_size, length)`, whose result comes back as `cache` with the next positions of each row.
+    """
+
+    kind = "attention"
+
+    def width_problems(self, dim: int) -> Iterable[Problem]:
+        """Mistakes that show once the model's width is known; paths are relative to this component's table."""
+        return ()
+
+    def build(self, context: BuildContext, dim: int, init: InitStd) -> nn.Module:
+        """Args: `dim`, the model's width D; `init`, how to draw matrices. `context.layer` is the global layer number."""
+        raise NotImplementedError
+
+
+@frozen(kw_only=True)
+class FFNComponent(Component):
+    """Builds the module that works on each position: `(x (B, S, D), batch) -> (B, S, D)`."""
+
+    kind = "ffn"
+
+    def build(self, context: BuildContext, dim: int, init: InitStd) -> nn.Module:
+        """Args: `dim`, the model's width D; `init`, how to draw matrices. `context.layer` is the global layer number."""
+        raise NotImplementedError
+
+
+@frozen(kw_only=True)
+class NormComponent(Component):
+    """Builds a normalisation over the last dimension, computed in float32 or wider: `(x) -> x` of the same dtype."""
+
+    kind = "norm"
+
+    def build(self, context: BuildContext, dim: int) -> nn.Module:
+        """Args: `dim`, size of the last dimension."""
+        raise NotImplementedError
+
+
+@frozen(kw_only=True)
+class RopeComponent(Component):
+    """Builds a rotary position encoding for heads of one width.
+
+    The module maps `(length, positions=None) -> (cos, sin)` for positions 0 to `length` - 1, or for `positions`
+    (B, S). Both tables broadcast against (B, S, heads, E) and are float32 or wider; `sin` carries the sign of the
+    half-split rotation, so that `rotate(x, cos, sin)` of `forge_plugin_transformer.modules.rotary` applies them.
+    """
+
+    kind = "rope"
+
+    def build(self, context: BuildContext, head_dim: int) -> nn.Module:
+        """Args: `head_dim`, the width E of a head; even."""
+        raise NotImplementedError

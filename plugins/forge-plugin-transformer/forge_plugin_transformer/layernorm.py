@@ -1,0 +1,30 @@
+"""Norm `layernorm`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from attrs import field, frozen
+from attrs.validators import gt
+
+from forge_plugin_transformer.kinds import NormComponent
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from forge_core.context import BuildContext
+
+
+@frozen(kw_only=True)
+class LayerNorm(NormComponent):
+    """Centres and scales to unit variance (Ba et al. 2016)."""
+
+    eps: float = field(default=1e-5, validator=gt(0))
+    """Added to the variance."""
+    bias: bool = True
+    """Whether a learned offset is added after the learned gain."""
+
+    def build(self, context: BuildContext, dim: int) -> nn.Module:
+        from forge_plugin_transformer.modules import norms
+
+        return norms.LayerNorm(dim, eps=self.eps, bias=self.bias)
