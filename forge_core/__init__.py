@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     )
     from forge_core.config.dump import dump_job
     from forge_core.config.job import Job
-    from forge_core.config.load import complete_job, load_job
+    from forge_core.config.load import load_job
     from forge_core.engine.trainer import Trainer
     from forge_core.errors import ForgeError, JobError, PluginError, Problem
     from forge_core.hookspecs import hookimpl, hookspec
@@ -41,34 +41,21 @@ if TYPE_CHECKING:
 
     __version__: str
 
-_MODULES = {
-    "forge_core.components": (
-        "Component",
-        "DatasetComponent",
-        "EvaluationComponent",
-        "ExecutorComponent",
-        "LoggerComponent",
-        "LossComponent",
-        "ModelComponent",
-        "OptimizerComponent",
-        "ParallelComponent",
-        "Plugin",
-        "RouterComponent",
-        "SchedulerComponent",
-        "StorageComponent",
-        "TokenizerComponent",
-        "TrainingHook",
-        "default_type",
-    ),
-    "forge_core.config.dump": ("dump_job",),
-    "forge_core.config.job": ("Job",),
-    "forge_core.config.load": ("complete_job", "load_job"),
-    "forge_core.engine.trainer": ("Trainer",),
-    "forge_core.errors": ("ForgeError", "JobError", "PluginError", "Problem"),
-    "forge_core.hookspecs": ("hookimpl", "hookspec"),
-    "forge_core.plugins.catalog": ("Catalog",),
+_COMPONENTS = "forge_core.components"
+_HOMES = {
+    "Catalog": "forge_core.plugins.catalog",
+    "ForgeError": "forge_core.errors",
+    "Job": "forge_core.config.job",
+    "JobError": "forge_core.errors",
+    "PluginError": "forge_core.errors",
+    "Problem": "forge_core.errors",
+    "Trainer": "forge_core.engine.trainer",
+    "dump_job": "forge_core.config.dump",
+    "hookimpl": "forge_core.hookspecs",
+    "hookspec": "forge_core.hookspecs",
+    "load_job": "forge_core.config.load",
 }
-_HOMES = {name: module for module, names in _MODULES.items() for name in names}
+"""Where each public name is defined; those that are not listed, in `forge_core.components`."""
 
 __all__ = [
     "Catalog",
@@ -94,7 +81,6 @@ __all__ = [
     "Trainer",
     "TrainingHook",
     "__version__",
-    "complete_job",
     "default_type",
     "dump_job",
     "hookimpl",
@@ -104,16 +90,13 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name == "__version__":
         from forge_core.plugins.catalog import core_version
 
-        value: Any = core_version()
-    elif name in _HOMES:
-        value = getattr(import_module(_HOMES[name]), name)
-    else:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = value
-    return value
+        return core_version()
+    return getattr(import_module(_HOMES.get(name, _COMPONENTS)), name)
 
 
 def __dir__() -> list[str]:

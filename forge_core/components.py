@@ -68,7 +68,6 @@ def default_type(type_: str) -> Any:
     return field(default=DefaultType(type_))
 
 
-@frozen(kw_only=True)
 class Component:
     """What every component shares. Subclasses that found a new kind set the class variable `kind`."""
 

@@ -162,16 +162,21 @@ def load_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     """Fill `tensors`, in place, from a checkpoint; they may be sharded in any way. Collective.
 
     Raises:
-        CheckpointError: the checkpoint lacks one of them, or has it in another shape.
+        CheckpointError: the checkpoint lacks one of them, has it in another shape, or cannot be read.
     """
     from torch.distributed import checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
 
     from forge_core.checkpoint.index import JsonIndexReader, TensorsOnly
 
     _check_fit(folder, tensors)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.load(dict(tensors), storage_reader=JsonIndexReader(folder), planner=TensorsOnly())
+        try:
+            dcp.load(dict(tensors), storage_reader=JsonIndexReader(folder), planner=TensorsOnly())
+        except CheckpointException as error:
+            causes = "; ".join(f"rank {rank}: {cause}" for rank, (cause, _) in error.failures.items())
+            raise CheckpointError(f"cannot read {folder}: {causes}") from error
 
 
 def _check_fit(folder: Path, tensors: Mapping[str, Tensor]) -> None:

@@ -1,0 +1,100 @@
+"""`forge-run`: finds the command and reports errors as a user should see them.
+
+Commands are entry points of group `forge.command`, whose value is a function `command(argv) -> int` and the first line
+of whose docstring is its help. They are listed from metadata and imported when called.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from forge_core.cli.layout import columns
+from forge_core.config.docs import function_summary
+from forge_core.config.suggest import did_you_mean
+from forge_core.errors import ExitCode, ForgeError, JobError
+from forge_core.plugins.catalog import CORE, Catalog, Offer
+
+USAGE = """\
+usage: forge-run JOB.toml [MORE.toml …] [--section.key=value …]
+       forge-run COMMAND …
+
+Trains what a job file describes. Several files are layered from left to right, overrides come last.
+
+commands (forge-run COMMAND --help tells more):
+"""
+
+OPTIONS = [
+    ("  -h, --help", "this text"),
+    ("  --version", "versions of the core and of every installed plugin distribution"),
+]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command line; gives the exit code."""
+    argv = sys.argv[1:] if argv is None else argv
+    try:
+        return int(_dispatch(argv))
+    except JobError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    except ForgeError as error:
+        print(f"forge-run: {error}", file=sys.stderr)
+        return error.exit_code
+    except BrokenPipeError:  # whoever read the output has gone: `forge-run plugins | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return ExitCode.FAILED
+
+
+def _dispatch(argv: list[str]) -> int:
+    first = argv[0] if argv else "--help"
+    if first in ("-h", "--help"):
+        print(help_text(Catalog.installed()))
+        return ExitCode.FINISHED
+    if first == "--version":
+        print(version_text(Catalog.installed()))
+        return ExitCode.FINISHED
+    catalog = Catalog.installed()
+    name, rest = ("run", argv) if _is_job(first) else (first, argv[1:])
+    return catalog.load_offer(_command(catalog, name))(rest)
+
+
+def _is_job(argument: str) -> bool:
+    """Whether a command line starts with a job file, or an override, rather than with a command."""
+    return argument.endswith(".toml") or argument.startswith("-") or Path(argument).is_file()
+
+
+def _command(catalog: Catalog, name: str) -> Offer:
+    owner, _, bare = name.rpartition("/")
+    known = catalog.offers("command")
+    offers = [offer for offer in known if offer.type == bare and owner in ("", offer.distribution.name)]
+    if not offers:
+        names = sorted({offer.type for offer in known})
+        hint = did_you_mean(name, names) or f". Commands: {', '.join(names)}"
+        raise JobError(f"forge-run: {name!r} is no command and no job file{hint}")
+    if len(offers) > 1:
+        choices = " or ".join(f"forge-run {offer.qualified}" for offer in offers)
+        raise JobError(f"forge-run: several distributions offer the command {name!r}; choose with {choices}")
+    return offers[0]
+
+
+def help_text(catalog: Catalog) -> str:
+    """Usage and every installed command. Imports no plugin: of theirs, only the names are known."""
+    offers = sorted(catalog.offers("command"), key=lambda offer: (offer.distribution.name != CORE, offer.type))
+    rows = [(f"  {offer.type}", _help_line(offer)) for offer in offers]
+    return f"{USAGE}{columns(rows)}\n\noptions:\n{columns(OPTIONS)}"
+
+
+def _help_line(offer: Offer) -> str:
+    if offer.distribution.name == CORE:
+        module, _, function = offer.value.partition(":")
+        return function_summary(module, function)
+    return f"(from {offer.distribution})"
+
+
+def version_text(catalog: Catalog) -> str:
+    """One line for the core, and one for each other distribution that offers something to Forge."""
+    found = {offer.distribution.name: offer.distribution for offer in catalog.all_offers()}
+    ordered = sorted(found.values(), key=lambda distribution: (distribution.name != CORE, distribution.name))
+    return "\n".join(str(distribution) for distribution in ordered)

@@ -1,56 +1,34 @@
-"""Filling in the defaults that only a catalog knows, in jobs that are made in Python."""
+"""Jobs made in Python: filling in what only a catalog knows."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import attrs
 
 from forge_core.components import DefaultType
-from forge_core.config.describe import component_in, item_type
 from forge_core.config.job import ALWAYS, Job
-from forge_core.plugins.catalog import Catalog
-
-T = TypeVar("T")
+from forge_core.config.structure import complete_value
+from forge_core.errors import JobError
+from forge_core.plugins.catalog import CORE, Catalog
 
 
 def complete(job: Job, catalog: Catalog | None = None) -> Job:
     """The job with every `default_type` replaced by its component, and the core's own loggers and evaluation added.
 
-    `load_job` does this by itself.
+    `load_job` does this by itself. Cross-field rules are `forge_core.config.rules.check_rules`.
 
     Raises:
-        PluginError: a default component is not installed.
+        JobError: default components are not installed; names each one's path.
     """
-    catalog = catalog or Catalog.installed()
-    added = {name: _with_always(getattr(job, name), name, catalog) for name in ALWAYS}
-    return _fill(attrs.evolve(job, **added), catalog)
+    completed, problems = complete_value(_with_always(job), catalog or Catalog.installed())
+    if problems:
+        raise JobError(problems)
+    return completed
 
 
-def _with_always(table: Mapping[str, Any], name: str, catalog: Catalog) -> Mapping[str, Any]:
-    kind = item_type(attrs.fields_dict(attrs.resolve_types(Job))[name].type).kind
-    return {type_: catalog.load(kind, f"forge-run/{type_}")() for type_ in ALWAYS[name] if type_ not in table} | dict(table)
-
-
-def _fill(value: T, catalog: Catalog) -> T:
-    if isinstance(value, tuple):
-        return tuple(_fill(item, catalog) for item in value)  # type: ignore[return-value]
-    if isinstance(value, Mapping):
-        return {key: _fill(item, catalog) for key, item in value.items()}  # type: ignore[return-value]
-    if not attrs.has(type(value)):
-        return value
-    changes = {}
-    for field in attrs.fields(attrs.resolve_types(type(value))):
-        if field.init:
-            old = getattr(value, field.name)
-            new = _fill(_load(old, field, catalog) if isinstance(old, DefaultType) else old, catalog)
-            if new is not old and new != old:
-                changes[field.alias] = new
-    return attrs.evolve(value, **changes) if changes else value  # type: ignore[type-var]
-
-
-def _load(default: DefaultType, field: Any, catalog: Catalog) -> Any:
-    base = component_in(field.type)
-    assert base is not None, f"{field.name} has a default type, but is not a component"
-    return catalog.load(base.kind, default.type, base)()
+def _with_always(job: Job) -> Job:
+    tables: dict[str, Any] = {}
+    for section, names in ALWAYS.items():
+        tables[section] = {name: DefaultType(f"{CORE}/{name}") for name in names} | dict(getattr(job, section))
+    return attrs.evolve(job, **tables)

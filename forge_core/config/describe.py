@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence, Set
 from enum import Enum
 from pathlib import PurePath
 from reprlib import Repr
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 import attrs
 
@@ -27,7 +27,7 @@ def is_literal(type_: Any) -> bool:
     return typing.get_origin(type_) is Literal
 
 
-def is_component(type_: Any) -> bool:
+def is_component(type_: Any) -> TypeGuard[type[Component]]:
     return isinstance(type_, type) and issubclass(type_, Component)
 
 
@@ -83,7 +83,7 @@ def type_name(type_: Any) -> str:
     if is_section(type_):
         return "table"
     if is_mapping(type_):
-        return f"table of {type_name(item_type(type_))}s" if typing.get_args(type_) else "table"
+        return f"named {type_name(item_type(type_))}s" if is_table(item_type(type_)) else "table"
     if is_array(type_):
         return _array_name(type_)
     return _scalar_name(type_)
@@ -93,7 +93,9 @@ def _array_name(type_: Any) -> str:
     arguments = typing.get_args(type_)
     if is_fixed(type_):
         return f"array of {len(arguments)} values ({', '.join(type_name(argument) for argument in arguments)})"
-    return f"array of {type_name(arguments[0])}" if arguments else "array"
+    if not arguments:
+        return "array"
+    return f"array of {type_name(arguments[0])}{'s' if is_table(arguments[0]) else ''}"
 
 
 def is_fixed(type_: Any) -> bool:
@@ -122,7 +124,8 @@ def value_name(value: Any) -> str:
     if isinstance(value, dict):
         return "a table"
     if isinstance(value, list):
-        return f"array {_SHORT.repr(value)}" if not any(isinstance(item, dict) for item in value) else "an array of tables"
+        tables = any(isinstance(item, dict) for item in value)
+        return "an array of tables" if tables else f"array {_SHORT.repr(value)}"
     if isinstance(value, bool):
         return f"bool {toml_text(value)}"
     return f"{type(value).__name__} {_SHORT.repr(value) if isinstance(value, str) else value}"

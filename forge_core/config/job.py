@@ -95,7 +95,7 @@ class CheckpointSection:
     """How many of the newest checkpoints to keep; 0 keeps all."""
     verify: Literal["full", "sizes"] = "full"
     """What is checked before loading: SHA-256 of every file, or sizes only, which does not find flipped bytes."""
-    storage: StorageComponent = default_type("local")
+    storage: StorageComponent = default_type("forge-run/local")
     """`[checkpoint.storage]`: where checkpoints are kept."""
 
 
@@ -126,9 +126,9 @@ class Job:
     model: ModelComponent
     data: DataSection
     optimizer: OptimizerComponent
-    scheduler: SchedulerComponent = default_type("constant")
-    loss: LossComponent = default_type("cross_entropy")
-    executor: ExecutorComponent = default_type("plain")
+    scheduler: SchedulerComponent = default_type("forge-run/constant")
+    loss: LossComponent = default_type("forge-run/cross_entropy")
+    executor: ExecutorComponent = default_type("forge-run/plain")
     checkpoint: CheckpointSection = CheckpointSection()
     eval: EvalSection = EvalSection()
     metrics: MetricsSection = MetricsSection()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import tomllib
 from bisect import bisect_right
+from contextlib import suppress
 
 KeyPath = tuple[str | int, ...]
 """Keys of nested tables and indices of arrays, from the root: `("data", "sources", 0, "path")`."""
@@ -31,10 +32,8 @@ def find_lines(text: str) -> dict[KeyPath, int]:
     Never raises: in text that is not TOML, it gives what stands before the fault.
     """
     scanner = _Scanner(text)
-    try:
+    with suppress(_Lost):
         scanner.document()
-    except _Lost:
-        pass
     return scanner.lines
 
 

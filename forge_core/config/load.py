@@ -8,11 +8,11 @@ from pathlib import Path
 from forge_core.config.job import ALWAYS, Job
 from forge_core.config.read import read_job
 from forge_core.config.rules import check_rules
-from forge_core.config.structure import INVALID, Findings, complete, structure
-from forge_core.config.tree import Node
+from forge_core.config.structure import INVALID, Findings, structure
+from forge_core.config.tree import Node, Origin
 from forge_core.config.unknown import explain_unknown
 from forge_core.errors import JobError, Problem
-from forge_core.plugins.catalog import Catalog
+from forge_core.plugins.catalog import CORE, Catalog
 
 
 def load_job(
@@ -42,25 +42,16 @@ def load_job(
     return job
 
 
-def complete_job(job: Job, catalog: Catalog | None = None, world_size: int = 1) -> Job:
-    """A job made in Python as `load_job` would give it: default components filled in, and every rule checked.
-
-    Raises:
-        JobError: as `load_job`.
-    """
-    catalog = catalog or Catalog.installed()
-    completed, findings = complete(job, catalog)
-    problems = findings.problems or check_rules(completed, catalog, world_size)
-    if problems:
-        raise JobError([*problems, *_to_install(findings)])
-    return completed
-
-
 def _add_always(root: Node) -> None:
     for section, names in ALWAYS.items():
         table = root.value.setdefault(section, Node({}, root.origin))
         if isinstance(table.value, dict):
-            table.value = {name: Node({}, table.origin) for name in names} | table.value
+            table.value = {name: _core_entry(name, table.origin) for name in names} | table.value
+
+
+def _core_entry(name: str, origin: Origin) -> Node:
+    """Qualified: another distribution that offers a type of this name must not disturb a job that does not name it."""
+    return Node({"type": Node(f"{CORE}/{name}", origin)}, origin)
 
 
 def _broken_rules(job: Job, catalog: Catalog, world_size: int, root: Node, known: list[Problem]) -> Iterator[Problem]:

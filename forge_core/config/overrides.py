@@ -43,7 +43,7 @@ def parse_override(text: str) -> tuple[list[str], Any]:
     """
     key, equals, raw = text.removeprefix("--").partition("=")
     if not equals:
-        raise OverrideError(f"expected --key=value; write {text}=VALUE, also for true and false")
+        raise OverrideError(f"there is no value; write {text}=VALUE (to switch something on, =true)")
     return _parse_key(key), _parse_value(raw)
 
 
@@ -69,7 +69,7 @@ def _parse_value(raw: str) -> Any:
 
 
 def _put(root: Node, path: list[str], node: Node) -> None:
-    parent = root
+    parent: Any = root
     for depth, key in enumerate(path[:-1], start=1):
         if isinstance(parent.value, dict):
             parent = parent.value.setdefault(key, Node({}, node.origin))
@@ -78,10 +78,9 @@ def _put(root: Node, path: list[str], node: Node) -> None:
         if not isinstance(parent.value, dict | list):
             where = ".".join(path[:depth])
             raise OverrideError(f"{where} is {parent.value!r} ({parent.origin}), not a table", ".".join(path))
-    key = path[-1] if isinstance(parent.value, dict) else _index(parent, path[-1], path[:-1])
-    old = parent.value.get(key) if isinstance(parent.value, dict) else parent.value[key]
-    node.replaced = old
-    parent.value[key] = node
+    node.replaced = parent.child(path[-1])
+    last = path[-1] if isinstance(parent.value, dict) else _index(parent, path[-1], path[:-1])
+    parent.value[last] = node
 
 
 def _index(parent: Node, key: str, path: list[str]) -> int:
@@ -89,6 +88,6 @@ def _index(parent: Node, key: str, path: list[str]) -> int:
     if not key.isdecimal():
         raise OverrideError(f"{where} is an array: {key!r} is no index into it", f"{where}.{key}")
     if int(key) >= count:
-        entries = "1 entry, number 0" if count == 1 else f"{count} entries, numbers 0 to {count - 1}" if count else "no entries"
+        entries = "no entries" if not count else "one, number 0" if count == 1 else f"{count}, numbers 0 to {count - 1}"
         raise OverrideError(f"there is no entry {key}; {where} has {entries}", f"{where}.{key}")
     return int(key)

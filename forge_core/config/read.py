@@ -9,7 +9,7 @@ from pathlib import Path
 
 from forge_core.config.lines import find_lines
 from forge_core.config.overrides import apply_override
-from forge_core.config.suggest import did_you_mean
+from forge_core.config.suggest import SURE, did_you_mean
 from forge_core.config.tree import Node, Origin, annotate, merge
 from forge_core.errors import JobError, Problem
 
@@ -20,7 +20,7 @@ def read_job(paths: Sequence[str | Path], overrides: Iterable[str] = ()) -> tupl
     """The merged tree of files and overrides, and what is wrong with the overrides.
 
     Raises:
-        JobError: a file is missing or is not TOML. Tells of every such file.
+        JobError: a file is missing or is not TOML. Tells of every such file, and of malformed overrides.
     """
     root, unreadable = Node({}, Origin("job")), []
     for layer, path in enumerate(paths):
@@ -28,11 +28,12 @@ def read_job(paths: Sequence[str | Path], overrides: Iterable[str] = ()) -> tupl
             root = merge(root, read_file(path, layer))
         except JobError as error:
             unreadable += error.problems
-    if unreadable:
-        raise JobError(unreadable)
     root.origin = Origin(" + ".join(map(str, paths)) or "job")
-    problems = [apply_override(root, text, layer) for layer, text in enumerate(overrides, start=len(paths))]
-    return root, [problem for problem in problems if problem is not None]
+    applied = [apply_override(root, text, layer) for layer, text in enumerate(overrides, start=len(paths))]
+    problems = [problem for problem in applied if problem is not None]
+    if unreadable:
+        raise JobError([*unreadable, *(problem for problem in problems if not problem.path)])
+    return root, problems
 
 
 def read_file(path: str | Path, layer: int = 0) -> Node:
@@ -46,11 +47,12 @@ def read_file(path: str | Path, layer: int = 0) -> Node:
         return annotate(tomllib.loads(text), find_lines(text), Origin(str(path), 0, layer))
     except FileNotFoundError:
         others = [str(other) for other in Path(path).parent.glob("*.toml")]
-        raise _fault(str(path), f"no such file{did_you_mean(str(path), others)}") from None
+        raise _fault(str(path), f"no such file{did_you_mean(str(path), others, SURE)}") from None
     except OSError as error:
         raise _fault(str(path), f"cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
-        raise _fault(str(path), f"not UTF-8 text: byte {error.object[error.start]:#04x} at offset {error.start}") from None
+        byte = error.object[error.start]
+        raise _fault(str(path), f"not UTF-8 text: byte {byte:#04x} at offset {error.start}") from None
     except tomllib.TOMLDecodeError as error:
         raise _syntax_fault(str(path), text, str(error)) from None
 

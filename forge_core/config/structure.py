@@ -1,18 +1,16 @@
-"""From the raw tree to typed components. One pass that notes every problem and goes on.
+"""From the raw tree to typed components, in one pass that notes every problem and goes on.
 
-cattrs dispatches on the types of fields; the hooks registered here are strict where cattrs converts (`int("3")`,
-`bool("false")`), look components up in the catalog, and keep going after a mistake. A hook that cannot give a value
-raises `Mismatch`; whoever reads the next outer table or array catches it, notes it at the path where it arose, and
-reads the other entries.
+cattrs dispatches on the types of fields; the hooks registered here refuse what cattrs would convert, look components
+up in the catalog, and keep going after a mistake. A hook that cannot give a value raises `Mismatch`; whoever reads the
+next outer table or array catches it, notes it at the path where it arose, and reads the other entries.
 """
 
 from __future__ import annotations
 
 import typing
 from collections.abc import Callable, Iterable, Mapping, MutableSequence, Set
-from enum import Enum
 from functools import partial
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import attrs
@@ -23,7 +21,6 @@ from cattrs.errors import StructureHandlerNotFoundError
 from forge_core.components import Component, DefaultType
 from forge_core.config.describe import (
     component_in,
-    correction,
     is_array,
     is_component,
     is_fixed,
@@ -37,28 +34,18 @@ from forge_core.config.describe import (
     type_name,
     value_name,
 )
-from forge_core.config.suggest import did_you_mean
+from forge_core.config.leaves import SCALARS, Mismatch, distance, fits, is_enum, read_choice, read_scalar, unexpected
 from forge_core.config.tree import Node, Origin, flag
 from forge_core.config.validators import complaint, plain_message
+from forge_core.config.walk import default_of, key_fields
 from forge_core.errors import PluginError, Problem
 from forge_core.plugins.catalog import Catalog, UnknownTypeError
-
-SCALARS: Mapping[type, tuple[type, ...]] = {bool: (bool,), int: (int,), float: (int, float), str: (str,), Path: (str,)}
-"""What each scalar type accepts; a bool is no int here, though it is in Python."""
 
 DEEPEST = 32
 """Tables within tables that defaults may make."""
 
 INVALID: Any = object()
 """Stands for a value that could not be read; the reason has been noted."""
-
-
-class Mismatch(Exception):
-    """A value is not what its field expects. `correction` is TOML for what was probably meant."""
-
-    def __init__(self, message: str, correction: str | None = None) -> None:
-        super().__init__(message)
-        self.correction = correction
 
 
 class Noted(Exception):
@@ -71,6 +58,8 @@ class UnknownKey:
 
     table: str
     key: str
+    cls: type
+    """Class that reads the table."""
 
 
 @define
@@ -96,10 +85,23 @@ def structure(root: Node, type_: Any, catalog: Catalog) -> tuple[Any, Findings]:
     return value, structurer.findings
 
 
-def complete(value: Any, catalog: Catalog) -> tuple[Any, Findings]:
+def complete_value(value: Any, catalog: Catalog) -> tuple[Any, list[Problem]]:
     """A value made in Python with the components filled in that it names by type only, or `INVALID`."""
     structurer = _Structurer(Node({}, Origin("")), catalog)
-    return structurer.read(partial(structurer.complete, value)), structurer.findings
+    return structurer.read(partial(structurer.complete, value)), structurer.findings.problems
+
+
+def resolved_fields(cls: type) -> dict[str, Attribute]:
+    """Fields that are keys, with their types, of which annotations only have the names.
+
+    Raises:
+        Mismatch: a type does not exist at run time.
+    """
+    try:
+        return key_fields(attrs.resolve_types(cls))
+    except NameError as error:
+        fix = "import the types of fields outside TYPE_CHECKING"
+        raise Mismatch(f"the fields of {cls.__qualname__} cannot be read: {error}; {fix}") from error
 
 
 class _Structurer:
@@ -115,17 +117,18 @@ class _Structurer:
             (is_array, self._array),
             (is_mapping, self._mapping),
             (is_union, self._union),
-            (is_literal, _literal),
-            (_is_enum, _enum),
+            (is_literal, read_choice),
+            (is_enum, read_choice),
         ):
             self._converter.register_structure_hook_func(predicate, hook)
         for scalar in SCALARS:
-            self._converter.register_structure_hook(scalar, _scalar)
+            self._converter.register_structure_hook(scalar, read_scalar)
 
     # --- going through the tree ----------------------------------------------------------------------------------
 
     def read(self, convert: Callable[[], Any], key: str | None = None) -> Any:
         """What `convert` gives below `key`, or `INVALID` after noting why not."""
+        depth = len(self._path)
         self._path += [] if key is None else [key]
         try:
             return convert()
@@ -135,13 +138,15 @@ class _Structurer:
             self._note(str(mismatch), mismatch.correction)
             return INVALID
         finally:
-            del self._path[len(self._path) - (key is not None) :]
+            del self._path[depth:]
 
     def convert(self, value: Any, type_: Any) -> Any:
+        """A raw value as `type_`, by the hook that cattrs finds for it."""
         try:
             return self._converter.structure(value, type_)
         except StructureHandlerNotFoundError:
-            raise Mismatch(f"a field of type {type_} cannot be read from TOML; that is a mistake in the component") from None
+            mistake = "that is a mistake in the component"
+            raise Mismatch(f"a field of type {type_} cannot be read from TOML; {mistake}") from None
 
     @property
     def _here(self) -> str:
@@ -167,28 +172,46 @@ class _Structurer:
         cls = self._select(value, base, default)
         return self._fields({key: item for key, item in value.items() if key != "type"}, cls)
 
+    def _mapping(self, value: Any, type_: Any) -> dict[str, Any]:
+        """Named tables, whose names are the default for `type`; or a table of anything else."""
+        self._demand_table(value, type_)
+        item = item_type(type_)
+        base = item if is_component(item) else None
+        entries = {}
+        for name, entry in value.items():
+            convert = partial(self._component, entry, base, name) if base else partial(self.convert, entry, item)
+            entries[name] = self.read(convert, name)
+        _demand_valid(entries.values())
+        return entries
+
     def _demand_table(self, value: Any, type_: Any) -> None:
         if isinstance(value, list) and any(isinstance(item, dict) for item in value):
-            raise Mismatch(f"expected one {type_name(type_)}, got an array of tables", self._header("[]"))
+            wanted, header = (type_name(type_), "[{}.NAME]") if is_mapping(type_) else (f"one {type_name(type_)}", "[{}]")
+            raise Mismatch(f"expected {wanted}, got an array of tables", self._header(header))
         if not isinstance(value, dict):
-            raise Mismatch(f"expected {type_name(type_)}, got {value_name(value)}", correction(value, type_))
+            raise unexpected(value, type_)
 
-    def _header(self, brackets: str) -> str | None:
-        """How a table is headed in a file; a flag has no such thing."""
-        opening, closing = brackets[: len(brackets) // 2], brackets[len(brackets) // 2 :]
-        return None if self._origin().is_flag else f"{opening}{self._here}{closing}"
+    def _header(self, form: str) -> str | None:
+        """How a table is headed in a file; on the command line, there is no such thing."""
+        return None if self._origin().is_flag else form.format(self._here)
+
+    # --- components ----------------------------------------------------------------------------------------------
 
     def _select(self, value: Mapping[str, Any], base: type[Component], default: str | None) -> type[Component]:
         """The class that the table's `type`, or else the default, names."""
-        if "type" in value:
-            found = self.read(lambda: self._load(base, self.convert(value["type"], str)), "type")
-        elif default is not None:
-            found = self._load(base, default)
-        else:
-            found = self.read(partial(self._missing_type, base), "type")
+        if "type" not in value and default is not None:
+            return self._load(base, default)
+        found = self.read(partial(self._named_class, value, base), "type")
         if found is INVALID:
             raise Noted
         return found
+
+    def _named_class(self, value: Mapping[str, Any], base: type[Component]) -> type[Component]:
+        if "type" not in value:
+            raise Mismatch(f"required key is missing; {self._installed(base)}")
+        if not isinstance(value["type"], str):
+            raise Mismatch(f"expected str, got {value_name(value['type'])}; {self._installed(base)}")
+        return self._load(base, value["type"])
 
     def _load(self, base: type[Component], type_: str) -> type[Component]:
         try:
@@ -200,78 +223,80 @@ class _Structurer:
         except PluginError as error:
             raise Mismatch(str(error)) from error
 
-    def _missing_type(self, base: type[Component]) -> Any:
-        raise Mismatch(f"required key is missing; installed: {self._installed(base)}")
-
     def _installed(self, base: type[Component]) -> str:
         return f"installed: {', '.join(self._catalog.types(base.kind)) or 'none'}"
 
+    # --- keys ----------------------------------------------------------------------------------------------------
+
     def _fields(self, table: Mapping[str, Any], cls: type) -> Any:
         """An instance of an attrs class from its table."""
-        fields = {f.alias: f for f in _resolved_fields(cls) if f.init}
+        fields = resolved_fields(cls)
         self.findings.tables[self._here] = cls
-        self.findings.unknown += [UnknownKey(self._here, key) for key in table if key not in fields]
-        given = {key: self.read(self._reader(f, table[key]), key) for key, f in fields.items() if key in table}
-        values = {key: given[key] if key in given else self._default(f) for key, f in fields.items()}
-        invalid = self._validate(cls, fields, given, values)
-        values |= {key: self._substitute(fields[key]) for key in invalid}
+        self.findings.unknown += [UnknownKey(self._here, key, cls) for key in table if key not in fields]
+        given = {key: self.read(self._reader(f, table[key], cls), key) for key, f in fields.items() if key in table}
+        values = {key: given[key] if key in given else self._default(f, key, cls) for key, f in fields.items()}
+        refused = [key for key in given if self._refused(key, fields, values)]
+        values |= {key: self._substitute(fields[key], key, cls) for key in refused}
         _demand_valid(values.values())
         try:
             return cls(**{key: value for key, value in values.items() if value is not attrs.NOTHING})
         except Exception as error:  # a check of the class as a whole
-            if invalid:  # may only be due to the substitutes
+            if refused:  # it may only be due to the substitutes
                 raise Noted from None
             raise Mismatch(plain_message(error)) from error
 
-    def _reader(self, f: Attribute, value: Any) -> Callable[[], Any]:
-        if isinstance(f.default, DefaultType) and isinstance(value, dict):
-            return partial(self._component, value, component_in(f.type), f.default.type)
+    def _reader(self, f: Attribute, value: Any, cls: type) -> Callable[[], Any]:
+        base = component_in(f.type)
+        if base is not None and isinstance(f.default, DefaultType) and isinstance(value, dict):
+            return partial(self._component, value, base, self._own(f.default.type, base, cls))
         return partial(self.convert, value, f.type)
 
-    def _validate(self, cls: type, fields: dict[str, Attribute], given: dict[str, Any], values: dict[str, Any]) -> list[str]:
-        """Keys whose value could not be read or is refused by the field's validator."""
-        known = _blank(cls)  # validators may look at other fields
-        for key, f in fields.items():
-            if values[key] is not INVALID and values[key] is not attrs.NOTHING:
-                object.__setattr__(known, f.name, values[key])
-        for key, value in given.items():
-            if value is not INVALID:
-                given[key] = self.read(partial(_accept, known, fields[key], value), key)
-        return [key for key, value in given.items() if value is INVALID]
+    def _refused(self, key: str, fields: dict[str, Attribute], values: dict[str, Any]) -> bool:
+        """Whether a value could not be read, or does not please the field's validator.
 
-    def _mapping(self, value: Any, type_: Any) -> dict[str, Any]:
-        """A table of tables, whose names are the default for `type`; or a table of anything else."""
-        self._demand_table(value, type_)
-        item = item_type(type_)
-        base = item if is_component(item) else None
-        entries = {}
-        for name, entry in value.items():
-            convert = partial(self._component, entry, base, name) if base else partial(self.convert, entry, item)
-            entries[name] = self.read(convert, name)
-        _demand_valid(entries.values())
-        return entries
+        attrs would run the validators only once all values are known, and stop at the first that fails.
+        """
+        if values[key] is INVALID:
+            return True
+        accept = partial(_accept, fields[key], values[key], {fields[k].name: v for k, v in values.items()})
+        return self.read(accept, key) is INVALID
 
     # --- defaults ------------------------------------------------------------------------------------------------
 
-    def _default(self, f: Attribute) -> Any:
+    def _default(self, f: Attribute, key: str, cls: type) -> Any:
+        """The value of a key that is not given; `NOTHING` if only attrs can tell."""
         if f.default is attrs.NOTHING:
-            return self.read(partial(self._missing, f.type), f.alias)
-        if isinstance(f.default, attrs.Factory):  # type: ignore[arg-type]
-            return attrs.NOTHING if f.default.takes_self else f.default.factory()
-        return self.read(partial(self.complete, f.default, f.type), f.alias)
+            return self.read(partial(self._missing, f.type), key)
+        return self.read(partial(self.complete, default_of(f), f.type, cls), key)
 
-    def _substitute(self, f: Attribute) -> Any:
-        """What stands in for a value that is at fault: the default, if there is one."""
-        return INVALID if f.default is attrs.NOTHING else self._default(f)
+    def _substitute(self, f: Attribute, key: str, cls: type) -> Any:
+        """What stands in for a value that is at fault: the default, if there is one. Notes nothing."""
+        if f.default is attrs.NOTHING:
+            return INVALID
+        aside = _Structurer(self._root, self._catalog)
+        aside._path = [*self._path]
+        return aside._default(f, key, cls)
 
-    def complete(self, value: Any, type_: Any = None) -> Any:
-        """A default with the components filled in that it names by type only."""
+    def _missing(self, type_: Any) -> Any:
+        base = component_in(type_)
+        if is_section(type_):
+            self.findings.tables[self._here] = type_
+            required = [key for key, f in resolved_fields(type_).items() if f.default is attrs.NOTHING]
+            raise Mismatch(f"required table is missing; add [{self._here}] with {', '.join(required)}")
+        if base is None:
+            raise Mismatch(f"required key is missing; expected {type_name(type_)}")
+        header = f"[[{self._here}]]" if is_array(type_) else f"[{self._here}]"
+        raise Mismatch(f"required table is missing; add {header} with a type; {self._installed(base)}")
+
+    def complete(self, value: Any, type_: Any = Any, owner: type | None = None) -> Any:
+        """A value with the components filled in that it names by type only. `owner` is the class whose field it is."""
         if isinstance(value, DefaultType):
-            return self._component_by_default(value.type, component_in(type_))
+            return self._component_by_default(value.type, component_in(type_), owner)
         if attrs.has(type(value)):
             return self._complete_fields(value)
         if isinstance(value, Mapping):
-            entries = {key: self.read(partial(self.complete, item), key) for key, item in value.items()}
+            of = item_type(type_)
+            entries = {key: self.read(partial(self.complete, item, of), key) for key, item in value.items()}
             _demand_valid(entries.values())
             return entries
         if isinstance(value, tuple):
@@ -280,47 +305,43 @@ class _Structurer:
             return tuple(items)
         return value
 
-    def _component_by_default(self, type_: str, base: type[Component] | None) -> Any:
+    def _component_by_default(self, type_: str, base: type[Component] | None, owner: type | None) -> Any:
         assert base is not None, "only fields that hold a component have such a default"
         if len(self._path) > DEEPEST:
             raise Mismatch("the defaults of components nest without end")
         try:
-            return self._component({}, base, type_)
+            return self._component({}, base, self._own(type_, base, owner))
         except Mismatch as mismatch:
             raise Mismatch(f"is {type_!r} by default, but {mismatch}") from None
 
+    def _own(self, type_: str, base: type[Component], owner: type | None) -> str:
+        """A default type, qualified if its own distribution offers it: whatever else is installed cannot disturb it."""
+        if owner is None or not is_component(owner) or "/" in type_:
+            return type_
+        qualified = f"{self._catalog.type_of(owner).partition('/')[0]}/{type_}"
+        return qualified if any(o.qualified == qualified for o in self._catalog.offers(base.kind)) else type_
+
     def _complete_fields(self, value: Any) -> Any:
         self.findings.tables[self._here] = type(value)
-        changed = {}
-        for f in _resolved_fields(type(value)):
-            old = getattr(value, f.name, None) if f.init else None
-            new = self.read(partial(self.complete, old, f.type), f.alias)
+        changed: dict[str, Any] = {}
+        for key, f in resolved_fields(type(value)).items():
+            old = getattr(value, f.name)
+            new = self.read(partial(self.complete, old, f.type, type(value)), key)
             if new is not old and new != old:  # keep objects made in Python as they are
-                changed[f.alias] = new
+                changed[key] = new
         _demand_valid(changed.values())
         return attrs.evolve(value, **changed) if changed else value
 
-    def _missing(self, type_: Any) -> Any:
-        base = component_in(type_)
-        if is_section(type_):
-            self.findings.tables[self._here] = type_
-            required = [f.alias for f in _resolved_fields(type_) if f.init and f.default is attrs.NOTHING]
-            raise Mismatch(f"required table is missing; add [{self._here}] with {', '.join(required)}")
-        if base is None:
-            raise Mismatch(f"required key is missing; expected {type_name(type_)}")
-        header = f"[[{self._here}]]" if is_array(type_) else f"[{self._here}]"
-        raise Mismatch(f"required table is missing; add {header} with a type; {self._installed(base)}")
-
-    # --- arrays, unions ------------------------------------------------------------------------------------------
+    # --- arrays and unions ---------------------------------------------------------------------------------------
 
     def _array(self, value: Any, type_: Any) -> Any:
         if isinstance(value, dict) and is_table(item_type(type_)):
-            raise Mismatch(f"expected {type_name(type_)}, got a table", self._header("[[]]"))
+            raise Mismatch(f"expected {type_name(type_)}, got a table", self._header("[[{}]]"))
         if not isinstance(value, list):
-            raise Mismatch(f"expected {type_name(type_)}, got {value_name(value)}", correction(value, type_))
+            raise unexpected(value, type_)
         types = typing.get_args(type_) if is_fixed(type_) else (item_type(type_),) * len(value)
         if len(types) != len(value):
-            raise Mismatch(f"expected {type_name(type_)}, got {value_name(value)}")
+            raise unexpected(value, type_)
         pairs = enumerate(zip(value, types, strict=True))
         items = [self.read(partial(self.convert, item, of), str(index)) for index, (item, of) in pairs]
         _demand_valid(items)
@@ -328,11 +349,10 @@ class _Structurer:
 
     def _union(self, value: Any, type_: Any) -> Any:
         """Tables go to the member that is a table, arrays to the one that is an array, and so on."""
-        fitting = sorted((member for member in members(type_) if _fits(value, member)), key=partial(_distance, value))
-        if fitting:
-            return self.convert(value, fitting[0])
-        hint = did_you_mean(value, _text_choices(type_)) if isinstance(value, str) else ""
-        raise Mismatch(f"expected {type_name(type_)}, got {value_name(value)}{hint}", correction(value, type_))
+        fitting = [member for member in members(type_) if fits(value, member)]
+        if not fitting:
+            raise unexpected(value, type_)
+        return self.convert(value, min(fitting, key=partial(distance, value)))
 
 
 def _demand_valid(values: Iterable[Any]) -> None:
@@ -340,62 +360,12 @@ def _demand_valid(values: Iterable[Any]) -> None:
         raise Noted
 
 
-def _blank(cls: type) -> Any:
-    try:
-        return object.__new__(cls)
-    except TypeError as error:  # abstract
-        raise Mismatch(plain_message(error)) from error
-
-
-def _accept(known: Any, f: Attribute, value: Any) -> Any:
-    """The value, if the field's validator accepts it. A field with a converter is checked when the class is made."""
-    found = None if f.converter else complaint(f.validator, known, f, value)
+def _accept(f: Attribute, value: Any, values: dict[str, Any]) -> None:
+    """Refuse what the field's validator does. A field with a converter is checked when the class is made."""
+    known = {name: other for name, other in values.items() if other is not INVALID and other is not attrs.NOTHING}
+    found = None if f.converter else complaint(f.validator, SimpleNamespace(**known), f, value)
     if found is not None:
         raise Mismatch(found)
-    return value
-
-
-def _resolved_fields(cls: type) -> tuple[Attribute, ...]:
-    try:
-        return attrs.fields(attrs.resolve_types(cls))
-    except NameError as error:
-        fix = "import the types of fields outside TYPE_CHECKING"
-        raise Mismatch(f"the fields of {cls.__qualname__} cannot be read: {error}; {fix}") from error
-
-
-def _scalar(value: Any, type_: type) -> Any:
-    if issubclass(type_, Enum):
-        return _enum(value, type_)
-    if not _is_scalar(value, type_):
-        raise Mismatch(f"expected {type_name(type_)}, got {value_name(value)}", correction(value, type_))
-    return type_(value)
-
-
-def _is_scalar(value: Any, type_: type) -> bool:
-    if isinstance(value, bool) or type_ is bool:
-        return isinstance(value, bool) and type_ is bool
-    return any(isinstance(value, accepted) for base, accepted in SCALARS.items() if issubclass(type_, base))
-
-
-def _literal(value: Any, type_: Any) -> Any:
-    if any(value == choice and type(value) is type(choice) for choice in typing.get_args(type_)):
-        return value
-    seen = repr(value) if isinstance(value, str) else value_name(value)
-    hint = did_you_mean(value, _text_choices(type_)) if isinstance(value, str) else ""
-    raise Mismatch(f"expected {type_name(type_)}, got {seen}{hint}", correction(value, str) if hint else None)
-
-
-def _is_enum(type_: Any) -> bool:
-    return isinstance(type_, type) and issubclass(type_, Enum)
-
-
-def _enum(value: Any, type_: type[Enum]) -> Enum:
-    try:
-        return type_(value)
-    except ValueError:
-        choices = [str(member.value) for member in type_]
-        hint = did_you_mean(value, choices) if isinstance(value, str) else ""
-        raise Mismatch(f"expected {type_name(type_)}, got {value_name(value)}{hint}") from None
 
 
 def _collection(type_: Any) -> Callable[[list[Any]], Any]:
@@ -403,24 +373,3 @@ def _collection(type_: Any) -> Callable[[list[Any]], Any]:
     if issubclass(origin, MutableSequence):
         return list
     return frozenset if issubclass(origin, Set) else tuple
-
-
-def _fits(value: Any, type_: Any) -> bool:
-    """Whether a value is of the member's shape; what it holds is read later."""
-    if isinstance(value, dict | list):
-        return is_table(type_) if isinstance(value, dict) else is_array(type_)
-    if is_literal(type_):
-        return any(value == choice and type(value) is type(choice) for choice in typing.get_args(type_))
-    if _is_enum(type_):
-        return value in [member.value for member in type_]
-    return isinstance(type_, type) and _is_scalar(value, type_)
-
-
-def _distance(value: Any, type_: Any) -> int:
-    """Orders the members that fit: a listed choice or the very type of the value comes before a wider one."""
-    return 0 if is_literal(type_) or _is_enum(type_) or type(value) is type_ else 1
-
-
-def _text_choices(type_: Any) -> list[str]:
-    choices = [choice for member in members(type_) if is_literal(member) for choice in typing.get_args(member)]
-    return [choice for choice in choices if isinstance(choice, str)]

@@ -5,6 +5,9 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+SURE = 0.8
+"""Similarity from which a word is rather a misspelling than another word."""
+
 
 def closest(word: str, options: Iterable[str], cutoff: float = 0.6) -> str | None:
     """The most similar option, if one is similar enough; capitals and dashes do not count."""

@@ -43,12 +43,13 @@ def demands(validator: Any) -> Iterator[Demand]:
         pattern = validator.pattern.pattern
         yield Demand(f"match {pattern!r}", validator, {"pattern": f"^(?:{pattern})$"})
     elif hasattr(validator, "min_length"):
-        yield Demand(f"have at least {_entries(validator.min_length)}", validator)
+        least = validator.min_length
+        yield Demand("not be empty" if least == 1 else f"be of length {least} or more", validator)
     elif hasattr(validator, "max_length"):
-        yield Demand(f"have at most {_entries(validator.max_length)}", validator)
+        yield Demand(f"be of length {validator.max_length} or less", validator)
     elif hasattr(validator, "member_validator"):  # deep_iterable
         for part in demands(validator.member_validator):
-            yield Demand(f"hold only entries that {part.text}", validator, {"items": part.schema} if part.schema else {})
+            yield Demand(f"have every entry {part.text}" if part.text else "", validator)
     elif hasattr(validator, "validator") and type(validator).__name__ == "_OptionalValidator":
         yield from demands(validator.validator)
     else:
@@ -60,6 +61,8 @@ def complaint(validator: Any, instance: Any, attribute: Any, value: Any) -> str 
     for demand in demands(validator):
         try:
             demand.check(instance, attribute, value)
+        except AttributeError:  # it looks at a field that is at fault itself; attrs will call it again
+            continue
         except Exception as error:
             return f"must {demand.text}, got {value!r}" if demand.text else plain_message(error, attribute.name)
     return None
@@ -75,7 +78,3 @@ def plain_message(error: Exception, name: str = "") -> str:
 
 def _listed(options: Iterable[Any]) -> str:
     return ", ".join(map(repr, options))
-
-
-def _entries(count: int) -> str:
-    return f"{count} {'entry' if count == 1 else 'entries'}"

@@ -6,8 +6,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import attrs
+from attrs import Attribute
 
 from forge_core.components import Component
+
+_FACTORY: Any = attrs.Factory
 
 
 def walk_components(job: Any) -> Iterator[tuple[str, Component]]:
@@ -28,10 +31,23 @@ def _walk(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def children(value: Any) -> Iterator[tuple[str, Any]]:
-    """The keys below a value of the job and what stands there; state of hooks and plugins is not part of a job."""
+    """The keys below a value of the job and what stands there."""
     if attrs.has(type(value)):
-        yield from ((f.alias, getattr(value, f.name)) for f in attrs.fields(type(value)) if f.init)
+        yield from ((key, getattr(value, f.name)) for key, f in key_fields(type(value)).items())
     elif isinstance(value, Mapping):
         yield from ((str(key), item) for key, item in value.items())
     elif isinstance(value, list | tuple):
         yield from ((str(index), item) for index, item in enumerate(value))
+
+
+def key_fields(cls: type) -> dict[str, Attribute]:
+    """The fields of an attrs class that are keys of a job, by key; state of hooks and plugins is none."""
+    return {f.alias or f.name: f for f in attrs.fields(cls) if f.init}
+
+
+def default_of(f: Attribute) -> Any:
+    """Default of a field, or `NOTHING` if there is none or it depends on the other fields."""
+    default: Any = f.default
+    if isinstance(default, _FACTORY):
+        return attrs.NOTHING if default.takes_self else default.factory()
+    return default

@@ -57,14 +57,14 @@ class Auxiliary:
         self.recomputing = False
         self.active = False
         self._scale: dict[str, Tensor] = {
-            unit: torch.zeros((), device=device) for unit in ("token", "sequence", "layer")
+            unit: torch.zeros((), device=device, dtype=torch.float64) for unit in ("token", "sequence", "layer")
         }
         self._sums: dict[str, Tensor] = {}
         self._units: dict[str, Unit | None] = {}
 
     def begin_step(self, tokens: Tensor, sequences: int, micro_batches: int) -> None:
         """Start a training step: `tokens` valid and `sequences` in the global batch, `micro_batches` over all ranks."""
-        self._scale["token"].copy_(1.0 / tokens.clamp(min=1))
+        self._scale["token"].copy_(1.0 / tokens.clamp(min=1).double())
         self._scale["sequence"].fill_(1.0 / max(sequences, 1))
         self._scale["layer"].fill_(1.0 / max(micro_batches, 1))
         for total in self._sums.values():
@@ -80,7 +80,7 @@ class Auxiliary:
 
         Args:
             x: any tensor on the path to the loss.
-            value: (), float32, a *sum* over `unit`: over the tokens or the sequences of this micro-batch.
+            value: (), float32 or wider, a *sum* over `unit`: over the tokens or the sequences of this micro-batch.
             unit: what the sum runs over. Its count is that of the global batch, so that the objective does not depend
                 on micro-batches or ranks. `layer`: a value that is the same in every micro-batch, counted once.
             name: metric under which the mean is logged, unweighted; values of one name add up over layers.
@@ -102,7 +102,7 @@ class Auxiliary:
         if self.recomputing:
             return
         if name not in self._sums:
-            self._sums[name] = torch.zeros((), device=self.device, dtype=torch.float32)
+            self._sums[name] = torch.zeros((), device=self.device, dtype=torch.float64)
             self._units[name] = unit
         self._sums[name].add_(value.detach())
 

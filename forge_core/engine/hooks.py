@@ -11,6 +11,7 @@ from attrs import define, field
 
 from forge_core.components import TrainingHook
 from forge_core.config.walk import walk_components
+from forge_core.errors import ForgeError
 
 if TYPE_CHECKING:
     import torch
@@ -66,11 +67,19 @@ class StepContext(TrainContext):
     """Global norm before clipping; None until it is computed. On the device."""
     skipped: bool | None = None
     """Whether the update was skipped; None before it, and where only the device knows."""
+    may_skip: bool = False
+    """Whether some hook of the run declares `may_skip`."""
     requests: Requests = field(factory=Requests)
     logged: dict[str, Any] = field(factory=dict)
 
     def skip_update(self, reason: str) -> None:
-        """Leave out this step's update; only in `on_gradients`, and only for hooks that declare `may_skip`."""
+        """Leave out this step's update; only in `on_gradients`.
+
+        Raises:
+            ForgeError: no hook of this run declares `may_skip`, so the engine does not wait for the decision.
+        """
+        if not self.may_skip:
+            raise ForgeError("a hook that calls skip_update must declare `may_skip: ClassVar[bool] = True`")
         self.requests.skip = reason
 
     def request_checkpoint(self) -> None:

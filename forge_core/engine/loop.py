@@ -233,7 +233,9 @@ class Loop:
 
     def _step_context(self, batches: list[Batch]) -> StepContext:
         step = self.progress.step + bool(batches)
-        return StepContext(**self._common(), step=step, batches=batches, requests=self.requests.for_step())
+        may_skip = self.built.hooks.may_skip
+        requests = self.requests.for_step()
+        return StepContext(**self._common(), step=step, batches=batches, may_skip=may_skip, requests=requests)
 
     def _checkpoint_context(self, path: Path) -> CheckpointContext:
         return CheckpointContext(**self._common(), step=self.progress.step, path=path)

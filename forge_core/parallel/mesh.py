@@ -64,11 +64,17 @@ def all_reduce_tokens(tensor: torch.Tensor, mesh: DeviceMesh | None) -> torch.Te
     if mesh is None:
         return tensor
     for name in TOKEN_DIMENSIONS:
-        if mesh[name].size() > 1:
+        if _size(mesh, name) > 1:
             dist.all_reduce(tensor, group=mesh.get_group(name))
     return tensor
 
 
 def pipeline_group(mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
     """The group of ranks that hold different layers, or None where each holds all."""
-    return mesh.get_group("pp") if mesh is not None and mesh["pp"].size() > 1 else None
+    return mesh.get_group("pp") if mesh is not None and _size(mesh, "pp") > 1 else None
+
+
+def _size(mesh: DeviceMesh, name: str) -> int:
+    """Ranks along one dimension; slicing the mesh for it would build a new one each time."""
+    assert mesh.mesh_dim_names is not None
+    return mesh.size(mesh.mesh_dim_names.index(name))

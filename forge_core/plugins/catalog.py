@@ -8,9 +8,11 @@ job names it.
 from __future__ import annotations
 
 import difflib
+import functools
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import json
 import re
 import sys
@@ -20,6 +22,7 @@ from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from urllib.parse import unquote
 
 import attrs
 from attrs import field, frozen
@@ -54,7 +57,7 @@ class Distribution:
         info = json.loads(self.direct_url) if self.direct_url else {}
         if not info.get("dir_info", {}).get("editable"):
             return None
-        return Path(info["url"].removeprefix("file://"))
+        return Path(unquote(info["url"].removeprefix("file://")))
 
     def __str__(self) -> str:
         return f"{self.name} {self.version}"
@@ -80,7 +83,8 @@ class Offer:
 
 
 class UnknownTypeError(PluginError):
-    """No installed component of that type. `distribution` is what to install, as far as it can be told."""
+    """No installed component of that type. `distribution` is what to install, as far as it can be told: empty where the
+    type looks misspelt, or belongs to a distribution that is installed."""
 
     def __init__(self, message: str, distribution: str) -> None:
         super().__init__(message)
@@ -120,7 +124,11 @@ class Catalog:
     def with_components(self, components: Mapping[str, Mapping[str, type]], name: str = "in-memory") -> Catalog:
         """This catalog with further components, `{kind: {type: class}}`, as if distribution `name` offered them."""
         dist = Distribution(name, "0")
-        extra = [Offer(k, t, f"{c.__module__}:{c.__qualname__}", dist, c) for k, of in components.items() for t, c in of.items()]
+        extra = [
+            Offer(kind, type_, f"{cls.__module__}:{cls.__qualname__}", dist, cls)
+            for kind, classes in components.items()
+            for type_, cls in classes.items()
+        ]
         return Catalog([*self.all_offers(), *extra], [*self._distributions.values(), dist])
 
     def all_offers(self) -> Iterator[Offer]:
@@ -145,7 +153,8 @@ class Catalog:
         """
         owners = self._offers.get("kind", {}).get(kind, [])
         if not owners:
-            raise PluginError(f"no installed distribution declares the kind {kind!r}; there are {', '.join(self.kinds())}")
+            known = ", ".join(self.kinds())
+            raise PluginError(f"no installed distribution declares the kind {kind!r}; there are {known}")
         if len(owners) > 1:
             names = " and ".join(sorted(str(owner.distribution) for owner in owners))
             raise PluginError(f"kind {kind!r} is declared by {names}; uninstall one of them")
@@ -179,8 +188,9 @@ class Catalog:
         base = base or self.kind_base(kind)
         if not (isinstance(cls, type) and issubclass(cls, base)):
             raise PluginError(f"{kind} {type_!r} from {where} is not a subclass of {base.__name__}")
-        if not attrs.has(cls):
-            raise PluginError(f"{kind} {type_!r} from {where} is not an attrs class; decorate it with @attrs.frozen(kw_only=True)")
+        if not _is_attrs(cls):
+            fix = "decorate it with @attrs.frozen(kw_only=True)"
+            raise PluginError(f"{kind} {type_!r} from {where} is not an attrs class; {fix}")
         self._types[cls] = spelling
         return cls
 
@@ -197,8 +207,8 @@ class Catalog:
         if cls in self._types:
             return self._types[cls]
         kind = getattr(cls, "kind", None)
-        for offer in self.all_offers():
-            if offer.kind == kind and offer.value == f"{cls.__module__}:{cls.__qualname__}":
+        for offer in self.offers(kind) if kind else ():
+            if self._is_offer_of(offer, cls):
                 self.used.setdefault(offer.distribution.name, offer.distribution)
                 return offer.qualified
         if cls.__module__.startswith(LOCAL):
@@ -206,6 +216,14 @@ class Catalog:
             self.files.setdefault(path, _digest(Path(path)))
             return f"{path}:{cls.__qualname__}"
         return f"{cls.__module__}:{cls.__qualname__}"
+
+    def _is_offer_of(self, offer: Offer, cls: type) -> bool:
+        """Whether an entry point names a class that was imported without the catalog; it may name a re-export."""
+        module, _, attribute = offer.value.partition(":")
+        package, name = cls.__module__.partition(".")[0], cls.__qualname__
+        if offer.target is not None or attribute != name or module.partition(".")[0] != package:
+            return offer.target is cls
+        return getattr(sys.modules.get(module), name, None) is cls
 
     def offers(self, kind: str) -> list[Offer]:
         """Offers of one kind or group."""
@@ -223,23 +241,25 @@ class Catalog:
         if owner:
             offers = [offer for offer in offers if _normalise(offer.distribution.name) == _normalise(owner)]
         if not offers:
-            raise UnknownTypeError(self._unknown(kind, type_), owner or f"forge-plugin-{name.replace('_', '-')}")
+            raise self._unknown(kind, type_)
         if len(offers) > 1:
             names = " and ".join(sorted(str(offer.distribution) for offer in offers))
             choices = " or ".join(f'type = "{offer.qualified}"' for offer in sorted(offers, key=lambda o: o.qualified))
             raise PluginError(f"{kind} {type_!r} is offered by {names}; choose with {choices}")
         return offers[0]
 
-    def _unknown(self, kind: str, type_: str) -> str:
+    def _unknown(self, kind: str, type_: str) -> UnknownTypeError:
         owner, _, name = type_.rpartition("/")
         stale = self._stale(kind, name)
         if stale:
-            return f"no {kind} {type_!r}: {stale}"
+            return UnknownTypeError(f"no {kind} {type_!r}: {stale}", "")
         installed = self.types(kind)
         close = difflib.get_close_matches(name, installed, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
-        missing = f"{owner} is not installed" if owner and not self.distribution(owner) else f"no {kind} {type_!r} is installed"
-        return f"{missing}{hint or '.'} Installed: {', '.join(installed) or 'none'}"
+        absent = owner and not self.distribution(owner)
+        missing = f"{owner} is not installed" if absent else f"no {kind} {type_!r} is installed"
+        guess = owner if absent else "" if owner or close else f"forge-plugin-{name.replace('_', '-')}"
+        return UnknownTypeError(f"{missing}{hint or '.'} Installed: {', '.join(installed) or 'none'}", guess)
 
     def _stale(self, kind: str, name: str) -> str:
         """Why a type is missing if an editable install has gained it since it was installed."""
@@ -247,10 +267,10 @@ class Catalog:
             pyproject = dist.editable_path / "pyproject.toml" if dist.editable_path else None
             if pyproject is None or not pyproject.is_file():
                 continue
-            project = tomllib.loads(pyproject.read_text()).get("project", {})
-            if name in project.get("entry-points", {}).get(PREFIX + kind, {}):
+            if name in declared_entry_points(pyproject).get(PREFIX + kind, {}):
                 refresh = f"pip install --no-deps -e {dist.editable_path}"
-                return f"the pyproject.toml of {dist} offers it, but changed since it was installed; refresh with: {refresh}"
+                changed = f"the pyproject.toml of {dist} offers it, but changed since it was installed"
+                return f"{changed}; refresh with: {refresh}"
         return ""
 
     # --- loading -------------------------------------------------------------------------------------------------
@@ -280,13 +300,16 @@ class Catalog:
         return target, spelling, location
 
     def _load_file(self, path: Path) -> ModuleType:
+        if not path.is_file():
+            raise FileNotFoundError(f"there is no file {path}")
         path = path.resolve()
         digest = _digest(path)
         self.files[str(path)] = digest
         name = f"{LOCAL}{path.stem}_{digest[:12]}"
         if name not in sys.modules:
             spec = importlib.util.spec_from_file_location(name, path)
-            assert spec is not None and spec.loader is not None
+            assert spec is not None, path
+            assert spec.loader is not None, path
             module = importlib.util.module_from_spec(spec)
             sys.modules[name] = module
             try:
@@ -303,22 +326,42 @@ def check_requirement(distribution: Distribution) -> None:
     Raises:
         PluginError: they do not fit; the message says which side to upgrade.
     """
-    from packaging.requirements import Requirement
+    from packaging.requirements import InvalidRequirement, Requirement
+    from packaging.version import Version
 
+    version = core_version()
     for line in distribution.requires:
-        requirement = Requirement(line)
+        try:
+            requirement = Requirement(line)
+        except InvalidRequirement as error:
+            raise PluginError(f"{distribution} has a requirement that cannot be read: {line!r}: {error}") from error
         if _normalise(requirement.name) != CORE or (requirement.marker and not requirement.marker.evaluate()):
             continue
-        if not requirement.specifier.contains(core_version(), prereleases=True):
-            newer = any(spec.operator in (">=", ">", "~=", "==") and not spec.contains(core_version(), prereleases=True)
-                        for spec in requirement.specifier)
-            side = f"pip install --upgrade {CORE}" if newer else f"pip install --upgrade {distribution.name}"
-            raise PluginError(f"{distribution} requires {CORE}{requirement.specifier}, but this is {CORE} {core_version()}; {side}")
+        broken = [spec for spec in requirement.specifier if not spec.contains(version, prereleases=True)]
+        if broken:
+            newer = any(Version(version) < Version(spec.version.removesuffix(".*")) for spec in broken)
+            side = f"pip install --upgrade {CORE if newer else distribution.name}"
+            needs = f"{distribution} requires {CORE}{requirement.specifier}"
+            raise PluginError(f"{needs}, but this is {CORE} {version}; {side}")
 
 
+def declared_entry_points(pyproject: Path) -> dict[str, dict[str, str]]:
+    """Entry points by group that a source folder declares; none if its pyproject.toml is not TOML."""
+    try:
+        return tomllib.loads(pyproject.read_text()).get("project", {}).get("entry-points", {})
+    except tomllib.TOMLDecodeError:
+        return {}
+
+
+@functools.cache
 def core_version() -> str:
     """Version of the running core."""
     return metadata.version(CORE)
+
+
+def _is_attrs(cls: type) -> bool:
+    """Whether a class is decorated itself: annotations of an undecorated subclass would not become fields."""
+    return attrs.has(cls) and ("__attrs_attrs__" in vars(cls) or not inspect.get_annotations(cls))
 
 
 def _digest(path: Path) -> str:

@@ -32,40 +32,17 @@ BUILD_HOOKS: Mapping[str, str] = {"parallel": "forge_build_parallel_stage"}
 """Kinds whose build hook is not called `forge_build_<kind>`."""
 
 
-class CoreBuilders:
-    """The implementations that come last: build the component that the job selected."""
+class ComponentBuilders:
+    """The implementations of build hooks that come last: build the component that the job selected.
 
-    @hookimpl(trylast=True)
-    def forge_build_model(self, component: Any, context: BuildContext) -> Any:
-        return component.build(context)
+    pluggy passes an implementation the arguments it names; these take any kind's, so they find the inputs of the build
+    under way on top of a stack.
+    """
 
-    @hookimpl(trylast=True)
-    def forge_build_router(self, component: Any, context: BuildContext, dim: int, experts: int) -> Any:
-        return component.build(context, dim=dim, experts=experts)
-
-    @hookimpl(trylast=True)
-    def forge_build_optimizer(self, component: Any, context: BuildContext, parameters: NamedParameters) -> Any:
-        return component.build(context, parameters=parameters)
-
-    @hookimpl(trylast=True)
-    def forge_build_scheduler(self, component: Any, context: BuildContext) -> Any:
-        return component.build(context)
-
-    @hookimpl(trylast=True)
-    def forge_build_loss(self, component: Any, context: BuildContext) -> Any:
-        return component.build(context)
-
-    @hookimpl(trylast=True)
-    def forge_build_dataset(self, component: Any, context: BuildContext) -> Any:
-        return component.build(context)
-
-    @hookimpl(trylast=True)
-    def forge_build_parallel_stage(self, component: Any, context: BuildContext) -> Any:
-        return component.build(context)
-
-    @hookimpl(trylast=True)
-    def forge_build_logger(self, component: Any, context: BuildContext) -> Any:
-        return component.build(context)
+    def __init__(self, hooks: Iterable[str], inputs: list[dict[str, Any]]) -> None:
+        for hook in hooks:
+            implementation = hookimpl(trylast=True)(lambda component, context: component.build(context, **inputs[-1]))
+            setattr(self, hook, implementation)
 
 
 class Plugins:
@@ -75,12 +52,14 @@ class Plugins:
         self.catalog = catalog
         self.active = dict(plugins)
         self._manager = pluggy.PluginManager(PROJECT)
+        self._inputs: list[dict[str, Any]] = []
         self._manager.add_hookspecs(ForgeHooks)
-        self._manager.register(CoreBuilders(), "forge-run")
         for name, plugin in reversed(self.active.items()):  # pluggy calls the last registered first
             self._register(name, plugin)
         self._add_hookspecs()
         self._check_pending()
+        builders = [name for name in self._specified() if name.startswith("forge_build_")]
+        self._manager.register(ComponentBuilders(builders, self._inputs), "forge-run")
 
     @classmethod
     def activate(cls, job: Job, catalog: Catalog) -> Plugins:
@@ -106,12 +85,17 @@ class Plugins:
             if hook is None:
                 built = component.build(context, **inputs)  # type: ignore[attr-defined]
             else:
-                built = hook(component=component, context=context, **inputs)
-                if built is None and not hasattr(CoreBuilders, hook.name):
-                    built = component.build(context, **inputs)  # type: ignore[attr-defined]
+                built = self._call(hook, inputs, component=component, context=context, **inputs)
         if built is None:
             raise PluginError(f"building {kind} {self.catalog.type_of(type(component))!r} gave None")
         return built
+
+    def _call(self, hook: Any, inputs: dict[str, Any], **arguments: Any) -> Any:
+        self._inputs.append(inputs)
+        try:
+            return hook(**arguments)
+        finally:
+            self._inputs.pop()
 
     def build_model(self, component: Component, context: BuildContext) -> Model:
         return self.build(component, context)
@@ -176,13 +160,16 @@ class Plugins:
                 raise PluginError(f"plugin {self._describe(name, plugin)}: {' '.join(str(error).split())}") from error
 
     def _check_pending(self) -> None:
-        known = [name for name in dir(self._manager.hook) if name.startswith("forge_")]
-        specified = [name for name in known if getattr(self._manager.hook, name).has_spec()]
+        specified = self._specified()
         for name, plugin in self.active.items():
             for method, _ in self._implementations(plugin):
                 if method not in specified:
                     close = _closest(method, specified)
                     raise PluginError(f"plugin {self._describe(name, plugin)}: there is no hook {method!r}{close}")
+
+    def _specified(self) -> list[str]:
+        known = [name for name in dir(self._manager.hook) if name.startswith("forge_")]
+        return [name for name in known if getattr(self._manager.hook, name).has_spec()]
 
     def _implementations(self, plugin: Plugin) -> Iterator[tuple[str, Any]]:
         for name in dir(type(plugin)):

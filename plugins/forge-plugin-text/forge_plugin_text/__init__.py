@@ -7,8 +7,9 @@ which are held out, `tokens` encodes them into token files, which `cache` keeps,
 from forge_plugin_text.bpe import BPE
 from forge_plugin_text.bytes import Bytes
 from forge_plugin_text.file import TokenizerFile
+from forge_plugin_text.listing import TextFile, find_files
 from forge_plugin_text.python_stdlib import PythonStdlib
 from forge_plugin_text.source import CorpusDataset
 from forge_plugin_text.text import Text
 
-__all__ = ["BPE", "Bytes", "CorpusDataset", "PythonStdlib", "Text", "TokenizerFile"]
+__all__ = ["BPE", "Bytes", "CorpusDataset", "PythonStdlib", "Text", "TextFile", "TokenizerFile", "find_files"]

@@ -32,6 +32,10 @@ class Corpus:
     reading: Reading
     split: Split
 
+    def __str__(self) -> str:
+        first, more = repr(self.files[0].name), len(self.files) - 1
+        return f"{first} and {more} more files" if more else first
+
     def documents(self) -> Iterator[tuple[Document, bool]]:
         """All documents, and whether each is held out.
 

@@ -14,11 +14,11 @@ import numpy as np
 from forge_core.errors import JobError
 from forge_core.protocols import IGNORED_LABEL
 from forge_plugin_text.cache import CachedFolder
-from forge_plugin_text.split import Split
 from forge_plugin_text.tokens import HELD_OUT, TRAIN, token_file
 
 if TYPE_CHECKING:
     from forge_core.protocols import Dataset
+    from forge_plugin_text.corpus import Corpus
 
 
 class Tokens:
@@ -85,7 +85,7 @@ class TrainingSequences:
         return {"input_ids": window[:-1], "labels": window[1:]}
 
 
-def open_sequences(stored: CachedFolder, split: Split, seq_len: int, end_of_text: int) -> TrainingSequences:
+def open_sequences(stored: CachedFolder, corpus: Corpus, seq_len: int, end_of_text: int) -> TrainingSequences:
     """The sequences of both splits.
 
     Raises:
@@ -93,12 +93,13 @@ def open_sequences(stored: CachedFolder, split: Split, seq_len: int, end_of_text
     """
     info = stored.info
     if info[TRAIN]["tokens"] <= seq_len:
-        seen = f"the training split has {info[TRAIN]['tokens']} tokens in {info[TRAIN]['documents']} documents"
+        split = f"the training split of {corpus}"
+        seen = f"{split} has {info[TRAIN]['tokens']} tokens in {info[TRAIN]['documents']} documents"
         raise JobError(f"{seen}, fewer than train.seq_len + 1 = {seq_len + 1}; add text or shorten train.seq_len")
     held_out = None
-    if split.holds_out_any:
+    if corpus.split.holds_out_any:
         if not info[HELD_OUT]["tokens"]:
-            raise JobError("the job asks for held-out documents, but none with text is; check the held-out list")
+            raise JobError(f"{corpus}: none of the documents to hold out is there or has text; choose others")
         bytes_per_token = info[HELD_OUT]["bytes"] / info[HELD_OUT]["tokens"]
         tokens = Tokens(token_file(stored.path, HELD_OUT), info["dtype"])
         held_out = HeldOutSequences(tokens, seq_len, end_of_text, bytes_per_token)

@@ -81,7 +81,7 @@ class CorpusDataset(DatasetComponent):
 
         corpus = self.corpus()
         stored = cached_tokens(corpus, context.tokenizer, self.verify)
-        return open_sequences(stored, corpus.split, context.job.train.seq_len, context.tokenizer.end_of_text)
+        return open_sequences(stored, corpus, context.job.train.seq_len, context.tokenizer.end_of_text)
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
         if job.data.tokenizer is None:

@@ -50,10 +50,10 @@ def cached_tokens(corpus: Corpus, tokenizer: Tokenizer, verify: Verify) -> Cache
     key = digest_of(FORMAT, fingerprint, tokenizer.fingerprint(), tokenizer.vocab_size, tokenizer.end_of_text)
 
     def make(folder: Path) -> dict[str, Any]:
-        logger.info("tokenising %d files", len(corpus.files))
+        logger.info("tokenising %s", corpus)
         info = write_tokens(folder, corpus, tokenizer)
         if corpus.fingerprint() != fingerprint:
-            raise JobError("the corpus changed while it was tokenised; start again when nothing writes to it")
+            raise JobError(f"{corpus} changed while it was tokenised; start again when nothing writes to it")
         return info
 
     return cached_folder("tokens", key, make, verify)

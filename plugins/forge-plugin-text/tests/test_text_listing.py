@@ -6,10 +6,11 @@ import os
 from pathlib import Path
 
 import pytest
+from attrs import frozen
 
 from forge_core.errors import JobError
-from forge_plugin_text import Text
-from forge_plugin_text.listing import find_files, format_of
+from forge_plugin_text import CorpusDataset, Text, TextFile, find_files
+from forge_plugin_text.listing import format_of
 
 KNOWN = ".txt, .py, .md, .jsonl, each also with .gz or .zst"
 
@@ -99,8 +100,20 @@ def test_every_wrong_path_of_a_list_is_reported(here: Path, problems) -> None:
 
 
 def test_building_without_a_check_raises_the_same_problem(here: Path, make_context) -> None:
-    with pytest.raises(JobError, match="path: 'missing.txt' does not exist"):
+    with pytest.raises(JobError, match=r"path: 'missing\.txt' does not exist"):
         Text(path="missing.txt").build(make_context())
+
+
+def test_a_dataset_of_its_own_files_needs_only_to_name_them(here: Path, make_context) -> None:
+    @frozen(kw_only=True)
+    class Notes(CorpusDataset):
+        """All notes."""
+
+        def files(self) -> tuple[TextFile, ...]:
+            return tuple(find_files(["**/notes.md"]))
+
+    write("a/notes.md", "b/notes.md", "b/other.md", text="some notes")
+    assert len(Notes(held_out_every=2).build(make_context(seq_len=5)).held_out) == 3
 
 
 def test_a_link_to_nothing_is_an_error_that_names_it(here: Path, make_context) -> None:

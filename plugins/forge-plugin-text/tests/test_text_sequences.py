@@ -27,6 +27,9 @@ class FakeCorpus:
     def __init__(self, texts: list[str], split: Split) -> None:
         self._texts, self.split = texts, split
 
+    def __str__(self) -> str:
+        return f"{len(self._texts)} texts"
+
     def documents(self):
         for number, text in enumerate(self._texts):
             document = Document(f"{number}.txt", f"{number}.txt", text)
@@ -41,7 +44,7 @@ def stream(texts: list[str]) -> list[int]:
 def sequences(folder: Path, texts: list[str], seq_len: int, every: int = 0) -> TrainingSequences:
     corpus = FakeCorpus(texts, Split(every))
     info = tokens.write_tokens(folder, corpus, ByteTokenizer())
-    return open_sequences(CachedFolder(folder, info), corpus.split, seq_len, END)
+    return open_sequences(CachedFolder(folder, info), corpus, seq_len, END)
 
 
 texts = st.lists(st.text(max_size=30), min_size=2, max_size=12)
@@ -55,12 +58,13 @@ def test_every_training_token_is_an_input_once_and_its_label_is_the_next(
 ) -> None:
     expected = stream(texts)
     if len(expected) <= seq_len:
-        with pytest.raises(JobError, match="fewer than train.seq_len"):
+        with pytest.raises(JobError, match="the training split of"):
             sequences(tmp_path, texts, seq_len)
         return
     data = sequences(tmp_path, texts, seq_len)
     inputs = np.concatenate([data[i]["input_ids"] for i in range(len(data))]).tolist()
     labels = np.concatenate([data[i]["labels"] for i in range(len(data))]).tolist()
+    assert len(inputs) == len(data) * seq_len
     assert inputs == expected[: len(inputs)]
     assert labels == expected[1 : len(inputs) + 1]
     assert 1 <= len(expected) - len(inputs) <= seq_len
@@ -108,7 +112,7 @@ def test_a_training_split_that_is_too_short_is_an_error_with_the_figures(tmp_pat
     with pytest.raises(JobError) as caught:
         sequences(tmp_path, ["abc", "", "defg"], seq_len=9)
     assert str(caught.value) == (
-        "the training split has 9 tokens in 2 documents, fewer than train.seq_len + 1 = 10; "
+        "the training split of 3 texts has 9 tokens in 2 documents, fewer than train.seq_len + 1 = 10; "
         "add text or shorten train.seq_len"
     )
 
@@ -148,7 +152,7 @@ def test_ids_take_two_bytes_where_the_vocabulary_allows_and_four_otherwise(
     corpus = FakeCorpus(["abcdef"], Split())
     info = tokens.write_tokens(tmp_path, corpus, tokenizer)
     assert (tmp_path / "train.tokens").stat().st_size == 8 * width
-    sample = open_sequences(CachedFolder(tmp_path, info), corpus.split, 4, END)[0]
+    sample = open_sequences(CachedFolder(tmp_path, info), corpus, 4, END)[0]
     assert sample["input_ids"].tolist() == [vocab_size - 1, *b"abc"]
 
 

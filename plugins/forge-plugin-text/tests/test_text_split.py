@@ -110,7 +110,9 @@ def test_a_single_document_cannot_be_split(letters: Path, problems) -> None:
 
 def test_a_line_that_the_file_does_not_have_is_found_when_the_corpus_is_read(here: Path, make_context) -> None:
     Path("a.jsonl").write_text('{"text": "a line of some length"}')
-    with pytest.raises(JobError, match="the job asks for held-out documents, but none with text is"):
+    with pytest.raises(
+        JobError, match=r"'a\.jsonl': none of the documents to hold out is there or has text; choose others"
+    ):
         Text(path="a.jsonl", held_out_list=write_list("a.jsonl:99")).build(make_context())
 
 

@@ -108,8 +108,9 @@ def test_a_pair_below_the_minimal_frequency_is_not_merged() -> None:
     assert BPE(min_frequency=4).build(NOWHERE, lambda: ["ab ab ab"]).vocab_size == 257
 
 
-def test_bpe_trains_on_the_first_documents_up_to_max_bytes() -> None:
-    taken = BPE(max_bytes=6).build(NOWHERE, lambda: ["ab ab", "cd cd", "ef ef"])
+@pytest.mark.parametrize("max_bytes", [6, 10])
+def test_bpe_trains_on_the_first_documents_up_to_max_bytes(max_bytes: int) -> None:
+    taken = BPE(max_bytes=max_bytes).build(NOWHERE, lambda: ["ab ab", "cd cd", "ef ef"])
     assert taken.fingerprint() == BPE().build(NOWHERE, lambda: ["ab ab", "cd cd"]).fingerprint()
 
 
@@ -222,6 +223,12 @@ def test_the_end_of_text_can_be_named(tmp_path: Path) -> None:
     reference = write_tokenizer(tmp_path / "t.json", special("<|endoftext|>"), special("<|im_end|>"))
     tokenizer = TokenizerFile(path=str(tmp_path / "t.json"), end_of_text="<|im_end|>").build(NOWHERE, documents)
     assert tokenizer.end_of_text == reference.token_to_id("<|im_end|>")
+
+
+def test_another_end_of_text_is_another_tokenizer(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path / "t.json", special("<a>"), special("<b>"))
+    one, two = (TokenizerFile(path=str(tmp_path / "t.json"), end_of_text=end) for end in ("<a>", "<b>"))
+    assert one.build(NOWHERE, documents).fingerprint() != two.build(NOWHERE, documents).fingerprint()
 
 
 def test_nothing_is_added_to_a_text_or_cut_from_it(tmp_path: Path) -> None:

@@ -1,0 +1,30 @@
+"""What the component `signsgd` builds: a plain torch optimizer, which knows nothing of Forge."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+
+class SignSGDOptimizer(torch.optim.Optimizer):
+    """m <- momentum m + (1 - momentum) g;  w <- w - lr (sign(m) + weight_decay w)."""
+
+    def __init__(self, params: Iterable[dict[str, Any]], lr: float, momentum: float) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Update every parameter that has a gradient."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, parameter.grad, group)
+
+    def _update(self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        mean = state.setdefault("mean", torch.zeros_like(parameter))
+        mean.lerp_(gradient, 1 - group["momentum"])
+        parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        parameter.add_(mean.sign(), alpha=-group["lr"])

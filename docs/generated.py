@@ -1,0 +1,149 @@
+"""Parts of the pages that are made from the code when the site is built, so that nothing is written twice.
+
+A page asks for them in comments of one line:
+
+    <!-- generated: sections -->                  the core's own tables of a job, with their keys
+    <!-- generated: components -->                every installed component by kind, with its keys
+    <!-- generated: distributions -->             what each installed distribution offers
+    <!-- generated: screen forge-run --help -->   a command and what it prints
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import shlex
+from collections.abc import Iterable, Sequence
+from contextlib import redirect_stdout
+from typing import Any
+
+from mkdocs.exceptions import PluginError
+
+from forge_core.cli import main
+from forge_core.components import Component
+from forge_core.config.describe import component_in, is_section, type_name
+from forge_core.config.docs import class_doc
+from forge_core.config.job import Job
+from forge_core.config.keys import Key, keys_of
+from forge_core.plugins.catalog import CORE, Catalog, Distribution
+
+COMMENT = re.compile(r"^<!-- generated: (\w+) ?(.*?) -->$", re.MULTILINE)
+NO_COMPONENTS = ("kind", "command")
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Called by mkdocs for every page: put what was asked for in place of each comment."""
+    return COMMENT.sub(lambda match: MAKERS[match[1]](match[2]), markdown)
+
+
+def sections(_: str) -> str:
+    """The table of all sections, then one of keys for each section that is the core's own."""
+    keys = keys_of(Job)
+    tables = [key for key in keys if is_section(key.type)]
+    overview = table(("section", "holds", "", "meaning"), [_cells(key, f"`[{key.name}]`") for key in keys])
+    return "\n\n".join([overview, *(_section(key.name, key.type) for key in tables)])
+
+
+def _section(name: str, cls: type) -> str:
+    text = class_doc(cls).removeprefix(f"`[{name}]`: ")
+    heading = f"## `[{name}]` {{ #{name} }}"
+    return "\n\n".join([heading, text[:1].upper() + text[1:], keys_table(cls)])
+
+
+def components(_: str) -> str:
+    """One section for each kind that something is installed of, and in it one for each type."""
+    catalog = Catalog.installed()
+    kinds = [kind for kind in catalog.kinds() if catalog.offers(kind)]
+    return "\n\n".join(part for kind in kinds for part in _kind(kind, catalog))
+
+
+def _kind(kind: str, catalog: Catalog) -> Iterable[str]:
+    yield f"## Kind `{kind}` {{ #kind-{kind} }}"
+    for offer in catalog.offers(kind):
+        cls = catalog.load(kind, offer.qualified)
+        yield f"### `{offer.type}` {{ #{kind}.{offer.type} }}"
+        yield f"{class_doc(cls)}\n\nFrom `{offer.distribution.name}`."
+        yield keys_table(cls)
+
+
+def distributions(_: str) -> str:
+    """What each installed distribution offers, the core first."""
+    catalog = Catalog.installed()
+    found = {offer.distribution.name: offer.distribution for offer in catalog.all_offers()}
+    rows = [_distribution(found[name], catalog) for name in sorted(found, key=lambda name: (name != CORE, name))]
+    return table(("distribution", "offers"), rows)
+
+
+def _distribution(distribution: Distribution, catalog: Catalog) -> Sequence[str]:
+    kinds: dict[str, list[str]] = {}
+    for offer in catalog.all_offers():
+        if offer.distribution == distribution and offer.kind not in NO_COMPONENTS:
+            link = f"[`{offer.type}`](reference/keys.md#{offer.kind}.{offer.type})"
+            kinds.setdefault(offer.kind, []).append(link)
+    return f"`{distribution.name}`", "; ".join(f"{kind} {', '.join(types)}" for kind, types in kinds.items())
+
+
+def screen(command: str) -> str:
+    """A command as one types it, and what it prints."""
+    os.environ["COLUMNS"] = "100"
+    output = io.StringIO()
+    try:
+        with redirect_stdout(output):
+            code = main(shlex.split(command)[1:])
+    except SystemExit as exit_:  # argparse, after --help
+        code = exit_.code or 0
+    if code:
+        raise PluginError(f"the page asks for `{command}`, which ends with exit code {code}")
+    return f"```console\n$ {command}\n{output.getvalue().rstrip()}\n```"
+
+
+def keys_table(cls: type) -> str:
+    """The keys of a section or component."""
+    keys = keys_of(cls)
+    if not keys:
+        return "It has no keys."
+    return table(("key", "value", "default", "meaning"), [_cells(key, f"`{key.name}`") for key in keys])
+
+
+def _cells(key: Key, name: str) -> Sequence[str]:
+    return name, _value(key), _default(key), " ".join(key.doc.split())
+
+
+def _value(key: Key) -> str:
+    base = component_in(key.type)
+    name = type_name(key.type)
+    if base is not None:
+        name = name.replace(f"{base.kind} table", _link(base))
+    limits = [demand.text.removeprefix("be ") for demand in key.demands if demand.text]
+    return ", ".join([name, *limits])
+
+
+def _link(base: type[Component]) -> str:
+    return f"[{base.kind} table](#kind-{base.kind})" if Catalog.installed().types(base.kind) else f"{base.kind} table"
+
+
+def _default(key: Key) -> str:
+    if key.required:
+        return "required"
+    return f"`{key.default_text}`" if key.default_text else ""
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table in Markdown."""
+    lines = [head, ["---"] * len(head), *([_cell(text) for text in row] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _cell(text: str) -> str:
+    """Text whose bars do not end the cell; those in code do not anyway."""
+    parts = re.split(r"(`[^`]*`)", text)
+    return "".join(part if part.startswith("`") else part.replace("|", "&#124;") for part in parts)
+
+
+MAKERS = {
+    "sections": sections,
+    "components": components,
+    "distributions": distributions,
+    "screen": screen,
+}

@@ -1,0 +1,29 @@
+"""Command lines of commands that take a job: files, overrides, and the command's own options."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+
+def parse_job_arguments(
+    parser: argparse.ArgumentParser, argv: Sequence[str]
+) -> tuple[argparse.Namespace, list[str], list[str]]:
+    """Parse `[OPTIONS] JOB.toml … [--section.key=value …]`.
+
+    Every argument that starts with `--` and is no option of the parser is an override.
+
+    Returns:
+        The options, the job files, and the overrides, in order.
+    """
+    parser.allow_abbrev = False
+    parser.add_argument("files", nargs="+", metavar="JOB.toml", help="job files, layered from left to right")
+    parser.add_argument_group("overrides", "--section.key=value …: a key of the job, its value written as in TOML")
+    options = {option for action in parser._actions for option in action.option_strings}
+    overrides: list[str] = []
+    rest: list[str] = []
+    for argument in argv:
+        is_override = argument.startswith("--") and argument.partition("=")[0] not in options
+        (overrides if is_override else rest).append(argument)
+    parsed = parser.parse_args(rest)
+    return parsed, parsed.files, overrides

@@ -1,0 +1,34 @@
+"""`forge-run check`: is this job right?"""
+
+from __future__ import annotations
+
+import argparse
+
+from forge_core.cli.arguments import parse_job_arguments
+from forge_core.cli.layout import columns
+from forge_core.config.job import Job
+from forge_core.config.load import load_job
+from forge_core.config.walk import walk_components
+from forge_core.errors import ExitCode
+from forge_core.parallel.layout import plan_layout
+from forge_core.plugins.catalog import Catalog
+
+
+def command(argv: list[str]) -> int:
+    """Check a job and print what it is made of; nothing is run or written."""
+    parser = argparse.ArgumentParser("forge-run check", description=command.__doc__)
+    parser.add_argument("--world-size", type=int, default=1, metavar="N", help="ranks that the job is to run on (1)")
+    options, files, overrides = parse_job_arguments(parser, argv)
+    catalog = Catalog.installed()
+    job = load_job(*files, overrides=overrides, catalog=catalog, world_size=options.world_size)
+    print(f"ok: {' + '.join(files)}\n")
+    print(plan(job, catalog, options.world_size))
+    return ExitCode.FINISHED
+
+
+def plan(job: Job, catalog: Catalog, world_size: int = 1) -> str:
+    """The components of a job, the distributions they come from, and the layout."""
+    types = {path: catalog.type_of(type(component)) for path, component in walk_components(job)}
+    layout, _ = plan_layout(job, world_size)
+    used = ", ".join(str(distribution) for _, distribution in sorted(catalog.used.items()))
+    return f"{columns([*types.items()])}\n\nlayout: {layout}\nfrom: {used or 'no distribution'}"

@@ -1,0 +1,145 @@
+"""`forge-run explain`: the keys of the job file, from the classes that read them."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+
+from attrs import frozen
+
+from forge_core.cli.layout import wrapped
+from forge_core.components import Component
+from forge_core.config.describe import component_in, is_array, is_component, is_mapping, is_section, members, type_name
+from forge_core.config.docs import class_doc, one_paragraph
+from forge_core.config.job import Job
+from forge_core.config.keys import Key, keys_of
+from forge_core.config.suggest import did_you_mean
+from forge_core.errors import ExitCode, JobError, PluginError
+from forge_core.plugins.catalog import Catalog
+
+
+def command(argv: list[str]) -> int:
+    """Tell what a section, a component or a key is for: keys, types, defaults, allowed values."""
+    parser = argparse.ArgumentParser("forge-run explain", description=command.__doc__)
+    parser.add_argument("path", nargs="?", default="", help="`train`, `optimizer`, `optimizer.adamw`, `train.steps` …")
+    print(explain(parser.parse_args(argv).path, Catalog.installed()))
+    return ExitCode.FINISHED
+
+
+@frozen
+class Place:
+    """Where a path leads: a table of a known class, a kind whose type is still open, or one key."""
+
+    path: str
+    table: type | None = None
+    kind: type[Component] | None = None
+    key: Key | None = None
+
+
+def explain(path: str, catalog: Catalog) -> str:
+    """The text about a path.
+
+    Raises:
+        JobError: there is nothing of that name.
+    """
+    place = find(path, catalog)
+    if place.key is not None:
+        return "\n".join(_key_lines(place.key, catalog))
+    if place.kind is not None:
+        return _explain_kind(place.path, place.kind, catalog)
+    assert place.table is not None, "a place is one of the three"
+    return _explain_table(place.path, place.table, catalog)
+
+
+# --- finding -----------------------------------------------------------------------------------------------------
+
+
+def find(path: str, catalog: Catalog) -> Place:
+    """Follow a path through sections, types and keys: `model.transformer.attention.gqa`.
+
+    Raises:
+        JobError: it leads nowhere; names what there is at that point.
+    """
+    place = Place("", Job)
+    rest = [part for part in path.split(".") if part]
+    while rest:
+        taken, place = _step(place, rest, catalog)
+        rest = rest[taken:]
+    return place
+
+
+def _step(place: Place, rest: list[str], catalog: Catalog) -> tuple[int, Place]:
+    """One step along a path; gives how many of its parts were used."""
+    if place.kind is not None:
+        type_ = ".".join(rest) if any(":" in part for part in rest) else rest[0]  # a file or dotted path has dots
+        taken = len(rest) if ":" in type_ else 1
+        return taken, Place(_join(place.path, type_), catalog.load(place.kind.kind, type_, place.kind))
+    keys = {key.name: key for key in keys_of(place.table)} if place.table is not None else {}
+    path = _join(place.path, rest[0])
+    if rest[0] in keys:
+        return 1, _place_of(path, keys[rest[0]])
+    if place.table is Job and rest[0] in catalog.kinds():
+        return 1, Place(rest[0], kind=catalog.kind_base(rest[0]))
+    known = [*keys, *(catalog.kinds() if place.table is Job else [])]
+    hint = did_you_mean(rest[0], known) or f". There is: {', '.join(known) or 'nothing below it'}"
+    raise JobError(f"forge-run explain: nothing is called {path!r}{hint}")
+
+
+def _place_of(path: str, key: Key) -> Place:
+    base = component_in(key.type)
+    if base is not None:
+        return Place(path, kind=base)
+    section = next((member for member in members(key.type) if is_section(member)), None)
+    return Place(path, table=section) if section is not None else Place(path, key=key)
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+# --- telling -----------------------------------------------------------------------------------------------------
+
+
+def _explain_table(path: str, cls: type, catalog: Catalog) -> str:
+    title = f"{cls.kind} {catalog.type_of(cls)}" if is_component(cls) else f"[{path}]" if path else "a job"
+    blocks = ["\n".join(_key_lines(key, catalog)) for key in keys_of(cls)]
+    return "\n\n".join([title, class_doc(cls), *(blocks or ["It has no keys."])]).rstrip()
+
+
+def _key_lines(key: Key, catalog: Catalog) -> Iterator[str]:
+    yield f"{key.name}: {type_name(key.type)}{_conditions(key)}"
+    if key.doc:
+        yield wrapped(" ".join(key.doc.split()), "    ")
+    base = component_in(key.type)
+    if base is not None:
+        yield wrapped(f"{_form(key)}; installed: {', '.join(catalog.types(base.kind)) or 'none'}", "    ")
+
+
+def _conditions(key: Key) -> str:
+    default = "required" if key.required else f"default {key.default_text}" if key.default_text else "optional"
+    limits = [demand.text.removeprefix("be ") for demand in key.demands if demand.text]
+    return f" ({', '.join([default, *limits])})"
+
+
+def _form(key: Key) -> str:
+    kinds = [member for member in members(key.type) if component_in(member)]
+    if any(is_array(member) for member in kinds):
+        return f"one table [[…{key.name}]] each"
+    named = any(is_mapping(member) for member in kinds)
+    return f"one table [{key.name}.NAME] each, NAME being the default for `type`" if named else "a table"
+
+
+def _explain_kind(path: str, base: type[Component], catalog: Catalog) -> str:
+    types = catalog.types(base.kind)
+    lines = [f"{path} takes a component of kind {base.kind}.", "", class_doc(base), ""]
+    for type_ in types:
+        lines += [f"{type_}:", wrapped(_summary(base, type_, catalog), "    ")]
+    more = f"forge-run explain {path}.TYPE tells the keys of one." if types else "None is installed."
+    return "\n".join([*lines, "", more])
+
+
+def _summary(base: type[Component], type_: str, catalog: Catalog) -> str:
+    try:
+        return one_paragraph(class_doc(catalog.load(base.kind, type_, base)))
+    except PluginError as error:
+        return str(error)

@@ -1,0 +1,112 @@
+"""Which attention kernel to use: a choice from measurements, `attention_backends.toml`.
+
+`benchmarks/attention_backends.py` makes that file; run it again on another kind of machine.
+"""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any, Literal
+
+from attrs import frozen
+
+from forge_core.errors import JobError, Problem
+
+if TYPE_CHECKING:
+    from forge_core.context import BuildContext
+
+Backend = Literal["auto", "flash", "efficient", "math", "cudnn", "gemm"]
+Kernel = Literal["torch", "flash", "efficient", "math", "cudnn", "gemm"]
+"""What a choice ends in; `torch` leaves it to `scaled_dot_product_attention`, call by call."""
+
+
+DTYPES = {"bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
+"""Compute dtype of each `train.precision`."""
+HALF = frozenset({"bfloat16", "float16"})
+FLOATS = HALF | {"float32", "float64"}
+SUPPORTED: Mapping[str, Mapping[str, frozenset[str]]] = {
+    "cpu": {"flash": FLOATS, "math": FLOATS, "gemm": FLOATS},
+    "cuda": {"flash": HALF, "cudnn": HALF, "efficient": HALF | {"float32"}, "math": FLOATS, "gemm": FLOATS},
+}
+"""Dtypes in which each backend runs, by device."""
+
+
+@frozen
+class Choice:
+    """A kernel, and why it was chosen."""
+
+    kernel: Kernel
+    why: str
+
+
+@frozen
+class Measurement:
+    """CPU or device milliseconds of one forward and backward pass, by kernel."""
+
+    device: str
+    dtype: str
+    seq_len: int
+    head_dim: int
+    milliseconds: Mapping[Kernel, float]
+
+    def fastest(self) -> Kernel:
+        return min(self.milliseconds, key=self.milliseconds.__getitem__)
+
+    def distance(self, seq_len: int, head_dim: int) -> tuple[float, float]:
+        """How far away a shape is, in octaves: length first, then width of the heads."""
+        return abs(math.log2(self.seq_len / seq_len)), abs(math.log2(self.head_dim / head_dim))
+
+
+@frozen
+class Table:
+    """The committed measurements."""
+
+    measured: str
+    """Date and machine."""
+    rows: Sequence[Measurement]
+
+    def choose(self, device: str, dtype: str, seq_len: int, head_dim: int) -> Choice:
+        """The fastest kernel at the nearest measured shape; torch's own choice for an unmeasured device or dtype."""
+        rows = [row for row in self.rows if (row.device, row.dtype) == (device, dtype)]
+        if not rows:
+            return Choice("torch", f"torch chooses: nothing is measured for {dtype} on {device}")
+        nearest = min(rows, key=lambda row: row.distance(seq_len, head_dim))
+        kernel = nearest.fastest()
+        times = ", ".join(f"{name} {time:g} ms" for name, time in nearest.milliseconds.items())
+        shape = f"length {nearest.seq_len}, head_dim {nearest.head_dim}"
+        return Choice(kernel, f"fastest at {shape}: {times}; {self.measured}")
+
+
+@cache
+def committed_table() -> Table:
+    """The table that is part of this distribution."""
+    content: dict[str, Any] = tomllib.loads(files(__package__).joinpath("attention_backends.toml").read_text("utf-8"))
+    rows = [Measurement(**row) for row in content["measurement"]]
+    return Table(f"{content['date']}, {content['machine']}", rows)
+
+
+def choose_backend(backend: Backend, context: BuildContext, head_dim: int) -> Choice:
+    """The kernel for the length that the job trains at.
+
+    Raises:
+        JobError: the job sets one that cannot run there.
+    """
+    device, dtype = context.device.type, str(context.dtype).removeprefix("torch.")
+    if backend == "auto":
+        return committed_table().choose(device, dtype, context.job.train.seq_len, head_dim)
+    if problem := backend_problem(backend, device, dtype):
+        raise JobError([Problem("model.attention.backend", f"{problem} (building {context.path})")])
+    return Choice(backend, "set by the job")
+
+
+def backend_problem(backend: Backend, device: str, dtype: str) -> str | None:
+    """Why a backend cannot run on a device in a dtype, and which can; None if it can."""
+    supported = SUPPORTED.get(device, {})
+    if backend == "auto" or dtype in supported.get(backend, ()):
+        return None
+    able = [name for name, dtypes in supported.items() if dtype in dtypes]
+    return f"{backend} does not run on {device} in {dtype}; there are {', '.join(('auto', *able))}"

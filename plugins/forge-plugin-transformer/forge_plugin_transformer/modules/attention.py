@@ -1,0 +1,126 @@
+"""Grouped-query attention, and its cache for generation.
+
+Shapes: B sequences, S positions, D model width, H query heads, K key/value heads, E width of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from forge_core.modules import Linear
+from forge_plugin_transformer.modules.attention_core import AttentionCore, document_mask, torch_attention
+from forge_plugin_transformer.modules.norms import RMSNorm
+from forge_plugin_transformer.modules.rotary import rotate
+
+if TYPE_CHECKING:
+    from forge_core.protocols import Batch
+    from forge_plugin_transformer.kinds import InitStd
+
+
+class KVCache:
+    """Keys and values of the positions seen so far, for up to `length` of them.
+
+    Memory is taken with the first positions, in the dtype, on the device and with the number of heads that they have.
+    """
+
+    def __init__(self, batch_size: int, length: int) -> None:
+        self.batch_size, self.length = batch_size, length
+        self.used = 0
+        self._keys, self._values, self._positions = (torch.empty(0) for _ in range(3))
+
+    def extend(self, k: Tensor, v: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Append S positions; gives keys and values (B, T, K, E) of all so far, and the mask (B, 1, S, T).
+
+        A position sees every one that is not later, and no padding (negative position); padding sees itself, so that
+        its outputs, which nobody reads, stay finite.
+
+        Raises:
+            ValueError: the cache is full.
+        """
+        start, stop = self.used, self.used + k.shape[1]
+        if stop > self.length:
+            raise ValueError(f"the cache holds {self.length} positions; {start} are used, {k.shape[1]} more do not fit")
+        if not start:
+            self._allocate(k, positions)
+        for stored, new in ((self._keys, k), (self._values, v), (self._positions, positions)):
+            stored[:, start:stop] = new
+        self.used = stop
+        seen = self._positions[:, None, None, :stop]
+        mask = (seen >= 0) & (seen <= positions[:, None, :, None])
+        mask |= torch.eye(stop, dtype=torch.bool, device=k.device)[start:]
+        return self._keys[:, :stop], self._values[:, :stop], mask
+
+    def _allocate(self, k: Tensor, positions: Tensor) -> None:
+        self._keys, self._values = (k.new_zeros(self.batch_size, self.length, *k.shape[2:]) for _ in range(2))
+        self._positions = positions.new_zeros(self.batch_size, self.length)
+
+
+class GroupedQueryAttention(nn.Module):
+    """o(attention(q(x), k(x), v(x))): see `AttentionComponent` for the contract."""
+
+    def __init__(
+        self,
+        dim: int,
+        *,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        rotary: nn.Module,
+        core: AttentionCore,
+        qk_norm_eps: float | None,
+        bias: bool,
+        init: InitStd,
+    ) -> None:
+        super().__init__()
+        self.head_dim = head_dim
+        self.q = Linear(dim, heads * head_dim, bias=bias, std=init.inner)
+        self.k = Linear(dim, kv_heads * head_dim, bias=bias, std=init.inner)
+        self.v = Linear(dim, kv_heads * head_dim, bias=bias, std=init.inner)
+        self.o = Linear(heads * head_dim, dim, bias=bias, std=init.residual)
+        self.q_norm, self.k_norm = (
+            RMSNorm(head_dim, eps=qk_norm_eps) if qk_norm_eps is not None else nn.Identity() for _ in range(2)
+        )
+        self.rotary = rotary
+        self.core = core
+
+    def forward(self, x: Tensor, batch: Batch, cache: KVCache | None = None) -> Tensor:
+        """(B, S, D) -> (B, S, D). `batch` may hold `positions` and `document_ids`, both (B, S)."""
+        q, k, v = (self._heads(project(x)) for project in (self.q, self.k, self.v))
+        positions = batch.get("positions")
+        if cache is not None and positions is None:
+            positions = torch.arange(cache.used, cache.used + x.shape[1], device=x.device).expand(len(x), -1)
+        cos, sin = self.rotary(x.shape[1], positions)
+        q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
+        if cache is not None:
+            mixed = torch_attention(q, *cache.extend(k, v, positions))
+        else:
+            mixed = self.core(q, k, v, _mask(batch))
+        return self.o(mixed.flatten(2))
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.head_dim))
+
+    def new_cache(self, batch_size: int, length: int) -> KVCache:
+        return KVCache(batch_size, length)
+
+    def flops(self, seq_len: int) -> float:
+        """6 a weight, and for the causal half of scores and mixing 2 x 2 x 3 / 2 a key and element of the heads."""
+        weights = sum(projection.weight.numel() for projection in (self.q, self.k, self.v, self.o))
+        return 6.0 * weights + 6.0 * self.q.out_features * seq_len
+
+    def tensor_parallel_plan(self) -> Mapping[str, str]:
+        plan = {"q": "column", "k": "column", "v": "column", "o": "row"}
+        normed = isinstance(self.q_norm, RMSNorm)
+        return plan | ({"q_norm": "replicate", "k_norm": "replicate"} if normed else {})
+
+    def backend_choices(self, seq_len: int) -> Sequence[tuple[str, str, str]]:
+        return [("attention", self.core.choice.kernel, self.core.choice.why)]
+
+
+def _mask(batch: Batch) -> Tensor | None:
+    document_ids = batch.get("document_ids")
+    return None if document_ids is None else document_mask(document_ids)

@@ -1,0 +1,47 @@
+"""Feed-forward parts of a block."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from forge_core.modules import Linear
+
+if TYPE_CHECKING:
+    from forge_core.protocols import Batch
+    from forge_plugin_transformer.kinds import InitStd
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, dim: int, hidden: int, *, bias: bool, init: InitStd) -> None:
+        super().__init__()
+        self.gate = Linear(dim, hidden, bias=bias, std=init.inner)
+        self.up = Linear(dim, hidden, bias=bias, std=init.inner)
+        self.down = Linear(hidden, dim, bias=bias, std=init.residual)
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+    def tensor_parallel_plan(self) -> Mapping[str, str]:
+        return {"gate": "column", "up": "column", "down": "row"}
+
+
+class GELU(nn.Module):
+    """down(gelu(up(x)))."""
+
+    def __init__(self, dim: int, hidden: int, *, bias: bool, approximate: str, init: InitStd) -> None:
+        super().__init__()
+        self.approximate = approximate
+        self.up = Linear(dim, hidden, bias=bias, std=init.inner)
+        self.down = Linear(hidden, dim, bias=bias, std=init.residual)
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        return self.down(F.gelu(self.up(x), approximate=self.approximate))
+
+    def tensor_parallel_plan(self) -> Mapping[str, str]:
+        return {"up": "column", "down": "row"}

@@ -1,0 +1,140 @@
+"""The decoder-only transformer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from forge_core.modules import Embedding, LinearHead
+from forge_core.protocols import Role
+from forge_plugin_transformer.modules import parts
+
+if TYPE_CHECKING:
+    from forge_core.protocols import Batch, Carry
+
+
+PARTS = ("attention_norm", "attention", "ffn_norm", "ffn")
+"""Of a block, in the order of its forward pass."""
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + ffn(norm(x)). The carry is (x (B, S, D),)."""
+
+    def __init__(self, *, attention_norm: nn.Module, attention: nn.Module, ffn_norm: nn.Module, ffn: nn.Module) -> None:
+        super().__init__()
+        self.attention_norm = attention_norm
+        self.attention = attention
+        self.ffn_norm = ffn_norm
+        self.ffn = ffn
+
+    def forward(self, carry: Carry, batch: Batch, cache: Any = None) -> Carry:
+        (x,) = carry
+        x = x + self.attention(self.attention_norm(x), batch, cache)
+        return (x + self.ffn(self.ffn_norm(x), batch),)
+
+
+class TransformerModel(nn.Module):
+    """Embedding, blocks, final norm and head; see `forge_core.protocols.Model`.
+
+    `forward(batch)` gives hidden states (B, S, D) in the dtype that the embedding emits. Implements generation and
+    every protocol by which stages and the engine learn about a model.
+    """
+
+    layers: nn.ModuleDict
+
+    def __init__(
+        self,
+        *,
+        embedding: Embedding,
+        layers: Mapping[str, Block],
+        norm: nn.Module,
+        head: LinearHead,
+        tied: bool,
+    ) -> None:
+        super().__init__()
+        self.embedding = embedding
+        self.layers = nn.ModuleDict(layers)
+        self.norm = norm
+        self.head = head
+        self.tied = tied
+        self._tie()
+
+    def embed(self, batch: Batch) -> Carry:
+        return (self.embedding(batch["input_ids"]),)
+
+    def finish(self, carry: Carry, batch: Batch) -> Tensor:
+        return self.norm(carry[0])
+
+    def forward(self, batch: Batch) -> Tensor:
+        carry = self.embed(batch)
+        for layer in self.layers.values():
+            carry = layer(carry, batch)
+        return self.finish(carry, batch)
+
+    # --- generation ----------------------------------------------------------------------------------------------
+
+    def new_cache(self, batch_size: int, length: int) -> dict[str, Any]:
+        """Each layer's own cache, by the layer's name."""
+        return {name: layer.attention.new_cache(batch_size, length) for name, layer in self.layers.items()}
+
+    def decode(self, batch: Batch, cache: Mapping[str, Any]) -> Tensor:
+        carry = self.embed(batch)
+        for name, layer in self.layers.items():
+            carry = layer(carry, batch, cache[name])
+        return self.finish(carry, batch)
+
+    # --- what the engine and the stages ask ----------------------------------------------------------------------
+
+    def flops(self, seq_len: int) -> float:
+        return sum(parts.flops(part, seq_len) for _, part in self._parts()) + 6.0 * self.head.weight.numel()
+
+    def parameter_roles(self) -> Mapping[str, Role]:
+        inner = [parts.roles(name, part) for name, part in (*self._parts(), ("norm", self.norm))]
+        ends: dict[str, Role] = {"embedding.weight": "embedding"}
+        return ends | dict(chain.from_iterable(r.items() for r in inner)) | ({} if self.tied else {"head.weight": "head"})
+
+    def tied_parameters(self) -> Mapping[str, str]:
+        return {"head.weight": "embedding.weight"} if self.tied else {}
+
+    def tensor_parallel_plan(self) -> Mapping[str, str]:
+        plan = {"embedding": "vocab_embedding"}
+        for name, part in self._parts():
+            plan |= parts.tensor_parallel_plan(name, part)
+            if name.endswith("norm"):
+                plan[name] = "sequence"
+        return plan | {"norm": "sequence", "head": "vocab_head"}
+
+    def fsdp_units(self) -> Sequence[Sequence[str]]:
+        """A tied table is wanted at both ends, so it goes with the head's unit and stays gathered throughout."""
+        ends = [["embedding", "norm", "head"]] if self.tied else [["embedding"], ["norm", "head"]]
+        return [ends[0], *([f"layers.{name}"] for name in self.layers), *ends[1:]]
+
+    def float8_exempt(self) -> Sequence[str]:
+        inner = chain.from_iterable(parts.float8_exempt(name, part) for name, part in self._parts())
+        return [*inner, "head"]
+
+    def backend_choices(self, seq_len: int) -> Sequence[tuple[str, str, str]]:
+        """Kernels chosen for sequences of this length, as (what, choice, why), each once."""
+        choices = (parts.backend_choices(part, seq_len) for _, part in self._parts())
+        return list(dict.fromkeys(chain.from_iterable(choices)))
+
+    def _parts(self) -> Iterator[tuple[str, nn.Module]]:
+        """Each block's parts with their names, in order. By attribute, which a wrapper around the block passes on."""
+        for number, layer in self.layers.items():
+            for name in PARTS:
+                yield f"layers.{number}.{name}", getattr(layer, name)
+
+    # --- the tie -------------------------------------------------------------------------------------------------
+
+    def _tie(self) -> None:
+        if self.tied:
+            self.head.weight = self.embedding.weight
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> TransformerModel:
+        """`to_empty` and the like make a new parameter for each module that holds one: the tie would be lost."""
+        super()._apply(fn, recurse)
+        self._tie()
+        return self

@@ -1,0 +1,88 @@
+"""Normalisation over the last dimension, computed in float32 or wider."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+if TYPE_CHECKING:
+    from forge_core.protocols import Fill
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x²) + eps) * weight, in the dtype of x; `weight` starts at one."""
+
+    def __init__(self, dim: int, *, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(dim))
+
+    def init_parameter(self, name: str, fill: Fill) -> None:
+        fill.constant(1.0)
+
+    def init_buffers(self, device: torch.device) -> None:
+        """There are none."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.device.type == "cpu":
+            return _CPUNorm.apply(x, self.weight, self.eps)
+        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.numel()}, eps={self.eps}"
+
+
+class LayerNorm(nn.Module):
+    """(x - mean(x)) / sqrt(var(x) + eps) * weight + bias, in the dtype of x; starts as the plain normalisation."""
+
+    def __init__(self, dim: int, *, eps: float, bias: bool) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(dim))
+        self.bias = nn.Parameter(torch.empty(dim)) if bias else None
+
+    def init_parameter(self, name: str, fill: Fill) -> None:
+        fill.constant(1.0 if name == "weight" else 0.0)
+
+    def init_buffers(self, device: torch.device) -> None:
+        """There are none."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return F.layer_norm(x, self.weight.shape, self.weight.to(x.dtype), bias, self.eps)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.numel()}, eps={self.eps}, bias={self.bias is not None}"
+
+
+class _CPUNorm(torch.autograd.Function):
+    """RMS norm that keeps only x and one number a row for the backward pass.
+
+    torch has no fused kernel for it on the CPU; its own chain of operations keeps float32 copies and takes three times
+    as long.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, scale)
+        return (wide * scale).mul_(weight).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        """With n = x * scale and g = grad * weight: dx = scale * (g - n * mean(g * n))."""
+        x, weight, scale = ctx.saved_tensors
+        wide, grad_wide = (t.to(scale.dtype).flatten(0, -2) for t in (x, grad))
+        scale = scale.flatten(0, -2)
+        product = grad_wide * wide
+        grad_weight = (scale.mT @ product).squeeze(0)
+        mean = (product @ weight.to(scale.dtype)[:, None]).mul_(scale.pow(3)).div_(-x.shape[-1])
+        grad_x = (grad_wide * weight).mul_(scale).addcmul_(wide, mean)
+        return grad_x.to(x.dtype).view_as(x), grad_weight.to(weight.dtype), None

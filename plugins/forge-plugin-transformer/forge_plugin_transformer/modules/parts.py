@@ -1,0 +1,46 @@
+"""What a model says of itself, put together from what its parts say of themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import nn
+
+from forge_core.protocols import HasFloat8Exemptions, HasFlops, HasRoles, HasTensorParallelPlan, Role
+
+
+def flops(part: nn.Module, seq_len: int) -> float:
+    """FLOPs a token, forward and backward: the part's own count, else 6 an element of its matrices."""
+    if isinstance(part, HasFlops):
+        return part.flops(seq_len)
+    return 6.0 * sum(parameter.numel() for parameter in part.parameters() if parameter.ndim > 1)
+
+
+def roles(name: str, part: nn.Module) -> dict[str, Role]:
+    """Role of each parameter below `name`: the part's own word, else by shape."""
+    declared = part.parameter_roles() if isinstance(part, HasRoles) else {}
+    return {f"{name}.{key}": declared.get(key) or _role(key, p.ndim) for key, p in part.named_parameters()}
+
+
+def _role(name: str, dimensions: int) -> Role:
+    if name.endswith("bias"):
+        return "bias"
+    shapes: Mapping[int, Role] = {1: "norm", 2: "matrix"}
+    return shapes.get(dimensions, "stack")
+
+
+def tensor_parallel_plan(name: str, part: nn.Module) -> dict[str, str]:
+    """The part's plan, with module names below `name`."""
+    plan = part.tensor_parallel_plan() if isinstance(part, HasTensorParallelPlan) else {}
+    return {f"{name}.{key}": how for key, how in plan.items()}
+
+
+def float8_exempt(name: str, part: nn.Module) -> list[str]:
+    """The part's exemptions, with module names below `name`."""
+    return [f"{name}.{key}" for key in part.float8_exempt()] if isinstance(part, HasFloat8Exemptions) else []
+
+
+def backend_choices(part: nn.Module, seq_len: int) -> Sequence[tuple[str, str, str]]:
+    """The part's choices of kernels: (what, choice, why)."""
+    choices = getattr(part, "backend_choices", None)
+    return choices(seq_len) if choices is not None else ()

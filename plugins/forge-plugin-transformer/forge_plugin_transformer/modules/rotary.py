@@ -1,0 +1,83 @@
+"""Rotary position encoding: tables of cosine and sine, and their application."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from forge_core.protocols import Fill
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn each pair (x[i], x[i + E/2]) by its angle: (B, S, heads, E) -> the same, in the dtype of x.
+
+    Computed in the tables' precision and rounded once. `sin` is negative in its first half, see `Rotary`.
+    """
+    wide = x.to(cos.dtype)
+    return torch.addcmul(wide * cos, wide.roll(x.shape[-1] // 2, -1), sin).to(x.dtype)
+
+
+class Rotary(nn.Module):
+    """Gives the tables that `rotate` applies.
+
+    Angles are computed in float64, so that far positions keep their precision; the tables are float32, or float64 where
+    the model computes in it. All layers share the memory of the table of positions 0 to `length` - 1.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, frequencies: Sequence[float], *, amplitude: float, length: int, dtype: torch.dtype) -> None:
+        """
+        Args:
+            frequencies: radians a position for each of the E / 2 pairs.
+            amplitude: factor on both tables.
+            length: positions for which the table is kept ready; a longer one is made when it is asked for.
+            dtype: the model's compute dtype.
+        """
+        super().__init__()
+        self.frequencies = tuple(frequencies)
+        self.amplitude = amplitude
+        self.dtype = torch.promote_types(dtype, torch.float32)
+        shape = (length, 1, 2 * len(self.frequencies))
+        self.register_buffer("cos", torch.empty(shape, dtype=self.dtype), persistent=False)
+        self.register_buffer("sin", torch.empty(shape, dtype=self.dtype), persistent=False)
+
+    def init_parameter(self, name: str, fill: Fill) -> None:
+        raise AssertionError(f"a rotary encoding has no parameter {name}")
+
+    def init_buffers(self, device: torch.device) -> None:
+        self.cos, self.sin = _shared_tables(self.frequencies, self.amplitude, len(self.cos), self.dtype, device)
+
+    def forward(self, length: int, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """(cos, sin) of positions 0 to `length` - 1, each (length, 1, E), or of `positions` (B, S): (B, S, 1, E)."""
+        if positions is not None:
+            return _tables(positions, self.frequencies, self.amplitude, self.dtype)
+        if length > len(self.cos):
+            self.cos, self.sin = _shared_tables(self.frequencies, self.amplitude, length, self.dtype, self.cos.device)
+        return self.cos[:length], self.sin[:length]
+
+    def extra_repr(self) -> str:
+        return f"head_dim={2 * len(self.frequencies)}, length={len(self.cos)}"
+
+
+@lru_cache(maxsize=4)
+def _shared_tables(
+    frequencies: tuple[float, ...], amplitude: float, length: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    return _tables(torch.arange(length, device=device), frequencies, amplitude, dtype)
+
+
+def _tables(
+    positions: Tensor, frequencies: Sequence[float], amplitude: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Tables of any positions (…): (…, 1, E), where dimension 1 from the end stands for the heads."""
+    turns = torch.tensor(frequencies, dtype=torch.float64, device=positions.device)
+    angles = positions[..., None, None].to(torch.float64) * turns
+    cos, sin = angles.cos() * amplitude, angles.sin() * amplitude
+    return torch.cat([cos, cos], -1).to(dtype), torch.cat([-sin, sin], -1).to(dtype)

@@ -1,0 +1,86 @@
+"""Model `transformer`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from attrs import field, frozen
+from attrs.validators import ge, gt
+
+from forge_core.components import ModelComponent, default_type
+from forge_core.errors import JobError, Problem
+from forge_plugin_transformer.kinds import AttentionComponent, FFNComponent, InitStd, NormComponent
+
+if TYPE_CHECKING:
+    from forge_core.config.job import Job
+    from forge_core.context import BuildContext
+    from forge_core.parallel.layout import Layout
+    from forge_plugin_transformer.modules.model import Block, TransformerModel
+
+
+@frozen(kw_only=True)
+class Transformer(ModelComponent):
+    """Decoder-only transformer with pre-normalised residual blocks (Llama, Qwen, Mistral and their like)."""
+
+    dim: int = field(default=256, validator=gt(0))
+    """Width of the residual stream."""
+    layers: int = field(default=6, validator=gt(0))
+    """Number of blocks, each an attention and a feed-forward part."""
+    vocab_size: int = field(default=0, validator=ge(0))
+    """Rows of the embedding table and of the head; 0: the tokenizer's."""
+    attention: AttentionComponent = default_type("gqa")
+    """`[model.attention]`: how positions see each other. Every layer builds its own, and may look at its number."""
+    ffn: FFNComponent = default_type("swiglu")
+    """`[model.ffn]`: what each position goes through by itself."""
+    norm: NormComponent = default_type("rmsnorm")
+    """`[model.norm]`: before attention, before the feed-forward part, and before the head."""
+    tie_embeddings: bool = False
+    """Whether the head is the embedding table, as one parameter."""
+    init_std: float = field(default=0.02, validator=gt(0))
+    """Standard deviation of all initial matrices, embedding and head included."""
+    depth_scaled_init: bool = True
+    """Whether matrices that write into the residual stream are drawn with init_std / sqrt(2 layers) (GPT-2)."""
+
+    def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        if not self.vocab_size and job.data.tokenizer is None:
+            message = "0 takes the tokenizer's size, but there is no [data.tokenizer]; add one or give the number"
+            yield Problem("vocab_size", message)
+        for problem in self.attention.width_problems(self.dim):
+            yield problem.below("attention")
+
+    def build(self, context: BuildContext) -> TransformerModel:
+        from forge_core.modules import Embedding, LinearHead
+        from forge_plugin_transformer.modules.model import TransformerModel
+
+        vocab_size = self._vocab_size(context)
+        return TransformerModel(
+            embedding=Embedding(vocab_size, self.dim, dtype=context.dtype, std=self.init_std),
+            layers={str(number): self._build_layer(context, number) for number in range(self.layers)},
+            norm=context.at("norm").build(self.norm, dim=self.dim),
+            head=LinearHead(self.dim, vocab_size, std=self.init_std),
+            tied=self.tie_embeddings,
+        )
+
+    def _build_layer(self, context: BuildContext, number: int) -> Block:
+        from forge_plugin_transformer.modules.model import Block
+
+        here = context.at(f"layers.{number}", layer=number)
+        init = InitStd(self.init_std, self.init_std / math.sqrt(2 * self.layers if self.depth_scaled_init else 1))
+        return Block(
+            attention_norm=here.at("attention_norm").build(self.norm, dim=self.dim),
+            attention=here.at("attention").build(self.attention, dim=self.dim, init=init),
+            ffn_norm=here.at("ffn_norm").build(self.norm, dim=self.dim),
+            ffn=here.at("ffn").build(self.ffn, dim=self.dim, init=init),
+        )
+
+    def _vocab_size(self, context: BuildContext) -> int:
+        known = context.tokenizer.vocab_size if context.tokenizer is not None else 0
+        size = self.vocab_size or known
+        if not size:
+            raise JobError([Problem("model.vocab_size", "0 takes the tokenizer's size, but there is no tokenizer")])
+        if size < known:
+            message = f"{size} is less than the tokenizer's {known}; give at least that, or 0 to take it"
+            raise JobError([Problem("model.vocab_size", message)])
+        return size

@@ -1,0 +1,124 @@
+"""Builds models the way the engine does, without a job file."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from attrs import frozen
+from torch import Tensor, nn
+
+from forge_core.components import Component, DefaultType
+from forge_plugin_transformer import GroupedQueryAttention, PlainRope, RMSNorm, SwiGLU, Transformer
+
+DEFAULTS = {"gqa": GroupedQueryAttention, "swiglu": SwiGLU, "rmsnorm": RMSNorm, "plain": PlainRope}
+
+
+@frozen(kw_only=True)
+class FakeContext:
+    """The parts of `BuildContext` that building a model touches; remembers what was built where."""
+
+    dtype: torch.dtype = torch.float32
+    device: torch.device = torch.device("cpu")
+    seq_len: int = 32
+    tokenizer: Any = None
+    path: str = ""
+    layer: int | None = None
+    built: dict[str, int | None] = attrs.field(factory=dict)
+
+    @property
+    def job(self) -> Any:
+        return SimpleNamespace(train=SimpleNamespace(seq_len=self.seq_len))
+
+    def at(self, name: str, layer: int | None = None) -> FakeContext:
+        path = f"{self.path}.{name}" if self.path else name
+        return attrs.evolve(self, path=path, layer=self.layer if layer is None else layer)
+
+    def build(self, component: Component, **inputs: Any) -> Any:
+        self.built[self.path] = self.layer
+        return component.build(self, **inputs)
+
+
+class Fill:
+    """Draws each parameter from its own seed."""
+
+    def __init__(self, parameter: Tensor, name: str) -> None:
+        seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "little")
+        self.parameter, self.generator = parameter, torch.Generator().manual_seed(seed)
+
+    @torch.no_grad()
+    def normal(self, std: float, mean: float = 0.0) -> None:
+        self.parameter.copy_(torch.empty(self.parameter.shape).normal_(mean, std, generator=self.generator))
+
+    @torch.no_grad()
+    def constant(self, value: float) -> None:
+        self.parameter.fill_(value)
+
+
+def with_defaults(component: Any) -> Any:
+    """Put components in place of defaults named by type, as reading a job does."""
+    values = {f.name: getattr(component, f.name) for f in attrs.fields(type(component))}
+    filled = {name: DEFAULTS[v.type]() if isinstance(v, DefaultType) else v for name, v in values.items()}
+    nested = {name: with_defaults(v) if isinstance(v, Component) else v for name, v in filled.items()}
+    return attrs.evolve(component, **nested)
+
+
+def initialise(module: nn.Module) -> None:
+    """Memory full of NaN, then each module's own values."""
+    module.to_empty(device="cpu")
+    for tensor in (*module.parameters(), *module.buffers()):
+        tensor.data.fill_(torch.nan)
+    for name, part in module.named_modules():
+        for key, parameter in part.named_parameters(recurse=False):
+            part.init_parameter(key, Fill(parameter, f"{name}.{key}"))
+        if list(part.buffers(recurse=False)):
+            part.init_buffers(torch.device("cpu"))
+
+
+def build(component: Any, context: FakeContext, **inputs: Any) -> Any:
+    """Build on the meta device and initialise; float64 parameters if the context computes in float64."""
+    with torch.device("meta"):
+        module = context.build(with_defaults(component), **inputs)
+    if context.dtype == torch.float64:
+        module.double()
+    initialise(module)
+    return module
+
+
+@pytest.fixture
+def make_context() -> Callable[..., FakeContext]:
+    return FakeContext
+
+
+@pytest.fixture
+def make_part() -> Callable[..., Any]:
+    """make_part(component, dim=…, …, dtype=…): the built and initialised module."""
+
+    def make(component: Any, dtype: torch.dtype = torch.float32, seq_len: int = 32, **inputs: Any) -> Any:
+        return build(component, FakeContext(dtype=dtype, seq_len=seq_len), **inputs)
+
+    return make
+
+
+@pytest.fixture
+def make_model() -> Callable[..., Any]:
+    """make_model(dim=…, …, dtype=…): two layers, with initial matrices large enough for attention to matter."""
+
+    def make(context: FakeContext | None = None, dtype: torch.dtype = torch.float32, **keys: Any) -> Any:
+        attention = GroupedQueryAttention(heads=4, kv_heads=2)
+        settings = {"dim": 32, "layers": 2, "vocab_size": 61, "init_std": 0.2, "ffn": SwiGLU(hidden=48)}
+        component = Transformer(**({"attention": attention} | settings | keys))
+        return build(component, context or FakeContext(dtype=dtype))
+
+    return make
+
+
+@pytest.fixture
+def ids() -> Tensor:
+    """(2, 16) tokens below 61."""
+    return torch.randint(61, (2, 16), generator=torch.Generator().manual_seed(0))

@@ -1,0 +1,190 @@
+"""Checkpoints: exact resume, damage, retention, and no code from a file."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import warnings
+
+import pytest
+import torch
+
+from forge_core.components import TrainingHook
+from forge_core.engine.state import model_tensors
+from forge_core.errors import CheckpointError
+from forge_core.testing import Numbers, TinyModel
+
+
+class Weights(TrainingHook):
+    """Keeps weights and optimizer state at the end."""
+
+    def on_train_end(self, context):
+        self.tensors = {n: t.clone() for n, t in model_tensors(context.model).items()}
+        for group in context.optimizer.param_groups:
+            for name, parameter in zip(group["names"], group["params"], strict=True):
+                for slot, value in context.optimizer.state[parameter].items():
+                    self.tensors[f"{name}.{slot}"] = value.clone()
+
+
+def curve(lines, summary):
+    return [(r["step"], r["loss"], r["grad_norm"], r["lr"], r["tokens"]) for r in lines(summary)]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_run_cut_in_two_equals_the_whole_bit_for_bit(make_job, train, lines, precision, workers):
+    sources = (Numbers(weight=2.0), Numbers(start=77, sequences=5))
+    common = {
+        "precision": precision,
+        "micro_batch_size": 2,
+        "model": TinyModel(dropout=0.3),
+        "data": {"sources": sources, "workers": workers},
+    }
+    whole, first, second = Weights(), Weights(), Weights()
+    expected = train(make_job(steps=7, job={"name": "whole"}, **common), whole)
+    train(make_job(steps=3, job={"name": "cut"}, **common), first)
+    found = train(make_job(steps=7, job={"name": "cut"}, **common), second)
+    assert curve(lines, found) == curve(lines, expected)
+    assert whole.tensors.keys() == second.tensors.keys()
+    assert all(torch.equal(whole.tensors[name], second.tensors[name]) for name in whole.tensors)
+
+
+def test_saving_changes_nothing(make_job, train, lines):
+    often = train(make_job(checkpoint={"interval": 1}, job={"name": "often"}))
+    never = train(make_job(checkpoint={"interval": 0}, job={"name": "never"}))
+    assert curve(lines, often) == curve(lines, never)
+
+
+def test_a_finished_run_stays_finished(make_job, train, lines):
+    train(make_job())
+    again = train(make_job())
+    assert (again.step, again.stopped) == (4, "")
+    assert len(lines(again)) == 4
+
+
+def test_metrics_have_no_step_twice_after_a_crash(make_job, train, lines):
+    class Crash(TrainingHook):
+        def on_step_begin(self, context):
+            if context.step == 4:
+                raise RuntimeError("power cut")
+
+    job = make_job(steps=5, checkpoint={"interval": 2})
+    with pytest.raises(RuntimeError, match="power cut"):
+        train(job, Crash())
+    summary = train(job)
+    assert [record["step"] for record in lines(summary)] == [1, 2, 3, 4, 5]
+
+
+def test_never_refuses_a_folder_that_has_steps(make_job, train):
+    train(make_job())
+    with pytest.raises(CheckpointError, match=r"has checkpoints already \(steps \[4\]\)"):
+        train(make_job(), resume="never")
+
+
+@pytest.mark.parametrize("which", ["run", "run/checkpoints/step-2"])
+def test_a_path_starts_from_another_runs_checkpoint(make_job, train, lines, tmp_path, which):
+    train(make_job(steps=2))
+    straight = train(make_job(steps=4, job={"name": "straight"}))
+    other = train(make_job(steps=4, job={"name": "other"}), resume=str(tmp_path / which))
+    assert curve(lines, other) == curve(lines, straight)[2:]
+
+
+def test_retention_keeps_the_newest(make_job, train):
+    summary = train(make_job(steps=6, checkpoint={"interval": 1, "keep": 2}))
+    assert sorted(p.name for p in (summary.folder / "checkpoints").iterdir()) == ["step-5", "step-6"]
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("damage", "fault"),
+    [
+        (flip, "is damaged: its SHA-256 is not the manifest's"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "bytes, the manifest says"),
+        (lambda path: path.unlink(), "is missing"),
+    ],
+)
+@pytest.mark.parametrize("file", ["__0_0.distcp", "index.json"])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(make_job, train, lines, damage, fault, file):
+    straight = train(make_job(steps=5, job={"name": "straight"}))
+    summary = train(make_job(steps=4, checkpoint={"interval": 2}))
+    damage(summary.folder / "checkpoints/step-4" / file)
+    with pytest.warns(UserWarning, match=f"step-4/{file}.*{fault}"):
+        again = train(make_job(steps=5))
+    assert curve(lines, again) == curve(lines, straight)
+
+
+def test_with_no_intact_checkpoint_the_run_refuses(make_job, train):
+    summary = train(make_job())
+    flip(summary.folder / "checkpoints/step-4/__0_0.distcp")
+    with pytest.warns(UserWarning), pytest.raises(CheckpointError, match="no checkpoint is intact: .*step-4"):
+        train(make_job(steps=5))
+
+
+def test_an_unfinished_checkpoint_is_not_seen(make_job, train):
+    summary = train(make_job(checkpoint={"interval": 2}))
+    folder = summary.folder / "checkpoints"
+    (folder / "step-4").rename(folder / "step-4.tmp")
+    assert train(make_job()).step == 4
+    assert sorted(p.name for p in folder.iterdir()) == ["step-2", "step-4"]
+
+
+class Planted:
+    def __reduce__(self):
+        return os.system, ("touch planted",)
+
+
+def rewrite_manifest(folder):
+    from forge_core.checkpoint.manager import _describe
+
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["files"] = {name: _describe(folder / name) for name in manifest["files"]}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize("where", ["whole file", "in the tensor's place", "metadata"])
+def test_nothing_in_a_checkpoint_is_executed(make_job, train, tmp_path, monkeypatch, where):
+    monkeypatch.chdir(tmp_path)
+    summary = train(make_job())
+    folder = summary.folder / "checkpoints/step-4"
+    data = folder / "__0_0.distcp"
+    if where == "whole file":
+        data.write_bytes(pickle.dumps(Planted()))
+    elif where == "in the tensor's place":
+        index = json.loads((folder / "index.json").read_text())
+        torch.save({"x": Planted()}, tmp_path / "evil")
+        evil = (tmp_path / "evil").read_bytes()
+        start = data.stat().st_size
+        data.write_bytes(data.read_bytes() + evil)
+        index["storage"][0][-2:] = [start, len(evil)]
+        (folder / "index.json").write_text(json.dumps(index))
+    else:
+        (folder / ".metadata").write_bytes(pickle.dumps(Planted()))
+        (folder / "index.json").write_bytes(pickle.dumps(Planted()))
+    rewrite_manifest(folder)
+    with pytest.raises(CheckpointError, match="cannot read|index.json"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        train(make_job(steps=5))
+    assert not (tmp_path / "planted").exists()
+
+
+def test_a_job_of_another_shape_is_refused_with_both_shapes(make_job, train):
+    train(make_job())
+    with pytest.raises(CheckpointError, match=r"embedding.weight is \[32, 16\] in the checkpoint, \[32, 24\] in this job"):
+        train(make_job(model=TinyModel(dim=24), steps=5))
+
+
+def test_state_that_is_not_plain_is_refused_when_saved(make_job, train):
+    from attrs import define, field
+
+    @define(kw_only=True, slots=False)
+    class Odd(TrainingHook):
+        value: object = field(init=False, factory=object)
+
+    with pytest.raises(CheckpointError, match="state must be tensors or plain types"):
+        train(make_job(), Odd())

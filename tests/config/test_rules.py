@@ -1,0 +1,119 @@
+"""Rules across fields: which are asked, and how their answers and failures are told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import attrs
+import pytest
+from attrs import define, frozen
+from job_parts import TopK, make_catalog
+
+from forge_core.components import OptimizerComponent, ParallelComponent, Plugin
+from forge_core.config.job import Job
+from forge_core.config.load import load_job
+from forge_core.config.rules import check_rules
+from forge_core.errors import JobError, PluginError, Problem
+from forge_core.hookspecs import hookimpl
+
+Load = Callable[..., Job]
+Problems = Callable[..., list[str]]
+
+
+@frozen(kw_only=True)
+class Strict(OptimizerComponent):
+    """Has a rule that names its layout, and one deep inside."""
+
+    nested: tuple[Strict, ...] = ()
+
+    def problems(self, job: Any, layout: Any) -> Iterable[Problem]:
+        return [Problem("", f"does not like {layout}")] if not self.nested else []
+
+
+@frozen(kw_only=True)
+class Torn(ParallelComponent):
+    def degrees(self) -> dict[str, int | str]:
+        raise RuntimeError("no degrees today")
+
+
+@define(kw_only=True, slots=False)
+class Failing(Plugin):
+    @hookimpl
+    def forge_validate_job(self) -> Iterable[Problem]:
+        raise KeyError("steps")
+
+
+def test_components_at_any_depth_are_asked_with_the_layout(load: Load) -> None:
+    job = attrs.evolve(load(), optimizer=Strict(nested=(Strict(), Strict())))
+    found = check_rules(job, make_catalog(), world_size=4)
+    assert found == [
+        Problem("optimizer.nested.0", "does not like replicate 4"),
+        Problem("optimizer.nested.1", "does not like replicate 4"),
+    ]
+
+
+def test_a_failure_in_the_degrees_of_a_stage_is_told(load: Load) -> None:
+    job = attrs.evolve(load(), parallel={"torn": Torn()})
+    assert check_rules(job, make_catalog())[0] == Problem(
+        "parallel", "the layout cannot be planned: RuntimeError: no degrees today"
+    )
+
+
+def test_a_failure_in_a_plugins_rule_names_the_plugin(load: Load) -> None:
+    catalog = make_catalog().with_components({"plugin": {"failing": Failing}}, "forge-plugin-failing")
+    [problem] = check_rules(attrs.evolve(load(), plugins={"mine": Failing()}), catalog)
+    assert problem.path == "plugins"
+    assert problem.message == (
+        "forge_validate_job failed in plugin 'mine' (forge-plugin-failing/failing): KeyError: 'steps'"
+    )
+
+
+def test_an_installed_plugin_that_the_job_does_not_name_is_not_asked(load: Load, problems: Problems) -> None:
+    assert load("[train]\ngrad_clip_norm = 0.0").train.grad_clip_norm == 0.0
+    assert problems("[train]\ngrad_clip_norm = 0.0\n[plugins.careful]") == [
+        "job.toml:2: train.grad_clip_norm: must be in (0, 1.0] with [plugins.careful]"
+    ]
+
+
+def test_rules_see_the_settings_of_the_plugin(load: Load, problems: Problems) -> None:
+    assert load("[plugins.careful]\nlimit = 2.0", "--train.grad_clip_norm=1.5").train.grad_clip_norm == 1.5
+    assert "must be in (0, 0.5]" in problems("[plugins.careful]\nlimit = 0.5")[0]
+
+
+def test_rules_are_checked_beside_mistakes_in_other_tables(problems: Problems) -> None:
+    assert problems("[job]\nsede = 1\n[model]\nheads = 5") == [
+        "job.toml:2: job.sede: unknown key; did you mean 'seed'?",
+        "job.toml:4: model.heads: 5 does not divide dim 64",
+    ]
+
+
+def test_rules_about_a_table_with_mistakes_wait_for_their_correction(problems: Problems) -> None:
+    """The default stands in for the misspelt key, and 4 heads would not divide 30."""
+    assert problems("[model]\ndim = 30\nhaeds = 5") == ["job.toml:3: model.haeds: unknown key; did you mean 'heads'?"]
+
+
+def test_the_layout_is_that_of_the_ranks_asked_for(load: Load, problems: Problems) -> None:
+    stages = "[parallel.tp]\ndegree = 2\n[parallel.fsdp]"
+    assert load(stages, world_size=8).parallel["tp"].degrees() == {"tp": 2}
+    [line] = problems(stages, world_size=3)
+    assert line == "job.toml:1: parallel: tp 2 = 2 does not divide the 3 ranks"
+
+
+def test_problems_are_data_as_well_as_text(load: Load) -> None:
+    with pytest.raises(JobError) as caught:
+        load("[train]\nsteps = 0", "--job.sede=1")
+    assert caught.value.problems == [
+        Problem("train.steps", "must be > 0, got 0", "job.toml:2"),
+        Problem("job.sede", "unknown key; did you mean 'seed'?", "--job.sede=1"),
+    ]
+
+
+def test_a_router_is_no_optimizer(load: Load) -> None:
+    catalog = make_catalog().with_components({"optimizer": {"topk": TopK}}, "forge-plugin-mine")
+    with pytest.raises(JobError, match="is not a subclass of OptimizerComponent"):
+        load_job("good.toml", overrides=['--optimizer={type = "topk"}'], catalog=catalog) if load() else None
+
+
+def test_plugin_errors_are_job_errors() -> None:
+    assert issubclass(PluginError, JobError)

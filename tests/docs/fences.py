@@ -1,0 +1,147 @@
+"""The pages, read as what they promise: files, jobs, and commands with what they print.
+
+A fenced block with a `title` is a file of that name, in a folder that a page has to itself. A `console` block shows
+commands (`$ forge-run check job.toml`) and, to the letter, what they print in that folder; `…` stands for anything.
+`python tests/docs/fences.py` runs the commands and writes what they print today into the blocks without `…`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from attrs import frozen
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "docs" / "examples" / "forge-plugin-signsgd"
+PAGES = [
+    ROOT / "README.md",
+    *sorted(path for path in (ROOT / "docs").rglob("*.md") if "examples" not in path.parts),
+    EXAMPLE / "README.md",
+    *sorted((ROOT / "plugins").glob("*/README.md")),
+]
+
+NEED_EXAMPLE = (ROOT / "docs" / "writing-a-plugin.md", EXAMPLE / "README.md")
+"""Pages on which the example plugin is installed."""
+
+FENCE = re.compile(r'^```(?P<language>\w+)(?: title="(?P<title>[^"]+)")?\n(?P<text>.*?)^```$', re.MULTILINE | re.DOTALL)
+INCLUDE = re.compile(r'^--8<-- "(?P<path>[^"]+)"\n', re.MULTILINE)
+REQUIRED = {"train", "model", "data", "optimizer"}
+BROKEN = "broken.toml"
+"""Title of a job that is wrong on purpose."""
+
+
+@frozen
+class Fence:
+    """A fenced block of a page."""
+
+    page: Path
+    line: int
+    language: str
+    title: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+    @property
+    def table(self) -> dict[str, Any]:
+        """What a `toml` block says."""
+        try:
+            return tomllib.loads(self.text)
+        except tomllib.TOMLDecodeError as error:
+            raise AssertionError(f"{self} is not TOML: {error}") from error
+
+    @property
+    def is_job(self) -> bool:
+        """Whether a `toml` block is a job or a part of one, and not a pyproject.toml."""
+        return self.language == "toml" and self.title != BROKEN and not self.table.keys() & {"project", "build-system"}
+
+    @property
+    def is_whole_job(self) -> bool:
+        return self.is_job and self.table.keys() >= REQUIRED
+
+    @property
+    def commands(self) -> list[tuple[str, str]]:
+        """Commands of a `console` block, each with what it prints."""
+        return [tuple(part.split("\n", 1)) for part in re.split(r"^\$ ", self.text, flags=re.MULTILINE)[1:]]  # type: ignore[misc]
+
+
+def fences(page: Path) -> Iterator[Fence]:
+    """The fenced blocks of a page, with included files in place."""
+    source = page.read_text()
+    for match in FENCE.finditer(source):
+        text = INCLUDE.sub(lambda include: (ROOT / include["path"]).read_text(), match["text"])
+        line = source.count("\n", 0, match.start()) + 1
+        yield Fence(page, line, match["language"], match["title"] or "", text)
+
+
+ALL = [fence for page in PAGES for fence in fences(page)]
+
+
+def write_files(blocks: Sequence[Fence], folder: Path) -> None:
+    """Write the titled blocks of a page into `folder`, beside the repository's `configs`."""
+    for block in blocks:
+        if block.title:
+            path = folder / block.title
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(block.text)
+    shutil.copytree(ROOT / "configs", folder / "configs", dirs_exist_ok=True)
+
+
+def install_example(target: Path) -> Path:
+    """Install the example plugin into a folder, which takes effect as PYTHONPATH; the environment stays as it is."""
+    options = ["--quiet", "--no-deps", "--no-build-isolation", "--target", str(target)]
+    subprocess.run([sys.executable, "-m", "pip", "install", *options, str(EXAMPLE)], check=True)
+    return target
+
+
+def printed(command: str, folder: Path, installed: Path | None = None) -> str:
+    """What a command prints in `folder`, errors included. `installed`: further packages (see `install_example`)."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = os.environ | {"PATH": path, "PYTHONPATH": str(installed or ""), "COLUMNS": "100"}
+    done = subprocess.run(
+        ["bash", "-c", command],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    return done.stdout.rstrip("\n")
+
+
+def agrees(shown: str, real: str) -> bool:
+    """Whether a page shows what was really printed, but for the lines it leaves out."""
+    pattern = ".*".join(map(re.escape, shown.strip("\n").split("…")))
+    return re.fullmatch(pattern, real.strip("\n"), re.DOTALL) is not None
+
+
+def _refreshed(page: Path, installed: Path | None) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        write_files(list(fences(page)), Path(folder))
+
+        def refresh(match: re.Match[str]) -> str:
+            if match["language"] != "console" or "…" in match["text"]:
+                return match[0]
+            commands = re.findall(r"^\$ (.*)$", match["text"], re.MULTILINE)
+            outputs = [printed(command, Path(folder), installed) for command in commands]
+            blocks = [f"$ {command}\n{output}" for command, output in zip(commands, outputs, strict=True)]
+            return "```console\n" + "\n".join(blocks) + "\n```"
+
+        return FENCE.sub(refresh, page.read_text())
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as target:
+        example = install_example(Path(target))
+        for page in PAGES:
+            page.write_text(_refreshed(page, example if page in NEED_EXAMPLE else None))

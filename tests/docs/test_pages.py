@@ -1,0 +1,123 @@
+"""What the pages show is true: jobs pass the check, commands print what is shown, everything offered is listed."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+import fences
+import pytest
+from fences import ALL, BROKEN, EXAMPLE, NEED_EXAMPLE, ROOT, Fence
+
+from forge_core import Catalog, JobError, Problem, Trainer, load_job
+
+REST_OF_A_JOB = """
+[train]
+steps = 100
+global_batch_size = 8
+seq_len = 64
+[model]
+type = "forge_core.testing:TinyModel"
+[optimizer]
+type = "forge_core.testing:TinyAdamW"
+[data.tokenizer]
+type = "bytes"
+[[data.sources]]
+type = "forge_core.testing:Numbers"
+"""
+"""What a fragment is layered over, to be checked like a job."""
+
+DATA = re.compile(r"data\.(sources\.\d+|tokenizer)\.path")
+"""Data that a page names need not exist here."""
+
+JOBS = [fence for fence in ALL if fence.is_job]
+TINY = [
+    fence for fence in JOBS if fence.is_whole_job and fence.table["model"]["type"].startswith("forge_core.testing:")
+]
+WITH_COMMANDS = sorted({fence.page for fence in ALL if fence.language == "console"})
+PROJECTS = [tomllib.loads(path.read_text())["project"] for path in sorted(ROOT.glob("plugins/*/pyproject.toml"))]
+
+
+@pytest.fixture
+def visit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, catalog: Catalog) -> Callable[[Path], Catalog]:
+    """Go to a folder that holds the files of a page; gives what is installed there."""
+
+    def go(page: Path) -> Catalog:
+        fences.write_files([fence for fence in ALL if fence.page == page], tmp_path)
+        (tmp_path / "rest.toml").write_text(REST_OF_A_JOB)
+        monkeypatch.chdir(tmp_path)
+        if page not in NEED_EXAMPLE:
+            return catalog
+        monkeypatch.syspath_prepend(EXAMPLE)
+        import forge_plugin_signsgd
+
+        return catalog.with_components({"optimizer": {"signsgd": forge_plugin_signsgd.SignSGD}}, EXAMPLE.name)
+
+    return go
+
+
+def problems(files: list[str], catalog: Catalog) -> list[Problem]:
+    try:
+        load_job(*files, catalog=catalog)
+    except JobError as error:
+        return error.problems
+    return []
+
+
+def test_there_are_jobs_fragments_tiny_jobs_and_commands_to_check() -> None:
+    assert {fence.is_whole_job for fence in JOBS} == {True, False}
+    assert TINY
+    assert WITH_COMMANDS
+
+
+@pytest.mark.parametrize("fence", JOBS, ids=str)
+def test_every_job_passes_the_check_and_every_fragment_as_part_of_one(fence: Fence, visit: Callable) -> None:
+    catalog = visit(fence.page)
+    Path("shown.toml").write_text(fence.text)
+    files = ["shown.toml"] if fence.is_whole_job else ["rest.toml", "shown.toml"]
+    assert [str(problem) for problem in problems(files, catalog) if not DATA.fullmatch(problem.path)] == []
+
+
+@pytest.mark.parametrize("fence", TINY, ids=str)
+def test_every_tiny_job_trains(fence: Fence, visit: Callable) -> None:
+    catalog = visit(fence.page)
+    Path("shown.toml").write_text(fence.text)
+    job = load_job("shown.toml", catalog=catalog)
+    assert Trainer(job, catalog=catalog, echo=lambda text: None).run().step == job.train.steps
+
+
+@pytest.mark.parametrize("fence", [fence for fence in ALL if fence.title == BROKEN], ids=str)
+def test_a_job_that_is_shown_as_broken_is_refused(fence: Fence, visit: Callable) -> None:
+    catalog = visit(fence.page)
+    with pytest.raises(JobError):
+        load_job(BROKEN, catalog=catalog)
+
+
+@pytest.mark.parametrize("fence", [fence for fence in ALL if fence.language == "python"], ids=str)
+def test_every_python_block_compiles(fence: Fence) -> None:
+    compile(fence.text, str(fence), "exec")
+
+
+@pytest.mark.parametrize("page", WITH_COMMANDS, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_print_what_the_page_shows(page: Path, visit: Callable, installed_example: Path) -> None:
+    visit(page)
+    installed = installed_example if page in NEED_EXAMPLE else None
+    for fence in ALL:
+        if fence.page == page and fence.language == "console":
+            for command, shown in fence.commands:
+                real = fences.printed(command, Path.cwd(), installed)
+                assert fences.agrees(shown, real), (
+                    f"{fence}: $ {command}\n{real}\n(python {fences.__file__} renews pages)"
+                )
+
+
+@pytest.mark.parametrize("project", PROJECTS, ids=lambda project: project["name"])
+def test_the_readme_lists_every_distribution_with_what_it_offers(project: dict) -> None:
+    [row] = [
+        line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith(f"| `{project['name']}`")
+    ]
+    groups = project["entry-points"].items()
+    types = [type_ for group, entries in groups if group != "forge.kind" for type_ in entries]
+    assert [type_ for type_ in types if f"`{type_}`" not in row] == []

@@ -1,0 +1,115 @@
+"""Auxiliary losses and module metrics, against the explicit sum."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from attrs import frozen
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from forge_core.data.loader import TrainLoader
+from forge_core.engine.auxiliary import Recomputing
+from forge_core.engine.step import Stepper, metrics
+from forge_core.testing import Numbers, TinyModel
+from forge_core.testing.tiny_model import TinyNetwork
+
+WEIGHT = 10.0  # large, so that a wrong scale cannot hide
+
+
+class Penalised(nn.Module):
+    """A layer whose activations are penalised, in each unit."""
+
+    def __init__(self, layer, auxiliary, recompute):
+        super().__init__()
+        self.layer, self.auxiliary, self.recompute = layer, auxiliary, recompute
+
+    def forward(self, carry, batch):
+        if not self.recompute:
+            return self.penalised(carry, batch)
+        contexts = lambda: (nullcontext(), Recomputing(self.auxiliary))  # noqa: E731
+        return checkpoint(self.penalised, carry, batch, use_reentrant=False, context_fn=contexts)
+
+    def penalised(self, carry, batch):
+        (x,) = self.layer(carry, batch)
+        valid = (batch["labels"] != -100).unsqueeze(-1)
+        tokens = (x.square() * valid).sum()
+        sequences = x.mean(dim=1).square().sum()
+        weights = self.layer.down.weight.square().sum()
+        x = self.auxiliary.attach(x, tokens, unit="token", name="aux/token", weight=WEIGHT)
+        x = self.auxiliary.attach(x, sequences, unit="sequence", name="aux/sequence", weight=WEIGHT)
+        x = self.auxiliary.attach(x, weights, unit="layer", name="aux/layer", weight=WEIGHT)
+        self.auxiliary.metric("aux/forwards", torch.ones(()))
+        return (x,)
+
+
+
+
+@frozen(kw_only=True)
+class PenalisedModel(TinyModel):
+    recompute: bool = False
+
+    def build(self, context):
+        model = TinyNetwork(self.dim, self.layers, 0.0, 32, context.dtype)
+        for name, layer in model.layers.items():
+            model.layers[name] = Penalised(layer, context.auxiliary, self.recompute)
+        return model
+
+
+def explicit_gradients(run, batches):
+    """The objective written out over the whole batch."""
+    batch = {name: torch.cat([b[name] for b in batches]) for name in batches[0]}
+    model, sums = run.model, {"token": 0.0, "sequence": 0.0, "layer": 0.0}
+    carry = model.embed(batch)
+    for penalised in model.layers.values():
+        carry = penalised.layer(carry, batch)
+        valid = (batch["labels"] != -100).unsqueeze(-1)
+        sums["token"] += (carry[0].square() * valid).sum()
+        sums["sequence"] += carry[0].mean(dim=1).square().sum()
+        sums["layer"] += penalised.layer.down.weight.square().sum()
+    logits = model.head.logits(model.finish(carry, batch))
+    tokens = (batch["labels"] != -100).sum()
+    means = {
+        "aux/token": sums["token"] / tokens,
+        "aux/sequence": sums["sequence"] / len(batch["labels"]),
+        "aux/layer": sums["layer"],
+    }
+    loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+    gradients = torch.autograd.grad(loss + WEIGHT * sum(means.values()), list(model.parameters()))
+    return loss.item(), {name: mean.item() for name, mean in means.items()}, gradients
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("micro_batch_size", [1, 2, 8])
+def test_gradients_and_metrics_equal_the_explicit_sum(make_job, build, micro_batch_size, recompute):
+    model = PenalisedModel(recompute=recompute)
+    data = {"sources": (Numbers(ignored=7),)}
+    job = make_job(global_batch_size=8, micro_batch_size=micro_batch_size, precision="fp64", model=model, data=data)
+    run = build(job)
+    loader = TrainLoader(job, run.datasets, run.context)
+    batches = loader.next_step()
+    loader.close()
+    loss, means, gradients = explicit_gradients(run, batches)
+    _, sums = Stepper(run).gradients(batches, 0)
+    found = {name: value.item() for name, value in metrics(sums).items()}
+    assert found["loss"] == pytest.approx(loss, rel=1e-12), "the reported loss has no auxiliary part"
+    for name, mean in means.items():
+        assert found[name] == pytest.approx(mean, rel=1e-12), name
+    assert found["aux/forwards"] == 2 * 8 / micro_batch_size, "recomputation does not count"
+    for parameter, gradient in zip(run.model.parameters(), gradients, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-10, atol=1e-13)
+
+
+def test_evaluation_neither_counts_nor_penalises(make_job, build):
+    job = make_job(model=PenalisedModel())
+    run = build(job)
+    loader = TrainLoader(job, run.datasets, run.context)
+    batches = loader.next_step()
+    loader.close()
+    stepper = Stepper(run)
+    _, sums = stepper.gradients(batches, 0)
+    before = {name: value.item() for name, value in run.context.auxiliary.totals().items()}
+    run.executor.evaluate(batches)
+    assert {name: value.item() for name, value in run.context.auxiliary.totals().items()} == before

@@ -1,0 +1,132 @@
+"""What a step optimises: the mean over the valid tokens of the global batch, however it is cut."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from forge_core.data.loader import TrainLoader
+from forge_core.engine.state import model_tensors
+from forge_core.testing import Numbers, TinyModel
+
+
+def explicit_steps(run, steps):
+    """The same training written out: one batch, an explicit mean over valid tokens, explicit clipping."""
+    model = copy.deepcopy(run.model)
+    decay = [p for n, p in model.named_parameters() if p.ndim > 1 and "embedding" not in n]
+    rest = [p for n, p in model.named_parameters() if p.ndim == 1 or "embedding" in n]
+    groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2, eps=1e-5)
+    loader = TrainLoader(run.job, run.datasets, run.context)
+    losses, norms = [], []
+    for _ in range(steps):
+        micro = loader.next_step()
+        batch = {name: torch.cat([b[name] for b in micro]) for name in micro[0]}
+        logits = model.head.logits(model(batch))
+        loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        gradients = [p.grad for p in model.parameters()]
+        norms.append(torch.cat([g.flatten() for g in gradients]).norm().item())
+        for gradient in gradients:
+            gradient *= min(1.0, run.job.train.grad_clip_norm / norms[-1])
+        optimizer.step()
+        losses.append(loss.item())
+    loader.close()
+    return model, losses, norms
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 2, 4, 8])
+def test_accumulation_over_uneven_micro_batches_is_the_mean_over_valid_tokens(
+    make_job, build, train, lines, catalog, micro_batch_size
+):
+    job = make_job(
+        global_batch_size=8,
+        micro_batch_size=micro_batch_size,
+        precision="fp64",
+        grad_clip_norm=0.5,
+        data={"sources": (Numbers(ignored=7),)},
+    )
+    model, losses, norms = explicit_steps(build(job), job.train.steps)
+    trained = {}
+
+    from forge_core.components import TrainingHook
+
+    class Keep(TrainingHook):
+        def on_train_end(self, context):
+            trained.update(model_tensors(context.model))
+
+    records = lines(train(job, Keep()))
+    assert [r["loss"] for r in records] == pytest.approx(losses, rel=1e-12)
+    assert [r["grad_norm"] for r in records] == pytest.approx(norms, rel=1e-12)
+    for name, tensor in model_tensors(model).items():
+        torch.testing.assert_close(trained[name], tensor, rtol=1e-10, atol=1e-12)
+
+
+def test_bf16_keeps_weights_gradients_norms_and_losses_in_float32(make_job, build):
+    run = build(make_job(precision="bf16"))
+    seen = {}
+    embed = run.model.embed
+    run.model.embed = lambda batch: seen.setdefault("carry", embed(batch))
+    from forge_core.engine.step import Stepper
+
+    loader = TrainLoader(run.job, run.datasets, run.context)
+    stepper = Stepper(run)
+    output, sums = stepper.gradients(loader.next_step(), 0)
+    loader.close()
+    assert seen["carry"][0].dtype == torch.bfloat16
+    assert output.loss_sum.dtype == torch.float32
+    assert stepper.norm().dtype == torch.float32
+    assert {p.dtype for p in run.model.parameters()} == {torch.float32}
+    assert {p.grad.dtype for p in run.model.parameters()} == {torch.float32}
+
+
+def test_a_step_in_which_every_label_is_ignored_changes_nothing_and_is_finite(make_job, build):
+    run = build(make_job(precision="fp64"))
+    from forge_core.engine.step import Stepper
+
+    loader = TrainLoader(run.job, run.datasets, run.context)
+    batches = loader.next_step()
+    loader.close()
+    for batch in batches:
+        batch["labels"].fill_(-100)
+    stepper = Stepper(run)
+    _, sums = stepper.gradients(batches, 0)
+    assert sums["loss_sum"].item() == 0
+    assert sums["count"].item() == 0
+    assert stepper.norm().item() == 0
+
+
+def test_several_sources_report_their_own_loss(make_job, train, lines):
+    sources = (Numbers(weight=3.0), Numbers(start=500))
+    record = lines(train(make_job(global_batch_size=8, data={"sources": sources})))[0]
+    tokens = {"loss/source_0", "loss/source_1"}
+    assert tokens <= record.keys()
+    assert min(record[t] for t in tokens) <= record["loss"] <= max(record[t] for t in tokens)
+
+
+def test_frozen_parameters_stay_and_are_not_counted_in_the_norm(make_job, build, train):
+    from forge_core.components import TrainingHook
+
+    class Freeze(TrainingHook):
+        def on_train_begin(self, context):
+            context.model.head.weight.requires_grad_(False)
+            self.before = context.model.head.weight.clone()
+
+        def on_train_end(self, context):
+            assert torch.equal(context.model.head.weight, self.before)
+            self.checked = True
+
+    hook = Freeze()
+    train(make_job(), hook)
+    assert hook.checked
+
+
+def test_loss_falls(make_job, train, lines):
+    records = lines(train(make_job(steps=60, global_batch_size=16, model=TinyModel(dim=32))))
+    assert records[-1]["loss"] < 0.5 * records[0]["loss"]
+
+

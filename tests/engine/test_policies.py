@@ -1,0 +1,313 @@
+"""Non-finite steps, signals, dry run, waits, evaluation mode, schedules, devices."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+from collections import Counter
+
+import pytest
+import torch
+from attrs import define, frozen
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from forge_core.components import OptimizerComponent, SchedulerComponent, TrainingHook
+from forge_core.errors import ExitCode, ForgeError, JobError, NonFiniteError
+from forge_core.testing import Numbers, TinyAdamW, TinyModel
+
+
+@define(kw_only=True, slots=False)
+class Poison(TrainingHook):
+    """Makes one gradient infinite at some steps."""
+
+    at: tuple[int, ...]
+
+    def on_gradients(self, context):
+        self.weight = context.model.head.weight
+        self.before = self.weight.detach().clone()
+
+    def on_step_begin(self, context):
+        if context.step in self.at:
+            context.batches[0]["labels"][0, 0] = 1
+            self.handle = context.model.head.weight.register_hook(lambda gradient: gradient * torch.inf)
+
+    def on_step_end(self, context):
+        if context.step in self.at:
+            self.handle.remove()
+            self.unchanged = torch.equal(self.weight, self.before)
+
+
+def test_a_step_that_is_not_finite_is_skipped_counted_and_logged(make_job, train, lines):
+    poison = Poison(at=(2,))
+    records = lines(train(make_job(), poison))
+    assert poison.unchanged
+    assert [record.get("skipped", 0) for record in records] == [0, 1, 0, 0]
+    assert records[1]["grad_norm"] in ("inf", "nan")
+    assert records[2]["grad_norm"] < 10
+    assert [record["tokens"] for record in records] == [32, 64, 96, 128]
+
+
+def test_a_skipped_update_advances_step_and_schedule_but_not_the_optimizer(make_job, train):
+    @define(kw_only=True, slots=False)
+    class Watch(TrainingHook):
+        def on_train_end(self, context):
+            self.steps = {int(state["step"]) for state in context.optimizer.state.values()}
+
+    watch = Watch()
+    summary = train(make_job(), Poison(at=(2,)), watch)
+    assert (summary.step, watch.steps) == (4, {3})
+
+
+def test_too_many_skipped_updates_in_a_row_stop_the_run_with_everything_saved(make_job, train, tmp_path):
+    with pytest.raises(NonFiniteError, match="3 steps in a row, up to step 4") as caught:
+        train(make_job(steps=9, non_finite_limit=3), Poison(at=(2, 3, 4, 5)))
+    assert caught.value.exit_code == ExitCode.NON_FINITE
+    assert (tmp_path / "run/checkpoints/step-4/manifest.json").is_file()
+
+
+def test_policy_stop_ends_at_the_first(make_job, train, tmp_path):
+    with pytest.raises(NonFiniteError, match="1 step in a row, up to step 2"):
+        train(make_job(non_finite="stop"), Poison(at=(2,)))
+    assert (tmp_path / "run/checkpoints/step-2").is_dir()
+
+
+def test_policy_ignore_updates_all_the_same(make_job, train):
+    poison = Poison(at=(2,))
+    train(make_job(non_finite="ignore", steps=2), poison)
+    assert not poison.unchanged
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_finishes_the_step_saves_and_stops(make_job, train, number):
+    @define(kw_only=True, slots=False)
+    class Send(TrainingHook):
+        def on_gradients(self, context):
+            if context.step == 2:
+                os.kill(os.getpid(), number)
+
+    summary = train(make_job(), Send())
+    assert summary.stopped == f"signal {number.name}"
+    assert summary.exit_code == ExitCode.STOPPED
+    assert (summary.folder / "checkpoints/step-2").is_dir()
+    assert train(make_job()).step == 4, "the same command continues"
+
+
+def test_the_dry_run_leaves_no_trace(make_job, train, lines, tmp_path):
+    model = TinyModel(dropout=0.2)
+    curves = []
+    for mode in ("never", "always"):
+        job = make_job(model=model, dry_run=mode, job={"name": mode})
+        curves.append([(r["loss"], r["grad_norm"]) for r in lines(train(job))])
+    assert curves[0] == curves[1]
+
+
+def test_the_dry_run_finds_errors_before_the_first_step(make_job, train):
+    @define(kw_only=True, slots=False)
+    class Never(TrainingHook):
+        def on_step_begin(self, context):
+            pytest.fail("training started")
+
+    with pytest.raises(ForgeError, match=r"the dry run failed on a micro-batch of \(4, 8\): IndexError"):
+        train(make_job(dry_run="always", data={"sources": (Broken(),)}), Never())
+
+
+@frozen(kw_only=True)
+class Broken(Numbers):
+    """Token ids beyond the model's vocabulary."""
+
+    def build(self, context):
+        class Beyond:
+            held_out, bytes_per_token = None, None
+
+            def __len__(self):
+                return 8
+
+            def __getitem__(self, index):
+                import numpy as np
+
+                return {"input_ids": np.full(8, 1000), "labels": np.zeros(8, np.int64)}
+
+        return Beyond()
+
+
+class Waits(TorchDispatchMode):
+    """Counts operations that hand a device's value to the host."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if name in ("_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal"):
+            self.counts[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@define(kw_only=True, slots=False)
+class CountWaits(TrainingHook):
+    """Counts waits from the second step's begin to its end, across the update."""
+
+    def on_step_begin(self, context):
+        if context.step == 2:
+            self.mode = Waits()
+            self.mode.__enter__()
+
+    def on_step_end(self, context):
+        if context.step == 2:
+            self.mode.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize(("policy", "waits"), [("ignore", 0), ("skip", 1), ("stop", 1)])
+def test_a_step_waits_for_the_device_only_where_declared(make_job, train, policy, waits):
+    counter = CountWaits()
+    train(make_job(non_finite=policy, optimizer=FusedAdamW()), counter)
+    assert sum(counter.mode.counts.values()) == waits, counter.mode.counts
+
+
+@frozen(kw_only=True)
+class FusedAdamW(TinyAdamW):
+    def build(self, context, parameters):
+        return torch.optim.AdamW(parameters.groups(0.1), lr=self.lr, fused=True)
+
+
+class Switching(torch.optim.SGD):
+    """Keeps other weights for evaluation, as schedule-free optimizers do."""
+
+    mode = "train"
+
+    def eval(self):
+        self.mode = "eval"
+
+    def train(self):
+        self.mode = "train"
+
+    def step(self, closure=None):
+        assert self.mode == "train"
+        return super().step(closure)
+
+
+@frozen(kw_only=True)
+class SwitchingComponent(OptimizerComponent):
+    def build(self, context, parameters):
+        return Switching(parameters.groups(0.0), lr=0.1)
+
+
+def test_optimizer_and_model_are_in_evaluation_mode_during_evaluation_only(make_job, train, monkeypatch):
+    from forge_core.engine.evaluation import HeldOut
+
+    seen = []
+
+    class Watched(HeldOut):
+        def evaluate(self, context):
+            seen.append((context.model.training, torch.is_grad_enabled()))
+            return {}
+
+    @define(kw_only=True, slots=False)
+    class Watch(TrainingHook):
+        def on_eval_end(self, context, metrics):
+            seen.append((context.optimizer.mode, context.model.training))
+
+    job = make_job(steps=1, optimizer=SwitchingComponent(), evaluations={"held_out": Watched()})
+    train(job, Watch())
+    assert seen == [(False, False), ("train", True)]
+
+
+def test_the_first_update_has_a_rate_and_warmup_reaches_the_base(make_job, train, lines):
+    from forge_core.schedules import Constant
+
+    records = lines(train(make_job(scheduler=Constant(warmup_steps=2))))
+    assert [record["lr"] for record in records] == pytest.approx([0.005, 0.01, 0.01, 0.01])
+
+
+@frozen(kw_only=True)
+class Ramp(SchedulerComponent):
+    def build(self, context):
+        return lambda step, total: 0.5 + 0.1 * step / total
+
+
+@frozen(kw_only=True)
+class Momentum(OptimizerComponent):
+    lr: float = 0.1
+    momentum: float | SchedulerComponent = 0.9
+
+    def build(self, context, parameters):
+        return torch.optim.SGD(parameters.groups(0.0), lr=self.lr, momentum=0.9)
+
+
+def test_any_scalar_of_an_optimizer_may_follow_a_schedule(make_job, train):
+    @define(kw_only=True, slots=False)
+    class Watch(TrainingHook):
+        def on_train_begin(self, context):
+            self.seen = []
+
+        def on_step_end(self, context):
+            self.seen.append(context.optimizer.param_groups[0]["momentum"])
+
+    watch = Watch()
+    train(make_job(optimizer=Momentum(momentum=Ramp())), watch)
+    assert watch.seen == pytest.approx([0.5, 0.525, 0.55, 0.575])
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 3, 4])
+def test_evaluation_is_the_mean_over_all_held_out_tokens(make_job, train, build, micro_batch_size):
+    data = {"sources": (Numbers(held_out=7),)}
+    job = make_job(global_batch_size=12, micro_batch_size=micro_batch_size, data=data, precision="fp64", steps=1)
+    summary = train(job)
+    assert summary.evaluation["eval/tokens"] == 7 * 8
+    expected = train(make_job(global_batch_size=12, data=data, precision="fp64", steps=1, job={"name": "whole"}))
+    assert summary.evaluation["eval/loss"] == pytest.approx(expected.evaluation["eval/loss"], rel=1e-12)
+    assert summary.evaluation["eval/bits_per_byte"] == pytest.approx(summary.evaluation["eval/loss"] / 0.6931471805599453 / 2)
+
+
+def test_evaluation_does_not_change_training(make_job, train, lines):
+    model = TinyModel(dropout=0.2)
+    often = train(make_job(model=model, eval={"interval": 1}, job={"name": "often"}))
+    never = train(make_job(model=model, job={"name": "never"}))
+    assert [r["loss"] for r in lines(often)] == [r["loss"] for r in lines(never)]
+
+
+def test_cuda_is_refused_by_name_where_there_is_none(make_job, train, monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(JobError, match=r'train\.device: is "cuda", but torch finds no CUDA device'):
+        train(make_job(device="cuda"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_collector_is_off_during_training_and_on_afterwards(make_job, train):
+    @define(kw_only=True, slots=False)
+    class Watch(TrainingHook):
+        def on_step_end(self, context):
+            self.enabled = gc.isenabled()
+
+    watch = Watch()
+    train(make_job(), watch)
+    assert not watch.enabled
+    assert gc.isenabled()
+
+
+def test_a_run_folder_has_one_owner(make_job, train):
+    @define(kw_only=True, slots=False)
+    class Second(TrainingHook):
+        def on_step_end(self, context):
+            with pytest.raises(ForgeError, match=f"is in use by process {os.getpid()}"):
+                train(make_job())
+            self.tried = True
+
+    hook = Second()
+    train(make_job(), hook)
+    assert hook.tried
+
+
+def test_deterministic_algorithms_are_a_key(make_job, train):
+    @define(kw_only=True, slots=False)
+    class Watch(TrainingHook):
+        def on_step_end(self, context):
+            self.deterministic = torch.are_deterministic_algorithms_enabled()
+
+    watch = Watch()
+    train(make_job(deterministic=True), watch)
+    assert watch.deterministic
+    train(make_job(job={"name": "again"}), watch)
+    assert not watch.deterministic

@@ -1,0 +1,103 @@
+"""Initialisation: seeded by (seed, name), complete, independent of how parameters are sharded."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from attrs import frozen
+from torch import nn
+
+from forge_core.engine.state import model_tensors
+from forge_core.errors import ForgeError
+from forge_core.modules import Linear
+from forge_core.parallel.initialise import BLOCK, SeededFill
+from forge_core.testing import TinyModel
+
+
+def test_the_same_seed_and_name_give_the_same_values(make_job, build):
+    first, second = (model_tensors(build(make_job()).model) for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert not torch.equal(first["layers.0.up.weight"], first["layers.1.up.weight"])
+
+
+def test_another_seed_gives_other_values(make_job, build):
+    first, second = (build(make_job(job={"seed": seed})).model for seed in (1, 2))
+    assert not torch.equal(first.head.weight, second.head.weight)
+
+
+def test_a_layer_more_leaves_the_others_as_they_are(make_job, build):
+    small, large = (model_tensors(build(make_job(model=TinyModel(layers=n))).model) for n in (2, 3))
+    assert all(torch.equal(small[name], large[name]) for name in small)
+
+
+@pytest.mark.parametrize("shape", [(1000, 3000), (7, 5, 4), (9,)])
+def test_values_have_the_distribution_that_was_asked_for(shape):
+    parameter = torch.full(shape, torch.nan)
+    SeededFill(parameter, "w", 1).normal(0.5)
+    assert torch.isfinite(parameter).all()
+    if parameter.numel() > 10**6:
+        assert parameter.std().item() == pytest.approx(0.5, rel=0.01)
+        assert parameter.mean().item() == pytest.approx(0, abs=0.01)
+        rows = BLOCK // 3000
+        assert not torch.equal(parameter[:rows], parameter[rows : 2 * rows]), "blocks differ"
+
+
+def test_truncated_values_stay_within_their_bound():
+    parameter = torch.empty(2000, 100)
+    SeededFill(parameter, "w", 1).trunc_normal(0.1, bound=2)
+    assert 0.19 < parameter.abs().max() <= 0.2
+
+
+@frozen(kw_only=True)
+class Custom(TinyModel):
+    """The tiny model with a module of the test's."""
+
+    def build(self, context):
+        model = super().build(context)
+        model.extra = self.extra()
+        return model
+
+    def extra(self):
+        raise NotImplementedError
+
+
+class Forgets(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(3))
+
+
+def test_a_module_that_cannot_initialise_itself_is_named(make_job, build):
+    @frozen(kw_only=True)
+    class Model(Custom):
+        def extra(self):
+            return Forgets()
+
+    with pytest.raises(ForgeError, match=r"Forgets \(extra\) cannot initialise weight: implement init_parameter"):
+        build(make_job(model=Model()))
+
+
+def test_a_parameter_that_stays_nan_is_found(make_job, build):
+    class HalfDone(Linear):
+        def init_parameter(self, name, fill):
+            fill.used = True
+
+    @frozen(kw_only=True)
+    class Model(Custom):
+        def extra(self):
+            return HalfDone(2, 2)
+
+    with pytest.raises(ForgeError, match=r"parameter extra\.weight is not finite"):
+        build(make_job(model=Model()))
+
+
+def test_modules_of_torch_initialise_as_they_are_seeded(make_job, build):
+    @frozen(kw_only=True)
+    class Model(Custom):
+        def extra(self):
+            return nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(4))
+
+    first, second = (build(make_job(model=Model())).model.extra for _ in range(2))
+    assert torch.equal(first[0].weight, second[0].weight)
+    assert first[0].weight.abs().max().item() == pytest.approx(1 / 8, rel=0.01)
+    assert torch.equal(first[1].running_var, torch.ones(4))

@@ -1,0 +1,95 @@
+"""One curve: two and four ranks with whole copies of the model train like one."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from forge_core.components import TrainingHook
+from forge_core.engine.trainer import Trainer
+from forge_core.parallel.replicate import Replicate
+from forge_core.testing import Numbers, tiny_job
+
+spec = importlib.util.spec_from_file_location("processes", Path(__file__).parents[1] / "processes.py")
+processes = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(processes)
+
+DATA = {"sources": (Numbers(ignored=7, held_out=5),)}
+
+
+def job(folder, **changes):
+    settings = {"global_batch_size": 8, "precision": "fp64", "grad_clip_norm": 0.5, "data": DATA, "eval": {"interval": 2}}
+    return tiny_job(str(folder), None, **(settings | changes))
+
+
+def records(folder):
+    return [json.loads(line) for line in (Path(folder) / "run/metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("single")
+    Trainer(job(folder), echo=lambda text: None).run()
+    return records(folder)
+
+
+@pytest.mark.parametrize(("ranks", "micro_batch_size"), [(2, 0), (2, 1), (4, 2)])
+@pytest.mark.parametrize("named", [False, True])
+def test_the_curve_is_that_of_one_process(tmp_path, single, ranks, micro_batch_size, named):
+    stages = {"parallel": {"replicate": Replicate()}} if named else {}
+
+    def train(rank):
+        return Trainer(job(tmp_path, micro_batch_size=micro_batch_size, **stages), echo=lambda text: None).run().loss
+
+    losses = processes.run_on_ranks(ranks, train)
+    assert len(set(losses)) == 1, "every rank reports the global loss"
+    for found, expected in zip(records(tmp_path), single, strict=True):
+        for key in ("loss", "grad_norm", "eval/loss", "eval/tokens", "tokens"):
+            if key in expected:
+                assert found[key] == pytest.approx(expected[key], rel=1e-9), key
+
+
+def test_without_the_reduction_the_curve_differs(tmp_path, single, monkeypatch):
+    from forge_core.parallel.replicate_stage import ReplicateStage
+
+    monkeypatch.setattr(ReplicateStage, "complete_gradients", lambda self, model: None)
+    processes.run_on_ranks(2, lambda rank: Trainer(job(tmp_path), echo=lambda text: None).run() and None)
+    assert records(tmp_path)[-1]["eval/loss"] != pytest.approx(single[-1]["eval/loss"], rel=1e-6)
+
+
+def test_a_checkpoint_of_two_ranks_continues_on_one_and_back(tmp_path, single):
+    def train(steps):
+        return Trainer(job(tmp_path, steps=steps), echo=lambda text: None).run() and None
+
+    processes.run_on_ranks(2, lambda rank: train(1))
+    train(3)
+    processes.run_on_ranks(2, lambda rank: train(4))
+    found = [r["loss"] for r in records(tmp_path) if "loss" in r]
+    assert found == pytest.approx([r["loss"] for r in single if "loss" in r], rel=1e-9)
+
+
+def test_ranks_agree_on_a_stop_that_one_of_them_asks_for(tmp_path):
+    class Stop(TrainingHook):
+        def on_step_end(self, context):
+            import torch.distributed as dist
+
+            if dist.get_rank() == 1 and context.step == 2:
+                context.request_stop("rank 1 wants to")
+
+    def train(rank):
+        summary = Trainer(job(tmp_path), hooks=[Stop()], echo=lambda text: None).run()
+        return summary.step, summary.stopped
+
+    assert processes.run_on_ranks(2, train) == [(2, "another rank asked for it"), (2, "rank 1 wants to")]
+
+
+def test_a_bad_number_of_ranks_is_refused_with_the_arithmetic(tmp_path):
+    from forge_core.parallel.layout import plan_layout
+
+    layout, problems = plan_layout(job(tmp_path, parallel={"replicate": Replicate(replicate=3)}), 4)
+    assert [str(p) for p in problems] == ["parallel: replicate 3 = 3 does not divide the 4 ranks"]
+    layout, problems = plan_layout(job(tmp_path), 4)
+    assert (str(layout), problems) == ("replicate 4", [])

@@ -1,0 +1,133 @@
+"""Stages: order from their relations, and what they must not do to a model."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import pytest
+from attrs import frozen
+
+from forge_core.components import ParallelComponent
+from forge_core.errors import ForgeError, JobError
+from forge_core.parallel.stages import order_stages
+from forge_core.plugins.catalog import Catalog
+
+
+@frozen(kw_only=True)
+class Stage(ParallelComponent):
+    def build(self, context):
+        component = self
+
+        class Built:
+            def apply(self, model):
+                return component.transform(model)
+
+        return Built()
+
+    def transform(self, model):
+        return model
+
+
+@frozen(kw_only=True)
+class Sharding(Stage):
+    after: ClassVar = {"compiling": "blocks are compiled before they are sharded"}
+
+
+@frozen(kw_only=True)
+class Compiling(Stage):
+    pass
+
+
+@frozen(kw_only=True)
+class Swapping(Stage):
+    before: ClassVar = {"compiling": "it swaps the modules", "sharding": "it swaps the modules"}
+
+
+@frozen(kw_only=True)
+class Contrary(Stage):
+    after: ClassVar = {"sharding": "because"}
+    before: ClassVar = {"swapping": "why not"}
+
+
+STAGES = {"sharding": Sharding, "compiling": Compiling, "swapping": Swapping, "contrary": Contrary}
+
+
+@pytest.fixture
+def stages() -> Catalog:
+    return Catalog.installed().with_components({"parallel": STAGES})
+
+
+def chosen(catalog, *names):
+    return {name: catalog.load("parallel", name)() for name in names}
+
+
+@pytest.mark.parametrize("names", [("sharding", "compiling", "swapping"), ("compiling", "swapping", "sharding")])
+def test_the_order_follows_from_the_relations_whatever_the_file_says(stages, names):
+    ordered = order_stages(chosen(stages, *names), stages)
+    assert [stage.name for stage in ordered] == ["swapping", "compiling", "sharding"]
+    assert set(ordered[2].reasons) == {
+        "after compiling: blocks are compiled before they are sharded",
+        "after swapping: it swaps the modules",
+    }
+
+
+def test_without_a_relation_the_order_of_the_file_holds(stages):
+    assert [s.name for s in order_stages({"b": Stage(), "a": Stage()}, stages)] == ["b", "a"]
+
+
+def test_a_contradiction_is_named_with_its_reasons(stages):
+    names = ("swapping", "sharding", "contrary")
+    with pytest.raises(JobError, match=r"cannot be ordered: .*contrary after sharding \(because\)"):
+        order_stages(chosen(stages, *names), stages)
+
+
+@frozen(kw_only=True)
+class Renames(Stage):
+    def transform(self, model):
+        model.layers["9"] = model.layers.pop("1")
+        return model
+
+
+def test_a_stage_must_not_rename_parameters(make_job, build):
+    with pytest.raises(ForgeError, match=r"stage parallel\.r changed the names of parameters: layers\.1\.down\.weight"):
+        build(make_job(parallel={"r": Renames()}))
+
+
+@frozen(kw_only=True)
+class Hooks(Stage):
+    def transform(self, model):
+        model.layers["0"].register_forward_hook(lambda *args: None)
+        return model
+
+
+@frozen(kw_only=True)
+class Drops(Stage):
+    def transform(self, model):
+        model.layers["0"]._forward_hooks.clear()
+        return model
+
+
+def test_a_stage_must_not_lose_what_an_earlier_one_put_on(make_job, build):
+    with pytest.raises(ForgeError, match=r"stage parallel\.d lost what earlier stages had put on layers\.0"):
+        build(make_job(parallel={"h": Hooks(), "d": Drops()}))
+
+
+def test_a_stage_that_brings_an_executor_replaces_the_plain_one(make_job, build):
+    from forge_core.engine.plain_executor import PlainExecutor
+
+    class Mine(PlainExecutor):
+        pass
+
+    @frozen(kw_only=True)
+    class Pipeline(Stage):
+        def build(self, context):
+            class Built:
+                def apply(self, model):
+                    return model
+
+                def executor(self, model, loss):
+                    return Mine(model, loss)
+
+            return Built()
+
+    assert isinstance(build(make_job(parallel={"p": Pipeline()})).executor, Mine)

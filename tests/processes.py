@@ -1,0 +1,84 @@
+"""Runs a function on several ranks: real processes with gloo, forked after one import of torch."""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import io
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from queue import Empty
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def run_on_ranks(ranks: int, function: Callable[[int], Any], timeout: float = 60) -> list[Any]:
+    """`function(rank)` on every rank, results in the order of ranks.
+
+    Results travel as bytes: tensors in a queue would be asked for after their process has gone.
+
+    Raises:
+        AssertionError: a rank failed (its traceback is the message) or the time was up.
+    """
+    if dist.is_initialized():  # a child that inherits a group hangs when it frees it: its threads did not come along
+        dist.destroy_process_group()
+    gc.collect()
+    context = multiprocessing.get_context("fork")
+    results: Any = context.Queue()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with tempfile.TemporaryDirectory() as folder:
+        args = [(rank, ranks, function, Path(folder) / "meet", timeout, results) for rank in range(ranks)]
+        processes = [context.Process(target=_rank, args=arguments) for arguments in args]
+        for process in processes:
+            process.start()
+        try:
+            return _collect(processes, results, time.monotonic() + timeout)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+
+
+def _rank(rank: int, ranks: int, function: Callable[[int], Any], meet: Path, timeout: float, results: Any) -> None:
+    faulthandler.dump_traceback_later(timeout - 2, exit=True)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks))
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=ranks)
+        buffer = io.BytesIO()
+        torch.save(function(rank), buffer)
+        results.put((rank, True, buffer.getvalue()))
+        code = 0
+    except BaseException:
+        results.put((rank, False, traceback.format_exc()))
+        code = 1
+    results.close()
+    results.join_thread()
+    if code == 0:
+        dist.barrier()
+    os._exit(code)
+
+
+def _collect(processes: list[Any], results: Any, deadline: float) -> list[Any]:
+    found: dict[int, Any] = {}
+    errors: dict[int, str] = {}
+    while len(found) + len(errors) < len(processes) and not errors:
+        try:
+            rank, good, value = results.get(timeout=0.1)
+            (found if good else errors)[rank] = value
+        except Empty:
+            dead = [i for i, p in enumerate(processes) if p.exitcode not in (None, 0) and i not in errors]
+            if dead or time.monotonic() > deadline:
+                raise AssertionError(f"ranks {dead} died" if dead else "timed out") from None
+    if errors:
+        raise AssertionError("\n".join(f"rank {rank}: {error}" for rank, error in errors.items()))
+    return [torch.load(io.BytesIO(found[rank]), weights_only=False) for rank in sorted(found)]
