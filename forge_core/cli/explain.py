@@ -89,8 +89,12 @@ def _place_of(path: str, key: Key) -> Place:
     base = component_in(key.type)
     if base is not None:
         return Place(path, kind=base)
-    section = next((member for member in members(key.type) if is_section(member)), None)
+    section = _section_in(key)
     return Place(path, table=section) if section is not None else Place(path, key=key)
+
+
+def _section_in(key: Key) -> type | None:
+    return next((member for member in members(key.type) if is_section(member)), None)
 
 
 def _join(path: str, name: str) -> str:
@@ -108,8 +112,10 @@ def _explain_table(path: str, cls: type, catalog: Catalog) -> str:
 
 def _key_lines(key: Key, catalog: Catalog) -> Iterator[str]:
     yield f"{key.name}: {type_name(key.type)}{_conditions(key)}"
-    if key.doc:
-        yield wrapped(" ".join(key.doc.split()), "    ")
+    section = _section_in(key)
+    doc = key.doc or (one_paragraph(class_doc(section)) if section else "")
+    if doc:
+        yield wrapped(" ".join(doc.split()), "    ")
     base = component_in(key.type)
     if base is not None:
         yield wrapped(f"{_form(key)}; installed: {', '.join(catalog.types(base.kind)) or 'none'}", "    ")

@@ -64,18 +64,19 @@ def select(catalog: Catalog, name: str | None = None, kind: str | None = None) -
     offers = list(catalog.all_offers())
     if kind is not None:
         offers = [offer for offer in offers if offer.kind == kind]
-        _demand(offers, f"no installed component is of kind {kind!r}", kind, (o.kind for o in catalog.all_offers()))
+        known = {offer.kind for offer in catalog.all_offers()} | set(catalog.kinds())
+        _demand(offers, f"no installed component is of kind {kind!r}", kind, known)
     if name is not None:
         named = [offer for offer in offers if name in (offer.type, offer.qualified, offer.distribution.name)]
-        known = [name for offer in offers for name in (offer.type, offer.distribution.name)]
-        _demand(named, f"no installed distribution or type is called {name!r}", name, known)
+        names = {word for offer in offers for word in (offer.type, offer.distribution.name)}
+        _demand(named, f"no installed distribution or type is called {name!r}", name, names)
         return named
     return [offer for offer in offers if offer.kind != "kind" or kind == "kind"]
 
 
-def _demand(found: list[Offer], message: str, word: str, known: Iterable[str]) -> None:
+def _demand(found: list[Offer], message: str, word: str, known: set[str]) -> None:
     if not found:
-        raise JobError(f"forge-run plugins: {message}{did_you_mean(word, set(known))}")
+        raise JobError(f"forge-run plugins: {message}{did_you_mean(word, known)}")
 
 
 def row_of(offer: Offer, catalog: Catalog, probe: Probe | None = None) -> Row:

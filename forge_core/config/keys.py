@@ -10,9 +10,11 @@ from attrs import Attribute, frozen
 from forge_core.components import DefaultType
 from forge_core.config.describe import toml_text
 from forge_core.config.docs import field_docs
+from forge_core.config.leaves import Mismatch
 from forge_core.config.structure import resolved_fields
 from forge_core.config.validators import Demand, demands
 from forge_core.config.walk import default_of
+from forge_core.errors import PluginError
 
 
 @frozen
@@ -44,12 +46,15 @@ def keys_of(cls: type) -> list[Key]:
     """The keys of an attrs class, in order.
 
     Raises:
-        Mismatch: the types of its fields cannot be resolved.
+        PluginError: the types of its fields cannot be resolved.
     """
     docs = field_docs(cls)
+    try:
+        fields = resolved_fields(cls)
+    except Mismatch as mismatch:
+        raise PluginError(str(mismatch)) from mismatch
     return [
-        Key(key, f.type, _default(f), tuple(demands(f.validator)), docs.get(f.name, ""))
-        for key, f in resolved_fields(cls).items()
+        Key(key, f.type, _default(f), tuple(demands(f.validator)), docs.get(f.name, "")) for key, f in fields.items()
     ]
 
 

@@ -25,7 +25,6 @@ from forge_core.config.docs import class_doc, one_paragraph
 from forge_core.config.dump import to_toml
 from forge_core.config.job import Job
 from forge_core.config.keys import Key, keys_of
-from forge_core.config.leaves import Mismatch
 from forge_core.errors import PluginError
 from forge_core.plugins.catalog import Catalog
 
@@ -55,7 +54,7 @@ class _Writer:
         """A table with the keys of a class and no others.
 
         Raises:
-            Mismatch: the types of its fields cannot be resolved.
+            PluginError: the types of its fields cannot be resolved.
         """
         keys = keys_of(cls)
         return {
@@ -150,7 +149,7 @@ class _Writer:
             try:
                 cls = self._catalog.load(offer.kind, offer.qualified)
                 keys_of(cls)
-            except (PluginError, Mismatch) as error:
+            except PluginError as error:
                 self.left_out[str(error)] = None
                 continue
             if issubclass(cls, base):

@@ -186,8 +186,8 @@ class _Structurer:
 
     def _demand_table(self, value: Any, type_: Any) -> None:
         if isinstance(value, list) and any(isinstance(item, dict) for item in value):
-            wanted, header = (type_name(type_), "[{}.NAME]") if is_mapping(type_) else (f"one {type_name(type_)}", "[{}]")
-            raise Mismatch(f"expected {wanted}, got an array of tables", self._header(header))
+            one, header = ("", "[{}.NAME]") if is_mapping(type_) else ("one ", "[{}]")
+            raise Mismatch(f"expected {one}{type_name(type_)}, got an array of tables", self._header(header))
         if not isinstance(value, dict):
             raise unexpected(value, type_)
 

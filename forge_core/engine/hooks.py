@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from forge_core.config.job import Job
     from forge_core.plugins.manager import Plugins
-    from forge_core.protocols import Batch, Model, StepOutput
+    from forge_core.protocols import Batch, Model, StepOutput, Tokenizer
 
 EVENTS = tuple(name for name in vars(TrainingHook) if name.startswith("on_"))
 
@@ -31,6 +31,7 @@ class TrainContext:
     job: Job
     model: Model
     optimizer: torch.optim.Optimizer
+    tokenizer: Tokenizer | None
     folder: Path | None
     step: int
     """Completed steps."""

@@ -226,7 +226,8 @@ class Loop:
 
     def _common(self) -> dict[str, Any]:
         run = self.built
-        return {"job": self.job, "model": run.model, "optimizer": run.optimizer, "folder": self.folder}
+        common = {"job": self.job, "model": run.model, "optimizer": run.optimizer}
+        return {**common, "tokenizer": run.context.tokenizer, "folder": self.folder}
 
     def _train_context(self) -> TrainContext:
         return TrainContext(**self._common(), step=self.progress.step)

@@ -326,6 +326,8 @@ def check_requirement(distribution: Distribution) -> None:
     Raises:
         PluginError: they do not fit; the message says which side to upgrade.
     """
+    if _normalise(distribution.name) == CORE:
+        return
     from packaging.requirements import InvalidRequirement, Requirement
     from packaging.version import Version
 

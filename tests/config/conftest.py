@@ -8,14 +8,12 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from job_parts import make_catalog
-
 from forge_core.config.job import Job
 from forge_core.config.load import load_job
 from forge_core.errors import JobError
 from forge_core.plugins.catalog import Catalog
+
+sys.path.insert(0, str(Path(__file__).parent))  # for `job_parts`
 
 GOOD = (Path(__file__).parent / "broken" / "good.toml").read_text()
 
@@ -23,6 +21,8 @@ GOOD = (Path(__file__).parent / "broken" / "good.toml").read_text()
 @pytest.fixture
 def small_catalog() -> Catalog:
     """Components whose names and keys do not depend on what is installed."""
+    from job_parts import make_catalog
+
     return make_catalog()
 
 

@@ -10,7 +10,16 @@ from typing import Any
 from hypothesis import strategies as st
 
 from forge_core.components import Component
-from forge_core.config.describe import is_array, is_component, is_fixed, is_literal, is_mapping, is_section, item_type, members
+from forge_core.config.describe import (
+    is_array,
+    is_component,
+    is_fixed,
+    is_literal,
+    is_mapping,
+    is_section,
+    item_type,
+    members,
+)
 from forge_core.config.keys import Key, keys_of
 from forge_core.config.leaves import is_enum
 from forge_core.plugins.catalog import Catalog
@@ -49,7 +58,9 @@ def values(key: Key, catalog: Catalog, depth: int) -> st.SearchStrategy[Any]:
     return st.one_of([_of_type(member, catalog, depth, limits, least) for member in members(key.type)])
 
 
-def _of_type(type_: Any, catalog: Catalog, depth: int, limits: dict[str, Any], least: int = 0) -> st.SearchStrategy[Any]:
+def _of_type(
+    type_: Any, catalog: Catalog, depth: int, limits: dict[str, Any], least: int = 0
+) -> st.SearchStrategy[Any]:
     if "enum" in limits:
         return st.sampled_from(limits["enum"])
     if is_component(type_):

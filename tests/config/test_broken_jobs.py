@@ -49,9 +49,7 @@ def test_there_are_at_least_fifteen_classes_of_mistakes() -> None:
     assert len(CLASSES) >= 15
 
 
-def test_what_they_build_upon_is_right(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_they_build_upon_is_right(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(CORPUS)
     monkeypatch.setattr(Catalog, "installed", classmethod(lambda cls: make_catalog()))
     assert main(["check", "good.toml"]) == ExitCode.FINISHED

@@ -19,7 +19,15 @@ from job_strategies import tables
 from forge_core.components import OptimizerComponent, SchedulerComponent
 from forge_core.config.docs import class_doc, field_docs, function_summary, one_paragraph
 from forge_core.config.dump import dump_job
-from forge_core.config.job import Job, TrainSection
+from forge_core.config.job import (
+    CheckpointSection,
+    DataSection,
+    EvalSection,
+    Job,
+    JobSection,
+    MetricsSection,
+    TrainSection,
+)
 from forge_core.config.keys import keys_of
 from forge_core.config.schema import job_schema
 from forge_core.config.validators import demands
@@ -58,9 +66,11 @@ class TestDocs:
         assert field_docs(Derived) == {"lr": "Of the derived.", "momentum": "Stays."}
         assert field_docs(Text)["weight"].startswith("Share of the training sequences")
 
-    def test_every_key_of_the_cores_sections_but_those_named_alike_is_documented(self) -> None:
-        docs = field_docs(TrainSection)
-        assert [key.name for key in keys_of(TrainSection) if key.name not in docs] == []
+    @pytest.mark.parametrize(
+        "section", [JobSection, TrainSection, DataSection, CheckpointSection, EvalSection, MetricsSection]
+    )
+    def test_every_key_of_the_cores_sections_is_documented(self, section: type) -> None:
+        assert [key.name for key in keys_of(section) if not key.doc] == []
 
     def test_a_class_without_source_has_no_documentation(self) -> None:
         made: Any = {}
@@ -124,7 +134,9 @@ def validator() -> jsonschema.Draft202012Validator:
 class TestSchema:
     def test_what_cannot_be_loaded_is_left_out_and_told(self) -> None:
         schema, left_out = job_schema(CATALOG)
-        assert any("cannot load optimizer 'forge-plugin-sophia/sophia'" in message or "sophia" in message for message in left_out)
+        assert [message.partition(" from ")[0] for message in left_out if "sophia" in message] == [
+            "cannot load optimizer 'sophia'"
+        ]
         assert "optimizer.forge-plugin-sophia:sophia" not in schema["$defs"]
         assert "optimizer.forge-plugin-muon:muon" in schema["$defs"]
 
@@ -133,9 +145,11 @@ class TestSchema:
         validator.validate(tomllib.loads(dump_job(job, CATALOG)))
         validator.validate(tomllib.loads(open("good.toml").read()))
 
-    @settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
     @given(st.data())
-    def test_whatever_can_be_read_is_valid(self, validator: jsonschema.Draft202012Validator, data: st.DataObject) -> None:
+    def test_whatever_can_be_read_is_valid(
+        self, validator: jsonschema.Draft202012Validator, data: st.DataObject
+    ) -> None:
         validator.validate(data.draw(tables(Job, USABLE)))
 
     @pytest.mark.parametrize(

@@ -41,7 +41,9 @@ def written(value: Any, catalog: Catalog) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "offer", [o for o in INSTALLED.all_offers() if o.kind not in ("kind", "command")], ids=lambda o: f"{o.kind}-{o.type}"
+    "offer",
+    [o for o in INSTALLED.all_offers() if o.kind not in ("kind", "command")],
+    ids=lambda o: f"{o.kind}-{o.type}",
 )
 @SLOW
 @given(st.data())
@@ -82,7 +84,9 @@ def test_types_are_qualified_and_none_is_left_out(load: Callable[..., Job], smal
     assert "seed" not in table["data"]
 
 
-def test_a_dump_can_be_loaded_from_a_file(load: Callable[..., Job], write: Callable[..., Path], small_catalog: Catalog) -> None:
+def test_a_dump_can_be_loaded_from_a_file(
+    load: Callable[..., Job], write: Callable[..., Path], small_catalog: Catalog
+) -> None:
     job = load("[optimizer]\nlr = 0.5\n[loggers.tensorboard.tags]\n'a.b' = 'x'")
     assert load_job(write(dump_job(job, small_catalog), "resolved.toml"), catalog=small_catalog) == job
 

@@ -8,13 +8,12 @@ from typing import Any
 import attrs
 import pytest
 from attrs import define, frozen
-from job_parts import TopK, make_catalog
+from job_parts import make_catalog
 
 from forge_core.components import OptimizerComponent, ParallelComponent, Plugin
 from forge_core.config.job import Job
-from forge_core.config.load import load_job
 from forge_core.config.rules import check_rules
-from forge_core.errors import JobError, PluginError, Problem
+from forge_core.errors import JobError, Problem
 from forge_core.hookspecs import hookimpl
 
 Load = Callable[..., Job]
@@ -107,13 +106,3 @@ def test_problems_are_data_as_well_as_text(load: Load) -> None:
         Problem("train.steps", "must be > 0, got 0", "job.toml:2"),
         Problem("job.sede", "unknown key; did you mean 'seed'?", "--job.sede=1"),
     ]
-
-
-def test_a_router_is_no_optimizer(load: Load) -> None:
-    catalog = make_catalog().with_components({"optimizer": {"topk": TopK}}, "forge-plugin-mine")
-    with pytest.raises(JobError, match="is not a subclass of OptimizerComponent"):
-        load_job("good.toml", overrides=['--optimizer={type = "topk"}'], catalog=catalog) if load() else None
-
-
-def test_plugin_errors_are_job_errors() -> None:
-    assert issubclass(PluginError, JobError)

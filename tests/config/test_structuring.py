@@ -118,7 +118,7 @@ class TestTypes:
             (True, Literal[1, 2], "expected one of 1, 2, got bool true"),
             ("rad", Color, "expected one of 'red', 'blue', got str 'rad'"),
             ("hihg", Level, "expected 'high', got str 'hihg'"),
-            ("abc", tuple[str, ...], 'expected array of str, got str \'abc\'; write ["abc"]'),
+            ("abc", tuple[str, ...], "expected array of str, got str 'abc'; write [\"abc\"]"),
             (5, list[int], "expected array of int, got int 5; write [5]"),
             ([1], tuple[int, int], "expected array of 2 values (int, int), got array [1]"),
             (3, Mapping[str, int], "expected table, got int 3"),
@@ -196,7 +196,7 @@ class TestValidators:
     def test_they_run_beside_fields_that_cannot_be_read(self) -> None:
         _, findings = structure(annotate({"number": 0, "word": 3, "low": "x"}, {}, Origin("")), Checked, make_catalog())
         assert [str(problem) for problem in findings.problems] == [
-            "word: expected str, got int 3; write \"3\"",
+            'word: expected str, got int 3; write "3"',
             "low: expected int, got str 'x'",
             "number: must be > 0, got 0",
         ]

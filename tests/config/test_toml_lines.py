@@ -37,9 +37,9 @@ class Writer:
     def table(self, data: dict[str, Any], path: KeyPath) -> None:
         later = {}
         for key, value in data.items():
-            if isinstance(value, dict) and self._flip():
-                later[key] = value
-            elif isinstance(value, list) and value and all(isinstance(item, dict) for item in value) and self._flip():
+            if (isinstance(value, dict) and self._flip()) or (
+                isinstance(value, list) and value and all(isinstance(item, dict) for item in value) and self._flip()
+            ):
                 later[key] = value
             elif isinstance(value, dict) and value and self._flip():
                 self._dotted(value, (*path, key), [key], path)
@@ -125,7 +125,7 @@ class Writer:
         return self._draw(st.sampled_from(["", " ", "\t"]))
 
     def _end(self) -> str:
-        return self._draw(st.sampled_from(["\n", " # ] } ' \"\"\"\n", "\n\n"]))
+        return self._draw(st.sampled_from(["\n", ' # ] } \' """\n', "\n\n"]))
 
     def _flip(self) -> bool:
         return self._draw(st.booleans())
@@ -133,7 +133,9 @@ class Writer:
 
 @settings(max_examples=300, deadline=None)
 @given(DOCUMENTS, st.data())
-def test_every_key_table_and_item_is_found_on_the_line_where_it_was_written(data: dict[str, Any], choices: st.DataObject) -> None:
+def test_every_key_table_and_item_is_found_on_the_line_where_it_was_written(
+    data: dict[str, Any], choices: st.DataObject
+) -> None:
     writer = Writer(choices.draw)
     writer.table(data, ())
     assert tomllib.loads(writer.text) == data, "the writer of this test writes TOML"

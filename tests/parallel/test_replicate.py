@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 
@@ -12,10 +11,7 @@ from forge_core.components import TrainingHook
 from forge_core.engine.trainer import Trainer
 from forge_core.parallel.replicate import Replicate
 from forge_core.testing import Numbers, tiny_job
-
-spec = importlib.util.spec_from_file_location("processes", Path(__file__).parents[1] / "processes.py")
-processes = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(processes)
+from forge_core.testing.processes import run_on_ranks
 
 DATA = {"sources": (Numbers(ignored=7, held_out=5),)}
 
@@ -44,7 +40,7 @@ def test_the_curve_is_that_of_one_process(tmp_path, single, ranks, micro_batch_s
     def train(rank):
         return Trainer(job(tmp_path, micro_batch_size=micro_batch_size, **stages), echo=lambda text: None).run().loss
 
-    losses = processes.run_on_ranks(ranks, train)
+    losses = run_on_ranks(ranks, train)
     assert len(set(losses)) == 1, "every rank reports the global loss"
     for found, expected in zip(records(tmp_path), single, strict=True):
         for key in ("loss", "grad_norm", "eval/loss", "eval/tokens", "tokens"):
@@ -56,7 +52,7 @@ def test_without_the_reduction_the_curve_differs(tmp_path, single, monkeypatch):
     from forge_core.parallel.replicate_stage import ReplicateStage
 
     monkeypatch.setattr(ReplicateStage, "complete_gradients", lambda self, model: None)
-    processes.run_on_ranks(2, lambda rank: Trainer(job(tmp_path), echo=lambda text: None).run() and None)
+    run_on_ranks(2, lambda rank: Trainer(job(tmp_path), echo=lambda text: None).run() and None)
     assert records(tmp_path)[-1]["eval/loss"] != pytest.approx(single[-1]["eval/loss"], rel=1e-6)
 
 
@@ -64,9 +60,9 @@ def test_a_checkpoint_of_two_ranks_continues_on_one_and_back(tmp_path, single):
     def train(steps):
         return Trainer(job(tmp_path, steps=steps), echo=lambda text: None).run() and None
 
-    processes.run_on_ranks(2, lambda rank: train(1))
+    run_on_ranks(2, lambda rank: train(1))
     train(3)
-    processes.run_on_ranks(2, lambda rank: train(4))
+    run_on_ranks(2, lambda rank: train(4))
     found = [r["loss"] for r in records(tmp_path) if "loss" in r]
     assert found == pytest.approx([r["loss"] for r in single if "loss" in r], rel=1e-9)
 
@@ -83,7 +79,7 @@ def test_ranks_agree_on_a_stop_that_one_of_them_asks_for(tmp_path):
         summary = Trainer(job(tmp_path), hooks=[Stop()], echo=lambda text: None).run()
         return summary.step, summary.stopped
 
-    assert processes.run_on_ranks(2, train) == [(2, "another rank asked for it"), (2, "rank 1 wants to")]
+    assert run_on_ranks(2, train) == [(2, "another rank asked for it"), (2, "rank 1 wants to")]
 
 
 def test_a_bad_number_of_ranks_is_refused_with_the_arithmetic(tmp_path):

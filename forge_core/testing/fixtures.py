@@ -1,4 +1,8 @@
-"""Shared fixtures."""
+"""Fixtures for tests of components, as a pytest plugin to be named explicitly.
+
+    # conftest.py
+    pytest_plugins = ["forge_core.testing.fixtures"]
+"""
 
 from __future__ import annotations
 

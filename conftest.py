@@ -1,0 +1,3 @@
+"""Fixtures for every test, the plugins' included."""
+
+pytest_plugins = ["forge_core.testing.fixtures"]

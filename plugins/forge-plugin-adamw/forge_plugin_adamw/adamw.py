@@ -1,0 +1,51 @@
+"""The component `adamw`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from attrs import field, frozen
+from attrs.validators import ge, gt
+
+from forge_core.components import OptimizerComponent
+
+if TYPE_CHECKING:
+    import torch
+
+    from forge_core.context import BuildContext
+    from forge_core.engine.parameters import NamedParameters
+
+
+def _betas(_: object, attribute: Any, betas: tuple[float, float]) -> None:
+    if not all(0 <= beta < 1 for beta in betas):
+        raise ValueError(f"each must be >= 0 and < 1, got {list(betas)}")
+
+
+@frozen(kw_only=True)
+class AdamW(OptimizerComponent):
+    """Adam with decoupled weight decay (Loshchilov and Hutter 2019, algorithm 2): torch's own, in its fused form.
+
+    State: two tensors like each parameter, and a step count. Weight decay spares norms, biases and embeddings.
+    """
+
+    lr: float = field(default=3e-4, validator=gt(0))
+    """Base learning rate; the schedule multiplies it."""
+    betas: tuple[float, float] = field(default=(0.9, 0.95), validator=_betas)
+    """Decay of the averages of the gradient and of its square."""
+    eps: float = field(default=1e-8, validator=gt(0))
+    """Added to the root of the averaged square."""
+    weight_decay: float = field(default=0.1, validator=ge(0))
+    """Each step takes lr x this of a weight away."""
+    decay_embeddings: bool = False
+    """Also decay embeddings (a tied head is one)."""
+    fused: bool = True
+    """One kernel for the whole update. false: torch's loop over parameters, for comparison."""
+
+    def build(self, context: BuildContext, parameters: NamedParameters) -> torch.optim.Optimizer:
+        import torch
+
+        spared = ("norm", "bias") if self.decay_embeddings else ("norm", "bias", "embedding")
+        groups = parameters.groups(self.weight_decay, spared)
+        return torch.optim.AdamW(groups, lr=self.lr, betas=self.betas, eps=self.eps, fused=self.fused)
+
+

@@ -1,0 +1,67 @@
+"""The component `wsd`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Literal
+
+from attrs import field, frozen
+from attrs.validators import and_, ge, le
+
+from forge_core.errors import Problem
+from forge_core.schedules import WarmupComponent, progress, warmup
+
+if TYPE_CHECKING:
+    from forge_core.config.job import Job
+    from forge_core.context import BuildContext
+    from forge_core.parallel.layout import Layout
+    from forge_core.protocols import Schedule
+
+SHAPES: Mapping[str, Callable[[float], float]] = {
+    "linear": lambda progress: 1 - progress,
+    "cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
+    "sqrt": lambda progress: 1 - math.sqrt(progress),
+}
+"""What is left of the way down at each progress of the decay."""
+
+
+@frozen(kw_only=True)
+class WSD(WarmupComponent):
+    """Warm up, stay at the base rate, decay at the end (Hu et al. 2024, MiniCPM).
+
+    The stable phase has no end built in: a run can be prolonged, or decayed from any checkpoint, without having known
+    its length beforehand. Hägele et al. 2024 find the decay `sqrt`, that is 1 - sqrt(progress), over 20 % of the run
+    to match a cosine of the same length.
+    """
+
+    decay_steps: int = field(default=0, validator=ge(0))
+    """Updates of the decay, which ends with the run; 0: `decay_fraction` of the run."""
+    decay_fraction: float = field(default=0.2, validator=and_(ge(0), le(1)))
+    """Share of the run that decays, where `decay_steps` is 0."""
+    shape: Literal["linear", "cosine", "sqrt"] = "sqrt"
+    """How the rate falls; `sqrt` is 1 - sqrt(progress)."""
+    min_ratio: float = field(default=0.0, validator=and_(ge(0), le(1)))
+    """What the decay leads to, as a share of the base rate."""
+
+    def length_of_decay(self, total: int) -> int:
+        """Updates of the decay in a run of `total`."""
+        return self.decay_steps or round(self.decay_fraction * total)
+
+    def build(self, context: BuildContext) -> Schedule:
+        fall = SHAPES[self.shape]
+
+        def schedule(step: int, total: int) -> float:
+            decay = self.length_of_decay(total)
+            left = fall(progress(step, total - decay, decay)) if decay else 1.0
+            return warmup(step, self.warmup_steps) * (self.min_ratio + (1 - self.min_ratio) * left)
+
+        return schedule
+
+    def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        yield from super().problems(job, layout)
+        decay, total = self.length_of_decay(job.train.steps), job.train.steps
+        if self.warmup_steps <= total < self.warmup_steps + decay:
+            key = "decay_steps" if self.decay_steps else "decay_fraction"
+            message = f"warm-up ({self.warmup_steps}) and decay ({decay}) overlap in a run of {total} updates"
+            yield Problem(key, f"{message}; shorten one of them")

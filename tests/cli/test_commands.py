@@ -1,0 +1,276 @@
+"""`check`, `plugins`, `explain` and `schema`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from forge_core.cli.explain import explain
+from forge_core.cli.plugins import select, stale_entries
+from forge_core.errors import ExitCode, JobError
+from forge_core.plugins.catalog import Catalog, Distribution, Offer
+
+Run = Callable[..., tuple[int, str, str]]
+Python = Callable[..., subprocess.CompletedProcess[str]]
+
+
+class TestCheck:
+    def test_a_good_job_is_ok_and_its_parts_are_told(self, forge_run: Run, good_job: Path) -> None:
+        code, out, err = forge_run("check", str(good_job), "--world-size", "2", "--parallel.tp.degree=2")
+        assert (code, err) == (0, "")
+        assert out.splitlines() == [
+            f"ok: {good_job}",
+            "",
+            "model                 forge-plugin-transformer/transformer",
+            "model.ffn             forge-plugin-transformer/swiglu",
+            "data.sources.0        forge-plugin-text/text",
+            "data.tokenizer        forge-plugin-text/bytes",
+            "optimizer             forge-plugin-muon/muon",
+            "scheduler             forge-run/constant",
+            "loss                  forge-run/cross_entropy",
+            "executor              forge-run/plain",
+            "checkpoint.storage    forge-run/local",
+            "parallel.tp           forge-plugin-tp/tp",
+            "evaluations.held_out  forge-run/held_out",
+            "loggers.console       forge-run/console",
+            "loggers.jsonl         forge-run/jsonl",
+            "",
+            "layout: tp 2",
+            "from: forge-plugin-muon 0.2.0, forge-plugin-text 0.2.0, forge-plugin-tp 0.2.0, "
+            "forge-plugin-transformer 0.2.0, forge-run 0.1.0",
+        ]
+
+    def test_nothing_is_created(
+        self, forge_run: Run, good_job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        assert forge_run("check", str(good_job))[0] == 0
+        assert list(tmp_path.iterdir()) == []
+
+    def test_without_a_file_its_usage_is_shown(self, forge_run: Run) -> None:
+        code, _, err = forge_run("check", "--train.steps=1")
+        assert code == ExitCode.BAD_JOB
+        assert "usage: forge-run check" in err
+
+    def test_overrides_may_hold_spaces_and_stand_anywhere(self, forge_run: Run, good_job: Path) -> None:
+        code, out, _ = forge_run("check", '--optimizer={type = "adamw", lr = 1.0}', str(good_job))
+        assert code == 0
+        assert "forge-plugin-adamw/adamw" in out
+
+
+class TestPlugins:
+    def test_what_is_installed_is_listed_in_columns(self, forge_run: Run) -> None:
+        code, out, _ = forge_run("plugins", "--kind", "parallel")
+        assert code == 0
+        rows = [line.split() for line in out.splitlines()]
+        assert rows[0] == ["KIND", "TYPE", "DISTRIBUTION", "VERSION", "TARGET"]
+        assert [row[:4] for row in rows[1:]] == [
+            ["parallel", "fsdp", "forge-plugin-fsdp", "0.2.0"],
+            ["parallel", "replicate", "forge-run", "0.1.0"],
+            ["parallel", "tp", "forge-plugin-tp", "0.2.0"],
+        ]
+
+    def test_conflicts_are_told(self, forge_run: Run) -> None:
+        _, out, _ = forge_run("plugins", "lion")
+        assert (
+            "conflict: optimizer 'lion' of forge-plugin-lion is also offered by forge-plugin-lion-fast 0.2.0"
+            in out.splitlines()
+        )
+
+    @pytest.mark.parametrize(
+        ("name", "kind", "found"),
+        [
+            ("tp", None, ["forge-plugin-tp/tp"]),
+            ("forge-plugin-tp", None, ["forge-plugin-tp/tp"]),
+            ("forge-plugin-tp/tp", None, ["forge-plugin-tp/tp"]),
+            (
+                "forge-plugin-transformer",
+                None,
+                [f"forge-plugin-transformer/{t}" for t in ("swiglu", "ffn", "transformer")],
+            ),
+            ("forge-plugin-transformer", "ffn", ["forge-plugin-transformer/swiglu"]),
+        ],
+    )
+    def test_a_distribution_or_type_can_be_selected(
+        self, name: str, kind: str | None, found: list[str], small_catalog: Catalog
+    ) -> None:
+        assert [offer.qualified for offer in select(small_catalog, name, kind)] == found
+
+    def test_kinds_are_listed_on_request_only(self, small_catalog: Catalog) -> None:
+        assert "kind" not in {offer.kind for offer in select(small_catalog)}
+        assert {offer.kind for offer in select(small_catalog, kind="kind")} == {"kind"}
+
+    @pytest.mark.parametrize(
+        ("argv", "message"),
+        [
+            (["muno"], "forge-run plugins: no installed distribution or type is called 'muno'; did you mean 'muon'?\n"),
+            (
+                ["--kind=optimiser"],
+                "forge-run plugins: no installed component is of kind 'optimiser'; did you mean 'optimizer'?\n",
+            ),
+        ],
+    )
+    def test_unknown_names_get_suggestions(self, argv: list[str], message: str, forge_run: Run) -> None:
+        assert forge_run("plugins", *argv) == (ExitCode.BAD_JOB, "", message)
+
+    def test_json_has_every_column(self, forge_run: Run) -> None:
+        _, out, _ = forge_run("plugins", "muon", "--json")
+        assert json.loads(out) == [
+            {
+                "kind": "optimizer",
+                "type": "muon",
+                "distribution": "forge-plugin-muon",
+                "version": "0.2.0",
+                "target": "job_parts:Muon",
+                "editable": "",
+                "conflict": "",
+                "check": None,
+            }
+        ]
+
+    def test_sources_that_gained_entry_points_are_told(self, tmp_path: Path) -> None:
+        (tmp_path / "pyproject.toml").write_text('[project.entry-points."forge.optimizer"]\nold = "a:B"\nnew = "a:C"\n')
+        url = json.dumps({"url": tmp_path.as_uri(), "dir_info": {"editable": True}})
+        offer = Offer("optimizer", "old", "a:B", Distribution("forge-plugin-mine", "0.1", (), url))
+        assert list(stale_entries([offer], Catalog([offer]))) == [
+            "forge-plugin-mine 0.1: optimizer new came after it was installed; "
+            f"refresh with: pip install --no-deps -e {tmp_path}"
+        ]
+
+
+class TestPluginsCheck:
+    """Over real distributions, each loaded in a process of its own."""
+
+    @pytest.fixture
+    def site(self, tmp_path: Path) -> Path:
+        """A folder on the path with distributions that load, that import torch, and that are broken."""
+        (tmp_path / "good_one.py").write_text(
+            "from attrs import frozen\nfrom forge_core import OptimizerComponent\n"
+            "@frozen(kw_only=True)\nclass Good(OptimizerComponent):\n    pass\n"
+        )
+        (tmp_path / "torch.py").write_text("")  # stands in for the real one, which takes seconds
+        (tmp_path / "heavy_one.py").write_text("import torch\nfrom good_one import Good\n")
+        (tmp_path / "dying_one.py").write_text("import os\nos._exit(3)\n")
+        info = tmp_path / "forge_plugin_probe-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: forge-plugin-probe\nVersion: 1.0\n")
+        targets = {
+            "good": "good_one:Good",
+            "heavy": "heavy_one:Good",
+            "absent": "no_one:Good",
+            "dying": "dying_one:Good",
+        }
+        entries = "".join(f"{type_} = {target}\n" for type_, target in targets.items())
+        (info / "entry_points.txt").write_text(f"[forge.optimizer]\n{entries}")
+        return tmp_path
+
+    def test_each_is_loaded_apart_from_the_others(self, python: Python, site: Path) -> None:
+        done = python("-m", "forge_core", "plugins", "forge-plugin-probe", "--check", "--json", path=site)
+        assert done.returncode == ExitCode.FAILED, done.stderr
+        checks = {row["type"]: row["check"] for row in json.loads(done.stdout)}
+        assert checks["good"]["error"] == checks["heavy"]["error"] == ""
+        assert (checks["good"]["torch"], checks["heavy"]["torch"]) == (False, True)
+        assert checks["absent"]["error"] == (
+            "cannot load optimizer 'absent' from forge-plugin-probe 1.0 (no_one:Good): "
+            "ModuleNotFoundError: No module named 'no_one'"
+        )
+        assert checks["dying"]["error"] == "loading optimizer forge-plugin-probe/dying ended the process: exit code 3"
+
+    def test_the_table_shows_errors_below(self, python: Python, site: Path) -> None:
+        done = python("-m", "forge_core", "plugins", "absent", "--check", path=site)
+        assert done.returncode == ExitCode.FAILED
+        head, row, error = done.stdout.splitlines()
+        assert head.split() == ["KIND", "TYPE", "DISTRIBUTION", "VERSION", "LOADS", "TARGET"]
+        assert row.split() == ["optimizer", "absent", "forge-plugin-probe", "1.0", "error", "no_one:Good"]
+        assert error.startswith("error: cannot load optimizer 'absent'")
+
+    def test_listing_does_not_import_them(self, python: Python, site: Path) -> None:
+        done = python("-m", "forge_core", "plugins", "dying", path=site)
+        assert done.returncode == 0
+        assert "dying_one:Good" in done.stdout
+
+
+class TestExplain:
+    def test_a_section_tells_its_keys(self, small_catalog: Catalog) -> None:
+        text = explain("train", small_catalog)
+        assert "steps: int (required, > 0)\n    Optimizer steps of the whole run.\n" in text
+        assert "precision: one of 'bf16', 'fp32', 'fp64' (default \"fp32\")\n" in text
+
+    def test_a_component_tells_its_class_and_inherited_keys(self, small_catalog: Catalog) -> None:
+        text = explain("data.sources.text", small_catalog)
+        assert text.startswith(
+            "dataset forge-plugin-text/text\n\nText files.\n\nweight: float (default 1.0, >= 0)\n    Share of"
+        )
+        assert "path: str (required, not be empty)" in text
+
+    def test_a_kind_tells_the_installed_types_even_if_one_is_broken(self, small_catalog: Catalog) -> None:
+        text = explain("optimizer", small_catalog)
+        assert "muon:\n    Orthogonalised momentum.\n" in text
+        assert "sophia:\n    cannot load optimizer 'sophia' from forge-plugin-sophia 0.1.0" in text
+        assert text.endswith("forge-run explain optimizer.TYPE tells the keys of one.")
+
+    @pytest.mark.parametrize(
+        ("path", "start"),
+        [
+            ("", "a job\n"),
+            ("train.steps", "steps: int (required, > 0)"),
+            ("optimizer.adamw", "optimizer forge-plugin-adamw/adamw\n"),
+            ("optimizer.forge-plugin-adamw/adamw", "optimizer forge-plugin-adamw/adamw\n"),
+            ("optimizer.adamw.lr", "lr: float (default 0.0003, > 0)"),
+            ("optimizer.adamw.weight_decay", "optimizer.adamw.weight_decay takes a component of kind scheduler."),
+            ("optimizer.job_parts:Muon", "optimizer job_parts:Muon\n"),
+            ("model.transformer.ffn.moe.router.topk", "router forge-plugin-moe/topk\n"),
+            ("model.transformer.rope", "[model.transformer.rope]\n"),
+            ("model.transformer.rope.base", "base: float (default 10000.0, > 0)"),
+            ("parallel", "parallel takes a component of kind parallel."),
+            ("loggers.tensorboard", "logger forge-plugin-tensorboard/tensorboard\n"),
+            ("ffn", "ffn takes a component of kind ffn."),
+            ("router.topk", "router forge-plugin-moe/topk\n"),
+            ("checkpoint.storage.local", "storage forge-run/local\n"),
+        ],
+    )
+    def test_paths_lead_through_sections_types_kinds_and_keys(
+        self, path: str, start: str, small_catalog: Catalog
+    ) -> None:
+        assert explain(path, small_catalog).startswith(start)
+
+    @pytest.mark.parametrize(
+        ("path", "message"),
+        [
+            ("optimzer", "forge-run explain: nothing is called 'optimzer'; did you mean 'optimizer'?"),
+            ("train.step", "forge-run explain: nothing is called 'train.step'; did you mean 'steps'?"),
+            ("optimizer.moun", "no optimizer 'moun' is installed; did you mean 'muon'?"),
+            ("model.transformer.rope.zzz", "nothing is called 'model.transformer.rope.zzz'. There is: base, scaling"),
+            ("train.steps.more", "nothing is called 'train.steps.more'. There is: nothing below it"),
+        ],
+    )
+    def test_what_does_not_exist_gets_a_suggestion(self, path: str, message: str, small_catalog: Catalog) -> None:
+        with pytest.raises(JobError) as caught:
+            explain(path, small_catalog)
+        assert message in str(caught.value)
+
+    def test_defaults_of_components_and_named_tables_are_shown(self, small_catalog: Catalog) -> None:
+        text = explain("model.transformer", small_catalog)
+        assert 'ffn: ffn table (default type = "swiglu")\n    What follows attention' in text
+        assert "one table [hooks.NAME] each, NAME being the default for `type`; installed: grad_histogram" in explain(
+            "", small_catalog
+        )
+
+    def test_the_command_prints_it(self, forge_run: Run) -> None:
+        assert forge_run("explain", "train.seq_len") == (
+            0,
+            "seq_len: int (required, > 0)\n    Tokens per sequence.\n",
+            "",
+        )
+
+
+class TestSchema:
+    def test_it_is_json_on_standard_output_and_what_is_left_out_is_told_apart(self, forge_run: Run) -> None:
+        code, out, err = forge_run("schema")
+        assert code == 0
+        assert json.loads(out)["title"] == "Forge job"
+        assert "left out: cannot load optimizer 'sophia'" in err

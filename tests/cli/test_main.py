@@ -1,0 +1,210 @@
+"""`forge-run` itself: finding commands, help, versions, and how errors are shown."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from forge_core.cli import help_text, main
+from forge_core.errors import CheckpointError, ExitCode, JobError, NonFiniteError, Problem
+from forge_core.plugins.catalog import Catalog, Distribution, Offer
+
+Run = Callable[..., tuple[int, str, str]]
+HEAVY = {"torch", "numpy", "rich"}
+LIGHT = {"cattrs", "packaging", "pluggy", *HEAVY}
+"""What must not be imported where nothing is read but metadata."""
+CORE = Distribution("forge-run", "0.1.0")
+LORA = Distribution("forge-plugin-lora", "1.2.0")
+Capture = pytest.CaptureFixture[str]
+Commands = Callable[..., None]
+
+
+def finished(argv: list[str]) -> int:
+    print("ran with", argv)
+    return 0
+
+
+def raising(error: BaseException) -> Callable[[list[str]], int]:
+    def command(argv: list[str]) -> int:
+        raise error
+
+    return command
+
+
+@pytest.fixture
+def with_commands(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Make `forge-run` find these commands of the core, and no others."""
+
+    def replace(*offers: Offer, **commands: Callable[[list[str]], int]) -> None:
+        found = [Offer("command", name, f"somewhere:{name}", CORE, command) for name, command in commands.items()]
+        monkeypatch.setattr(Catalog, "installed", classmethod(lambda cls: Catalog([*found, *offers], [CORE, LORA])))
+
+    return replace
+
+
+class TestDispatch:
+    def test_a_job_file_first_means_run(
+        self, with_commands: Commands, capsys: Capture
+    ) -> None:
+        with_commands(run=finished)
+        assert main(["job.toml", "more.toml", "--a.b=1"]) == 0
+        assert capsys.readouterr().out == "ran with ['job.toml', 'more.toml', '--a.b=1']\n"
+
+    def test_an_existing_file_or_an_override_first_means_run(
+        self, with_commands: Commands, capsys: Capture, tmp_path: Path
+    ) -> None:
+        with_commands(run=finished)
+        (tmp_path / "job").touch()
+        assert main([str(tmp_path / "job")]) == main(["--resume=never", "job.toml"]) == 0
+
+    def test_a_command_gets_the_rest_of_the_line(
+        self, with_commands: Commands, capsys: Capture
+    ) -> None:
+        with_commands(check=finished)
+        assert main(["check", "job.toml", "-x"]) == 0
+        assert capsys.readouterr().out == "ran with ['job.toml', '-x']\n"
+
+    def test_an_unknown_command_gets_a_suggestion(
+        self, with_commands: Commands, capsys: Capture
+    ) -> None:
+        with_commands(check=finished, run=finished)
+        assert main(["chekc"]) == ExitCode.BAD_JOB
+        assert capsys.readouterr().err == "forge-run: 'chekc' is no command and no job file; did you mean 'check'?\n"
+        main(["zzz"])
+        assert capsys.readouterr().err == "forge-run: 'zzz' is no command and no job file. Commands: check, run\n"
+
+    def test_commands_of_two_distributions_need_a_qualified_name(
+        self, with_commands: Commands, capsys: Capture
+    ) -> None:
+        with_commands(Offer("command", "merge", "lora:merge", LORA, finished), merge=finished)
+        assert main(["merge"]) == ExitCode.BAD_JOB
+        assert capsys.readouterr().err == (
+            "forge-run: several distributions offer the command 'merge'; "
+            "choose with forge-run forge-plugin-lora/merge or forge-run forge-run/merge\n"
+        )
+        assert main(["forge-plugin-lora/merge"]) == 0
+
+    def test_a_broken_command_names_its_distribution(
+        self, with_commands: Commands, capsys: Capture
+    ) -> None:
+        with_commands(Offer("command", "merge", "forge_plugin_lora_gone:merge", LORA))
+        assert main(["merge"]) == ExitCode.BAD_JOB
+        assert capsys.readouterr().err.startswith(
+            "cannot load command 'merge' from forge-plugin-lora 1.2.0 (forge_plugin_lora_gone:merge): ModuleNotFound"
+        )
+
+
+class TestErrors:
+    @pytest.mark.parametrize(
+        ("error", "code", "text"),
+        [
+            (JobError([Problem("a.b", "bad", "job.toml:1"), Problem("", "more")]), 2, "job.toml:1: a.b: bad\nmore\n"),
+            (CheckpointError("damaged"), 1, "forge-run: damaged\n"),
+            (NonFiniteError("nan"), 76, "forge-run: nan\n"),
+        ],
+    )
+    def test_they_are_shown_without_traceback_and_set_the_exit_code(
+        self,
+        error: Exception,
+        code: int,
+        text: str,
+        with_commands: Commands,
+        capsys: Capture,
+    ) -> None:
+        with_commands(fail=raising(error))
+        assert main(["fail"]) == code
+        assert capsys.readouterr() == ("", text)
+
+    def test_errors_that_nobody_foresaw_keep_their_traceback(self, with_commands: Commands) -> None:
+        with_commands(fail=raising(ZeroDivisionError()))
+        with pytest.raises(ZeroDivisionError):
+            main(["fail"])
+
+
+class TestHelpAndVersion:
+    def test_help_lists_the_cores_commands_with_their_help_and_others_by_name(self) -> None:
+        check = Offer("command", "check", "forge_core.cli.check:command", CORE)
+        merge = Offer("command", "merge", "forge_plugin_lora.gone:merge", LORA)
+        text = help_text(Catalog([merge, check]))
+        assert "  check  Check a job and print what it is made of; nothing is run or written.\n" in text
+        assert "  merge  (from forge-plugin-lora 1.2.0)\n" in text
+
+    @pytest.mark.parametrize("argv", [[], ["-h"], ["--help"]])
+    def test_help_is_printed(self, argv: list[str], forge_run: Run) -> None:
+        code, out, err = forge_run(*argv)
+        assert (code, err) == (0, "")
+        assert out.startswith("usage: forge-run JOB.toml")
+
+    def test_every_command_of_the_core_has_a_help_line(self) -> None:
+        offers = [o for o in Catalog.installed().offers("command") if o.distribution.name == "forge-run"]
+        lines = help_text(Catalog(offers)).splitlines()
+        for offer in offers:
+            [line] = [line for line in lines if line.startswith(f"  {offer.type} ")]
+            assert len(line.split()) > 2, line
+
+    def test_version_tells_the_core_first_and_then_every_distribution(self, forge_run: Run) -> None:
+        _, out, _ = forge_run("--version")
+        assert out.splitlines()[:3] == ["forge-run 0.1.0", "forge-plugin-adamw 0.2.0", "forge-plugin-careful 0.2.0"]
+
+    def test_python_dash_m_works(self, python: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+        done = python("-m", "forge_core", "--version")
+        assert done.returncode == 0
+        assert done.stdout.startswith("forge-run ")
+
+
+class TestLightness:
+    """Told by what was imported, in a process of its own."""
+
+    SCRIPT = (
+        "import sys; before = set(sys.modules)\n{}\n"
+        "print('IMPORTED', *sorted(set(sys.modules) - before))"
+    )
+
+    @pytest.mark.parametrize(
+        ("statement", "forbidden"),
+        [
+            ("import forge_core", {"attrs", "importlib.metadata", *LIGHT}),
+            ("from forge_core.cli import main; main(['--help'])", LIGHT),
+            ("from forge_core.cli import main; main(['--version'])", LIGHT),
+            ("from forge_core.cli import main; main(['plugins'])", LIGHT),
+            ("from forge_core.cli import main; main(['explain', 'train'])", HEAVY),
+            ("from forge_core.cli import main; main(['schema'])", HEAVY),
+            ("from forge_core import load_job, dump_job, Job, hookimpl, Catalog, __version__", HEAVY),
+        ],
+    )
+    def test_little_is_imported(
+        self, statement: str, forbidden: set[str], python: Callable[..., subprocess.CompletedProcess[str]]
+    ) -> None:
+        done = python("-c", self.SCRIPT.format(statement))
+        assert done.returncode == 0, done.stderr
+        imported = set(done.stdout.rpartition("IMPORTED")[2].split())
+        assert imported & forbidden == set()
+        if "schema" not in statement:
+            assert {name for name in imported if name.startswith("forge_plugin")} == set()
+
+    def test_checking_a_job_imports_no_torch(
+        self, python: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+    ) -> None:
+        (tmp_path / "job.toml").write_text("[train]\nsteps = 1\n[scheduler]\ntype = 'constant'\n")
+        check = f"from forge_core.cli import main; main(['check', {str(tmp_path / 'job.toml')!r}])"
+        done = python("-c", self.SCRIPT.format(check))
+        assert "required table is missing" in done.stderr
+        assert {"torch", "numpy"} & set(done.stdout.rpartition("IMPORTED")[2].split()) == set()
+
+
+class TestPublicNames:
+    def test_every_public_name_can_be_imported(self) -> None:
+        import forge_core
+
+        for name in forge_core.__all__:
+            assert getattr(forge_core, name) is not None
+        assert set(forge_core.__all__) <= set(dir(forge_core))
+
+    def test_others_are_attribute_errors(self) -> None:
+        import forge_core
+
+        with pytest.raises(AttributeError, match="no attribute 'load_jab'"):
+            forge_core.load_jab  # noqa: B018
