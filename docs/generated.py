@@ -41,7 +41,7 @@ def sections(_: str) -> str:
     """The table of all sections, then one of keys for each section that is the core's own."""
     keys = keys_of(Job)
     tables = [key for key in keys if is_section(key.type)]
-    overview = table(("section", "holds", "", "meaning"), [_cells(key, f"`[{key.name}]`") for key in keys])
+    overview = table(("section", "value", "default", "meaning"), [_cells(key, f"`[{key.name}]`") for key in keys])
     return "\n\n".join([overview, *(_section(key.name, key.type) for key in tables)])
 
 
@@ -107,7 +107,8 @@ def keys_table(cls: type) -> str:
 
 
 def _cells(key: Key, name: str) -> Sequence[str]:
-    return name, _value(key), _default(key), " ".join(key.doc.split())
+    doc = key.doc or (class_doc(key.type) if is_section(key.type) else "")
+    return name, _value(key), _default(key), " ".join(doc.split())
 
 
 def _value(key: Key) -> str:
@@ -115,7 +116,7 @@ def _value(key: Key) -> str:
     name = type_name(key.type)
     if base is not None:
         name = name.replace(f"{base.kind} table", _link(base))
-    limits = [demand.text.removeprefix("be ") for demand in key.demands if demand.text]
+    limits = [demand.text.removeprefix("be ").replace("[", "\\[") for demand in key.demands if demand.text]
     return ", ".join([name, *limits])
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def cross_entropy_loss(z_loss: float, auxiliary: Auxiliary | None) -> LossFunction:
-    """The loss `cross_entropy`. `auxiliary`: where a z-loss (Σ logsumexp²) is logged, unweighted; needed if there is one."""
+    """The loss `cross_entropy`. `auxiliary`: where a z-loss (Σ logsumexp²) is logged, unweighted, if there is one."""
 
     def loss(head: Head, hidden: Tensor, batch: Batch) -> LossOutput:
         labels = batch["labels"]

@@ -144,7 +144,7 @@ class ForgeHooks:
         """
 
     @hookspec
-    def forge_validate_job(self, job: Job, layout: Layout) -> Iterable[Problem]:
+    def forge_validate_job(self, job: Job, layout: Layout) -> Iterable[Problem]:  # type: ignore[empty-body]
         """Contribute problems of the whole job; paths are full TOML paths. Called before anything is built.
 
         Example: insist on clipping.
@@ -156,7 +156,7 @@ class ForgeHooks:
         """
 
     @hookspec
-    def forge_training_hooks(self, job: Job) -> Iterable[TrainingHook]:
+    def forge_training_hooks(self, job: Job) -> Iterable[TrainingHook]:  # type: ignore[empty-body]
         """Contribute training hooks, which run after those of the job's components and before those of `[hooks]`.
 
         Example:

@@ -41,7 +41,9 @@ class VocabShard(NamedTuple):
 class Head(Protocol):
     """Maps final hidden states to logits. `forge_core.modules.LinearHead` is the usual one."""
 
-    vocab_shard: VocabShard | None
+    @property
+    def vocab_shard(self) -> VocabShard | None:
+        """None where every rank has the whole vocabulary."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(…, D) -> (…, V), or this rank's slice of V when `vocab_shard` is set; in the dtype of `hidden`."""
@@ -59,7 +61,7 @@ class LossOutput(NamedTuple):
 
     sum: Tensor
     """() differentiable: the sum over valid positions. The engine divides by the valid tokens of the global batch."""
-    count: Tensor
+    count: Tensor  # type: ignore[assignment]  # the name hides a method of tuples that nobody calls
     """() number of valid positions."""
     per_sequence: tuple[Tensor, Tensor]
     """(B,) and (B,): detached sums and counts, of which per-source losses are made."""
@@ -102,9 +104,15 @@ class Model(Protocol):
     stages that need them.
     """
 
-    layers: nn.ModuleDict
-    """Ordered, keyed by the global layer number as a string; each maps (carry, batch) -> carry."""
-    head: Head
+    @property
+    def layers(self) -> nn.ModuleDict:
+        """Ordered, keyed by the global layer number as a string; each maps (carry, batch) -> carry."""
+        ...
+
+    @property
+    def head(self) -> Any:
+        """A module that is a `Head`."""
+        ...
 
     def embed(self, batch: Batch) -> Carry: ...
     def finish(self, carry: Carry, batch: Batch) -> Tensor:
@@ -191,7 +199,7 @@ class StepOutput(NamedTuple):
 
     loss_sum: Tensor
     """() detached, float32 or wider: the sum over this rank's valid positions."""
-    count: Tensor
+    count: Tensor  # type: ignore[assignment]
     """() valid positions behind `loss_sum`."""
     per_sequence: tuple[Tensor, Tensor]
     """Sums and counts of all sequences of the step, in the order of the micro-batches."""
@@ -213,10 +221,15 @@ class Executor(Protocol):
 class Dataset(Protocol):
     """Training sequences by number, in no particular order; the engine draws the order."""
 
-    held_out: Dataset | None
-    """Sequences of documents that never occur in training, in a fixed order, or None."""
-    bytes_per_token: float | None
-    """Mean UTF-8 bytes a token of `held_out` stands for (None if unknown): loss in nats to bits per byte."""
+    @property
+    def held_out(self) -> Dataset | None:
+        """Sequences of documents that never occur in training, in a fixed order, or None."""
+        ...
+
+    @property
+    def bytes_per_token(self) -> float | None:
+        """Mean UTF-8 bytes a token of `held_out` stands for (None if unknown): loss in nats to bits per byte."""
+        ...
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int) -> Mapping[str, np.ndarray]:

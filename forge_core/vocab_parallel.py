@@ -91,7 +91,7 @@ class _LogSumExp(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         logits, result = ctx.saved_tensors
         return (logits - result.unsqueeze(-1)).exp_().mul_(grad.unsqueeze(-1)), None
 
@@ -106,7 +106,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         index, inside = ctx.saved_tensors
         zeros = grad.new_zeros(ctx.shape)
         return zeros.scatter_(-1, index.unsqueeze(-1), grad.where(inside, 0).unsqueeze(-1)), None, None
@@ -124,7 +124,7 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor, grad_logsumexp: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor, grad_logsumexp: Tensor) -> tuple[Tensor, None, None]:
         logits, index, inside, logsumexp = ctx.saved_tensors
         gradient = logits.to(logsumexp.dtype, copy=True)  # widened first: subtracting across dtypes takes twice as long
         gradient.sub_(logsumexp.unsqueeze(-1)).exp_().mul_((grad + grad_logsumexp).unsqueeze(-1))

@@ -1,7 +1,7 @@
 """DCP with an index in JSON.
 
-torch.distributed.checkpoint keeps its metadata as a pickle, and whatever is not a tensor as pickled bytes; loading either
-runs code. Here the metadata is JSON, checked before DCP sees it, only tensors are stored, and they load with
+torch.distributed.checkpoint keeps its metadata as a pickle, and whatever is not a tensor as pickled bytes; loading
+either runs code. Here the metadata is JSON, checked before DCP sees it, only tensors are stored, and they load with
 `weights_only=True`.
 """
 
@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -57,7 +56,9 @@ class TensorsOnly(DefaultLoadPlanner):
     """Refuses items that are not tensors, which the stock planner would unpickle."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        raise CheckpointError(f"{read_item.dest_index.fqn} is not a tensor ({LoadItemType.BYTE_IO}); refusing to unpickle it")
+        raise CheckpointError(
+            f"{read_item.dest_index.fqn} is not a tensor ({LoadItemType.BYTE_IO}); refusing to unpickle it"
+        )
 
 
 def read_index(folder: Path) -> Metadata:
@@ -87,7 +88,7 @@ def _to_json(metadata: Metadata) -> dict[str, Any]:
 
 
 def _from_json(data: Mapping[str, Any]) -> Metadata:
-    tensors = {name: _tensor_entry(entry) for name, entry in data["tensors"].items()}
+    tensors: dict[str, Any] = {name: _tensor_entry(entry) for name, entry in data["tensors"].items()}
     storage = {}
     for name, offset, index, file, start, length in data["storage"]:
         if "/" in file or file.startswith("."):

@@ -1,7 +1,7 @@
 """Saving and loading whole checkpoints.
 
-A checkpoint is one folder for all ranks: tensors by DCP with a JSON index, and `manifest.json`, written last, which holds
-everything that is not a tensor and the size and SHA-256 of every file. The folder appears under its name only when all
+A checkpoint is one folder for all ranks: tensors by DCP with a JSON index, and `manifest.json`, written last, which
+holds everything that is not a tensor and the size and SHA-256 of every file. The folder appears under its name only when all
 of it is on disk.
 """
 
@@ -65,7 +65,9 @@ class Checkpoints:
         files = {name: entry for files, _ in gathered for name, entry in files.items()}
         final = self._storage.path(step)
         if _first():
-            write_manifest(folder, {"format": FORMAT, "step": step, "time": time.time(), "files": files, **state.values})
+            write_manifest(
+                folder, {"format": FORMAT, "step": step, "time": time.time(), "files": files, **state.values}
+            )
             self._storage.commit(step)
             self._prune()
         _barrier()
@@ -100,13 +102,13 @@ class Checkpoints:
 
 
 def _write_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
-    from torch.distributed import checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict_saver import save
 
     from forge_core.checkpoint.index import INDEX, JsonIndexWriter
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.save(dict(tensors), storage_writer=JsonIndexWriter(folder, sync_files=True))
+        save(dict(tensors), storage_writer=JsonIndexWriter(folder, sync_files=True))
     mine = [*folder.glob(f"__{dist.get_rank()}_*"), *([folder / INDEX] if _first() else [])]
     return {path.name: _describe(path) for path in mine}
 
@@ -164,8 +166,8 @@ def load_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     Raises:
         CheckpointError: the checkpoint lacks one of them, has it in another shape, or cannot be read.
     """
-    from torch.distributed import checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.state_dict_loader import load
 
     from forge_core.checkpoint.index import JsonIndexReader, TensorsOnly
 
@@ -173,7 +175,7 @@ def load_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            dcp.load(dict(tensors), storage_reader=JsonIndexReader(folder), planner=TensorsOnly())
+            load(dict(tensors), storage_reader=JsonIndexReader(folder), planner=TensorsOnly())
         except CheckpointException as error:
             causes = "; ".join(f"rank {rank}: {cause}" for rank, (cause, _) in error.failures.items())
             raise CheckpointError(f"cannot read {folder}: {causes}") from error

@@ -35,7 +35,9 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command line; gives the exit code."""
     argv = sys.argv[1:] if argv is None else argv
     try:
-        return int(_dispatch(argv))
+        code = int(_dispatch(argv))
+        sys.stdout.flush()
+        return code
     except JobError as error:
         print(error, file=sys.stderr)
         return error.exit_code

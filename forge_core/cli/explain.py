@@ -28,7 +28,7 @@ def command(argv: list[str]) -> int:
 
 @frozen
 class Place:
-    """Where a path leads: a table of a known class, a kind whose type is still open, or one key."""
+    """Where a path leads: a table of a known class, one key, or a kind whose type is still open (perhaps of a key)."""
 
     path: str
     table: type | None = None
@@ -43,12 +43,11 @@ def explain(path: str, catalog: Catalog) -> str:
         JobError: there is nothing of that name.
     """
     place = find(path, catalog)
-    if place.key is not None:
-        return "\n".join(_key_lines(place.key, catalog))
-    if place.kind is not None:
-        return _explain_kind(place.path, place.kind, catalog)
-    assert place.table is not None, "a place is one of the three"
-    return _explain_table(place.path, place.table, catalog)
+    if place.table is not None:
+        return _explain_table(place.path, place.table, catalog)
+    key = "\n".join(_key_lines(place.key, catalog)) if place.key is not None else ""
+    kind = _explain_kind(place.path, place.kind, catalog) if place.kind is not None else ""
+    return "\n\n".join(filter(None, [key, kind]))
 
 
 # --- finding -----------------------------------------------------------------------------------------------------
@@ -88,7 +87,7 @@ def _step(place: Place, rest: list[str], catalog: Catalog) -> tuple[int, Place]:
 def _place_of(path: str, key: Key) -> Place:
     base = component_in(key.type)
     if base is not None:
-        return Place(path, kind=base)
+        return Place(path, kind=base, key=key if len(members(key.type)) > 1 else None)
     section = _section_in(key)
     return Place(path, table=section) if section is not None else Place(path, key=key)
 
@@ -123,7 +122,7 @@ def _key_lines(key: Key, catalog: Catalog) -> Iterator[str]:
 
 def _conditions(key: Key) -> str:
     default = "required" if key.required else f"default {key.default_text}" if key.default_text else "optional"
-    limits = [demand.text.removeprefix("be ") for demand in key.demands if demand.text]
+    limits = [demand.text.replace("be ", "", 1) for demand in key.demands if demand.text]
     return f" ({', '.join([default, *limits])})"
 
 
@@ -137,11 +136,10 @@ def _form(key: Key) -> str:
 
 def _explain_kind(path: str, base: type[Component], catalog: Catalog) -> str:
     types = catalog.types(base.kind)
-    lines = [f"{path} takes a component of kind {base.kind}.", "", class_doc(base), ""]
-    for type_ in types:
-        lines += [f"{type_}:", wrapped(_summary(base, type_, catalog), "    ")]
+    told = [f"{type_}:\n{wrapped(_summary(base, type_, catalog), '    ')}" for type_ in types]
     more = f"forge-run explain {path}.TYPE tells the keys of one." if types else "None is installed."
-    return "\n".join([*lines, "", more])
+    head = f"{path} takes a component of kind {base.kind}."
+    return "\n\n".join(filter(None, [head, class_doc(base), "\n".join(told), more]))
 
 
 def _summary(base: type[Component], type_: str, catalog: Catalog) -> str:

@@ -21,7 +21,13 @@ def command(argv: list[str]) -> int:
     prompts = options.prompt or [""]
     ids = [tokenizer.encode(prompt) or [tokenizer.end_of_text] for prompt in prompts]
     rows = generate(
-        model, ids, options.max_tokens, tokenizer.end_of_text, sampling, seed=options.seed, use_cache=not options.no_cache
+        model,
+        ids,
+        options.max_tokens,
+        tokenizer.end_of_text,
+        sampling,
+        seed=options.seed,
+        use_cache=not options.no_cache,
     )
     for prompt, row in zip(prompts, rows, strict=True):
         print(prompt + tokenizer.decode(row))
@@ -32,7 +38,9 @@ def command(argv: list[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="forge-run generate", description=command.__doc__)
-    parser.add_argument("path", metavar="RUN_OR_CHECKPOINT", help="a run folder (its newest checkpoint) or a checkpoint")
+    parser.add_argument(
+        "path", metavar="RUN_OR_CHECKPOINT", help="a run folder (its newest checkpoint) or a checkpoint"
+    )
     parser.add_argument("--prompt", action="append", help="text to continue; give it several times for a batch")
     parser.add_argument("--max-tokens", type=_positive, default=200, help="tokens to generate a prompt (200)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token (0.8)")

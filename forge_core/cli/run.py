@@ -38,7 +38,11 @@ def describe_summary(summary: Summary) -> str:
     numbers = {} if summary.loss is None else {"loss": summary.loss}
     numbers |= {name: value for name, value in summary.evaluation.items() if not name.endswith("tokens")}
     figures = ", ".join(f"{name} {value:.4f}" for name, value in numbers.items())
-    ending = f"stopped ({summary.stopped}), everything saved; run the same command to continue" if summary.stopped else "finished"
+    ending = (
+        f"stopped ({summary.stopped}), everything saved; run the same command to continue"
+        if summary.stopped
+        else "finished"
+    )
     return f"{ending} at step {summary.step}: {figures}\n{summary.folder}"
 
 

@@ -22,7 +22,7 @@ def explain_unknown(found: UnknownKey, findings: Findings, root: Node, catalog: 
         _left_over(found, root, node)
         or _misspelt_or_misplaced(found, findings)
         or did_you_mean(found.key, key_fields(found.cls))
-        or _by_default(found, root, catalog)
+        or _known_keys(found, catalog)
     )
     return Problem(path, what + hint, str(node.origin))
 
@@ -65,9 +65,9 @@ def _misspelt_or_misplaced(found: UnknownKey, findings: Findings) -> str:
     return f"; did you mean {close!r}?" if close else ""
 
 
-def _by_default(found: UnknownKey, root: Node, catalog: Catalog) -> str:
-    """The table does not name its type, so the user may not know which component it configures."""
-    cls = found.cls
-    if not issubclass(cls, Component) or list(root.along(found.table))[-1].child("type") is not None:
-        return ""
-    return f" of {cls.kind} {catalog.type_of(cls)!r}"
+def _known_keys(found: UnknownKey, catalog: Catalog) -> str:
+    """Nothing is similar, so all that there is. The table may not name its type, so that is told too."""
+    keys = ", ".join(key_fields(found.cls)) or "no keys"
+    if issubclass(found.cls, Component):
+        return f" of {found.cls.kind} {catalog.type_of(found.cls)!r}, which has {keys}"
+    return f"; [{found.table}] has {keys}" if found.table else f"; there are {keys}"

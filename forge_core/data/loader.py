@@ -32,7 +32,7 @@ class Sources:
 
     def __getitem__(self, samples: Sequence[Sample]) -> Batch:
         """The micro-batch of these samples, with `sources` (B,): the number of the source of each sequence."""
-        batch = collate([self.datasets[sample.source][sample.index] for sample in samples])
+        batch = collate([self.datasets[sample.source][sample.number] for sample in samples])
         batch["sources"] = torch.tensor([sample.source for sample in samples])
         return batch
 
@@ -54,7 +54,9 @@ class TrainLoader:
     way the order is that of `SampleOrder`, and the position is what was handed out, not what was loaded ahead.
     """
 
-    def __init__(self, job: Job, datasets: Sequence[Dataset], context: BuildContext, counts: Sequence[int] = ()) -> None:
+    def __init__(
+        self, job: Job, datasets: Sequence[Dataset], context: BuildContext, counts: Sequence[int] = ()
+    ) -> None:
         self._job = job
         self._device = context.device
         self._sources = Sources(datasets)
@@ -120,9 +122,10 @@ def _thread_batches(sources: Sources, plan: Iterator[list[Sample]], ahead: int, 
     def put(item: Batch | Exception) -> None:
         while not stop.is_set():
             try:
-                return ready.put(item, timeout=0.1)
+                ready.put(item, timeout=0.1)
             except queue.Full:
                 continue
+            return
 
     def work() -> None:
         for samples in plan:
@@ -131,7 +134,8 @@ def _thread_batches(sources: Sources, plan: Iterator[list[Sample]], ahead: int, 
             try:
                 batch = _read(sources, samples)
             except Exception as error:
-                return put(error)
+                put(error)
+                return
             put({name: t.pin_memory() for name, t in batch.items()} if pin else batch)
 
     threading.Thread(target=work, name="forge-data", daemon=True).start()
@@ -156,7 +160,7 @@ class _Reader(torch.utils.data.Dataset[Any]):
 def _worker_batches(sources: Sources, plan: Iterator[list[Sample]], workers: int, pin: bool) -> Iterator[Batch]:
     loader = torch.utils.data.DataLoader(
         _Reader(sources),
-        sampler=plan,  # type: ignore[arg-type]  # each "index" is a micro-batch
+        sampler=plan,  # each "index" is a micro-batch
         batch_size=None,
         num_workers=workers,
         pin_memory=pin,
@@ -171,7 +175,7 @@ class Concatenated:
     def __init__(self, datasets: Sequence[Dataset]) -> None:
         self._datasets = datasets
         self._ends = np.cumsum([len(dataset) for dataset in datasets])
-        self.held_out = None
+        self.held_out: Dataset | None = None
         rates = [dataset.bytes_per_token for dataset in datasets]
         known = [rate for rate in rates if rate is not None]
         lengths = [len(dataset) for dataset in datasets]

@@ -10,10 +10,10 @@ ROUNDS = 4
 
 
 class Sample(NamedTuple):
-    """A sequence to train on: number `index` of source `source`."""
+    """A sequence to train on: `number` of `source`."""
 
     source: int
-    index: int
+    number: int
 
 
 class Permutation:
@@ -89,7 +89,9 @@ class SampleOrder:
         if len(self._sizes) == 1:
             return 0
         number = sum(self.counts) + 1
-        behind = [share * number - count if share else -1.0 for share, count in zip(self._shares, self.counts, strict=True)]
+        behind = [
+            share * number - count if share else -1.0 for share, count in zip(self._shares, self.counts, strict=True)
+        ]
         return max(range(len(behind)), key=behind.__getitem__)
 
     def _permutation(self, source: int, epoch: int) -> Permutation:

@@ -68,7 +68,9 @@ def _held_out(run: Run) -> str:
 def _memory(parameters: NamedParameters) -> str:
     weights = sum(item.parameter.numel() * item.parameter.element_size() for item in parameters)
     trained = sum(p.parameter.numel() * p.parameter.element_size() for p in parameters if p.parameter.requires_grad)
-    return f"weights {weights / 1e6:,.0f} MB, gradients {trained / 1e6:,.0f} MB, besides optimizer state and activations"
+    return (
+        f"weights {weights / 1e6:,.0f} MB, gradients {trained / 1e6:,.0f} MB, besides optimizer state and activations"
+    )
 
 
 def _device_name(device: torch.device) -> str:

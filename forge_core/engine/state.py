@@ -145,7 +145,7 @@ def _empty_slots(
 ) -> dict[tuple[str, str], Tensor]:
     """Memory for every stored slot: sharded like its parameter where it has its shape, else whole on every rank."""
     slots: dict[tuple[str, str], Tensor] = {}
-    known = {name: parameter for name, parameter in _named(optimizer)}
+    known = dict(_named(optimizer))
     for full, (size, dtype) in stored.items():
         if not full.startswith("optimizer."):
             continue

@@ -107,7 +107,9 @@ class Stepper:
         counts = [(batch["labels"] != IGNORED_LABEL).sum() for batch in batches]
         return all_reduce_tokens(torch.stack(counts).sum(), self._mesh)
 
-    def _reduce(self, output: StepOutput, batches: Sequence[Batch], auxiliary: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _reduce(
+        self, output: StepOutput, batches: Sequence[Batch], auxiliary: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
         """One small collective: loss, counts, losses by source and auxiliary metrics, summed over the token ranks."""
         parts = {"loss_sum": output.loss_sum, "count": output.count}
         if len(self._source_names) > 1 and "sources" in batches[0]:

@@ -9,12 +9,14 @@ from pathlib import Path
 from attrs import frozen
 
 from forge_core.components import TrainingHook
+from forge_core.config.complete import complete
 from forge_core.config.job import Job
+from forge_core.config.rules import check_rules
 from forge_core.engine.build import build_context, build_run
 from forge_core.engine.folder import locked, run_folder
 from forge_core.engine.loop import Loop
-from forge_core.errors import ExitCode
-from forge_core.parallel.mesh import global_rank
+from forge_core.errors import ExitCode, JobError
+from forge_core.parallel.mesh import global_rank, world_size
 from forge_core.plugins.catalog import Catalog
 
 
@@ -60,9 +62,9 @@ class Trainer:
         resume: str = "auto",
         echo: Callable[[str], object] = print,
     ) -> None:
-        self.job = job
-        self._hooks = list(hooks)
         self._catalog = catalog or Catalog.installed()
+        self.job = complete(job, self._catalog)
+        self._hooks = list(hooks)
         self._resume = resume
         self._echo = echo
 
@@ -74,6 +76,9 @@ class Trainer:
             CheckpointError: a checkpoint is damaged or does not fit.
             NonFiniteError: the non-finite policy ended the run.
         """
+        problems = check_rules(self.job, self._catalog, world_size())
+        if problems:
+            raise JobError(problems)
         folder = run_folder(self.job)
         first = global_rank() == 0
         run = build_run(self.job, build_context(self.job, self._catalog, folder), self._hooks)
@@ -87,7 +92,7 @@ class Trainer:
             loss=loop.recorder.last_loss,
             evaluation=loop.recorder.last_evaluation,
             folder=folder,
-            stopped=loop.requests.stop,
+            stopped=loop.requests.stop if loop.progress.step < self.job.train.steps else "",
         )
 
 

@@ -29,7 +29,12 @@ class LiveLogger:
     """One line that is rewritten; evaluations scroll past above it."""
 
     def __init__(self, terminal: Terminal, steps: int) -> None:
-        columns = (MofNCompleteColumn(), BarColumn(bar_width=24), TimeRemainingColumn(), TextColumn("{task.description}"))
+        columns = (
+            MofNCompleteColumn(),
+            BarColumn(bar_width=24),
+            TimeRemainingColumn(),
+            TextColumn("{task.description}"),
+        )
         self._progress = Progress(*columns, console=terminal, refresh_per_second=4)
         self._task = self._progress.add_task("starting", total=steps)
 

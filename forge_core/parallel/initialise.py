@@ -85,7 +85,8 @@ def _local_rows(parameter: Tensor) -> list[tuple[Tensor, int, int, Any]]:
         return [(parameter.data, 0, parameter.shape[0], ...)]
     local = parameter.to_local()
     parts = []
-    for chunk in parameter.__create_chunk_list__():
+    chunks: Any = parameter
+    for chunk in chunks.__create_chunk_list__():
         rest = tuple(slice(o, o + s) for o, s in zip(chunk.offsets[1:], chunk.sizes[1:], strict=True))
         parts.append((local, chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0], (slice(None), *rest)))
     return parts
@@ -117,7 +118,7 @@ def _initialise_module(module: nn.Module, name: str, device: torch.device, seed:
             if not fill.used:
                 raise ForgeError(f"{type(module).__name__}.init_parameter did not fill {name}.{key}")
         module.init_buffers(device)
-    elif own or list(module.buffers(recurse=False)):
+    elif own or any(True for _ in module.buffers(recurse=False)):
         _reset(module, name, own, seed)
 
 
@@ -133,7 +134,9 @@ def _reset(module: nn.Module, name: str, own: list[tuple[str, nn.Parameter]], se
     whole = _whole_copy(module)
     device = own[0][1].device if own else torch.device("cpu")
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():
-        torch.manual_seed(int.from_bytes(hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest(), "little") >> 1)
+        torch.manual_seed(
+            int.from_bytes(hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest(), "little") >> 1
+        )
         whole.reset_parameters()
         for key, parameter in own:
             SeededFill(parameter, key, seed).copy(getattr(whole, key))

@@ -84,7 +84,9 @@ def _collect_degrees(job: Job, degrees: dict[str, int | str]) -> Iterator[Proble
                 allowed = ", ".join((*MESH_DIMENSIONS, "ep"))
                 yield Problem(f"parallel.{name}", f"no mesh dimension {dimension!r}; there are {allowed}")
             elif dimension in degrees:
-                yield Problem(f"parallel.{name}", f"dimension {dimension} is already set by parallel.{origin[dimension]}")
+                yield Problem(
+                    f"parallel.{name}", f"dimension {dimension} is already set by parallel.{origin[dimension]}"
+                )
             elif degree == "auto" and "auto" in degrees.values():
                 yield Problem(f"parallel.{name}", f"only one dimension can be auto; parallel.{origin['auto']} is")
             else:

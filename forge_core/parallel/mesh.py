@@ -45,7 +45,8 @@ def make_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
         if "RANK" in os.environ:
             dist.init_process_group(backend)
         else:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+            store = dist.HashStore()  # type: ignore[attr-defined]
+            dist.init_process_group(backend, store=store, rank=0, world_size=1)
     degrees = degrees_of(layout)
     ranks = torch.arange(layout.world_size, dtype=torch.int).view(*degrees.values())
     return DeviceMesh(device.type, ranks, mesh_dim_names=tuple(degrees))

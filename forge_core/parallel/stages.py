@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from graphlib import CycleError, TopologicalSorter
-from typing import TYPE_CHECKING
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
 
@@ -37,7 +38,7 @@ def order_stages(stages: Mapping[str, ParallelComponent], catalog: Catalog) -> l
     """
     types = {name: catalog.type_of(type(component)).rpartition("/")[2] for name, component in stages.items()}
     why: dict[tuple[str, str], str] = {}
-    sorter: TopologicalSorter[str] = TopologicalSorter({name: () for name in stages})
+    sorter: TopologicalSorter[str] = TopologicalSorter(dict.fromkeys(stages, ()))
     for name, component in stages.items():
         for other in stages:
             if other != name and types[other] in component.after:
@@ -65,7 +66,7 @@ def _stable_order(sorter: TopologicalSorter[str], names: Sequence[str]) -> list[
 
 
 def _contradiction(cycle: Sequence[str], why: Mapping[tuple[str, str], str]) -> str:
-    steps = [f"{b} after {a} ({why[a, b]})" for a, b in zip(cycle, cycle[1:], strict=False) if (a, b) in why]
+    steps = [f"{b} after {a} ({why[a, b]})" for a, b in pairwise(cycle) if (a, b) in why]
     return "the stages cannot be ordered: " + "; ".join(steps)
 
 
@@ -78,10 +79,13 @@ def with_owner(job: Job, layout: Layout, catalog: Catalog) -> Mapping[str, Paral
     if layout.token_ranks == 1 or any(stage.owns_reduction for stage in job.parallel.values()):
         return job.parallel
     replicate = catalog.load("parallel", "forge-run/replicate")
-    return {**job.parallel, "replicate": replicate(replicate=layout.replicate)}  # type: ignore[call-arg]
+    stage: Any = replicate(replicate=layout.replicate)  # type: ignore[call-arg]
+    return {**job.parallel, "replicate": stage}
 
 
-def apply_stages(model: Model, stages: Sequence[OrderedStage], context: BuildContext) -> tuple[Model, list[ParallelStage]]:
+def apply_stages(
+    model: Model, stages: Sequence[OrderedStage], context: BuildContext
+) -> tuple[Model, list[ParallelStage]]:
     """Build and apply each stage in order.
 
     Raises:
@@ -97,7 +101,9 @@ def apply_stages(model: Model, stages: Sequence[OrderedStage], context: BuildCon
             raise ForgeError(f"stage parallel.{stage.name} changed the names of parameters: {', '.join(changed)}")
         lost = hooks - _hooks(model)
         if lost:
-            raise ForgeError(f"stage parallel.{stage.name} lost what earlier stages had put on {', '.join(sorted(lost)[:4])}")
+            raise ForgeError(
+                f"stage parallel.{stage.name} lost what earlier stages had put on {', '.join(sorted(lost)[:4])}"
+            )
         built.append(transform)
     return model, built
 

@@ -111,7 +111,7 @@ class Catalog:
         offers: list[Offer] = []
         distributions: dict[str, Distribution] = {}
         for dist in metadata.distributions():
-            if PREFIX not in (dist.read_text("entry_points.txt") or ""):
+            if PREFIX not in (dist.read_text("entry_points.txt") or "") or not _has_metadata(dist):
                 continue
             found = Distribution.of(dist)
             if _normalise(found.name) in distributions:  # an older copy further down sys.path
@@ -318,6 +318,11 @@ class Catalog:
                 del sys.modules[name]
                 raise
         return sys.modules[name]
+
+
+def _has_metadata(dist: metadata.Distribution) -> bool:
+    """An uninstall that was interrupted leaves folders without."""
+    return bool(dist.read_text("METADATA") or dist.read_text("PKG-INFO"))
 
 
 def check_requirement(distribution: Distribution) -> None:

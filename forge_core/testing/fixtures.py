@@ -1,7 +1,7 @@
 """Fixtures for tests of components, as a pytest plugin to be named explicitly.
 
-    # conftest.py
-    pytest_plugins = ["forge_core.testing.fixtures"]
+# conftest.py
+pytest_plugins = ["forge_core.testing.fixtures"]
 """
 
 from __future__ import annotations

@@ -108,7 +108,12 @@ def tiny_job(output: str, catalog: Any = None, **changes: Any) -> Job:
     from forge_core.config.complete import complete
 
     train: dict[str, Any] = {"steps": 4, "global_batch_size": 4, "seq_len": 8}
-    sections: dict[str, Any] = {"job": {"output": output}, "data": {"sources": (Numbers(),)}, "eval": {}, "checkpoint": {}}
+    sections: dict[str, Any] = {
+        "job": {"output": output},
+        "data": {"sources": (Numbers(),)},
+        "eval": {},
+        "checkpoint": {},
+    }
     kinds = {"job": JobSection, "data": DataSection, "eval": EvalSection, "checkpoint": CheckpointSection}
     fields: dict[str, Any] = {"model": TinyModel(), "optimizer": TinyAdamW()}
     for name, value in changes.items():
@@ -120,5 +125,3 @@ def tiny_job(output: str, catalog: Any = None, **changes: Any) -> Job:
             train[name] = value
     built = {name: kinds[name](**values) for name, values in sections.items()}
     return complete(Job(train=TrainSection(**train), **built, **fields), catalog)
-
-

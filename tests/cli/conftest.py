@@ -54,7 +54,8 @@ def python() -> Callable[..., subprocess.CompletedProcess[str]]:
     """Run Python in a process of its own; `path` comes first on its `sys.path`."""
 
     def run(*argv: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
-        environment = os.environ | ({"PYTHONPATH": str(path)} if path else {})
+        entries = [str(path)] if path else []
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join([*entries, os.environ.get("PYTHONPATH", "")])}
         return subprocess.run([sys.executable, *argv], capture_output=True, text=True, env=environment, check=False)
 
     return run

@@ -205,7 +205,7 @@ class TestExplain:
         assert text.startswith(
             "dataset forge-plugin-text/text\n\nText files.\n\nweight: float (default 1.0, >= 0)\n    Share of"
         )
-        assert "path: str (required, not be empty)" in text
+        assert "path: str (required, not empty)" in text
 
     def test_a_kind_tells_the_installed_types_even_if_one_is_broken(self, small_catalog: Catalog) -> None:
         text = explain("optimizer", small_catalog)
@@ -221,7 +221,8 @@ class TestExplain:
             ("optimizer.adamw", "optimizer forge-plugin-adamw/adamw\n"),
             ("optimizer.forge-plugin-adamw/adamw", "optimizer forge-plugin-adamw/adamw\n"),
             ("optimizer.adamw.lr", "lr: float (default 0.0003, > 0)"),
-            ("optimizer.adamw.weight_decay", "optimizer.adamw.weight_decay takes a component of kind scheduler."),
+            ("optimizer.adamw.weight_decay", "weight_decay: float or scheduler table (default 0.1)\n    A number, or"),
+            ("scheduler", "scheduler takes a component of kind scheduler.\n\nBuilds a pure function"),
             ("optimizer.job_parts:Muon", "optimizer job_parts:Muon\n"),
             ("model.transformer.ffn.moe.router.topk", "router forge-plugin-moe/topk\n"),
             ("model.transformer.rope", "[model.transformer.rope]\n"),

@@ -46,9 +46,7 @@ def with_commands(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 class TestDispatch:
-    def test_a_job_file_first_means_run(
-        self, with_commands: Commands, capsys: Capture
-    ) -> None:
+    def test_a_job_file_first_means_run(self, with_commands: Commands, capsys: Capture) -> None:
         with_commands(run=finished)
         assert main(["job.toml", "more.toml", "--a.b=1"]) == 0
         assert capsys.readouterr().out == "ran with ['job.toml', 'more.toml', '--a.b=1']\n"
@@ -60,16 +58,12 @@ class TestDispatch:
         (tmp_path / "job").touch()
         assert main([str(tmp_path / "job")]) == main(["--resume=never", "job.toml"]) == 0
 
-    def test_a_command_gets_the_rest_of_the_line(
-        self, with_commands: Commands, capsys: Capture
-    ) -> None:
+    def test_a_command_gets_the_rest_of_the_line(self, with_commands: Commands, capsys: Capture) -> None:
         with_commands(check=finished)
         assert main(["check", "job.toml", "-x"]) == 0
         assert capsys.readouterr().out == "ran with ['job.toml', '-x']\n"
 
-    def test_an_unknown_command_gets_a_suggestion(
-        self, with_commands: Commands, capsys: Capture
-    ) -> None:
+    def test_an_unknown_command_gets_a_suggestion(self, with_commands: Commands, capsys: Capture) -> None:
         with_commands(check=finished, run=finished)
         assert main(["chekc"]) == ExitCode.BAD_JOB
         assert capsys.readouterr().err == "forge-run: 'chekc' is no command and no job file; did you mean 'check'?\n"
@@ -87,9 +81,7 @@ class TestDispatch:
         )
         assert main(["forge-plugin-lora/merge"]) == 0
 
-    def test_a_broken_command_names_its_distribution(
-        self, with_commands: Commands, capsys: Capture
-    ) -> None:
+    def test_a_broken_command_names_its_distribution(self, with_commands: Commands, capsys: Capture) -> None:
         with_commands(Offer("command", "merge", "forge_plugin_lora_gone:merge", LORA))
         assert main(["merge"]) == ExitCode.BAD_JOB
         assert capsys.readouterr().err.startswith(
@@ -158,10 +150,7 @@ class TestHelpAndVersion:
 class TestLightness:
     """Told by what was imported, in a process of its own."""
 
-    SCRIPT = (
-        "import sys; before = set(sys.modules)\n{}\n"
-        "print('IMPORTED', *sorted(set(sys.modules) - before))"
-    )
+    SCRIPT = "import sys; before = set(sys.modules)\n{}\nprint('IMPORTED', *sorted(set(sys.modules) - before))"
 
     @pytest.mark.parametrize(
         ("statement", "forbidden"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 import jsonschema
@@ -33,6 +34,8 @@ from forge_core.config.schema import job_schema
 from forge_core.config.validators import demands
 from forge_core.plugins.catalog import Catalog
 
+Validator = jsonschema.Draft202012Validator
+SECTIONS = [JobSection, TrainSection, DataSection, CheckpointSection, EvalSection, MetricsSection]
 CATALOG = make_catalog()
 USABLE = Catalog([o for o in CATALOG.all_offers() if o.type not in ("sophia", "odd", "soap", "clumsy")])
 
@@ -125,10 +128,10 @@ class TestKeys:
 
 
 @pytest.fixture(scope="module")
-def validator() -> jsonschema.Draft202012Validator:
+def validator() -> Validator:
     schema, _ = job_schema(CATALOG)
-    jsonschema.Draft202012Validator.check_schema(schema)
-    return jsonschema.Draft202012Validator(json.loads(json.dumps(schema, allow_nan=False)))
+    Validator.check_schema(schema)
+    return Validator(json.loads(json.dumps(schema, allow_nan=False)))
 
 
 class TestSchema:
@@ -140,16 +143,14 @@ class TestSchema:
         assert "optimizer.forge-plugin-sophia:sophia" not in schema["$defs"]
         assert "optimizer.forge-plugin-muon:muon" in schema["$defs"]
 
-    def test_good_jobs_are_valid(self, validator: jsonschema.Draft202012Validator, load: Callable[..., Job]) -> None:
+    def test_good_jobs_are_valid(self, validator: Validator, load: Callable[..., Job]) -> None:
         job = load('[model.ffn]\ntype = "moe"\nexperts = 2\n[loggers.tensorboard]\n[parallel.fsdp]\ndegree = 1')
         validator.validate(tomllib.loads(dump_job(job, CATALOG)))
-        validator.validate(tomllib.loads(open("good.toml").read()))
+        validator.validate(tomllib.loads(Path("good.toml").read_text()))
 
     @settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
     @given(st.data())
-    def test_whatever_can_be_read_is_valid(
-        self, validator: jsonschema.Draft202012Validator, data: st.DataObject
-    ) -> None:
+    def test_whatever_can_be_read_is_valid(self, validator: Validator, data: st.DataObject) -> None:
         validator.validate(data.draw(tables(Job, USABLE)))
 
     @pytest.mark.parametrize(
@@ -170,7 +171,7 @@ class TestSchema:
         ],
     )
     def test_mistakes_are_found_where_they_are(
-        self, validator: jsonschema.Draft202012Validator, text: str, path: str, load: Callable[..., Job]
+        self, validator: Validator, text: str, path: str, load: Callable[..., Job]
     ) -> None:
         table = tomllib.loads(dump_job(load(), CATALOG))
         for section, keys in tomllib.loads(text).items():
@@ -183,9 +184,7 @@ class TestSchema:
         errors = [error for top in validator.iter_errors(table) for error in [*(top.context or []), top]]
         assert path in {"/".join(map(str, error.absolute_path)) for error in errors}
 
-    def test_local_files_are_allowed_with_any_keys(
-        self, validator: jsonschema.Draft202012Validator, load: Callable[..., Job]
-    ) -> None:
+    def test_local_files_are_allowed_with_any_keys(self, validator: Validator, load: Callable[..., Job]) -> None:
         table = tomllib.loads(dump_job(load(), CATALOG))
         table["optimizer"] = {"type": "./mine.py:Mine", "anything": 1}
         validator.validate(table)

@@ -25,6 +25,7 @@ from forge_core.plugins.catalog import Catalog, Offer
 SMALL = make_catalog()
 USABLE = Catalog([o for o in SMALL.all_offers() if o.type not in ("sophia", "odd", "soap", "clumsy")])
 INSTALLED = Catalog.installed()
+COMPONENTS = [offer for offer in INSTALLED.all_offers() if offer.kind not in ("kind", "command")]
 SLOW = settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
 
 

@@ -23,10 +23,11 @@ from forge_core.errors import JobError
 from forge_core.plugins.catalog import Catalog
 
 Load = Callable[..., Job]
-KEYS = st.sampled_from(["a", "b", "c"])
-TREES = st.dictionaries(
-    KEYS, st.recursive(st.integers(), lambda inner: st.dictionaries(KEYS, inner, max_size=3), max_leaves=6), max_size=3
+LEAVES = st.dictionaries(st.sampled_from("xyz"), st.integers(), max_size=2)
+TREES = st.recursive(
+    LEAVES, lambda inner: st.builds(dict.__or__, LEAVES, st.dictionaries(st.sampled_from("ab"), inner)), max_leaves=6
 )
+"""Trees that agree on which keys are tables (a, b) and which are values (x, y, z)."""
 
 
 def tree(data: Any, source: str = "job.toml", layer: int = 0) -> Node:

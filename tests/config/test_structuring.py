@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from enum import Enum
+from enum import Enum, StrEnum
 from pathlib import Path
 from typing import Any, Literal
 
@@ -53,7 +53,7 @@ class Color(Enum):
     BLUE = "blue"
 
 
-class Level(str, Enum):
+class Level(StrEnum):
     HIGH = "high"
 
 

@@ -37,9 +37,7 @@ class Writer:
     def table(self, data: dict[str, Any], path: KeyPath) -> None:
         later = {}
         for key, value in data.items():
-            if (isinstance(value, dict) and self._flip()) or (
-                isinstance(value, list) and value and all(isinstance(item, dict) for item in value) and self._flip()
-            ):
+            if (isinstance(value, dict) or _are_tables(value)) and self._flip():
                 later[key] = value
             elif isinstance(value, dict) and value and self._flip():
                 self._dotted(value, (*path, key), [key], path)
@@ -53,9 +51,7 @@ class Writer:
     def _header(self, path: KeyPath, index: int | None) -> None:
         self._noise()
         self._mark(path if index is None else (*path, index))
-        name = self._blank().join(
-            [".".join(f"{self._blank()}{self._key(part)}{self._blank()}" for part in path if isinstance(part, str))]
-        )
+        name = ".".join(f"{self._blank()}{self._key(part)}{self._blank()}" for part in path if isinstance(part, str))
         self.text += (f"[{name}]" if index is None else f"[[{name}]]") + self._end()
 
     def _dotted(self, data: dict[str, Any], path: KeyPath, keys: list[str], table: KeyPath) -> None:
@@ -131,7 +127,11 @@ class Writer:
         return self._draw(st.booleans())
 
 
-@settings(max_examples=300, deadline=None)
+def _are_tables(value: Any) -> bool:
+    return isinstance(value, list) and value != [] and all(isinstance(item, dict) for item in value)
+
+
+@settings(max_examples=200, deadline=None)
 @given(DOCUMENTS, st.data())
 def test_every_key_table_and_item_is_found_on_the_line_where_it_was_written(
     data: dict[str, Any], choices: st.DataObject

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import io
-import multiprocessing
-import os
-import queue
 import subprocess
 import sys
-import traceback
 from collections.abc import Callable
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +20,7 @@ from forge_core.engine.auxiliary import Auxiliary
 from forge_core.losses import CrossEntropy
 from forge_core.modules import LinearHead
 from forge_core.protocols import Head, LossOutput, VocabShard
+from forge_core.testing.processes import run_on_ranks
 from forge_core.vocab_parallel import vocab_cross_entropy, vocab_gather, vocab_logsumexp
 
 VOCAB, DIM = 37, 12
@@ -122,7 +117,7 @@ def test_z_loss_is_in_the_objective_and_in_the_metrics_but_not_in_the_reported_l
     squares = head(hidden).logsumexp(-1)[valid].square()
     torch.testing.assert_close(output.sum - plain.sum, 0.5 * squares.sum())
     torch.testing.assert_close(output.per_sequence, plain.per_sequence)
-    torch.testing.assert_close(auxiliary.totals()["z_loss"], squares.mean().detach().float())
+    assert auxiliary.totals()["z_loss"].item() == pytest.approx(squares.mean().item())
 
 
 @pytest.mark.parametrize("z_loss", [0.0, 1e-2])
@@ -175,12 +170,11 @@ def test_unsharded_reductions_pass_gradcheck(vocab_reduction: str) -> None:
     assert torch.autograd.gradcheck(lambda x: function(x, None), (logits,))
 
 
-def sharded_results(rank: int, ranks: int) -> dict[str, Any]:
-    """Values and gradients of every reduction on this rank's slice, for a split of the vocabulary into unequal parts."""
+def sharded_results(rank: int) -> dict[str, Any]:
+    """Values and gradients of every reduction on this rank's slice; the vocabulary is split unequally."""
     torch.manual_seed(3)
     logits, labels = torch.randn(3, 4, VOCAB, dtype=torch.float64) * 30, torch.randint(0, VOCAB, (3, 4))
     bounds = [0, 10, VOCAB]
-    assert ranks == len(bounds) - 1
     shard = VocabShard(dist.group.WORLD, bounds[rank], bounds[rank + 1] - bounds[rank])
     local = logits[..., bounds[rank] : bounds[rank + 1]].clone().requires_grad_()
     weights = torch.rand(3, 4, dtype=torch.float64)
@@ -197,8 +191,8 @@ def sharded_results(rank: int, ranks: int) -> dict[str, Any]:
     return results
 
 
-def test_sharded_reductions_equal_the_unsharded_ones_with_their_gradients(tmp_path: Path) -> None:
-    for results in run_forked(sharded_results, 2, tmp_path):
+def test_sharded_reductions_equal_the_unsharded_ones_with_their_gradients() -> None:
+    for results in run_on_ranks(2, sharded_results):
         logits, labels, weights = results["inputs"]
         logits.requires_grad_()
         gathered = logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
@@ -214,7 +208,7 @@ def test_sharded_reductions_equal_the_unsharded_ones_with_their_gradients(tmp_pa
             torch.testing.assert_close(results[name], (value.detach(), part), rtol=1e-12, atol=1e-12, msg=name)
 
 
-def sharded_loss(rank: int, ranks: int) -> dict[str, Tensor]:
+def sharded_loss(rank: int) -> dict[str, Tensor]:
     """The loss of a head that holds its slice of the rows, on hidden states that every rank has."""
     whole, (hidden, batch) = make_head(), make_batch()
     start, stop = (0, 10) if rank == 0 else (10, VOCAB)
@@ -226,8 +220,8 @@ def sharded_loss(rank: int, ranks: int) -> dict[str, Tensor]:
     return {"sum": output.sum.detach(), "hidden": to_hidden, "weight": to_weight}
 
 
-def test_sharded_head_gives_the_same_loss_and_its_part_of_the_gradients(tmp_path: Path) -> None:
-    first, second = run_forked(sharded_loss, 2, tmp_path)
+def test_sharded_head_gives_the_same_loss_and_its_part_of_the_gradients() -> None:
+    first, second = run_on_ranks(2, sharded_loss)
     head, (hidden, batch) = make_head(), make_batch()
     expected = reference(head(hidden.requires_grad_()), batch["labels"], 1e-2)
     to_hidden, to_weight = gradients(expected, hidden, head.weight)
@@ -235,45 +229,3 @@ def test_sharded_head_gives_the_same_loss_and_its_part_of_the_gradients(tmp_path
     torch.testing.assert_close(second["sum"], expected.detach())
     torch.testing.assert_close(first["hidden"] + second["hidden"], to_hidden)
     torch.testing.assert_close(torch.cat([first["weight"], second["weight"]]), to_weight)
-
-
-def run_forked(function: Callable[[int, int], Any], ranks: int, folder: Path, timeout: float = 30.0) -> list[Any]:
-    """`function(rank, ranks)` in forked processes joined by gloo; the results in order of rank.
-
-    Results travel as bytes: a tensor in a queue travels as a file descriptor, which dies with its process.
-    """
-    context = multiprocessing.get_context("fork")
-    reports = context.Queue()
-    workers = [
-        context.Process(target=_worker, args=(function, rank, ranks, folder / "rendezvous", reports), daemon=True)
-        for rank in range(ranks)
-    ]
-    for worker in workers:
-        worker.start()
-    try:
-        found = dict(reports.get(timeout=timeout) for _ in workers)
-    except queue.Empty:
-        pytest.fail(f"a rank did not report within {timeout} s")
-    finally:
-        for worker in workers:
-            worker.kill()
-    failures = [report for report in found.values() if isinstance(report, str)]
-    assert not failures, "\n".join(failures)
-    return [torch.load(io.BytesIO(found[rank])) for rank in range(ranks)]
-
-
-def _worker(function: Callable[[int, int], Any], rank: int, ranks: int, rendezvous: Path, reports: Any) -> None:
-    torch.set_num_threads(1)
-    try:
-        dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks)
-        buffer = io.BytesIO()
-        torch.save(function(rank, ranks), buffer)
-        report: bytes | str = buffer.getvalue()
-    except BaseException:
-        report = traceback.format_exc()
-    reports.put((rank, report))
-    reports.close()
-    reports.join_thread()
-    if isinstance(report, bytes):
-        dist.barrier()
-    os._exit(0)

@@ -33,7 +33,7 @@ NEED_EXAMPLE = (ROOT / "docs" / "writing-a-plugin.md", EXAMPLE / "README.md")
 """Pages on which the example plugin is installed."""
 
 FENCE = re.compile(r'^```(?P<language>\w+)(?: title="(?P<title>[^"]+)")?\n(?P<text>.*?)^```$', re.MULTILINE | re.DOTALL)
-INCLUDE = re.compile(r'^--8<-- "(?P<path>[^"]+)"\n', re.MULTILINE)
+INCLUDE = re.compile(r"^--8<--\n(?P<path>.+)\n--8<--\n", re.MULTILINE)
 REQUIRED = {"train", "model", "data", "optimizer"}
 BROKEN = "broken.toml"
 """Title of a job that is wrong on purpose."""

@@ -15,7 +15,7 @@ from forge_core import Catalog, JobError, Problem, Trainer, load_job
 
 REST_OF_A_JOB = """
 [train]
-steps = 100
+steps = 100000
 global_batch_size = 8
 seq_len = 64
 [model]

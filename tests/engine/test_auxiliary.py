@@ -45,8 +45,6 @@ class Penalised(nn.Module):
         return (x,)
 
 
-
-
 @frozen(kw_only=True)
 class PenalisedModel(TinyModel):
     recompute: bool = False
@@ -109,7 +107,7 @@ def test_evaluation_neither_counts_nor_penalises(make_job, build):
     batches = loader.next_step()
     loader.close()
     stepper = Stepper(run)
-    _, sums = stepper.gradients(batches, 0)
+    stepper.gradients(batches, 0)
     before = {name: value.item() for name, value in run.context.auxiliary.totals().items()}
     run.executor.evaluate(batches)
     assert {name: value.item() for name, value in run.context.auxiliary.totals().items()} == before

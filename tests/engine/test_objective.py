@@ -75,7 +75,7 @@ def test_bf16_keeps_weights_gradients_norms_and_losses_in_float32(make_job, buil
 
     loader = TrainLoader(run.job, run.datasets, run.context)
     stepper = Stepper(run)
-    output, sums = stepper.gradients(loader.next_step(), 0)
+    output, _ = stepper.gradients(loader.next_step(), 0)
     loader.close()
     assert seen["carry"][0].dtype == torch.bfloat16
     assert output.loss_sum.dtype == torch.float32
@@ -128,5 +128,3 @@ def test_frozen_parameters_stay_and_are_not_counted_in_the_norm(make_job, build,
 def test_loss_falls(make_job, train, lines):
     records = lines(train(make_job(steps=60, global_batch_size=16, model=TinyModel(dim=32))))
     assert records[-1]["loss"] < 0.5 * records[0]["loss"]
-
-

@@ -258,7 +258,9 @@ def test_evaluation_is_the_mean_over_all_held_out_tokens(make_job, train, build,
     assert summary.evaluation["eval/tokens"] == 7 * 8
     expected = train(make_job(global_batch_size=12, data=data, precision="fp64", steps=1, job={"name": "whole"}))
     assert summary.evaluation["eval/loss"] == pytest.approx(expected.evaluation["eval/loss"], rel=1e-12)
-    assert summary.evaluation["eval/bits_per_byte"] == pytest.approx(summary.evaluation["eval/loss"] / 0.6931471805599453 / 2)
+    assert summary.evaluation["eval/bits_per_byte"] == pytest.approx(
+        summary.evaluation["eval/loss"] / 0.6931471805599453 / 2
+    )
 
 
 def test_evaluation_does_not_change_training(make_job, train, lines):

@@ -17,7 +17,13 @@ DATA = {"sources": (Numbers(ignored=7, held_out=5),)}
 
 
 def job(folder, **changes):
-    settings = {"global_batch_size": 8, "precision": "fp64", "grad_clip_norm": 0.5, "data": DATA, "eval": {"interval": 2}}
+    settings = {
+        "global_batch_size": 8,
+        "precision": "fp64",
+        "grad_clip_norm": 0.5,
+        "data": DATA,
+        "eval": {"interval": 2},
+    }
     return tiny_job(str(folder), None, **(settings | changes))
 
 

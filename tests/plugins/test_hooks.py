@@ -225,5 +225,3 @@ def test_the_state_of_a_plugin_travels_with_the_checkpoint(make_job, train):
     second = Counts()
     train(make_job(steps=5, plugins={"counts": second}))
     assert second.steps == 5
-
-

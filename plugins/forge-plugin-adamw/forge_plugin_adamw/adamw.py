@@ -47,5 +47,3 @@ class AdamW(OptimizerComponent):
         spared = ("norm", "bias") if self.decay_embeddings else ("norm", "bias", "embedding")
         groups = parameters.groups(self.weight_decay, spared)
         return torch.optim.AdamW(groups, lr=self.lr, betas=self.betas, eps=self.eps, fused=self.fused)
-
-

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from forge_plugin_adamw import AdamW
 
 from forge_core.engine.parameters import NamedParameter, NamedParameters
+from forge_plugin_adamw import AdamW
 
 ROLES = {"embedding": (7, 4), "matrix": (4, 4), "norm": (4,), "bias": (4,), "head": (7, 4)}
 
@@ -14,7 +14,10 @@ ROLES = {"embedding": (7, 4), "matrix": (4, 4), "norm": (4,), "bias": (4,), "hea
 def named(seed=0):
     generator = torch.Generator().manual_seed(seed)
     return NamedParameters(
-        [NamedParameter(role, torch.nn.Parameter(torch.randn(shape, generator=generator)), role) for role, shape in ROLES.items()]
+        [
+            NamedParameter(role, torch.nn.Parameter(torch.randn(shape, generator=generator)), role)
+            for role, shape in ROLES.items()
+        ]
     )
 
 
@@ -46,7 +49,9 @@ def test_the_update_is_that_of_the_paper(fused):
         torch.testing.assert_close(item.parameter.double(), expected[item.name], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(("decay_embeddings", "decayed"), [(False, {"matrix", "head"}), (True, {"matrix", "head", "embedding"})])
+@pytest.mark.parametrize(
+    ("decay_embeddings", "decayed"), [(False, {"matrix", "head"}), (True, {"matrix", "head", "embedding"})]
+)
 def test_norms_biases_and_embeddings_are_spared_unless_asked(decay_embeddings, decayed):
     optimizer = AdamW(decay_embeddings=decay_embeddings).build(None, named())
     found = {name for group in optimizer.param_groups if group["weight_decay"] for name in group["names"]}

@@ -16,6 +16,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from attrs import frozen
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
 from forge_core.cross_entropy import loss_output
 from forge_core.modules import LinearHead
 from forge_core.protocols import IGNORED_LABEL
@@ -26,8 +29,6 @@ from forge_core.vocab_parallel import (
     local_labels,
     subtract_at,
 )
-from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 if TYPE_CHECKING:
     from forge_core.engine.auxiliary import Auxiliary
@@ -116,7 +117,7 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         pairs = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         return None, *(None if saved is None else _scaled(saved, grad, dtype) for saved, dtype in pairs)
 

@@ -44,5 +44,7 @@ class DecayComponent(WarmupComponent):
         yield from super().problems(job, layout)
         end = self.warmup_steps + self.decay_steps
         if self.decay_steps and end > job.train.steps:
-            message = f"warmup_steps {self.warmup_steps} + decay_steps {self.decay_steps} = {end} updates are more than "
+            message = (
+                f"warmup_steps {self.warmup_steps} + decay_steps {self.decay_steps} = {end} updates are more than "
+            )
             yield Problem("decay_steps", f"{message}train.steps {job.train.steps}; 0 decays until the end")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 
 import pytest
-from forge_plugin_schedules import Cosine, Linear
 from hypothesis import given
 from hypothesis import strategies as st
 
 from forge_core.parallel.layout import Layout
+from forge_plugin_schedules import Cosine, Linear
 
 
 def values(component, total):
@@ -36,9 +36,7 @@ def test_after_its_steps_the_rate_stays_at_the_floor(kind):
     assert values(kind(decay_steps=5, min_ratio=0.3), 9)[5:] == pytest.approx([0.3] * 4)
 
 
-@given(
-    st.sampled_from([Cosine, Linear]), st.integers(0, 50), st.integers(0, 50), st.floats(0, 1), st.integers(0, 100)
-)
+@given(st.sampled_from([Cosine, Linear]), st.integers(0, 50), st.integers(0, 50), st.floats(0, 1), st.integers(0, 100))
 def test_laws(kind, warmup_steps, decay_steps, min_ratio, more):
     component = kind(warmup_steps=warmup_steps, decay_steps=decay_steps, min_ratio=min_ratio)
     total = warmup_steps + decay_steps + more + 1
@@ -55,6 +53,8 @@ def test_laws(kind, warmup_steps, decay_steps, min_ratio, more):
 def test_a_decay_longer_than_the_run_is_a_problem(make_job):
     job = make_job(steps=10)
     found = [str(p) for p in Cosine(warmup_steps=5, decay_steps=6).problems(job, Layout())]
-    expected = "decay_steps: warmup_steps 5 + decay_steps 6 = 11 updates are more than train.steps 10; 0 decays until the end"
+    expected = (
+        "decay_steps: warmup_steps 5 + decay_steps 6 = 11 updates are more than train.steps 10; 0 decays until the end"
+    )
     assert found == [expected]
     assert [p.path for p in Linear(warmup_steps=11).problems(job, Layout())] == ["warmup_steps"]

@@ -1,6 +1,6 @@
 """Measures the attention backends of this machine and prints `attention_backends.toml`.
 
-    OMP_NUM_THREADS=2 OMP_WAIT_POLICY=passive python attention_backends.py > ../forge_plugin_transformer/attention_backends.toml
+    OMP_NUM_THREADS=2 OMP_WAIT_POLICY=passive python attention_backends.py > table.toml
 
 On a CPU it is processor time over all threads, which a busy neighbour disturbs least; on CUDA, time between events. A
 figure is the median over interleaved rounds of one forward and backward pass from (B, S, heads, head_dim) and back.
@@ -22,6 +22,11 @@ from torch import Tensor
 from forge_plugin_transformer.attention_backends import SUPPORTED, Choice, Kernel
 from forge_plugin_transformer.modules.attention_core import AttentionCore
 
+HEADER = """\
+# Made by benchmarks/attention_backends.py: one forward and backward pass of causal attention over {tokens} tokens, with
+# 8 query heads and 4 key/value heads, in milliseconds of processor time over all threads (cuda: of device time).
+date = "{date}"
+machine = "{machine}, torch {torch}\""""
 TOKENS = 2048
 LENGTHS = (128, 256, 512, 1024, 2048)
 WIDTHS = (256, 512)
@@ -35,16 +40,14 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=TOKENS, help="in a micro-batch, whatever the length")
     options = parser.parse_args()
     device = torch.device(options.device)
-    print(f'date = "{date.today()}"\nmachine = "{machine(device)}, torch {torch.__version__}"')
+    print(HEADER.format(tokens=options.tokens, date=date.today(), machine=machine(device), torch=torch.__version__))
     for dtype, length, width in product((torch.bfloat16, torch.float32), LENGTHS, WIDTHS):
         shape = (max(1, options.tokens // length), length, width // HEADS)
         times = measure(device, dtype, shape, options.rounds)
         print("\n".join(["", "[[measurement]]", *row(device, dtype, shape, times)]), flush=True)
 
 
-def measure(
-    device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int], rounds: int
-) -> dict[Kernel, float]:
+def measure(device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int], rounds: int) -> dict[Kernel, float]:
     """Median milliseconds of each kernel that runs there, rounds interleaved, the first left out."""
     passes = {kernel: one_pass(kernel, device, dtype, shape) for kernel in kernels(device, dtype)}
     times: dict[Kernel, list[float]] = {kernel: [] for kernel in passes}

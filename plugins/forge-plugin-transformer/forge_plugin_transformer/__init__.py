@@ -1,4 +1,4 @@
-"""Decoder-only transformers whose attention, feed-forward, norm and position encoding are components of their own kinds."""
+"""Decoder-only transformers whose attention, feed-forward, norm and position encoding are components themselves."""
 
 from forge_plugin_transformer.gelu import GELU
 from forge_plugin_transformer.gqa import GroupedQueryAttention

@@ -31,7 +31,7 @@ class GroupedQueryAttention(AttentionComponent):
     """Key/value heads, a divisor of `heads`; 0: as many as `heads` (multi-head attention)."""
     head_dim: int = field(default=0, validator=ge(0))
     """Width of a head, even; 0: `dim / heads`."""
-    rope: RopeComponent = default_type("plain")
+    rope: RopeComponent = default_type("forge-plugin-transformer/plain")
     """`[model.attention.rope]`: position encoding, and how it is stretched to longer sequences."""
     qk_norm: bool = False
     """Whether queries and keys are RMS-normalised per head before the position encoding, with a learned gain."""
@@ -66,8 +66,8 @@ class GroupedQueryAttention(AttentionComponent):
         if dim % self.heads:
             yield Problem("heads", f"{self.heads} does not divide dim, which is {dim}; change one or set head_dim")
         elif dim // self.heads % 2:
-            message = f"dim / heads = {dim} / {self.heads} = {dim // self.heads} is odd; the position encoding pairs dimensions"
-            yield Problem("heads", f"{message}; change one or set head_dim")
+            message = f"dim / heads = {dim} / {self.heads} = {dim // self.heads} is odd; the position encoding pairs"
+            yield Problem("heads", f"{message} dimensions; change one or set head_dim")
 
     def build(self, context: BuildContext, dim: int, init: InitStd) -> nn.Module:
         from forge_plugin_transformer.modules import attention

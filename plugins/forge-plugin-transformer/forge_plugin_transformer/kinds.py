@@ -3,8 +3,9 @@
 Shapes: B sequences, S positions, D model width, H query heads, K key/value heads, E width of a head.
 
 What a component builds may further implement `HasFlops`, `HasRoles`, `HasTensorParallelPlan` and
-`HasFloat8Exemptions` of `forge_core.protocols`, with names relative to itself, and `backend_choices(seq_len)`; the model
-puts the parts together. A part without `flops` counts 6 for each element of its matrices.
+`HasFloat8Exemptions` of `forge_core.protocols`, with names relative to itself, and `backend_choices(seq_len)`, which
+gives (what, choice, why) for the plan. The model puts the parts together. A part without `flops` counts 6 for each
+element of its matrices; one without roles gets them by shape.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class AttentionComponent(Component):
         return ()
 
     def build(self, context: BuildContext, dim: int, init: InitStd) -> nn.Module:
-        """Args: `dim`, the model's width D; `init`, how to draw matrices. `context.layer` is the global layer number."""
+        """Args: `dim`, the model's width D; `init`, how to draw matrices. `context.layer` is the layer's number."""
         raise NotImplementedError
 
 
@@ -60,7 +61,7 @@ class FFNComponent(Component):
     kind = "ffn"
 
     def build(self, context: BuildContext, dim: int, init: InitStd) -> nn.Module:
-        """Args: `dim`, the model's width D; `init`, how to draw matrices. `context.layer` is the global layer number."""
+        """Args: `dim`, the model's width D; `init`, how to draw matrices. `context.layer` is the layer's number."""
         raise NotImplementedError
 
 

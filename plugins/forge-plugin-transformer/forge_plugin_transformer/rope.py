@@ -1,7 +1,7 @@
 """Position encodings `plain`, `linear`, `llama3` and `yarn`: rotary embeddings, and ways to stretch them.
 
-Each gives the angular frequency of every pair of dimensions; pair i of a head of width E turns by `frequency[i]` radians
-a position. Keys are named as in `rope_parameters` of Hugging Face configurations.
+Each gives the angular frequency of every pair of dimensions: pair i of a head of width E turns by `frequency[i]`
+radians a position. Keys are named as in `rope_parameters` of Hugging Face configurations.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from attrs import field, frozen
 from attrs.validators import ge, gt
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from forge_core.config.job import Job
     from forge_core.context import BuildContext
     from forge_core.parallel.layout import Layout
-    from forge_plugin_transformer.modules.model import Block, TransformerModel
+    from forge_core.protocols import Model
+    from forge_plugin_transformer.modules.model import Block
 
 
 @frozen(kw_only=True)
@@ -30,11 +31,11 @@ class Transformer(ModelComponent):
     """Number of blocks, each an attention and a feed-forward part."""
     vocab_size: int = field(default=0, validator=ge(0))
     """Rows of the embedding table and of the head; 0: the tokenizer's."""
-    attention: AttentionComponent = default_type("gqa")
+    attention: AttentionComponent = default_type("forge-plugin-transformer/gqa")
     """`[model.attention]`: how positions see each other. Every layer builds its own, and may look at its number."""
-    ffn: FFNComponent = default_type("swiglu")
+    ffn: FFNComponent = default_type("forge-plugin-transformer/swiglu")
     """`[model.ffn]`: what each position goes through by itself."""
-    norm: NormComponent = default_type("rmsnorm")
+    norm: NormComponent = default_type("forge-plugin-transformer/rmsnorm")
     """`[model.norm]`: before attention, before the feed-forward part, and before the head."""
     tie_embeddings: bool = False
     """Whether the head is the embedding table, as one parameter."""
@@ -50,18 +51,19 @@ class Transformer(ModelComponent):
         for problem in self.attention.width_problems(self.dim):
             yield problem.below("attention")
 
-    def build(self, context: BuildContext) -> TransformerModel:
+    def build(self, context: BuildContext) -> Model:
         from forge_core.modules import Embedding, LinearHead
         from forge_plugin_transformer.modules.model import TransformerModel
 
         vocab_size = self._vocab_size(context)
-        return TransformerModel(
+        model = TransformerModel(
             embedding=Embedding(vocab_size, self.dim, dtype=context.dtype, std=self.init_std),
             layers={str(number): self._build_layer(context, number) for number in range(self.layers)},
             norm=context.at("norm").build(self.norm, dim=self.dim),
             head=LinearHead(self.dim, vocab_size, std=self.init_std),
             tied=self.tie_embeddings,
         )
+        return cast("Model", model)  # its head is a subclass of what the protocol, being assignable, demands exactly
 
     def _build_layer(self, context: BuildContext, number: int) -> Block:
         from forge_plugin_transformer.modules.model import Block

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -11,12 +10,18 @@ import attrs
 import pytest
 import torch
 from attrs import frozen
-from torch import Tensor, nn
+from torch import Tensor
 
 from forge_core.components import Component, DefaultType
+from forge_core.parallel.initialise import check_finite, materialise
 from forge_plugin_transformer import GroupedQueryAttention, PlainRope, RMSNorm, SwiGLU, Transformer
 
-DEFAULTS = {"gqa": GroupedQueryAttention, "swiglu": SwiGLU, "rmsnorm": RMSNorm, "plain": PlainRope}
+DEFAULTS = {
+    "forge-plugin-transformer/gqa": GroupedQueryAttention,
+    "forge-plugin-transformer/swiglu": SwiGLU,
+    "forge-plugin-transformer/rmsnorm": RMSNorm,
+    "forge-plugin-transformer/plain": PlainRope,
+}
 
 
 @frozen(kw_only=True)
@@ -24,7 +29,7 @@ class FakeContext:
     """The parts of `BuildContext` that building a model touches; remembers what was built where."""
 
     dtype: torch.dtype = torch.float32
-    device: torch.device = torch.device("cpu")
+    device: torch.device = attrs.field(factory=lambda: torch.device("cpu"))
     seq_len: int = 32
     tokenizer: Any = None
     path: str = ""
@@ -44,22 +49,6 @@ class FakeContext:
         return component.build(self, **inputs)
 
 
-class Fill:
-    """Draws each parameter from its own seed."""
-
-    def __init__(self, parameter: Tensor, name: str) -> None:
-        seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "little")
-        self.parameter, self.generator = parameter, torch.Generator().manual_seed(seed)
-
-    @torch.no_grad()
-    def normal(self, std: float, mean: float = 0.0) -> None:
-        self.parameter.copy_(torch.empty(self.parameter.shape).normal_(mean, std, generator=self.generator))
-
-    @torch.no_grad()
-    def constant(self, value: float) -> None:
-        self.parameter.fill_(value)
-
-
 def with_defaults(component: Any) -> Any:
     """Put components in place of defaults named by type, as reading a job does."""
     values = {f.name: getattr(component, f.name) for f in attrs.fields(type(component))}
@@ -68,25 +57,14 @@ def with_defaults(component: Any) -> Any:
     return attrs.evolve(component, **nested)
 
 
-def initialise(module: nn.Module) -> None:
-    """Memory full of NaN, then each module's own values."""
-    module.to_empty(device="cpu")
-    for tensor in (*module.parameters(), *module.buffers()):
-        tensor.data.fill_(torch.nan)
-    for name, part in module.named_modules():
-        for key, parameter in part.named_parameters(recurse=False):
-            part.init_parameter(key, Fill(parameter, f"{name}.{key}"))
-        if list(part.buffers(recurse=False)):
-            part.init_buffers(torch.device("cpu"))
-
-
 def build(component: Any, context: FakeContext, **inputs: Any) -> Any:
     """Build on the meta device and initialise; float64 parameters if the context computes in float64."""
     with torch.device("meta"):
         module = context.build(with_defaults(component), **inputs)
     if context.dtype == torch.float64:
         module.double()
-    initialise(module)
+    materialise(module, context.device, seed=0)
+    check_finite(module)
     return module
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 
 import pytest
-from forge_plugin_wsd import WSD
 from hypothesis import given
 from hypothesis import strategies as st
 
 from forge_core.parallel.layout import Layout
+from forge_plugin_wsd import WSD
 
 
 def values(component, total):
@@ -39,7 +39,13 @@ def test_the_decay_is_a_share_of_the_run_unless_given():
     assert values(WSD(decay_fraction=0), 5) == [1] * 5
 
 
-@given(st.integers(0, 30), st.integers(0, 30), st.floats(0, 1), st.sampled_from(["linear", "cosine", "sqrt"]), st.integers(1, 40))
+@given(
+    st.integers(0, 30),
+    st.integers(0, 30),
+    st.floats(0, 1),
+    st.sampled_from(["linear", "cosine", "sqrt"]),
+    st.integers(1, 40),
+)
 def test_laws(warmup_steps, decay_steps, min_ratio, shape, stable):
     component = WSD(
         warmup_steps=warmup_steps, decay_steps=decay_steps, decay_fraction=0, shape=shape, min_ratio=min_ratio

@@ -24,7 +24,8 @@ class SignSGDOptimizer(torch.optim.Optimizer):
 
     def _update(self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
-        mean = state.setdefault("mean", torch.zeros_like(parameter))
-        mean.lerp_(gradient, 1 - group["momentum"])
+        if "mean" not in state:
+            state["mean"] = torch.zeros_like(parameter)
+        mean = state["mean"].lerp_(gradient, 1 - group["momentum"])
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
         parameter.add_(mean.sign(), alpha=-group["lr"])

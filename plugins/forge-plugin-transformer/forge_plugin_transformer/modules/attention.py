@@ -90,16 +90,24 @@ class GroupedQueryAttention(nn.Module):
     def forward(self, x: Tensor, batch: Batch, cache: KVCache | None = None) -> Tensor:
         """(B, S, D) -> (B, S, D). `batch` may hold `positions` and `document_ids`, both (B, S)."""
         q, k, v = (self._heads(project(x)) for project in (self.q, self.k, self.v))
-        positions = batch.get("positions")
-        if cache is not None and positions is None:
-            positions = torch.arange(cache.used, cache.used + x.shape[1], device=x.device).expand(len(x), -1)
-        cos, sin = self.rotary(x.shape[1], positions)
-        q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
         if cache is not None:
-            mixed = torch_attention(q, *cache.extend(k, v, positions))
+            mixed = self._attend_cached(q, k, v, batch, cache)
         else:
+            q, k = self._place(q, k, batch.get("positions"))
             mixed = self.core(q, k, v, _mask(batch))
         return self.o(mixed.flatten(2))
+
+    def _attend_cached(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, cache: KVCache) -> Tensor:
+        positions = batch.get("positions")
+        if positions is None:
+            positions = torch.arange(cache.used, cache.used + q.shape[1], device=q.device).expand(len(q), -1)
+        q, k = self._place(q, k, positions)
+        return torch_attention(q, *cache.extend(k, v, positions))
+
+    def _place(self, q: Tensor, k: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Normalise, then turn to the positions (by default 0, 1, …)."""
+        cos, sin = self.rotary(q.shape[1], positions)
+        return rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.head_dim))

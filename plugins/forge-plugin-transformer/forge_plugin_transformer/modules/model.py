@@ -78,7 +78,8 @@ class TransformerModel(nn.Module):
 
     def new_cache(self, batch_size: int, length: int) -> dict[str, Any]:
         """Each layer's own cache, by the layer's name."""
-        return {name: layer.attention.new_cache(batch_size, length) for name, layer in self.layers.items()}
+        layers: dict[str, Any] = dict(self.layers.items())
+        return {name: layer.attention.new_cache(batch_size, length) for name, layer in layers.items()}
 
     def decode(self, batch: Batch, cache: Mapping[str, Any]) -> Tensor:
         carry = self.embed(batch)
@@ -92,9 +93,10 @@ class TransformerModel(nn.Module):
         return sum(parts.flops(part, seq_len) for _, part in self._parts()) + 6.0 * self.head.weight.numel()
 
     def parameter_roles(self) -> Mapping[str, Role]:
-        inner = [parts.roles(name, part) for name, part in (*self._parts(), ("norm", self.norm))]
-        ends: dict[str, Role] = {"embedding.weight": "embedding"}
-        return ends | dict(chain.from_iterable(r.items() for r in inner)) | ({} if self.tied else {"head.weight": "head"})
+        roles: dict[str, Role] = {"embedding.weight": "embedding"}
+        for name, part in (*self._parts(), ("norm", self.norm)):
+            roles |= parts.roles(name, part)
+        return roles if self.tied else roles | {"head.weight": "head"}
 
     def tied_parameters(self) -> Mapping[str, str]:
         return {"head.weight": "embedding.weight"} if self.tied else {}
@@ -135,6 +137,6 @@ class TransformerModel(nn.Module):
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> TransformerModel:
         """`to_empty` and the like make a new parameter for each module that holds one: the tie would be lost."""
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._tie()
         return self

@@ -1,0 +1,5 @@
+"""torch.compile, block by block: stage `compile` of kind `parallel`."""
+
+from forge_plugin_compile.compile import Compile
+
+__all__ = ["Compile"]

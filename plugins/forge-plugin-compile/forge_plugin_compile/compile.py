@@ -1,0 +1,57 @@
+"""The component `compile`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from attrs import frozen
+
+from forge_core.components import ParallelComponent
+from forge_core.errors import Problem
+
+if TYPE_CHECKING:
+    from forge_core.config.job import Job
+    from forge_core.context import BuildContext
+    from forge_core.parallel.layout import Layout
+    from forge_core.protocols import ParallelStage
+
+MODULES = "it replaces modules, and what is compiled must be the new ones"
+HOOKS = "its hooks inside the blocks must be there when they are traced"
+
+
+@frozen(kw_only=True)
+class Compile(ParallelComponent):
+    """Compiles each block of the model, in place.
+
+    Equal blocks share one graph: the first step compiles one block forward and backward, the first evaluation once
+    more without gradients. Generation with a cache runs as written, since its shapes change with every token.
+    """
+
+    after: ClassVar[Mapping[str, str]] = {
+        "pp": "only the blocks that this rank keeps are compiled",
+        "float8": MODULES,
+        "tp": HOOKS,
+        "ep": HOOKS,
+        "cp": "it replaces how attention sees the sequence, which belongs into the graph",
+        "activation_checkpointing": "what is recomputed is decided in the graph",
+    }
+    before: ClassVar[Mapping[str, str]] = {"fsdp": "parameters are gathered and freed around the compiled blocks"}
+
+    backend: str = "inductor"
+    """What torch.compile hands graphs to; `eager` and `aot_eager` only trace, to find out whether a model can be."""
+    mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | None = None
+    """What `inductor` optimises for; by default a balance of compile time and speed."""
+    dynamic: bool = False
+    """Whether one graph serves all shapes. Sequences of a run have one length, for which false gives faster code."""
+    fullgraph: bool = True
+    """Whether a block that does not fit into one graph is an error that says why. False runs what does not fit eagerly."""
+
+    def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        if self.mode is not None and self.backend != "inductor":
+            yield Problem("mode", f"{self.mode!r} is a mode of the inductor, but backend is {self.backend!r}; leave it out")
+
+    def build(self, context: BuildContext) -> ParallelStage:
+        from forge_plugin_compile.stage import CompileStage
+
+        return CompileStage(self)

@@ -1,0 +1,28 @@
+"""The component `tensorboard`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from attrs import field, frozen
+from attrs.validators import gt
+
+from forge_core.components import LoggerComponent
+
+if TYPE_CHECKING:
+    from forge_core.context import BuildContext
+    from forge_core.protocols import Logger
+
+
+@frozen(kw_only=True)
+class TensorBoard(LoggerComponent):
+    """Every number of every line as a TensorBoard scalar, in the folder `tensorboard` of the run."""
+
+    flush_seconds: int = field(default=30, validator=gt(0))
+    """How long a number may wait before it is on disk, in seconds. Ends and evaluations are written at once."""
+
+    def build(self, context: BuildContext) -> Logger:
+        from forge_plugin_tensorboard.writer import TensorBoardLogger
+
+        assert context.folder is not None
+        return TensorBoardLogger(context.folder / "tensorboard", self.flush_seconds)

@@ -1,0 +1,126 @@
+"""The attention kernels agree with the definition, and with each other."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from forge_plugin_transformer.attention_backends import Choice
+from forge_plugin_transformer.modules import gemm_attention as gemm_module
+from forge_plugin_transformer.modules.attention_core import AttentionCore, document_mask
+from forge_plugin_transformer.modules.gemm_attention import gemm_attention
+
+CPU_KERNELS = ("torch", "flash", "math", "gemm")
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several blocks, the last one short, in few positions."""
+    monkeypatch.setattr(gemm_module, "BLOCK", 8)
+
+
+def inputs(dtype: torch.dtype = torch.float64, batch: int = 2, length: int = 21) -> tuple[Tensor, Tensor, Tensor]:
+    """6 query heads in 2 groups, of width 4."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(batch, length, heads, 4) for heads in (6, 2, 2)]
+    q, k, v = (torch.randn(shape, dtype=torch.float64, generator=generator) * 2 for shape in shapes)
+    return q.to(dtype).requires_grad_(), k.to(dtype).requires_grad_(), v.to(dtype).requires_grad_()
+
+
+def definition(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """Query by query, head by head."""
+    out = torch.zeros_like(q)
+    for b, i, h in torch.cartesian_prod(*map(torch.arange, q.shape[:3])).tolist():
+        group = h // (q.shape[2] // k.shape[2])
+        scores = k[b, :, group] @ q[b, i, h] / math.sqrt(q.shape[3])
+        out[b, i, h] = torch.softmax(scores.masked_fill(~mask[b, 0, i], -torch.inf), 0) @ v[b, :, group]
+    return out
+
+
+def documents(batch: int = 2, length: int = 21) -> Tensor:
+    return torch.arange(length).expand(batch, -1) // torch.tensor([[5], [9]])
+
+
+MASKS = {
+    "causal": (None, torch.ones(21, 21, dtype=torch.bool).tril().expand(2, 1, -1, -1)),
+    "documents": (document_mask(documents()),) * 2,
+}
+
+
+@pytest.mark.parametrize("masking", MASKS)
+@pytest.mark.parametrize("kernel", CPU_KERNELS)
+def test_forward_and_backward_equal_the_definition(kernel: str, masking: str) -> None:
+    mask, equivalent = MASKS[masking]
+    tensors, grad = inputs(), torch.randn(2, 21, 6, 4, dtype=torch.float64)
+    expected = definition(*tensors, equivalent)
+    out = AttentionCore(Choice(kernel, ""))(*tensors, mask)
+    torch.testing.assert_close(out, expected)
+    expected_grads = torch.autograd.grad(expected, tensors, grad)
+    torch.testing.assert_close(torch.autograd.grad(out, tensors, grad), expected_grads)
+
+
+@pytest.mark.parametrize("masking", MASKS)
+@pytest.mark.parametrize("keep_up_to", [0, 21], ids=["recomputed", "kept"])
+def test_gemm_gradients_equal_numerical_ones(monkeypatch: pytest.MonkeyPatch, keep_up_to: int, masking: str) -> None:
+    monkeypatch.setattr(gemm_module, "KEEP_UP_TO", keep_up_to)
+    assert torch.autograd.gradcheck(lambda *t: gemm_attention(*t, MASKS[masking][0]), inputs(), fast_mode=True)
+
+
+def test_gemm_keeps_probabilities_of_the_lower_blocks_only() -> None:
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t), t)[1], lambda t: t):
+        gemm_attention(*inputs(), None)
+    rows_and_keys = 8 * 8 + 8 * 16 + 5 * 21
+    assert max(tensor.numel() for tensor in saved) == 2 * 6 * rows_and_keys
+
+
+@pytest.mark.parametrize(("keep_up_to", "softmaxes"), [(20, 6), (21, 3)], ids=["recomputed", "kept"])
+def test_gemm_computes_longer_sequences_again(monkeypatch: pytest.MonkeyPatch, keep_up_to: int, softmaxes: int) -> None:
+    blocks, original = [], gemm_module._probabilities
+    monkeypatch.setattr(gemm_module, "_probabilities", lambda *a: (blocks.append(a), original(*a))[1])
+    monkeypatch.setattr(gemm_module, "KEEP_UP_TO", keep_up_to)
+    gemm_attention(*inputs(), None).sum().backward()
+    assert len(blocks) == softmaxes
+
+
+def test_gemm_keeps_nothing_without_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = []
+    monkeypatch.setattr(gemm_module, "_kept_size", lambda q, k: kept.append(q))
+    with torch.no_grad():
+        gemm_attention(*inputs(), None)
+    assert not kept
+
+
+@pytest.mark.parametrize("masking", MASKS)
+def test_gemm_operators_are_what_they_declare(masking: str) -> None:
+    torch.library.opcheck(gemm_module._attend, (*inputs(torch.float32), MASKS[masking][0], True))
+
+
+def test_gemm_in_bf16_is_as_close_to_the_truth_as_flash_at_scores_of_unit_variance() -> None:
+    """Larger scores cost it more, since it rounds them before the softmax."""
+    generator = torch.Generator().manual_seed(0)
+    low = [torch.randn(2, 200, heads, 32, generator=generator).bfloat16() for heads in (8, 4, 4)]
+    grad = torch.randn(2, 200, 8, 32, generator=generator)
+
+    def results(kernel: str, dtype: torch.dtype) -> Tensor:
+        tensors = [tensor.to(dtype).requires_grad_() for tensor in low]
+        out = AttentionCore(Choice(kernel, ""))(*tensors)
+        grads = torch.autograd.grad(out, tensors, grad.to(dtype))
+        return torch.cat([tensor.double().flatten() for tensor in (out, *grads)])
+
+    truth = results("math", torch.float64)
+    flash, gemm = ((results(kernel, torch.bfloat16) - truth).norm() for kernel in ("flash", "gemm"))
+    assert gemm < 1.25 * flash
+
+
+def test_a_compiled_graph_is_not_broken() -> None:
+    core = AttentionCore(Choice("gemm", ""))
+    tensors = inputs(torch.float32)
+    compiled = torch.compile(core, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(*tensors), core(*tensors))
+    torch.testing.assert_close(
+        torch.autograd.grad(compiled(*tensors).sum(), tensors), torch.autograd.grad(core(*tensors).sum(), tensors)
+    )

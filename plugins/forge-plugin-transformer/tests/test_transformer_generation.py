@@ -1,0 +1,81 @@
+"""Decoding with a cache gives what the whole sequence gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from forge_plugin_transformer import GroupedQueryAttention, YarnRope
+from forge_plugin_transformer.modules.attention import KVCache
+
+MakeModel = Callable[..., Any]
+
+
+@pytest.fixture(params=["gemm", "flash", "qk_norm and yarn"])
+def model(request: pytest.FixtureRequest, make_model: MakeModel) -> Any:
+    stretched = {"qk_norm": True, "rope": YarnRope(factor=4.0, original_max_position_embeddings=8)}
+    keys = {"backend": request.param} if request.param in ("gemm", "flash") else stretched
+    return make_model(attention=GroupedQueryAttention(heads=4, kv_heads=2, **keys)).eval().requires_grad_(False)
+
+
+def decode(model: Any, ids: Tensor, positions: Tensor, chunks: list[int], length: int = 20) -> Tensor:
+    """Hidden states of all positions, fed so many at a time."""
+    cache = model.new_cache(len(ids), length)
+    parts = zip(ids.split(chunks, 1), positions.split(chunks, 1), strict=True)
+    return torch.cat([model.decode({"input_ids": i, "positions": p}, cache) for i, p in parts], 1)
+
+
+@pytest.mark.parametrize("chunks", [[16], [1] * 16, [9, 1, 1, 1, 4]], ids=["at once", "one by one", "mixed"])
+def test_cached_equals_uncached(model: Any, ids: Tensor, chunks: list[int]) -> None:
+    positions = torch.arange(16).expand(2, -1)
+    torch.testing.assert_close(decode(model, ids, positions, chunks), model({"input_ids": ids}), atol=2e-5, rtol=1e-4)
+
+
+def test_left_padding_is_ignored(model: Any, ids: Tensor) -> None:
+    padding = 6
+    padded = torch.cat([ids[:1], torch.cat([ids.new_full((1, padding), 60), ids[1:, :-padding]], 1)])
+    positions = torch.stack([torch.arange(16), torch.arange(16) - padding])
+    hidden = decode(model, padded, positions, [10, 1, 1, 4])
+    torch.testing.assert_close(hidden[0], model({"input_ids": ids[:1]})[0], atol=2e-5, rtol=1e-4)
+    alone = model({"input_ids": ids[1:, :-padding]})[0]
+    torch.testing.assert_close(hidden[1, padding:], alone, atol=2e-5, rtol=1e-4)
+    assert torch.isfinite(hidden).all()
+
+
+def test_padding_sees_itself_so_that_no_row_of_the_mask_is_empty() -> None:
+    heads = torch.zeros(1, 3, 2, 8)
+    _, _, mask = KVCache(1, 4).extend(heads, heads, torch.tensor([[-2, -1, 0]]))
+    assert mask.int().tolist() == [[[[1, 0, 0], [0, 1, 0], [0, 0, 1]]]]
+
+
+def test_positions_default_to_the_next_ones(model: Any, ids: Tensor) -> None:
+    cache = model.new_cache(2, 16)
+    hidden = torch.cat([model.decode({"input_ids": part}, cache) for part in ids.split(5, 1)], 1)
+    torch.testing.assert_close(hidden, model({"input_ids": ids}), atol=2e-5, rtol=1e-4)
+
+
+def test_decoding_goes_beyond_the_length_of_training(
+    make_model: MakeModel, make_context: Callable[..., Any], ids: Tensor
+) -> None:
+    model = make_model(make_context(seq_len=4))
+    positions = torch.arange(16).expand(2, -1)
+    torch.testing.assert_close(
+        decode(model, ids, positions, [16]), make_model()({"input_ids": ids}), atol=2e-5, rtol=1e-4
+    )
+
+
+def test_bf16_caches_in_bf16(make_model: MakeModel, ids: Tensor) -> None:
+    model = make_model(dtype=torch.bfloat16)
+    cache = model.new_cache(2, 16)
+    model.decode({"input_ids": ids, "positions": torch.arange(16).expand(2, -1)}, cache)
+    keys, values, _ = cache["0"].extend(*(torch.zeros(2, 0, 2, 8) for _ in range(2)), torch.zeros(2, 0))
+    assert (keys.dtype, values.dtype, keys.shape) == (torch.bfloat16, torch.bfloat16, (2, 16, 2, 8))
+
+
+def test_a_full_cache_says_so(model: Any, ids: Tensor) -> None:
+    with pytest.raises(ValueError, match="holds 15 positions; 10 are used, 6 more do not fit"):
+        decode(model, ids, torch.arange(16).expand(2, -1), [10, 6], length=15)

@@ -1,0 +1,161 @@
+"""Keys of the job file: what they mean together, and what is refused."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from forge_core import Job, JobError, load_job
+from forge_plugin_transformer import GroupedQueryAttention, Llama3Rope, RMSNorm, SwiGLU, Transformer
+from forge_plugin_transformer.attention_backends import Measurement, Table, committed_table
+
+REST = """
+[train]
+steps = 1
+global_batch_size = 2
+seq_len = 16
+device = "cpu"
+[optimizer]
+type = "forge_core.testing.tiny:TinyAdamW"
+[[data.sources]]
+type = "forge_core.testing.tiny:Numbers"
+"""
+LoadModel = Callable[[str], Transformer]
+
+
+@pytest.fixture
+def load_model(tmp_path: Path) -> LoadModel:
+    """The model of a job of which the given TOML is the part below `[model]`."""
+
+    def load(model: str) -> Transformer:
+        path = tmp_path / "job.toml"
+        path.write_text(f'[model]\ntype = "transformer"\n{model}\n{REST}')
+        job: Job = load_job(path)
+        return job.model
+
+    return load
+
+
+def test_defaults_are_components_of_the_other_kinds(load_model: LoadModel) -> None:
+    model = load_model("vocab_size = 32")
+    assert (model.attention.heads, model.ffn, model.norm) == (8, SwiGLU(), RMSNorm())
+
+
+def test_nested_tables(load_model: LoadModel) -> None:
+    model = load_model(
+        """
+        vocab_size = 32
+        [model.attention]
+        heads = 4
+        kv_heads = 2
+        [model.attention.rope]
+        type = "llama3"
+        theta = 500000.0
+        """
+    )
+    assert model.attention == GroupedQueryAttention(heads=4, kv_heads=2, rope=Llama3Rope(theta=5e5))
+
+
+@pytest.mark.parametrize(
+    ("toml", "message"),
+    [
+        ("", "model.vocab_size: 0 takes the tokenizer's size, but there is no [data.tokenizer]"),
+        ("vocab_size = 8\ndim = 100", "model.attention.heads: 8 does not divide dim, which is 100"),
+        ("vocab_size = 8\ndim = 24", "model.attention.heads: dim / heads = 24 / 8 = 3 is odd"),
+        ("vocab_size = 8\nattention.kv_heads = 3", "model.attention.kv_heads: 3 does not divide heads, which is 8"),
+        ("vocab_size = 8\nattention.head_dim = 7", "model.attention.head_dim: 7 is odd"),
+        (
+            'vocab_size = 8\nattention.backend = "cudnn"',
+            "model.attention.backend: cudnn does not run on cpu in float32; there are auto, flash, math, gemm",
+        ),
+        (
+            'vocab_size = 8\n[model.attention.rope]\ntype = "llama3"\nhigh_freq_factor = 0.5',
+            "model.attention.rope.high_freq_factor: 0.5 must be greater than low_freq_factor, which is 1.0",
+        ),
+        (
+            'vocab_size = 8\n[model.attention.rope]\ntype = "yarn"\nfactor = 2.0\n'
+            "original_max_position_embeddings = 8\nbeta_fast = 0.5",
+            "model.attention.rope.beta_fast: 0.5 must be greater than beta_slow, which is 1.0",
+        ),
+    ],
+)
+def test_mistakes_are_found_before_anything_is_built(load_model: LoadModel, toml: str, message: str) -> None:
+    with pytest.raises(JobError) as found:
+        load_model(toml)
+    assert message in str(found.value)
+
+
+def test_kv_heads_must_divide_by_the_tensor_parallel_degree() -> None:
+    job = SimpleNamespace(train=SimpleNamespace(device="auto"))
+    problems = list(GroupedQueryAttention(heads=8, kv_heads=2).problems(job, SimpleNamespace(tp=4)))
+    assert [(p.path, p.message) for p in problems] == [
+        ("kv_heads", "2 does not divide by the tensor-parallel degree 4")
+    ]
+
+
+def test_the_vocabulary_is_the_tokenizers(make_model: Callable[..., Any], make_context: Callable[..., Any]) -> None:
+    context = make_context(tokenizer=SimpleNamespace(vocab_size=77))
+    assert make_model(context, vocab_size=0).embedding.weight.shape == (77, 32)
+    assert make_model(context, vocab_size=128).head.weight.shape == (128, 32)
+    with pytest.raises(JobError, match="64 is less than the tokenizer's 77"):
+        make_model(context, vocab_size=64)
+    with pytest.raises(JobError, match="there is no tokenizer"):
+        make_model(vocab_size=0)
+
+
+def test_a_backend_that_cannot_run_is_refused_at_build(
+    make_model: Callable[..., Any], make_context: Callable[..., Any]
+) -> None:
+    attention = GroupedQueryAttention(backend="flash")
+    with pytest.raises(JobError, match=r"flash does not run on cuda in float32; .* \(building layers.0.attention\)"):
+        make_model(make_context(device=torch.device("cuda")), attention=attention)
+
+
+TABLE = Table(
+    "today, here",
+    [
+        Measurement("cpu", "bfloat16", 512, 32, {"flash": 2.0, "gemm": 1.0}),
+        Measurement("cpu", "bfloat16", 2048, 32, {"flash": 4.0, "gemm": 5.0}),
+        Measurement("cpu", "bfloat16", 2048, 128, {"flash": 9.0, "gemm": 8.0}),
+    ],
+)
+
+
+@pytest.mark.parametrize(
+    ("length", "head_dim", "kernel"),
+    [(512, 32, "gemm"), (2048, 32, "flash"), (900, 32, "gemm"), (1200, 32, "flash"), (65536, 80, "gemm")],
+)
+def test_auto_takes_the_fastest_at_the_nearest_shape(length: int, head_dim: int, kernel: str) -> None:
+    assert TABLE.choose("cpu", "bfloat16", length, head_dim).kernel == kernel
+
+
+def test_what_is_not_measured_is_left_to_torch() -> None:
+    choice = TABLE.choose("cuda", "bfloat16", 512, 32)
+    assert (choice.kernel, choice.why) == ("torch", "torch chooses: nothing is measured for bfloat16 on cuda")
+
+
+def test_the_committed_table_covers_the_promised_lengths() -> None:
+    shapes = {(row.dtype, row.seq_len, row.head_dim) for row in committed_table().rows if row.device == "cpu"}
+    assert {(d, s, w) for d in ("bfloat16", "float32") for s in (128, 512, 1024, 2048) for w in (32, 64)} <= shapes
+
+
+def test_choices_are_told_once(make_model: Callable[..., Any]) -> None:
+    assert make_model(attention=GroupedQueryAttention(heads=4, backend="math")).backend_choices(16) == [
+        ("attention", "math", "set by the job")
+    ]
+    ((what, kernel, why),) = make_model(dtype=torch.bfloat16).backend_choices(16)
+    assert (what, kernel) == ("attention", "gemm")
+    assert why.startswith("fastest at length 128, head_dim 32: flash ")
+
+
+def test_components_need_no_torch() -> None:
+    modules = "forge_plugin_transformer, forge_plugin_transformer.huggingface_names"
+    code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,451 @@
+"""The catalog: what is installed, which of it a job means, and what is said when that fails.
+
+Distributions are real: `dist-info` folders beside modules in a temporary folder on `sys.path`, found by the same scan
+as what pip installs.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from attrs import frozen
+
+from forge_core.components import OptimizerComponent, RouterComponent
+from forge_core.errors import ExitCode, PluginError
+from forge_core.plugins.catalog import (
+    Catalog,
+    Distribution,
+    Offer,
+    UnknownTypeError,
+    check_requirement,
+    core_version,
+    declared_entry_points,
+)
+
+Install = Callable[..., Path]
+
+OPTIMIZER = """
+from attrs import frozen
+from forge_core import OptimizerComponent
+
+@frozen(kw_only=True)
+class {name}(OptimizerComponent):
+    lr: float = 0.5
+"""
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder on `sys.path`. What was imported from it is forgotten afterwards."""
+    folder = tmp_path / "site"
+    folder.mkdir()
+    monkeypatch.syspath_prepend(str(folder))
+    before = set(sys.modules)
+    yield folder
+    for name in set(sys.modules) - before:
+        if str(folder) in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
+
+
+@pytest.fixture
+def install(site: Path) -> Install:
+    """Install a distribution: entry points by group, modules by name."""
+
+    def put(
+        name: str,
+        groups: Mapping[str, Mapping[str, str]],
+        modules: Mapping[str, str] | None = None,
+        version: str = "1.0",
+        requires: tuple[str, ...] = (),
+        editable: Path | None = None,
+        folder: Path | None = None,
+    ) -> Path:
+        info = (folder or site) / f"{name.replace('-', '_')}-{version}.dist-info"
+        info.mkdir(parents=True)
+        needs = "".join(f"Requires-Dist: {line}\n" for line in requires)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{needs}")
+        entries = [
+            f"[forge.{group}]\n" + "".join(f"{k} = {v}\n" for k, v in of.items()) for group, of in groups.items()
+        ]
+        (info / "entry_points.txt").write_text("\n".join(entries))
+        if editable is not None:
+            url = {"url": editable.as_uri(), "dir_info": {"editable": True}}
+            (info / "direct_url.json").write_text(json.dumps(url))
+        for module, source in (modules or {}).items():
+            (site / f"{module}.py").write_text(source)
+        importlib.invalidate_caches()
+        return info
+
+    return put
+
+
+def load(type_: str, kind: str = "optimizer") -> Any:
+    return Catalog.installed().load(kind, type_)
+
+
+def message_of(type_: str, kind: str = "optimizer") -> str:
+    with pytest.raises(PluginError) as caught:
+        load(type_, kind)
+    return str(caught.value)
+
+
+class TestDiscovery:
+    def test_what_is_installed_is_known_without_importing_it(self, install: Install) -> None:
+        install("forge-plugin-lazy", {"optimizer": {"lazy": "forge_lazy:Lazy"}}, {"forge_lazy": "raise SystemExit"})
+        assert "lazy" in Catalog.installed().types("optimizer")
+        assert "forge_lazy" not in sys.modules
+
+    def test_one_scan_reads_each_distribution_once(self, install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+        from importlib import metadata
+
+        install("forge-plugin-one", {"optimizer": {"one": "a:A"}, "router": {"one": "a:B"}})
+        scans = []
+        monkeypatch.setattr(metadata, "distributions", lambda scan=metadata.distributions: scans.append(1) or scan())
+        catalog = Catalog.installed()
+        assert catalog.types("optimizer")
+        assert catalog.kinds()
+        assert list(catalog.all_offers())
+        assert scans == [1]
+
+    def test_only_what_is_loaded_counts_as_used(self, install: Install) -> None:
+        install("forge-plugin-a", {"optimizer": {"aa": "forge_aa:AA"}}, {"forge_aa": OPTIMIZER.format(name="AA")})
+        install("forge-plugin-b", {"optimizer": {"bb": "forge_bb:BB"}}, {"forge_bb": OPTIMIZER.format(name="BB")})
+        catalog = Catalog.installed()
+        catalog.load("optimizer", "aa")
+        assert set(catalog.used) == {"forge-run", "forge-plugin-a"}
+        assert "forge_bb" not in sys.modules
+
+    def test_a_second_copy_further_down_the_path_is_hidden(self, install: Install, tmp_path: Path) -> None:
+        install("forge-plugin-twice", {"optimizer": {"twice": "x:New"}}, version="2.0")
+        older = tmp_path / "older"
+        install("forge_plugin.twice", {"optimizer": {"twice": "x:Old"}}, version="1.0", folder=older)
+        sys.path.append(str(older))
+        try:
+            [offer] = [o for o in Catalog.installed().offers("optimizer") if o.type == "twice"]
+        finally:
+            sys.path.remove(str(older))
+        assert (offer.value, offer.distribution.version) == ("x:New", "2.0")
+
+    def test_a_damaged_distribution_that_is_not_named_hurts_nobody(self, install: Install) -> None:
+        info = install("forge-plugin-half", {"optimizer": {"half": "x:Y"}})
+        (info / "METADATA").unlink()
+        install("forge-plugin-whole", {"optimizer": {"whole": "forge_w:W"}}, {"forge_w": OPTIMIZER.format(name="W")})
+        assert load("whole").__name__ == "W"
+
+    def test_the_core_is_the_first_plugin(self) -> None:
+        catalog = Catalog.installed()
+        [offer] = [o for o in catalog.offers("loss") if o.type == "cross_entropy"]
+        assert offer.qualified == "forge-run/cross_entropy"
+        assert catalog.kind_base("router") is RouterComponent
+
+
+class TestSelection:
+    def test_a_type_a_qualified_type_and_a_dotted_path_give_the_same_class(self, install: Install) -> None:
+        install("forge-plugin-x", {"optimizer": {"xx": "forge_x:X"}}, {"forge_x": OPTIMIZER.format(name="X")})
+        assert load("xx") is load("forge-plugin-x/xx") is load("Forge_Plugin.X/xx") is load("forge_x:X")
+
+    def test_two_distributions_that_claim_a_type_are_an_error_only_if_it_is_named(self, install: Install) -> None:
+        modules = {"forge_p": OPTIMIZER.format(name="P"), "forge_q": OPTIMIZER.format(name="Q")}
+        install("forge-plugin-p", {"optimizer": {"both": "forge_p:P", "own": "forge_p:P"}}, modules)
+        install("forge-plugin-q", {"optimizer": {"both": "forge_q:Q"}}, version="2.0")
+        assert load("own").__name__ == "P"
+        assert load("forge-plugin-q/both").__name__ == "Q"
+        assert message_of("both") == (
+            "optimizer 'both' is offered by forge-plugin-p 1.0 and forge-plugin-q 2.0; "
+            'choose with type = "forge-plugin-p/both" or type = "forge-plugin-q/both"'
+        )
+
+    def test_a_name_that_the_core_has_is_no_exception(self, install: Install) -> None:
+        install("forge-plugin-z", {"scheduler": {"constant": "forge_z:Z"}})
+        assert message_of("constant", "scheduler") == (
+            f"scheduler 'constant' is offered by forge-plugin-z 1.0 and forge-run {core_version()}; "
+            'choose with type = "forge-plugin-z/constant" or type = "forge-run/constant"'
+        )
+
+    def test_an_unknown_type_tells_what_is_there(self, install: Install) -> None:
+        offers = [Offer("optimizer", name, "x:Y", Distribution("d", "1")) for name in ("muon", "adamw")]
+        with pytest.raises(UnknownTypeError) as caught:
+            Catalog(offers).load("optimizer", "moun")
+        assert str(caught.value) == ("no optimizer 'moun' is installed; did you mean 'muon'? Installed: adamw, muon")
+
+    @pytest.mark.parametrize(
+        ("type_", "distribution"),
+        [
+            ("sophia", "forge-plugin-sophia"),
+            ("grad_hist", "forge-plugin-grad-hist"),
+            ("acme-optimizers/sophia", "acme-optimizers"),
+            ("moun", ""),  # more likely misspelt
+            ("d/sophia", ""),  # d is installed, and does not have it
+        ],
+    )
+    def test_an_unknown_type_tells_what_to_install_where_it_can(self, type_: str, distribution: str) -> None:
+        dist = Distribution("d", "1")
+        with pytest.raises(UnknownTypeError) as caught:
+            Catalog([Offer("optimizer", "muon", "x:Y", dist)], [dist]).load("optimizer", type_)
+        assert caught.value.distribution == distribution
+
+    def test_a_type_is_looked_up_in_its_own_kind_only(self, install: Install) -> None:
+        install("forge-plugin-x", {"optimizer": {"xx": "forge_x:X"}}, {"forge_x": OPTIMIZER.format(name="X")})
+        assert message_of("xx", "router") == "no router 'xx' is installed. Installed: " + (
+            ", ".join(Catalog.installed().types("router")) or "none"
+        )
+
+
+class TestLoading:
+    def test_a_broken_plugin_names_distribution_version_entry_point_and_cause(self, install: Install) -> None:
+        install("forge-plugin-bad", {"optimizer": {"bad": "forge_bad:Bad"}}, {"forge_bad": "import no_such_package"})
+        assert message_of("bad") == (
+            "cannot load optimizer 'bad' from forge-plugin-bad 1.0 (forge_bad:Bad): "
+            "ModuleNotFoundError: No module named 'no_such_package'"
+        )
+
+    def test_a_class_that_is_gone_is_told(self, install: Install) -> None:
+        install("forge-plugin-gone", {"optimizer": {"gone": "forge_gone:Gone"}}, {"forge_gone": ""})
+        assert "(forge_gone:Gone): AttributeError: module 'forge_gone' has no attribute 'Gone'" in message_of("gone")
+
+    def test_the_class_must_be_of_the_kind(self, install: Install) -> None:
+        install("forge-plugin-odd", {"router": {"odd": "forge_odd:Odd"}}, {"forge_odd": OPTIMIZER.format(name="Odd")})
+        assert (
+            message_of("odd", "router") == "router 'odd' from forge-plugin-odd 1.0 is not a subclass of RouterComponent"
+        )
+
+    @pytest.mark.parametrize(
+        "source", ["lr: float = 1.0", "note: str = 'fields of a subclass need a decorator of its own'"]
+    )
+    def test_an_undecorated_class_with_fields_is_refused(self, install: Install, source: str) -> None:
+        text = f"from forge_core import OptimizerComponent\nclass Bare(OptimizerComponent):\n    {source}\n"
+        install("forge-plugin-bare", {"optimizer": {"bare": "forge_bare:Bare"}}, {"forge_bare": text})
+        assert message_of("bare") == (
+            "optimizer 'bare' from forge-plugin-bare 1.0 is not an attrs class; "
+            "decorate it with @attrs.frozen(kw_only=True)"
+        )
+
+    def test_what_cannot_be_loaded_is_not_used(self, install: Install) -> None:
+        install("forge-plugin-bad", {"optimizer": {"bad": "forge_bad:Bad"}}, {"forge_bad": "1 / 0"})
+        catalog = Catalog.installed()
+        with pytest.raises(PluginError):
+            catalog.load("optimizer", "bad")
+        assert catalog.used == {}
+
+
+class TestPaths:
+    def test_a_local_file_is_loaded_and_its_digest_kept(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        import hashlib
+
+        monkeypatch.chdir(tmp_path)
+        file = tmp_path / "mine.py"
+        file.write_text(OPTIMIZER.format(name="Mine"))
+        catalog = Catalog.installed()
+        cls = catalog.load("optimizer", "./mine.py:Mine")
+        assert issubclass(cls, OptimizerComponent)
+        assert catalog.files == {str(file): hashlib.sha256(file.read_bytes()).hexdigest()}
+        assert catalog.type_of(cls) == f"{file}:Mine"
+        assert "forge-plugin" not in "".join(catalog.used)
+
+    def test_a_file_that_changed_is_loaded_afresh(self, tmp_path: Path) -> None:
+        file = tmp_path / "mine.py"
+        file.write_text(OPTIMIZER.format(name="Mine"))
+        first = load(f"{file}:Mine")
+        file.write_text(OPTIMIZER.format(name="Mine").replace("0.5", "0.7"))
+        assert (first().lr, load(f"{file}:Mine")().lr) == (0.5, 0.7)
+
+    def test_a_dotted_path_keeps_its_spelling(self, install: Install, site: Path) -> None:
+        (site / "research.py").write_text(OPTIMIZER.format(name="Idea"))
+        catalog = Catalog.installed()
+        assert catalog.type_of(catalog.load("optimizer", "research:Idea")) == "research:Idea"
+
+    @pytest.mark.parametrize(
+        ("type_", "reason"),
+        [
+            ("no_such_module:X", "ModuleNotFoundError: No module named 'no_such_module'"),
+            ("json:NoClass", "AttributeError: module 'json' has no attribute 'NoClass'"),
+            ("./nowhere.py:X", "FileNotFoundError: there is no file nowhere.py"),
+        ],
+    )
+    def test_what_is_not_there_is_told(self, type_: str, reason: str) -> None:
+        assert message_of(type_) == f"cannot load optimizer from {type_!r}: {reason}"
+
+    def test_a_file_that_fails_leaves_nothing_behind(self, tmp_path: Path) -> None:
+        (tmp_path / "bad.py").write_text("1 / 0")
+        assert "ZeroDivisionError" in message_of(f"{tmp_path / 'bad.py'}:X")
+        assert [name for name in sys.modules if name.startswith("forge_local_bad")] == []
+
+
+@frozen(kw_only=True)
+class InMemory(OptimizerComponent):
+    lr: float = 1.0
+
+
+class TestSpelling:
+    """`type_of`, which the resolved job and the provenance are written with."""
+
+    def test_loaded_classes_are_qualified(self, install: Install) -> None:
+        install("forge-plugin-x", {"optimizer": {"xx": "forge_x:X"}}, {"forge_x": OPTIMIZER.format(name="X")})
+        catalog = Catalog.installed()
+        assert catalog.type_of(catalog.load("optimizer", "xx")) == "forge-plugin-x/xx"
+
+    def test_classes_that_were_imported_are_recognised_even_by_a_re_export(self, install: Install, site: Path) -> None:
+        package = site / "forge_pack"
+        package.mkdir()
+        (package / "inner.py").write_text(OPTIMIZER.format(name="Inner"))
+        (package / "__init__.py").write_text("from forge_pack.inner import Inner\n")
+        install("forge-plugin-pack", {"optimizer": {"inner": "forge_pack:Inner"}})
+        catalog = Catalog.installed()
+        assert catalog.type_of(importlib.import_module("forge_pack").Inner) == "forge-plugin-pack/inner"
+        assert list(catalog.used) == ["forge-plugin-pack"]
+
+    def test_classes_that_nothing_offers_are_spelled_by_their_path(self) -> None:
+        assert Catalog([]).type_of(InMemory) == f"{__name__}:InMemory"
+
+    def test_components_given_in_memory_belong_to_the_distribution_named(self) -> None:
+        catalog = Catalog.installed().with_components({"optimizer": {"mine": InMemory}}, "my-notebook")
+        assert catalog.load("optimizer", "mine") is InMemory
+        assert catalog.type_of(InMemory) == "my-notebook/mine"
+
+
+class TestRequirements:
+    @pytest.mark.parametrize(
+        ("specifier", "upgrade"),
+        [
+            (">=99", "forge-run"),
+            (">=99,<100", "forge-run"),
+            ("==99.*", "forge-run"),
+            ("<0.0.1", "forge-plugin-old"),
+            ("==0.0.1", "forge-plugin-old"),
+            ("~=0.0.1", "forge-plugin-old"),
+        ],
+    )
+    def test_a_mismatch_with_the_core_says_which_side_to_upgrade(self, specifier: str, upgrade: str) -> None:
+        with pytest.raises(PluginError) as caught:
+            check_requirement(Distribution("forge-plugin-old", "1.0", (f"Forge_Run{specifier}",)))
+        assert str(caught.value).startswith("forge-plugin-old 1.0 requires forge-run")
+        assert str(caught.value).endswith(f"but this is forge-run {core_version()}; pip install --upgrade {upgrade}")
+
+    @pytest.mark.parametrize(
+        "line", [f"forge-run=={core_version()}", "forge-run", "forge-run<0.0.1; extra == 'old'", "numpy>=99"]
+    )
+    def test_others_pass(self, line: str) -> None:
+        check_requirement(Distribution("forge-plugin-new", "1.0", (line,)))
+
+    def test_it_is_checked_before_anything_is_imported(self, install: Install) -> None:
+        install(
+            "forge-plugin-old", {"optimizer": {"old": "forge_old:Old"}}, {"forge_old": ""}, requires=("forge-run>=99",)
+        )
+        assert message_of("old").startswith("forge-plugin-old 1.0 requires forge-run>=99, but this is")
+        assert "forge_old" not in sys.modules
+
+    def test_a_requirement_that_cannot_be_read_is_told(self) -> None:
+        with pytest.raises(PluginError, match=r"^d 1 has a requirement that cannot be read: '!!': "):
+            check_requirement(Distribution("d", "1", ("!!",)))
+
+
+class TestEditableInstalls:
+    def test_a_type_that_came_after_installing_gives_the_command_that_refreshes(
+        self, install: Install, tmp_path: Path
+    ) -> None:
+        source = tmp_path / "a folder with spaces"
+        source.mkdir()
+        (source / "pyproject.toml").write_text('[project.entry-points."forge.optimizer"]\nnewest = "x:Y"\n')
+        install("forge-plugin-live", {"optimizer": {"older": "x:Z"}}, editable=source)
+        assert message_of("newest") == (
+            "no optimizer 'newest': the pyproject.toml of forge-plugin-live 1.0 offers it, but changed since it was "
+            f"installed; refresh with: pip install --no-deps -e {source}"
+        )
+        with pytest.raises(UnknownTypeError) as caught:
+            load("newest")
+        assert caught.value.distribution == ""
+
+    def test_a_pyproject_that_is_no_toml_does_not_hide_the_message(self, install: Install, tmp_path: Path) -> None:
+        (tmp_path / "pyproject.toml").write_text("[[[")
+        install("forge-plugin-live", {"optimizer": {"older": "x:Z"}}, editable=tmp_path)
+        assert declared_entry_points(tmp_path / "pyproject.toml") == {}
+        assert message_of("newest").startswith("no optimizer 'newest' is installed")
+
+    def test_installs_that_are_not_editable_have_no_source_folder(self) -> None:
+        assert Distribution("d", "1").editable_path is None
+        assert (
+            Distribution("d", "1", (), '{"url": "https://example.org/d.whl", "archive_info": {}}').editable_path is None
+        )
+
+
+class TestKinds:
+    BASE = "from forge_core import Component\nclass Adapter(Component):\n    kind = 'adapter'\n"
+
+    def test_a_plugin_declares_a_kind_and_another_offers_a_component(self, install: Install) -> None:
+        imports = "from attrs import frozen\nfrom forge_adapter import Adapter\n"
+        adapter = imports + "@frozen(kw_only=True)\nclass Lora(Adapter):\n    rank: int = 8\n"
+        install("forge-plugin-adapter", {"kind": {"adapter": "forge_adapter:Adapter"}}, {"forge_adapter": self.BASE})
+        install("forge-plugin-lora", {"adapter": {"lora": "forge_lora:Lora"}}, {"forge_lora": adapter})
+        catalog = Catalog.installed()
+        assert "adapter" in catalog.kinds()
+        assert catalog.load("adapter", "lora")().rank == 8
+
+    def test_two_owners_are_an_error_once_the_kind_is_needed(self, install: Install) -> None:
+        entry = {"kind": {"adapter": "forge_adapter:Adapter"}}
+        install("forge-plugin-adapter", entry, {"forge_adapter": self.BASE})
+        install("forge-plugin-rival", entry)
+        catalog = Catalog.installed()
+        catalog.check_kind(OptimizerComponent)
+        with pytest.raises(PluginError) as caught:
+            catalog.check_kind(importlib.import_module("forge_adapter").Adapter)
+        assert str(caught.value) == (
+            "kind 'adapter' is declared by forge-plugin-adapter 1.0 and forge-plugin-rival 1.0; uninstall one of them"
+        )
+
+    def test_an_undeclared_kind_is_told_with_those_there_are(self) -> None:
+        with pytest.raises(PluginError, match=r"^no installed distribution declares the kind 'adaptor'; there are "):
+            Catalog.installed().kind_base("adaptor")
+
+    def test_the_base_must_carry_its_kind(self, install: Install) -> None:
+        install("forge-plugin-adapter", {"kind": {"adaptor": "forge_adapter:Adapter"}}, {"forge_adapter": self.BASE})
+        with pytest.raises(PluginError) as caught:
+            Catalog.installed().kind_base("adaptor")
+        assert str(caught.value) == (
+            "forge_adapter:Adapter of forge-plugin-adapter 1.0 is not a base class with kind = 'adaptor'"
+        )
+
+
+class TestRuns:
+    """What a user meets at the command line."""
+
+    JOB = """
+[model]
+type = "no_such_model"
+[train]
+steps = 1
+global_batch_size = 1
+seq_len = 4
+[data]
+sources = []
+[optimizer]
+type = "{optimizer}"
+"""
+
+    def check(self, site: Path, tmp_path: Path, optimizer: str) -> subprocess.CompletedProcess[str]:
+        (tmp_path / "job.toml").write_text(self.JOB.format(optimizer=optimizer))
+        program = f"import sys; sys.path.insert(0, {str(site)!r}); from forge_core.cli import main; sys.exit(main())"
+        command = [sys.executable, "-c", program, "check", "job.toml"]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    def test_an_installed_plugin_that_is_broken_hurts_only_who_names_it(
+        self, install: Install, site: Path, tmp_path: Path
+    ) -> None:
+        install("forge-plugin-bad", {"optimizer": {"bad": "forge_bad:Bad"}}, {"forge_bad": "raise OSError('no CUDA')"})
+        install("forge-plugin-fine", {"optimizer": {"fine": "forge_f:F"}}, {"forge_f": OPTIMIZER.format(name="F")})
+        unnamed = self.check(site, tmp_path, "fine")
+        assert "forge-plugin-bad" not in unnamed.stderr
+        named = self.check(site, tmp_path, "bad")
+        assert named.returncode == ExitCode.BAD_JOB
+        assert (
+            "job.toml:11: optimizer.type: cannot load optimizer 'bad' from forge-plugin-bad 1.0 (forge_bad:Bad): "
+            "OSError: no CUDA" in named.stderr.splitlines()
+        )
+        assert "Traceback" not in named.stderr
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["job.toml", "site"], "nothing was created"
