@@ -46,9 +46,12 @@ def sections(_: str) -> str:
 
 
 def _section(name: str, cls: type) -> str:
+    return "\n\n".join([f"## `[{name}]` {{ #{name} }}", _section_doc(name, cls), keys_table(cls)])
+
+
+def _section_doc(name: str, cls: type) -> str:
     text = class_doc(cls).removeprefix(f"`[{name}]`: ")
-    heading = f"## `[{name}]` {{ #{name} }}"
-    return "\n\n".join([heading, text[:1].upper() + text[1:], keys_table(cls)])
+    return text[:1].upper() + text[1:]
 
 
 def components(_: str) -> str:
@@ -107,7 +110,7 @@ def keys_table(cls: type) -> str:
 
 
 def _cells(key: Key, name: str) -> Sequence[str]:
-    doc = key.doc or (class_doc(key.type) if is_section(key.type) else "")
+    doc = key.doc or (_section_doc(key.name, key.type) if is_section(key.type) else "")
     return name, _value(key), _default(key), " ".join(doc.split())
 
 

@@ -27,7 +27,7 @@ def cross_entropy_loss(z_loss: float, auxiliary: Auxiliary | None) -> LossFuncti
         objective = losses.sum()
         if auxiliary is not None and z_loss:
             squares = logsumexp.square().where(valid, 0).sum()
-            auxiliary.metric("z_loss", squares, unit="token")
+            auxiliary.metric("loss/z_loss", squares, unit="token")
             objective = objective + z_loss * squares
         return loss_output(objective, losses, valid)
 

@@ -24,7 +24,7 @@ class CrossEntropy(LossComponent):
 
     z_loss: float = field(default=0.0, validator=ge(0))
     """Weight of log(Z)² in the objective, Z the softmax's normaliser, which keeps logits from drifting (PaLM, Chowdhery
-    et al. 2022, section 5, uses 1e-4). Logged unweighted as `z_loss`; the reported loss does not contain it."""
+    et al. 2022, section 5, uses 1e-4). Logged unweighted as `loss/z_loss`; the reported loss does not contain it."""
 
     def build(self, context: BuildContext) -> LossFunction:
         from forge_core.cross_entropy import cross_entropy_loss

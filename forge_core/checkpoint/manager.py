@@ -1,8 +1,8 @@
 """Saving and loading whole checkpoints.
 
 A checkpoint is one folder for all ranks: tensors by DCP with a JSON index, and `manifest.json`, written last, which
-holds everything that is not a tensor and the size and SHA-256 of every file. The folder appears under its name only when all
-of it is on disk.
+holds everything that is not a tensor and the size and SHA-256 of every file. The folder appears under its name only
+when all of it is on disk.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ def load_model_and_tokenizer(path: Path | str, device: str = "auto") -> tuple[Mo
 
     import attrs
 
-    from forge_core.config import loads_job
+    from forge_core.config.load import parse_job
     from forge_core.engine.build import build_context, build_model, build_tokenizer
     from forge_core.engine.folder import TOKENIZER
     from forge_core.engine.resume import locate
@@ -81,7 +81,7 @@ def load_model_and_tokenizer(path: Path | str, device: str = "auto") -> tuple[Mo
     checkpoint, manifest = locate(Path(path), "sizes")
     folder = checkpoint.parent.parent
     catalog = Catalog.installed()
-    job = loads_job(manifest["job"], source=str(checkpoint), catalog=catalog)
+    job = parse_job(manifest["job"], str(checkpoint / "manifest.json"), catalog)
     job = attrs.evolve(job, parallel={}, train=attrs.evolve(job.train, device=device))
     context: Any = build_context(job, catalog, folder)
     if job.data.tokenizer is None or not (folder / TOKENIZER).is_dir():

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from forge_core.config.job import ALWAYS, Job
+from forge_core.config.lines import find_lines
 from forge_core.config.read import read_job
 from forge_core.config.rules import check_rules
 from forge_core.config.structure import INVALID, Findings, structure
-from forge_core.config.tree import Node, Origin
+from forge_core.config.tree import Node, Origin, annotate
 from forge_core.config.unknown import explain_unknown
 from forge_core.errors import JobError, Problem
 from forge_core.plugins.catalog import CORE, Catalog
@@ -39,6 +41,25 @@ def load_job(
     if problems:
         problems.sort(key=lambda problem: _place(root, problem))
         raise JobError([*problems, *_to_install(findings)])
+    return job
+
+
+def parse_job(text: str, source: str, catalog: Catalog | None = None) -> Job:
+    """A resolved job, as a run or a checkpoint keeps it. Rules across fields are not checked: what a job needs in order
+    to train, its data for one, need not be here to use what it trained.
+
+    Args:
+        text: TOML that `dump_job` wrote.
+        source: where it is from, for messages.
+
+    Raises:
+        JobError: it names what is not installed, or keys that this version does not have.
+    """
+    root = annotate(tomllib.loads(text), find_lines(text), Origin(source))
+    job, findings = structure(root, Job, catalog or Catalog.installed())
+    if job is INVALID or findings.problems or findings.unknown:
+        unknown = [explain_unknown(found, findings, root, catalog or Catalog.installed()) for found in findings.unknown]
+        raise JobError([*findings.problems, *unknown, *_to_install(findings)])
     return job
 
 

@@ -117,7 +117,7 @@ def test_z_loss_is_in_the_objective_and_in_the_metrics_but_not_in_the_reported_l
     squares = head(hidden).logsumexp(-1)[valid].square()
     torch.testing.assert_close(output.sum - plain.sum, 0.5 * squares.sum())
     torch.testing.assert_close(output.per_sequence, plain.per_sequence)
-    assert auxiliary.totals()["z_loss"].item() == pytest.approx(squares.mean().item())
+    assert auxiliary.totals()["loss/z_loss"].item() == pytest.approx(squares.mean().item())
 
 
 @pytest.mark.parametrize("z_loss", [0.0, 1e-2])

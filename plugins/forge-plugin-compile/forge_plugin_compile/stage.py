@@ -62,9 +62,9 @@ class Eager:
 
 
 def _check_backend(name: str) -> None:
-    known = torch.compiler.list_backends(exclude_tags=())
-    if name not in known:
-        raise JobError([Problem("parallel.compile.backend", f"there is no {name!r}; there are {', '.join(known)}")])
+    if name not in torch.compiler.list_backends(exclude_tags=()):
+        usual = ", ".join([*torch.compiler.list_backends(), "aot_eager", "eager"])
+        raise JobError([Problem("parallel.compile.backend", f"there is no {name!r}; there are {usual}")])
 
 
 def _allow_graphs(count: int) -> None:

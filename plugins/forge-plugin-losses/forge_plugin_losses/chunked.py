@@ -55,7 +55,7 @@ def chunked_loss(chunk_tokens: int, z_loss: float, auxiliary: Auxiliary | None) 
             task = _Task(head, weights, labels.flatten(), chunk, z_loss, workspace, torch.is_grad_enabled())
             objective, losses_T, squares = _Chunked.apply(task, hidden.flatten(0, -2), *weights)
         if auxiliary is not None and z_loss:
-            auxiliary.metric("z_loss", squares, unit="token")
+            auxiliary.metric("loss/z_loss", squares, unit="token")
         return loss_output(objective, losses_T.view_as(labels), labels != IGNORED_LABEL)
 
     return loss

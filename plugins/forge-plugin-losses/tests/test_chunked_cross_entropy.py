@@ -146,7 +146,7 @@ def test_reports_are_those_of_the_core_loss() -> None:
         auxiliary = Auxiliary(torch.device("cpu"))
         auxiliary.begin_step((batch["labels"] != -100).sum(), sequences=BATCH, micro_batches=1)
         outputs.append(component.build(SimpleNamespace(auxiliary=auxiliary))(head, hidden, batch))
-        outputs[-1] = (*outputs[-1], auxiliary.totals()["z_loss"])
+        outputs[-1] = (*outputs[-1], auxiliary.totals()["loss/z_loss"])
     torch.testing.assert_close(outputs[0], outputs[1])
 
 
@@ -245,7 +245,7 @@ def test_a_run_has_the_same_curve_as_with_the_loss_of_the_core(make_job: Any, tr
     curves = []
     for loss in (CrossEntropy(z_loss=1e-3), ChunkedCrossEntropy(z_loss=1e-3, chunk_tokens=5)):
         job = make_job(steps=4, micro_batch_size=2, loss=loss, job={"name": type(loss).__name__})
-        curves.append([(line["loss"], line["grad_norm"], line["z_loss"]) for line in lines(train(job))])
+        curves.append([(line["loss"], line["grad_norm"], line["loss/z_loss"]) for line in lines(train(job))])
     assert curves[1] == [pytest.approx(line, rel=1e-5) for line in curves[0]]
 
 

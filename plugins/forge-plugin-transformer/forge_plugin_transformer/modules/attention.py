@@ -98,6 +98,7 @@ class GroupedQueryAttention(nn.Module):
         return self.o(mixed.flatten(2))
 
     def _attend_cached(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, cache: KVCache) -> Tensor:
+        """Each row is one document here: `document_ids` play no part."""
         positions = batch.get("positions")
         if positions is None:
             positions = torch.arange(cache.used, cache.used + q.shape[1], device=q.device).expand(len(q), -1)
