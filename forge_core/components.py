@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from forge_core.config.job import Job
-    from forge_core.context import BuildContext, EvaluationContext
+    from forge_core.context import BuildContext
+    from forge_core.engine.evaluation_context import EvaluationContext
     from forge_core.engine.hooks import CheckpointContext, StepContext, TrainContext
     from forge_core.engine.parameters import NamedParameters
     from forge_core.parallel.layout import Layout
@@ -75,6 +76,10 @@ class Component:
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
         """Mistakes that only show across fields or sections; paths are relative to this component's table."""
+        return ()
+
+    def choices(self, context: BuildContext) -> Iterable[tuple[str, str, str]]:
+        """What this component chose for the run by measurement, for the plan: (what, choice, why)."""
         return ()
 
     def training_hooks(self, job: Job) -> Iterable[TrainingHook]:

@@ -1,8 +1,7 @@
-"""What a component is given when it is built, and what an evaluation is given when it runs."""
+"""What a component is given when it is built."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
     from forge_core.engine.auxiliary import Auxiliary
     from forge_core.parallel.layout import Layout
     from forge_core.plugins.manager import Plugins
-    from forge_core.protocols import Batch, Dataset, Executor, Model, Tokenizer
+    from forge_core.protocols import Tokenizer
 
 
 @frozen(kw_only=True)
@@ -58,32 +57,3 @@ class BuildContext:
         """This context for a part of the model called `name` below the present path."""
         path = f"{self.path}.{name}" if self.path else name
         return attrs.evolve(self, path=path, layer=self.layer if layer is None else layer)
-
-
-@frozen(kw_only=True)
-class EvaluationContext:
-    """What an evaluation may use. The model is in evaluation mode, gradients are off."""
-
-    job: Job
-    build: BuildContext
-    step: int
-    model: Model
-    executor: Executor
-    held_out: Dataset | None
-    """Held-out sequences of all sources together, in a fixed order."""
-
-    def batches(self, dataset: Dataset, count: int) -> Iterable[Batch]:
-        """This rank's share of the first `count` sequences, in batches of the job's micro-batch size, on the device.
-
-        Every rank gets equally many batches of equal shape; where the sequences do not suffice, the remaining rows
-        have only ignored labels.
-        """
-        from forge_core.data.loader import evaluation_batches
-
-        return evaluation_batches(dataset, count, self.job, self.build)
-
-    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum over the token dimensions, in place."""
-        from forge_core.parallel.mesh import all_reduce_tokens
-
-        return all_reduce_tokens(tensor, self.build.mesh)

@@ -171,6 +171,13 @@ class HasFloat8Exemptions(Protocol):
 
 
 @runtime_checkable
+class HasBackendChoices(Protocol):
+    def backend_choices(self, seq_len: int) -> Sequence[tuple[str, str, str]]:
+        """Kernels chosen by measurement for sequences of this length: (what, choice, why)."""
+        ...
+
+
+@runtime_checkable
 class Generates(Protocol):
     """A model that can decode with a cache of what it has seen."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -59,7 +59,9 @@ def _positive(text: str) -> int:
     return value
 
 
-def load_model_and_tokenizer(path: Path | str, device: str = "auto") -> tuple[Model, Tokenizer]:
+def load_model_and_tokenizer(
+    path: Path | str, device: Literal["auto", "cpu", "cuda"] = "auto"
+) -> tuple[Model, Tokenizer]:
     """The trained model, in evaluation mode, and the tokenizer of a run folder or checkpoint.
 
     Raises:

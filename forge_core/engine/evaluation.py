@@ -12,7 +12,7 @@ from attrs.validators import ge
 from forge_core.components import EvaluationComponent
 
 if TYPE_CHECKING:
-    from forge_core.context import EvaluationContext
+    from forge_core.engine.evaluation_context import EvaluationContext
 
 
 @frozen(kw_only=True)

@@ -13,12 +13,13 @@ import torch
 
 from forge_core.checkpoint.manager import Checkpoints, State
 from forge_core.config.dump import dump_job
-from forge_core.context import EvaluationContext
 from forge_core.data.loader import TrainLoader
 from forge_core.engine.build import Run
+from forge_core.engine.evaluation_context import EvaluationContext
 from forge_core.engine.folder import save_tokenizer, write_record
 from forge_core.engine.hooks import CheckpointContext, Requests, StepContext, TrainContext
 from forge_core.engine.plan import describe_run
+from forge_core.engine.provenance import collect, compare
 from forge_core.engine.recorder import Recorder
 from forge_core.engine.resume import find_checkpoint
 from forge_core.engine.signals import stop_on_signals
@@ -26,7 +27,6 @@ from forge_core.engine.state import Progress, gather_state, restore_state
 from forge_core.engine.step import Stepper, dry_run, metrics
 from forge_core.errors import NonFiniteError
 from forge_core.parallel.mesh import global_rank
-from forge_core.plugins.provenance import collect, compare
 from forge_core.protocols import Batch, Logger
 
 

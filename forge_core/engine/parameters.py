@@ -9,7 +9,7 @@ from attrs import frozen
 from torch import nn
 
 from forge_core.errors import ForgeError
-from forge_core.protocols import HasRoles, HasTies, Role
+from forge_core.protocols import HasRoles, Role
 
 if TYPE_CHECKING:
     from forge_core.protocols import Model
@@ -102,11 +102,6 @@ def _derive_role(name: str, module: nn.Module, parameter: nn.Parameter) -> Role:
     if parameter.ndim <= 1 or "norm" in kind:
         return "norm"
     return "matrix" if parameter.ndim == 2 else "stack"
-
-
-def ties(model: Model) -> Mapping[str, str]:
-    """Other names of tied parameters, with the name under which each is listed."""
-    return model.tied_parameters() if isinstance(model, HasTies) else {}
 
 
 def check_groups(groups: Sequence[Mapping[str, Any]], parameters: NamedParameters) -> None:

@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from forge_core.config.walk import walk_components
 from forge_core.engine.build import Run
 from forge_core.engine.parameters import NamedParameters
 from forge_core.metrics.flops import flops_per_token, peak_flops
 from forge_core.parallel.layout import micro_batches
+from forge_core.protocols import HasBackendChoices
 
 if TYPE_CHECKING:
     from forge_core.engine.step import Stepper
@@ -36,10 +38,18 @@ def _rows(run: Run, stepper: Stepper, provenance: Mapping[str, Any]) -> Iterator
         yield f"stage {stage.name}", "; ".join(stage.reasons) or "no relation to another stage"
     for number, name in enumerate(run.hooks.hooks, 1):
         yield f"hook {number}", name
-    for what, choice, why in getattr(run.model, "backend_choices", lambda _: ())(job.train.seq_len):
+    for what, choice, why in _choices(run):
         yield what, f"{choice} ({why})"
     yield "memory", _memory(run.parameters)
     yield "waits", f"{stepper.waits()} a step"
+
+
+def _choices(run: Run) -> Iterator[tuple[str, str, str]]:
+    """Backends: the model's, made when it was built, and those of other components."""
+    if isinstance(run.model, HasBackendChoices):
+        yield from run.model.backend_choices(run.job.train.seq_len)
+    for _, component in walk_components(run.job):
+        yield from component.choices(run.context)
 
 
 def _model(run: Run) -> str:

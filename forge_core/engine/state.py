@@ -16,8 +16,8 @@ from attrs import asdict, define, field
 from torch import Tensor, nn
 
 from forge_core.checkpoint.manager import State, load_tensors, stored_tensors
-from forge_core.engine.parameters import ties
 from forge_core.errors import CheckpointError
+from forge_core.parallel.initialise import ties
 
 if TYPE_CHECKING:
     from forge_core.components import Plugin, TrainingHook

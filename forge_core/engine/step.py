@@ -17,6 +17,9 @@ from forge_core.parallel.layout import micro_batches
 from forge_core.parallel.mesh import all_reduce_tokens, global_rank, pipeline_group
 from forge_core.protocols import IGNORED_LABEL, Batch, StepOutput
 
+AUXILIARY = "auxiliary:"
+"""Marks what modules attached among the reduced sums."""
+
 
 class Stepper:
     """Runs steps: gradients of the global batch, their norm, the update."""
@@ -116,7 +119,7 @@ class Stepper:
             sources = torch.cat([batch["sources"] for batch in batches])
             for name, (total, count) in per_source(self._source_names, sources, *output.per_sequence).items():
                 parts |= {f"source_sum/{name}": total, f"source_count/{name}": count}
-        parts |= auxiliary
+        parts |= {f"{AUXILIARY}{name}": value for name, value in auxiliary.items()}
         reduced = all_reduce_tokens(torch.stack([part.detach().double() for part in parts.values()]), self._mesh)
         return dict(zip(parts, reduced.unbind(), strict=True))
 
@@ -128,8 +131,8 @@ def metrics(sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if name.startswith("source_sum/"):
             source = name.removeprefix("source_sum/")
             scalars[f"loss/source_{source}"] = value / sums[f"source_count/{source}"].clamp(min=1)
-        elif "/" in name and not name.startswith("source_"):
-            scalars[name] = value
+        elif name.startswith(AUXILIARY):
+            scalars[name.removeprefix(AUXILIARY)] = value
     return scalars
 
 

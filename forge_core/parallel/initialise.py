@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from forge_core.errors import ForgeError
-from forge_core.protocols import Initialises
+from forge_core.protocols import HasTies, Initialises
 
 if TYPE_CHECKING:
     from forge_core.protocols import Model
@@ -100,12 +100,26 @@ def materialise(model: Model, device: torch.device, seed: int) -> None:
     """
     assert isinstance(model, nn.Module)
     model.to_empty(device=device)
+    _tie(model)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(torch.nan)
     drawn: set[int] = set()
     for module_name, module in model.named_modules():
         _initialise_module(module, module_name, device, seed, drawn)
+
+
+def ties(model: Model) -> Mapping[str, str]:
+    """Other names of tied parameters, with the name under which each is listed."""
+    return model.tied_parameters() if isinstance(model, HasTies) else {}
+
+
+def _tie(model: Model) -> None:
+    """`to_empty` makes a new parameter for each module that holds one; put tied ones together again."""
+    assert isinstance(model, nn.Module)
+    for other, name in ties(model).items():
+        module, _, key = other.rpartition(".")
+        setattr(model.get_submodule(module), key, model.get_parameter(name))
 
 
 def _initialise_module(module: nn.Module, name: str, device: torch.device, seed: int, drawn: set[int]) -> None:

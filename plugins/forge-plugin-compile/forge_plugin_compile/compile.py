@@ -45,11 +45,12 @@ class Compile(ParallelComponent):
     dynamic: bool = False
     """Whether one graph serves all shapes. Sequences of a run have one length, for which false gives faster code."""
     fullgraph: bool = True
-    """Whether a block that does not fit into one graph is an error that says why. False runs what does not fit eagerly."""
+    """Whether a block that does not fit into one graph is an error that says why; false runs what is left eagerly."""
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
         if self.mode is not None and self.backend != "inductor":
-            yield Problem("mode", f"{self.mode!r} is a mode of the inductor, but backend is {self.backend!r}; leave it out")
+            message = f"{self.mode!r} is a mode of the inductor, but backend is {self.backend!r}; leave it out"
+            yield Problem("mode", message)
 
     def build(self, context: BuildContext) -> ParallelStage:
         from forge_plugin_compile.stage import CompileStage

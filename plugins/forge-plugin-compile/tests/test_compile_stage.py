@@ -9,8 +9,6 @@ from typing import ClassVar
 import pytest
 import torch
 from attrs import frozen
-from forge_plugin_compile import Compile
-from forge_plugin_transformer import GroupedQueryAttention, Transformer
 from torch import nn
 from torch._dynamo.utils import counters
 
@@ -21,6 +19,8 @@ from forge_core.parallel.layout import Layout
 from forge_core.parallel.stages import order_stages
 from forge_core.testing import Numbers, TinyModel
 from forge_core.testing.tiny_model import TinyNetwork
+from forge_plugin_compile import Compile
+from forge_plugin_transformer import GroupedQueryAttention, Transformer
 
 TRACED = Compile(backend="aot_eager")
 
@@ -107,7 +107,7 @@ def test_auxiliary_losses_keep_their_gradients(curve):
 
 @pytest.mark.xfail(
     strict=True,
-    reason="torch 2.13 loses in-place changes of 0-dim float64 CPU tensors in compiled code, and Auxiliary counts in such",
+    reason="compiled code of torch 2.13 loses changes of 0-dim float64 CPU tensors, in which Auxiliary counts",
 )
 def test_metrics_of_modules_count_every_block(make_job, train, lines):
     job = make_job(model=PenalisedModel(layers=3), parallel={"compile": TRACED}, **AUXILIARY)

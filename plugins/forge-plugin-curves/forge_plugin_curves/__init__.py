@@ -1,4 +1,4 @@
-"""A picture of a run: type `curves` of kind `logger`."""
+"""A picture of a run's curves: logger `curves`."""
 
 from forge_plugin_curves.curves import Curves
 

@@ -5,36 +5,45 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from attrs import field, frozen
-from attrs.validators import and_, ge, lt
+from attrs.validators import ge
 
 from forge_core.components import LoggerComponent
 from forge_core.metrics.jsonl import JsonLines
 
 if TYPE_CHECKING:
+    from forge_core.config.job import Job
     from forge_core.context import BuildContext
     from forge_core.protocols import Logger
 
 
 @frozen(kw_only=True)
 class Curves(LoggerComponent):
-    """Keeps a picture of the run in its folder: loss, held-out bits per byte, learning rate and gradient norm.
+    """Keeps a picture in the run folder: losses, held-out bits per byte, learning rate and gradient norm.
 
-    Drawn anew after each evaluation and at the end. A run that is continued keeps the part before.
+    It is drawn anew at each evaluation and at the end. A picture that cannot be drawn is a warning that says why, and
+    training goes on: the numbers are in the lines of metrics, from which the next picture is whole again.
     """
 
     file: str = "curves.png"
     """Relative to the run folder."""
-    smoothing: float = field(default=0.02, validator=and_(ge(0), lt(1)))
-    """Share of the steps so far over which the strong lines average; the light ones behind them are as measured."""
+    smoothing: int = field(default=0, validator=ge(0))
+    """Steps over which loss and gradient norm are averaged for the strong lines; 0: a fiftieth of the run."""
 
     def build(self, context: BuildContext) -> Logger:
         from forge_plugin_curves.logger import CurvesLogger
 
         assert context.folder is not None
-        lines = next((logger.file for logger in context.job.loggers.values() if isinstance(logger, JsonLines)), None)
+        job = context.job
         return CurvesLogger(
-            picture=context.folder / self.file,
-            lines=context.folder / lines if lines else None,
-            title=context.job.job.name,
-            smoothing=self.smoothing,
+            path=context.folder / self.file,
+            metrics=context.folder / _metrics_file(job),
+            title=job.job.name,
+            total_steps=job.train.steps,
+            clip_norm=job.train.grad_clip_norm,
+            horizon=self.smoothing or max(1, job.train.steps // 50),
         )
+
+
+def _metrics_file(job: Job) -> str:
+    """Where the job's `jsonl` writes: what a continued run reads its past from."""
+    return next((logger.file for logger in job.loggers.values() if isinstance(logger, JsonLines)), JsonLines().file)

@@ -1,10 +1,11 @@
-"""What a run has measured so far, as series over steps."""
+"""The numbers of a run that its curves show."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
+from array import array
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,73 +15,85 @@ from attrs import define, field
 
 @define
 class Series:
-    """Values of one metric; those that were not finite are NaN or infinite."""
+    """Values by step, in the order in which they came."""
 
-    steps: list[int] = field(factory=list)
-    values: list[float] = field(factory=list)
+    steps: array[int] = field(factory=lambda: array("q"))
+    values: array[float] = field(factory=lambda: array("d"))
+
+    def add(self, step: int, value: float) -> None:
+        """Append a value."""
+        self.steps.append(step)
+        self.values.append(value)
 
     def __len__(self) -> int:
-        return len(self.values)
+        return len(self.steps)
 
-    def smoothed(self, window: int) -> list[float]:
-        """Means over `window` neighbours, centred so that the line does not lag behind.
 
-        At the start, where curves are steep, the window shrinks on both sides; at the end it only loses what is yet to
-        come. Values that are not finite are left out.
-        """
-        finite = [value if math.isfinite(value) else 0.0 for value in self.values]
-        sums = [0.0, *itertools.accumulate(finite)]
-        counts = [0, *itertools.accumulate(map(math.isfinite, self.values))]
-        means = []
-        for index in range(len(self)):
-            reach = min(window // 2, index)
-            first, last = index - reach, min(index + reach + 1, len(self))
-            count = counts[last] - counts[first]
-            means.append((sums[last] - sums[first]) / count if count else math.nan)
-        return means
+@define
+class Average:
+    """Exponential moving average over about `horizon` values, without the pull of its start towards zero.
+
+    The correction is that of Adam's moments (Kingma and Ba 2015, section 3). Values that are not finite are left out.
+    """
+
+    horizon: int
+    _sum: float = 0.0
+    _weight: float = 0.0
+
+    def add(self, value: float) -> float:
+        """The average with `value` in it."""
+        if math.isfinite(value):
+            share = 1 / self.horizon
+            self._sum += share * (value - self._sum)
+            self._weight += share * (1 - self._weight)
+        return self._sum / self._weight if self._weight else math.nan
 
 
 class History:
-    """Every metric of every line."""
+    """What a picture needs of all lines of metrics so far."""
 
-    def __init__(self) -> None:
-        self._series: dict[str, Series] = {}
+    def __init__(self, horizon: int) -> None:
+        """Args: `horizon`, how many steps the smooth series average over."""
+        self.horizon = horizon
+        self.loss, self.grad_norm, self.lr = Series(), Series(), Series()
+        self.smooth_loss, self.smooth_grad_norm = Series(), Series()
+        self.evaluations: dict[str, Series] = defaultdict(Series)
+        self.tokens = 0
+        self._average_loss, self._average_grad_norm = Average(horizon), Average(horizon)
 
-    @classmethod
-    def read(cls, path: Path, last_step: int) -> History:
-        """From JSON lines, up to and with `last_step`. A torn last line is left out."""
-        history = cls()
-        for record in _records(path):
-            if record["step"] <= last_step:
-                history.add(record)
-        return history
+    @property
+    def step(self) -> int:
+        """The last step of which there is a line."""
+        last = [series.steps[-1] for series in (self.loss, *self.evaluations.values()) if series]
+        return max(last, default=0)
 
     def add(self, record: Mapping[str, Any]) -> None:
+        """Take in a line. Numbers that are not finite may be strings, as in a file of JSON lines."""
+        if "loss" in record:
+            self._add_training(record["step"], {name: float(record[name]) for name in ("loss", "grad_norm", "lr")})
+            self.tokens = record.get("tokens", 0)
+            return
         for name, value in record.items():
-            number = _number(value)
-            if name != "step" and number is not None:
-                series = self._series.setdefault(name, Series())
-                series.steps.append(record["step"])
-                series.values.append(number)
+            if name.startswith("eval/"):
+                self.evaluations[name.removeprefix("eval/")].add(record["step"], float(value))
 
-    def __getitem__(self, name: str) -> Series:
-        """The series of a metric; empty if there is none."""
-        return self._series.get(name, Series())
-
-    def __len__(self) -> int:
-        return sum(map(len, self._series.values()))
+    def _add_training(self, step: int, values: Mapping[str, float]) -> None:
+        self.loss.add(step, values["loss"])
+        self.smooth_loss.add(step, self._average_loss.add(values["loss"]))
+        self.grad_norm.add(step, values["grad_norm"])
+        self.smooth_grad_norm.add(step, self._average_grad_norm.add(values["grad_norm"]))
+        self.lr.add(step, values["lr"])
 
 
-def _records(path: Path) -> Iterator[Mapping[str, Any]]:
+def read_lines(path: Path, last_step: int) -> Iterator[dict[str, Any]]:
+    """The lines of metrics up to `last_step`. One that was cut off when a run was killed is left out."""
     if not path.exists():
         return
-    for line in path.read_text().splitlines(keepends=True):
-        if line.endswith("\n"):
-            yield json.loads(line)
-
-
-def _number(value: Any) -> float | None:
-    """Numbers, and the strings in which JSON lines keep those that are not finite."""
-    if isinstance(value, str) and value not in ("nan", "inf", "-inf"):
-        return None
-    return float(value)
+    with path.open(encoding="utf-8") as file:
+        for line in file:
+            try:
+                record = json.loads(line)
+            except ValueError:
+                continue
+            if record["step"] <= last_step:
+                yield record

@@ -2,36 +2,52 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from forge_plugin_curves.history import History
+from attrs import define, field
+
+from forge_plugin_curves.drawing import draw
+from forge_plugin_curves.history import History, read_lines
 
 
+@define(kw_only=True)
 class CurvesLogger:
     """See `forge_core.protocols.Logger`."""
 
-    def __init__(self, picture: Path, lines: Path | None, title: str, smoothing: float) -> None:
-        """`lines`: the JSON lines of the run, where its past is found when it is continued."""
-        self._picture, self._lines, self._title, self._smoothing = picture, lines, title, smoothing
-        self._history = History()
+    path: Path
+    """The picture."""
+    metrics: Path
+    """Lines of metrics, of which a continued run reads those before it."""
+    title: str
+    total_steps: int
+    clip_norm: float
+    horizon: int
+    history: History = field(init=False)
 
     def start(self, step: int) -> None:
-        self._history = History.read(self._lines, step) if self._lines else History()
+        self.history = History(self.horizon)
+        for record in read_lines(self.metrics, step) if step else ():
+            self.history.add(record)
 
     def log(self, record: Mapping[str, Any]) -> None:
-        self._history.add(record)
-        if any(name.startswith("eval/") for name in record):
-            self._draw()
+        self.history.add(record)
+        if "loss" not in record:
+            self._refresh()
 
     def close(self) -> None:
-        self._draw()
+        self._refresh()
 
-    def _draw(self) -> None:
-        from forge_plugin_curves.picture import (
-            draw,  # matplotlib takes a moment, which the first step need not wait for
-        )
-
-        if len(self._history):
-            draw(self._history, self._title, self._smoothing, self._picture)
+    def _refresh(self) -> None:
+        """Put a new picture in the place of the old one, whole or not at all."""
+        if not self.history.step:
+            return
+        unfinished = self.path.with_name(f".{self.path.name}.tmp")
+        try:
+            draw(self.history, unfinished, title=self.title, total_steps=self.total_steps, clip_norm=self.clip_norm)
+            unfinished.replace(self.path)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            warnings.warn(f"{self.path} is not up to date, it could not be drawn: {reason}", stacklevel=2)

@@ -1,177 +1,205 @@
-"""The picture of a run, and the history that it shows."""
+"""The picture of a run: what it shows, when it is drawn, and what may go wrong."""
 
 from __future__ import annotations
 
-import json
 import math
 import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
+import numpy as np
 import pytest
+from attrs import define, field
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forge_core.metrics.jsonl import JsonLines
+from forge_core.components import TrainingHook
 from forge_plugin_curves import Curves
-from forge_plugin_curves.history import History, Series
-from forge_plugin_curves.picture import draw
-
-PNG = b"\x89PNG\r\n\x1a\n"
-
-
-def line(step: int, **numbers: Any) -> dict[str, Any]:
-    return {"step": step, "loss": 5.0 / step, "grad_norm": 1.0, "lr": 1e-3, "tokens": 100 * step, **numbers}
+from forge_plugin_curves.drawing import make_figure
+from forge_plugin_curves.history import Average, History, Series, read_lines
+from forge_plugin_curves.marks import envelope
 
 
-def make_logger(folder: Path, step: int = 0) -> Any:
-    job = SimpleNamespace(job=SimpleNamespace(name="a run"), loggers={"jsonl": JsonLines()})
-    logger = Curves().build(SimpleNamespace(folder=folder, job=job))
-    logger.start(step)
-    return logger
+def training(step, loss=4.0, grad_norm=1.0, lr=1e-3):
+    return {"step": step, "loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens": step * 1000}
+
+
+def evaluation(step, loss, **more):
+    return {"step": step, "eval/loss": loss, "eval/perplexity": math.exp(loss), **more}
 
 
 @pytest.fixture
-def drawn(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, tuple[list[int], list[float]]]]:
-    """What would have been drawn, each time: the steps and values of every metric."""
-    pictures: list[Any] = []
+def panels():
+    """The four panels of the picture of some lines of metrics."""
 
-    def record(history: History, title: str, smoothing: float, path: Path) -> None:
-        names = ("loss", "eval/loss")
-        pictures.append({name: (list(history[name].steps), list(history[name].values)) for name in names})
+    def build(*records, horizon=1, **settings):
+        history = History(horizon)
+        for record in records:
+            history.add(record)
+        return make_figure(history, **{"title": "a-run", "total_steps": 10, "clip_norm": 0.0} | settings).axes
 
-    monkeypatch.setattr("forge_plugin_curves.picture.draw", record)
-    return pictures
-
-
-# --- when it is drawn -----------------------------------------------------------------------------------------------
+    return build
 
 
-def test_it_is_drawn_after_each_evaluation_and_at_the_end(tmp_path: Path, drawn: list[Any]) -> None:
-    logger = make_logger(tmp_path)
-    logger.log(line(1))
-    assert not drawn
-    logger.log({"step": 1, "eval/loss": 4.0})
-    logger.log(line(2))
-    logger.close()
-    assert drawn == [
-        {"loss": ([1], [5.0]), "eval/loss": ([1], [4.0])},
-        {"loss": ([1, 2], [5.0, 2.5]), "eval/loss": ([1], [4.0])},
-    ]
+def texts(axes):
+    return [text.get_text() for text in axes.texts]
 
 
-def test_nothing_is_drawn_of_a_run_that_measured_nothing(tmp_path: Path, drawn: list[Any]) -> None:
-    make_logger(tmp_path).close()
-    assert not drawn
+def lines(axes):
+    """{label in the legend: values}."""
+    return {line.get_label(): list(line.get_ydata()) for line in axes.lines}
 
 
-def test_a_continued_run_keeps_the_part_before_its_checkpoint(tmp_path: Path, drawn: list[Any]) -> None:
-    records = [line(1), line(2), {"step": 2, "eval/loss": 4.0}, line(3, loss="nan"), line(4)]
-    text = "".join(json.dumps(record) + "\n" for record in records)
-    (tmp_path / "metrics.jsonl").write_text(text + '{"step": 5, "lo')
-    logger = make_logger(tmp_path, step=3)
-    logger.log(line(4, loss=1.0))
-    logger.close()
-    (picture,) = drawn
-    assert picture["eval/loss"] == ([2], [4.0])
-    steps, values = picture["loss"]
-    assert steps == [1, 2, 3, 4]
-    assert values == pytest.approx([5.0, 2.5, math.nan, 1.0], nan_ok=True)
+# --- what it shows -----------------------------------------------------------------------------------------------
 
 
-def test_a_run_leaves_its_picture(make_job: Callable[..., Any], train: Callable[..., Any]) -> None:
-    summary = train(make_job(steps=3, loggers={"curves": Curves()}, eval={"interval": 2}))
-    assert (summary.folder / "curves.png").read_bytes().startswith(PNG)
-    assert not list(summary.folder.glob("*unfinished*"))
+def test_each_step_its_average_and_the_held_out_loss_are_on_one_panel(panels):
+    loss, *_ = panels(training(1, 4.0), training(2, 2.0), evaluation(2, 3.0), horizon=2)
+    found = lines(loss)
+    assert found["each step"] == [4.0, 2.0]
+    assert found["mean of about 2 steps"] == pytest.approx([4.0, (0.5 * 2 + 0.25 * 4) / 0.75])
+    assert found["held out"] == [3.0]
 
 
-# --- what is drawn --------------------------------------------------------------------------------------------------
+def test_the_last_held_out_values_stand_beside_their_points(panels):
+    loss, held_out, *_ = panels(
+        training(1), evaluation(1, 5.0), evaluation(2, 3.25, **{"eval/bits_per_byte": 1.5}), training(2)
+    )
+    assert texts(loss) == ["3.25"]
+    assert texts(held_out) == ["1.5"]
 
 
-def history_of(*records: dict[str, Any]) -> History:
-    history = History()
-    for record in records:
-        history.add(record)
-    return history
+def test_bits_per_byte_are_shown_if_known_else_perplexity(panels):
+    def title(*records):
+        return panels(training(1), *records)[1].get_title(loc="left")
+
+    assert title(evaluation(1, 3.0, **{"eval/bits_per_byte": 1.5})) == "Held-out bits per byte"
+    assert title(evaluation(1, 3.0)) == "Held-out perplexity"
 
 
-@pytest.mark.parametrize(
-    "history",
-    [
-        history_of(line(1)),
-        history_of({"step": 0, "eval/loss": 3.0, "eval/bits_per_byte": 1.0}),
-        history_of(*(line(step) for step in range(1, 300)), {"step": 299, "eval/loss": 1.0, "eval/perplexity": 3.0}),
-        history_of(line(1), line(2, loss=math.nan, grad_norm=math.inf), line(3, grad_norm=0.0)),
-        history_of(*(line(step, loss=math.nan, grad_norm=math.nan) for step in range(1, 200))),
-    ],
-    ids=["one step", "evaluation only", "many steps", "not finite", "never finite"],
-)
-@pytest.mark.filterwarnings("error")
-def test_any_history_can_be_drawn(history: History, tmp_path: Path) -> None:
-    draw(history, "a run", 0.02, tmp_path / "curves.png")
-    assert (tmp_path / "curves.png").read_bytes().startswith(PNG)
+def test_a_run_without_an_evaluation_says_so(panels):
+    assert texts(panels(training(1))[1]) == ["no evaluation yet"]
 
 
-def test_the_picture_is_replaced_whole(tmp_path: Path) -> None:
-    picture = tmp_path / "curves.png"
-    draw(history_of(line(1)), "first", 0.02, picture)
-    first = picture.read_bytes()
-    kept = picture.open("rb")  # a viewer that opened the old one goes on reading it
-    draw(history_of(line(1), line(2)), "second", 0.02, picture)
-    assert kept.read() == first != picture.read_bytes()
-    kept.close()
+def test_the_run_is_named_with_how_far_it_is(panels):
+    figure = panels(training(1), training(2), title="big-run", total_steps=1234)[0].figure
+    assert [text.get_text() for text in figure.texts] == ["big-run", "step 2 of 1,234  ·  2k tokens"]
 
 
-def test_drawing_leaves_matplotlib_as_it_was_and_needs_no_pyplot(tmp_path: Path) -> None:
-    code = f"""
-import sys, matplotlib
-names = [name for name in matplotlib.rcParams if name != "backend"]  # to ask for this one imports pyplot
-before = [matplotlib.rcParams[name] for name in names]
-from pathlib import Path
-from forge_plugin_curves.history import History
-from forge_plugin_curves.picture import draw
-history = History()
-history.add({{"step": 1, "loss": 1.0, "lr": 1.0, "grad_norm": 1.0}})
-draw(history, "a run", 0.02, Path({str(tmp_path / "curves.png")!r}))
+def test_values_that_are_not_finite_are_gaps_with_crosses(panels):
+    loss, _, _, norm = panels(training(1), training(2, "nan", "inf"), training(3, math.nan, 2.0))
+    assert np.isnan(lines(loss)["each step"]).tolist() == [False, True, True]
+    assert len(lines(loss)["not finite (2)"]) == 2
+    assert len(lines(norm)["not finite (1)"]) == 1
+
+
+def test_a_run_that_is_all_nan_can_be_drawn(panels, tmp_path):
+    panels(training(1, math.nan, math.nan), evaluation(1, math.nan))[0].figure.savefig(tmp_path / "picture.png")
+
+
+def test_where_gradients_are_clipped_is_marked_if_it_is_in_view(panels):
+    assert "clipped to 1" in lines(panels(training(1, grad_norm=0.5), training(2, grad_norm=2.0), clip_norm=1.0)[3])
+    assert "clipped to 9" not in lines(panels(training(1, grad_norm=0.5), training(2, grad_norm=2.0), clip_norm=9.0)[3])
+
+
+def test_one_spike_does_not_press_the_loss_flat(panels):
+    records = [training(step, 4.0 + 0.1 * math.sin(step)) for step in range(1, 1000)]
+    loss, *_ = panels(*records, training(1000, 500.0), horizon=100)
+    assert loss.get_ylim()[1] < 15
+
+
+@given(st.lists(st.floats(-1e6, 1e6) | st.just(math.nan), min_size=1, max_size=300), st.integers(1, 40))
+def test_a_long_series_keeps_its_spikes_when_it_is_thinned(values, columns):
+    series = Series()
+    for step, value in enumerate(values):
+        series.add(step, value)
+    x, y = envelope(series, columns)
+    assert len(x) == len(y) <= max(len(values), 2 * columns)
+    assert list(x) == sorted(x)
+    finite = [value for value in values if not math.isnan(value)]
+    assert not finite or (np.nanmin(y), np.nanmax(y)) == (min(finite), max(finite))
+
+
+@given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=50), st.integers(1, 20))
+def test_the_average_is_the_weighted_mean_with_weights_that_add_up_to_one(values, horizon):
+    average, beta = Average(horizon), 1 - 1 / horizon
+    found = [average.add(value) for value in values][-1]
+    weights = [beta ** (len(values) - 1 - i) for i in range(len(values))]
+    assert found == pytest.approx(np.average(values, weights=weights), rel=1e-9, abs=1e-9)
+
+
+def test_the_average_leaves_out_what_is_not_finite():
+    average = Average(4)
+    assert math.isnan(average.add(math.nan))
+    assert [average.add(value) for value in (2.0, math.inf, math.nan)] == [2.0, 2.0, 2.0]
+
+
+# --- in a run ----------------------------------------------------------------------------------------------------
+
+
+@define(kw_only=True, slots=False)
+class Looks(TrainingHook):
+    """Looks at the picture after each evaluation, and fails at a step."""
+
+    fail_at: int = 0
+    seen: list[bytes] = field(init=False, factory=list)
+
+    def on_eval_end(self, context, metrics):
+        self.seen.append((context.folder / "curves.png").read_bytes())
+
+    def on_step_end(self, context):
+        if context.step == self.fail_at:
+            raise RuntimeError("failed")
+
+    def state_dict(self):
+        return {}
+
+
+def test_it_is_drawn_at_each_evaluation_and_at_the_end(make_job, train):
+    hook = Looks()
+    summary = train(make_job(eval={"interval": 2}, steps=5, loggers={"curves": Curves()}), hook)
+    assert len(set(hook.seen)) == 3
+    assert (summary.folder / "curves.png").read_bytes() == hook.seen[-1]
+
+
+def test_a_run_that_fails_leaves_its_picture(make_job, train, tmp_path):
+    with pytest.raises(RuntimeError, match="failed"):
+        train(make_job(loggers={"curves": Curves()}), Looks(fail_at=3))
+    assert (tmp_path / "run" / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_picture_of_a_continued_run_is_that_of_one_that_never_stopped(make_job, train, tmp_path):
+    keys = {"steps": 6, "eval": {"interval": 2}, "checkpoint": {"interval": 2}, "loggers": {"curves": Curves()}}
+    whole = train(make_job(job={"output": str(tmp_path / "other")}, **keys))
+    with pytest.raises(RuntimeError, match="failed"):
+        train(make_job(**keys), Looks(fail_at=5))
+    continued = train(make_job(**keys))
+    assert (continued.folder / "curves.png").read_bytes() == (whole.folder / "curves.png").read_bytes()
+
+
+def test_a_picture_that_cannot_be_drawn_is_a_warning(make_job, train, tmp_path):
+    in_the_way = tmp_path / "run" / "curves.png"
+    in_the_way.mkdir(parents=True)
+    with pytest.warns(UserWarning, match=r"curves.png is not up to date, it could not be drawn: \w+Error"):
+        assert train(make_job(loggers={"curves": Curves()})).step == 4
+
+
+def test_lines_beyond_the_start_and_torn_ones_are_not_read(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "loss": 1}\n{"step": 2, "loss": 2}\n{"step": 3, "loss": 3}\n{"step": 4, "lo')
+    assert list(read_lines(path, 2)) == [{"step": 1, "loss": 1}, {"step": 2, "loss": 2}]
+    assert not list(read_lines(tmp_path / "missing.jsonl", 2))
+
+
+IMPORTS = """
+import sys
+import forge_plugin_curves
+heavy = {"torch", "numpy", "matplotlib"} & set(sys.modules)
+assert not heavy, heavy
+import forge_plugin_curves.logger
 assert "matplotlib.pyplot" not in sys.modules
-assert [matplotlib.rcParams[name] for name in names] == before
 """
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-# --- smoothing ------------------------------------------------------------------------------------------------------
-
-
-@given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=40), st.integers(1, 20))
-def test_means_stay_within_the_values(values: list[float], window: int) -> None:
-    smoothed = Series(list(range(len(values))), values).smoothed(window)
-    assert len(smoothed) == len(values)
-    assert all(min(values) - 1e-6 <= mean <= max(values) + 1e-6 for mean in smoothed)
-    assert smoothed[0] == pytest.approx(values[0])
-
-
-def test_a_straight_line_stays_where_it_is_and_does_not_lag() -> None:
-    values = [10.0 - 0.5 * step for step in range(50)]
-    assert Series(list(range(50)), values).smoothed(9)[:-4] == pytest.approx(values[:-4])
-
-
-def test_values_that_are_not_finite_do_not_spread() -> None:
-    smoothed = Series([1, 2, 3, 4], [1.0, math.nan, 3.0, math.inf]).smoothed(3)
-    assert smoothed == pytest.approx([1.0, 2.0, 3.0, 3.0])
-
-
-# --- the component --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("smoothing", [-0.1, 1.0])
-def test_smoothing_is_a_share_of_the_run(smoothing: float) -> None:
-    with pytest.raises(ValueError, match="smoothing"):
-        Curves(smoothing=smoothing)
-
-
-def test_importing_the_plugin_needs_neither_torch_nor_matplotlib() -> None:
-    code = "import sys, forge_plugin_curves; sys.exit(bool({'torch', 'matplotlib'} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+def test_what_it_imports():
+    """Nothing heavy before it is built, and never pyplot, which keeps figures and looks for a display."""
+    subprocess.run([sys.executable, "-c", IMPORTS], check=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from attrs import field, frozen
@@ -27,6 +28,15 @@ class ChunkedCrossEntropy(LossComponent):
     z_loss: float = field(default=0.0, validator=ge(0))
     """Weight of log(Z)² in the objective, Z the softmax's normaliser, which keeps logits from drifting (PaLM, Chowdhery
     et al. 2022, section 5, uses 1e-4). Logged unweighted as `loss/z_loss`; the reported loss does not contain it."""
+
+    def choices(self, context: BuildContext) -> Iterable[tuple[str, str, str]]:
+        from forge_plugin_losses.chunked import default_chunk_tokens
+
+        if self.chunk_tokens:
+            yield "loss", f"chunks of {self.chunk_tokens} positions", "loss.chunk_tokens"
+        else:
+            why = "measured" if context.device.type == "cpu" else "by arithmetic, not measured"
+            yield "loss", f"chunks of {default_chunk_tokens(context.device)} positions", why
 
     def build(self, context: BuildContext) -> LossFunction:
         from forge_plugin_losses.chunked import chunked_loss

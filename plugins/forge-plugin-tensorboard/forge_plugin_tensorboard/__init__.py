@@ -1,4 +1,4 @@
-"""Metrics for TensorBoard: type `tensorboard` of kind `logger`."""
+"""Metrics for TensorBoard: logger `tensorboard`."""
 
 from forge_plugin_tensorboard.tensorboard import TensorBoard
 

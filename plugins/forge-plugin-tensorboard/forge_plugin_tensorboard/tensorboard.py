@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from attrs import field, frozen
-from attrs.validators import gt
+from attrs import frozen
 
 from forge_core.components import LoggerComponent
 
@@ -16,13 +15,17 @@ if TYPE_CHECKING:
 
 @frozen(kw_only=True)
 class TensorBoard(LoggerComponent):
-    """Every number of every line as a TensorBoard scalar, in the folder `tensorboard` of the run."""
+    """Writes every number of a run as a scalar into its folder: `tensorboard --logdir runs` compares runs.
 
-    flush_seconds: int = field(default=30, validator=gt(0))
-    """How long a number may wait before it is on disk, in seconds. Ends and evaluations are written at once."""
+    Numbers of training lines are under `train/` unless their name has a group of its own (`eval/loss`,
+    `loss/source_0`).
+    """
+
+    folder: str = "tensorboard"
+    """Where to write, relative to the run folder."""
 
     def build(self, context: BuildContext) -> Logger:
         from forge_plugin_tensorboard.writer import TensorBoardLogger
 
         assert context.folder is not None
-        return TensorBoardLogger(context.folder / "tensorboard", self.flush_seconds)
+        return TensorBoardLogger(context.folder / self.folder)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +12,24 @@ from torch.utils.tensorboard import SummaryWriter
 class TensorBoardLogger:
     """See `forge_core.protocols.Logger`."""
 
-    def __init__(self, folder: Path, flush_seconds: int) -> None:
+    def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._flush_seconds = flush_seconds
 
     def start(self, step: int) -> None:
-        """What an earlier process recorded after `step` is hidden by TensorBoard from now on."""
-        purge = step + 1 if self._folder.exists() else None
-        self._writer = SummaryWriter(str(self._folder), purge_step=purge, flush_secs=self._flush_seconds)
+        """Open a further file; TensorBoard then hides what earlier ones hold beyond `step`, or all if it is 0."""
+        first_stale = step + 1 if step else 0
+        self._writer = SummaryWriter(str(self._folder), purge_step=first_stale)
 
     def log(self, record: Mapping[str, Any]) -> None:
-        """Training numbers get the prefix `train/`; those that name a group themselves (`eval/loss`) keep it."""
         for name, value in record.items():
-            if name != "step" and isinstance(value, Real):
-                self._writer.add_scalar(name if "/" in name else f"train/{name}", value, record["step"])
-        if any(name.startswith("eval/") for name in record):
+            if name != "step":
+                self._writer.add_scalar(_tag(name), value, record["step"])
+        if "loss" not in record:
             self._writer.flush()
 
     def close(self) -> None:
         self._writer.close()
+
+
+def _tag(name: str) -> str:
+    return name if "/" in name else f"train/{name}"

@@ -26,6 +26,9 @@ SHAPES: Mapping[str, Callable[[float], float]] = {
 """What is left of the way down at each progress of the decay."""
 
 
+DECAY_FRACTION = 0.2
+
+
 @frozen(kw_only=True)
 class WSD(WarmupComponent):
     """Warm up, stay at the base rate, decay at the end (Hu et al. 2024, MiniCPM).
@@ -37,8 +40,8 @@ class WSD(WarmupComponent):
 
     decay_steps: int = field(default=0, validator=ge(0))
     """Updates of the decay, which ends with the run; 0: `decay_fraction` of the run."""
-    decay_fraction: float = field(default=0.2, validator=and_(ge(0), le(1)))
-    """Share of the run that decays, where `decay_steps` is 0."""
+    decay_fraction: float = field(default=DECAY_FRACTION, validator=and_(ge(0), le(1)))
+    """Share of the run that decays; give this or `decay_steps`."""
     shape: Literal["linear", "cosine", "sqrt"] = "sqrt"
     """How the rate falls; `sqrt` is 1 - sqrt(progress)."""
     min_ratio: float = field(default=0.0, validator=and_(ge(0), le(1)))
@@ -60,6 +63,8 @@ class WSD(WarmupComponent):
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
         yield from super().problems(job, layout)
+        if self.decay_steps and self.decay_fraction != DECAY_FRACTION:
+            yield Problem("decay_fraction", f"decay_steps = {self.decay_steps} sets the length of the decay; drop one of them")
         decay, total = self.length_of_decay(job.train.steps), job.train.steps
         if self.warmup_steps <= total < self.warmup_steps + decay:
             key = "decay_steps" if self.decay_steps else "decay_fraction"

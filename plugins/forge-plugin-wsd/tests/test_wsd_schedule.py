@@ -65,3 +65,10 @@ def test_overlapping_phases_are_a_problem(make_job):
     assert found == ["decay_steps: warm-up (6) and decay (5) overlap in a run of 10 updates; shorten one of them"]
     assert [p.path for p in WSD(warmup_steps=9).problems(job, Layout())] == ["decay_fraction"]
     assert list(WSD(warmup_steps=2).problems(job, Layout())) == []
+
+
+def test_two_lengths_of_the_decay_are_a_problem(make_job):
+    found = WSD(decay_steps=3, decay_fraction=0.5).problems(make_job(steps=10), Layout())
+    assert [str(p) for p in found] == [
+        "decay_fraction: decay_steps = 3 sets the length of the decay; drop one of them"
+    ]

@@ -1,0 +1,42 @@
+"""What an evaluation is given when it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+from attrs import frozen
+
+from forge_core.data.loader import evaluation_batches
+from forge_core.parallel.mesh import all_reduce_tokens
+
+if TYPE_CHECKING:
+    from forge_core.config.job import Job
+    from forge_core.context import BuildContext
+    from forge_core.protocols import Batch, Dataset, Executor, Model
+
+
+@frozen(kw_only=True)
+class EvaluationContext:
+    """What an evaluation may use. The model is in evaluation mode, gradients are off."""
+
+    job: Job
+    build: BuildContext
+    step: int
+    model: Model
+    executor: Executor
+    held_out: Dataset | None
+    """Held-out sequences of all sources together, in a fixed order."""
+
+    def batches(self, dataset: Dataset, count: int) -> Iterable[Batch]:
+        """This rank's share of the first `count` sequences, in batches of the job's micro-batch size, on the device.
+
+        Every rank gets equally many batches of equal shape; where the sequences do not suffice, the remaining rows
+        have only ignored labels.
+        """
+        return evaluation_batches(dataset, count, self.job, self.build)
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum over the token dimensions, in place."""
+        return all_reduce_tokens(tensor, self.build.mesh)
