@@ -1,0 +1,81 @@
+"""Provenance: what a run records of itself, and what a continued run makes of it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from forge_core.engine.provenance import collect, compare
+from forge_core.errors import CheckpointError
+from forge_core.plugins.catalog import Catalog, core_version
+
+ROUTER = """
+from forge_core.testing import TinyModel
+
+
+class Local(TinyModel):
+    pass
+"""
+
+
+def test_only_what_the_job_uses_is_recorded(make_job, catalog):
+    record = collect(make_job(), catalog)
+    assert list(record["distributions"]) == ["forge-run"]
+    assert record["distributions"]["forge-run"]["version"] == core_version()
+    assert record["components"]["loss"] == "forge-run/cross_entropy"
+    assert {"python", "torch"} <= record.keys()
+    json.dumps(record)
+
+
+def test_a_local_file_is_recorded_by_its_hash(make_job, tmp_path):
+    import hashlib
+
+    path = tmp_path / "local.py"
+    path.write_text(ROUTER)
+    catalog = Catalog.installed()
+    job = make_job(model=catalog.load("model", f"{path}:Local")())
+    record = collect(job, catalog)
+    assert record["files"] == {str(path): hashlib.sha256(ROUTER.encode()).hexdigest()}
+    assert record["components"]["model"] == f"{path}:Local"
+
+
+def recorded(**distributions):
+    return {"distributions": distributions, "files": {}}
+
+
+def test_a_missing_distribution_is_refused_with_the_command_that_installs_it():
+    was = recorded(**{"forge-plugin-sophia": {"version": "0.3.1"}})
+    with pytest.raises(CheckpointError, match=r"which is not installed: pip install forge-plugin-sophia==0\.3\.1"):
+        compare(was, recorded())
+
+
+def test_another_version_is_a_warning_with_both():
+    was = recorded(**{"forge-run": {"version": "0.0.9"}})
+    now = recorded(**{"forge-run": {"version": "0.1.0", "commit": "abc"}})
+    assert compare(was, now) == ["forge-run was 0.0.9 when the checkpoint was saved, and is 0.1.0 (abc) now"]
+
+
+def test_a_changed_file_is_a_warning():
+    was, now = recorded(), recorded()
+    was["files"], now["files"] = {"/r.py": "1"}, {"/r.py": "2"}
+    assert compare(was, now) == ["/r.py has changed since the checkpoint was saved"]
+
+
+def test_it_is_kept_in_the_run_folder_and_in_every_checkpoint(make_job, train):
+    summary = train(make_job(checkpoint={"interval": 2}))
+    kept = json.loads((summary.folder / "provenance.json").read_text())
+    for step in (2, 4):
+        manifest = json.loads((summary.folder / f"checkpoints/step-{step}/manifest.json").read_text())
+        assert manifest["provenance"] == kept
+        assert manifest["job"] == (summary.folder / "job.toml").read_text()
+
+
+def test_a_continued_run_warns_of_another_version(make_job, train):
+    summary = train(make_job(steps=2))
+    path = summary.folder / "checkpoints/step-2/manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["provenance"]["distributions"]["forge-run"]["version"] = "0.0.1"
+    path.write_text(json.dumps(manifest))
+    with pytest.warns(UserWarning, match=r"forge-run was 0\.0\.1"):
+        train(make_job(steps=3))
