@@ -30,7 +30,7 @@ tests: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 docs: $(STAMP)
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 wheels: $(STAMP)
 	rm -rf dist

@@ -119,7 +119,12 @@ class ForgeHooks:
             @hookimpl(wrapper=True)
             def forge_build_loss(self):
                 loss = yield
-                return lambda *args: loss(*args)._replace(sum=2 * loss(*args).sum)
+
+                def doubled(head, hidden, batch):
+                    output = loss(head, hidden, batch)
+                    return output._replace(sum=2 * output.sum)
+
+                return doubled
         """
 
     @hookspec(firstresult=True)

@@ -38,12 +38,10 @@ def describe_summary(summary: Summary) -> str:
     numbers = {} if summary.loss is None else {"loss": summary.loss}
     numbers |= {name: value for name, value in summary.evaluation.items() if not name.endswith("tokens")}
     figures = ", ".join(f"{name} {value:.4f}" for name, value in numbers.items())
-    ending = (
-        f"stopped ({summary.stopped}), everything saved; run the same command to continue"
-        if summary.stopped
-        else "finished"
-    )
-    return f"{ending} at step {summary.step}: {figures}\n{summary.folder}"
+    if summary.stopped:
+        ending = f"stopped at step {summary.step} ({summary.stopped}), everything saved: {figures}"
+        return f"{ending}\nrun the same command to continue\n{summary.folder}"
+    return f"finished at step {summary.step}: {figures}\n{summary.folder}"
 
 
 def _world_size() -> int:

@@ -122,18 +122,29 @@ class Job:
     """A whole job. `forge_core.load_job` makes one from TOML; `forge_core.dump_job` writes it back."""
 
     job: JobSection = JobSection()
+    """`[job]`: what the run is called, where it goes, its seed."""
     train: TrainSection
+    """`[train]`: length, batch and numerics."""
     model: ModelComponent
+    """`[model]`: the network; `type` is required."""
     data: DataSection
+    """`[data]`: what to train on."""
     optimizer: OptimizerComponent
+    """`[optimizer]`: how weights are updated; `type` is required."""
     scheduler: SchedulerComponent = default_type("forge-run/constant")
+    """`[scheduler]`: what multiplies the learning rate, step by step; by default nothing does."""
     loss: LossComponent = default_type("forge-run/cross_entropy")
+    """`[loss]`: the objective; by default the plain cross-entropy."""
     executor: ExecutorComponent = default_type("forge-run/plain")
+    """`[executor]`: how the micro-batches of a step are run; a pipeline stage brings its own."""
     checkpoint: CheckpointSection = CheckpointSection()
+    """`[checkpoint]`: when and where states are saved."""
     eval: EvalSection = EvalSection()
+    """`[eval]`: when evaluations run."""
     metrics: MetricsSection = MetricsSection()
+    """`[metrics]`: what the run measures of itself."""
     parallel: Mapping[str, ParallelComponent] = field(factory=dict)
-    """`[parallel.NAME]`: stages; NAME is the default for `type`."""
+    """`[parallel.NAME]`: stages; NAME is the default for `type`. Their order follows from their relations."""
     evaluations: Mapping[str, EvaluationComponent] = field(factory=dict)
     """`[evaluations.NAME]`; by default `held_out`: loss and perplexity of the held-out sequences."""
     loggers: Mapping[str, LoggerComponent] = field(factory=dict)

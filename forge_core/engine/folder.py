@@ -62,4 +62,4 @@ def write_record(folder: Path, job_toml: str, provenance: Mapping[str, Any], pla
     """Keep the resolved job, the provenance and the plan."""
     (folder / "job.toml").write_text(job_toml)
     (folder / "provenance.json").write_text(json.dumps(provenance, indent=1) + "\n")
-    (folder / "plan.txt").write_text(plan)
+    (folder / "plan.txt").write_text(plan + "\n")

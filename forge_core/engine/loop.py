@@ -40,6 +40,8 @@ class Loop:
         self.folder: Path = run.context.folder
         self.requests = Requests()
         self.stepper = Stepper(run)
+        self._alone = run.context.layout.world_size == 1
+        self._agreed_to_end = False
         self._echo = echo
         checkpoint = self.job.checkpoint
         self.checkpoints = Checkpoints(run.context.build(checkpoint.storage), checkpoint.keep, checkpoint.verify)
@@ -54,12 +56,12 @@ class Loop:
     def run(self) -> None:
         with self._session():
             self._begin()
-            while self.progress.step < self.job.train.steps and not self.requests.ends_run:
+            while self.progress.step < self.job.train.steps and not self._ending:
                 self._step(self.loader.next_step())
-                self._agree_on_requests()
+                save = self._agree_on_requests()
                 if self._due(self.job.eval.interval):
                     self._evaluate()
-                if self._due(self.job.checkpoint.interval) or self.requests.checkpoint:
+                if self._due(self.job.checkpoint.interval) or save:
                     self._save()
             self._end()
 
@@ -143,18 +145,25 @@ class Loop:
             row = f"{limit} step{'s' if limit > 1 else ''} in a row"
             self.requests.non_finite = f"loss or gradients were not finite for {row}, up to step {record['step']}"
 
-    def _agree_on_requests(self) -> None:
-        """The one point of a step at which ranks agree on what was asked of any of them."""
+    @property
+    def _ending(self) -> bool:
+        """Whether all ranks have agreed to end; a process alone need not ask."""
+        return self.requests.ends_run if self._alone else self._agreed_to_end
+
+    def _agree_on_requests(self) -> bool:
+        """The one point of a step at which ranks agree on what was asked of any of them: whether to end, and (the
+        result) whether to save. What is asked later, by a signal during an evaluation say, waits for the next step."""
         requests = self.requests
-        if self.built.context.layout.world_size == 1:
-            return
+        if self._alone:
+            return requests.checkpoint
         asked = [bool(requests.stop), requests.checkpoint, bool(requests.non_finite)]
         flags = torch.tensor(asked, dtype=torch.float32)
         torch.distributed.all_reduce(flags, op=torch.distributed.ReduceOp.MAX)
         stop, checkpoint, non_finite = (bool(flag) for flag in flags.tolist())
-        requests.checkpoint = checkpoint
         requests.stop = requests.stop or ("another rank asked for it" if stop else "")
         requests.non_finite = requests.non_finite or ("another rank found it" if non_finite else "")
+        self._agreed_to_end = stop or non_finite
+        return checkpoint
 
     def _due(self, interval: int) -> bool:
         return bool(interval) and self.progress.step % interval == 0

@@ -53,7 +53,7 @@ class Stepper:
 
     def gradients(self, batches: Sequence[Batch], step: int) -> tuple[StepOutput, dict[str, Tensor]]:
         """Gradients of the whole step, complete on every rank; also the reduced sums that metrics are made of."""
-        seed_step(self._job.job.seed, step)
+        seed_step(self._job.job.seed, step, self._run.context.device)
         tokens = self._valid_tokens(batches)
         auxiliary = self._run.context.auxiliary
         auxiliary.begin_step(tokens, self._job.train.global_batch_size, self._micro_batches)
@@ -136,10 +136,16 @@ def metrics(sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return scalars
 
 
-def seed_step(seed: int, step: int) -> None:
-    """Seed the default generators from (seed, step, rank): what happens inside a step does not depend on history."""
+def seed_step(seed: int, step: int, device: torch.device) -> None:
+    """Seed the default generators from (seed, step, rank): what happens inside a step does not depend on history.
+
+    Not by `torch.manual_seed`, which without CUDA keeps a note of every call for the day when CUDA starts.
+    """
     key = f"{seed}:step:{step}:{global_rank()}".encode()
-    torch.manual_seed(int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1)
+    number = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1
+    torch.default_generator.manual_seed(number)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(number)
 
 
 def dry_run(run: Run, batches: Sequence[Batch]) -> str:

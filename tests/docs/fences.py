@@ -1,8 +1,9 @@
 """The pages, read as what they promise: files, jobs, and commands with what they print.
 
 A fenced block with a `title` is a file of that name, in a folder that a page has to itself. A `console` block shows
-commands (`$ forge-run check job.toml`) and, to the letter, what they print in that folder; `…` stands for anything.
-`python tests/docs/fences.py` runs the commands and writes what they print today into the blocks without `…`.
+commands and, to the letter, what they print in that folder; `…` stands for anything. Commands that only look, such as
+`$ forge-run check job.toml`, are run and compared, others are only shown. `python tests/docs/fences.py` writes into the
+pages what they print today, but for blocks with `…`.
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ PAGES = [
 
 NEED_EXAMPLE = (ROOT / "docs" / "writing-a-plugin.md", EXAMPLE / "README.md")
 """Pages on which the example plugin is installed."""
+
+LOOKS = re.compile(r"forge-run (check|explain|plugins|schema|--help|--version)\b")
+"""Commands that take a moment and change nothing."""
 
 FENCE = re.compile(r'^```(?P<language>\w+)(?: title="(?P<title>[^"]+)")?\n(?P<text>.*?)^```$', re.MULTILINE | re.DOTALL)
 INCLUDE = re.compile(r"^--8<--\n(?P<path>.+)\n--8<--\n", re.MULTILINE)
@@ -71,8 +75,10 @@ class Fence:
 
     @property
     def commands(self) -> list[tuple[str, str]]:
-        """Commands of a `console` block, each with what it prints."""
-        return [tuple(part.split("\n", 1)) for part in re.split(r"^\$ ", self.text, flags=re.MULTILINE)[1:]]  # type: ignore[misc]
+        """Commands of a `console` block that are to be run, each with what the page shows."""
+        shown = re.split(r"^\$ ", self.text, flags=re.MULTILINE)[1:] if self.language == "console" else []
+        pairs = [(command, output) for command, _, output in (part.partition("\n") for part in shown)]
+        return pairs if all(LOOKS.match(command) for command, _ in pairs) else []
 
 
 def fences(page: Path) -> Iterator[Fence]:
@@ -125,23 +131,22 @@ def agrees(shown: str, real: str) -> bool:
     return re.fullmatch(pattern, real.strip("\n"), re.DOTALL) is not None
 
 
-def _refreshed(page: Path, installed: Path | None) -> str:
+def _refresh(page: Path, installed: Path | None) -> None:
+    """Write into a page what its commands print today."""
+    text, blocks = page.read_text(), list(fences(page))
     with tempfile.TemporaryDirectory() as folder:
-        write_files(list(fences(page)), Path(folder))
-
-        def refresh(match: re.Match[str]) -> str:
-            if match["language"] != "console" or "…" in match["text"]:
-                return match[0]
-            commands = re.findall(r"^\$ (.*)$", match["text"], re.MULTILINE)
-            outputs = [printed(command, Path(folder), installed) for command in commands]
-            blocks = [f"$ {command}\n{output}" for command, output in zip(commands, outputs, strict=True)]
-            return "```console\n" + "\n".join(blocks) + "\n```"
-
-        return FENCE.sub(refresh, page.read_text())
+        write_files(blocks, Path(folder))
+        for block in blocks:
+            if block.commands and "…" not in block.text:
+                outputs = [(command, printed(command, Path(folder), installed)) for command, _ in block.commands]
+                today = "".join(f"$ {command}\n{output}\n" for command, output in outputs)
+                text = text.replace(f"```console\n{block.text}```", f"```console\n{today}```")
+    if text != page.read_text():
+        page.write_text(text)
 
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as target:
         example = install_example(Path(target))
         for page in PAGES:
-            page.write_text(_refreshed(page, example if page in NEED_EXAMPLE else None))
+            _refresh(page, example if page in NEED_EXAMPLE else None)

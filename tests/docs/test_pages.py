@@ -19,7 +19,7 @@ steps = 100000
 global_batch_size = 8
 seq_len = 64
 [model]
-type = "forge_core.testing:TinyModel"
+type = "transformer"
 [optimizer]
 type = "forge_core.testing:TinyAdamW"
 [data.tokenizer]
@@ -29,14 +29,14 @@ type = "forge_core.testing:Numbers"
 """
 """What a fragment is layered over, to be checked like a job."""
 
-DATA = re.compile(r"data\.(sources\.\d+|tokenizer)\.path")
-"""Data that a page names need not exist here."""
+ABSENT = re.compile(r"matches no file|does not exist|FileNotFoundError")
+"""The README of a plugin may name data and files that are not here."""
 
 JOBS = [fence for fence in ALL if fence.is_job]
 TINY = [
     fence for fence in JOBS if fence.is_whole_job and fence.table["model"]["type"].startswith("forge_core.testing:")
 ]
-WITH_COMMANDS = sorted({fence.page for fence in ALL if fence.language == "console"})
+WITH_COMMANDS = sorted({fence.page for fence in ALL if fence.commands})
 PROJECTS = [tomllib.loads(path.read_text())["project"] for path in sorted(ROOT.glob("plugins/*/pyproject.toml"))]
 
 
@@ -77,7 +77,9 @@ def test_every_job_passes_the_check_and_every_fragment_as_part_of_one(fence: Fen
     catalog = visit(fence.page)
     Path("shown.toml").write_text(fence.text)
     files = ["shown.toml"] if fence.is_whole_job else ["rest.toml", "shown.toml"]
-    assert [str(problem) for problem in problems(files, catalog) if not DATA.fullmatch(problem.path)] == []
+    found = [str(problem) for problem in problems(files, catalog)]
+    may_lack_files = fence.page.is_relative_to(ROOT / "plugins")
+    assert [problem for problem in found if not (may_lack_files and ABSENT.search(problem))] == []
 
 
 @pytest.mark.parametrize("fence", TINY, ids=str)
@@ -104,20 +106,18 @@ def test_every_python_block_compiles(fence: Fence) -> None:
 def test_commands_print_what_the_page_shows(page: Path, visit: Callable, installed_example: Path) -> None:
     visit(page)
     installed = installed_example if page in NEED_EXAMPLE else None
-    for fence in ALL:
-        if fence.page == page and fence.language == "console":
-            for command, shown in fence.commands:
-                real = fences.printed(command, Path.cwd(), installed)
-                assert fences.agrees(shown, real), (
-                    f"{fence}: $ {command}\n{real}\n(python {fences.__file__} renews pages)"
-                )
+    for fence in [fence for fence in ALL if fence.page == page]:
+        for command, shown in fence.commands:
+            real = fences.printed(command, Path.cwd(), installed)
+            assert fences.agrees(shown, real), (
+                f"{fence}: $ {command}\n{real}\npython {fences.__file__} renews the pages"
+            )
 
 
 @pytest.mark.parametrize("project", PROJECTS, ids=lambda project: project["name"])
 def test_the_readme_lists_every_distribution_with_what_it_offers(project: dict) -> None:
-    [row] = [
-        line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith(f"| `{project['name']}`")
-    ]
+    lines = (ROOT / "README.md").read_text().splitlines()
+    [row] = [line for line in lines if line.startswith(f"| `{project['name']}`")]
     groups = project["entry-points"].items()
     types = [type_ for group, entries in groups if group != "forge.kind" for type_ in entries]
     assert [type_ for type_ in types if f"`{type_}`" not in row] == []

@@ -27,7 +27,7 @@ class Curves(LoggerComponent):
     file: str = "curves.png"
     """Relative to the run folder."""
     smoothing: int = field(default=0, validator=ge(0))
-    """Steps over which loss and gradient norm are averaged for the strong lines; 0: a fiftieth of the run."""
+    """Steps over which loss and gradient norm are averaged for the strong lines; 0: a hundredth of the run."""
 
     def build(self, context: BuildContext) -> Logger:
         from forge_plugin_curves.logger import CurvesLogger
@@ -40,7 +40,7 @@ class Curves(LoggerComponent):
             title=job.job.name,
             total_steps=job.train.steps,
             clip_norm=job.train.grad_clip_norm,
-            horizon=self.smoothing or max(1, job.train.steps // 50),
+            horizon=self.smoothing or max(1, job.train.steps // 100),
         )
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from forge_plugin_curves.history import History, Series
 
@@ -27,37 +27,44 @@ with _quiet():
     from matplotlib import style
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-    from matplotlib.ticker import EngFormatter, MaxNLocator
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+    from matplotlib.ticker import EngFormatter, MaxNLocator, StrMethodFormatter
 
     from forge_plugin_curves import marks
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-INK, SOFT = "#22272e", marks.SOFT
-STYLE = {
+INK, GREY = "#1f2933", "#7d8894"
+STYLE: dict[str, Any] = {
+    "agg.path.chunksize": 10_000,  # without it Agg gives up on very long lines
     "axes.axisbelow": True,
-    "axes.edgecolor": "#b4bcc6",
+    "axes.edgecolor": "#c9d0d8",
     "axes.grid": True,
-    "axes.labelcolor": SOFT,
+    "axes.labelcolor": GREY,
     "axes.spines.right": False,
     "axes.spines.top": False,
-    "grid.color": "#e4e8ed",
+    "axes.titlelocation": "left",
+    "axes.titlepad": 10,
+    "axes.titlesize": 12,
+    "axes.titleweight": "bold",
+    "grid.color": "#e9edf1",
     "legend.edgecolor": "none",
-    "legend.fontsize": 9,
     "text.color": INK,
-    "xtick.color": SOFT,
+    "xtick.color": GREY,
     "xtick.major.size": 0,
-    "ytick.color": SOFT,
+    "ytick.color": GREY,
     "ytick.major.size": 0,
-    "ytick.minor.size": 0,
 }
 
 
 def draw(history: History, path: Path, *, title: str, total_steps: int, clip_norm: float) -> None:
-    """Write `make_figure` as PNG."""
+    """Write `make_figure` to a PNG file, which is replaced in one go: a viewer never sees half of it."""
+    unfinished = path.with_name(f".{path.name}.unfinished")
     with _quiet(), style.context(["default", STYLE]):
-        make_figure(history, title=title, total_steps=total_steps, clip_norm=clip_norm).savefig(path, format="png")
+        figure = make_figure(history, title=title, total_steps=total_steps, clip_norm=clip_norm)
+        figure.savefig(unfinished, format="png")
+    unfinished.replace(path)
 
 
 def make_figure(history: History, *, title: str, total_steps: int, clip_norm: float) -> Figure:
@@ -69,89 +76,91 @@ def make_figure(history: History, *, title: str, total_steps: int, clip_norm: fl
         clip_norm: norm down to which larger gradients are scaled; 0: never.
     """
     with _quiet(), style.context(["default", STYLE]):
-        figure = Figure(figsize=(13, 8), dpi=120)
+        layout = ConstrainedLayoutEngine(rect=(0.005, 0.005, 0.99, 0.895), wspace=0.04, hspace=0.08)
+        figure = Figure(figsize=(13, 8), dpi=120, layout=layout)
         FigureCanvasAgg(figure)
-        figure.set_layout_engine("constrained", rect=(0.005, 0.005, 0.99, 0.925), wspace=0.04, hspace=0.08)
-        panels = figure.subplots(2, 2, sharex=True)
-        (loss, held_out), (rate, norm) = panels
         _heading(figure, history, title, total_steps)
+        (loss, held_out), (rate, norm) = figure.subplots(2, 2, sharex=True)
         _loss(loss, history)
         _held_out(held_out, history)
         _learning_rate(rate, history)
         _gradient_norm(norm, history, clip_norm)
-        for axes in panels[1]:
-            _steps(axes, history)
+        _step_axes([rate, norm], history.step)
         return figure
 
 
 def _heading(figure: Figure, history: History, title: str, total_steps: int) -> None:
-    progress = f"step {history.step:,} of {total_steps:,}"
+    figure.text(0.011, 0.967, title, fontsize=17, fontweight="bold", va="center")
+    facts = "   ·   ".join(_facts(history, total_steps))
+    figure.text(0.0115, 0.93, facts, fontsize=10.5, color=GREY, va="center")
+
+
+def _facts(history: History, total_steps: int) -> Iterator[str]:
+    yield f"step {history.step:,} of {total_steps:,}"
     if history.tokens:
-        progress += f"  ·  {EngFormatter(places=1, sep='')(history.tokens)} tokens"
-    figure.text(0.012, 0.962, title, fontsize=17, fontweight="bold", va="center")
-    figure.text(0.988, 0.962, progress, fontsize=11, color=SOFT, va="center", ha="right")
+        yield f"{EngFormatter(places=1, sep='')(history.tokens)} tokens"
+    if len(history.smooth_loss):
+        yield f"loss {history.smooth_loss.values[-1]:.4f}"
+    for name, text in (("loss", "held-out loss {:.4f}"), ("bits_per_byte", "{:.4f} bits per byte")):
+        if name in history.evaluations:
+            yield text.format(history.evaluations[name].values[-1])
 
 
 def _loss(axes: Axes, history: History) -> None:
-    _title(axes, "Loss", "nats per token")
-    _rough_and_smooth(axes, history.loss, history.smooth_loss, history.horizon)
+    axes.set_title("Loss")
+    axes.set_ylabel("nats per token")
+    _rough_and_smooth(axes, history.loss, history.smooth_loss, history.horizon, marks.BLUE)
     held_out = history.evaluations.get("loss", Series())
     if len(held_out):
         marks.points(axes, held_out, label="held out")
     marks.broken(axes, history.loss)
     marks.show_range(axes, history.smooth_loss, held_out, rough=history.loss)
-    _legend(axes)
+    axes.legend(loc="upper right")
 
 
 def _held_out(axes: Axes, history: History) -> None:
+    """Bits per byte, or perplexity where the data does not know how many bytes a token stands for."""
     name = "bits_per_byte" if "bits_per_byte" in history.evaluations else "perplexity"
-    _title(axes, f"Held-out {name.replace('_', ' ')}")
+    unit = name.replace("_", " ")
+    axes.set_title(f"Held-out {unit}")
+    axes.set_ylabel(unit)
     series = history.evaluations.get(name, Series())
     if len(series):
         marks.points(axes, series)
         marks.show_range(axes, series, wide_is_log=True)
     else:
-        axes.text(0.5, 0.5, "no evaluation yet", transform=axes.transAxes, ha="center", color=SOFT)
+        axes.text(0.5, 0.5, "no evaluation yet", transform=axes.transAxes, ha="center", color=GREY)
         axes.set_yticks([])
 
 
 def _learning_rate(axes: Axes, history: History) -> None:
-    _title(axes, "Learning rate")
-    marks.line(axes, history.lr)
+    axes.set_title("Learning rate")
+    marks.filled(axes, history.lr, marks.GREEN)
     marks.show_range(axes, history.lr)
     axes.set_ylim(bottom=0.0)
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
 
 
 def _gradient_norm(axes: Axes, history: History, clip_norm: float) -> None:
-    _title(axes, "Gradient norm", "before clipping")
-    _rough_and_smooth(axes, history.grad_norm, history.smooth_grad_norm, history.horizon)
+    axes.set_title("Gradient norm, before clipping")
+    _rough_and_smooth(axes, history.grad_norm, history.smooth_grad_norm, history.horizon, marks.VIOLET)
     marks.broken(axes, history.grad_norm)
     marks.show_range(axes, history.smooth_grad_norm, rough=history.grad_norm, wide_is_log=True)
     low, high = axes.get_ylim()
     if clip_norm and low < clip_norm < high:
-        axes.axhline(clip_norm, color=SOFT, linewidth=1, linestyle=(0, (5, 4)), label=f"clipped to {clip_norm:g}")
-    _legend(axes)
+        axes.axhline(clip_norm, color=GREY, linewidth=1, linestyle=(0, (5, 4)), label=f"clipped to {clip_norm:g}")
+    axes.legend(loc="upper right")
 
 
-def _rough_and_smooth(axes: Axes, rough: Series, smooth: Series, horizon: int) -> None:
-    marks.line(axes, rough, faint=horizon > 1, label="each step")
+def _rough_and_smooth(axes: Axes, rough: Series, smooth: Series, horizon: int, color: str) -> None:
+    marks.line(axes, rough, color, pale=horizon > 1, label="each step")
     if horizon > 1:
-        marks.line(axes, smooth, label=f"mean of about {horizon:,} steps")
+        marks.line(axes, smooth, color, label=f"mean of about {horizon:,} steps")
 
 
-def _title(axes: Axes, name: str, unit: str = "") -> None:
-    axes.set_title(name, loc="left", fontsize=12, fontweight="bold", pad=9)
-    axes.set_title(unit, loc="right", fontsize=10, color=SOFT, pad=9)
-
-
-def _legend(axes: Axes) -> None:
-    legend = axes.legend(loc="upper right")
-    for handle in legend.get_lines():
-        handle.set_alpha(max(handle.get_alpha() or 1.0, 0.5))
-
-
-def _steps(axes: Axes, history: History) -> None:
-    axes.set_xlabel("step")
-    axes.set_xlim(0, max(history.step, 1) * 1.01)
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=8, steps=(1, 2, 2.5, 5, 10), integer=True))
-    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+def _step_axes(bottom: Sequence[Axes], last_step: int) -> None:
+    for axes in bottom:
+        axes.set_xlabel("step")
+        axes.set_xlim(0, max(last_step, 1) * 1.01)
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=8, steps=(1, 2, 2.5, 5, 10), integer=True))
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))

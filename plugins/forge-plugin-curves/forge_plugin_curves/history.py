@@ -58,17 +58,19 @@ class History:
         self.loss, self.grad_norm, self.lr = Series(), Series(), Series()
         self.smooth_loss, self.smooth_grad_norm = Series(), Series()
         self.evaluations: dict[str, Series] = defaultdict(Series)
+        self.step = 0
         self.tokens = 0
+        self._lines = 0
         self._average_loss, self._average_grad_norm = Average(horizon), Average(horizon)
 
-    @property
-    def step(self) -> int:
-        """The last step of which there is a line."""
-        last = [series.steps[-1] for series in (self.loss, *self.evaluations.values()) if series]
-        return max(last, default=0)
+    def __len__(self) -> int:
+        """Number of lines."""
+        return self._lines
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Take in a line. Numbers that are not finite may be strings, as in a file of JSON lines."""
+        self._lines += 1
+        self.step = record["step"]
         if "loss" in record:
             self._add_training(record["step"], {name: float(record[name]) for name in ("loss", "grad_norm", "lr")})
             self.tokens = record.get("tokens", 0)

@@ -9,7 +9,6 @@ from typing import Any
 
 from attrs import define, field
 
-from forge_plugin_curves.drawing import draw
 from forge_plugin_curves.history import History, read_lines
 
 
@@ -41,13 +40,12 @@ class CurvesLogger:
         self._refresh()
 
     def _refresh(self) -> None:
-        """Put a new picture in the place of the old one, whole or not at all."""
-        if not self.history.step:
+        if not len(self.history):
             return
-        unfinished = self.path.with_name(f".{self.path.name}.tmp")
         try:
-            draw(self.history, unfinished, title=self.title, total_steps=self.total_steps, clip_norm=self.clip_norm)
-            unfinished.replace(self.path)
+            from forge_plugin_curves.drawing import draw  # matplotlib takes a moment, which the first step is spared
+
+            draw(self.history, self.path, title=self.title, total_steps=self.total_steps, clip_norm=self.clip_norm)
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             warnings.warn(f"{self.path} is not up to date, it could not be drawn: {reason}", stacklevel=2)

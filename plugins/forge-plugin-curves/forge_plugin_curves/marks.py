@@ -1,4 +1,4 @@
-"""How series look on a panel: lines, points, and the part of the y-axis that is shown."""
+"""How series look on a panel: lines, points, crosses, and the part of the y-axis that is shown."""
 
 from __future__ import annotations
 
@@ -12,44 +12,49 @@ from forge_plugin_curves.history import Series
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-TRAINING, HELD_OUT, TROUBLE, SOFT = "#2f6fb3", "#d9622b", "#c1121f", "#6b7480"
+BLUE, ORANGE, GREEN, VIOLET, RED = "#2563eb", "#e8590c", "#0f9d76", "#7c4dbd", "#c1121f"
+PALE = {BLUE: "#c2d3fa", GREEN: "#eaf6f2", VIOLET: "#dccff0"}
+"""Solid: transparent lines grow darker where they cross themselves."""
 COLUMNS = 800
 """Columns into which long series are gathered: about as many as a panel has pixels."""
 CROWD = 40
 """Points from which on they are drawn small."""
-WIDE = 30.0
-"""Ratio of the largest to the smallest value from which on an axis is logarithmic."""
+WIDE = 10.0
+"""Ratio of the largest to the smallest value from which an axis is logarithmic."""
 ROUGH = (0.01, 0.99)
 """Quantiles of a rough series that must be in view: a single spike would press the rest flat."""
 
 
-def line(axes: Axes, series: Series, *, faint: bool = False, label: str = "") -> None:
-    """The series as a line: strong, or faint where it is the background of a smooth one."""
-    width, alpha = (0.8, 0.35) if faint else (1.8, 1.0)
-    axes.plot(*envelope(series), color=TRAINING, linewidth=width, alpha=alpha, label=label or "_")
+def line(axes: Axes, series: Series, color: str, *, pale: bool = False, label: str | None = None) -> None:
+    """The series as a line: strong, or pale where it is the background of a smooth one."""
+    look: dict[str, Any] = {"color": PALE[color], "linewidth": 0.9} if pale else {"color": color, "linewidth": 1.8}
+    look["marker"] = "o" if len(series) == 1 else None
+    axes.plot(*envelope(series), label=label, markersize=4, **look)
 
 
-def points(axes: Axes, series: Series, *, label: str = "") -> None:
+def filled(axes: Axes, series: Series, color: str) -> None:
+    """The series as a line, with the area below it."""
+    line(axes, series, color)
+    axes.fill_between(*envelope(series), color=PALE[color], linewidth=0)
+
+
+def points(axes: Axes, series: Series, *, label: str | None = None) -> None:
     """The series as joined points, with the last value written beside its point."""
-    size = 6.0 if len(series) < CROWD else 3.0
-    look: dict[str, Any] = {"marker": "o", "markersize": size, "markeredgecolor": "white", "markeredgewidth": 0.8}
     x, y = _arrays(series)
-    axes.plot(x, y, color=HELD_OUT, linewidth=1.4, clip_on=False, zorder=3, label=label or "_", **look)
+    look: dict[str, Any] = {"marker": "o", "markersize": 5 if len(x) < CROWD else 2.5, "markerfacecolor": "white"}
+    axes.plot(x, y, color=ORANGE, linewidth=1.4, markeredgewidth=1.4, clip_on=False, zorder=3, label=label, **look)
     if np.isfinite(y[-1]):
-        beside(axes, x[-1], y[-1], f"{y[-1]:.4g}", color=HELD_OUT, fontweight="bold")
-
-
-def beside(axes: Axes, x: float, y: float, text: str, **look: Any) -> None:
-    """Text to the right of a place."""
-    axes.annotate(text, (x, y), (7, 0), textcoords="offset points", va="center", annotation_clip=False, **look)
+        text, at = f"{y[-1]:.4g}", (x[-1], y[-1])
+        look = {"va": "center", "color": ORANGE, "fontweight": "bold", "annotation_clip": False}
+        axes.annotate(text, at, xytext=(7, 0), textcoords="offset points", **look)
 
 
 def broken(axes: Axes, series: Series) -> None:
     """A cross at the bottom for each value that is not finite: lines merely have a gap there."""
     x, y = _arrays(series)
-    x = x[~np.isfinite(y)]
+    x = x[np.isnan(y)]
     if len(x):
-        look = {"color": TROUBLE, "markersize": 5, "zorder": 4, "label": f"not finite ({len(x):,})"}
+        look: dict[str, Any] = {"color": RED, "markersize": 5, "zorder": 4, "label": f"not finite ({len(x):,})"}
         axes.plot(x, np.full(len(x), 0.02), "x", transform=axes.get_xaxis_transform(), **look)
 
 
@@ -76,12 +81,13 @@ def show_range(axes: Axes, *smooth: Series, rough: Series | None = None, wide_is
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_minor_locator(NullLocator())
+        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
         axes.set_ylim(low / 1.3, high * 1.3)
     else:
         margin = 0.07 * (high - low) or 0.1 * abs(high) or 1.0
         axes.yaxis.set_major_locator(MaxNLocator(nbins=6, steps=(1, 2, 2.5, 5, 10)))
+        axes.ticklabel_format(axis="y", style="plain", useOffset=False)
         axes.set_ylim(low - margin, high + margin)
-    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
 
 
 def _arrays(series: Series) -> tuple[np.ndarray, np.ndarray]:

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from forge_core.components import TrainingHook
 from forge_plugin_curves import Curves
-from forge_plugin_curves.drawing import make_figure
+from forge_plugin_curves.drawing import draw, make_figure
 from forge_plugin_curves.history import Average, History, Series, read_lines
+from forge_plugin_curves.logger import CurvesLogger
 from forge_plugin_curves.marks import envelope
 
 
@@ -82,7 +83,10 @@ def test_a_run_without_an_evaluation_says_so(panels):
 
 def test_the_run_is_named_with_how_far_it_is(panels):
     figure = panels(training(1), training(2), title="big-run", total_steps=1234)[0].figure
-    assert [text.get_text() for text in figure.texts] == ["big-run", "step 2 of 1,234  ·  2k tokens"]
+    assert [text.get_text() for text in figure.texts] == [
+        "big-run",
+        "step 2 of 1,234   ·   2.0k tokens   ·   loss 4.0000",
+    ]
 
 
 def test_values_that_are_not_finite_are_gaps_with_crosses(panels):
@@ -92,8 +96,24 @@ def test_values_that_are_not_finite_are_gaps_with_crosses(panels):
     assert len(lines(norm)["not finite (1)"]) == 1
 
 
-def test_a_run_that_is_all_nan_can_be_drawn(panels, tmp_path):
-    panels(training(1, math.nan, math.nan), evaluation(1, math.nan))[0].figure.savefig(tmp_path / "picture.png")
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    "records",
+    [
+        [training(1)],
+        [evaluation(0, 3.0)],
+        [training(1, math.nan, math.nan), evaluation(1, math.nan)],
+        [training(1, grad_norm=0.0, lr=0.0), training(2, grad_norm=1e9, lr=0.0)],
+        [training(step, math.nan, math.inf) for step in range(1, 3000)],
+    ],
+    ids=["one step", "only an evaluation", "nothing finite", "from zero to a billion", "long and nothing finite"],
+)
+def test_any_run_can_be_drawn(records, tmp_path):
+    history = History(10)
+    for record in records:
+        history.add(record)
+    draw(history, tmp_path / "curves.png", title="a-run", total_steps=10, clip_norm=1.0)
+    assert [path.name for path in tmp_path.iterdir()] == ["curves.png"]
 
 
 def test_where_gradients_are_clipped_is_marked_if_it_is_in_view(panels):
@@ -183,6 +203,24 @@ def test_a_picture_that_cannot_be_drawn_is_a_warning(make_job, train, tmp_path):
         assert train(make_job(loggers={"curves": Curves()})).step == 4
 
 
+def test_a_viewer_that_has_the_picture_open_goes_on_seeing_it_whole(tmp_path):
+    history, path = History(1), tmp_path / "curves.png"
+    history.add(training(1))
+    draw(history, path, title="first", total_steps=1, clip_norm=0.0)
+    first = path.read_bytes()
+    with path.open("rb") as opened:
+        draw(history, path, title="second", total_steps=1, clip_norm=0.0)
+        assert opened.read() == first != path.read_bytes()
+
+
+def test_nothing_is_drawn_of_a_run_that_measured_nothing(tmp_path):
+    keys = {"title": "a-run", "total_steps": 1, "clip_norm": 0.0, "horizon": 1}
+    logger = CurvesLogger(path=tmp_path / "curves.png", metrics=tmp_path / "metrics.jsonl", **keys)
+    logger.start(0)
+    logger.close()
+    assert not list(tmp_path.iterdir())
+
+
 def test_lines_beyond_the_start_and_torn_ones_are_not_read(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "loss": 1}\n{"step": 2, "loss": 2}\n{"step": 3, "loss": 3}\n{"step": 4, "lo')
@@ -190,16 +228,26 @@ def test_lines_beyond_the_start_and_torn_ones_are_not_read(tmp_path):
     assert not list(read_lines(tmp_path / "missing.jsonl", 2))
 
 
-IMPORTS = """
+ALONE = """
 import sys
 import forge_plugin_curves
 heavy = {"torch", "numpy", "matplotlib"} & set(sys.modules)
 assert not heavy, heavy
-import forge_plugin_curves.logger
+
+import matplotlib
+names = [name for name in matplotlib.rcParams if name != "backend"]  # asking for that one imports pyplot
+before = [matplotlib.rcParams[name] for name in names]
+from pathlib import Path
+from forge_plugin_curves.drawing import draw
+from forge_plugin_curves.history import History
+history = History(1)
+history.add({"step": 1, "loss": 1.0, "lr": 1.0, "grad_norm": 1.0})
+draw(history, Path(sys.argv[1]), title="a run", total_steps=1, clip_norm=1.0)
 assert "matplotlib.pyplot" not in sys.modules
+assert before == [matplotlib.rcParams[name] for name in names]
 """
 
 
-def test_what_it_imports():
-    """Nothing heavy before it is built, and never pyplot, which keeps figures and looks for a display."""
-    subprocess.run([sys.executable, "-c", IMPORTS], check=True)
+def test_it_imports_nothing_heavy_before_it_draws_and_leaves_matplotlib_as_it_was(tmp_path):
+    """pyplot would keep figures and look for a display."""
+    subprocess.run([sys.executable, "-c", ALONE, str(tmp_path / "curves.png")], check=True)

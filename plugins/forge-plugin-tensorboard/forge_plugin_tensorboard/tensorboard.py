@@ -15,17 +15,13 @@ if TYPE_CHECKING:
 
 @frozen(kw_only=True)
 class TensorBoard(LoggerComponent):
-    """Writes every number of a run as a scalar into its folder: `tensorboard --logdir runs` compares runs.
+    """Every number of every line as a TensorBoard scalar, in the folder `tensorboard` of the run.
 
-    Numbers of training lines are under `train/` unless their name has a group of its own (`eval/loss`,
-    `loss/source_0`).
+    Training numbers are under `train/`; those that name a group themselves (`eval/loss`) keep it.
     """
-
-    folder: str = "tensorboard"
-    """Where to write, relative to the run folder."""
 
     def build(self, context: BuildContext) -> Logger:
         from forge_plugin_tensorboard.writer import TensorBoardLogger
 
         assert context.folder is not None
-        return TensorBoardLogger(context.folder / self.folder)
+        return TensorBoardLogger(context.folder / "tensorboard")

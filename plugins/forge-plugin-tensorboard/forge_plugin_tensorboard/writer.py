@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ class TensorBoardLogger:
 
     def log(self, record: Mapping[str, Any]) -> None:
         for name, value in record.items():
-            if name != "step":
+            if name != "step" and isinstance(value, Real):
                 self._writer.add_scalar(_tag(name), value, record["step"])
         if "loss" not in record:
             self._writer.flush()

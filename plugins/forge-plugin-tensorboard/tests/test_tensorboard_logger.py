@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -80,7 +82,20 @@ def test_an_evaluation_is_on_disk_at_once(tmp_path):
     logger.close()
 
 
+def test_a_number_whose_name_has_a_group_stays_in_it(log):
+    assert list(log(0, {"step": 1, "loss": 1.0, "loss/source_0": 1.0})) == ["train/loss", "loss/source_0"]
+
+
+def test_what_is_no_number_is_left_out(log):
+    assert list(log(0, {"step": 1, "loss": 1.0, "note": "text"})) == ["train/loss"]
+
+
 def test_numbers_that_are_not_finite_are_kept(log):
     found = log(0, {"step": 1, "loss": math.nan, "grad_norm": math.inf})
     assert math.isnan(found["train/loss"][0][1])
     assert found["train/grad_norm"] == [(1, math.inf)]
+
+
+def test_importing_the_plugin_imports_neither_torch_nor_tensorboard():
+    code = "import sys, forge_plugin_tensorboard; sys.exit(bool({'torch', 'tensorboard'} & set(sys.modules)))"
+    subprocess.run([sys.executable, "-c", code], check=True)

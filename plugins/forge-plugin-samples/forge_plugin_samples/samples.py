@@ -1,0 +1,85 @@
+"""The hook `samples`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from attrs import define, field
+from attrs.validators import and_, ge, gt, le, min_len
+
+from forge_core.components import TrainingHook
+from forge_core.errors import JobError, Problem
+
+if TYPE_CHECKING:
+    from forge_core.config.job import Job
+    from forge_core.engine.hooks import StepContext, TrainContext
+    from forge_core.parallel.layout import Layout
+
+
+@define(kw_only=True, slots=False)
+class Samples(TrainingHook):
+    """Lets the model continue some texts, prints them, and keeps them in `samples.txt` of the run folder.
+
+    The curve is the same with and without it. Rank 0 samples alone, so layouts that split the model are refused.
+    """
+
+    prompts: tuple[str, ...] = field(default=("",), validator=min_len(1))
+    """Texts to continue; an empty one starts a new document."""
+    max_tokens: int = field(default=120, validator=gt(0))
+    """Tokens to write at most; less where the model ends its document."""
+    temperature: float = field(default=0.8, validator=ge(0))
+    """What logits are divided by; 0 takes the likeliest token."""
+    top_k: int = field(default=0, validator=ge(0))
+    """Only the k likeliest tokens; 0: all."""
+    top_p: float = field(default=0.95, validator=and_(gt(0), le(1)))
+    """Only the likeliest tokens that together have this probability."""
+    seed: int = field(default=0, validator=ge(0))
+    """Seed of the draws, the same at every step: what changes between samples is the model."""
+    every_eval: bool = False
+    """Whether to sample after each evaluation too, not only at the end of training."""
+
+    sampled_step = -1  # of this process, no state: a finished run that is started again shows its samples again
+
+    def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        if job.data.tokenizer is None:
+            yield Problem("", "sampling text needs a tokenizer; add [data.tokenizer], or leave the hook out")
+        if layout.replicate != layout.world_size:
+            message = f"sampling needs the whole model on one rank, and the layout ({layout}) splits it"
+            yield Problem("", f"{message}; leave the hook out, and run forge-run generate afterwards")
+
+    def on_train_begin(self, context: TrainContext) -> None:
+        """Refuse before the first step what only shows now; hooks given from Python have not been checked at all."""
+        from forge_core.parallel.layout import plan_layout
+        from forge_core.parallel.mesh import world_size
+        from forge_core.protocols import Generates
+
+        layout, _ = plan_layout(context.job, world_size())
+        found = list(self.problems(context.job, layout))
+        if not isinstance(context.model, Generates):
+            name = type(context.model).__name__
+            found.append(Problem("model", f"{name} has no new_cache and decode, so it cannot generate samples"))
+        if found:
+            raise JobError(found)
+
+    def on_eval_end(self, context: StepContext, metrics: Mapping[str, float]) -> None:
+        if self.every_eval:
+            self._sample(context)
+
+    def on_train_end(self, context: TrainContext) -> None:
+        if self.sampled_step != context.step:
+            self._sample(context)
+
+    def _sample(self, context: TrainContext) -> None:
+        from forge_core.parallel.mesh import global_rank
+        from forge_plugin_samples.output import keep, show
+        from forge_plugin_samples.sampling import continuations, evaluation_mode
+
+        self.sampled_step = context.step
+        with evaluation_mode(context.model, context.optimizer):  # on every rank: it may touch the weights
+            if global_rank() != 0:
+                return
+            samples = list(zip(self.prompts, continuations(self, context), strict=True))
+        show(context.step, samples)
+        if context.folder is not None:
+            keep(context.folder / "samples.txt", context.step, samples)

@@ -1,0 +1,45 @@
+"""Generation from the model that is being trained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from forge_core.engine.generate import Sampling, generate
+
+if TYPE_CHECKING:
+    from forge_core.engine.hooks import TrainContext
+    from forge_core.protocols import Model
+    from forge_plugin_samples.samples import Samples
+
+
+def continuations(settings: Samples, context: TrainContext) -> list[str]:
+    """What the model writes after each prompt. Draws come from a generator of their own."""
+    tokenizer = context.tokenizer
+    assert tokenizer is not None
+    ids = [tokenizer.encode(prompt) or [tokenizer.end_of_text] for prompt in settings.prompts]
+    sampling = Sampling(temperature=settings.temperature, top_k=settings.top_k, top_p=settings.top_p)
+    rows = generate(context.model, ids, settings.max_tokens, tokenizer.end_of_text, sampling, seed=settings.seed)
+    return [tokenizer.decode(row) for row in rows]
+
+
+@contextmanager
+def evaluation_mode(model: Model, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Model and optimizer in evaluation mode: some optimizers keep other weights for it. Each module gets its own
+    mode back."""
+    assert isinstance(model, nn.Module)
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    if hasattr(optimizer, "eval"):
+        optimizer.eval()
+    try:
+        yield
+    finally:
+        if hasattr(optimizer, "train"):
+            optimizer.train()
+        for module in training:
+            module.training = True

@@ -1,0 +1,264 @@
+"""Samples: what they are, when they come, and that training does not notice."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import ClassVar
+
+import pytest
+import torch
+from attrs import define, field, frozen
+from torch import nn
+
+from forge_core.components import TokenizerComponent, TrainingHook
+from forge_core.engine.generate import Sampling, generate
+from forge_core.errors import JobError
+from forge_core.parallel.layout import Layout
+from forge_core.testing import Numbers, TinyModel
+from forge_core.testing.processes import run_on_ranks
+from forge_core.testing.tiny_model import TinyNetwork
+from forge_plugin_samples import Samples
+from forge_plugin_samples.output import show, visible
+from forge_plugin_samples.sampling import evaluation_mode
+
+ALPHABET = "\0abcdefghijklmnopqrstuvwxyz[]/ .\n"
+
+
+@frozen
+class Letters:
+    """See `forge_core.protocols.Tokenizer`."""
+
+    vocab_size: ClassVar[int] = 32
+    end_of_text: ClassVar[int] = 0
+
+    def encode(self, text):
+        return [ALPHABET.index(char) for char in text]
+
+    def decode(self, ids):
+        return "".join(ALPHABET[i] for i in ids)
+
+    def save(self, folder):
+        pass
+
+
+@frozen(kw_only=True)
+class LettersComponent(TokenizerComponent):
+    def build(self, context, documents):
+        return Letters()
+
+    def load(self, context, folder):
+        return Letters()
+
+
+class Writer(TinyNetwork):
+    """Every position stands for itself, so decoding needs no cache."""
+
+    def new_cache(self, batch_size, length):
+        return None
+
+    def decode(self, batch, cache):
+        return self(batch)
+
+
+@frozen(kw_only=True)
+class WriterModel(TinyModel):
+    def build(self, context):
+        return Writer(self.dim, self.layers, self.dropout, 32, context.dtype)
+
+
+@pytest.fixture
+def make_writer_job(make_job):
+    """A job whose model has dropout and can write."""
+
+    def make(*hooks, **changes):
+        data = {"sources": (Numbers(),), "tokenizer": LettersComponent()}
+        named = {f"samples{number}": hook for number, hook in enumerate(hooks)}
+        return make_job(**{"model": WriterModel(dropout=0.5), "data": data, "hooks": named} | changes)
+
+    return make
+
+
+def kept(folder):
+    """{step: what is in the file}, in order."""
+    sections = (folder / "samples.txt").read_text().split("=== step ")[1:]
+    return [(int(head), body.rstrip("\n")) for head, _, body in (section.partition(" ===\n") for section in sections)]
+
+
+# --- training does not notice --------------------------------------------------------------------------------------
+
+
+def test_the_curve_is_the_same_to_the_bit_with_and_without_samples(make_writer_job, train, lines):
+    keys = {"eval": {"interval": 1}}
+    without = lines(train(make_writer_job(job={"name": "without"}, **keys)))
+    with_samples = lines(train(make_writer_job(Samples(every_eval=True), job={"name": "with"}, **keys)))
+    for name in ("loss", "grad_norm"):
+        assert [record[name] for record in with_samples] == [record[name] for record in without]
+
+
+def test_modules_get_their_own_mode_back():
+    model = nn.Sequential(nn.Dropout().eval(), nn.Dropout())
+    with evaluation_mode(model, SimpleNamespace()):
+        assert not any(module.training for module in model.modules())
+    assert [module.training for module in model.modules()] == [True, False, True]
+
+
+def test_an_optimizer_that_has_an_evaluation_mode_is_in_it_meanwhile():
+    calls = []
+    optimizer = SimpleNamespace(eval=lambda: calls.append("eval"), train=lambda: calls.append("train"))
+    with evaluation_mode(nn.Linear(1, 1), optimizer):
+        calls.append("sample")
+    assert calls == ["eval", "sample", "train"]
+
+
+# --- what and when -------------------------------------------------------------------------------------------------
+
+
+@define(kw_only=True, slots=False)
+class Expects(TrainingHook):
+    """Generates what the hook under test should show."""
+
+    texts: list[str] = field(init=False, factory=list)
+
+    def on_train_end(self, context):
+        with evaluation_mode(context.model, context.optimizer):
+            rows = generate(context.model, [[3], [0]], 9, 0, Sampling(temperature=0.5, top_k=7, top_p=0.9), seed=5)
+        self.texts = [Letters().decode(row) for row in rows]
+
+
+def test_it_shows_and_keeps_what_the_trained_model_generates(make_writer_job, train, capsys):
+    settings = {"max_tokens": 9, "temperature": 0.5, "top_k": 7, "top_p": 0.9, "seed": 5}
+    expects = Expects()
+    folder = train(make_writer_job(Samples(prompts=("c", ""), **settings)), expects).folder
+    first, second = expects.texts
+    assert kept(folder) == [(4, f"c{visible(first)}\n{'-' * 40}\n{visible(second)}".rstrip("\n"))]
+    shown = capsys.readouterr().out
+    assert " samples after step 4 " in shown
+    assert "c" + visible(first).expandtabs() in shown
+
+
+@pytest.mark.parametrize(("every_eval", "steps"), [(False, [5]), (True, [2, 4, 5])])
+def test_it_samples_at_the_end_or_after_each_evaluation_and_never_twice_at_a_step(
+    make_writer_job, train, every_eval, steps
+):
+    job = make_writer_job(Samples(every_eval=every_eval, max_tokens=3), eval={"interval": 2}, steps=5)
+    assert [step for step, _ in kept(train(job).folder)] == steps
+
+
+@define(kw_only=True, slots=False)
+class Stops(TrainingHook):
+    def on_step_end(self, context):
+        if context.step == 3:
+            context.request_stop("enough")
+
+
+def test_a_run_that_is_stopped_between_evaluations_is_sampled_too(make_writer_job, train):
+    job = make_writer_job(Samples(every_eval=True, max_tokens=3), eval={"interval": 2})
+    assert [step for step, _ in kept(train(job, Stops()).folder)] == [2, 3]
+
+
+def test_a_finished_run_shows_its_samples_again(make_writer_job, train):
+    def job():
+        return make_writer_job(Samples(every_eval=True, max_tokens=3))
+
+    train(job())
+    first, again = kept(train(job()).folder)
+    assert first == again
+
+
+def test_on_several_ranks_the_first_samples(make_writer_job, train, tmp_path):
+    def rank(number):
+        train(make_writer_job(Samples(max_tokens=3)))
+
+    run_on_ranks(2, rank)
+    assert [step for step, _ in kept(tmp_path / "run")] == [4]
+
+
+# --- what is refused -----------------------------------------------------------------------------------------------
+
+
+def problems(job, layout=None):
+    return [str(problem) for problem in Samples().problems(job, layout or Layout())]
+
+
+def test_a_job_without_a_tokenizer_is_a_problem(make_job, make_writer_job):
+    message = "sampling text needs a tokenizer; add [data.tokenizer], or leave the hook out"
+    assert problems(make_job()) == [message]
+    assert problems(make_writer_job()) == []
+
+
+@pytest.mark.parametrize("split", [{"shard": 2}, {"tp": 2}, {"pp": 2}, {"cp": 2}])
+def test_a_layout_that_splits_the_model_is_a_problem(make_writer_job, split):
+    (message,) = problems(make_writer_job(), Layout(replicate=2, **split))
+    assert message.startswith("sampling needs the whole model on one rank, and the layout (")
+    assert f"{min(split)} 2" in message
+    assert problems(make_writer_job(), Layout(replicate=4)) == []
+
+
+@define(kw_only=True, slots=False)
+class Steps(TrainingHook):
+    count: int = field(init=False, default=0)
+
+    def on_step_begin(self, context):
+        self.count += 1
+
+
+def test_a_model_that_cannot_generate_is_refused_before_the_first_step(make_writer_job, train):
+    steps = Steps()
+    with pytest.raises(JobError, match="model: TinyNetwork has no new_cache and decode, so it cannot generate samples"):
+        train(make_writer_job(Samples(), model=TinyModel()), steps)
+    assert steps.count == 0
+
+
+def test_a_hook_given_from_python_is_checked_too(make_job, train):
+    with pytest.raises(JobError, match="needs a tokenizer"):
+        train(make_job(model=WriterModel()), Samples())
+
+
+# --- text is text --------------------------------------------------------------------------------------------------
+
+
+def test_nothing_in_a_text_is_interpreted(capsys):
+    show(1, [("[bold]", "[red]a[/] :smile: \x1b[31m\r\b\ud800 end")])
+    assert "[bold][red]a[/] :smile: \\x1b[31m\\r\\x08\\ud800 end\n" in capsys.readouterr().out
+
+
+def test_long_lines_stay_whole(capsys):
+    show(1, [("", "word " * 100 + "end")])
+    assert "word " * 100 + "end\n" in capsys.readouterr().out
+
+
+def test_a_terminal_that_lacks_a_character_gets_an_escape(monkeypatch):
+    buffer = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(buffer, encoding="ascii"))
+    show(1, [("", "a→b")])
+    assert b"a\\u2192b\n" in buffer.getvalue()
+
+
+class Proxy(io.StringIO):
+    """As rich puts it in the place of standard output while a progress line is live."""
+
+    rich_proxied_file = io.StringIO()
+
+
+def test_what_is_shown_goes_past_a_live_progress_line(monkeypatch):
+    proxy = Proxy()
+    monkeypatch.setattr(sys, "stdout", proxy)
+    show(1, [("", "text")])
+    assert "text\n" in proxy.getvalue()
+    assert proxy.rich_proxied_file.getvalue() == ""
+
+
+def test_importing_the_plugin_imports_no_torch():
+    code = "import sys, forge_plugin_samples; sys.exit(bool({'torch', 'rich'} & set(sys.modules)))"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_sampling_leaves_the_generator_of_torch_alone(make_writer_job, build):
+    run = build(make_writer_job())
+    context = SimpleNamespace(model=run.model, optimizer=run.optimizer, tokenizer=Letters(), folder=None, step=1)
+    before = torch.get_rng_state()
+    Samples(max_tokens=5).on_train_end(context)
+    assert torch.equal(torch.get_rng_state(), before)
