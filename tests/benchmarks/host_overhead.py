@@ -1,6 +1,6 @@
 """What the engine itself costs a step: CPU time outside forward, backward and optimizer, with a trivial model.
 
-    python tests/benchmarks/host_overhead.py
+python tests/benchmarks/host_overhead.py
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ def main() -> None:
         Trainer(job, hooks=[Watch()], echo=lambda text: None).run()
         sys.stdout = sys.__stdout__
     overhead = [1e6 * seconds for seconds in totals[WARM:]]
-    print(f"{statistics.median(overhead):.0f} us a step (median of {len(overhead)}; console and jsonl loggers included)")
+    steps = len(overhead)
+    print(f"{statistics.median(overhead):.0f} us a step (median of {steps}; console and jsonl loggers included)")
 
 
 if __name__ == "__main__":

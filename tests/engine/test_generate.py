@@ -43,7 +43,7 @@ def test_top_p_leaves_the_smallest_set_that_reaches_it(top_p, left):
 
 @pytest.mark.parametrize("wrong", [{"temperature": -1.0}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.5}])
 def test_settings_out_of_range_are_refused(wrong):
-    with pytest.raises(ValueError, match="top|temperature"):
+    with pytest.raises(ValueError, match=r"top|temperature"):
         Sampling(**wrong)
 
 

@@ -64,7 +64,8 @@ class WSD(WarmupComponent):
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
         yield from super().problems(job, layout)
         if self.decay_steps and self.decay_fraction != DECAY_FRACTION:
-            yield Problem("decay_fraction", f"decay_steps = {self.decay_steps} sets the length of the decay; drop one of them")
+            message = f"decay_steps = {self.decay_steps} sets the length of the decay; drop one of them"
+            yield Problem("decay_fraction", message)
         decay, total = self.length_of_decay(job.train.steps), job.train.steps
         if self.warmup_steps <= total < self.warmup_steps + decay:
             key = "decay_steps" if self.decay_steps else "decay_fraction"

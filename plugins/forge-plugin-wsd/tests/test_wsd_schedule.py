@@ -69,6 +69,4 @@ def test_overlapping_phases_are_a_problem(make_job):
 
 def test_two_lengths_of_the_decay_are_a_problem(make_job):
     found = WSD(decay_steps=3, decay_fraction=0.5).problems(make_job(steps=10), Layout())
-    assert [str(p) for p in found] == [
-        "decay_fraction: decay_steps = 3 sets the length of the decay; drop one of them"
-    ]
+    assert [str(p) for p in found] == ["decay_fraction: decay_steps = 3 sets the length of the decay; drop one of them"]
