@@ -26,10 +26,12 @@ def command(argv: list[str]) -> int:
 
     job = load_job(*paths, overrides=overrides, world_size=_world_size())
     from forge_core.engine.trainer import Trainer
+    from forge_core.parallel.mesh import leave_group
 
     summary = Trainer(job, resume=options.resume).run()
     if _first():
         print(describe_summary(summary), flush=True)
+    leave_group()
     return int(summary.exit_code)
 
 

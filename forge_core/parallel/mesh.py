@@ -52,6 +52,12 @@ def make_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
     return DeviceMesh(device.type, ranks, mesh_dim_names=tuple(degrees))
 
 
+def leave_group() -> None:
+    """End the process group, at the end of a process that ends well: after a failure other ranks may be gone."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def sample_rank(mesh: DeviceMesh | None, layout: Layout) -> int:
     """This rank's number among those that hold different sequences."""
     number = 0
