@@ -102,7 +102,8 @@ class Auxiliary:
         if self.recomputing:
             return
         if name not in self._sums:
-            self._sums[name] = torch.zeros((), device=self.device, dtype=torch.float64)
+            # One element and not a scalar: torch 2.13's AOT backends drop in-place changes to a scalar on the CPU.
+            self._sums[name] = torch.zeros(1, device=self.device, dtype=torch.float64)
             self._units[name] = unit
         self._sums[name].add_(value.detach())
 
@@ -112,6 +113,6 @@ class Auxiliary:
         return dict(self._scaled())
 
     def _scaled(self) -> Iterator[tuple[str, Tensor]]:
-        for name, total in self._sums.items():
+        for name, (total,) in self._sums.items():
             unit = self._units[name]
             yield name, total * self._scale[unit] if unit else total.clone()
