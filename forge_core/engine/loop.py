@@ -45,7 +45,7 @@ class Loop:
         self._echo = echo
         checkpoint = self.job.checkpoint
         self.checkpoints = Checkpoints(run.context.build(checkpoint.storage), checkpoint.keep, checkpoint.verify)
-        self.provenance = collect(self.job, run.context.plugins.catalog)
+        self.provenance = collect(self.job, run.context.plugins.catalog, run.context.tokenizer)
         self.progress = Progress(samples=[0] * len(run.datasets))
         self._restore(resume)
         self._saved_step = self.progress.step

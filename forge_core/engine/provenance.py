@@ -7,18 +7,21 @@ import subprocess
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from forge_core.config.job import Job
 from forge_core.config.walk import walk_components
 from forge_core.errors import CheckpointError
 from forge_core.plugins.catalog import CORE, Catalog, Distribution, core_version
 
+if TYPE_CHECKING:
+    from forge_core.protocols import Tokenizer
 
-def collect(job: Job, catalog: Catalog) -> dict[str, Any]:
+
+def collect(job: Job, catalog: Catalog, tokenizer: Tokenizer | None = None) -> dict[str, Any]:
     """Provenance of a job, as plain types: `components` (path -> type), `distributions` (name -> version and where an
-    editable one comes from), `files` (local component files -> SHA-256), Python and torch versions. Only what the job
-    uses; nothing of the environment's variables."""
+    editable one comes from), `files` (local component files -> SHA-256), the tokenizer's fingerprint, Python and torch
+    versions. Only what the job uses; nothing of the environment's variables."""
     components = {path: catalog.type_of(type(component)) for path, component in walk_components(job)}
     used = {CORE, *(type_.split("/")[0] for type_ in components.values() if ":" not in type_)}
     known = {name: catalog.distribution(name) for name in sorted(used)}
@@ -26,6 +29,7 @@ def collect(job: Job, catalog: Catalog) -> dict[str, Any]:
         "components": components,
         "distributions": {name: _describe(dist) for name, dist in known.items() if dist is not None},
         "files": dict(catalog.files),
+        "tokenizer": None if tokenizer is None else tokenizer.fingerprint(),
         "python": platform.python_version(),
         "torch": metadata.version("torch"),
     }
@@ -35,9 +39,12 @@ def compare(recorded: Mapping[str, Any], current: Mapping[str, Any]) -> list[str
     """Warnings for a run that continues with other versions than `recorded`.
 
     Raises:
-        CheckpointError: a distribution that was used is not installed; says how to install it.
+        CheckpointError: a distribution that was used is not installed (says how to install it), or the tokenizer is
+            another: its ids would mean other texts.
     """
     warnings = []
+    if recorded.get("tokenizer") != current.get("tokenizer"):
+        raise CheckpointError("the checkpoint was trained with another tokenizer than this run has")
     for name, was in recorded["distributions"].items():
         now = current["distributions"].get(name)
         if now is None and not _installed(name):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import resource
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -165,5 +166,14 @@ def dry_run(run: Run, batches: Sequence[Batch]) -> str:
     with torch.no_grad():
         for name, buffer in run.model.named_buffers():
             buffer.copy_(buffers[name])
-    peak = f", peak memory {torch.cuda.max_memory_allocated(device) / 1e9:.1f} GB" if device.type == "cuda" else ""
-    return f"dry run: a micro-batch of {shape[0]} x {shape[1]} tokens went forward and backward{peak}"
+    tokens = f"{shape[0]} x {shape[1]} tokens"
+    return (
+        f"dry run: a micro-batch of {tokens} went forward and backward, peak memory {_peak_memory(device) / 1e9:.1f} GB"
+    )
+
+
+def _peak_memory(device: torch.device) -> int:
+    """Bytes: allocated on the device so far, or on a CPU resident in this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

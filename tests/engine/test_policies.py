@@ -102,6 +102,16 @@ def test_the_dry_run_leaves_no_trace(make_job, train, lines, tmp_path):
     assert curves[0] == curves[1]
 
 
+def test_the_dry_run_reports_the_peak_of_memory(make_job, catalog):
+    from forge_core.engine.trainer import Trainer
+
+    told = []
+    Trainer(make_job(dry_run="always"), catalog=catalog, echo=told.append).run()
+    (line,) = (text for text in told if text.startswith("dry run: "))
+    assert line.startswith("dry run: a micro-batch of 4 x 8 tokens went forward and backward, peak memory ")
+    assert 0.1 < float(line.split()[-2]) < 10
+
+
 def test_the_dry_run_finds_errors_before_the_first_step(make_job, train):
     @define(kw_only=True, slots=False)
     class Never(TrainingHook):

@@ -56,6 +56,11 @@ def test_another_version_is_a_warning_with_both():
     assert compare(was, now) == ["forge-run was 0.0.9 when the checkpoint was saved, and is 0.1.0 (abc) now"]
 
 
+def test_another_tokenizer_is_refused():
+    with pytest.raises(CheckpointError, match="trained with another tokenizer"):
+        compare(recorded() | {"tokenizer": "a"}, recorded() | {"tokenizer": "b"})
+
+
 def test_a_changed_file_is_a_warning():
     was, now = recorded(), recorded()
     was["files"], now["files"] = {"/r.py": "1"}, {"/r.py": "2"}
