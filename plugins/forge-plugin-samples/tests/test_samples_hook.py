@@ -43,6 +43,9 @@ class Letters:
     def save(self, folder):
         pass
 
+    def fingerprint(self):
+        return ALPHABET
+
 
 @frozen(kw_only=True)
 class LettersComponent(TokenizerComponent):
