@@ -14,7 +14,7 @@ import io
 import os
 import re
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import redirect_stdout
 from typing import Any
 
@@ -22,7 +22,7 @@ from mkdocs.exceptions import PluginError
 
 from forge_core.cli import main
 from forge_core.components import Component
-from forge_core.config.describe import component_in, is_section, type_name
+from forge_core.config.describe import component_in, header, is_section, section_in, type_name
 from forge_core.config.docs import class_doc
 from forge_core.config.job import Job
 from forge_core.config.keys import Key, keys_of
@@ -38,19 +38,25 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def sections(_: str) -> str:
-    """The table of all sections, then one of keys for each section that is the core's own."""
+    """The table of all sections, then one of keys for each section that is the core's own, and for those inside it."""
     keys = keys_of(Job)
-    tables = [key for key in keys if is_section(key.type)]
     overview = table(("section", "value", "default", "meaning"), [_cells(key, f"`[{key.name}]`") for key in keys])
-    return "\n\n".join([overview, *(_section(key.name, key.type) for key in tables)])
+    return "\n\n".join([overview, *_sections(Job)])
 
 
-def _section(name: str, cls: type) -> str:
-    return "\n\n".join([f"## `[{name}]` {{ #{name} }}", _section_doc(name, cls), keys_table(cls)])
+def _sections(cls: type, above: str = "") -> Iterator[str]:
+    for key in keys_of(cls):
+        section, path = section_in(key.type), above + key.name
+        if section is not None:
+            title = header(path, key.type)
+            yield f"{'###' if above else '##'} `{title}` {{ #{path} }}"
+            yield _section_doc(title, section)
+            yield keys_table(section)
+            yield from _sections(section, f"{path}.")
 
 
-def _section_doc(name: str, cls: type) -> str:
-    text = class_doc(cls).removeprefix(f"`[{name}]`: ")
+def _section_doc(title: str, cls: type) -> str:
+    text = class_doc(cls).removeprefix(f"`{title}`: ")
     return text[:1].upper() + text[1:]
 
 
@@ -110,7 +116,7 @@ def keys_table(cls: type) -> str:
 
 
 def _cells(key: Key, name: str) -> Sequence[str]:
-    doc = key.doc or (_section_doc(key.name, key.type) if is_section(key.type) else "")
+    doc = key.doc or (_section_doc(f"[{key.name}]", key.type) if is_section(key.type) else "")
     return name, _value(key), _default(key), " ".join(doc.split())
 
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         TokenizerComponent,
         TrainingHook,
         default_type,
+        when_resumed,
     )
     from forge_core.config.dump import dump_job
     from forge_core.config.job import Job
@@ -86,6 +87,7 @@ __all__ = [
     "hookimpl",
     "hookspec",
     "load_job",
+    "when_resumed",
 ]
 
 

@@ -21,11 +21,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import attrs
 from attrs import define, field, frozen
-from attrs.validators import ge
+from attrs.validators import ge, matches_re, optional
 
 from forge_core.errors import Problem
 
@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from forge_core.parallel.layout import Layout
     from forge_core.protocols import (
         Dataset,
+        Documents,
+        DocumentStream,
         Executor,
         Logger,
         LossFunction,
@@ -69,10 +71,29 @@ def default_type(type_: str) -> Any:
     return field(default=DefaultType(type_))
 
 
+WhenResumed = Literal["safe", "flag", "impossible"]
+"""What a changed key means for a run that continues from a checkpoint. `safe`: it applies at once, and what was saved
+keeps its meaning. `flag`: it makes another run of it, so the user must ask with `--resume-with-changes`. `impossible`:
+what was saved does not fit, or would mean something else."""
+
+
+def when_resumed(change: WhenResumed) -> dict[str, WhenResumed]:
+    """Metadata of a field that says what its change means for a continued run.
+
+        backend: str = field(default="auto", metadata=when_resumed("safe"))
+
+    Without it, a key means what its component does (`Component.resumes_as`).
+    """
+    return {"when_resumed": change}
+
+
 class Component:
     """What every component shares. Subclasses that found a new kind set the class variable `kind`."""
 
     kind: ClassVar[str]
+    resumes_as: ClassVar[WhenResumed | None] = None
+    """What it means for a continued run that this component's keys changed, or that it came or went; a field may
+    differ (`when_resumed`). None: what it means for the component around it."""
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
         """Mistakes that only show across fields or sections; paths are relative to this component's table."""
@@ -92,6 +113,7 @@ class ModelComponent(Component):
     """Builds the network, on the meta device; memory and initial values come later from the engine."""
 
     kind = "model"
+    resumes_as = "impossible"
 
     def build(self, context: BuildContext) -> Model:
         raise NotImplementedError
@@ -117,6 +139,7 @@ class OptimizerComponent(Component):
     """
 
     kind = "optimizer"
+    resumes_as = "flag"
 
     def build(self, context: BuildContext, parameters: NamedParameters) -> torch.optim.Optimizer:
         raise NotImplementedError
@@ -127,6 +150,7 @@ class SchedulerComponent(Component):
     """Builds a pure function (step, total steps) -> factor. Step 0 is the first update."""
 
     kind = "scheduler"
+    resumes_as = "flag"
 
     def build(self, context: BuildContext) -> Schedule:
         raise NotImplementedError
@@ -137,6 +161,7 @@ class LossComponent(Component):
     """Builds a function (head, hidden, batch) -> `LossOutput`."""
 
     kind = "loss"
+    resumes_as = "flag"
 
     def build(self, context: BuildContext) -> LossFunction:
         raise NotImplementedError
@@ -147,15 +172,38 @@ class DatasetComponent(Component):
     """One source of training sequences: an entry of `[[data.sources]]`."""
 
     kind = "dataset"
+    resumes_as = "flag"
 
+    name: str | None = field(default=None, validator=optional(matches_re(r"[A-Za-z0-9][A-Za-z0-9._-]*")))
+    """What the source is called in phases, metrics and checkpoints; the order of its sequences derives from it.
+    Letters, digits, `.`, `_` and `-`; by default its number, from 0."""
     weight: float = field(default=1.0, validator=ge(0))
     """Share of the training sequences that come from this source, relative to the other sources; 0 means never."""
+    max_epochs: float = field(default=0.0, validator=ge(0))
+    """Passes over the source after which it is left out, and the others share its part; 0 is no limit."""
 
     def documents(self) -> Iterable[str]:
         """Texts of the training split, for tokenizers that are trained on the corpus. Empty if it has no text."""
         return ()
 
-    def build(self, context: BuildContext) -> Dataset:
+    def build(self, context: BuildContext) -> Dataset | Documents | DocumentStream:
+        """Tokenised documents, of which `[data.packing]` makes sequences; or finished sequences."""
+        raise NotImplementedError
+
+
+@frozen(kw_only=True)
+class PackingComponent(Component):
+    """Makes training sequences of the documents that sources give: `[data.packing]`."""
+
+    kind = "packing"
+    resumes_as = "flag"
+    needs_boundaries: ClassVar[bool] = True
+    """Whether it must know where documents end."""
+    accepts_sequences: ClassVar[bool] = False
+    """Whether sources that give finished sequences may stand beside it, and are left as they are."""
+
+    def build(self, context: BuildContext, documents: Documents) -> Dataset:
+        """The sequences of the documents, and in its `held_out` those of `documents.held_out`."""
         raise NotImplementedError
 
 
@@ -164,6 +212,7 @@ class TokenizerComponent(Component):
     """Text to token ids and back."""
 
     kind = "tokenizer"
+    resumes_as = "impossible"
 
     def build(self, context: BuildContext, documents: Callable[[], Iterable[str]]) -> Tokenizer:
         """Args: `documents`, gives the training texts of all sources afresh at each call."""
@@ -183,6 +232,7 @@ class ParallelComponent(Component):
     """
 
     kind = "parallel"
+    resumes_as = "safe"
     after: ClassVar[Mapping[str, str]] = {}
     before: ClassVar[Mapping[str, str]] = {}
     owns_reduction: ClassVar[bool] = False
@@ -201,6 +251,7 @@ class ExecutorComponent(Component):
     """Runs the micro-batches of one step forward and backward."""
 
     kind = "executor"
+    resumes_as = "safe"
 
     def build(self, context: BuildContext, model: Model, loss: LossFunction) -> Executor:
         raise NotImplementedError
@@ -211,6 +262,7 @@ class EvaluationComponent(Component):
     """Measures the model during training; an entry of `[evaluations.NAME]`."""
 
     kind = "evaluation"
+    resumes_as = "safe"
 
     def evaluate(self, context: EvaluationContext) -> Mapping[str, float]:
         """Metrics, keyed as they are logged (`eval/loss`). Called on every rank, with the model in evaluation mode."""
@@ -222,6 +274,7 @@ class StorageComponent(Component):
     """Where checkpoints live and how one becomes visible at once."""
 
     kind = "storage"
+    resumes_as = "safe"
 
     def build(self, context: BuildContext) -> Storage:
         raise NotImplementedError
@@ -232,6 +285,7 @@ class LoggerComponent(Component):
     """Receives the metrics, on rank 0."""
 
     kind = "logger"
+    resumes_as = "safe"
 
     def build(self, context: BuildContext) -> Logger:
         raise NotImplementedError
@@ -247,6 +301,7 @@ class TrainingHook(Component):
     """
 
     kind = "hook"
+    resumes_as = "flag"
     may_skip: ClassVar[bool] = False
 
     def on_train_begin(self, context: TrainContext) -> None:
@@ -295,6 +350,7 @@ class Plugin(Component):
     """
 
     kind = "plugin"
+    resumes_as = "flag"
 
     def state_dict(self) -> dict[str, Any]:
         """State to save: by default the `field(init=False)` fields."""

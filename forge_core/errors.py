@@ -68,5 +68,9 @@ class NonFiniteError(ForgeError):
     exit_code = ExitCode.NON_FINITE
 
 
+class DataError(ForgeError):
+    """Training data cannot be read; names the source, the sample and the file."""
+
+
 class CheckpointError(ForgeError):
     """A checkpoint is missing, damaged, or does not fit the job."""

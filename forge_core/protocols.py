@@ -5,7 +5,7 @@ Shapes: B sequences of a micro-batch, S positions, D model width, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 Batch = dict[str, "Tensor"]
 """Tensors whose first dimension is B. `input_ids` (B, S) int64; `labels` (B, S) int64, the target *of each position*
-(already shifted by the dataset), -100 where ignored; optional `document_ids` and `positions` (B, S)."""
+(already shifted by the dataset), -100 where ignored; optional `document_ids` and `positions` (B, S), int64. Neighbours
+with equal document ids are of one document, which attention does not leave; without ids, a row is one document. Positions
+count from 0 where a document begins; without them, where the row begins."""
 
 Carry = tuple["Tensor", ...]
 """What travels from layer to layer, and from pipeline stage to pipeline stage."""
@@ -127,6 +129,17 @@ class Model(Protocol):
 
 
 @runtime_checkable
+class Prepares(Protocol):
+    """A model whose layers share what can be made of a batch once. `forward` calls `prepare` by itself; what runs the
+    parts of a model one by one calls it first, on each micro-batch and on every rank. Without it, each layer makes its
+    own: slower, with the same result."""
+
+    def prepare(self, batch: Batch) -> Batch:
+        """The batch with further entries, of any shape, for the layers. Those that are there already stay."""
+        ...
+
+
+@runtime_checkable
 class HasFlops(Protocol):
     def flops(self, seq_len: int) -> float:
         """Model FLOPs a token, forward and backward, at this sequence length: 6 for each weight that multiplies a
@@ -226,7 +239,11 @@ class Executor(Protocol):
 
 
 class Dataset(Protocol):
-    """Training sequences by number, in no particular order; the engine draws the order."""
+    """Training sequences by number, in no particular order; the engine draws the order.
+
+    Two more methods are optional: `where(index) -> str`, the file and place that a sequence comes from, for errors; and
+    `describe() -> str`, what the plan of the run says of the sequences besides their number.
+    """
 
     @property
     def held_out(self) -> Dataset | None:
@@ -241,6 +258,96 @@ class Dataset(Protocol):
     def __len__(self) -> int: ...
     def __getitem__(self, index: int) -> Mapping[str, np.ndarray]:
         """One sequence: `input_ids` (S,) and `labels` (S,), shifted, ignored ones -100; integers of any width."""
+        ...
+
+
+@runtime_checkable
+class Stream(Protocol):
+    """Training sequences that can only be read in order, in independent lanes (see `DocumentStream`)."""
+
+    @property
+    def held_out(self) -> Dataset | None: ...
+    @property
+    def bytes_per_token(self) -> float | None: ...
+    @property
+    def lanes(self) -> int: ...
+    def read(
+        self, lane: int, position: Mapping[str, Any] | None
+    ) -> Iterator[tuple[Mapping[str, np.ndarray], Mapping[str, Any]]]:
+        """Samples of a lane without end, each with the position (plain JSON) from which the next one is read."""
+        ...
+
+
+@runtime_checkable
+class Documents(Protocol):
+    """Tokenised documents, one after the other: what a packing makes sequences of. T tokens in all."""
+
+    @property
+    def held_out(self) -> Documents | None:
+        """Documents that never occur in training, or None."""
+        ...
+
+    @property
+    def bytes_per_token(self) -> float | None:
+        """Mean UTF-8 bytes that a token of these documents stands for; None if unknown."""
+        ...
+
+    @property
+    def end_of_text(self) -> int:
+        """Id that ends every document."""
+        ...
+
+    def __len__(self) -> int:
+        """T."""
+        ...
+
+    def tokens(self, start: int, stop: int) -> np.ndarray:
+        """(stop - start,) int64: the tokens [start, stop) of all documents put one after the other; a copy."""
+        ...
+
+    def learned(self, start: int, stop: int) -> np.ndarray | None:
+        """(stop - start,) bool: which of these tokens are learned as labels (a chat's answers); None: all."""
+        ...
+
+    def where(self, start: int, stop: int) -> str:
+        """Where these tokens come from, for errors: `tokens 0 to 9 of corpus.bin`."""
+        ...
+
+    def ends(self) -> np.ndarray:
+        """(documents,) int64, ascending: the end of each document, its end-of-text included; the last is T. It may
+        be a memory map.
+
+        Raises:
+            JobError: where documents end is not known; says how to provide it.
+        """
+        ...
+
+
+class StreamedDocument(NamedTuple):
+    """A tokenised document of a stream."""
+
+    tokens: np.ndarray
+    """(n,) ids, end-of-text at the end."""
+    learned: np.ndarray | None
+    """(n,) bool: which tokens are learned as labels; None: all."""
+    position: Mapping[str, Any]
+    """Plain JSON: reading from there gives this document first."""
+
+
+@runtime_checkable
+class DocumentStream(Protocol):
+    """Documents that can only be read in order, in lanes that are independent of each other.
+
+    Each row of the global batch belongs to one lane, whichever rank or worker loads it: what a lane gives must be a
+    function of its number and position alone, and no document is in two lanes. `lanes` divides the global batch size.
+    """
+
+    @property
+    def held_out(self) -> Documents | None: ...
+    @property
+    def lanes(self) -> int: ...
+    def read(self, lane: int, position: Mapping[str, Any] | None) -> Iterator[StreamedDocument]:
+        """The documents of a lane from a position on (None: from the start), without end: epoch after epoch."""
         ...
 
 
@@ -264,10 +371,13 @@ class Tokenizer(Protocol):
 
 
 class Logger(Protocol):
-    """Receives metrics on rank 0."""
+    """Receives metrics on rank 0. One more method is optional: `flush()`, called before each checkpoint, by a logger that
+    keeps records in memory. A run that is killed continues from the checkpoint, and does not log those steps again. What
+    it raises is a failed save."""
 
     def start(self, step: int) -> None:
-        """The run starts after `step` completed steps (0: from nothing): anything recorded later than that is stale."""
+        """The run starts after `step` completed steps: anything recorded later than that is stale. 0: from nothing, and
+        whatever there is is stale."""
 
     def log(self, record: Mapping[str, Any]) -> None:
         """One line: `step` and numbers. Training lines have `loss`, …; evaluation lines have keys `eval/…`."""
@@ -280,11 +390,19 @@ class Storage(Protocol):
     """Checkpoints by step. A checkpoint is a folder that appears whole or not at all."""
 
     def begin(self, step: int) -> Path:
-        """An empty folder to write into."""
+        """An empty folder to write into. Clears the storage first (see `clear`)."""
         ...
 
     def commit(self, step: int) -> Path:
         """Make what was written visible as the checkpoint of `step`; gives its folder."""
+        ...
+
+    def clear(self) -> None:
+        """Remove what was begun and never committed, and what deletions that were cut short have left."""
+        ...
+
+    def discard(self, step: int) -> None:
+        """Remove what was written for `step` and not committed, as far as that is possible."""
         ...
 
     def steps(self) -> Sequence[int]:
@@ -293,6 +411,3 @@ class Storage(Protocol):
 
     def path(self, step: int) -> Path: ...
     def delete(self, step: int) -> None: ...
-
-
-Documents = Callable[[], Iterable[str]]

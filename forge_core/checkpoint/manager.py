@@ -1,33 +1,32 @@
-"""Saving and loading whole checkpoints.
+"""Saving and finding whole checkpoints.
 
-A checkpoint is one folder for all ranks: tensors by DCP with a JSON index, and `manifest.json`, written last, which
-holds everything that is not a tensor and the size and SHA-256 of every file. The folder appears under its name only
-when all of it is on disk.
+A checkpoint is one folder for all ranks: files of tensors with an index (`shards`, `index`), and the manifest, written
+last. The folder appears under its name only when all of it is on disk.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
+import shutil
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-import torch
-import torch.distributed as dist
-from attrs import frozen
+from attrs import field, frozen
 from torch import Tensor
 
+from forge_core.checkpoint.manifest import FORMAT, MANIFEST, How, find_faults, read_manifest, verify, write_manifest
+from forge_core.checkpoint.ranks import Ranks
+from forge_core.checkpoint.retention import Retention
+from forge_core.checkpoint.tensors import load_tensors, save_tensors, stored_tensors
 from forge_core.errors import CheckpointError
 
 if TYPE_CHECKING:
+    from forge_core.checkpoint.staging import Staged
     from forge_core.protocols import Storage
 
-MANIFEST = "manifest.json"
-FORMAT = 1
+__all__ = ["MANIFEST", "Checkpoints", "State", "load_tensors", "stored_tensors", "verify", "write_manifest"]
 
 
 @frozen
@@ -38,186 +37,142 @@ class State:
     values: Mapping[str, Any]
 
 
+@frozen
 class Checkpoints:
     """The checkpoints of one run."""
 
-    def __init__(self, storage: Storage, keep: int, verify: Literal["full", "sizes"]) -> None:
-        self._storage = storage
-        self._keep = keep
-        self._verify: Literal["full", "sizes"] = verify
+    storage: Storage
+    retention: Retention
+    how: How
+    """What `newest` verifies."""
+    ranks: Ranks = field(factory=Ranks)
+    """Those of the run, which save and load together."""
 
-    def save(self, step: int, state: State) -> Path:
-        """Write the checkpoint of `step` and delete those beyond the number to keep. Collective.
+    def save(self, step: int, state: State, staged: Staged | None = None) -> Path:
+        """Write the checkpoint of `step`, then delete those that retention does not keep. Collective.
+
+        Args:
+            staged: a copy of the state's tensors, whose values are the ones to write.
 
         Raises:
-            CheckpointError: some rank could not write; earlier checkpoints are untouched.
+            CheckpointError: some rank could not write. Nothing of it is left, and earlier checkpoints are untouched.
         """
-        folder = _broadcast(self._storage.begin(step) if _first() else None)
         try:
-            digests = _write_tensors(folder, state.tensors)
-            error = ""
-        except Exception as failure:  # told to all ranks, which then fail together
-            digests, error = {}, f"{type(failure).__name__}: {failure}"
-        gathered = _gather((digests, error))
-        errors = [f"rank {rank}: {what}" for rank, (_, what) in enumerate(gathered) if what]
-        if errors:
-            raise CheckpointError(f"could not save step {step}: {'; '.join(errors)}")
-        files = {name: entry for files, _ in gathered for name, entry in files.items()}
-        final = self._storage.path(step)
-        if _first():
-            write_manifest(
-                folder, {"format": FORMAT, "step": step, "time": time.time(), "files": files, **state.values}
-            )
-            self._storage.commit(step)
-            self._prune()
-        _barrier()
-        return final
+            folder = self.ranks.on_first(lambda: self.storage.begin(step))
+            files = save_tensors(folder, state.tensors, staged, self.ranks)
+            self.ranks.on_first(lambda: self._commit(step, folder, files, state.values))
+        except CheckpointError as error:
+            raise self.failure(step, error) from error
+        return self.storage.path(step)
+
+    def failure(self, step: int, cause: CheckpointError) -> CheckpointError:
+        """What to raise when `step` could not be saved; removes what was written of it. Collective."""
+        return CheckpointError(self.ranks.on_first(lambda: self._give_up(step, str(cause))))
 
     def newest(self) -> tuple[Path, dict[str, Any]] | None:
         """The newest intact checkpoint: its folder and manifest. Damaged ones are named in a warning and passed over.
+        Collective: the ranks share the files out and take the same one.
 
         Raises:
             CheckpointError: there are checkpoints, and none is intact.
         """
         faults = []
-        for step in reversed(self._storage.steps()):
-            path = self._storage.path(step)
+        for step in reversed(self.ranks.on_first(self.steps)):
+            path = self.storage.path(step)
             try:
-                return path, verify(path, self._verify)
+                return path, verify(path, self.how, self.ranks)
             except CheckpointError as error:
                 faults.append(str(error))
-                warnings.warn(f"passing over a damaged checkpoint: {error}", stacklevel=2)
+                self._warn(f"passing over a damaged checkpoint: {error}")
         if faults:
             raise CheckpointError("no checkpoint is intact: " + "; ".join(faults))
         return None
 
     def steps(self) -> list[int]:
-        """Steps that have a checkpoint."""
-        return list(self._storage.steps())
+        """Steps that have a checkpoint, ascending."""
+        return list(self.storage.steps())
 
-    def _prune(self) -> None:
-        if self._keep:
-            for step in list(self._storage.steps())[: -self._keep]:
-                self._storage.delete(step)
+    def to_prune(self) -> list[int]:
+        """The steps whose checkpoints retention does not keep."""
+        steps = self.steps()
+        return self.retention.to_delete(steps, self._metrics(steps))
 
+    def prune(self, intact: int | None = None) -> list[int]:
+        """Delete what retention does not keep; gives the steps. Not collective: for rank 0 alone.
 
-def _write_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
-    from torch.distributed.checkpoint.state_dict_saver import save
+        Args:
+            intact: a step known to be intact, having just been saved or loaded. It stays whatever retention says, since
+                newer ones may be damaged. Without it, nothing is deleted unless one of those that stay is whole by the
+                sizes of its files.
+        """
+        doomed = [step for step in self.to_prune() if step != intact]
+        staying = [step for step in self.steps() if step not in doomed]
+        if doomed and intact not in staying and not any(self._whole(step) for step in reversed(staying)):
+            self._warn(f"none of the checkpoints to keep (steps {staying}) is whole, so nothing is deleted")
+            return []
+        for step in doomed:
+            self.storage.delete(step)
+        return doomed
 
-    from forge_core.checkpoint.index import INDEX, JsonIndexWriter
+    def tidy(self, intact: int) -> None:
+        """Delete what retention does not keep and what dead saves have left: the work that a process had still to do
+        which was killed right after its last save. Collective; `intact` as for `prune`."""
+        self.ranks.on_first(lambda: self._tidy(intact))
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        save(dict(tensors), storage_writer=JsonIndexWriter(folder, sync_files=True))
-    mine = [*folder.glob(f"__{dist.get_rank()}_*"), *([folder / INDEX] if _first() else [])]
-    return {path.name: _describe(path) for path in mine}
-
-
-def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
-    """Write and flush the manifest.
-
-    Raises:
-        CheckpointError: some state is not of a plain type.
-    """
-    try:
-        text = json.dumps(manifest, indent=1)
-    except TypeError as error:
-        raise CheckpointError(f"state must be tensors or plain types: {error}") from error
-    with (folder / MANIFEST).open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def verify(folder: Path, how: Literal["full", "sizes"]) -> dict[str, Any]:
-    """Check the files of a checkpoint against its manifest, and give the manifest.
-
-    Raises:
-        CheckpointError: names the file and what is wrong with it.
-    """
-    try:
-        manifest = json.loads((folder / MANIFEST).read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{folder / MANIFEST}: {type(error).__name__}: {error}") from error
-    if manifest.get("format") != FORMAT:
-        raise CheckpointError(f"{folder}: format {manifest.get('format')!r}; this version of forge-run reads {FORMAT}")
-    for name, entry in manifest["files"].items():
-        path = folder / name
-        size = path.stat().st_size if path.is_file() else None
-        if size != entry["size"]:
-            found = "is missing" if size is None else f"has {size} bytes"
-            raise CheckpointError(f"{path} {found}, the manifest says {entry['size']}")
-        if how == "full" and _sha256(path) != entry["sha256"]:
-            raise CheckpointError(f"{path} is damaged: its SHA-256 is not the manifest's")
-    return manifest
-
-
-def stored_tensors(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Name -> (shape, dtype) of every tensor in a checkpoint."""
-    from forge_core.checkpoint.index import read_index
-
-    entries: Mapping[str, Any] = read_index(folder).state_dict_metadata
-    return {name: (entry.size, entry.properties.dtype) for name, entry in entries.items()}
-
-
-def load_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Fill `tensors`, in place, from a checkpoint; they may be sharded in any way. Collective.
-
-    Raises:
-        CheckpointError: the checkpoint lacks one of them, has it in another shape, or cannot be read.
-    """
-    from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.state_dict_loader import load
-
-    from forge_core.checkpoint.index import JsonIndexReader, TensorsOnly
-
-    _check_fit(folder, tensors)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    def _tidy(self, intact: int) -> None:
         try:
-            load(dict(tensors), storage_reader=JsonIndexReader(folder), planner=TensorsOnly())
-        except CheckpointException as error:
-            causes = "; ".join(f"rank {rank}: {cause}" for rank, (cause, _) in error.failures.items())
-            raise CheckpointError(f"cannot read {folder}: {causes}") from error
+            self.storage.clear()
+            self.prune(intact)
+        except OSError as error:
+            self._warn(f"could not delete an old checkpoint: {error}")
+
+    def _commit(self, step: int, folder: Path, files: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+        manifest = {"format": FORMAT, "step": step, "time": time.time(), "files": files, **values}
+        write_manifest(folder, manifest)
+        self.storage.commit(step)
+        self._tidy(step)
+
+    def _give_up(self, step: int, fault: str) -> str:
+        """Remove what was written of a checkpoint; gives what there is to say."""
+        self.storage.discard(step)
+        folder = self.storage.path(step).parent
+        steps = self.steps()
+        left = f"checkpoints of steps {_listed(steps)} are untouched" if steps else "there is no earlier one"
+        return f"could not save step {step} in {folder}: {fault}; {_free_space(folder)} free there; {left}"
+
+    def _metrics(self, steps: Sequence[int]) -> dict[int, float]:
+        """Step -> the metric of the last evaluation before it. An evaluation counts for the first checkpoint after it
+        only, so that the best ones are of different evaluations."""
+        found: dict[int, float] = {}
+        evaluations = set()
+        for step in steps if self.retention.keep_best else ():
+            evaluation = self._read(step).get("evaluation", {})
+            value = evaluation.get("metrics", {}).get(self.retention.best_metric)
+            if value is not None and evaluation["step"] not in evaluations:
+                evaluations.add(evaluation["step"])
+                found[step] = value
+        return found
+
+    def _read(self, step: int) -> dict[str, Any]:
+        """A manifest; empty if it cannot be read."""
+        try:
+            return read_manifest(self.storage.path(step))
+        except CheckpointError:
+            return {}
+
+    def _whole(self, step: int) -> bool:
+        manifest = self._read(step)
+        return bool(manifest) and not find_faults(self.storage.path(step), manifest, list(manifest["files"]), "sizes")
+
+    def _warn(self, message: str) -> None:
+        if self.ranks.number == 0:
+            warnings.warn(message, stacklevel=3)
 
 
-def _check_fit(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    stored = stored_tensors(folder)
-    problems = []
-    for name, tensor in tensors.items():
-        if name not in stored:
-            problems.append(f"{name} is missing")
-        elif stored[name][0] != tensor.shape:
-            problems.append(f"{name} is {list(stored[name][0])} in the checkpoint, {list(tensor.shape)} in this job")
-    if problems:
-        more = f" (and {len(problems) - 5} more)" if len(problems) > 5 else ""
-        raise CheckpointError(f"{folder} does not fit the job: {'; '.join(problems[:5])}{more}")
+def _listed(steps: Sequence[int]) -> str:
+    return ", ".join(map(str, steps if len(steps) < 8 else [*steps[:3], "…", *steps[-3:]]))
 
 
-def _describe(path: Path) -> dict[str, Any]:
-    return {"size": path.stat().st_size, "sha256": _sha256(path)}
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _first() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
-
-
-def _gather(value: Any) -> list[Any]:
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return [value]
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, value)
-    return gathered
-
-
-def _broadcast(value: Any) -> Any:
-    return next(v for v in _gather(value) if v is not None)
-
-
-def _barrier() -> None:
-    _gather(None)
+def _free_space(folder: Path) -> str:
+    existing = next(path for path in (folder, *folder.parents) if path.is_dir())
+    return f"{shutil.disk_usage(existing).free / 1e9:.1f} GB"

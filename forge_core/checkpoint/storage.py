@@ -37,19 +37,27 @@ class LocalStorage:
         self._folder = folder
 
     def begin(self, step: int) -> Path:
+        self.clear()
         unfinished = self._unfinished(step)
-        shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
         return unfinished
 
     def commit(self, step: int) -> Path:
-        final = self.path(step)
+        final, replaced = self.path(step), self._folder / f"step-{step}-replaced{UNFINISHED}"
         sync(self._unfinished(step))
         if final.exists():
-            shutil.rmtree(final)
+            os.replace(final, replaced)
         os.replace(self._unfinished(step), final)
         sync(self._folder)
+        shutil.rmtree(replaced, ignore_errors=True)
         return final
+
+    def clear(self) -> None:
+        for left in self._folder.glob(f"step-*{UNFINISHED}"):
+            shutil.rmtree(left, ignore_errors=True)
+
+    def discard(self, step: int) -> None:
+        shutil.rmtree(self._unfinished(step), ignore_errors=True)
 
     def steps(self) -> Sequence[int]:
         names = [path.name.removeprefix("step-") for path in self._folder.glob("step-*") if path.is_dir()]

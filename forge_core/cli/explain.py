@@ -9,7 +9,16 @@ from attrs import frozen
 
 from forge_core.cli.layout import wrapped
 from forge_core.components import Component
-from forge_core.config.describe import component_in, is_array, is_component, is_mapping, is_section, members, type_name
+from forge_core.config.describe import (
+    component_in,
+    header,
+    is_array,
+    is_component,
+    is_mapping,
+    members,
+    section_in,
+    type_name,
+)
 from forge_core.config.docs import class_doc, one_paragraph
 from forge_core.config.job import Job
 from forge_core.config.keys import Key, keys_of
@@ -28,7 +37,8 @@ def command(argv: list[str]) -> int:
 
 @frozen
 class Place:
-    """Where a path leads: a table of a known class, one key, or a kind whose type is still open (perhaps of a key)."""
+    """Where a path leads: a table of a known class (perhaps that of a key), one key, or a kind whose type is still open
+    (perhaps of a key)."""
 
     path: str
     table: type | None = None
@@ -44,7 +54,7 @@ def explain(path: str, catalog: Catalog) -> str:
     """
     place = find(path, catalog)
     if place.table is not None:
-        return _explain_table(place.path, place.table, catalog)
+        return _explain_table(place, place.table, catalog)
     key = "\n".join(_key_lines(place.key, catalog)) if place.key is not None else ""
     kind = _explain_kind(place.path, place.kind, catalog) if place.kind is not None else ""
     return "\n\n".join(filter(None, [key, kind]))
@@ -88,12 +98,8 @@ def _place_of(path: str, key: Key) -> Place:
     base = component_in(key.type)
     if base is not None:
         return Place(path, kind=base, key=key if len(members(key.type)) > 1 else None)
-    section = _section_in(key)
-    return Place(path, table=section) if section is not None else Place(path, key=key)
-
-
-def _section_in(key: Key) -> type | None:
-    return next((member for member in members(key.type) if is_section(member)), None)
+    section = section_in(key.type)
+    return Place(path, table=section, key=key) if section is not None else Place(path, key=key)
 
 
 def _join(path: str, name: str) -> str:
@@ -103,15 +109,16 @@ def _join(path: str, name: str) -> str:
 # --- telling -----------------------------------------------------------------------------------------------------
 
 
-def _explain_table(path: str, cls: type, catalog: Catalog) -> str:
-    title = f"{cls.kind} {catalog.type_of(cls)}" if is_component(cls) else f"[{path}]" if path else "a job"
+def _explain_table(place: Place, cls: type, catalog: Catalog) -> str:
+    form = header(place.path, place.key.type) if place.key is not None else "a job"
+    title = f"{cls.kind} {catalog.type_of(cls)}" if is_component(cls) else form
     blocks = ["\n".join(_key_lines(key, catalog)) for key in keys_of(cls)]
     return "\n\n".join([title, class_doc(cls), *(blocks or ["It has no keys."])]).rstrip()
 
 
 def _key_lines(key: Key, catalog: Catalog) -> Iterator[str]:
     yield f"{key.name}: {type_name(key.type)}{_conditions(key)}"
-    section = _section_in(key)
+    section = section_in(key.type)
     doc = key.doc or (one_paragraph(class_doc(section)) if section else "")
     if doc:
         yield wrapped(" ".join(doc.split()), "    ")

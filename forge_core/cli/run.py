@@ -21,6 +21,11 @@ def command(argv: list[str]) -> int:
         help="auto (the default): continue from the run folder's newest checkpoint; never: refuse a folder that has "
         "any; PATH: start from this checkpoint or run folder, where the job's own folder has none yet",
     )
+    parser.add_argument(
+        "--resume-with-changes",
+        action="store_true",
+        help="continue even if the job has changed in ways that make another run of it: objective, data, rates",
+    )
     options, paths, overrides = parse_job_arguments(parser, argv)
     from forge_core.config import load_job
 
@@ -28,7 +33,7 @@ def command(argv: list[str]) -> int:
     from forge_core.engine.trainer import Trainer
     from forge_core.parallel.mesh import leave_group
 
-    summary = Trainer(job, resume=options.resume).run()
+    summary = Trainer(job, resume=options.resume, resume_with_changes=options.resume_with_changes).run()
     if _first():
         print(describe_summary(summary), flush=True)
     leave_group()

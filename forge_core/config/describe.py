@@ -31,7 +31,7 @@ def is_component(type_: Any) -> TypeGuard[type[Component]]:
     return isinstance(type_, type) and issubclass(type_, Component)
 
 
-def is_section(type_: Any) -> bool:
+def is_section(type_: Any) -> TypeGuard[type]:
     """An attrs class that is no component: a table without `type`."""
     return isinstance(type_, type) and attrs.has(type_) and not is_component(type_)
 
@@ -70,6 +70,20 @@ def component_in(type_: Any) -> type[Component] | None:
         if (is_array(member) or is_mapping(member)) and component_in(item_type(member)):
             return component_in(item_type(member))
     return None
+
+
+def section_in(type_: Any) -> type | None:
+    """The section class that a field holds: itself, as entries of an array, or as a member of a union."""
+    for member in members(type_):
+        entry = item_type(member) if is_array(member) else member
+        if is_section(entry):
+            return entry
+    return None
+
+
+def header(path: str, type_: Any) -> str:
+    """How the table of a field is headed in a job file."""
+    return f"[[{path}]]" if any(is_array(member) for member in members(type_)) else f"[{path}]"
 
 
 def type_name(type_: Any) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 from attrs import field, frozen
-from attrs.validators import ge, gt, matches_re
+from attrs.validators import ge, gt, matches_re, min_len, optional
 
 from forge_core.components import (
     DatasetComponent,
@@ -16,6 +16,7 @@ from forge_core.components import (
     LossComponent,
     ModelComponent,
     OptimizerComponent,
+    PackingComponent,
     ParallelComponent,
     Plugin,
     SchedulerComponent,
@@ -72,13 +73,38 @@ class TrainSection:
 
 
 @frozen(kw_only=True)
+class Phase:
+    """`[[data.phases]]`: other weights of the sources, and a factor on the learning rate, from some step on.
+
+    A phase lasts until the next one begins. Every source continues where it was: a phase neither repeats nor leaves out
+    any of its sequences.
+    """
+
+    start_step: int | None = field(default=None, validator=optional(ge(0)))
+    """Completed steps after which the phase begins. Give this or `start_tokens`."""
+    start_tokens: int | None = field(default=None, validator=optional(ge(0)))
+    """Positions fed after which the phase begins, with the first step that starts at or after them."""
+    weights: Mapping[str, float] = field(factory=dict)
+    """Weights by name of the source. A source that is not named keeps the weight it had; 0 means never from here on."""
+    lr_factor: float = field(default=1.0, validator=gt(0))
+    """Factor on the learning rate during this phase: the rate is base x schedule x this."""
+
+
+@frozen(kw_only=True)
 class DataSection:
     """`[data]`: the sources of training sequences and how they are loaded."""
 
     sources: tuple[DatasetComponent, ...]
     """`[[data.sources]]`: one table a source, mixed by `weight`."""
+    temperature: float = field(default=1.0, validator=gt(0))
+    """Shares are proportional to weight ** (1 / temperature): above 1 they are more equal than the weights, below 1
+    less. A weight of 0 stays 0."""
+    phases: tuple[Phase, ...] = ()
+    """`[[data.phases]]`: one table a phase, in the order in which they begin."""
     tokenizer: TokenizerComponent | None = None
     """`[data.tokenizer]`: needed by sources of text."""
+    packing: PackingComponent = default_type("forge-run/concatenate")
+    """`[data.packing]`: how documents become sequences; by default they follow each other without a border."""
     workers: int = field(default=0, validator=ge(0))
     """Processes that load data; 0 loads in a background thread."""
     seed: int | None = None
@@ -86,17 +112,56 @@ class DataSection:
 
 
 @frozen(kw_only=True)
+class LoadSection:
+    """`[checkpoint.load]`: weights to start a new run from; a run that has a checkpoint of its own ignores it.
+
+    Only weights are loaded: the optimizer, the step and the position in the data start afresh. Patterns are those of a
+    shell over the names of parameters and buffers (`layers.*`); `*` stands for any characters, dots included.
+    """
+
+    path: str = field(validator=min_len(1))
+    """A checkpoint, or a run folder whose newest intact one is meant."""
+    include: tuple[str, ...] = field(default=("*",), validator=min_len(1))
+    """Patterns of the names to load."""
+    exclude: tuple[str, ...] = ()
+    """Patterns of the names not to load; they win over `include`."""
+    strict: bool = True
+    """Whether the checkpoint must have all that is to be loaded; false: what it lacks keeps its initial values."""
+
+
+@frozen(kw_only=True)
 class CheckpointSection:
-    """`[checkpoint]`: when states are saved. The last step and a requested stop are always saved."""
+    """`[checkpoint]`: when states are saved. The last step and a requested stop are always saved.
+
+    A checkpoint is kept if any of `keep`, `keep_every`, `keep_best`, `early_steps` and `at_start` asks for it.
+    """
 
     interval: int = field(default=1000, validator=ge(0))
     """Steps between checkpoints; 0: only at the end."""
+    early_steps: int = field(default=0, validator=ge(0))
+    """Up to this step, also save at the powers of two (1, 2, 4, …), and keep those forever."""
+    at_start: bool = False
+    """Also save before the first step, as step 0, and keep it forever."""
     keep: int = field(default=3, validator=ge(0))
     """How many of the newest checkpoints to keep; 0 keeps all."""
+    keep_every: int = field(default=0, validator=ge(0))
+    """Keep forever what is saved at multiples of this step; 0: none."""
+    keep_best: int = field(default=0, validator=ge(0))
+    """How many of the best checkpoints to keep, by `best_metric`; needs `eval.interval`."""
+    best_metric: str = field(default="eval/loss", validator=min_len(1))
+    """Metric of the evaluations that says which checkpoints are best: lower is better. The newest evaluation at or
+    before a checkpoint counts, and for the first checkpoint after it only."""
+    async_save: bool = False
+    """Copy the state to host memory and write it while training goes on. Takes host memory of the size of the state."""
+    on_failure: Literal["stop", "continue"] = "stop"
+    """When a save fails (a full disk, say): end the run, or warn, go on, and try again at the next one. The last save of
+    a run must succeed either way."""
     verify: Literal["full", "sizes"] = "full"
     """What is checked before loading: SHA-256 of every file, or sizes only, which does not find flipped bytes."""
     storage: StorageComponent = default_type("forge-run/local")
     """`[checkpoint.storage]`: where checkpoints are kept."""
+    load: LoadSection | None = None
+    """`[checkpoint.load]`: weights of another run to start from; by default training starts from random ones."""
 
 
 @frozen(kw_only=True)

@@ -40,7 +40,7 @@ def load_job(
         problems += _broken_rules(job, catalog, world_size, root, problems)
     if problems:
         problems.sort(key=lambda problem: _place(root, problem))
-        raise JobError([*problems, *_to_install(findings)])
+        raise JobError([*problems, *to_install(findings)])
     return job
 
 
@@ -59,7 +59,7 @@ def parse_job(text: str, source: str, catalog: Catalog | None = None) -> Job:
     job, findings = structure(root, Job, catalog or Catalog.installed())
     if job is INVALID or findings.problems or findings.unknown:
         unknown = [explain_unknown(found, findings, root, catalog or Catalog.installed()) for found in findings.unknown]
-        raise JobError([*findings.problems, *unknown, *_to_install(findings)])
+        raise JobError([*findings.problems, *unknown, *to_install(findings)])
     return job
 
 
@@ -94,6 +94,7 @@ def _place(root: Node, problem: Problem) -> tuple[int, int]:
     return origin.layer, origin.line
 
 
-def _to_install(findings: Findings) -> list[Problem]:
+def to_install(findings: Findings) -> list[Problem]:
+    """One line that tells how to install what is missing, if anything is."""
     names = dict.fromkeys(name for name in findings.missing if name)
     return [Problem("", f"to install what is missing: pip install {' '.join(names)}")] if names else []

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from forge_core.components import Component
 from forge_core.config.job import Job
+from forge_core.config.mixture import mixture_problems
+from forge_core.config.suggest import did_you_mean
 from forge_core.config.walk import walk_components
 from forge_core.errors import PluginError, Problem
 from forge_core.parallel.layout import Layout, batch_problems, plan_layout
@@ -31,15 +34,29 @@ def _plan(job: Job, world_size: int) -> tuple[Layout, list[Problem]]:
 
 
 def _core_problems(job: Job) -> Iterator[Problem]:
-    sources = job.data.sources
-    if not sources:
-        yield Problem("data.sources", "there must be at least one source")
-    elif not any(source.weight for source in sources):
-        yield Problem("data.sources", "every weight is 0, so nothing would be drawn; give one source a positive weight")
+    yield from mixture_problems(job)
     owners = [name for name, stage in job.parallel.items() if stage.owns_reduction]
     for name in owners[1:]:
         message = f"both this and parallel.{owners[0]} reduce the gradients; keep one of them"
         yield Problem(f"parallel.{name}", message)
+    yield from _load_problems(job)
+    if job.checkpoint.keep_best and not job.eval.interval:
+        message = "the best checkpoints are known by evaluations during the run, and there are none; set eval.interval"
+        yield Problem("checkpoint.keep_best", message)
+
+
+def _load_problems(job: Job) -> Iterator[Problem]:
+    """Only before the run begins: later it needs these weights no more, and they may be gone."""
+    load = job.checkpoint.load
+    if load is None or (Path(job.job.output) / job.job.name / "job.toml").exists():
+        return
+    path = Path(load.path)
+    if not path.is_dir():
+        near = did_you_mean(path.name, [sibling.name for sibling in path.parent.glob("*/")])
+        yield Problem("checkpoint.load.path", f"there is no folder {load.path!r}{near}")
+    elif not (path / "manifest.json").is_file() and not any(path.glob("*/step-*/manifest.json")):
+        seen = f"{load.path!r} is neither a checkpoint (it has no manifest.json) nor a run folder with checkpoints"
+        yield Problem("checkpoint.load.path", seen)
 
 
 def _component_problems(path: str, component: Component, job: Job, layout: Layout, catalog: Catalog) -> list[Problem]:

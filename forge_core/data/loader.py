@@ -1,50 +1,28 @@
-"""From sample numbers to micro-batches on the device, loaded in the background."""
+"""From the order of samples to micro-batches on the device, loaded in the background."""
 
 from __future__ import annotations
 
-import queue
-import threading
-from collections.abc import Iterator, Mapping, Sequence
+import math
+import time
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from itertools import islice, pairwise
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
-from torch import Tensor
 
-from forge_core.data.order import Sample, SampleOrder
+from forge_core.config.mixture import source_names
+from forge_core.data.mixture import sample_order, sizes_of
+from forge_core.data.order import SampleOrder
+from forge_core.data.reading import LanePositions, Reader, Row, Unit, thread_units, worker_units
+from forge_core.data.supply import check_supply
 from forge_core.parallel.layout import micro_batches
-from forge_core.parallel.mesh import sample_rank
-from forge_core.protocols import IGNORED_LABEL, Batch, Dataset
+from forge_core.parallel.mesh import gather_objects, sample_rank
+from forge_core.protocols import Batch, Dataset, Stream
 
 if TYPE_CHECKING:
     from forge_core.config.job import Job
     from forge_core.context import BuildContext
-
-STEPS_AHEAD = 2
-"""Steps that the background thread loads ahead."""
-
-
-class Sources:
-    """All sources of a job, read by (source, index)."""
-
-    def __init__(self, datasets: Sequence[Dataset]) -> None:
-        self.datasets = datasets
-
-    def __getitem__(self, samples: Sequence[Sample]) -> Batch:
-        """The micro-batch of these samples, with `sources` (B,): the number of the source of each sequence."""
-        batch = collate([self.datasets[sample.source][sample.number] for sample in samples])
-        batch["sources"] = torch.tensor([sample.source for sample in samples])
-        return batch
-
-
-def collate(samples: Sequence[Mapping[str, np.ndarray]]) -> Batch:
-    """Stack samples; integers become int64."""
-    return {name: _stack([sample[name] for sample in samples]) for name in samples[0]}
-
-
-def _stack(arrays: Sequence[np.ndarray]) -> Tensor:
-    stacked = np.stack(arrays)
-    return torch.from_numpy(stacked.astype(np.int64) if np.issubdtype(stacked.dtype, np.integer) else stacked)
+    from forge_core.engine.state import Progress
 
 
 class TrainLoader:
@@ -55,158 +33,98 @@ class TrainLoader:
     """
 
     def __init__(
-        self, job: Job, datasets: Sequence[Dataset], context: BuildContext, counts: Sequence[int] = ()
+        self,
+        job: Job,
+        datasets: Sequence[Dataset | Stream],
+        context: BuildContext,
+        progress: Progress | None = None,
     ) -> None:
-        self._job = job
-        self._device = context.device
-        self._sources = Sources(datasets)
-        self._micro_batches, self._size = micro_batches(job, context.layout)
-        self._rank = sample_rank(context.mesh, context.layout)
-        self._start = self._order(datasets, counts)
-        self._handed_out = 0
-        self._batches = self._load(self._order(datasets, counts))
+        """Args: `progress`, where to continue, with what `state()` gave in its `samples`.
 
-    def _order(self, datasets: Sequence[Dataset], counts: Sequence[int]) -> SampleOrder:
-        data = self._job.data
-        seed = self._job.job.seed if data.seed is None else data.seed
-        return SampleOrder([len(d) for d in datasets], [source.weight for source in data.sources], seed, counts)
+        Raises:
+            JobError: the sources do not last as long as the run.
+        """
+        self._job, self._datasets, self._device = job, datasets, context.device
+        self._names = source_names(job)
+        self._streams = [data for data in datasets if isinstance(data, Stream)]
+        self._rows = job.train.global_batch_size
+        count, self._micro_batch_size = micro_batches(job, context.layout)
+        self._share = count * self._micro_batch_size
+        self._first_row = sample_rank(context.mesh, context.layout) * self._share
+        self._parts = _parts(self._share, job.data.workers, self._rows_of_a_lane())
+        sizes = sizes_of(datasets)
+        check_supply(job, sizes, progress)
+        self._start = sample_order(job, sizes, progress)
+        self._handed_out = 0
+        self._first_positions: LanePositions = progress.samples.get("lanes", {}) if progress else {}
+        self._moved: dict[tuple[int, int], Mapping[str, Any]] = {}
+        self.waited = 0.0
+        """Seconds that the last `next_step` waited for data."""
+        self._units = self._load(sample_order(job, sizes, progress))
 
     def next_step(self) -> list[Batch]:
         """The micro-batches of the next step, on the device.
 
         Raises:
-            Exception: whatever reading a sample raised, with the source and index in a note.
+            DataError: a sample could not be read; names its source, number and file.
         """
-        batches = [next(self._batches) for _ in range(self._micro_batches)]
-        self._handed_out += self._job.train.global_batch_size
-        return [{name: t.to(self._device, non_blocking=True) for name, t in batch.items()} for batch in batches]
+        started = time.perf_counter()
+        units = [next(self._units) for _ in self._parts]
+        self.waited = time.perf_counter() - started
+        self._handed_out += self._rows
+        for unit in units:
+            self._moved |= unit.positions
+        step = _joined([self._to_device(unit) for unit in units])
+        starts = range(0, self._share, self._micro_batch_size)
+        return [{name: t[start : start + self._micro_batch_size] for name, t in step.items()} for start in starts]
 
-    def counts(self) -> list[int]:
-        """Samples handed out so far of each source, over all ranks: the position to continue from."""
+    def state(self) -> dict[str, Any]:
+        """What was handed out so far, over all ranks, as plain JSON: where to continue. Collective if there are streams,
+        since each rank knows the positions of its own lanes only."""
         self._start.advance(self._handed_out)
         self._handed_out = 0
-        return list(self._start.counts)
+        if not self._streams:
+            return self._start.state()
+        lanes = {source: dict(positions) for source, positions in self._first_positions.items()}
+        for moved in gather_objects(self._moved):
+            for (source, lane), position in moved.items():
+                lanes.setdefault(self._names[source], {})[str(lane)] = position
+        return self._start.state() | {"lanes": lanes}
 
     def close(self) -> None:
         """Stop loading."""
-        self._batches.close()
+        self._units.close()
 
-    def _plan(self, order: SampleOrder) -> Iterator[list[Sample]]:
-        """The samples of each of this rank's micro-batches, without end."""
-        share = self._micro_batches * self._size
-        while True:
-            step = [next(order) for _ in range(self._job.train.global_batch_size)]
-            mine = step[self._rank * share : (self._rank + 1) * share]
-            for start in range(0, share, self._size):
-                yield mine[start : start + self._size]
+    def _rows_of_a_lane(self) -> int:
+        """Rows of the global batch that must be read together: those of a lane, 1 without streams."""
+        return math.lcm(*(self._rows // stream.lanes for stream in self._streams))
 
-    def _load(self, order: SampleOrder) -> Any:
+    def _plan(self, order: SampleOrder) -> Iterator[list[Row]]:
+        """The rows of each unit, until the sources are used up, which is not before the last step."""
+        while len(step := [Row(slot, *sample) for slot, sample in enumerate(islice(order, self._rows))]) == self._rows:
+            mine = step[self._first_row : self._first_row + self._share]
+            yield from (mine[part] for part in self._parts)
+
+    def _load(self, order: SampleOrder) -> Generator[Unit]:
         pin = self._device.type == "cuda"
+        reader = Reader(self._datasets, self._names, self._rows, self._first_positions)
         if self._job.data.workers:
-            return _worker_batches(self._sources, self._plan(order), self._job.data.workers, pin)
-        return _thread_batches(self._sources, self._plan(order), STEPS_AHEAD * self._micro_batches, pin)
+            return worker_units(reader, self._plan(order), len(self._parts), pin)
+        return thread_units(reader, self._plan(order), pin)
+
+    def _to_device(self, unit: Unit) -> Batch:
+        return {name: tensor.to(self._device, non_blocking=True) for name, tensor in unit.batch.items()}
 
 
-def _read(sources: Sources, samples: Sequence[Sample]) -> Batch:
-    try:
-        return sources[samples]
-    except Exception as error:
-        error.add_note(f"while reading samples {[tuple(sample) for sample in samples]} (source, index)")
-        raise
+def _parts(share: int, workers: int, rows_of_a_lane: int) -> list[slice]:
+    """How a process divides its rows of a step among its workers: always alike, and no lane between two of them."""
+    lanes = share // rows_of_a_lane
+    count = min(max(workers, 1), lanes)
+    bounds = [rows_of_a_lane * (lanes * part // count) for part in range(count + 1)]
+    return [slice(start, stop) for start, stop in pairwise(bounds)]
 
 
-def _thread_batches(sources: Sources, plan: Iterator[list[Sample]], ahead: int, pin: bool) -> Iterator[Batch]:
-    ready: queue.Queue[Batch | Exception] = queue.Queue(maxsize=ahead)
-    stop = threading.Event()
-
-    def put(item: Batch | Exception) -> None:
-        while not stop.is_set():
-            try:
-                ready.put(item, timeout=0.1)
-            except queue.Full:
-                continue
-            return
-
-    def work() -> None:
-        for samples in plan:
-            if stop.is_set():
-                return
-            try:
-                batch = _read(sources, samples)
-            except Exception as error:
-                put(error)
-                return
-            put({name: t.pin_memory() for name, t in batch.items()} if pin else batch)
-
-    threading.Thread(target=work, name="forge-data", daemon=True).start()
-    try:
-        while True:
-            item = ready.get()
-            if isinstance(item, Exception):
-                raise item
-            yield item
-    finally:
-        stop.set()
-
-
-class _Reader(torch.utils.data.Dataset[Any]):
-    def __init__(self, sources: Sources) -> None:
-        self._sources = sources
-
-    def __getitem__(self, samples: Any) -> Batch:
-        return _read(self._sources, samples)
-
-
-def _worker_batches(sources: Sources, plan: Iterator[list[Sample]], workers: int, pin: bool) -> Iterator[Batch]:
-    loader = torch.utils.data.DataLoader(
-        _Reader(sources),
-        sampler=plan,  # each "index" is a micro-batch
-        batch_size=None,
-        num_workers=workers,
-        pin_memory=pin,
-        persistent_workers=False,
-    )
-    yield from loader
-
-
-class Concatenated:
-    """The held-out sequences of several sources, one after the other. None where no source has any."""
-
-    def __init__(self, datasets: Sequence[Dataset]) -> None:
-        self._datasets = datasets
-        self._ends = np.cumsum([len(dataset) for dataset in datasets])
-        self.held_out: Dataset | None = None
-        rates = [dataset.bytes_per_token for dataset in datasets]
-        known = [rate for rate in rates if rate is not None]
-        lengths = [len(dataset) for dataset in datasets]
-        complete = len(known) == len(rates)
-        self.bytes_per_token = float(np.average(known, weights=lengths)) if complete and any(lengths) else None
-
-    def __len__(self) -> int:
-        return int(self._ends[-1])
-
-    def __getitem__(self, index: int) -> Mapping[str, np.ndarray]:
-        number = int(np.searchsorted(self._ends, index, side="right"))
-        return self._datasets[number][index - (int(self._ends[number - 1]) if number else 0)]
-
-
-def held_out(datasets: Sequence[Dataset]) -> Dataset | None:
-    """Held-out sequences of all sources together; None if there are none."""
-    parts = [dataset.held_out for dataset in datasets if dataset.held_out is not None and len(dataset.held_out)]
-    return Concatenated(parts) if parts else None
-
-
-def evaluation_batches(dataset: Dataset, count: int, job: Job, context: BuildContext) -> Iterator[Batch]:
-    """See `EvaluationContext.batches`."""
-    count = min(count or len(dataset), len(dataset))
-    ranks, size = context.layout.data_parallel, micro_batches(job, context.layout)[1]
-    rank = sample_rank(context.mesh, context.layout)
-    for start in range(0, count, ranks * size):
-        first = start + rank * size
-        rows = [dataset[index] for index in range(first, min(first + size, count))]
-        batch = collate([*rows, *[_ignored(dataset[0])] * (size - len(rows))])
-        yield {name: tensor.to(context.device, non_blocking=True) for name, tensor in batch.items()}
-
-
-def _ignored(sample: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
-    return {**sample, "labels": np.full(sample["labels"].shape, IGNORED_LABEL, np.int64)}
+def _joined(batches: Sequence[Batch]) -> Batch:
+    if len(batches) == 1:
+        return batches[0]
+    return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from forge_core.data.turns import Turns, smallest
 
 ROUNDS = 4
 
@@ -52,51 +54,122 @@ def _mix(value: int) -> int:
 
 
 class SampleOrder:
-    """The endless sequence of samples of a mixture.
+    """The samples of a mixture, one after the other, until the sources are used up or without end.
 
-    Sources take turns so that after any n samples each has had its share of n to within one (the source furthest behind
-    is next); within a source every epoch is a fresh permutation. The state is one integer a source: how many of its
-    samples came so far.
+    Sources take turns by their shares (see `Turns`). The shares are those of the phase, less the sources that have
+    reached their limit; wherever they change, turns are counted afresh. Within a source every epoch is a fresh
+    permutation, keyed by the seed and the source's name, so that neither a phase nor another source disturbs it.
     """
 
-    def __init__(self, sizes: Sequence[int], weights: Sequence[float], seed: int, counts: Sequence[int] = ()) -> None:
-        """`sizes`: sequences in each source; `weights`: shares, any scale; `counts`: where to continue."""
-        total = sum(weights)
-        self._shares = [weight / total for weight in weights]
-        self._sizes = list(sizes)
-        self._seed = seed
-        self.counts = list(counts) or [0] * len(sizes)
+    def __init__(
+        self,
+        sizes: Sequence[int | None],
+        names: Sequence[str],
+        phases: Sequence[tuple[int, Sequence[int]]],
+        limits: Sequence[int | None],
+        seed: int,
+        state: Mapping[str, Any] | None = None,
+    ) -> None:
+        """
+        Args:
+            sizes: sequences in each source; None for one that is read in its own order, whose samples are numbered on.
+            names: one for each source, all different.
+            phases: the first sample of each and the whole-numbered shares from there on (see `whole_shares`); the
+                first phase begins at sample 0.
+            limits: how many samples a source gives in all; None if it is not limited.
+            state: where to continue, from `state()`. Sources that it does not know start at their first sample.
+        """
+        state = state or {"drawn": 0, "sources": {}}
+        saved = {name: state["sources"].get(name, _UNSEEN) for name in names}
+        self.counts = [source["drawn"] for source in saved.values()]
+        """Samples drawn so far from each source."""
+        self.drawn: int = state["drawn"]
+        """Samples drawn so far in all, those of sources that are no longer there included."""
+        self._sizes, self._names, self._phases, self._limits, self._seed = sizes, names, phases, limits, seed
         self._permutations: dict[int, tuple[int, Permutation]] = {}
+        self._turns = Turns([0] * len(sizes))
+        if _shares(state["sources"]) == _shares(saved):  # else the shares change here
+            self._turns = Turns([s["share"] for s in saved.values()], [s["turns"] for s in saved.values()])
+        self._settle()
 
     def __iter__(self) -> Iterator[Sample]:
         return self
 
     def __next__(self) -> Sample:
-        source = self._next_source()
-        epoch, position = divmod(self.counts[source], self._sizes[source])
+        if not self._turns.sources:
+            raise StopIteration
+        source = self._turn()
+        number, size = self.counts[source] - 1, self._sizes[source]
+        if size is None:
+            return Sample(source, number)
+        epoch, position = divmod(number, size)
+        return Sample(source, self._permutation(source, size, epoch)[position])
+
+    def advance(self, samples: int) -> int:
+        """Pass over so many samples; gives how many there were."""
+        for passed in range(samples):
+            if not self._turns.sources:
+                return passed
+            self._turn()
+        return samples
+
+    def state(self) -> dict[str, Any]:
+        """Where it is, as plain JSON: all that a new `SampleOrder` needs to continue, whatever the ranks."""
+        columns = zip(self._names, self.counts, self._sizes, self._turns.shares, self._turns.taken, strict=True)
+        sources = {
+            name: {"drawn": drawn, "size": size, "share": share, "turns": turns}
+            for name, drawn, size, share, turns in columns
+        }
+        return {"drawn": self.drawn, "sources": sources}
+
+    def _turn(self) -> int:
+        source = self._turns.take()
         self.counts[source] += 1
-        return Sample(source, self._permutation(source, epoch)[position])
+        self.drawn += 1
+        if self.drawn == self._next_phase or self.counts[source] == self._limits[source]:
+            self._settle()
+        return source
 
-    def advance(self, samples: int) -> None:
-        """Pass over so many samples."""
-        if len(self._sizes) == 1:
-            self.counts[0] += samples
-            return
-        for _ in range(samples):
-            self.counts[self._next_source()] += 1
-
-    def _next_source(self) -> int:
-        if len(self._sizes) == 1:
-            return 0
-        number = sum(self.counts) + 1
-        behind = [
-            share * number - count if share else -1.0 for share, count in zip(self._shares, self.counts, strict=True)
+    def _settle(self) -> None:
+        """Take turns by the shares that hold from here on."""
+        shares = next(shares for first, shares in reversed(self._phases) if first <= self.drawn)
+        left = [
+            0 if limit is not None and count >= limit else share
+            for share, count, limit in zip(shares, self.counts, self._limits, strict=True)
         ]
-        return max(range(len(behind)), key=behind.__getitem__)
+        now = smallest(left)
+        if now != self._turns.shares:
+            self._turns = Turns(now)
+        self._next_phase = next((first for first, _ in self._phases if first > self.drawn), None)
 
-    def _permutation(self, source: int, epoch: int) -> Permutation:
+    def _permutation(self, source: int, size: int, epoch: int) -> Permutation:
         cached = self._permutations.get(source)
         if cached is None or cached[0] != epoch:
-            key = f"{self._seed}:{source}:{epoch}"
-            self._permutations[source] = cached = (epoch, Permutation(self._sizes[source], key))
+            key = f"{self._seed}:{self._names[source]}:{epoch}"
+            self._permutations[source] = cached = (epoch, Permutation(size, key))
         return cached[1]
+
+
+_UNSEEN: Mapping[str, int] = {"drawn": 0, "share": 0, "turns": 0}
+
+
+def _shares(sources: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
+    return {name: source["share"] for name, source in sources.items() if source["share"]}
+
+
+def source_changes(state: Mapping[str, Any], sizes: Mapping[str, int | None]) -> list[str]:
+    """How the sources, by name, differ from those that `state` has the counts of, in words; empty if they do not.
+
+    A source that was never drawn from may have any size.
+    """
+    saved: Mapping[str, Mapping[str, Any]] = state.get("sources", {})
+    new = [f"source {name!r} is new" for name in sizes if saved and name not in saved]
+    gone = [
+        f"source {name!r} is gone, after {s['drawn']:,} sequences" for name, s in saved.items() if name not in sizes
+    ]
+    resized = [
+        f"source {name!r} had {s['size']} sequences and has {sizes[name]}"
+        for name, s in saved.items()
+        if name in sizes and s["drawn"] and s["size"] != sizes[name]
+    ]
+    return [*new, *gone, *resized]

@@ -11,10 +11,12 @@ import torch
 from attrs import frozen
 from torch import nn
 
-from forge_core.components import TrainingHook
+from forge_core.components import DatasetComponent, PackingComponent, TrainingHook
 from forge_core.config.job import Job
 from forge_core.context import BuildContext
-from forge_core.data.loader import held_out
+from forge_core.data.held_out import held_out
+from forge_core.data.packing import WindowPacking
+from forge_core.data.windows import StreamWindows
 from forge_core.engine.auxiliary import Auxiliary
 from forge_core.engine.folder import TOKENIZER
 from forge_core.engine.hooks import HookRunner, collect_hooks
@@ -27,7 +29,16 @@ from forge_core.parallel.mesh import choose_device, make_mesh, world_size
 from forge_core.parallel.stages import OrderedStage, apply_stages, order_stages, with_owner
 from forge_core.plugins.catalog import Catalog
 from forge_core.plugins.manager import Plugins
-from forge_core.protocols import Dataset, Executor, Model, ParallelStage, Tokenizer
+from forge_core.protocols import (
+    Dataset,
+    Documents,
+    DocumentStream,
+    Executor,
+    Model,
+    ParallelStage,
+    Stream,
+    Tokenizer,
+)
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
@@ -38,7 +49,7 @@ class Run:
 
     job: Job
     context: BuildContext
-    datasets: Sequence[Dataset]
+    datasets: Sequence[Dataset | Stream]
     held_out: Dataset | None
     model: Model
     stages: Sequence[OrderedStage]
@@ -121,21 +132,44 @@ def build_tokenizer(job: Job, context: BuildContext) -> Tokenizer | None:
     return context.build(component, documents=documents)
 
 
-def build_datasets(job: Job, context: BuildContext) -> list[Dataset]:
-    """Every source.
+def build_datasets(job: Job, context: BuildContext) -> list[Dataset | Stream]:
+    """Every source, as sequences: the packing makes them of those that give documents.
 
     Raises:
-        JobError: one is too small to give a single sequence.
+        JobError: one is too small to give a single sequence, or does not go with the packing.
     """
-    datasets = [context.plugins.build_dataset(source, context) for source in job.data.sources]
-    empty = [
-        Problem(f"data.sources.{number}", f"holds less than one sequence of {job.train.seq_len} tokens")
-        for number, dataset in enumerate(datasets)
-        if not len(dataset) and job.data.sources[number].weight
-    ]
-    if empty:
-        raise JobError(empty)
-    return datasets
+    return [_build_dataset(source, f"data.sources.{number}", context) for number, source in enumerate(job.data.sources)]
+
+
+def _build_dataset(source: DatasetComponent, path: str, context: BuildContext) -> Dataset | Stream:
+    built, packing = context.plugins.build_dataset(source, context), context.job.data.packing
+    if isinstance(built, DocumentStream):
+        return _windows_of(built, packing, path, context)
+    tokens = len(built) if isinstance(built, Documents) else None
+    if isinstance(built, Documents):
+        dataset = context.build(packing, documents=built)
+    elif packing.accepts_sequences:
+        dataset = built
+    else:
+        raise JobError([Problem(path, "gives finished sequences, which [data.packing] cannot pack")])
+    if not len(dataset) and source.weight:
+        seen = "holds less than one sequence" if tokens is None else f"holds {tokens} tokens, less than one sequence"
+        length = f"train.seq_len = {context.job.train.seq_len}"
+        raise JobError([Problem(path, f"{seen} of {length}; add data, or shorten train.seq_len")])
+    return dataset
+
+
+def _windows_of(stream: DocumentStream, packing: PackingComponent, path: str, context: BuildContext) -> Stream:
+    """Raises: JobError: a stream cannot be packed like this, or its lanes do not fit the batch or the ranks."""
+    if not isinstance(packing, WindowPacking):
+        fix = "take another packing, or read the data as a whole"
+        raise JobError([Problem(path, f"is a stream, and [data.packing] needs all documents at once; {fix}")])
+    rows, ranks = context.job.train.global_batch_size, context.layout.data_parallel
+    if rows % stream.lanes or stream.lanes % ranks:
+        seen = f"is read in {stream.lanes} lanes"
+        need = f"they must divide train.global_batch_size = {rows} and be a multiple of the {ranks} data-parallel ranks"
+        raise JobError([Problem(path, f"{seen}; {need}")])
+    return StreamWindows(stream, context.job.train.seq_len, packing)
 
 
 def build_model(job: Job, context: BuildContext) -> tuple[Model, list[OrderedStage], list[ParallelStage]]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from attrs import frozen
 
-from forge_core.data.loader import evaluation_batches
+from forge_core.data.held_out import evaluation_batches
 from forge_core.parallel.mesh import all_reduce_tokens
 
 if TYPE_CHECKING:

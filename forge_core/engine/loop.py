@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -19,21 +18,25 @@ from forge_core.engine.evaluation_context import EvaluationContext
 from forge_core.engine.folder import save_tokenizer, write_record
 from forge_core.engine.hooks import CheckpointContext, Requests, StepContext, TrainContext
 from forge_core.engine.plan import describe_run
-from forge_core.engine.provenance import collect, compare
+from forge_core.engine.provenance import collect
 from forge_core.engine.recorder import Recorder
-from forge_core.engine.resume import find_checkpoint
+from forge_core.engine.restore import continue_run, take_weights
+from forge_core.engine.resume import Start
+from forge_core.engine.saving import Saver
 from forge_core.engine.signals import stop_on_signals
-from forge_core.engine.state import Progress, gather_state, restore_state
+from forge_core.engine.state import Progress, gather_state
 from forge_core.engine.step import Stepper, dry_run, metrics
-from forge_core.errors import NonFiniteError
-from forge_core.parallel.mesh import global_rank
+from forge_core.errors import CheckpointError, NonFiniteError
+from forge_core.parallel.mesh import any_rank, global_rank
 from forge_core.protocols import Batch, Logger
 
 
 class Loop:
     """One run, from where its checkpoint left it to its last step."""
 
-    def __init__(self, run: Run, stack: ExitStack, resume: str, echo: Callable[[str], object]) -> None:
+    def __init__(
+        self, run: Run, checkpoints: Checkpoints, start: Start, stack: ExitStack, echo: Callable[[str], object]
+    ) -> None:
         assert run.context.folder is not None
         self.built = run
         self.job = run.job
@@ -43,15 +46,14 @@ class Loop:
         self._alone = run.context.layout.world_size == 1
         self._agreed_to_end = False
         self._echo = echo
-        checkpoint = self.job.checkpoint
-        self.checkpoints = Checkpoints(run.context.build(checkpoint.storage), checkpoint.keep, checkpoint.verify)
         self.provenance = collect(self.job, run.context.plugins.catalog, run.context.tokenizer)
-        self.progress = Progress(samples=[0] * len(run.datasets))
-        self._restore(resume)
-        self._saved_step = self.progress.step
-        self.loader = TrainLoader(self.job, run.datasets, run.context, self.progress.samples)
+        self.progress = Progress()
+        self.saver = Saver(self.job.checkpoint, checkpoints, lambda: self.recorder.sync(), self._on_saved)
+        self._restore(start)
+        self.loader = TrainLoader(self.job, run.datasets, run.context, self.progress)
         stack.callback(self.loader.close)
         self.recorder = Recorder(run, self._open_loggers(stack), self._count_skipped)
+        self.recorder.last_evaluation = self.saver.evaluation.get("metrics", {})
 
     def run(self) -> None:
         with self._session():
@@ -61,7 +63,7 @@ class Loop:
                 save = self._agree_on_requests()
                 if self._due(self.job.eval.interval):
                     self._evaluate()
-                if self._due(self.job.checkpoint.interval) or save:
+                if self._wants_save(save):
                     self._save()
             self._end()
 
@@ -70,6 +72,8 @@ class Loop:
     def _begin(self) -> None:
         self._dry_run()
         self.built.hooks("on_train_begin", self._train_context())
+        if self.job.checkpoint.at_start and self.progress.step == 0 and self.saver.saved_step is None:
+            self._save()  # before the evaluation, which a run that continues from here makes again
         if self.job.eval.at_start and self.progress.step == 0:
             self._evaluate()
         self.recorder.restart_clock()
@@ -77,7 +81,7 @@ class Loop:
     def _step(self, batches: list[Batch]) -> None:
         run, context = self.built, self._step_context(batches)
         run.hooks("on_step_begin", context)
-        rate = run.rates.apply(self.progress.step)
+        rate = run.rates.apply(self.progress.step, self.progress.tokens)
         context.output, sums = self.stepper.gradients(batches, self.progress.step)
         context.grad_norm = self.stepper.norm()
         run.hooks("on_gradients", context)
@@ -88,7 +92,7 @@ class Loop:
         scalars = {**metrics(sums), "grad_norm": context.grad_norm}
         if skipped is not None:
             scalars["skipped"] = skipped
-        self.recorder.step(context, self.progress.tokens, rate, scalars)
+        self.recorder.step(context, self.progress.tokens, rate, self.loader.waited, scalars)
         if self._due(self.job.train.gc_interval):
             gc.collect(1)
 
@@ -100,36 +104,54 @@ class Loop:
                 found |= evaluation.evaluate(self._evaluation_context())
         if found:
             self.recorder.evaluation(self.progress.step, found)
+        self.saver.note_evaluation(self.progress.step, found)
         self.built.hooks("on_eval_end", self._step_context([]), found)
         self.recorder.restart_clock()
 
-    def _save(self) -> None:
+    def _save(self, final: bool = False) -> None:
         self.recorder.flush()
-        run = self.built
-        self.progress.samples = self.loader.counts()
-        state = gather_state(run.model, run.optimizer, self.progress, run.hooks.hooks, run.context.plugins.active)
-        values = {"job": dump_job(self.job, run.context.plugins.catalog), "provenance": self.provenance, **state.values}
-        path = self.checkpoints.save(self.progress.step, State(state.tensors, values))
-        self._saved_step, self.requests.checkpoint = self.progress.step, False
-        run.hooks("on_checkpoint_save", self._checkpoint_context(path))
+        self.saver.save(self.progress.step, self._state(), final)
+        self.requests.checkpoint = False
         self.recorder.restart_clock()
 
     def _end(self) -> None:
         self.recorder.flush()
         finished = self.progress.step >= self.job.train.steps
-        if finished and not self._due(self.job.eval.interval):
+        if finished and self.saver.evaluation.get("step") != self.progress.step:
             self._evaluate()
-        if self._saved_step != self.progress.step:
-            self._save()
+        self._save_at_end()
+        self.saver.close()
         if self.requests.non_finite:
             raise NonFiniteError(f"{self.requests.non_finite}; their updates were skipped, and the state is saved")
         self.built.hooks("on_train_end", self._train_context())
+
+    def _save_at_end(self) -> None:
+        self.saver.settle()
+        if self.saver.saved_step == self.progress.step:
+            self.saver.tidy()
+            return
+        try:
+            self._save(final=True)
+        except CheckpointError:
+            self.built.hooks("on_train_end", self._train_context())  # one that exports the weights may still save them
+            raise
+
+    def _state(self) -> State:
+        """All that a checkpoint holds. Taking it changes nothing."""
+        run = self.built
+        self.progress.samples = self.loader.state()
+        state = gather_state(run.model, run.optimizer, self.progress, run.hooks.hooks, run.context.plugins.active)
+        values = {"tokens": self.progress.tokens, "job": dump_job(self.job, run.context.plugins.catalog)}
+        return State(state.tensors, {**values, "provenance": self.provenance, **state.values})
+
+    def _on_saved(self, step: int, path: Path) -> None:
+        self.built.hooks("on_checkpoint_save", CheckpointContext(**self._common(), step=step, path=path))
 
     def _dry_run(self) -> None:
         mode = self.job.train.dry_run
         if mode == "never" or (mode == "auto" and self.built.context.device.type == "cpu"):
             return
-        loader = TrainLoader(self.job, self.built.datasets, self.built.context, self.progress.samples)
+        loader = TrainLoader(self.job, self.built.datasets, self.built.context, self.progress)
         self._echo(dry_run(self.built, loader.next_step()))
         loader.close()
 
@@ -152,18 +174,24 @@ class Loop:
 
     def _agree_on_requests(self) -> bool:
         """The one point of a step at which ranks agree on what was asked of any of them: whether to end, and (the
-        result) whether to save. What is asked later, by a signal during an evaluation say, waits for the next step."""
+        result) whether to save. What is asked later, by a signal during an evaluation say, waits for the next step.
+        Here they also learn that a checkpoint is written, once it is on every rank."""
         requests = self.requests
-        if self._alone:
-            return requests.checkpoint
-        asked = [bool(requests.stop), requests.checkpoint, bool(requests.non_finite)]
-        flags = torch.tensor(asked, dtype=torch.float32)
-        torch.distributed.all_reduce(flags, op=torch.distributed.ReduceOp.MAX)
-        stop, checkpoint, non_finite = (bool(flag) for flag in flags.tolist())
-        requests.stop = requests.stop or ("another rank asked for it" if stop else "")
-        requests.non_finite = requests.non_finite or ("another rank found it" if non_finite else "")
+        asked = [bool(requests.stop), requests.checkpoint, bool(requests.non_finite), self.saver.writing]
+        stop, checkpoint, non_finite, writing = asked if self._alone else any_rank(asked)
+        if stop and not requests.stop:
+            requests.stop = "another rank asked for it"
+        if non_finite and not requests.non_finite:
+            requests.non_finite = "another rank found it"
         self._agreed_to_end = stop or non_finite
+        if not writing:
+            self.saver.settle()
         return checkpoint
+
+    def _wants_save(self, asked: bool) -> bool:
+        """Whether to save now. The last step is saved at the end, after its evaluation."""
+        step = self.progress.step
+        return step < self.job.train.steps and (asked or self.saver.due(step))
 
     def _due(self, interval: int) -> bool:
         return bool(interval) and self.progress.step % interval == 0
@@ -182,6 +210,7 @@ class Loop:
                 yield
             except BaseException as error:
                 self.built.hooks.exception(self._train_context(), error)
+                self.saver.abandon(error)
                 raise
             finally:
                 if quiet_gc:
@@ -202,18 +231,16 @@ class Loop:
                 optimizer.train()
             model.train()
 
-    def _restore(self, resume: str) -> None:
-        found = find_checkpoint(resume, self.checkpoints, self.job.checkpoint.verify)
-        if found is None:
-            return
-        path, manifest = found
-        for warning in compare(manifest["provenance"], self.provenance):
-            warnings.warn(warning, stacklevel=2)
+    def _restore(self, start: Start) -> None:
+        """Continue a checkpoint, or take the weights of one."""
         run = self.built
-        hooks, plugins = run.hooks.hooks, run.context.plugins.active
-        self.progress = restore_state(path, manifest, run.model, run.optimizer, hooks, plugins)
-        run.hooks("on_checkpoint_load", self._checkpoint_context(path))
-        self._echo(f"continuing from {path}, step {self.progress.step}")
+        if start.weights is not None:
+            self._echo(take_weights(start, run, self.provenance))
+        if start.checkpoint is not None:
+            self.progress, told = continue_run(start, run, self.provenance)
+            run.hooks("on_checkpoint_load", self._checkpoint_context(start.checkpoint))
+            self._echo(told)
+            self.saver.continues(start.manifest)
 
     def _open_loggers(self, stack: ExitStack) -> list[Logger]:
         """On rank 0: print and keep the plan, then start every logger."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from forge_core.config.mixture import first_step, source_names
 from forge_core.config.walk import walk_components
+from forge_core.data.mixture import limits, phase_shares, sizes_of
+from forge_core.data.supply import expected_draws
 from forge_core.engine.build import Run
 from forge_core.engine.parameters import NamedParameters
 from forge_core.metrics.flops import flops_per_token, peak_flops
@@ -33,7 +36,7 @@ def _rows(run: Run, stepper: Stepper, provenance: Mapping[str, Any]) -> Iterator
     yield "device", f"{_device_name(context.device)}, {context.layout}, {job.train.precision}"
     yield "model", _model(run)
     yield "batch", _batch(run)
-    yield "data", ", ".join(f"{len(dataset):,} sequences" for dataset in run.datasets) + _held_out(run)
+    yield from _data(run)
     for stage in run.stages:
         yield f"stage {stage.name}", "; ".join(stage.reasons) or "no relation to another stage"
     for number, name in enumerate(run.hooks.hooks, 1):
@@ -71,8 +74,34 @@ def _batch(run: Run) -> str:
     return f"{tokens:,} tokens a step: {count} x {size} sequences of {train.seq_len}{ranks}{cost}{known}"
 
 
-def _held_out(run: Run) -> str:
-    return f"; {len(run.held_out):,} held out" if run.held_out is not None else "; none held out"
+def _data(run: Run) -> Iterator[tuple[str, str]]:
+    """Each source with its share, what is in it and how often the run passes over it; then the phases."""
+    job, names, sizes = run.job, source_names(run.job), sizes_of(run.datasets)
+    (_, shares), *phases = phase_shares(job)
+    amounts = [_amount(*row) for row in zip(sizes, expected_draws(job, sizes), limits(job, sizes), strict=True)]
+    held_out = f"{len(run.held_out):,} held out" if run.held_out is not None else "none held out"
+    yield "data", f"{amounts[0] if len(names) == 1 else f'{len(names)} sources'}; {held_out}"
+    for name, share, amount in zip(names, _parts(shares), amounts, strict=True):
+        if len(names) > 1:
+            yield f"source {name}", f"share {share}, {amount}"
+    for name, dataset in zip(names, run.datasets, strict=True):
+        if describe := getattr(dataset, "describe", None):
+            yield f"packing {name}" if len(names) > 1 else "packing", describe()
+    for number, (phase, (_, shares)) in enumerate(zip(job.data.phases, phases, strict=True)):
+        mixed = ", ".join(f"{name} {share}" for name, share in zip(names, _parts(shares), strict=True))
+        yield f"phase {number}", f"from step {first_step(phase, job) + 1:,}: {mixed}; rate x {phase.lr_factor:g}"
+
+
+def _amount(size: int | None, drawn: float, limit: int | None) -> str:
+    """What a source holds, and what this run takes of it."""
+    if size is None:
+        return f"a stream, {drawn:,.0f} sequences of it"
+    at_limit = ", its limit" if limit is not None and round(drawn) >= limit else ""
+    return f"{size:,} sequences, {drawn / size if size else 0:.3g} passes{at_limit}"
+
+
+def _parts(shares: Sequence[int]) -> list[str]:
+    return [f"{share / sum(shares):.3g}" for share in shares]
 
 
 def _memory(parameters: NamedParameters) -> str:

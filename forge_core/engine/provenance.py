@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import platform
 import subprocess
 from collections.abc import Mapping
@@ -35,29 +36,46 @@ def collect(job: Job, catalog: Catalog, tokenizer: Tokenizer | None = None) -> d
     }
 
 
-def compare(recorded: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """Warnings for a run that continues with other versions than `recorded`.
+def compare(recorded: Mapping[str, Any], current: Mapping[str, Any], with_changes: bool = False) -> list[str]:
+    """Warnings for a run that continues with other versions or local files than `recorded`.
+
+    Args:
+        with_changes: only warn of a distribution that is not installed, too.
 
     Raises:
-        CheckpointError: a distribution that was used is not installed (says how to install it), or the tokenizer is
-            another: its ids would mean other texts.
+        CheckpointError: a distribution that was used is not installed; says how to install it.
     """
-    warnings = []
-    if recorded.get("tokenizer") != current.get("tokenizer"):
-        raise CheckpointError("the checkpoint was trained with another tokenizer than this run has")
+    missing, warnings = [], []
     for name, was in recorded["distributions"].items():
         now = current["distributions"].get(name)
         if now is None and not _installed(name):
-            version = was["version"]
-            raise CheckpointError(
-                f"the checkpoint used {name} {version}, which is not installed: pip install {name}=={version}"
-            )
-        if now is not None and now != was:
+            missing.append(f"{name}=={was['version']}")
+        elif now is not None and now != was:
             warnings.append(f"{name} was {_version(was)} when the checkpoint was saved, and is {_version(now)} now")
-    for path, digest in recorded["files"].items():
-        if current["files"].get(path, digest) != digest:
-            warnings.append(f"{path} has changed since the checkpoint was saved")
-    return warnings
+    if missing:
+        seen = f"the checkpoint used {', '.join(missing).replace('==', ' ')}, which is not installed"
+        if not with_changes:
+            fix = "or continue without it: --resume-with-changes"
+            raise CheckpointError(f"{seen}: pip install {' '.join(missing)}; {fix}")
+        warnings.append(seen)
+    return warnings + _changed_files(recorded["files"], current["files"])
+
+
+def check_tokenizer(recorded: Mapping[str, Any], current: Mapping[str, Any]) -> None:
+    """See that a run continues with the tokenizer that it began with.
+
+    Raises:
+        CheckpointError: it has another one, whose ids mean other texts.
+    """
+    if recorded.get("tokenizer") != current.get("tokenizer"):
+        raise CheckpointError("the checkpoint was trained with another tokenizer than this run has")
+
+
+def _changed_files(recorded: Mapping[str, str], current: Mapping[str, str]) -> list[str]:
+    """A file that has moved is known by its name."""
+    now = {Path(path).name: digest for path, digest in current.items()} | dict(current)
+    changed = [path for path, digest in recorded.items() if now.get(path, now.get(Path(path).name, digest)) != digest]
+    return [f"{path} has changed since the checkpoint was saved" for path in changed]
 
 
 def _describe(dist: Distribution) -> dict[str, str]:
@@ -67,6 +85,7 @@ def _describe(dist: Distribution) -> dict[str, str]:
     return described
 
 
+@functools.cache
 def _commit(path: Path) -> str:
     """`git describe` of an editable install, whose version alone says nothing; empty outside a repository."""
     command = ["git", "-C", str(path), "describe", "--always", "--dirty", "--abbrev=12"]

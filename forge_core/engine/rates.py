@@ -8,6 +8,7 @@ import attrs
 import torch
 
 from forge_core.components import SchedulerComponent
+from forge_core.config.mixture import lr_factor
 from forge_core.errors import ForgeError
 
 if TYPE_CHECKING:
@@ -17,10 +18,11 @@ if TYPE_CHECKING:
 
 
 class Rates:
-    """Writes base rate x schedule into every parameter group, and each scheduled field of the optimizer component into
-    the groups' key of the same name."""
+    """Writes base rate x schedule x the phase's factor into every parameter group, and each scheduled field of the
+    optimizer component into the groups' key of the same name."""
 
     def __init__(self, job: Job, optimizer: torch.optim.Optimizer, context: BuildContext) -> None:
+        self._job = job
         self._total = job.train.steps
         self._groups = optimizer.param_groups
         self._base = [group["lr"] for group in self._groups]
@@ -34,9 +36,10 @@ class Rates:
             if not any(name in group for group in self._groups):
                 raise ForgeError(f"optimizer.{name} is a schedule, but the optimizer has no group with a key {name!r}")
 
-    def apply(self, step: int) -> float:
-        """Set everything for the update after `step` completed steps; gives the first group's rate."""
-        factor = self._schedule(step, self._total)
+    def apply(self, step: int, tokens: int) -> float:
+        """Set everything for the update after `step` completed steps and `tokens` positions fed; gives the first
+        group's rate."""
+        factor = self._schedule(step, self._total) * lr_factor(self._job, step, tokens)
         for group, base in zip(self._groups, self._base, strict=True):
             group["lr"] = base * factor
             for name, schedule in self._scheduled.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -30,11 +31,12 @@ class Recorder:
         self.last_loss: float | None = None
         self.last_evaluation: Mapping[str, float] = {}
 
-    def step(self, context: StepContext, tokens: int, rate: float, scalars: dict[str, Tensor]) -> None:
-        """Queue a step's line; `scalars` are on the device and the same on every rank, as is what hooks logged."""
+    def step(self, context: StepContext, tokens: int, rate: float, waited: float, scalars: dict[str, Tensor]) -> None:
+        """Queue a step's line; `scalars` are on the device and the same on every rank, as is what hooks logged.
+        `waited`: seconds that the step waited for data."""
         seconds, speed = self._clock.tick(self._tokens)
         record: dict[str, Any] = {"step": context.step, "lr": rate, "tokens": tokens, "tokens_per_second": speed}
-        record["step_seconds"] = seconds
+        record |= {"step_seconds": seconds, "data_wait": min(waited / seconds, 1.0)}
         if self._mfu_per_speed:
             record["mfu"] = speed * self._mfu_per_speed
         if context.skipped:
@@ -53,6 +55,12 @@ class Recorder:
         """Wait for the lines that are still on their way."""
         self._tracker.flush()
 
+    def sync(self) -> None:
+        """See that loggers put the lines so far where they outlive the process and the machine."""
+        for logger in self._loggers:
+            if hasattr(logger, "flush"):
+                logger.flush()
+
     def restart_clock(self) -> None:
         """After a pause (evaluation, checkpoint): it is not part of the speed."""
         self._clock.restart()
@@ -65,5 +73,9 @@ class Recorder:
         self._write({"step": record.pop("step"), "loss": record.pop("loss"), **record})
 
     def _write(self, record: Mapping[str, Any]) -> None:
+        """A full disk or a closed terminal ends no run."""
         for logger in self._loggers:
-            logger.log(record)
+            try:
+                logger.log(record)
+            except OSError as error:
+                warnings.warn(f"{type(logger).__name__}: {error}", stacklevel=2)

@@ -1,19 +1,90 @@
-"""Which checkpoint a run starts from."""
+"""Where a run starts from: nothing, a checkpoint that it continues, or the weights of one."""
 
 from __future__ import annotations
 
 import re
+import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from forge_core.checkpoint.manager import MANIFEST, Checkpoints, verify
+from attrs import field, frozen
+
+from forge_core.checkpoint.manager import Checkpoints
+from forge_core.checkpoint.manifest import MANIFEST, How, verify
+from forge_core.checkpoint.retention import Retention
 from forge_core.checkpoint.storage import LocalStorage
-from forge_core.errors import CheckpointError
+from forge_core.config.job import Job
+from forge_core.engine.changes import Change, describe_changes, gravest, job_changes
+from forge_core.engine.folder import run_folder, storage_folder
+from forge_core.engine.provenance import collect, compare
+from forge_core.errors import CheckpointError, ForgeError
+from forge_core.parallel.mesh import global_rank
+from forge_core.plugins.catalog import Catalog
+
+if TYPE_CHECKING:
+    from forge_core.context import BuildContext
+
+FLAG = "--resume-with-changes"
+ANEW = (
+    "To start a new run from these weights instead, with an optimizer, steps and data of its own, give it another "
+    'job.name and a table [checkpoint.load] with path = "{path}"'
+)
 
 
-def find_checkpoint(
-    resume: str, checkpoints: Checkpoints, how: Literal["full", "sizes"]
-) -> tuple[Path, dict[str, Any]] | None:
+@frozen(kw_only=True)
+class Start:
+    """Where a run starts from, decided before anything is built."""
+
+    checkpoint: Path | None = None
+    """The checkpoint that the run continues."""
+    weights: Path | None = None
+    """The checkpoint of which it only takes weights."""
+    manifest: Mapping[str, Any] = field(factory=dict)
+    """Of either."""
+    changes: Sequence[Change] = ()
+    """What has changed in the job since the checkpoint was saved."""
+    with_changes: bool = False
+    """Whether the user asked to continue in spite of changes that make another run of it."""
+
+    @property
+    def extras(self) -> Mapping[str, Any]:
+        """The state of hooks and plugins, but for those that have given way to others under the same name."""
+        types = [change for change in self.changes if change.path.endswith(".type") and change.after is not None]
+        replaced = {change.path.removesuffix(".type") for change in types}
+        saved = self.manifest["extras"].items()
+        return {owner: state for owner, state in saved if _path(owner) not in replaced}
+
+
+def open_checkpoints(job: Job, context: BuildContext) -> Checkpoints:
+    """The checkpoints of the run of `job`."""
+    section = job.checkpoint
+    return Checkpoints(context.build(section.storage), Retention.of(section), section.verify)
+
+
+def find_start(job: Job, catalog: Catalog, checkpoints: Checkpoints, resume: str, with_changes: bool) -> Start:
+    """Where the run of `job` starts from; what is found is verified, and does not contradict the job.
+
+    Raises:
+        CheckpointError: see `find_checkpoint`, `forge_core.engine.provenance.compare` and `check_changes`.
+    """
+    found = find_checkpoint(resume, checkpoints, job.checkpoint.verify)
+    if found is None:
+        check_storage(run_folder(job))
+        if job.checkpoint.load is None:
+            return Start()
+        path, manifest = locate(Path(job.checkpoint.load.path), job.checkpoint.verify)
+        return Start(weights=path, manifest=manifest)
+    path, manifest = found
+    for warning in compare(manifest["provenance"], collect(job, catalog), with_changes):
+        if global_rank() == 0:
+            warnings.warn(warning, stacklevel=2)
+    changes = job_changes(manifest["job"], job, catalog)
+    check_changes(path, changes, with_changes)
+    return Start(checkpoint=path, manifest=manifest, changes=changes, with_changes=with_changes)
+
+
+def find_checkpoint(resume: str, checkpoints: Checkpoints, how: How) -> tuple[Path, dict[str, Any]] | None:
     """The checkpoint that `resume` means, verified, with its manifest; None to start from nothing.
 
     Args:
@@ -34,7 +105,7 @@ def find_checkpoint(
     return locate(Path(resume), how)
 
 
-def locate(path: Path, how: Literal["full", "sizes"]) -> tuple[Path, dict[str, Any]]:
+def locate(path: Path, how: How) -> tuple[Path, dict[str, Any]]:
     """The checkpoint at `path`, or the newest one of the run folder `path`, verified, with its manifest.
 
     Raises:
@@ -42,7 +113,45 @@ def locate(path: Path, how: Literal["full", "sizes"]) -> tuple[Path, dict[str, A
     """
     if (path / MANIFEST).is_file() or re.fullmatch(r"step-\d+", path.name):
         return path, verify(path, how)
-    found = Checkpoints(LocalStorage(path / "checkpoints"), 0, how).newest()
+    found = Checkpoints(LocalStorage(storage_folder(path)), Retention(), how).newest()
     if found is None:
         raise CheckpointError(f"{path} is neither a checkpoint nor a run folder with checkpoints")
     return found
+
+
+def check_storage(folder: Path) -> None:
+    """See that a run that has no checkpoint where the job keeps them has none where an earlier job kept them either.
+
+    Raises:
+        CheckpointError: it has, and would start over.
+    """
+    try:
+        before = storage_folder(folder)
+    except ForgeError:  # kept in no folder: there is nothing to see
+        return
+    if LocalStorage(before).steps():
+        fix = "set [checkpoint.storage] back, move the checkpoints, or choose another job.name"
+        raise CheckpointError(f"{before} has checkpoints of this run, but the job keeps them elsewhere now; {fix}")
+
+
+def check_changes(path: Path, changes: Sequence[Change], allowed: bool) -> None:
+    """See that the run may continue in spite of what has changed in its job.
+
+    Args:
+        allowed: whether the user has asked to continue with changes that make another run of it.
+
+    Raises:
+        CheckpointError: it may not, or cannot; lists every change, and says what to do.
+    """
+    worst = gravest(changes)
+    if worst == "safe" or (worst == "flag" and allowed):
+        return
+    listed = f"the job is not the one that saved {path}:\n{describe_changes(changes)}"
+    if worst == "impossible":
+        raise CheckpointError(f"{listed}\nUndo what is impossible. {ANEW.format(path=path)}")
+    raise CheckpointError(f"{listed}\nTo continue all the same, run the same command with {FLAG}. Or undo the changes")
+
+
+def _path(owner: str) -> str:
+    """Where the job has the component whose state a checkpoint keeps under this name."""
+    return owner.removeprefix("hook:").replace("plugin:", "plugins.", 1)

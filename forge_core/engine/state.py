@@ -16,12 +16,16 @@ from attrs import asdict, define, field
 from torch import Tensor, nn
 
 from forge_core.checkpoint.manager import State, load_tensors, stored_tensors
+from forge_core.components import Plugin, TrainingHook, state_fields
 from forge_core.errors import CheckpointError
 from forge_core.parallel.initialise import ties
 
 if TYPE_CHECKING:
-    from forge_core.components import Plugin, TrainingHook
     from forge_core.protocols import Model
+
+
+MODEL = "model."
+"""Starts the name of every parameter and persistent buffer in a checkpoint."""
 
 
 @define(kw_only=True)
@@ -35,8 +39,8 @@ class Progress:
     skipped: int = 0
     """Updates that were skipped."""
     skipped_in_a_row: int = 0
-    samples: list[int] = field(factory=list)
-    """Sequences drawn so far from each source."""
+    samples: dict[str, Any] = field(factory=dict)
+    """Where the order of samples is (see `SampleOrder.state`); empty before the first."""
 
 
 def model_tensors(model: Model) -> dict[str, Tensor]:
@@ -62,7 +66,7 @@ def gather_state(
         else:
             scalars.setdefault(name, {})[slot] = value
     extras: dict[str, dict[str, Any]] = {}
-    for owner, holder in _holders(hooks, plugins):
+    for owner, holder in holders(hooks, plugins):
         plain, held = _split(holder.state_dict())
         extras[owner] = plain
         tensors |= {f"{owner}.{name}": tensor for name, tensor in held.items()}
@@ -79,48 +83,61 @@ def restore_state(
     manifest: Mapping[str, Any],
     model: Model,
     optimizer: torch.optim.Optimizer,
-    hooks: Mapping[str, TrainingHook],
-    plugins: Mapping[str, Plugin],
+    own: Mapping[str, TrainingHook | Plugin],
 ) -> Progress:
-    """Load a checkpoint into a freshly built run; gives how far it was.
+    """Load a checkpoint into a freshly built run; gives how far it was. Collective.
+
+    Args:
+        own: the run's `holders`. Those of which the checkpoint has nothing are left as they are.
 
     Raises:
         CheckpointError: the checkpoint does not fit the job.
     """
     stored = stored_tensors(folder)
-    tensors = {f"model.{name}": tensor for name, tensor in model_tensors(model).items()}
     slots = _empty_slots(optimizer, stored)
+    held = {owner: _empty_held(owner, stored) for owner in own if owner in manifest["extras"]}
+    tensors = {MODEL + name: tensor for name, tensor in model_tensors(model).items()}
     tensors |= {f"optimizer.{name}.{slot}": tensor for (name, slot), tensor in slots.items()}
-    held = {
-        name: torch.empty(size, dtype=dtype)
-        for name, (size, dtype) in stored.items()
-        if name.startswith(("hook:", "plugin:"))
-    }
-    load_tensors(folder, {**tensors, **held})
+    tensors |= {f"{owner}.{name}": tensor for owner, held_ in held.items() for name, tensor in held_.items()}
+    load_tensors(folder, tensors)
     _fill_optimizer(optimizer, slots, manifest["optimizer"])
-    for owner, holder in _holders(hooks, plugins):
-        if owner not in manifest["extras"]:
-            raise CheckpointError(f"{folder} holds no state of {owner}, which this job has")
-        own = {name.removeprefix(f"{owner}."): t for name, t in held.items() if name.startswith(f"{owner}.")}
-        holder.load_state_dict({**manifest["extras"][owner], **own})
+    for owner, tensors_ in held.items():
+        own[owner].load_state_dict({**manifest["extras"][owner], **tensors_})
     return Progress(**manifest["progress"])
 
 
 def load_model(folder: Path, model: Model) -> None:
     """Only the weights of a checkpoint."""
-    load_tensors(folder, {f"model.{name}": tensor for name, tensor in model_tensors(model).items()})
+    load_tensors(folder, {MODEL + name: tensor for name, tensor in model_tensors(model).items()})
 
 
-def _holders(
+def holders(
     hooks: Mapping[str, TrainingHook], plugins: Mapping[str, Plugin]
 ) -> Iterator[tuple[str, TrainingHook | Plugin]]:
+    """Whatever has state besides model and optimizer, under the name that a checkpoint has for it."""
     yield from ((f"hook:{name}", hook) for name, hook in hooks.items())
     yield from ((f"plugin:{name}", plugin) for name, plugin in plugins.items())
+
+
+def has_state(holder: TrainingHook | Plugin) -> bool:
+    """Whether a hook or plugin remembers anything: it has state fields, or a way of its own to save them."""
+    base = next(cls for cls in (TrainingHook, Plugin) if isinstance(holder, cls))
+    return bool(state_fields(type(holder))) or type(holder).state_dict is not base.state_dict
 
 
 def _split(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
     held = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     return {name: value for name, value in state.items() if name not in held}, held
+
+
+def _empty_held(owner: str, stored: Mapping[str, tuple[torch.Size, torch.dtype]]) -> dict[str, Tensor]:
+    """Memory for the tensors that a checkpoint has of a hook or plugin, whole on every rank."""
+    prefix = f"{owner}."
+    return {
+        name.removeprefix(prefix): torch.empty(size, dtype=dtype)
+        for name, (size, dtype) in stored.items()
+        if name.startswith(prefix)
+    }
 
 
 def _named(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, nn.Parameter]]:
@@ -171,5 +188,8 @@ def _fill_optimizer(
         own |= saved["scalars"].get(name, {})
         if own:
             optimizer.state[parameter] = own
-    for group, values in zip(optimizer.param_groups, saved["groups"], strict=True):
+    if len(saved["groups"]) != len(optimizer.param_groups) and any(saved["groups"]):
+        counts = f"{len(saved['groups'])} parameter groups with counters, this job makes {len(optimizer.param_groups)}"
+        raise CheckpointError(f"the checkpoint's optimizer has {counts}")
+    for group, values in zip(optimizer.param_groups, saved["groups"], strict=False):
         group.update(values)

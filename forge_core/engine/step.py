@@ -9,11 +9,12 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from forge_core.config.mixture import source_names
 from forge_core.engine.build import Run
 from forge_core.engine.gradients import clip, global_norm
 from forge_core.engine.hooks import StepContext
 from forge_core.errors import ForgeError
-from forge_core.metrics.tracker import per_source
+from forge_core.metrics.tracker import ABSENT, SOURCE_LOSS, per_source
 from forge_core.parallel.layout import micro_batches
 from forge_core.parallel.mesh import all_reduce_tokens, global_rank, pipeline_group
 from forge_core.protocols import IGNORED_LABEL, Batch, StepOutput
@@ -31,7 +32,7 @@ class Stepper:
         self._parameters = [item.parameter for item in run.parameters]
         self._mesh = run.context.mesh
         self._stages = pipeline_group(run.context.mesh)
-        self._source_names = [f"{i}" for i in range(len(run.datasets))]
+        self._source_names = source_names(run.job)
         count, _ = micro_batches(run.job, run.context.layout)
         self._micro_batches = count * run.context.layout.data_parallel
         self._masked = self._can_mask()
@@ -131,7 +132,8 @@ def metrics(sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for name, value in sums.items():
         if name.startswith("source_sum/"):
             source = name.removeprefix("source_sum/")
-            scalars[f"loss/source_{source}"] = value / sums[f"source_count/{source}"].clamp(min=1)
+            count = sums[f"source_count/{source}"]
+            scalars[SOURCE_LOSS + source] = torch.where(count > 0, value / count.clamp(min=1), ABSENT)
         elif name.startswith(AUXILIARY):
             scalars[name.removeprefix(AUXILIARY)] = value
     return scalars

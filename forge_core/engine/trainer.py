@@ -15,6 +15,7 @@ from forge_core.config.rules import check_rules
 from forge_core.engine.build import build_context, build_run
 from forge_core.engine.folder import locked, run_folder
 from forge_core.engine.loop import Loop
+from forge_core.engine.resume import find_start, open_checkpoints
 from forge_core.errors import ExitCode, JobError
 from forge_core.parallel.mesh import global_rank, world_size
 from forge_core.plugins.catalog import Catalog
@@ -50,6 +51,7 @@ class Trainer:
         catalog: where components are looked up; by default everything installed.
         resume: `auto` continues the run folder's newest checkpoint, `never` refuses a folder that has any, and a path
             names a checkpoint, or a run folder whose newest one is meant, to start from.
+        resume_with_changes: continue even if the job has changed in ways that make another run of it.
         echo: receives what a person should read (the plan, what was resumed), on rank 0.
     """
 
@@ -60,12 +62,14 @@ class Trainer:
         hooks: Iterable[TrainingHook] = (),
         catalog: Catalog | None = None,
         resume: str = "auto",
+        resume_with_changes: bool = False,
         echo: Callable[[str], object] = print,
     ) -> None:
         self._catalog = catalog or Catalog.installed()
         self.job = complete(job, self._catalog)
         self._hooks = list(hooks)
         self._resume = resume
+        self._with_changes = resume_with_changes
         self._echo = echo
 
     def run(self) -> Summary:
@@ -73,7 +77,7 @@ class Trainer:
 
         Raises:
             JobError: the job cannot run as written.
-            CheckpointError: a checkpoint is damaged or does not fit.
+            CheckpointError: a checkpoint is damaged or does not fit, or the job has changed since.
             NonFiniteError: the non-finite policy ended the run.
         """
         problems = check_rules(self.job, self._catalog, world_size())
@@ -81,11 +85,14 @@ class Trainer:
             raise JobError(problems)
         folder = run_folder(self.job)
         first = global_rank() == 0
-        run = build_run(self.job, build_context(self.job, self._catalog, folder), self._hooks)
         with ExitStack() as stack:
             if first:
                 stack.enter_context(locked(folder))
-            loop = Loop(run, stack, self._resume, self._echo if first else _silent)
+            context = build_context(self.job, self._catalog, folder)
+            checkpoints = open_checkpoints(self.job, context)
+            start = find_start(self.job, self._catalog, checkpoints, self._resume, self._with_changes)
+            run = build_run(self.job, context, self._hooks)
+            loop = Loop(run, checkpoints, start, stack, self._echo if first else _silent)
             loop.run()
         return Summary(
             step=loop.progress.step,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,17 +37,40 @@ class JsonLinesLogger:
         self._path = path
 
     def start(self, step: int) -> None:
-        """Keep the lines up to `step`: a continued run has no step twice and no gap. A torn last line is dropped."""
-        kept = [line for line in self._lines() if (record := _parse(line)) and record["step"] <= step]
-        self._path.write_text("".join(kept))
-        self._file = self._path.open("a")
+        """Keep the lines up to `step`: a continued run has no step twice and no gap. A torn last line is dropped.
+
+        The shorter file takes the place of the longer one at once: a process that is killed here loses no line.
+        """
+        kept = [line for line in self._lines() if step and (record := _parse(line)) and record["step"] <= step]
+        unfinished = self._path.with_name(f".{self._path.name}.unfinished")
+        unfinished.write_text("".join(kept))
+        os.replace(unfinished, self._path)
+        self._file = self._path.open("ab", buffering=0)
+        self._unwritten = b""
 
     def log(self, record: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps({name: _finite(value) for name, value in record.items()}) + "\n")
-        self._file.flush()
+        """A line that cannot be written (the disk is full, say) is kept, and written when there is room."""
+        self._unwritten += (json.dumps({name: _finite(value) for name, value in record.items()}) + "\n").encode()
+        self._write()
+
+    def flush(self) -> None:
+        self._write()
+        os.fsync(self._file.fileno())
 
     def close(self) -> None:
+        try:
+            self._write()
+        except OSError as error:
+            warnings.warn(f"{error}: {self._unwritten.count(10)} lines of metrics are lost", stacklevel=2)
         self._file.close()
+
+    def _write(self) -> None:
+        try:
+            while self._unwritten:
+                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+        except OSError as error:
+            error.filename = str(self._path)
+            raise
 
     def _lines(self) -> list[str]:
         return self._path.read_text().splitlines(keepends=True) if self._path.exists() else []

@@ -6,6 +6,7 @@ most two steps later.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +18,13 @@ from torch import Tensor
 
 MAX_LAG = 2
 """Steps that a line may stay behind."""
+
+SOURCE_LOSS = "loss/"
+"""Comes before the name of a source."""
+
+ABSENT = -math.inf
+"""Stands for the loss of a source of which a step had no valid token, which only the device knows. The line leaves it
+out."""
 
 
 @define
@@ -32,7 +40,12 @@ class _Pending:
     def line(self) -> dict[str, Any]:
         if self.arrived is not None:
             self.arrived.synchronize()
-        return self.record | dict(zip(self.names, self.values.tolist(), strict=True))
+        numbers = zip(self.names, self.values.tolist(), strict=True)
+        return self.record | {name: value for name, value in numbers if not _is_absent(name, value)}
+
+
+def _is_absent(name: str, value: float) -> bool:
+    return value == ABSENT and name.startswith(SOURCE_LOSS)
 
 
 class Tracker:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -76,6 +78,13 @@ def all_reduce_tokens(tensor: torch.Tensor, mesh: DeviceMesh | None) -> torch.Te
     return tensor
 
 
+def any_rank(flags: Sequence[bool]) -> list[bool]:
+    """Of each flag, whether any rank of the run has it set. Collective."""
+    raised = torch.tensor(flags, dtype=torch.float32)
+    dist.all_reduce(raised, op=dist.ReduceOp.MAX)
+    return [bool(flag) for flag in raised.tolist()]
+
+
 def pipeline_group(mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
     """The group of ranks that hold different layers, or None where each holds all."""
     return mesh.get_group("pp") if mesh is not None and _size(mesh, "pp") > 1 else None
@@ -85,3 +94,12 @@ def _size(mesh: DeviceMesh, name: str) -> int:
     """Ranks along one dimension; slicing the mesh for it would build a new one each time."""
     assert mesh.mesh_dim_names is not None
     return mesh.size(mesh.mesh_dim_names.index(name))
+
+
+def gather_objects(value: Any) -> list[Any]:
+    """The value of every rank, in order; picklable. Collective."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [value]
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, value)
+    return gathered

@@ -35,10 +35,11 @@ def make_job(tmp_path: Path, catalog: Catalog) -> Callable[..., Job]:
 
 @pytest.fixture
 def train(catalog: Catalog) -> Callable[..., Summary]:
-    """Train a job in this process, silently."""
+    """Train a job in this process, silently; takes the options of `Trainer`."""
 
-    def run(job: Job, *hooks: TrainingHook, resume: str = "auto") -> Summary:
-        return Trainer(job, hooks=hooks, catalog=catalog, resume=resume, echo=lambda text: None).run()
+    def run(job: Job, *hooks: TrainingHook, **options: Any) -> Summary:
+        silent: dict[str, Any] = {"echo": lambda text: None}
+        return Trainer(job, hooks=hooks, catalog=catalog, **silent | options).run()
 
     return run
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import attrs
-from attrs import frozen
+from attrs import field, frozen
 
-from forge_core.components import DatasetComponent, ModelComponent, OptimizerComponent
+from forge_core.components import DatasetComponent, ModelComponent, OptimizerComponent, when_resumed
 from forge_core.config.job import (
     CheckpointSection,
     DataSection,
@@ -35,7 +35,7 @@ class TinyModel(ModelComponent):
 
     dim: int = 16
     layers: int = 2
-    dropout: float = 0.0
+    dropout: float = field(default=0.0, metadata=when_resumed("flag"))
     """Drops activations, to have randomness inside a step."""
 
     def build(self, context: BuildContext) -> Model:

@@ -1,11 +1,6 @@
-"""Checkpoints: exact resume, damage, retention, and no code from a file."""
+"""Checkpoints: exact resume, and damage."""
 
 from __future__ import annotations
-
-import json
-import os
-import pickle
-import warnings
 
 import pytest
 import torch
@@ -90,11 +85,6 @@ def test_a_path_starts_from_another_runs_checkpoint(make_job, train, lines, tmp_
     assert curve(lines, other) == curve(lines, straight)[2:]
 
 
-def test_retention_keeps_the_newest(make_job, train):
-    summary = train(make_job(steps=6, checkpoint={"interval": 1, "keep": 2}))
-    assert sorted(p.name for p in (summary.folder / "checkpoints").iterdir()) == ["step-5", "step-6"]
-
-
 def flip(path):
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
@@ -137,59 +127,10 @@ def test_an_unfinished_checkpoint_is_not_seen(make_job, train):
     assert sorted(p.name for p in folder.iterdir()) == ["step-2", "step-4"]
 
 
-class Planted:
-    def __reduce__(self):
-        return os.system, ("touch planted",)
-
-
-def rewrite_manifest(folder):
-    from forge_core.checkpoint.manager import _describe
-
-    manifest = json.loads((folder / "manifest.json").read_text())
-    manifest["files"] = {name: _describe(folder / name) for name in manifest["files"]}
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-
-
-@pytest.mark.parametrize("where", ["whole file", "in the tensor's place", "metadata"])
-def test_nothing_in_a_checkpoint_is_executed(make_job, train, tmp_path, monkeypatch, where):
-    monkeypatch.chdir(tmp_path)
-    summary = train(make_job())
-    folder = summary.folder / "checkpoints/step-4"
-    data = folder / "__0_0.distcp"
-    if where == "whole file":
-        data.write_bytes(pickle.dumps(Planted()))
-    elif where == "in the tensor's place":
-        index = json.loads((folder / "index.json").read_text())
-        torch.save({"x": Planted()}, tmp_path / "evil")
-        evil = (tmp_path / "evil").read_bytes()
-        start = data.stat().st_size
-        data.write_bytes(data.read_bytes() + evil)
-        index["storage"][0][-2:] = [start, len(evil)]
-        (folder / "index.json").write_text(json.dumps(index))
-    else:
-        (folder / ".metadata").write_bytes(pickle.dumps(Planted()))
-        (folder / "index.json").write_bytes(pickle.dumps(Planted()))
-    rewrite_manifest(folder)
-    warnings.simplefilter("ignore")
-    with pytest.raises(CheckpointError, match=r"cannot read|index\.json"):
-        train(make_job(steps=5))
-    assert not (tmp_path / "planted").exists()
-
-
-def test_a_job_of_another_shape_is_refused_with_both_shapes(make_job, train):
+def test_a_model_whose_code_gives_another_shape_is_refused_with_both_shapes(make_job, train, monkeypatch):
     train(make_job())
+    monkeypatch.setattr("forge_core.testing.tiny.VOCABULARY", 48)
     with pytest.raises(
-        CheckpointError, match=r"embedding.weight is \[32, 16\] in the checkpoint, \[32, 24\] in this job"
+        CheckpointError, match=r"embedding.weight is \[32, 16\] in the checkpoint, \[48, 16\] in this job"
     ):
-        train(make_job(model=TinyModel(dim=24), steps=5))
-
-
-def test_state_that_is_not_plain_is_refused_when_saved(make_job, train):
-    from attrs import define, field
-
-    @define(kw_only=True, slots=False)
-    class Odd(TrainingHook):
-        value: object = field(init=False, factory=object)
-
-    with pytest.raises(CheckpointError, match="state must be tensors or plain types"):
-        train(make_job(), Odd())
+        train(make_job(steps=5))

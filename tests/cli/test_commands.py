@@ -202,9 +202,7 @@ class TestExplain:
 
     def test_a_component_tells_its_class_and_inherited_keys(self, small_catalog: Catalog) -> None:
         text = explain("data.sources.text", small_catalog)
-        assert text.startswith(
-            "dataset forge-plugin-text/text\n\nText files.\n\nweight: float (default 1.0, >= 0)\n    Share of"
-        )
+        assert text.startswith("dataset forge-plugin-text/text\n\nText files.\n\nname: str (optional, match '")
         assert "path: str (required, not empty)" in text
 
     def test_a_kind_tells_the_installed_types_even_if_one_is_broken(self, small_catalog: Catalog) -> None:

@@ -21,6 +21,7 @@ from forge_core.components import (
     LossComponent,
     ModelComponent,
     OptimizerComponent,
+    PackingComponent,
     ParallelComponent,
     Plugin,
     RouterComponent,
@@ -57,6 +58,14 @@ class CrossEntropy(LossComponent):
 @frozen(kw_only=True)
 class Plain(ExecutorComponent):
     """One micro-batch after the other."""
+
+
+@frozen(kw_only=True)
+class Concatenate(PackingComponent):
+    """Documents one after the other."""
+
+    needs_boundaries: ClassVar[bool] = False
+    accepts_sequences: ClassVar[bool] = True
 
 
 @frozen(kw_only=True)
@@ -295,6 +304,7 @@ KINDS = (
     ModelComponent,
     RouterComponent,
     OptimizerComponent,
+    PackingComponent,
     SchedulerComponent,
     LossComponent,
     DatasetComponent,
@@ -313,6 +323,7 @@ CORE = {
     "executor": {"plain": Plain},
     "evaluation": {"held_out": HeldOut},
     "storage": {"local": Local},
+    "packing": {"concatenate": Concatenate},
     "logger": {"console": Console, "jsonl": JsonLines},
     "parallel": {"replicate": Replicate},
 }

@@ -116,6 +116,7 @@ def test_every_component_is_walked_with_its_path(load: Callable[..., Job]) -> No
         "model.ffn.router",
         "data.sources.0",
         "data.tokenizer",
+        "data.packing",
         "optimizer",
         "scheduler",
         "loss",

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import time
+
 import attrs
+import numpy as np
 import pytest
 import torch
 from attrs import frozen
 
-from forge_core.data.loader import TrainLoader, evaluation_batches, held_out
+from forge_core.components import DatasetComponent
+from forge_core.data.held_out import evaluation_batches, held_out
+from forge_core.data.loader import TrainLoader
+from forge_core.engine.state import Progress
+from forge_core.errors import DataError, JobError
 from forge_core.parallel.layout import Layout
+from forge_core.protocols import StreamedDocument
 from forge_core.testing import Numbers
+from forge_core.testing.tiny import NumberSequences
 
 
 def steps(job, run, count, counts=(), context=None):
-    loader = TrainLoader(job, run.datasets, context or run.context, counts)
+    loader = TrainLoader(job, run.datasets, context or run.context, Progress(samples=counts or {}))
     batches = [torch.cat([b["input_ids"] for b in loader.next_step()]) for _ in range(count)]
-    position = loader.counts()
+    position = loader.state()
     loader.close()
     return batches, position
 
@@ -38,7 +50,7 @@ def test_loading_continues_from_the_counts(make_job, build):
     first, position = steps(job, run, 2)
     rest, end = steps(job, run, 4, position)
     assert all(torch.equal(a, b) for a, b in zip(whole, first + rest, strict=True))
-    assert sum(end) == 24
+    assert end["drawn"] == 24
 
 
 class FakeMesh:
@@ -89,6 +101,9 @@ class Damaged(Numbers):
             def __getitem__(self, index):
                 raise OSError("disk on fire")
 
+            def where(self, index):
+                return "ashes"
+
         return Sequences()
 
 
@@ -97,16 +112,125 @@ def test_an_error_while_reading_names_source_and_sample(make_job, build, workers
     job = make_job(data={"sources": (Damaged(),), "workers": workers})
     run = build(job)
     loader = TrainLoader(job, run.datasets, run.context)
-    with pytest.raises(OSError, match="disk on fire") as caught:
+    with pytest.raises(DataError, match=r"cannot read sequence \d of source '0' \(ashes\): OSError: disk") as caught:
         loader.next_step()
     loader.close()
-    told = str(caught.value) + "".join(getattr(caught.value, "__notes__", []))
-    assert "(source, index)" in told
-    assert "(0, " in told
+    assert "in __getitem__" in "".join(caught.value.__notes__)
+
+
+@frozen(kw_only=True)
+class Fatal(Numbers):
+    """Reading sequence 5 kills the process that does it."""
+
+    def build(self, context):
+        class Sequences(NumberSequences):
+            def __getitem__(self, index):
+                if index == 5:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return super().__getitem__(index)
+
+        return Sequences(8, 8, 1, 0)
+
+
+def test_the_death_of_a_worker_names_what_it_was_reading(make_job, build):
+    job = make_job(data={"sources": (Fatal(),), "workers": 2})
+    run = build(job)
+    loader = TrainLoader(job, run.datasets, run.context)
+    with pytest.raises(DataError, match=r"a data worker died .*; it was reading .*sequence 5 of source '0'"):
+        [loader.next_step() for _ in range(4)]
+    loader.close()
 
 
 def test_a_source_that_holds_nothing_is_refused(make_job, build):
-    from forge_core.errors import JobError
-
-    with pytest.raises(JobError, match=r"data\.sources\.0: holds less than one sequence of 8 tokens"):
+    with pytest.raises(JobError, match=r"data\.sources\.0: holds less than one sequence of train\.seq_len = 8"):
         build(make_job(data={"sources": (Numbers(sequences=0),)}))
+
+
+class CountingStream:
+    """Lane n gives documents of n, n + lanes, n + 2 lanes, …: `length` tokens each, all with the document's number."""
+
+    held_out = None
+
+    def __init__(self, lanes, length=5):
+        self.lanes, self._length = lanes, length
+
+    def read(self, lane, position):
+        number = (position or {"next": 0})["next"]
+        while True:
+            document = lane + self.lanes * number
+            yield StreamedDocument(np.full(self._length, document), None, {"next": number})
+            number += 1
+
+
+@frozen(kw_only=True)
+class Counting(DatasetComponent):
+    lanes: int = 4
+
+    def build(self, context):
+        return CountingStream(self.lanes)
+
+
+def rows_of(job, run, count, state=None, context=None):
+    """The inputs of each row of the global batch, one after the other."""
+    loader = TrainLoader(job, run.datasets, context or run.context, Progress(samples=state or {}))
+    steps = [torch.cat([b["input_ids"] for b in loader.next_step()]) for _ in range(count)]
+    state = loader.state()
+    loader.close()
+    return torch.stack(steps, dim=1).flatten(1), state
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_each_row_of_the_batch_reads_on_in_its_lane(make_job, build, workers):
+    job = make_job(data={"sources": (Counting(),), "workers": workers})
+    rows, _ = rows_of(job, build(job), 5)
+    for lane in range(4):
+        assert rows[lane].tolist() == [lane + 4 * (i // 5) for i in range(40)]
+
+
+@pytest.mark.parametrize("workers", [0, 2, 3])
+def test_streams_continue_from_the_state_whatever_reads_them(make_job, build, workers):
+    sources = (Counting(lanes=4, weight=2.0), Numbers(), Counting(lanes=2))
+    job = make_job(data={"sources": sources, "workers": workers})
+    run = build(job)
+    whole, _ = rows_of(make_job(data={"sources": sources}), run, 7)
+    first, state = rows_of(job, run, 3)
+    rest, _ = rows_of(job, run, 4, json.loads(json.dumps(state)))
+    assert torch.equal(torch.cat([first, rest], dim=1), whole)
+
+
+def test_ranks_share_out_the_lanes(make_job, build):
+    job = make_job(data={"sources": (Counting(),)})
+    run = build(job)
+    whole, _ = rows_of(job, run, 3)
+    parts = [
+        rows_of(job, run, 3, context=attrs.evolve(run.context, layout=Layout(shard=2), mesh=FakeMesh(rank)))[0]
+        for rank in range(2)
+    ]
+    assert torch.equal(torch.cat(parts), whole)
+
+
+@pytest.mark.parametrize("lanes", [3, 8])
+def test_lanes_must_divide_the_global_batch(make_job, build, lanes):
+    with pytest.raises(JobError, match=rf"is read in {lanes} lanes; they must divide train.global_batch_size = 4"):
+        build(make_job(data={"sources": (Counting(lanes=lanes),)}))
+
+
+@frozen(kw_only=True)
+class Slow(Numbers):
+    seconds: float
+
+    def build(self, context):
+        seconds = self.seconds
+
+        class Sequences(NumberSequences):
+            def __getitem__(self, index):
+                time.sleep(seconds)
+                return super().__getitem__(index)
+
+        return Sequences(8, 8, 1, 0)
+
+
+def test_every_line_tells_the_share_of_time_spent_waiting_for_data(make_job, train, lines):
+    records = lines(train(make_job(data={"sources": (Slow(seconds=0.1),)}, steps=5)))
+    assert all(0 <= record["data_wait"] <= 1 for record in records)
+    assert records[-1]["data_wait"] > 0.5

@@ -32,6 +32,9 @@ type = "forge_core.testing:Numbers"
 ABSENT = re.compile(r"matches no file|does not exist|FileNotFoundError")
 """The README of a plugin may name data and files that are not here."""
 
+CHECKPOINTS = ("runs/base/checkpoints/step-1000",)
+"""What the pages load weights from; jobs are only checked, so that these need not hold any."""
+
 JOBS = [fence for fence in ALL if fence.is_job]
 TINY = [
     fence for fence in JOBS if fence.is_whole_job and fence.table["model"]["type"].startswith("forge_core.testing:")
@@ -47,6 +50,9 @@ def visit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, catalog: Catalog) -> 
     def go(page: Path) -> Catalog:
         fences.write_files([fence for fence in ALL if fence.page == page], tmp_path)
         (tmp_path / "rest.toml").write_text(REST_OF_A_JOB)
+        for checkpoint in CHECKPOINTS:
+            (tmp_path / checkpoint).mkdir(parents=True)
+            (tmp_path / checkpoint / "manifest.json").touch()
         monkeypatch.chdir(tmp_path)
         if page not in NEED_EXAMPLE:
             return catalog

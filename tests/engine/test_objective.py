@@ -100,12 +100,33 @@ def test_a_step_in_which_every_label_is_ignored_changes_nothing_and_is_finite(ma
     assert stepper.norm().item() == 0
 
 
-def test_several_sources_report_their_own_loss(make_job, train, lines):
-    sources = (Numbers(weight=3.0), Numbers(start=500))
-    record = lines(train(make_job(global_batch_size=8, data={"sources": sources})))[0]
-    tokens = {"loss/source_0", "loss/source_1"}
-    assert tokens <= record.keys()
-    assert min(record[t] for t in tokens) <= record["loss"] <= max(record[t] for t in tokens)
+def test_several_sources_report_their_own_loss_over_their_own_tokens(make_job, train, lines):
+    from forge_core.components import TrainingHook
+
+    class Tokens(TrainingHook):
+        def on_step_begin(self, context):
+            self.seen = getattr(self, "seen", [])
+            valid = {"web": 0, "1": 0}
+            for batch in context.batches:
+                for source, labels in zip(batch["sources"], batch["labels"], strict=True):
+                    valid[["web", "1"][source]] += int((labels != -100).sum())
+            self.seen.append(valid)
+
+    sources = (Numbers(name="web", weight=3.0, ignored=7), Numbers(start=500))
+    hook = Tokens()
+    records = lines(train(make_job(global_batch_size=8, micro_batch_size=2, data={"sources": sources}), hook))
+    for record, tokens in zip(records, hook.seen, strict=True):
+        weighted = sum(record[f"loss/{name}"] * count for name, count in tokens.items())
+        assert record["loss"] == pytest.approx(weighted / sum(tokens.values()), rel=1e-6)
+
+
+def test_a_source_without_a_token_in_a_step_has_no_loss_in_it(make_job, train, lines):
+    sources = (Numbers(name="often", weight=7.0), Numbers(name="rare"), Numbers(name="never", weight=0.0))
+    records = lines(train(make_job(steps=8, global_batch_size=4, data={"sources": sources})))
+    assert [record.keys() & {"loss/often", "loss/rare", "loss/never"} for record in records].count(
+        {"loss/often", "loss/rare"}
+    ) == 4
+    assert all("loss/often" in record and "loss/never" not in record for record in records)
 
 
 def test_frozen_parameters_stay_and_are_not_counted_in_the_norm(make_job, build, train):

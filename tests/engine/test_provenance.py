@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import shutil
 
 import pytest
 
-from forge_core.engine.provenance import collect, compare
+from forge_core.engine.provenance import check_tokenizer, collect, compare
+from forge_core.engine.trainer import Trainer
 from forge_core.errors import CheckpointError
 from forge_core.plugins.catalog import Catalog, core_version
+from forge_core.testing import tiny_job
 
 ROUTER = """
 from forge_core.testing import TinyModel
@@ -56,9 +60,23 @@ def test_another_version_is_a_warning_with_both():
     assert compare(was, now) == ["forge-run was 0.0.9 when the checkpoint was saved, and is 0.1.0 (abc) now"]
 
 
+def test_with_changes_a_missing_distribution_is_a_warning():
+    was = recorded(**{"forge-plugin-sophia": {"version": "0.3.1"}})
+    [warning] = compare(was, recorded(), with_changes=True)
+    assert warning == "the checkpoint used forge-plugin-sophia 0.3.1, which is not installed"
+
+
+def test_a_file_that_has_moved_is_known_by_its_name():
+    was, now = recorded(), recorded()
+    was["files"], now["files"] = {"/a/r.py": "1"}, {"/b/r.py": "1"}
+    assert compare(was, now) == []
+    now["files"] = {"/b/r.py": "2"}
+    assert compare(was, now) == ["/a/r.py has changed since the checkpoint was saved"]
+
+
 def test_another_tokenizer_is_refused():
     with pytest.raises(CheckpointError, match="trained with another tokenizer"):
-        compare(recorded() | {"tokenizer": "a"}, recorded() | {"tokenizer": "b"})
+        check_tokenizer(recorded() | {"tokenizer": "a"}, recorded() | {"tokenizer": "b"})
 
 
 def test_a_changed_file_is_a_warning():
@@ -84,3 +102,50 @@ def test_a_continued_run_warns_of_another_version(make_job, train):
     path.write_text(json.dumps(manifest))
     with pytest.warns(UserWarning, match=r"forge-run was 0\.0\.1"):
         train(make_job(steps=3))
+
+
+class TestARealDistribution:
+    """One that is installed for a run and then changes, or goes."""
+
+    @pytest.fixture
+    def install(self, tmp_path, monkeypatch):
+        site = tmp_path / "site"
+        site.mkdir()
+        (site / "throwaway.py").write_text(
+            "from attrs import define\nfrom forge_core import TrainingHook\n"
+            "@define(kw_only=True, slots=False)\nclass Watch(TrainingHook):\n    pass\n"
+        )
+        monkeypatch.syspath_prepend(site)
+
+        def put(version: str | None) -> Catalog:
+            """The catalog with this version of it, or without it."""
+            for old in site.glob("*.dist-info"):
+                shutil.rmtree(old)
+            if version is not None:
+                info = site / f"forge_plugin_throwaway-{version}.dist-info"
+                info.mkdir()
+                (info / "METADATA").write_text(
+                    f"Metadata-Version: 2.1\nName: forge-plugin-throwaway\nVersion: {version}\n"
+                )
+                (info / "entry_points.txt").write_text("[forge.hook]\nwatch = throwaway:Watch\n")
+            importlib.invalidate_caches()
+            return Catalog.installed()
+
+        return put
+
+    def run(self, catalog, tmp_path, steps, hooks=("watch",), **options):
+        made = {name: catalog.load("hook", name)() for name in hooks}
+        job = tiny_job(str(tmp_path), catalog, steps=steps, hooks=made)
+        return Trainer(job, catalog=catalog, echo=lambda text: None, **options).run()
+
+    def test_another_version_is_a_warning_with_both(self, install, tmp_path):
+        self.run(install("1.0"), tmp_path, 2)
+        with pytest.warns(UserWarning, match=r"forge-plugin-throwaway was 1\.0 when .* and is 1\.1 now"):
+            assert self.run(install("1.1"), tmp_path, 4).step == 4
+
+    def test_without_it_the_run_refuses_with_the_command_that_installs_it(self, install, tmp_path):
+        self.run(install("1.0"), tmp_path, 2)
+        with pytest.raises(CheckpointError, match=r"not installed: pip install forge-plugin-throwaway==1\.0"):
+            self.run(install(None), tmp_path, 4, hooks=())
+        with pytest.warns(UserWarning, match=r"forge-plugin-throwaway 1\.0, which is not installed"):
+            assert self.run(install(None), tmp_path, 4, hooks=(), resume_with_changes=True).step == 4

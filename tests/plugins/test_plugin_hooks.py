@@ -43,7 +43,7 @@ def test_an_implementation_may_answer_instead_of_the_component(make_job, build):
             return lambda step, total: 0.25
 
     run = build(make_job(plugins={"instead": Instead()}))
-    assert run.rates.apply(0) == 0.0025
+    assert run.rates.apply(0, 0) == 0.0025
 
 
 @define(kw_only=True, slots=False)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from attrs import field, frozen
 from attrs.validators import ge, gt
 
-from forge_core.components import OptimizerComponent
+from forge_core.components import OptimizerComponent, when_resumed
 
 if TYPE_CHECKING:
     import torch
@@ -38,7 +38,7 @@ class AdamW(OptimizerComponent):
     """Each step takes lr x this of a weight away."""
     decay_embeddings: bool = False
     """Also decay embeddings (a tied head is one)."""
-    fused: bool = True
+    fused: bool = field(default=True, metadata=when_resumed("safe"))
     """One kernel for the whole update. false: torch's loop over parameters, for comparison."""
 
     def build(self, context: BuildContext, parameters: NamedParameters) -> torch.optim.Optimizer:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from attrs import field, frozen
 from attrs.validators import ge
 
-from forge_core.components import LossComponent
+from forge_core.components import LossComponent, when_resumed
 
 if TYPE_CHECKING:
     from forge_core.context import BuildContext
@@ -23,7 +23,7 @@ class ChunkedCrossEntropy(LossComponent):
     logits are still in the cache. Same objective, head and vocabulary splits as the core's `cross_entropy`.
     """
 
-    chunk_tokens: int = field(default=0, validator=ge(0))
+    chunk_tokens: int = field(default=0, validator=ge(0), metadata=when_resumed("safe"))
     """Positions whose logits exist at a time. 0: 512 on the CPU, as measured (see the README), 4096 elsewhere."""
     z_loss: float = field(default=0.0, validator=ge(0))
     """Weight of log(Z)² in the objective, Z the softmax's normaliser, which keeps logits from drifting (PaLM, Chowdhery

@@ -24,6 +24,8 @@ class Samples(TrainingHook):
     The curve is the same with and without it. Rank 0 samples alone, so layouts that split the model are refused.
     """
 
+    resumes_as = "safe"
+
     prompts: tuple[str, ...] = field(default=("",), validator=min_len(1))
     """Texts to continue; an empty one starts a new document."""
     max_tokens: int = field(default=120, validator=gt(0))

@@ -28,6 +28,10 @@ class TensorBoardLogger:
         if "loss" not in record:
             self._writer.flush()
 
+    def flush(self) -> None:
+        """A checkpoint follows: what is still in the writer's queue would be lost with the process."""
+        self._writer.flush()
+
     def close(self) -> None:
         self._writer.close()
 

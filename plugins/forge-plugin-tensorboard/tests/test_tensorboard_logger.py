@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import multiprocessing
+import os
+import signal
 import subprocess
 import sys
 
@@ -46,6 +49,21 @@ def test_a_run_shows_what_its_metrics_say(make_job, train, lines):
         assert [value for _, value in found[f"train/{name}"]] == pytest.approx([record[name] for record in records])
     assert [step for step, _ in found["eval/loss"]] == [2, 4]
     assert found["eval/loss"][-1][1] == pytest.approx(summary.evaluation["eval/loss"])
+
+
+def test_what_came_before_a_checkpoint_outlives_a_killed_process(tmp_path):
+    def log_and_die():
+        logger = TensorBoardLogger(tmp_path)
+        logger.start(0)
+        for step in range(1, 6):
+            logger.log({"step": step, "loss": 2.0})
+        logger.flush()  # as before a checkpoint
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    process = multiprocessing.get_context("fork").Process(target=log_and_die)
+    process.start()
+    process.join()
+    assert [step for step, _ in shown(tmp_path)["train/loss"]] == [1, 2, 3, 4, 5]
 
 
 class Crash(TrainingHook):

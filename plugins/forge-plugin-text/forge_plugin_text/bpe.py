@@ -11,8 +11,8 @@ from attrs import field, frozen
 from attrs.validators import ge, gt, min_len
 
 from forge_core.components import TokenizerComponent
+from forge_core.data.cache import cached_folder, digest_of
 from forge_core.errors import JobError, Problem
-from forge_plugin_text.cache import cached_folder, digest_of
 from forge_plugin_text.file import TokenizerFile
 
 if TYPE_CHECKING:

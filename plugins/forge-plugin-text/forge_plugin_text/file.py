@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from attrs import frozen
+from attrs import field, frozen
 
-from forge_core.components import TokenizerComponent
+from forge_core.components import TokenizerComponent, when_resumed
 from forge_core.errors import JobError, Problem
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ USUAL_END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "<｜end▁of▁sentenc
 class TokenizerFile(TokenizerComponent):
     """A tokenizer in Hugging Face's format. Ids are those of the file, with nothing put around a text."""
 
-    path: str
+    path: str = field(metadata=when_resumed("safe"))
     """The `tokenizer.json`. A relative path starts at the current directory."""
     end_of_text: str = ""
     """The special token that ends a document; empty: the first of `<|endoftext|>`, `<|end_of_text|>`,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import attrs
 from attrs import frozen
 
-from forge_core.components import DatasetComponent
+from forge_core.components import DatasetComponent, when_resumed
 from forge_core.errors import JobError, Problem
 from forge_plugin_text.corpus import Corpus
 from forge_plugin_text.listing import TextFile
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from forge_core.config.job import Job
     from forge_core.context import BuildContext
     from forge_core.parallel.layout import Layout
-    from forge_core.protocols import Dataset
+    from forge_core.protocols import Documents
 
 
 def _off_or_at_least_two(_: Any, attribute: attrs.Attribute, value: int) -> None:
@@ -37,7 +37,7 @@ class CorpusDataset(DatasetComponent):
     held_out_list: str = ""
     """File that names the documents to hold out, one a line (`#` starts a comment line); empty: none. Names that the
     corpus does not have are passed over, as long as it has one."""
-    verify: Literal["sizes", "full"] = "sizes"
+    verify: Literal["sizes", "full"] = attrs.field(default="sizes", metadata=when_resumed("safe"))
     """What is checked of cached token files: their sizes, or also their SHA-256, which finds flipped bytes."""
 
     def files(self) -> tuple[TextFile, ...]:
@@ -68,20 +68,19 @@ class CorpusDataset(DatasetComponent):
         """Texts of the documents that are not held out."""
         return (document.text for document, held_out in self.corpus().documents() if not held_out)
 
-    def build(self, context: BuildContext) -> Dataset:
-        """The sequences, of tokens that come from the cache.
+    def build(self, context: BuildContext) -> Documents:
+        """The tokenised documents, from the cache.
 
         Raises:
-            JobError: the corpus cannot be read, is empty, too short for one sequence, or changes while it is read.
+            JobError: the corpus cannot be read, or changes while it is read.
         """
         if context.tokenizer is None:
             raise JobError(_NO_TOKENIZER)
-        from forge_plugin_text.sequences import open_sequences
-        from forge_plugin_text.tokens import cached_tokens
+        from forge_plugin_text.tokens import cached_tokens, open_documents
 
         corpus = self.corpus()
         stored = cached_tokens(corpus, context.tokenizer, self.verify)
-        return open_sequences(stored, corpus, context.job.train.seq_len, context.tokenizer.end_of_text)
+        return open_documents(stored, corpus)
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
         if job.data.tokenizer is None:

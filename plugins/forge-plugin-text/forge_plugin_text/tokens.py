@@ -1,19 +1,15 @@
-"""Token files: every document's ids, one after the other, each ended by end-of-text.
-
-`train.tokens` and `held_out.tokens` are plain little-endian integers, two bytes each where the vocabulary allows.
-"""
+"""The token files of a corpus, kept in the cache: `train` and `held_out` (see `forge_core.data.token_file`)."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-
-from forge_core.errors import ForgeError, JobError
-from forge_plugin_text.cache import CachedFolder, Verify, cached_folder, digest_of
+from forge_core.data.cache import CachedFolder, Verify, cached_folder, digest_of
+from forge_core.data.token_file import Header, TokenFile, TokenFileWriter
+from forge_core.errors import JobError
 from forge_plugin_text.corpus import Corpus
 from forge_plugin_text.reading import Document
 
@@ -22,7 +18,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 """Part of the key: raise it when the same inputs give other files."""
 TRAIN, HELD_OUT = "train", "held_out"
 PIECE_CHARACTERS = 1 << 22
@@ -59,14 +55,33 @@ def cached_tokens(corpus: Corpus, tokenizer: Tokenizer, verify: Verify) -> Cache
     return cached_folder("tokens", key, make, verify)
 
 
+def open_documents(stored: CachedFolder, corpus: Corpus) -> TokenFile:
+    """The documents of both splits.
+
+    Raises:
+        JobError: nothing is held out although the job asks for it.
+    """
+    held_out = None
+    if corpus.split.holds_out_any:
+        if not stored.info[HELD_OUT]["tokens"]:
+            raise JobError(f"{corpus}: none of the documents to hold out is there or has text; choose others")
+        held_out = TokenFile(stored.path / HELD_OUT)
+    return TokenFile(stored.path / TRAIN, held_out)
+
+
 def write_tokens(folder: Path, corpus: Corpus, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Encode a corpus into `folder`. Gives the type of the integers and the counts of both splits."""
-    dtype = "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
-    with TokenWriter(folder, TRAIN, dtype, tokenizer) as train, TokenWriter(folder, HELD_OUT, dtype, tokenizer) as rest:
+    """Encode a corpus into `folder`. Gives the counts of both splits."""
+    vocabulary = tokenizer.vocab_size, tokenizer.end_of_text
+    with TokenFileWriter(folder / TRAIN, *vocabulary) as train, TokenFileWriter(folder / HELD_OUT, *vocabulary) as rest:
         for batch in batches(pieces(corpus.documents())):
             for piece, ids in zip(batch, tokenizer.encode_batch([piece.text for piece in batch]), strict=True):
-                (rest if piece.held_out else train).write(piece, ids)
-    return {"dtype": dtype, TRAIN: train.counts(), HELD_OUT: rest.counts()}
+                writer = rest if piece.held_out else train
+                writer.add(piece.document, ids, text_bytes=len(piece.text.encode()), is_last=piece.is_last)
+    return {TRAIN: _counts(train.header()), HELD_OUT: _counts(rest.header())}
+
+
+def _counts(header: Header) -> dict[str, int]:
+    return {"documents": header.documents, "tokens": header.tokens, "bytes": header.text_bytes}
 
 
 def pieces(documents: Iterable[tuple[Document, bool]]) -> Iterator[Piece]:
@@ -103,52 +118,3 @@ def batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
             batch, characters = [], 0
     if batch:
         yield batch
-
-
-class TokenWriter:
-    """Appends the ids of one split to its file, and counts."""
-
-    def __init__(self, folder: Path, split: str, dtype: str, tokenizer: Tokenizer) -> None:
-        self._file = token_file(folder, split).open("wb")
-        self._dtype, self._tokenizer = dtype, tokenizer
-        self._end = np.array([tokenizer.end_of_text], dtype).tobytes()
-        self._documents = self._tokens = self._bytes = 0
-
-    def __enter__(self) -> TokenWriter:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._file.close()
-
-    def write(self, piece: Piece, ids: Sequence[int]) -> None:
-        """Append one piece, and end-of-text if it ends its document.
-
-        Raises:
-            ForgeError: the tokenizer gave an id that a text must not have.
-        """
-        self._file.write(self._checked(piece, ids).astype(self._dtype).tobytes())
-        if piece.is_last:
-            self._file.write(self._end)
-        self._documents += piece.is_last
-        self._tokens += len(ids) + piece.is_last
-        self._bytes += len(piece.text.encode())
-
-    def counts(self) -> dict[str, int]:
-        """Documents, tokens (each end-of-text included), and the UTF-8 bytes that they stand for."""
-        return {"documents": self._documents, "tokens": self._tokens, "bytes": self._bytes}
-
-    def _checked(self, piece: Piece, ids: Sequence[int]) -> np.ndarray:
-        array = np.asarray(ids, dtype=np.int64)
-        vocab_size, end_of_text = self._tokenizer.vocab_size, self._tokenizer.end_of_text
-        bad = array[(array < 0) | (array >= vocab_size) | (array == end_of_text)]
-        if bad.size:
-            raise ForgeError(
-                f"the tokenizer encoded {piece.document} with id {bad[0]}; ids of text lie within "
-                f"[0, {vocab_size}) and are never {end_of_text}, the end-of-text. This is an error of the tokenizer"
-            )
-        return array
-
-
-def token_file(folder: Path, split: str) -> Path:
-    """Where the ids of a split lie."""
-    return folder / f"{split}.tokens"

@@ -113,7 +113,7 @@ def test_a_dataset_of_its_own_files_needs_only_to_name_them(here: Path, make_con
             return tuple(find_files(["**/notes.md"]))
 
     write("a/notes.md", "b/notes.md", "b/other.md", text="some notes")
-    assert len(Notes(held_out_every=2).build(make_context(seq_len=5)).held_out) == 3
+    assert len(Notes(held_out_every=2).build(make_context()).held_out) == 11
 
 
 def test_a_link_to_nothing_is_an_error_that_names_it(here: Path, make_context) -> None:

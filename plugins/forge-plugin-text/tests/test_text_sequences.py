@@ -10,12 +10,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from forge_core.errors import ForgeError, JobError
+from forge_core.data.cache import CachedFolder
+from forge_core.data.packing import Concatenate
+from forge_core.data.token_file import HEADER, TokenFile
+from forge_core.data.windows import TrainingWindows
+from forge_core.errors import ForgeError
 from forge_plugin_text import Text, tokens
 from forge_plugin_text.bytes import ByteTokenizer
-from forge_plugin_text.cache import CachedFolder
 from forge_plugin_text.reading import Document
-from forge_plugin_text.sequences import TrainingSequences, open_sequences
 from forge_plugin_text.split import Split
 
 END = ByteTokenizer.end_of_text
@@ -41,10 +43,10 @@ def stream(texts: list[str]) -> list[int]:
     return [id_ for text in texts if text for id_ in (*text.encode(), END)]
 
 
-def sequences(folder: Path, texts: list[str], seq_len: int, every: int = 0) -> TrainingSequences:
+def sequences(folder: Path, texts: list[str], seq_len: int, every: int = 0) -> TrainingWindows:
     corpus = FakeCorpus(texts, Split(every))
     info = tokens.write_tokens(folder, corpus, ByteTokenizer())
-    return open_sequences(CachedFolder(folder, info), corpus, seq_len, END)
+    return TrainingWindows(tokens.open_documents(CachedFolder(folder, info), corpus), seq_len, Concatenate())
 
 
 texts = st.lists(st.text(max_size=30), min_size=2, max_size=12)
@@ -57,11 +59,10 @@ def test_every_training_token_is_an_input_once_and_its_label_is_the_next(
     tmp_path: Path, texts: list[str], seq_len: int
 ) -> None:
     expected = stream(texts)
-    if len(expected) <= seq_len:
-        with pytest.raises(JobError, match="the training split of"):
-            sequences(tmp_path, texts, seq_len)
-        return
     data = sequences(tmp_path, texts, seq_len)
+    if len(expected) <= seq_len:
+        assert len(data) == 0
+        return
     inputs = np.concatenate([data[i]["input_ids"] for i in range(len(data))]).tolist()
     labels = np.concatenate([data[i]["labels"] for i in range(len(data))]).tolist()
     assert len(inputs) == len(data) * seq_len
@@ -90,7 +91,8 @@ def test_every_held_out_token_is_a_label_once_after_the_token_before_it(
 def test_held_out_text_never_reaches_training(here: Path, make_context) -> None:
     for number in range(12):
         Path(f"{number:02}.txt").write_text(chr(ord("a") + number) * 9)
-    data = Text(path=".", held_out_every=5).build(make_context())
+    documents = Text(path=".", held_out_every=5).build(make_context())
+    data = TrainingWindows(documents, 4, Concatenate())
     trained = {id_ for i in range(len(data)) for row in data[i].values() for id_ in row.tolist()}
     held = {id_ for i in range(len(data.held_out)) for row in data.held_out[i].values() for id_ in row.tolist()}
     assert held - {END, -100} == set(b"afk")
@@ -106,15 +108,6 @@ def test_nothing_held_out_means_no_held_out_dataset(tmp_path: Path) -> None:
     data = sequences(tmp_path, ["some", "text"], seq_len=4)
     assert data.held_out is None
     assert data.bytes_per_token is None
-
-
-def test_a_training_split_that_is_too_short_is_an_error_with_the_figures(tmp_path: Path) -> None:
-    with pytest.raises(JobError) as caught:
-        sequences(tmp_path, ["abc", "", "defg"], seq_len=9)
-    assert str(caught.value) == (
-        "the training split of 3 texts has 9 tokens in 2 documents, fewer than train.seq_len + 1 = 10; "
-        "add text or shorten train.seq_len"
-    )
 
 
 @pytest.mark.parametrize("index", [-1, 2, 100])
@@ -151,9 +144,9 @@ def test_ids_take_two_bytes_where_the_vocabulary_allows_and_four_otherwise(
     tokenizer.vocab_size = vocab_size
     corpus = FakeCorpus(["abcdef"], Split())
     info = tokens.write_tokens(tmp_path, corpus, tokenizer)
-    assert (tmp_path / "train.tokens").stat().st_size == 8 * width
-    sample = open_sequences(CachedFolder(tmp_path, info), corpus, 4, END)[0]
-    assert sample["input_ids"].tolist() == [vocab_size - 1, *b"abc"]
+    assert (tmp_path / "train.bin").stat().st_size == HEADER.size + 8 * width
+    documents = tokens.open_documents(CachedFolder(tmp_path, info), corpus)
+    assert documents.tokens(0, 4).tolist() == [vocab_size - 1, *b"abc"]
 
 
 @pytest.mark.parametrize("wrong", [END, 257, -1])
@@ -177,7 +170,9 @@ def test_a_very_long_document_is_encoded_in_pieces_and_stays_one_document(
     assert cut[:2] == ["one", "\ntwo three"]
     info = tokens.write_tokens(tmp_path, FakeCorpus([text, "b"], Split()), ByteTokenizer())
     assert info["train"] == {"documents": 2, "tokens": len(text) + 3, "bytes": len(text) + 1}
-    assert np.fromfile(tmp_path / "train.tokens", "<u2").tolist() == stream([text, "b"])
+    documents = TokenFile(tmp_path / "train")
+    assert documents.tokens(0, len(documents)).tolist() == stream([text, "b"])
+    assert documents.ends().tolist() == [len(text) + 1, len(text) + 3]
 
 
 def test_batches_are_bounded_in_characters_and_number(monkeypatch: pytest.MonkeyPatch) -> None:

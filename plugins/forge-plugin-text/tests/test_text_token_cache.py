@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from forge_core.data import cache
 from forge_core.errors import ForgeError, JobError
-from forge_plugin_text import Text, cache, corpus
+from forge_plugin_text import Text, corpus
 from forge_plugin_text.bytes import ByteTokenizer
 
 
@@ -56,8 +57,8 @@ def token_folder(cache: Path) -> Path:
     return folder
 
 
-def content(dataset) -> list[list[int]]:
-    return [dataset[i]["labels"].tolist() for i in range(len(dataset))]
+def content(documents) -> list[int]:
+    return documents.tokens(0, len(documents)).tolist()
 
 
 # --- hits and misses -------------------------------------------------------------------------------------------------
@@ -107,7 +108,7 @@ def test_a_file_edited_to_the_same_size_and_time_is_noticed(build, here: Path, i
     os.utime(here / "a.txt", ns=(before.st_atime_ns, before.st_mtime_ns))
     dataset, encoded = build()
     assert encoded == 2
-    assert bytes(content(dataset)[0]) == b"IRST"
+    assert bytes(content(dataset)[:5]) == b"FIRST"
 
 
 def test_a_file_touched_but_not_changed_costs_no_encoding(build, here: Path, index_at_once: None) -> None:
@@ -128,13 +129,6 @@ def test_another_tokenizer_has_its_own_token_files(build) -> None:
     assert build(CountingTokenizer("another"))[1] == 2
 
 
-def test_the_sequence_length_does_not_matter_to_the_cache(build, make_context) -> None:
-    build()
-    tokenizer = CountingTokenizer()
-    assert len(Text(path="*.txt").build(make_context(tokenizer, seq_len=2))) == 15
-    assert tokenizer.encoded == 0
-
-
 def test_an_index_that_cannot_be_read_is_made_again(build, cache: Path) -> None:
     build()
     [index] = (cache / "files").iterdir()
@@ -146,11 +140,11 @@ def test_an_index_that_cannot_be_read_is_made_again(build, cache: Path) -> None:
 
 
 def truncate(folder: Path) -> None:
-    os.truncate(folder / "train.tokens", 10)
+    os.truncate(folder / "train.bin", 10)
 
 
 def remove(folder: Path) -> None:
-    (folder / "train.tokens").unlink()
+    (folder / "train.bin").unlink()
 
 
 def spoil_manifest(folder: Path) -> None:
@@ -163,16 +157,16 @@ def change_format(folder: Path) -> None:
 
 
 def flip(folder: Path) -> None:
-    data = bytearray((folder / "train.tokens").read_bytes())
-    data[2] ^= 1  # of the second token: the first is no label
-    (folder / "train.tokens").write_bytes(data)
+    data = bytearray((folder / "train.bin").read_bytes())
+    data[-2] ^= 1
+    (folder / "train.bin").write_bytes(data)
 
 
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
-        (truncate, "train.tokens has 10 bytes, its manifest says 62"),
-        (remove, "train.tokens: No such file or directory"),
+        (truncate, "train.bin has 10 bytes, its manifest says 126"),
+        (remove, "train.bin: No such file or directory"),
         (spoil_manifest, "manifest.json cannot be read"),
         (change_format, "manifest.json describes another folder"),
     ],
@@ -204,12 +198,11 @@ def test_the_manifest_holds_sizes_digests_and_counts(build, cache: Path) -> None
     build(held_out_every=2)
     folder = token_folder(cache)
     manifest = json.loads((folder / "manifest.json").read_text())
-    assert set(manifest["files"]) == {"train.tokens", "held_out.tokens"}
+    assert set(manifest["files"]) == {"train.bin", "train.ends", "held_out.bin", "held_out.ends"}
     for name, described in manifest["files"].items():
         path = folder / name
         assert described == {"size": path.stat().st_size, "sha256": _sha256sum(path)}
     assert manifest["info"] == {
-        "dtype": "<u2",
         "train": {"documents": 1, "tokens": 16, "bytes": 15},
         "held_out": {"documents": 1, "tokens": 15, "bytes": 14},
     }
@@ -250,8 +243,8 @@ def test_what_died_long_ago_is_cleared_and_what_is_being_made_stays(build, cache
     dead, alive = (folder.with_name(f".{folder.name}.{name}") for name in ("dead", "alive"))
     for leftover in (dead, alive):
         leftover.mkdir()
-        (leftover / "train.tokens").touch()
-    for path in (dead / "train.tokens", dead):
+        (leftover / "train.bin").touch()
+    for path in (dead / "train.bin", dead):
         os.utime(path, (1, 1))
     truncate(folder)
     build()
@@ -264,7 +257,7 @@ def test_the_first_of_two_makers_without_locks_wins(cache: Path, monkeypatch: py
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr("fcntl.flock", no_locks)
-    from forge_plugin_text.cache import cached_folder
+    from forge_core.data.cache import cached_folder
 
     def make(name: str, folder: Path) -> dict[str, str]:
         (folder / "content").write_text(name)
@@ -296,7 +289,7 @@ class Slow(ByteTokenizer):
 
 job = Namespace(train=Namespace(seq_len=4))
 data = Text(path="*.txt").build(Namespace(job=job, tokenizer=Slow()))
-print([data[i]["labels"].tolist() for i in range(len(data))])
+print(data.tokens(0, len(data)).tolist())
 """
 
 

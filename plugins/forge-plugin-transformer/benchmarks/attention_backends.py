@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from forge_plugin_transformer.attention_backends import SUPPORTED, Choice, Kernel
+from forge_plugin_transformer.document_backends import DocumentChoice
 from forge_plugin_transformer.modules.attention_core import AttentionCore
 
 HEADER = """\
@@ -70,10 +71,11 @@ def one_pass(
     def random(heads: int) -> Tensor:
         return torch.randn(batch, length, heads, head_dim, dtype=dtype, device=device).requires_grad_()
 
-    core, (q, k, v), grad = AttentionCore(Choice(kernel, "")), map(random, (HEADS, KV_HEADS, KV_HEADS)), random(HEADS)
+    core = AttentionCore(Choice(kernel, ""), DocumentChoice("mask", ""))
+    (q, k, v), grad = map(random, (HEADS, KV_HEADS, KV_HEADS)), random(HEADS)
 
     def run() -> None:
-        torch.autograd.grad(core(q, k, v), (q, k, v), grad)
+        torch.autograd.grad(core(q, k, v, {}), (q, k, v), grad)
 
     return run
 

@@ -56,10 +56,6 @@ class Measurement:
     def fastest(self) -> Kernel:
         return min(self.milliseconds, key=self.milliseconds.__getitem__)
 
-    def distance(self, seq_len: int, head_dim: int) -> tuple[float, float]:
-        """How far away a shape is, in octaves: length first, then width of the heads."""
-        return abs(math.log2(self.seq_len / seq_len)), abs(math.log2(self.head_dim / head_dim))
-
 
 @frozen
 class Table:
@@ -74,11 +70,16 @@ class Table:
         rows = [row for row in self.rows if (row.device, row.dtype) == (device, dtype)]
         if not rows:
             return Choice("torch", f"torch chooses: nothing is measured for {dtype} on {device}")
-        nearest = min(rows, key=lambda row: row.distance(seq_len, head_dim))
+        nearest = min(rows, key=lambda row: distance((row.seq_len, row.head_dim), (seq_len, head_dim)))
         kernel = nearest.fastest()
         times = ", ".join(f"{name} {time:g} ms" for name, time in nearest.milliseconds.items())
         shape = f"length {nearest.seq_len}, head_dim {nearest.head_dim}"
         return Choice(kernel, f"fastest at {shape}: {times}; {self.measured}")
+
+
+def distance(shape: tuple[int, int], other: tuple[int, int]) -> tuple[float, float]:
+    """How far apart two shapes (seq_len, head_dim) are, in octaves: length first, then width of the heads."""
+    return abs(math.log2(shape[0] / other[0])), abs(math.log2(shape[1] / other[1]))
 
 
 @cache

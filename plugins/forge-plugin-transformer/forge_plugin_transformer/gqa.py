@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 from attrs import field, frozen
 from attrs.validators import ge, gt
 
-from forge_core.components import default_type
+from forge_core.components import default_type, when_resumed
 from forge_core.errors import Problem
 from forge_plugin_transformer.attention_backends import DTYPES, Backend, backend_problem, choose_backend
+from forge_plugin_transformer.document_backends import Documents, choose_documents, documents_problem
 from forge_plugin_transformer.kinds import AttentionComponent, InitStd, RopeComponent
 
 if TYPE_CHECKING:
@@ -35,13 +36,17 @@ class GroupedQueryAttention(AttentionComponent):
     """`[model.attention.rope]`: position encoding, and how it is stretched to longer sequences."""
     qk_norm: bool = False
     """Whether queries and keys are RMS-normalised per head before the position encoding, with a learned gain."""
-    qk_norm_eps: float = field(default=1e-6, validator=gt(0))
+    qk_norm_eps: float = field(default=1e-6, validator=gt(0), metadata=when_resumed("flag"))
     """Added to the mean square in that normalisation."""
     bias: bool = False
     """Whether the four projections have biases."""
-    backend: Backend = "auto"
+    backend: Backend = field(default="auto", metadata=when_resumed("safe"))
     """Kernel. auto: the fastest by the committed measurements, torch's own choice where there are none. flash,
     efficient, math and cudnn are torch's; gemm is blocks of plain matrix products."""
+    documents: Documents = field(default="auto", metadata=when_resumed("safe"))
+    """How the documents of a packed sequence are kept apart. mask: all pairs of positions are computed, and hidden
+    where they cross. segments (CPU): document by document, short ones in groups. varlen (CUDA, half precision): torch's
+    kernel for sequences of several lengths. auto: the fastest by the committed measurements."""
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
         kv_heads = self.kv_heads or self.heads
@@ -57,8 +62,13 @@ class GroupedQueryAttention(AttentionComponent):
         """Only where the job says on which device it runs; else the build tells."""
         if job.train.device == "auto":
             return
-        if problem := backend_problem(self.backend, job.train.device, DTYPES[job.train.precision]):
+        device, dtype = job.train.device, DTYPES[job.train.precision]
+        if problem := backend_problem(self.backend, device, dtype):
             yield Problem("backend", problem)
+            return
+        kernel = "torch" if self.backend == "auto" else self.backend
+        if problem := documents_problem(self.documents, device, dtype, kernel):
+            yield Problem("documents", problem)
 
     def width_problems(self, dim: int) -> Iterable[Problem]:
         if self.head_dim:
@@ -74,13 +84,15 @@ class GroupedQueryAttention(AttentionComponent):
         from forge_plugin_transformer.modules.attention_core import AttentionCore
 
         head_dim = self.head_dim or dim // self.heads
+        kernel = choose_backend(self.backend, context, head_dim)
+        documents = choose_documents(self.documents, kernel.kernel, context, head_dim)
         return attention.GroupedQueryAttention(
             dim,
             heads=self.heads,
             kv_heads=self.kv_heads or self.heads,
             head_dim=head_dim,
             rotary=context.at("rope").build(self.rope, head_dim=head_dim),
-            core=AttentionCore(choose_backend(self.backend, context, head_dim)),
+            core=AttentionCore(kernel, documents),
             qk_norm_eps=self.qk_norm_eps if self.qk_norm else None,
             bias=self.bias,
             init=init,

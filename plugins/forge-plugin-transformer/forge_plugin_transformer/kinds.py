@@ -3,9 +3,9 @@
 Shapes: B sequences, S positions, D model width, H query heads, K key/value heads, E width of a head.
 
 What a component builds may further implement `HasFlops`, `HasRoles`, `HasTensorParallelPlan` and
-`HasFloat8Exemptions` of `forge_core.protocols`, with names relative to itself, and `backend_choices(seq_len)`, which
-gives (what, choice, why) for the plan. The model puts the parts together. A part without `flops` counts 6 for each
-element of its matrices; one without roles gets them by shape.
+`HasFloat8Exemptions` of `forge_core.protocols`, with names relative to itself; `Prepares`; and
+`backend_choices(seq_len)`, which gives (what, choice, why) for the plan. The model puts the parts together. A part
+without `flops` counts 6 for each element of its matrices; one without roles gets them by shape.
 """
 
 from __future__ import annotations
@@ -86,6 +86,7 @@ class RopeComponent(Component):
     """
 
     kind = "rope"
+    resumes_as = "flag"
 
     def build(self, context: BuildContext, head_dim: int) -> nn.Module:
         """Args: `head_dim`, the width E of a head; even."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from attrs import field, frozen
 from attrs.validators import gt
 
+from forge_core.components import when_resumed
 from forge_plugin_transformer.kinds import NormComponent
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 class RMSNorm(NormComponent):
     """Scales by the root mean square, without centring (Zhang & Sennrich 2019)."""
 
-    eps: float = field(default=1e-5, validator=gt(0))
+    eps: float = field(default=1e-5, validator=gt(0), metadata=when_resumed("flag"))
     """Added to the mean square."""
 
     def build(self, context: BuildContext, dim: int) -> nn.Module:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, cast
 from attrs import field, frozen
 from attrs.validators import ge, gt
 
-from forge_core.components import ModelComponent, default_type
+from forge_core.components import ModelComponent, default_type, when_resumed
 from forge_core.errors import JobError, Problem
 from forge_plugin_transformer.kinds import AttentionComponent, FFNComponent, InitStd, NormComponent
 
@@ -39,9 +39,9 @@ class Transformer(ModelComponent):
     """`[model.norm]`: before attention, before the feed-forward part, and before the head."""
     tie_embeddings: bool = False
     """Whether the head is the embedding table, as one parameter."""
-    init_std: float = field(default=0.02, validator=gt(0))
+    init_std: float = field(default=0.02, validator=gt(0), metadata=when_resumed("safe"))
     """Standard deviation of all initial matrices, embedding and head included."""
-    depth_scaled_init: bool = True
+    depth_scaled_init: bool = field(default=True, metadata=when_resumed("safe"))
     """Whether matrices that write into the residual stream are drawn with init_std / sqrt(2 layers) (GPT-2)."""
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from forge_plugin_transformer.attention_backends import Choice
+from forge_plugin_transformer.document_backends import DocumentChoice
 from forge_plugin_transformer.modules import gemm_attention as gemm_module
-from forge_plugin_transformer.modules.attention_core import AttentionCore, document_mask
+from forge_plugin_transformer.modules.attention_core import AttentionCore
+from forge_plugin_transformer.modules.documents import document_mask
 from forge_plugin_transformer.modules.gemm_attention import gemm_attention
 
 CPU_KERNELS = ("torch", "flash", "math", "gemm")
@@ -50,13 +52,16 @@ MASKS = {
 }
 
 
+def core(kernel: str) -> AttentionCore:
+    return AttentionCore(Choice(kernel, ""), DocumentChoice("mask", ""))
+
+
 @pytest.mark.parametrize("masking", MASKS)
 @pytest.mark.parametrize("kernel", CPU_KERNELS)
 def test_forward_and_backward_equal_the_definition(kernel: str, masking: str) -> None:
-    mask, equivalent = MASKS[masking]
     tensors, grad = inputs(), torch.randn(2, 21, 6, 4, dtype=torch.float64)
-    expected = definition(*tensors, equivalent)
-    out = AttentionCore(Choice(kernel, ""))(*tensors, mask)
+    expected = definition(*tensors, MASKS[masking][1])
+    out = core(kernel)(*tensors, {} if masking == "causal" else {"document_ids": documents()})
     torch.testing.assert_close(out, expected)
     expected_grads = torch.autograd.grad(expected, tensors, grad)
     torch.testing.assert_close(torch.autograd.grad(out, tensors, grad), expected_grads)
@@ -88,7 +93,7 @@ def test_gemm_computes_longer_sequences_again(monkeypatch: pytest.MonkeyPatch, k
 
 def test_gemm_keeps_nothing_without_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = []
-    monkeypatch.setattr(gemm_module, "_kept_size", lambda q, k: kept.append(q))
+    monkeypatch.setattr(gemm_module, "kept_size", lambda q, k: kept.append(q))
     with torch.no_grad():
         gemm_attention(*inputs(), None)
     assert not kept
@@ -107,7 +112,7 @@ def test_gemm_in_bf16_is_as_close_to_the_truth_as_flash_at_scores_of_unit_varian
 
     def results(kernel: str, dtype: torch.dtype) -> Tensor:
         tensors = [tensor.to(dtype).requires_grad_() for tensor in low]
-        out = AttentionCore(Choice(kernel, ""))(*tensors)
+        out = core(kernel)(*tensors, {})
         grads = torch.autograd.grad(out, tensors, grad.to(dtype))
         return torch.cat([tensor.double().flatten() for tensor in (out, *grads)])
 
@@ -117,10 +122,8 @@ def test_gemm_in_bf16_is_as_close_to_the_truth_as_flash_at_scores_of_unit_varian
 
 
 def test_a_compiled_graph_is_not_broken() -> None:
-    core = AttentionCore(Choice("gemm", ""))
-    tensors = inputs(torch.float32)
-    compiled = torch.compile(core, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(compiled(*tensors), core(*tensors))
-    torch.testing.assert_close(
-        torch.autograd.grad(compiled(*tensors).sum(), tensors), torch.autograd.grad(core(*tensors).sum(), tensors)
-    )
+    plain, tensors = core("gemm"), inputs(torch.float32)
+    compiled = torch.compile(plain, backend="aot_eager", fullgraph=True)
+    results = [attend(*tensors, {}) for attend in (plain, compiled)]
+    torch.testing.assert_close(*results)
+    torch.testing.assert_close(*(torch.autograd.grad(out.sum(), tensors) for out in results))

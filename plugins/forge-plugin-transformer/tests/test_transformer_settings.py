@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from forge_core import Job, JobError, load_job
-from forge_plugin_transformer import GroupedQueryAttention, Llama3Rope, RMSNorm, SwiGLU, Transformer
+from forge_plugin_transformer import GroupedQueryAttention, Llama3Rope, RMSNorm, SwiGLU, Transformer, document_backends
 from forge_plugin_transformer.attention_backends import Measurement, Table, committed_table
+from forge_plugin_transformer.document_backends import DocumentMeasurement, DocumentTable
 
 REST = """
 [train]
@@ -71,6 +72,14 @@ def test_nested_tables(load_model: LoadModel) -> None:
         ("vocab_size = 8\ndim = 24", "model.attention.heads: dim / heads = 24 / 8 = 3 is odd"),
         ("vocab_size = 8\nattention.kv_heads = 3", "model.attention.kv_heads: 3 does not divide heads, which is 8"),
         ("vocab_size = 8\nattention.head_dim = 7", "model.attention.head_dim: 7 is odd"),
+        (
+            'vocab_size = 8\nattention.documents = "varlen"',
+            "model.attention.documents: varlen does not go with the kernel torch on cpu in",
+        ),
+        (
+            'vocab_size = 8\nattention.backend = "math"\nattention.documents = "segments"',
+            "model.attention.documents: segments does not go with the kernel math on cpu in",
+        ),
         (
             'vocab_size = 8\nattention.backend = "cudnn"',
             "model.attention.backend: cudnn does not run on cpu in float32; there are auto, flash, math, gemm",
@@ -148,11 +157,83 @@ def test_the_committed_table_covers_the_promised_lengths() -> None:
 
 def test_choices_are_told_once(make_model: Callable[..., Any]) -> None:
     assert make_model(attention=GroupedQueryAttention(heads=4, backend="math")).backend_choices(16) == [
-        ("attention", "math", "set by the job")
+        ("attention", "math", "set by the job"),
+        ("documents", "mask", "where a batch tells documents apart; the only way with the kernel math"),
     ]
-    ((what, kernel, why),) = make_model(dtype=torch.bfloat16).backend_choices(16)
+    (what, kernel, why), _ = make_model(dtype=torch.bfloat16).backend_choices(16)
     assert (what, kernel) == ("attention", "gemm")
     assert why.startswith("fastest at length 128, head_dim 32: flash ")
+
+
+# --- documents that share a sequence ---------------------------------------------------------------------------------
+
+
+DOCUMENT_TABLE = DocumentTable(
+    "today, here",
+    [64, 256],
+    [
+        DocumentMeasurement("cpu", "float32", "flash", 256, 32, {"segments": [3.0, 3.0], "mask": [2.0, 2.0]}),
+        DocumentMeasurement("cpu", "float32", "flash", 1024, 32, {"segments": [1.0, 4.0], "mask": [2.0, 5.0]}),
+        DocumentMeasurement("cpu", "float32", "gemm", 1024, 32, {"segments": [9.0, 9.0], "mask": [2.0, 5.0]}),
+    ],
+)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "length", "way"), [("flash", 128, "mask"), ("flash", 900, "segments"), ("gemm", 900, "mask")]
+)
+def test_documents_are_kept_apart_in_the_way_that_is_fastest_with_the_kernel(
+    kernel: str, length: int, way: str
+) -> None:
+    assert DOCUMENT_TABLE.choose("cpu", "float32", kernel, length, 32).way == way
+
+
+def test_the_reason_names_the_documents_and_their_mean_times() -> None:
+    why = DOCUMENT_TABLE.choose("cpu", "float32", "flash", 900, 32).why
+    expected = (
+        "fastest for documents of 64 to 256 at length 1024, head_dim 32: segments 2.5 ms, mask 3.5 ms; today, here"
+    )
+    assert why == expected
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "kernel", "way", "why"),
+    [
+        ("cpu", "float64", "torch", "segments", "computes less than mask; nothing is measured for float64 on cpu with"),
+        ("cuda", "bfloat16", "torch", "varlen", "computes less than mask; nothing is measured for bfloat16 on cuda"),
+        ("cuda", "bfloat16", "flash", "varlen", "the only way with the kernel flash"),
+        ("cuda", "float32", "torch", "mask", "the only way with the kernel torch"),
+    ],
+)
+def test_where_nothing_is_measured_the_way_that_computes_least_is_taken(
+    device: str, dtype: str, kernel: str, way: str, why: str
+) -> None:
+    choice = DOCUMENT_TABLE.choose(device, dtype, kernel, 512, 32)
+    assert choice.way == way
+    assert choice.why.startswith(why)
+
+
+def test_the_job_may_choose_the_way(make_model: Callable[..., Any]) -> None:
+    attention = GroupedQueryAttention(heads=4, kv_heads=2, backend="flash", documents="mask")
+    _, (what, way, why) = make_model(attention=attention).backend_choices(16)
+    assert (what, way) == ("documents", "mask")
+    assert why.endswith("set by the job")
+
+
+def test_a_way_that_does_not_go_with_the_kernel_is_refused_at_build(make_model: Callable[..., Any]) -> None:
+    message = (
+        r"varlen does not go with the kernel flash on cpu in float32; there are auto, segments, mask \(building lay"
+    )
+    with pytest.raises(JobError, match=message):
+        make_model(attention=GroupedQueryAttention(backend="flash", documents="varlen"))
+
+
+def test_the_committed_table_of_documents_covers_the_promised_lengths() -> None:
+    table = document_backends.committed_table()
+    shapes = {(row.dtype, row.kernel, row.seq_len) for row in table.rows if row.device == "cpu"}
+    assert {(d, k, s) for d in ("bfloat16", "float32") for k in ("flash", "gemm") for s in (1024, 2048)} <= shapes
+    assert table.documents == [64, 256, 1024]
+    assert all(len(times) == 3 for row in table.rows for times in row.milliseconds.values())
 
 
 def test_components_need_no_torch() -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from forge_core.modules import Linear
-from forge_plugin_transformer.modules.attention_core import AttentionCore, document_mask, torch_attention
+from forge_plugin_transformer.modules.attention_core import AttentionCore, torch_attention
 from forge_plugin_transformer.modules.norms import RMSNorm
 from forge_plugin_transformer.modules.rotary import rotate
 
@@ -87,6 +87,9 @@ class GroupedQueryAttention(nn.Module):
         self.rotary = rotary
         self.core = core
 
+    def prepare(self, batch: Batch) -> Batch:
+        return self.core.prepare(batch)
+
     def forward(self, x: Tensor, batch: Batch, cache: KVCache | None = None) -> Tensor:
         """(B, S, D) -> (B, S, D). `batch` may hold `positions` and `document_ids`, both (B, S)."""
         q, k, v = (self._heads(project(x)) for project in (self.q, self.k, self.v))
@@ -94,7 +97,7 @@ class GroupedQueryAttention(nn.Module):
             mixed = self._attend_cached(q, k, v, batch, cache)
         else:
             q, k = self._place(q, k, batch.get("positions"))
-            mixed = self.core(q, k, v, _mask(batch))
+            mixed = self.core(q, k, v, batch)
         return self.o(mixed.flatten(2))
 
     def _attend_cached(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, cache: KVCache) -> Tensor:
@@ -127,9 +130,6 @@ class GroupedQueryAttention(nn.Module):
         return plan | ({"q_norm": "replicate", "k_norm": "replicate"} if normed else {})
 
     def backend_choices(self, seq_len: int) -> Sequence[tuple[str, str, str]]:
-        return [("attention", self.core.choice.kernel, self.core.choice.why)]
-
-
-def _mask(batch: Batch) -> Tensor | None:
-    document_ids = batch.get("document_ids")
-    return None if document_ids is None else document_mask(document_ids)
+        kernel, documents = self.core.choice, self.core.documents
+        apart = ("documents", documents.way, f"where a batch tells documents apart; {documents.why}")
+        return [("attention", kernel.kernel, kernel.why), apart]

@@ -5,16 +5,23 @@ Shapes: B sequences, S query positions, T key positions, H query heads, K key/va
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from forge_plugin_transformer.attention_backends import Choice, Kernel
+from forge_plugin_transformer.document_backends import DocumentChoice, Way
+from forge_plugin_transformer.modules.documents import document_bounds, document_mask
 from forge_plugin_transformer.modules.gemm_attention import gemm_attention
+from forge_plugin_transformer.modules.segment_attention import segment_attention
+from forge_plugin_transformer.modules.varlen_attention import varlen_attention
+
+if TYPE_CHECKING:
+    from forge_core.protocols import Batch
 
 TORCH_KERNELS: Mapping[Kernel, SDPBackend] = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -24,26 +31,51 @@ TORCH_KERNELS: Mapping[Kernel, SDPBackend] = {
 }
 WITHOUT_GROUPS: frozenset[Kernel] = frozenset({"efficient", "cudnn"})
 """Kernels that want a key/value head for every query head."""
+PREPARED: Mapping[Way, tuple[str, Callable[[Tensor], Tensor]]] = {
+    "mask": ("document_mask", document_mask),
+    "varlen": ("document_bounds", document_bounds),
+}
+"""What each way needs: its key in the batch, and how it is made of `document_ids`."""
 
 
 class AttentionCore(nn.Module):
-    """Attention over a whole sequence, by the chosen kernel: q (B, S, H, E), k and v (B, S, K, E) -> (B, S, H, E).
+    """Causal attention over whole sequences, within documents where the batch has `document_ids`, by the chosen kernel:
+    q (B, S, H, E), k and v (B, S, K, E) -> (B, S, H, E).
 
     A module of its own, so that a stage which splits the sequence can put another in its place.
     """
 
-    def __init__(self, choice: Choice) -> None:
+    def __init__(self, choice: Choice, documents: DocumentChoice) -> None:
         super().__init__()
         self.choice = choice
+        self.documents = documents
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-        """`mask`: (B, 1, S, S), true where a position may attend, nowhere above the diagonal; None: causal."""
+    def prepare(self, batch: Batch) -> Batch:
+        """The batch with what `forward` needs to know of its documents, unless it is there already."""
+        key, make = PREPARED.get(self.documents.way, (None, None))
+        if "document_ids" not in batch or key is None or key in batch:
+            return batch
+        return {**batch, key: make(batch["document_ids"])}
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
+        """`batch`: as `prepare` gives it; if it is not, every call makes its own."""
+        if "document_ids" not in batch:
+            return self._attend(q, k, v, None)
+        batch = self.prepare(batch)
+        if self.documents.way == "segments":
+            kernel = "gemm" if self.choice.kernel == "gemm" else "flash"
+            return segment_attention(q, k, v, batch["document_ids"], kernel)
+        if self.documents.way == "varlen":
+            return varlen_attention(q, k, v, batch["document_bounds"])
+        return self._attend(q, k, v, batch["document_mask"])
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         if self.choice.kernel == "gemm":
             return gemm_attention(q, k, v, mask)
         return torch_attention(q, k, v, mask, self.choice.kernel)
 
     def extra_repr(self) -> str:
-        return self.choice.kernel
+        return f"{self.choice.kernel}, documents={self.documents.way}"
 
 
 def torch_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kernel: Kernel = "torch") -> Tensor:
@@ -68,10 +100,3 @@ def torch_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kernel
 
 def _only(kernel: Kernel) -> AbstractContextManager[None]:
     return sdpa_kernel(TORCH_KERNELS[kernel]) if kernel in TORCH_KERNELS else nullcontext()
-
-
-def document_mask(document_ids: Tensor) -> Tensor:
-    """Which position may attend to which: those of its own document up to itself. (B, S) -> (B, 1, S, S) bool."""
-    length = document_ids.shape[1]
-    earlier = torch.ones(length, length, dtype=torch.bool, device=document_ids.device).tril_()
-    return ((document_ids[:, :, None] == document_ids[:, None, :]) & earlier)[:, None]

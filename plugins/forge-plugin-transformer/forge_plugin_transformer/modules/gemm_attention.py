@@ -44,27 +44,38 @@ def gemm_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) 
 @torch.library.custom_op("forge_transformer::gemm_attention", mutates_args=())
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, keep: bool) -> tuple[Tensor, Tensor]:
     """The result, and the probabilities of all blocks one after the other, or none if they are not to be kept."""
-    length, groups = k.shape[1:3]
-    q, k, v = (_fold(tensor, groups) for tensor in (q, k, v))
-    out = torch.empty_like(q)
-    kept = q.new_empty(_kept_size(q, k) if keep else 0)
-    for block in _blocks(q, k):
-        p = block.of(kept) if keep else None
-        p = _probabilities(q[:, block.rows], k[:, block.keys], block, mask, p)
-        torch.bmm(p, v[:, block.keys], out=out[:, block.rows])
-    return _unfold(out, groups, length), kept
+    kept = q.new_empty(kept_size(q, k) if keep else 0)
+    return attend(q, k, v, mask, kept), kept
 
 
 @torch.library.custom_op("forge_transformer::gemm_attention_backward", mutates_args=())
 def _attend_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kept: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
+    return attend_backward(grad, q, k, v, mask, kept)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kept: Tensor) -> Tensor:
+    """`gemm_attention` without gradients. `kept`: takes the probabilities, `kept_size` of them; empty: not kept."""
+    blocks, (length, groups) = _blocks(q, k), k.shape[1:3]
+    q, k, v = (_fold(tensor, groups) for tensor in (q, k, v))
+    out = torch.empty_like(q)
+    for block in blocks:
+        p = block.of(kept) if len(kept) else None
+        p = _probabilities(q[:, block.rows], k[:, block.keys], block, mask, p)
+        torch.bmm(p, v[:, block.keys], out=out[:, block.rows])
+    return _unfold(out, groups, length)
+
+
+def attend_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kept: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v; those of k and v add up over the blocks in float32 or wider."""
-    length, groups = k.shape[1:3]
+    blocks, (length, groups) = _blocks(q, k), k.shape[1:3]
     grad, q, k, v = (_fold(tensor, groups) for tensor in (grad, q, k, v))
     grad_q = torch.empty_like(q)
     grad_k, grad_v = (torch.zeros_like(t, dtype=torch.promote_types(t.dtype, torch.float32)) for t in (k, v))
-    for block in _blocks(q, k):
+    for block in blocks:
         rows, keys = block.rows, block.keys
         p = block.of(kept) if len(kept) else _probabilities(q[:, rows], k[:, keys], block, mask)
         grad_v[:, keys] += p.mT @ grad[:, rows]
@@ -80,8 +91,7 @@ def _attend_backward(
 
 @_attend.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, keep: bool) -> tuple[Tensor, Tensor]:
-    folded = (_fold(tensor, k.shape[2]) for tensor in (q, k))
-    return q.new_empty(q.shape), q.new_empty(_kept_size(*folded) if keep else 0)
+    return q.new_empty(q.shape), q.new_empty(kept_size(q, k) if keep else 0)
 
 
 @_attend_backward.register_fake
@@ -94,9 +104,12 @@ def _(
 def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, Tensor | None, bool], output: tuple[Tensor, Tensor]) -> None:
     ctx.save_for_backward(*inputs[:4], output[1])
     ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)  # else zeros are made for what is kept, as large as that
 
 
-def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+def _differentiate(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+    if grad is None:
+        return (None,) * 5
     return *_attend_backward(grad, *ctx.saved_tensors), None, None
 
 
@@ -122,9 +135,9 @@ class _Block(NamedTuple):
 
 
 def _blocks(q: Tensor, k: Tensor) -> Iterator[_Block]:
-    """The blocks of folded queries q (N, S R, E) and keys k (N, S, E)."""
-    products, length, _ = k.shape
-    repeats = q.shape[1] // length
+    """The blocks of queries q (B, S, H, E) and keys k (B, S, K, E)."""
+    batch, length, groups, _ = k.shape
+    products, repeats = batch * groups, q.shape[2] // groups
     end = 0
     for start in range(0, length, BLOCK):
         stop = min(start + BLOCK, length)
@@ -134,7 +147,8 @@ def _blocks(q: Tensor, k: Tensor) -> Iterator[_Block]:
         yield _Block(slice(start, stop), rows, slice(stop), slice(begin, end), shape)
 
 
-def _kept_size(q: Tensor, k: Tensor) -> int:
+def kept_size(q: Tensor, k: Tensor) -> int:
+    """How many probabilities of q (B, S, H, E) and k (B, S, K, E) there are to keep."""
     return sum(math.prod(block.shape) for block in _blocks(q, k))
 
 

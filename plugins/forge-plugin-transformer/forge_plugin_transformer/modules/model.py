@@ -62,6 +62,11 @@ class TransformerModel(nn.Module):
         self.tied = tied
         self._tie()
 
+    def prepare(self, batch: Batch) -> Batch:
+        for _, part in self._parts():
+            batch = parts.prepare(part, batch)
+        return batch
+
     def embed(self, batch: Batch) -> Carry:
         return (self.embedding(batch["input_ids"]),)
 
@@ -69,6 +74,7 @@ class TransformerModel(nn.Module):
         return self.norm(carry[0])
 
     def forward(self, batch: Batch) -> Tensor:
+        batch = self.prepare(batch)
         carry = self.embed(batch)
         for layer in self.layers.values():
             carry = layer(carry, batch)

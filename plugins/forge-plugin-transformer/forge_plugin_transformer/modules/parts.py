@@ -6,7 +6,12 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
-from forge_core.protocols import HasFloat8Exemptions, HasFlops, HasRoles, HasTensorParallelPlan, Role
+from forge_core.protocols import Batch, HasFloat8Exemptions, HasFlops, HasRoles, HasTensorParallelPlan, Prepares, Role
+
+
+def prepare(part: nn.Module, batch: Batch) -> Batch:
+    """The batch with what the part wants in it."""
+    return part.prepare(batch) if isinstance(part, Prepares) else batch
 
 
 def flops(part: nn.Module, seq_len: int) -> float:

@@ -1,0 +1,120 @@
+"""The mixture of sources as a job states it: names, weights and phases, and what is wrong with them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from forge_core.config.job import Job, Phase
+from forge_core.config.suggest import did_you_mean
+from forge_core.errors import Problem
+
+
+def source_names(job: Job) -> list[str]:
+    """The name of each source: its own, or else its number."""
+    return [source.name or str(number) for number, source in enumerate(job.data.sources)]
+
+
+def phase_weights(job: Job) -> list[list[float]]:
+    """Weights of the sources before any phase begins, and in each phase."""
+    weights = [dict(zip(source_names(job), (source.weight for source in job.data.sources), strict=True))]
+    for phase in job.data.phases:
+        weights.append(weights[-1] | dict(phase.weights))
+    return [list(now.values()) for now in weights]
+
+
+def is_drawn(job: Job, number: int) -> bool:
+    """Whether source `number` has a weight at any time."""
+    return any(weights[number] for weights in phase_weights(job))
+
+
+def first_step(phase: Phase, job: Job, step: int = 0, tokens: int = 0) -> int:
+    """Completed steps after which a phase begins.
+
+    Args:
+        step, tokens: how far the run is: completed steps and positions fed. Until there, batches may have had another
+            size than the job says.
+    """
+    if phase.start_step is not None:
+        return phase.start_step
+    return step - (tokens - (phase.start_tokens or 0)) // (job.train.global_batch_size * job.train.seq_len)
+
+
+def lr_factor(job: Job, step: int, tokens: int) -> float:
+    """The phase's factor on the learning rate, after `step` completed steps and `tokens` positions fed."""
+    begun = [phase for phase in job.data.phases if _has_begun(phase, step, tokens)]
+    return begun[-1].lr_factor if begun else 1.0
+
+
+def _has_begun(phase: Phase, step: int, tokens: int) -> bool:
+    return step >= phase.start_step if phase.start_step is not None else tokens >= (phase.start_tokens or 0)
+
+
+# --- rules -------------------------------------------------------------------------------------------------------
+
+
+def mixture_problems(job: Job) -> Iterator[Problem]:
+    """Mistakes in sources and phases that show without reading any data."""
+    if not job.data.sources:
+        yield Problem("data.sources", "there must be at least one source")
+        return
+    yield from _name_problems(job)
+    problems = [*_weight_problems(job), *_phase_problems(job)]
+    yield from problems or _nothing_drawn(job)
+
+
+def _name_problems(job: Job) -> Iterator[Problem]:
+    names = source_names(job)
+    for number, name in enumerate(names):
+        if name in names[:number]:
+            seen = f"{name!r} is the name of data.sources.{names.index(name)} too"
+            fix = "names must differ, and a source without one is called by its number"
+            yield Problem(f"data.sources.{number}.name", f"{seen}; {fix}")
+
+
+def _weight_problems(job: Job) -> Iterator[Problem]:
+    for number, source in enumerate(job.data.sources):
+        yield from _weight_problem(f"data.sources.{number}.weight", source.weight)
+        if not math.isfinite(source.max_epochs):
+            path = f"data.sources.{number}.max_epochs"
+            yield Problem(path, f"must be a finite number, got {source.max_epochs}; 0 is no limit")
+    names = source_names(job)
+    for number, phase in enumerate(job.data.phases):
+        for name, weight in phase.weights.items():
+            path = f"data.phases.{number}.weights.{name}"
+            if name not in names:
+                known = did_you_mean(name, names) or f"; there are {', '.join(names)}"
+                yield Problem(path, f"no source has this name{known}")
+            yield from _weight_problem(path, weight)
+
+
+def _weight_problem(path: str, weight: float) -> Iterator[Problem]:
+    if not (math.isfinite(weight) and weight >= 0):
+        yield Problem(path, f"must be a finite number >= 0, got {weight}")
+
+
+def _phase_problems(job: Job) -> Iterator[Problem]:
+    steps = job.train.steps
+    before = (-1, "")
+    for number, phase in enumerate(job.data.phases):
+        path = f"data.phases.{number}"
+        if (phase.start_step is None) == (phase.start_tokens is None):
+            seen = "both are given" if phase.start_tokens is not None else "neither is given"
+            yield Problem(path, f"a phase begins at start_step or at start_tokens, but {seen}; give one of them")
+            continue
+        first = first_step(phase, job)
+        key = f"{path}.{'start_step' if phase.start_step is not None else 'start_tokens'}"
+        if first >= steps:
+            yield Problem(key, f"the phase would begin after {first:,} steps and never act: train.steps is {steps:,}")
+        if first <= before[0]:
+            seen = f"the phase would begin after {first:,} steps, but {before[1]} begins after {before[0]:,}"
+            yield Problem(key, f"{seen}; phases stand in the order in which they begin, each at a step of its own")
+        before = first, path
+
+
+def _nothing_drawn(job: Job) -> Iterator[Problem]:
+    paths = ["data.sources", *(f"data.phases.{number}.weights" for number in range(len(job.data.phases)))]
+    for path, weights in zip(paths, phase_weights(job), strict=True):
+        if not any(weights):
+            seen = "every weight is 0" if path == "data.sources" else "every weight is 0 from here on"
+            yield Problem(path, f"{seen}, so nothing would be drawn; give one source a positive weight")

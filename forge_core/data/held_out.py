@@ -1,0 +1,60 @@
+"""Held-out sequences: of all sources together, shared out over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from forge_core.data.reading import collate
+from forge_core.parallel.layout import micro_batches
+from forge_core.parallel.mesh import sample_rank
+from forge_core.protocols import IGNORED_LABEL, Batch, Dataset, Stream
+
+if TYPE_CHECKING:
+    from forge_core.config.job import Job
+    from forge_core.context import BuildContext
+
+
+class Concatenated:
+    """The held-out sequences of several sources, one after the other. None where no source has any."""
+
+    def __init__(self, datasets: Sequence[Dataset]) -> None:
+        self._datasets = datasets
+        self._ends = np.cumsum([len(dataset) for dataset in datasets])
+        self.held_out: Dataset | None = None
+        rates = [dataset.bytes_per_token for dataset in datasets]
+        known = [rate for rate in rates if rate is not None]
+        lengths = [len(dataset) for dataset in datasets]
+        complete = len(known) == len(rates)
+        self.bytes_per_token = float(np.average(known, weights=lengths)) if complete and any(lengths) else None
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, index: int) -> Mapping[str, np.ndarray]:
+        number = int(np.searchsorted(self._ends, index, side="right"))
+        return self._datasets[number][index - (int(self._ends[number - 1]) if number else 0)]
+
+
+def held_out(datasets: Sequence[Dataset | Stream]) -> Dataset | None:
+    """Held-out sequences of all sources together; None if there are none."""
+    parts = [dataset.held_out for dataset in datasets if dataset.held_out is not None and len(dataset.held_out)]
+    return Concatenated(parts) if parts else None
+
+
+def evaluation_batches(dataset: Dataset, count: int, job: Job, context: BuildContext) -> Iterator[Batch]:
+    """See `EvaluationContext.batches`."""
+    count = min(count or len(dataset), len(dataset))
+    ranks, size = context.layout.data_parallel, micro_batches(job, context.layout)[1]
+    rank = sample_rank(context.mesh, context.layout)
+    for start in range(0, count, ranks * size):
+        first = start + rank * size
+        rows = [dataset[index] for index in range(first, min(first + size, count))]
+        batch = collate([*rows, *[_ignored(dataset[0])] * (size - len(rows))])
+        yield {name: tensor.to(context.device, non_blocking=True) for name, tensor in batch.items()}
+
+
+def _ignored(sample: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
+    return {**sample, "labels": np.full(sample["labels"].shape, IGNORED_LABEL, np.int64)}

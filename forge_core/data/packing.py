@@ -1,0 +1,52 @@
+"""Packings: from tokenised documents to training sequences of equal length.
+
+Shapes: S positions of a sequence (`train.seq_len`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar
+
+from attrs import frozen
+
+from forge_core.components import PackingComponent
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from forge_core.context import BuildContext
+    from forge_core.data.windows import Window
+    from forge_core.protocols import Dataset, Documents
+
+
+@frozen(kw_only=True)
+class WindowPacking(PackingComponent):
+    """Base of packings that put documents one after the other and cut that into windows, wherever a document ends.
+
+    A subclass says what a window becomes. Such a packing works on documents on disk and on streams alike.
+    """
+
+    def sequence(self, window: Window) -> Mapping[str, np.ndarray]:
+        """The sample (see `forge_core.protocols.Dataset`) of a window of S + 1 tokens: S inputs, S labels."""
+        raise NotImplementedError
+
+    def build(self, context: BuildContext, documents: Documents) -> Dataset:
+        from forge_core.data.windows import TrainingWindows
+
+        return TrainingWindows(documents, context.job.train.seq_len, self)
+
+
+@frozen(kw_only=True)
+class Concatenate(WindowPacking):
+    """Documents one after the other, cut every `train.seq_len` tokens; a sequence may hold parts of several, and
+    attention crosses from one to the next.
+
+    Every token is an input once an epoch, but for the last ones, 1 to S of them, which no whole sequence has room for.
+    """
+
+    needs_boundaries: ClassVar[bool] = False
+    accepts_sequences: ClassVar[bool] = True
+
+    def sequence(self, window: Window) -> Mapping[str, np.ndarray]:
+        return {"input_ids": window.tokens[:-1], "labels": window.labels()}

@@ -1,0 +1,178 @@
+"""Windows over tokenised documents that follow each other: for training, in order for evaluation, and over streams.
+
+S: positions of a sequence. A window holds S + 1 tokens. T: tokens of all documents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from forge_core.protocols import IGNORED_LABEL, Dataset
+
+if TYPE_CHECKING:
+    from forge_core.data.packing import WindowPacking
+    from forge_core.protocols import Documents, DocumentStream, StreamedDocument
+
+
+class Window(NamedTuple):
+    """S + 1 tokens in a row."""
+
+    tokens: np.ndarray
+    """(S + 1,) int64."""
+    starts: np.ndarray | None
+    """(S + 1,) bool: true for the first token of a document; None for packings that do not need it."""
+    learned: np.ndarray | None
+    """(S + 1,) bool: the tokens that are learned as labels; None: all."""
+
+    def labels(self) -> np.ndarray:
+        """(S,) the token after each position; ignored where it is not to be learned."""
+        labels = self.tokens[1:]
+        return labels if self.learned is None else np.where(self.learned[1:], labels, IGNORED_LABEL)
+
+
+class TrainingWindows:
+    """Sequence i covers tokens [iS, iS + S]: S inputs, and S labels one further on."""
+
+    def __init__(self, documents: Documents, seq_len: int, packing: WindowPacking) -> None:
+        self._documents, self._seq_len, self._packing = documents, seq_len, packing
+        held_out = documents.held_out
+        self.held_out: Dataset | None = None if held_out is None else HeldOutWindows(held_out, seq_len, packing)
+        self.bytes_per_token = None if held_out is None else held_out.bytes_per_token
+
+    def __len__(self) -> int:
+        return max(len(self._documents) - 1, 0) // self._seq_len
+
+    def __getitem__(self, index: int) -> Mapping[str, np.ndarray]:
+        start = checked(index, len(self)) * self._seq_len
+        stop = start + self._seq_len + 1
+        starts = starts_within(self._documents.ends(), start, stop) if self._packing.needs_boundaries else None
+        window = Window(self._documents.tokens(start, stop), starts, self._documents.learned(start, stop))
+        return self._packing.sequence(window)
+
+    def where(self, index: int) -> str:
+        """See `Dataset.where`."""
+        start = index * self._seq_len
+        return self._documents.where(start, start + self._seq_len + 1)
+
+
+class HeldOutWindows:
+    """Every token is the label of exactly one position, in order.
+
+    Sequence i has labels [iS, iS + S); its inputs are the tokens one before them, where an end-of-text stands before
+    the first. The last sequence is filled up with end-of-text as inputs and ignored labels.
+    """
+
+    def __init__(self, documents: Documents, seq_len: int, packing: WindowPacking) -> None:
+        self._documents, self._seq_len, self._packing = documents, seq_len, packing
+        self.held_out: Dataset | None = None
+        self.bytes_per_token = documents.bytes_per_token
+
+    def __len__(self) -> int:
+        return -(-len(self._documents) // self._seq_len)
+
+    def __getitem__(self, index: int) -> Mapping[str, np.ndarray]:
+        first = checked(index, len(self)) * self._seq_len
+        last = min(first + self._seq_len, len(self._documents))
+        tokens = np.full(self._seq_len + 1, self._documents.end_of_text, dtype=np.int64)
+        before = min(first, 1)
+        here = slice(1 - before, 1 + last - first)
+        tokens[here] = self._documents.tokens(first - before, last)
+        learned = np.zeros(self._seq_len + 1, dtype=bool)
+        known = self._documents.learned(first - before, last)
+        learned[here] = True if known is None else known
+        bounds = first - 1, first + self._seq_len
+        starts = starts_within(self._documents.ends(), *bounds) if self._packing.needs_boundaries else None
+        return self._packing.sequence(Window(tokens, starts, learned))
+
+
+class StreamWindows:
+    """The windows of each lane of a stream, in order.
+
+    Windows overlap by one token, like those of `TrainingWindows`: the last label of one is the first input of the next.
+    """
+
+    def __init__(self, stream: DocumentStream, seq_len: int, packing: WindowPacking) -> None:
+        self._stream, self._seq_len, self._packing = stream, seq_len, packing
+        held_out = stream.held_out
+        self.lanes = stream.lanes
+        self.held_out: Dataset | None = None if held_out is None else HeldOutWindows(held_out, seq_len, packing)
+        self.bytes_per_token = None if held_out is None else held_out.bytes_per_token
+
+    def read(
+        self, lane: int, position: Mapping[str, Any] | None
+    ) -> Iterator[tuple[Mapping[str, np.ndarray], Mapping[str, Any]]]:
+        """Samples of a lane without end, each with the position (plain JSON) from which the next one is read.
+
+        Args:
+            position: one that came with a sample, or None to read from the start.
+        """
+        at, skip = (None, 0) if position is None else (position["document"], position["skip"])
+        documents = self._stream.read(lane, at)
+        waiting: list[_Part] = []
+        tokens = 0
+        while True:
+            while tokens <= self._seq_len:
+                waiting.append(_Part(next(documents), skip))
+                tokens += waiting[-1].size
+                skip = 0
+            window, waiting = _cut(waiting, self._seq_len)
+            tokens -= self._seq_len
+            first = waiting[0]
+            yield self._packing.sequence(window), {"document": first.document.position, "skip": first.skip}
+
+
+class _Part(NamedTuple):
+    """A document of a stream, but for its first `skip` tokens."""
+
+    document: StreamedDocument
+    skip: int
+
+    @property
+    def size(self) -> int:
+        return len(self.document.tokens) - self.skip
+
+    def first(self, count: int) -> Window:
+        """Its first tokens, at most `count` of them."""
+        here = slice(self.skip, self.skip + count)
+        tokens, learned = self.document.tokens[here], self.document.learned
+        starts = np.arange(self.skip, self.skip + len(tokens)) == 0
+        return Window(tokens, starts, np.ones(len(tokens), dtype=bool) if learned is None else learned[here])
+
+
+def _cut(parts: list[_Part], seq_len: int) -> tuple[Window, list[_Part]]:
+    """The first S + 1 tokens of the parts as a window, and what is left from token S on."""
+    pieces, missing = [], seq_len + 1
+    for part in parts:
+        pieces.append(part.first(missing))
+        missing -= len(pieces[-1].tokens)
+    tokens, starts, learned = (np.concatenate(arrays) for arrays in zip(*pieces, strict=True))
+    used, passed = 0, seq_len
+    while passed >= parts[used].size:
+        passed -= parts[used].size
+        used += 1
+    first, *others = parts[used:]
+    return Window(tokens.astype(np.int64), starts, learned), [first._replace(skip=first.skip + passed), *others]
+
+
+def starts_within(ends: np.ndarray, start: int, stop: int) -> np.ndarray:
+    """(stop - start,) bool: which of the tokens [start, stop) are the first of a document. `ends`: see `Documents`."""
+    starts = np.zeros(stop - start, dtype=bool)
+    first, last = np.searchsorted(ends, (start, stop))
+    starts[ends[first:last] - start] = True
+    if start <= 0:
+        starts[-start] = True
+    return starts
+
+
+def checked(index: int, length: int) -> int:
+    """`index` if it is one of `length` sequences.
+
+    Raises:
+        IndexError: it is not.
+    """
+    if not 0 <= index < length:
+        raise IndexError(f"sequence {index} of {length}")
+    return index

@@ -1,0 +1,87 @@
+"""From a checkpoint to a freshly built run: all that it remembers, or only weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from forge_core.config.mixture import source_names
+from forge_core.data.mixture import sizes_of
+from forge_core.data.order import source_changes
+from forge_core.engine.changes import describe_changes
+from forge_core.engine.provenance import check_tokenizer
+from forge_core.engine.resume import FLAG, Start
+from forge_core.engine.state import Progress, has_state, holders, restore_state
+from forge_core.engine.weights import load_weights
+from forge_core.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from forge_core.components import Plugin, TrainingHook
+    from forge_core.engine.build import Run
+
+
+def continue_run(start: Start, run: Run, provenance: Mapping[str, Any]) -> tuple[Progress, str]:
+    """Load the checkpoint into a freshly built run; gives how far it was, and what to tell. Collective.
+
+    Raises:
+        CheckpointError: it does not fit what was built.
+    """
+    assert start.checkpoint is not None
+    check_tokenizer(start.manifest["provenance"], provenance)
+    own = dict(holders(run.hooks.hooks, run.context.plugins.active))
+    notes = [*check_extras(start, own), *check_sources(start, run)]
+    manifest = {**start.manifest, "extras": start.extras}
+    progress = restore_state(start.checkpoint, manifest, run.model, run.optimizer, own)
+    told = [f"continuing from {start.checkpoint}, step {progress.step}"]
+    told += [f"changed since then:\n{describe_changes(start.changes)}"] if start.changes else []
+    if run.job.checkpoint.load is not None:
+        told.append("[checkpoint.load] has no effect: it is for a run that has no checkpoint yet")
+    return progress, "\n".join([*told, *notes])
+
+
+def check_extras(start: Start, own: Mapping[str, TrainingHook | Plugin]) -> Iterator[str]:
+    """How the state of hooks and plugins in the checkpoint differs from what the run has, in words.
+
+    Raises:
+        CheckpointError: a hook given from Python, of which no job tells, has no state there.
+    """
+    saved = start.extras
+    for name, holder in own.items():
+        if name in saved or not has_state(holder):
+            continue
+        if name.startswith("hook:python.") and not start.with_changes:
+            fix = f"to let it start afresh, continue with resume_with_changes ({FLAG})"
+            raise CheckpointError(f"{start.checkpoint} holds no state of {name}, which this run has; {fix}")
+        yield f"{name} starts afresh: the checkpoint has no state of it"
+    yield from (f"state of {name} is left behind" for name, state in saved.items() if state and name not in own)
+
+
+def check_sources(start: Start, run: Run) -> list[str]:
+    """How the sources of data differ from those that the checkpoint counts the samples of, in words.
+
+    Raises:
+        CheckpointError: they do, and the user has not asked to continue with changes.
+    """
+    sizes = dict(zip(source_names(run.job), sizes_of(run.datasets), strict=True))
+    changes = source_changes(start.manifest["progress"]["samples"], sizes)
+    if changes and not start.with_changes:
+        fix = f"to continue all the same, run the same command with {FLAG}"
+        raise CheckpointError(f"the data is not that of {start.checkpoint}: {'; '.join(changes)}; {fix}")
+    return changes
+
+
+def take_weights(start: Start, run: Run, provenance: Mapping[str, Any]) -> str:
+    """Load what `[checkpoint.load]` selects into a freshly built run; gives what to tell. Collective.
+
+    Raises:
+        JobError: a pattern fits nothing.
+        CheckpointError: the weights do not fit the model.
+    """
+    section, recorded = run.job.checkpoint.load, start.manifest["provenance"]
+    assert section is not None
+    assert start.weights is not None
+    selection = load_weights(start.weights, section, run.model)
+    told = f"weights from {start.weights}, step {start.manifest['step']}:\n{selection}"
+    if recorded.get("tokenizer") != provenance.get("tokenizer"):
+        told += "\n  they were trained with another tokenizer: token ids mean other texts now"
+    return told

@@ -1,0 +1,83 @@
+"""Tokenizer `auto`: whatever transformers' `AutoTokenizer` finds in a folder or on the hub."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from attrs import field, frozen
+
+from forge_core.components import TokenizerComponent
+from forge_core.errors import JobError, Problem
+from forge_plugin_huggingface.hub import expanded, explained, local_problem
+
+if TYPE_CHECKING:
+    from forge_core.config.job import Job
+    from forge_core.context import BuildContext
+    from forge_core.parallel.layout import Layout
+    from forge_plugin_huggingface.pretrained import PretrainedTokenizer
+
+GIVEN = ("messages", "tools", "documents", "add_generation_prompt", "chat_template", "tokenize")
+"""Names that a template is given otherwise."""
+
+
+@frozen(kw_only=True)
+class Auto(TokenizerComponent):
+    """A tokenizer of Hugging Face's transformers, with its chat template.
+
+    Ids are those of its own files, with nothing put around a text; special tokens spelt out in a text stay text. Code
+    from the hub is never run.
+    """
+
+    chats: ClassVar[bool] = True
+    """What is built has the methods of `forge_plugin_huggingface.chat.ChatTokenizer`."""
+
+    path: str
+    """A folder that `save_pretrained` wrote, or the name of a repository on the hub."""
+    revision: str = ""
+    """Branch, tag or commit on the hub; empty: its default branch."""
+    end_of_text: str = ""
+    """The token that ends a document; empty: the tokenizer's own (`eos_token`). Where that ends every turn of a chat,
+    as in many chat models, name the one that the base model was trained with, such as `<|endoftext|>`."""
+    chat_template: str = ""
+    """File with a Jinja template for chats, in place of the tokenizer's own."""
+    chat_variables: Mapping[str, str | bool | int | float] = field(factory=dict)
+    """Further variables of the template, such as `enable_thinking` or `date_string`."""
+
+    def build(self, context: BuildContext, documents: Callable[[], Iterable[str]]) -> PretrainedTokenizer:
+        """Raises `JobError` where `problems` finds one, or transformers cannot load the tokenizer."""
+        from forge_plugin_huggingface.pretrained import load_pretrained
+
+        template = _read(self.chat_template) if self.chat_template else None
+        with explained(self.path):
+            loaded = load_pretrained(expanded(self.path), self.revision or None, template)
+        return loaded.tokenizer(self.end_of_text, self.chat_variables)
+
+    def load(self, context: BuildContext, folder: Path) -> PretrainedTokenizer:
+        from forge_plugin_huggingface.pretrained import Loaded
+
+        with explained(str(folder)):
+            loaded = Loaded.of(folder)
+        return loaded.tokenizer(self.end_of_text, self.chat_variables)
+
+    def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        if message := local_problem(self.path):
+            yield Problem("path", message)
+        if self.revision and Path(self.path).expanduser().is_dir():
+            yield Problem("revision", f"{self.revision!r} is of the hub, but {self.path!r} is a folder; leave it out")
+        if self.chat_template:
+            try:
+                _read(self.chat_template)
+            except JobError as error:
+                yield from error.problems
+        for name in sorted(self.chat_variables.keys() & set(GIVEN)):
+            yield Problem(f"chat_variables.{name}", "this variable is given by the dataset; leave it out")
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).expanduser().read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        message = f"{path!r} cannot be read ({error}); give a file with a Jinja template"
+        raise JobError([Problem("chat_template", message)]) from error

@@ -1,0 +1,164 @@
+"""Conversations: from messages to text by the tokenizer's template, and which part of it the assistant said.
+
+Templates say so themselves with `{% generation %}`, or else it is found by rendering the conversation up to each
+answer. Either way it is checked that the text is the one that the template gives.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+
+from forge_core.errors import JobError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+ASSISTANT = "assistant"
+BEGIN, END = "\ufdd0", "\ufdd1"
+"""Stand around the assistant's parts while a template is rendered: code points that Unicode reserves for inner use."""
+GENERATION = re.compile(r"(\{%[-+]?)\s*generation\s*([-+]?%\})")
+END_GENERATION = re.compile(r"(\{%[-+]?)\s*endgeneration\s*([-+]?%\})")
+TODAY = "strftime_now"
+"""A function that templates may call for the date."""
+NO_TODAY = (
+    f"{{% macro {TODAY}(format) %}}{{{{ raise_exception('it asks for the date of today, so that no two days would give "
+    "the same tokens; set the date in [data.tokenizer.chat_variables], often as date_string') }}{% endmacro %}\n"
+)
+FIX = (
+    "give a template that marks the assistant's turns with {% generation %} and {% endgeneration %}, as the key "
+    "chat_template of [data.tokenizer]"
+)
+
+Messages = Sequence[Mapping[str, Any]]
+Tools = list[dict[str, Any]] | None
+"""JSON schemas of the functions that the assistant may call."""
+Span = tuple[int, int]
+"""Start and end of a part of a text, in characters."""
+
+
+class ChatTokens(NamedTuple):
+    """A tokenised conversation of n tokens."""
+
+    ids: np.ndarray
+    """(n,) int64."""
+    learned: np.ndarray
+    """(n,) bool: the assistant's tokens, with what ends a turn."""
+
+
+class Rendered(NamedTuple):
+    """A conversation as text."""
+
+    text: str
+    spans: Sequence[Span]
+    """The assistant's parts, ascending."""
+
+
+@runtime_checkable
+class ChatTokenizer(Protocol):
+    """A tokenizer that knows a chat template."""
+
+    def check_chat(self) -> None:
+        """Raises: JobError: it cannot encode chats."""
+
+    def chat(self, messages: Messages, tools: Tools = None) -> ChatTokens:
+        """Raises: JobError: the conversation cannot be encoded."""
+        ...
+
+
+class ChatTemplate:
+    """Renders conversations with the template of a tokenizer."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, variables: Mapping[str, Any]) -> None:
+        """Args: `variables`, further ones of the template. Raises: JobError: the tokenizer has no template."""
+        if not tokenizer.chat_template:
+            fix = "name a file with one as chat_template of [data.tokenizer]"
+            raise JobError(f"this tokenizer has no chat template; {fix}")
+        self._tokenizer, self._variables = tokenizer, variables
+        self._special = tuple(tokenizer.get_added_vocab())
+
+    def render(self, messages: Messages, tools: Tools) -> Rendered:
+        """Raises: JobError: the template refuses, or does not show which part is the assistant's."""
+        template = self._tokenizer.get_chat_template(None, tools)
+        text = self._text(template, messages, tools)
+        if BEGIN in text or END in text:
+            raise JobError("it has the code point U+FDD0 or U+FDD1, which are not characters; take it out")
+        if GENERATION.search(template):
+            return Rendered(text, self._marked_spans(text, _with_marks(template), messages, tools))
+        return Rendered(text, list(self._spans_by_prefix(text, template, messages, tools)))
+
+    def _text(self, template: str, messages: Messages, tools: Tools, prompt: bool = False) -> str:
+        """Args: `prompt`, whether to end with the beginning of an answer."""
+        from jinja2 import TemplateError
+
+        guard = NO_TODAY if TODAY in template else ""
+        options: dict[str, Any] = {"tools": tools, "add_generation_prompt": prompt, **self._variables}
+        chat: Any = list(messages)
+        try:
+            return str(
+                self._tokenizer.apply_chat_template(chat, chat_template=guard + template, tokenize=False, **options)
+            )
+        except (TemplateError, TypeError, ValueError) as error:
+            raise JobError(f"the chat template fails on it: {error}") from error
+
+    def _marked_spans(self, text: str, marked: str, messages: Messages, tools: Tools) -> list[Span]:
+        """The parts that the template marks itself, though it may do so within macros."""
+        pieces = re.split(f"([{BEGIN}{END}])", self._text(marked, messages, tools))
+        spans, start, position = [], None, 0
+        for piece in pieces:
+            if piece == BEGIN and start is None:
+                start = position
+            elif piece == END and start is not None:
+                spans.append((start, position))
+                start = None
+            elif piece in (BEGIN, END):
+                raise JobError("the chat template puts one {% generation %} into another; they must follow each other")
+            else:
+                position += len(piece)
+        if "".join(piece for piece in pieces if piece not in (BEGIN, END)) != text:
+            raise JobError(f"the chat template changes the text that its {{% generation %}} gives; {FIX} around it all")
+        return spans
+
+    def _spans_by_prefix(self, text: str, template: str, messages: Messages, tools: Tools) -> Iterator[Span]:
+        """What each answer adds to the conversation before it and the beginning of an answer."""
+        for number, message in enumerate(messages):
+            if message["role"] != ASSISTANT:
+                continue
+            before = self._text(template, messages[:number], tools, prompt=True)
+            after = self._text(template, messages[: number + 1], tools)
+            if not (after.startswith(before) and text.startswith(after)):
+                seen = f"the chat template writes the conversation up to message {number} otherwise than in the whole"
+                raise JobError(f"{seen}, so that it does not show which part is the assistant's; {FIX}")
+            yield len(before), self._end_of_turn(after, len(before))
+
+    def _end_of_turn(self, text: str, start: int) -> int:
+        """Where the answer that begins at `start` and ends `text` is over: white space after a special token is not
+        part of it, since nobody generates on after that token."""
+        answer = text[start:].rstrip()
+        return start + len(answer) if answer.endswith(self._special) else len(text)
+
+
+def learned_tokens(offsets: Sequence[Span], spans: Sequence[Span]) -> np.ndarray:
+    """(n,) bool: which of n tokens lie in a span, be it in part.
+
+    Args:
+        offsets: where the tokens lie in the text, ascending.
+    """
+    starts, ends = np.array(offsets, np.int64).reshape(-1, 2).T
+    learned = np.zeros(len(starts), dtype=bool)
+    for start, end in spans:
+        learned[np.searchsorted(ends, start, "right") : np.searchsorted(starts, end, "left")] = True
+    return learned
+
+
+def _with_marks(template: str) -> str:
+    """The template with marks in place of its `generation` blocks.
+
+    White space around the tags stays as it was: each becomes a block whose outer sides are those of the tag.
+    """
+    begin = rf"\1 if true %}}{{{{ '{BEGIN}' }}}}{{% if true \2"
+    end = rf"\1 endif %}}{{{{ '{END}' }}}}{{% endif \2"
+    return END_GENERATION.sub(end, GENERATION.sub(begin, template))

@@ -1,0 +1,157 @@
+"""Dataset `huggingface`: from the hub, from data files or from `save_to_disk`; whole, or as a stream."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+import attrs
+from attrs import frozen
+from attrs.validators import ge
+
+from forge_core.components import DatasetComponent, when_resumed
+from forge_core.errors import JobError, Problem
+from forge_plugin_huggingface.part import Part
+from forge_plugin_huggingface.problems import NO_TOKENIZER, problems_of
+from forge_plugin_huggingface.source import Origin
+
+if TYPE_CHECKING:
+    from forge_core.config.job import Job
+    from forge_core.context import BuildContext
+    from forge_core.parallel.layout import Layout
+    from forge_core.protocols import Documents, DocumentStream, Tokenizer
+    from forge_plugin_huggingface.encoding import Encoder
+    from forge_plugin_huggingface.tokens import Corpus
+
+
+def _off_or_at_least_two(_: Any, attribute: attrs.Attribute, value: int) -> None:
+    if value < 0 or value == 1:
+        raise ValueError(f"{attribute.name!r} must be 0 (off) or at least 2, not {value}")
+
+
+@frozen(kw_only=True)
+class HuggingFace(DatasetComponent):
+    """Documents of a Hugging Face dataset: rows with a text, or with the messages of a chat.
+
+    Read as a whole, it is tokenised once and kept in the cache; as a stream, rows are tokenised as they come, and
+    nothing is kept. Rows without text, and chats without an answer of the assistant, are left out. Code of a dataset is
+    never run.
+    """
+
+    path: str
+    """A folder with data files (`.jsonl`, `.parquet`, …), a folder that `save_to_disk` wrote, the name of a dataset on
+    the hub (`owner/name`), or a format (`json`, `parquet`, `csv`, `arrow`, `text`) whose files `data_files` names."""
+    config: str = ""
+    """Configuration of the dataset, where it has several."""
+    split: str = "train"
+    """The split to train on; read as a whole, also a part of one (`train[:90%]`)."""
+    revision: str = ""
+    """Branch, tag or commit on the hub; empty: its default branch."""
+    data_files: str | tuple[str, ...] | Mapping[str, str] = ()
+    """Files or globs, relative to `path`: one, a list, or one for each split; by default all that `path` has."""
+    field: str = "text"
+    """The field of a row that holds its text."""
+    messages: str = ""
+    """The field that holds a chat, a list of messages with `role` and `content`; instead of `field`. The tokenizer's
+    chat template writes it, and only the assistant's turns are learned."""
+    tools: str = ""
+    """With `messages`: the field that holds the JSON schemas of the functions that the assistant may call."""
+    held_out_split: str = ""
+    """The split to evaluate on; empty: none."""
+    held_out_every: int = attrs.field(default=0, validator=_off_or_at_least_two)
+    """Hold out every n-th row, starting with the first; in a stream, of every file. 0: none."""
+    held_out_documents: int = attrs.field(default=0, validator=ge(0))
+    """Evaluate on at most so many of the rows held out; 0: on all. The others are not trained on either."""
+    streaming: bool = False
+    """Whether to read the data as training goes on, rather than as a whole before it."""
+    lanes: int = attrs.field(default=0, validator=ge(0), metadata=when_resumed("impossible"))
+    """Of a stream: how many readers, each with rows of its own, fill the global batch; a divisor of its size, and best
+    one of the number of files too. 0: as many as `train.global_batch_size`."""
+    shuffle: int = attrs.field(default=0, validator=ge(0), metadata=when_resumed("impossible"))
+    """Of a stream: rows that each lane reads ahead and gives in random order; its files come in random order too. 0:
+    rows come as they stand in the files."""
+    processes: int = attrs.field(default=1, validator=ge(1), metadata=when_resumed("safe"))
+    """Processes that tokenise a dataset that is read as a whole."""
+    verify: Literal["sizes", "full"] = attrs.field(default="sizes", metadata=when_resumed("safe"))
+    """What is checked of cached token files: their sizes, or also their SHA-256, which finds flipped bytes."""
+
+    def documents(self) -> Iterator[str]:
+        """Texts of the rows that are not held out, each once; none of a dataset of chats."""
+        if self.messages:
+            return iter(())
+        from forge_plugin_huggingface.tokens import texts
+
+        return texts(self.origin().open(), self.path, self.training_part(), self.field, self.streaming)
+
+    def build(self, context: BuildContext) -> Documents | DocumentStream:
+        """The tokenised documents, or a stream of them.
+
+        Raises:
+            JobError: the data cannot be had, or is not what the job says.
+        """
+        if context.tokenizer is None:
+            raise JobError(NO_TOKENIZER)
+        corpus = self._corpus(context.tokenizer)
+        if self.streaming:
+            return self._stream(corpus, context)
+        if self.held_out_split:
+            corpus.source.check_apart(self.split, self.held_out_split)
+        held_out = self.held_out_part()
+        return corpus.documents(self.training_part(), corpus.documents(held_out) if held_out else None)
+
+    def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        return problems_of(self, job)
+
+    def origin(self) -> Origin:
+        """Where the data lies."""
+        return Origin(self.path, self.config, self.revision, self.data_files)
+
+    def training_part(self) -> Part:
+        """The rows to train on."""
+        return Part(self.split, self.held_out_every)
+
+    def held_out_part(self) -> Part | None:
+        """The rows to evaluate on, if any."""
+        if self.held_out_split:
+            return Part(self.held_out_split, limit=self.held_out_documents)
+        if self.held_out_every:
+            return Part(self.split, self.held_out_every, is_held_out=True, limit=self.held_out_documents)
+        return None
+
+    def _corpus(self, tokenizer: Tokenizer) -> Corpus:
+        from forge_plugin_huggingface.tokens import Corpus
+
+        return Corpus(
+            source=self.origin().open(),
+            path=self.path,
+            encoder=self._encoder(tokenizer),
+            vocab_size=tokenizer.vocab_size,
+            end_of_text=tokenizer.end_of_text,
+            processes=self.processes,
+            verify=self.verify,
+        )
+
+    def _encoder(self, tokenizer: Tokenizer) -> Encoder:
+        from forge_plugin_huggingface.encoding import ChatEncoder, TextEncoder
+
+        return (
+            ChatEncoder(tokenizer, self.messages, self.tools) if self.messages else TextEncoder(tokenizer, self.field)
+        )
+
+    def _stream(self, corpus: Corpus, context: BuildContext) -> DocumentStream:
+        from forge_plugin_huggingface.rows import stream_rows
+        from forge_plugin_huggingface.stream import LaneStream
+
+        job, held_out = context.job, self.held_out_part()
+        lanes = self.lanes or job.train.global_batch_size
+        name = f"{self.path!r}, split {self.split!r}"
+        return LaneStream(
+            stream_rows(corpus.source.stream(self.split), corpus.encoder.columns, name, lanes),
+            corpus.encoder,
+            corpus.end_of_text,
+            lanes=lanes,
+            shuffle=self.shuffle,
+            seed=job.job.seed if job.data.seed is None else job.data.seed,
+            held_out_every=self.held_out_every,
+            held_out=corpus.first_documents(held_out) if held_out else None,
+        )

@@ -1,0 +1,161 @@
+"""From rows of a dataset to token ids: a field of text, or a field of chat messages."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import numpy as np
+
+from forge_core.errors import JobError
+from forge_plugin_huggingface.chat import ChatTokenizer, Tools
+from forge_plugin_huggingface.rows import Row
+
+if TYPE_CHECKING:
+    from forge_core.protocols import Tokenizer
+
+
+class Encoded(NamedTuple):
+    """A document of n tokens, without end-of-text."""
+
+    ids: np.ndarray
+    """(n,) int64."""
+    learned: np.ndarray | None
+    """(n,) bool: which are learned as labels; None: all."""
+    text_bytes: int
+    """UTF-8 bytes that the ids stand for; 0 if they do not stand for a text."""
+
+
+class Encoder(Protocol):
+    """Turns rows into documents."""
+
+    columns: tuple[str, ...]
+    """Fields of a row that it reads."""
+    has_mask: bool
+    """Whether documents say which tokens are learned."""
+
+    def key(self) -> Sequence[Any]:
+        """Plain JSON that differs whenever an encoding could differ."""
+        ...
+
+    def encode(self, rows: Sequence[Row]) -> list[Encoded | None]:
+        """The document of each row; None where there is nothing to learn from it.
+
+        Raises:
+            JobError: a row does not hold what it should; names it.
+        """
+        ...
+
+
+class TextEncoder:
+    """Rows that hold a text. Empty ones are left out."""
+
+    has_mask = False
+
+    def __init__(self, tokenizer: Tokenizer, field: str) -> None:
+        self._tokenizer, self._field = tokenizer, field
+        self.columns: tuple[str, ...] = (field,)
+
+    def key(self) -> Sequence[Any]:
+        return ["text", self._field, *_key_of(self._tokenizer)]
+
+    def encode(self, rows: Sequence[Row]) -> list[Encoded | None]:
+        texts = [text_of(row, self._field) for row in rows]
+        encoded = iter(self._tokenizer.encode_batch([text for text in texts if text]))
+        return [
+            Encoded(np.array(next(encoded), np.int64), None, len(text.encode())) if text else None for text in texts
+        ]
+
+
+class ChatEncoder:
+    """Rows that hold the messages of a conversation. Those without an answer of the assistant are left out."""
+
+    has_mask = True
+
+    def __init__(self, tokenizer: Tokenizer, messages: str, tools: str) -> None:
+        """Args: `messages` and `tools`, fields of a row; `tools` may be empty.
+
+        Raises:
+            JobError: the tokenizer knows no chats.
+        """
+        if not isinstance(tokenizer, ChatTokenizer):
+            raise JobError('messages need a tokenizer with a chat template; set [data.tokenizer] type = "auto"')
+        tokenizer.check_chat()
+        self._tokenizer, self._messages, self._tools = tokenizer, messages, tools
+        self._end_of_text = tokenizer.end_of_text
+        self.columns: tuple[str, ...] = (messages, tools) if tools else (messages,)
+
+    def key(self) -> Sequence[Any]:
+        return ["chat", self._messages, self._tools, *_key_of(self._tokenizer)]
+
+    def encode(self, rows: Sequence[Row]) -> list[Encoded | None]:
+        return [self._encode(row) for row in rows]
+
+    def _encode(self, row: Row) -> Encoded | None:
+        try:
+            messages = checked_messages(row.values[self._messages], self._messages)
+            tools = checked_tools(row.values[self._tools], self._tools) if self._tools else None
+            chat = self._tokenizer.chat(messages, tools) if messages else None
+        except JobError as error:
+            raise JobError(f"{row.place}: {error}") from error
+        if chat is None or not chat.learned.any():
+            return None
+        # a template that ends with the end-of-text has ended the document already
+        stop = -1 if chat.ids[-1] == self._end_of_text else None
+        return Encoded(chat.ids[:stop], chat.learned[:stop], 0)
+
+
+def text_of(row: Row, field: str) -> str:
+    """Raises: JobError: the field holds something else."""
+    value = row.values[field]
+    if value is None or isinstance(value, str):
+        return value or ""
+    seen = f"{field!r} holds {type(value).__name__} {str(value)[:60]!r}, which is not text"
+    raise JobError(f"{row.place}: {seen}; set `field` to a field of text, or `messages` to one of chat messages")
+
+
+def checked_messages(value: Any, field: str) -> list[dict[str, Any]]:
+    """The messages of a conversation, without entries that the table only has because other rows have them.
+
+    Raises:
+        JobError: they are none.
+    """
+    if value is None:
+        return []
+    if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
+        raise JobError(f"{field!r} holds {type(value).__name__} {str(value)[:60]!r}, not a list of messages")
+    messages = [without_none(message) for message in value]
+    for number, message in enumerate(messages):
+        if not isinstance(message.get("role"), str) or not message.keys() - {"role"}:
+            keys = ", ".join(map(repr, message)) or "nothing"
+            raise JobError(f"message {number} of {field!r} has {keys}; a message has 'role' and 'content'")
+    return messages
+
+
+def checked_tools(value: Any, field: str) -> Tools:
+    """JSON schemas of tools, which may be given as JSON text; None if there are none.
+
+    Raises:
+        JobError: they are none.
+    """
+    try:
+        tools = json.loads(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise JobError(f"{field!r} is not JSON ({error})") from error
+    if tools is None or tools == []:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise JobError(f"{field!r} holds {type(tools).__name__} {str(tools)[:60]!r}, not a list of JSON schemas")
+    return [without_none(tool) for tool in tools]
+
+
+def without_none(value: Any) -> Any:
+    """Nested data without entries that are None: in a table every object has the keys of all."""
+    if isinstance(value, dict):
+        return {key: without_none(item) for key, item in value.items() if item is not None}
+    return [without_none(item) for item in value] if isinstance(value, list) else value
+
+
+def _key_of(tokenizer: Tokenizer) -> Sequence[Any]:
+    return [tokenizer.fingerprint(), tokenizer.vocab_size, tokenizer.end_of_text]

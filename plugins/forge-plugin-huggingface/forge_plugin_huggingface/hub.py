@@ -1,0 +1,55 @@
+"""What datasets and tokenizers share: paths, and errors of the libraries that read them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from forge_core.errors import JobError, Problem
+
+
+def local_problem(path: str) -> str | None:
+    """What is wrong with `path`, if it can only be a folder on disk; names of the hub look like `owner/name`."""
+    folder = Path(path).expanduser()
+    if not path:
+        return "names nothing; give a folder, or the name of a repository on the hub"
+    if folder.is_file():
+        return f"{path!r} is a file; give the folder that it lies in"
+    names_a_folder = path.startswith(("/", ".", "~")) or path.count("/") > 1
+    if names_a_folder and not folder.is_dir():
+        return f"{path!r} does not exist (looked from {Path.cwd()}); correct the path"
+    return None
+
+
+def expanded(path: str) -> str:
+    """`path` with `~` replaced, where it is a folder; else the name as it is."""
+    folder = Path(path).expanduser()
+    return str(folder) if folder.is_dir() else path
+
+
+@contextmanager
+def explained(path: str, key: str = "path") -> Iterator[None]:
+    """Within, whatever a library raises becomes a `JobError` that says what was asked for and how.
+
+    The libraries raise a dozen classes of errors, from their own to those of HTTP clients and parsers.
+    """
+    try:
+        yield
+    except JobError:
+        raise
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise JobError([Problem(key, f"{path!r} cannot be used ({reason}); {_tried(path)}")]) from error
+
+
+def _tried(path: str) -> str:
+    from huggingface_hub.constants import HF_HUB_OFFLINE
+
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return f"it was read from the folder {folder.resolve()}"
+    tried = f"there is no folder {folder.absolute()}, so it is a name on the hub"
+    if HF_HUB_OFFLINE:
+        return f"{tried}, which was not asked because HF_HUB_OFFLINE is set; unset it, or give a local folder"
+    return f"{tried}; check the name, the network and, for private repositories, HF_TOKEN, or give a local folder"

@@ -1,0 +1,98 @@
+"""Mistakes in the keys of a dataset that show without the network and without reading rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from forge_core.errors import JobError, Problem
+from forge_plugin_huggingface.hub import local_problem
+from forge_plugin_huggingface.source import Saved
+
+if TYPE_CHECKING:
+    from forge_core.config.job import Job
+    from forge_plugin_huggingface.dataset import HuggingFace
+
+FORMATS = ("arrow", "csv", "json", "parquet", "text")
+"""Formats that `path` may name, with the files in `data_files`."""
+NO_TOKENIZER = 'the documents need a tokenizer; add a table [data.tokenizer], for example with type = "auto"'
+DEFAULT_FIELD = "text"
+
+
+def problems_of(dataset: HuggingFace, job: Job) -> Iterator[Problem]:
+    """All of them; paths are relative to the dataset's table."""
+    yield from _path_problems(dataset)
+    yield from _content_problems(dataset, job)
+    yield from _held_out_problems(dataset)
+    yield from _stream_problems(dataset, job)
+
+
+def _path_problems(dataset: HuggingFace) -> Iterator[Problem]:
+    path, folder = dataset.path, Path(dataset.path).expanduser()
+    if path in FORMATS and not folder.is_dir():
+        if not dataset.data_files:
+            yield Problem("data_files", f"path = {path!r} is a format; name the files that have it")
+        return
+    if message := local_problem(path):
+        yield Problem("path", message)
+    if dataset.origin().is_saved:
+        yield from _saved_problems(dataset, Saved(folder))
+    elif dataset.revision and folder.is_dir():
+        yield Problem("revision", f"{dataset.revision!r} is of the hub, but {path!r} is a folder; leave it out")
+
+
+def _saved_problems(dataset: HuggingFace, saved: Saved) -> Iterator[Problem]:
+    for key in ("config", "revision", "data_files"):
+        if value := getattr(dataset, key):
+            yield Problem(key, f"{value!r} means nothing for a folder of save_to_disk; leave it out")
+    for key, split in (("split", dataset.split), ("held_out_split", dataset.held_out_split)):
+        try:
+            if split:
+                saved.folder_of(split)
+        except JobError as error:
+            yield from (Problem(key, problem.message) for problem in error.problems)
+
+
+def _content_problems(dataset: HuggingFace, job: Job) -> Iterator[Problem]:
+    if job.data.tokenizer is None:
+        yield Problem("", NO_TOKENIZER)
+    elif dataset.messages and not getattr(job.data.tokenizer, "chats", False):
+        yield Problem("messages", 'chats need a tokenizer with a template; set [data.tokenizer] type = "auto"')
+    if dataset.messages and dataset.field != DEFAULT_FIELD:
+        yield Problem(
+            "field", f"{dataset.field!r}, but messages = {dataset.messages!r} is set as well; keep one of the two"
+        )
+    if dataset.tools and not dataset.messages:
+        yield Problem("tools", "only chats have tools; set `messages` to the field with the chat")
+
+
+def _held_out_problems(dataset: HuggingFace) -> Iterator[Problem]:
+    split, every = dataset.held_out_split, dataset.held_out_every
+    if split and every:
+        yield Problem("held_out_split", f"held_out_every = {every} is set as well; keep one of the two")
+    elif split == dataset.split:
+        yield Problem("held_out_split", f"{split!r} is what is trained on; name another split")
+    elif dataset.held_out_documents and not (split or every):
+        yield Problem("held_out_documents", "nothing is held out; set held_out_split or held_out_every")
+    elif every and dataset.streaming and not dataset.held_out_documents:
+        message = "with held_out_every, a stream would be read to its end to find them; say how many are enough"
+        yield Problem("held_out_documents", message)
+
+
+def _stream_problems(dataset: HuggingFace, job: Job) -> Iterator[Problem]:
+    if not dataset.streaming:
+        for key in ("lanes", "shuffle"):
+            if value := getattr(dataset, key):
+                yield Problem(key, f"{value} is for streams; set streaming = true, or leave it out")
+        return
+    if dataset.processes > 1:
+        yield Problem("processes", "a stream is tokenised by [data] workers; set those, and leave this out")
+    for key in ("split", "held_out_split"):
+        if "[" in getattr(dataset, key):
+            yield Problem(
+                key, f"{getattr(dataset, key)!r} is a part of a split, which a stream cannot find; name a split"
+            )
+    rows = job.train.global_batch_size
+    if dataset.lanes and rows % dataset.lanes:
+        yield Problem("lanes", f"{dataset.lanes} does not divide train.global_batch_size = {rows}")

@@ -1,0 +1,124 @@
+"""Rows by number: of a table on disk, or of a stream, file by file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import numpy as np
+
+from forge_core.errors import JobError
+
+if TYPE_CHECKING:
+    import datasets
+    import pyarrow
+
+READ_ROWS = 256
+"""Rows of a stream that are read at once."""
+
+
+class Row(NamedTuple):
+    """A row of a dataset."""
+
+    place: str
+    """Where it stands, for errors: `row 17 of 'data', split 'train'`."""
+    values: Mapping[str, Any]
+
+
+def _all(number: int) -> bool:
+    return True
+
+
+class StreamRows(Protocol):
+    """Rows that are read in order, file by file."""
+
+    name: str
+    """Of the dataset, for errors."""
+    files: int
+
+    def read(self, file: int, start: int = 0, wanted: Callable[[int], bool] = _all) -> Iterator[tuple[int, Row]]:
+        """The rows of a file from number `start` on that are wanted, with their numbers; the others are not decoded."""
+        ...
+
+
+class TableRows:
+    """The rows of a table on disk, numbered through. As a stream it is cut into files of about equal size."""
+
+    def __init__(self, table: datasets.Dataset, columns: Sequence[str], name: str, files: int = 1) -> None:
+        """Raises: JobError: it does not have these columns."""
+        self._table, self.name = _select(table, columns, name), name
+        self.files = max(1, min(files, len(table)))
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def read(self, file: int, start: int = 0, wanted: Callable[[int], bool] = _all) -> Iterator[tuple[int, Row]]:
+        first, stop = (len(self) * bound // self.files for bound in (file, file + 1))
+        numbers = filter(wanted, range(max(first, start), stop))
+        while batch := list(islice(numbers, READ_ROWS)):
+            yield from zip(batch, self.take(batch), strict=True)
+
+    def take(self, numbers: Sequence[int]) -> list[Row]:
+        """The rows of these numbers."""
+        values = _by_row(self._table[list(numbers)])
+        return [Row(f"row {number} of {self.name}", value) for number, value in zip(numbers, values, strict=True)]
+
+
+class FileRows:
+    """The rows of data files, numbered in each. A file is what `datasets` calls a shard: nearly always one file."""
+
+    def __init__(self, dataset: datasets.IterableDataset, columns: Sequence[str], name: str) -> None:
+        """Raises: JobError: it does not have these columns."""
+        self._dataset, self._columns, self.name = _select(dataset, columns, name), columns, name
+        self.files: int = dataset.num_shards
+
+    def read(self, file: int, start: int = 0, wanted: Callable[[int], bool] = _all) -> Iterator[tuple[int, Row]]:
+        one, first = self._dataset.shard(num_shards=self.files, index=file), 0
+        # `iter` rather than `for`, which gives a DataLoader's worker only what would fall to it of this one file
+        for table in one.with_format("arrow").iter(batch_size=READ_ROWS):
+            chosen = filter(wanted, range(max(first, start), first + len(table)))
+            numbers = np.fromiter(chosen, dtype=np.int64)
+            values = self._values(table.take(numbers - first), one.features)
+            for number, value in zip(numbers.tolist(), values, strict=True):
+                yield number, Row(f"row {number} of file {file} of {self.name}", value)
+            first += len(table)
+
+    def _values(self, table: pyarrow.Table, features: datasets.Features | None) -> Iterator[Mapping[str, Any]]:
+        _check_columns(table.column_names, self._columns, self.name)
+        columns = table.select(list(self._columns)).to_pydict()
+        return _by_row(columns if features is None else features.decode_batch(columns))
+
+
+def stream_rows(
+    dataset: datasets.Dataset | datasets.IterableDataset, columns: Sequence[str], name: str, lanes: int = 1
+) -> StreamRows:
+    """The rows of a stream. Args: `lanes`, how many files are wished for, where that can be chosen.
+
+    Raises:
+        JobError: it does not have these columns.
+    """
+    import datasets
+
+    if isinstance(dataset, datasets.Dataset):
+        return TableRows(dataset, columns, name, files=lanes)
+    return FileRows(dataset, columns, name)
+
+
+def _select(dataset: Any, columns: Sequence[str], name: str) -> Any:
+    """Only these columns, so that nothing else is read or decoded."""
+    if dataset.column_names is None:  # of some formats nothing is known before the first row
+        return dataset
+    _check_columns(dataset.column_names, columns, name)
+    return dataset.select_columns(list(columns))
+
+
+def _check_columns(names: Sequence[str], columns: Sequence[str], name: str) -> None:
+    for column in columns:
+        if column not in names:
+            there = ", ".join(map(repr, names)) or "none"
+            raise JobError(f"{name} has no field {column!r}, but {there}; set `field` or `messages` to what is there")
+
+
+def _by_row(columns: Mapping[str, Sequence[Any]]) -> Iterator[Mapping[str, Any]]:
+    return (dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))

@@ -1,0 +1,167 @@
+"""Where rows come from: data files of a folder or of the hub, or a folder that `save_to_disk` wrote."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from attrs import frozen
+
+from forge_core.data.cache import digest_of
+from forge_core.errors import JobError, Problem
+from forge_plugin_huggingface.hub import expanded, explained
+
+if TYPE_CHECKING:
+    import datasets
+
+STATE, SPLITS = "state.json", "dataset_dict.json"
+"""By these files a folder of `save_to_disk` is known: of one dataset, and of one with splits."""
+
+DataFiles = str | tuple[str, ...] | Mapping[str, str]
+
+
+@frozen
+class Origin:
+    """What a job says about where its data lies."""
+
+    path: str
+    config: str = ""
+    revision: str = ""
+    data_files: DataFiles = ()
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether it is a folder of `save_to_disk`."""
+        folder = Path(self.path).expanduser()
+        return (folder / STATE).is_file() or (folder / SPLITS).is_file()
+
+    def open(self) -> Source:
+        """Raises: JobError: there is no such data."""
+        return Saved(Path(self.path).expanduser()) if self.is_saved else DataFilesSource(self)
+
+
+class Source(Protocol):
+    """A dataset with its splits, not yet read. All methods raise `JobError` where the data cannot be had."""
+
+    def fingerprint(self, split: str) -> str:
+        """SHA-256 (hex) that differs whenever the rows of a split could differ. Reads no rows."""
+        ...
+
+    def check_apart(self, split: str, other: str) -> None:
+        """Raises: JobError: two splits, which may be parts of one, have rows in common."""
+
+    def table(self, split: str) -> datasets.Dataset:
+        """All rows of a split, from disk."""
+        ...
+
+    def stream(self, split: str) -> datasets.Dataset | datasets.IterableDataset:
+        """The rows of a split as they lie in its files; a table where it is one already."""
+        ...
+
+
+class Saved:
+    """A folder of `save_to_disk`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def fingerprint(self, split: str) -> str:
+        files = sorted(path for path in self.folder_of(split).rglob("*") if path.is_file())
+        return digest_of([[path.name, *_stamp(path)] for path in files])
+
+    def check_apart(self, split: str, other: str) -> None:
+        """Splits of such a folder have no rows in common: it knows no parts of splits."""
+
+    def table(self, split: str) -> datasets.Dataset:
+        import datasets
+
+        with explained(str(self._folder)):
+            return datasets.load_from_disk(str(self.folder_of(split)))
+
+    def stream(self, split: str) -> datasets.Dataset:
+        return self.table(split)
+
+    def folder_of(self, split: str) -> Path:
+        """Where a split lies.
+
+        Raises:
+            JobError: there is none of this name.
+        """
+        state, splits = self._folder / STATE, self._folder / SPLITS
+        with explained(str(self._folder)):
+            only = json.loads(state.read_text("utf-8")).get("_split") if state.is_file() else None
+            known = [only or split] if state.is_file() else list(json.loads(splits.read_text("utf-8"))["splits"])
+        if split not in known:
+            listed = ", ".join(map(repr, known)) or "none"
+            raise JobError([Problem("split", f"{str(self._folder)!r} has no split {split!r}, but {listed}")])
+        return self._folder if state.is_file() else self._folder / split
+
+
+class DataFilesSource:
+    """Data files, of a folder or of the hub, that `datasets` can read without code of their own."""
+
+    def __init__(self, origin: Origin) -> None:
+        """Raises: JobError: there are no such files."""
+        import datasets
+
+        self._origin = origin
+        options = {"name": origin.config, "revision": origin.revision, "data_files": _plain(origin.data_files)}
+        given = {key: value for key, value in options.items() if value}
+        with explained(origin.path):
+            self._builder = datasets.load_dataset_builder(expanded(origin.path), **given)
+
+    def fingerprint(self, split: str) -> str:
+        builder = self._builder
+        files = [found for found in (builder.config.data_files or {}).values() if not _is_on_hub(found)]
+        stamps = [_stamp(Path(path)) for found in files for path in found if Path(path).is_file()]
+        listed = [[list(found), found.origin_metadata] for found in files]
+        return digest_of(type(builder).__name__, builder.hash, builder.config_id, split, listed, stamps)
+
+    def table(self, split: str) -> datasets.Dataset:
+        with explained(self._origin.path, "split"):
+            return self._prepared.as_dataset(split=split)
+
+    def stream(self, split: str) -> datasets.IterableDataset:
+        with explained(self._origin.path, "split"):
+            return self._builder.as_streaming_dataset(split=split)
+
+    def check_apart(self, split: str, other: str) -> None:
+        import datasets
+
+        ranges = []
+        for name in (split, other):
+            with explained(self._origin.path, "split"):
+                sizes = {str(key): info.num_examples for key, info in self._prepared.info.splits.items()}
+                ranges.append(datasets.ReadInstruction.from_spec(name).to_absolute(sizes))
+        for one, two in product(*ranges):
+            first, last = max(one.from_, two.from_), min(one.to, two.to)
+            if one.splitname == two.splitname and first < last:
+                seen = f"{other!r} and split = {split!r} share the rows {first} to {last - 1} of {one.splitname!r}"
+                raise JobError([Problem("held_out_split", f"{seen}; hold out other rows than those trained on")])
+
+    @cached_property
+    def _prepared(self) -> datasets.DatasetBuilder:
+        """With all files downloaded and converted, which `datasets` keeps in its own cache."""
+        with explained(self._origin.path):
+            self._builder.download_and_prepare()
+        return self._builder
+
+
+def _plain(data_files: DataFiles) -> str | list[str] | dict[str, str]:
+    if isinstance(data_files, str):
+        return data_files
+    return dict(data_files) if isinstance(data_files, Mapping) else list(data_files)
+
+
+def _is_on_hub(files: Sequence[str]) -> bool:
+    """Whether they are files of a repository, whose commit is known (`DatasetBuilder.hash`) without asking for them."""
+    return all(path.startswith("hf://") for path in files)
+
+
+def _stamp(path: Path) -> list[int]:
+    stat = path.stat()
+    return [stat.st_size, stat.st_mtime_ns]

@@ -1,0 +1,174 @@
+"""A dataset that is read as training goes on, in lanes over its files.
+
+L lanes share F files so that no row is in two lanes: with g = gcd(F, L), lane l reads the files that are l modulo g,
+and the L / g lanes that read the same files take turns at their rows. A position names file and row, and so does not
+depend on how any version of `datasets` keeps its own; on the way there, blocks of rows are passed over undecoded.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from itertools import islice
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import attrs
+import numpy as np
+from attrs import evolve, frozen
+
+from forge_core.data.order import Permutation
+from forge_core.errors import JobError
+from forge_core.protocols import StreamedDocument
+from forge_plugin_huggingface.encoding import Encoded, Encoder
+from forge_plugin_huggingface.rows import Row, StreamRows
+
+if TYPE_CHECKING:
+    from forge_core.protocols import Documents
+
+logger = logging.getLogger(__name__)
+
+ENCODED_ROWS = 16
+"""Rows that a lane encodes at once."""
+
+
+class Share(NamedTuple):
+    """What a lane reads."""
+
+    files: range
+    lanes: int
+    """How many lanes read these files."""
+    turn: int
+    """Which of them this is."""
+
+    @classmethod
+    def of(cls, lane: int, lanes: int, files: int) -> Share:
+        groups = math.gcd(files, lanes)
+        return cls(range(lane % groups, files, groups), lanes // groups, lane // groups)
+
+    def has(self, row: int, file: int, every: int) -> bool:
+        """Whether a row falls to this lane. Args: `every`, so many rows one is held out (0: none)."""
+        if every and row % every == 0:
+            return False
+        number = row - row // every - 1 if every else row
+        return (number + file) % self.lanes == self.turn
+
+
+@frozen
+class Place:
+    """Where a lane is: before a row of a block."""
+
+    epoch: int = 0
+    file: int = 0
+    """Which of the lane's files, in this epoch's order, its block begins in."""
+    row: int = 0
+    """The row of that file that its block begins with."""
+    block: int = 0
+    """Number of the block in the epoch."""
+    index: int = 0
+    """Which row of the block comes next, in the block's order."""
+
+
+class LaneStream:
+    """See `forge_core.protocols.DocumentStream`."""
+
+    def __init__(
+        self,
+        rows: StreamRows,
+        encoder: Encoder,
+        end_of_text: int,
+        *,
+        lanes: int,
+        shuffle: int = 0,
+        seed: int = 0,
+        held_out_every: int = 0,
+        held_out: Documents | None = None,
+    ) -> None:
+        """
+        Args:
+            shuffle: rows of a block that are read together and then shuffled, as is the order of files; 0: neither is.
+            held_out_every: so many rows of each file, one is left out, starting with the first; 0: none.
+        """
+        self._rows, self._encoder, self._end_of_text = rows, encoder, end_of_text
+        self.lanes, self._shuffle, self._seed, self._every = lanes, shuffle, seed, held_out_every
+        self.held_out = held_out
+        self._layout = {"files": rows.files, "lanes": lanes, "shuffle": shuffle}
+        self._warn_of_shared_files()
+
+    def read(self, lane: int, position: Mapping[str, Any] | None) -> Iterator[StreamedDocument]:
+        """The documents of a lane without end.
+
+        Raises:
+            JobError: there are none, or the position is of other files, lanes or blocks.
+        """
+        start = Place() if position is None else self._place(position)
+        while True:
+            given = False
+            for document in self._epoch(lane, start):
+                given = True
+                yield document
+            if not given and start == Place(epoch=start.epoch):
+                seen = f"lane {lane} of {self.lanes} has no document in the {self._rows.files} files"
+                fix = "lower `lanes`, or read the dataset as a whole (streaming = false)"
+                raise JobError(f"{self._rows.name}: {seen}; {fix}")
+            start = Place(epoch=start.epoch + 1)
+
+    def _place(self, position: Mapping[str, Any]) -> Place:
+        if position["of"] != self._layout:
+            seen = f"was read with {_listed(position['of'])}, and now has {_listed(self._layout)}"
+            message = "the position in the stream means nothing there. Restore what was, or start a new run"
+            raise JobError(f"{self._rows.name} {seen}: {message}")
+        return Place(**{name: value for name, value in position.items() if name != "of"})
+
+    def _epoch(self, lane: int, place: Place) -> Iterator[StreamedDocument]:
+        """What is left of an epoch."""
+        rows = self._rows_of(lane, place)
+        while block := list(islice(rows, self._shuffle or ENCODED_ROWS)):
+            file, row, _ = block[0]
+            place = evolve(place, file=file, row=row)
+            yield from self._documents(lane, [row for *_, row in block], place)
+            place = evolve(place, block=place.block + 1, index=0)
+
+    def _rows_of(self, lane: int, place: Place) -> Iterator[tuple[int, int, Row]]:
+        """The lane's rows from the block at `place` on: which of its files each is in, its number, and itself."""
+        share = Share.of(lane, self.lanes, self._rows.files)
+        order = self._order(len(share.files), f"{lane}:{place.epoch}")
+        start = place.row
+        for position in range(place.file, len(share.files)):
+            file = share.files[order[position]]
+            wanted = partial(share.has, every=self._every, file=file)
+            for number, row in self._rows.read(file, start, wanted):
+                yield position, number, row
+            start = 0
+
+    def _documents(self, lane: int, rows: Sequence[Row], place: Place) -> Iterator[StreamedDocument]:
+        """The documents of a block, from `place.index` on."""
+        order = self._order(len(rows), f"{lane}:{place.epoch}:{place.block}")
+        for start in range(place.index, len(rows), ENCODED_ROWS):
+            chosen = range(start, min(start + ENCODED_ROWS, len(rows)))
+            encoded = self._encoder.encode([rows[order[index]] for index in chosen])
+            for index, document in zip(chosen, encoded, strict=True):
+                if document is not None:
+                    position = attrs.asdict(evolve(place, index=index)) | {"of": self._layout}
+                    yield _finished(document, self._end_of_text, position)
+
+    def _order(self, size: int, key: str) -> Permutation | range:
+        return Permutation(size, f"{self._seed}:{key}") if self._shuffle else range(size)
+
+    def _warn_of_shared_files(self) -> None:
+        times = Share.of(0, self.lanes, self._rows.files).lanes
+        if times > 1:
+            seen = f"{self.lanes} lanes share its {self._rows.files} files, so that each file is read {times} times"
+            logger.warning("%s: %s; once if `lanes` divides the number of files", self._rows.name, seen)
+
+
+def _finished(document: Encoded, end_of_text: int, position: Mapping[str, Any]) -> StreamedDocument:
+    """With its end-of-text, which is learned if the token before it is."""
+    ids, learned, _ = document
+    mask = None if learned is None else np.append(learned, learned[-1:].any())
+    return StreamedDocument(np.append(ids, end_of_text), mask, position)
+
+
+def _listed(layout: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} = {value}" for name, value in layout.items())

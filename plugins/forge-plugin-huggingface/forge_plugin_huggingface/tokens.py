@@ -1,0 +1,145 @@
+"""Token files of a dataset that is read as a whole, or of its held-out part, kept in the core's cache."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from itertools import chain, islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from attrs import frozen
+
+from forge_core.data.cache import Verify, cached_folder, digest_of
+from forge_core.data.token_file import TokenFile, TokenFileWriter
+from forge_core.errors import JobError
+from forge_plugin_huggingface.encoding import Encoded, Encoder, text_of
+from forge_plugin_huggingface.part import Part
+from forge_plugin_huggingface.rows import Row, TableRows, stream_rows
+from forge_plugin_huggingface.source import Source
+
+if TYPE_CHECKING:
+    from forge_core.protocols import Documents
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 1
+"""Part of the key: raise it when the same inputs give other files."""
+STEM = "tokens"
+BATCH_ROWS = 256
+"""Rows that are encoded at once."""
+BATCHES_AHEAD = 4
+"""Batches that wait for each process."""
+
+Batch = list[tuple[str, Encoded | None]]
+"""Place and document of each row."""
+
+
+@frozen
+class Corpus:
+    """A source, and how its rows become documents."""
+
+    source: Source
+    path: str
+    encoder: Encoder
+    vocab_size: int
+    end_of_text: int
+    processes: int = 1
+    verify: Verify = "sizes"
+
+    def documents(self, part: Part, held_out: Documents | None = None) -> TokenFile:
+        """The documents of a part, from the cache; nothing is encoded if they are there."""
+        return TokenFile(self._cached(part, "table", self._encode_table), held_out)
+
+    def first_documents(self, part: Part) -> TokenFile:
+        """Likewise, but read as a stream, no further than its limit. Rows are numbered file by file."""
+        return TokenFile(self._cached(part, "stream", self._encode_stream))
+
+    def _cached(self, part: Part, how: str, encode: Callable[[Part], Iterator[Batch]]) -> Path:
+        fingerprint = self.source.fingerprint(part.split)
+        key = digest_of("huggingface", FORMAT, how, fingerprint, part.key(), self.encoder.key())
+
+        def make(folder: Path) -> Mapping[str, int]:
+            logger.info("tokenising %s", _name(self.path, part))
+            return self._write(folder / STEM, encode(part), part)
+
+        return cached_folder("tokens", key, make, self.verify).path / STEM
+
+    def _write(self, stem: Path, batches: Iterator[Batch], part: Part) -> Mapping[str, int]:
+        """Gives the counts."""
+        rows, has_mask = 0, self.encoder.has_mask
+        vocabulary = self.vocab_size, self.end_of_text
+        with TokenFileWriter(stem, *vocabulary, learned=has_mask, may_contain_end=has_mask) as writer:
+            for place, encoded in chain.from_iterable(batches):
+                rows += 1
+                if encoded is not None:
+                    writer.add(place, encoded.ids, learned=encoded.learned, text_bytes=encoded.text_bytes)
+        header = writer.header()
+        if not header.documents:
+            what = "an answer of the assistant" if has_mask else "text"
+            raise JobError(f"{_name(self.path, part)}: none of {rows} rows has {what}")
+        return {"documents": header.documents, "left_out": rows - header.documents, "tokens": header.tokens}
+
+    def _encode_table(self, part: Part) -> Iterator[Batch]:
+        rows = TableRows(self.source.table(part.split), self.encoder.columns, _name(self.path, part))
+        numbers = part.numbers(len(rows))
+        return in_order(partial(self._read_and_encode, rows), _batched(numbers, BATCH_ROWS), self.processes)
+
+    def _read_and_encode(self, rows: TableRows, numbers: Sequence[int]) -> Batch:
+        return self._encode(rows.take(numbers))
+
+    def _encode_stream(self, part: Part) -> Iterator[Batch]:
+        rows = stream_rows(self.source.stream(part.split), self.encoder.columns, _name(self.path, part))
+        chosen = (row for file in range(rows.files) for _, row in rows.read(file, wanted=part.has))
+        return map(self._encode, _batched(islice(chosen, part.limit or None), BATCH_ROWS))
+
+    def _encode(self, rows: Sequence[Row]) -> Batch:
+        return list(zip((row.place for row in rows), self.encoder.encode(rows), strict=True))
+
+
+def texts(source: Source, path: str, part: Part, field: str, as_stream: bool) -> Iterator[str]:
+    """The texts of a part, each once."""
+    dataset = source.stream(part.split) if as_stream else source.table(part.split)
+    rows = stream_rows(dataset, [field], _name(path, part))
+    chosen = (row for file in range(rows.files) for _, row in rows.read(file, wanted=part.has))
+    return (text for row in chosen if (text := text_of(row, field)))
+
+
+def in_order(work: Callable[[Any], Any], tasks: Iterator[Any], processes: int) -> Iterator[Any]:
+    """What `work` gives for each task, done by so many processes that work a few tasks ahead of the reader."""
+    if processes == 1:
+        yield from map(work, tasks)
+        return
+    fork = multiprocessing.get_context("fork")  # `work` is there at once, and need not be one that can be pickled
+    with ProcessPoolExecutor(processes, fork, _set_work, (work,)) as pool:
+        ahead = deque(pool.submit(_do_work, task) for task in islice(tasks, processes * BATCHES_AHEAD))
+        while ahead:
+            result = ahead.popleft().result()
+            ahead.extend(pool.submit(_do_work, task) for task in islice(tasks, 1))
+            yield result
+
+
+_work: Callable[[Any], Any]
+"""What a process of `in_order` does."""
+
+
+def _set_work(work: Callable[[Any], Any]) -> None:
+    global _work
+    _work = work
+
+
+def _do_work(task: Any) -> Any:
+    return _work(task)
+
+
+def _batched(items: Iterator[Any], size: int) -> Iterator[list[Any]]:
+    while batch := list(islice(items, size)):
+        yield batch
+
+
+def _name(path: str, part: Part) -> str:
+    return f"{path!r}, split {part.split!r}"

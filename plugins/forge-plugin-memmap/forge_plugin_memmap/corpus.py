@@ -1,0 +1,170 @@
+"""The corpus that the keys of a dataset describe, or everything that is wrong with it. No id is read for it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+
+from attrs import define, field, frozen
+
+from forge_core.errors import JobError, Problem
+from forge_plugin_memmap.paths import Found, distinct, expand
+from forge_plugin_memmap.prepared import HELD_OUT, TRAIN, Prepared, read_prepared
+from forge_plugin_memmap.shards import SUFFIXES, Shard, read_shard
+
+RAW_SUFFIXES = (".bin",)
+"""What is taken for raw ids in a folder."""
+
+
+@frozen
+class Corpus:
+    """Shards of both splits, and what is known about all of them."""
+
+    train: tuple[Shard, ...]
+    held_out: tuple[Shard, ...]
+    end_of_text: int
+    vocab_size: int | None
+    """Of the tokenizer, as far as the files say."""
+    prepared: tuple[Prepared, ...]
+    """Folders of `prepare-data` that shards come from."""
+
+    @property
+    def shards(self) -> tuple[Shard, ...]:
+        return self.train + self.held_out
+
+
+@frozen
+class Keys:
+    """The keys of a dataset that say what is read."""
+
+    path: tuple[str, ...]
+    held_out_path: tuple[str, ...]
+    dtype: str | None
+    """Of raw files; None: files that say themselves what they hold."""
+    end_of_text: int | None
+
+
+def find_corpus(keys: Keys) -> Corpus:
+    """The corpus.
+
+    Raises:
+        JobError: every problem that shows without reading ids, with paths relative to the dataset's table.
+    """
+    return _Search(keys).run()
+
+
+@define
+class _Search:
+    """One pass over the files that collects problems on the way."""
+
+    keys: Keys
+    problems: list[Problem] = field(factory=list)
+    folders: dict[str, Prepared | None] = field(factory=dict)
+
+    def run(self) -> Corpus:
+        train, apart = self._split(self._expand("path", self.keys.path))
+        named = self._expand("held_out_path", self.keys.held_out_path)
+        held_out = [file.path for file in named] if self.keys.held_out_path else apart
+        self._check_overlap(train, held_out)
+        read = self._read("path", train), self._read("held_out_path" if named else "path", held_out)
+        prepared = self._prepared()
+        end_of_text, vocab_size = self._agreed([*read[0], *read[1]])
+        if self.problems or end_of_text is None:
+            raise JobError(self.problems)
+        return Corpus(tuple(read[0]), tuple(read[1]), end_of_text, vocab_size, prepared)
+
+    def _note(self, key: str, message: str | JobError) -> None:
+        found = message.problems if isinstance(message, JobError) else [Problem("", message)]
+        self.problems += [problem.below(key) for problem in found]
+
+    # --- files -----------------------------------------------------------------------------------------------------
+
+    def _expand(self, key: str, patterns: Sequence[str]) -> list[Found]:
+        """The files of the patterns, sorted by name, but for those in folders that cannot be used."""
+        found: list[Found] = []
+        for pattern in patterns:
+            try:
+                found += expand(pattern, RAW_SUFFIXES if self.keys.dtype else SUFFIXES)
+            except JobError as error:
+                self._note(key, error)
+        usable = {folder: self._open_folder(key, folder) for folder in sorted({_folder(file) for file in found})}
+        return distinct(sorted(file for file in found if usable[_folder(file)]))
+
+    def _open_folder(self, key: str, folder: str) -> bool:
+        try:
+            self.folders[folder] = read_prepared(folder)
+        except JobError as error:
+            self._note(key, error)
+            return False
+        return True
+
+    def _split(self, found: Iterable[Found]) -> tuple[list[str], list[str]]:
+        """Files to train on, and those that the manifests of their folders hold out."""
+        splits: dict[str, list[str]] = {TRAIN: [], HELD_OUT: []}
+        for file in found:
+            try:
+                splits[self._role(file)].append(file.path)
+            except JobError as error:
+                self._note("path", error)
+        return splits[TRAIN], splits[HELD_OUT]
+
+    def _role(self, file: Found) -> str:
+        folder = _folder(file)
+        prepared = self.folders[folder]
+        role = prepared.split_of(os.path.basename(file.path)) if prepared else TRAIN
+        if role is None:
+            raise JobError(f"{file.path} is no part of what prepare-data wrote to {folder!r}; move it elsewhere")
+        if role == HELD_OUT and not file.in_folder:
+            raise JobError(f"{file.path} was held out by prepare-data; name its folder, {folder!r}, or its train-*.bin")
+        return role
+
+    def _check_overlap(self, train: Iterable[str], held_out: Iterable[str]) -> None:
+        trained = {os.path.realpath(path) for path in train}
+        for path in held_out:
+            if os.path.realpath(path) in trained:
+                self._note("held_out_path", f"{path} is also trained on; leave it out of one of the two")
+
+    def _read(self, key: str, paths: Iterable[str]) -> list[Shard]:
+        shards = []
+        for path in paths:
+            try:
+                shards.append(read_shard(path, self.keys.dtype))
+            except JobError as error:
+                self._note(key, error)
+        return shards
+
+    # --- what they say ---------------------------------------------------------------------------------------------
+
+    def _prepared(self) -> tuple[Prepared, ...]:
+        """The folders of `prepare-data`, whole and of one tokenizer."""
+        prepared = tuple(folder for folder in self.folders.values() if folder is not None)
+        for folder in prepared:
+            faults = (folder.size_fault(name) for name in folder.manifest["files"])
+            self.problems += [Problem("path", fault) for fault in faults if fault]
+        if len({folder.fingerprint for folder in prepared}) > 1:
+            names = ", ".join(folder.folder for folder in prepared)
+            self._note("path", f"{names} were prepared with different tokenizers; a source has one")
+        return prepared
+
+    def _agreed(self, shards: Sequence[Shard]) -> tuple[int | None, int | None]:
+        """End-of-text and vocabulary of all shards together."""
+        end_of_text = self._one("end_of_text", shards, "end-of-text id")
+        vocab_size = self._one("vocab_size", shards, "vocabulary size")
+        given = self.keys.end_of_text
+        if given is not None and end_of_text not in (None, given):
+            self._note("end_of_text", f"{given}, but the files say {end_of_text}; leave the key out")
+        if given is None and end_of_text is None and shards:
+            seen = f"{shards[0].path} does not say which id ends a document"
+            self._note("end_of_text", f"required key is missing: {seen}; write end_of_text = ID")
+        return (end_of_text if given is None else given), vocab_size
+
+    def _one(self, name: str, shards: Sequence[Shard], what: str) -> int | None:
+        said = {getattr(shard, name): shard.path for shard in shards if getattr(shard, name) is not None}
+        if len(said) > 1:
+            (one, here), (other, there), *_ = said.items()
+            self._note("path", f"{here} has {what} {one}, {there} {other}; they are of different tokenizers")
+        return next(iter(said), None)
+
+
+def _folder(file: Found) -> str:
+    return os.path.dirname(file.path)

@@ -1,0 +1,86 @@
+"""Shards as documents. T: tokens of all shards, S: of one shard."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+
+from forge_core.protocols import Documents
+from forge_plugin_memmap.files import Reader
+from forge_plugin_memmap.index import document_ends
+from forge_plugin_memmap.shards import LEARNED, Shard
+
+
+class ShardedDocuments:
+    """The documents of shards, one shard after the other; see `forge_core.protocols.Documents`.
+
+    A pickled copy holds paths only. Documents that have no mask are learned as a whole.
+    """
+
+    def __init__(self, shards: Sequence[Shard], end_of_text: int, held_out: Documents | None = None) -> None:
+        self.end_of_text = end_of_text
+        self.held_out: Documents | None = held_out
+        self._shards = tuple(shards)
+        self._starts = [0, *accumulate(shard.tokens for shard in shards)]
+        self._dtypes = [np.dtype(shard.dtype) for shard in shards]
+        self._masks = [shard.mask for shard in shards]
+        self._reader = Reader()
+        self._ends: np.ndarray | None = None
+
+    @property
+    def bytes_per_token(self) -> float | None:
+        known = all(shard.text_bytes for shard in self._shards)
+        return sum(shard.text_bytes for shard in self._shards) / len(self) if known else None
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def tokens(self, start: int, stop: int) -> np.ndarray:
+        number = self._shard_of(start)
+        first = self._starts[number]
+        if stop <= self._starts[number + 1]:
+            return self._ids(number, start - first, stop - first).astype(np.int64)
+        return np.concatenate([self._ids(*part) for part in self._parts(start, stop)], dtype=np.int64)
+
+    def learned(self, start: int, stop: int) -> np.ndarray | None:
+        if not any(self._masks):
+            return None
+        return np.concatenate([self._mask(*part) for part in self._parts(start, stop)])
+
+    def ends(self) -> np.ndarray:
+        if self._ends is None:
+            self._ends = document_ends(self._shards, self.end_of_text)
+        return self._ends
+
+    def where(self, start: int, stop: int) -> str:
+        parts = ((self._shards[number].path, first, last) for number, first, last in self._parts(start, stop))
+        return "tokens " + " and ".join(f"{first} to {last} of {path}" for path, first, last in parts)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ShardedDocuments, (self._shards, self.end_of_text, self.held_out)
+
+    def _shard_of(self, token: int) -> int:
+        return bisect_right(self._starts, token, hi=len(self._shards)) - 1
+
+    def _parts(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """The shards that tokens [start, stop) lie in, by number, with the places in them; at least one."""
+        number, end, stop = self._shard_of(start), start, min(stop, len(self))
+        while True:
+            first, start, end = self._starts[number], end, min(stop, self._starts[number + 1])
+            yield number, start - first, end - first
+            if end >= stop:
+                return
+            number += 1
+
+    def _ids(self, number: int, start: int, stop: int) -> np.ndarray:
+        shard, dtype = self._shards[number], self._dtypes[number]
+        return self._reader.read(shard.path, dtype, shard.offset + start * dtype.itemsize, stop - start)
+
+    def _mask(self, number: int, start: int, stop: int) -> np.ndarray:
+        if not self._masks[number]:
+            return np.ones(stop - start, dtype=bool)
+        return self._reader.read(self._shards[number].beside(LEARNED), np.dtype(bool), start, stop - start)

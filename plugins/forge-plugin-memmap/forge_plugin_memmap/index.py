@@ -1,0 +1,89 @@
+"""Where documents end: from the index beside a shard, or else found by their end-of-text once and kept in the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from forge_core.data.cache import cached_folder, digest_of
+from forge_core.errors import JobError
+from forge_plugin_memmap.files import Reader
+from forge_plugin_memmap.shards import ENDS, Shard
+
+FORMAT = 1
+"""Part of the key in the cache: raise it when the same shards give another index."""
+GROUP = "memmap"
+"""The cache's folder for what is found out about shards."""
+BLOCK = 1 << 22
+"""Numbers read at a time."""
+FILE = "documents"
+
+
+def document_ends(shards: Sequence[Shard], end_of_text: int) -> np.ndarray:
+    """(documents,) int64: the end of each document of the shards, one after the other; a memory map.
+
+    A shard with an index ends with a document. In one without, every end-of-text ends a document, and what follows the
+    last one belongs to a document that goes on in the next shard.
+
+    Raises:
+        JobError: an index is damaged, or a shard without one has no end-of-text.
+    """
+    key = digest_of("ends", FORMAT, end_of_text, [shard.identity() for shard in shards])
+
+    def make(folder: Path) -> dict[str, int]:
+        with (folder / FILE).open("wb") as file:
+            for ends in _all_ends(shards, end_of_text):
+                file.write(ends.astype("<i8").tobytes())
+        return {}
+
+    return map_file(cached_folder(GROUP, key, make).path / FILE)
+
+
+def map_file(path: Path) -> np.ndarray:
+    """A file of int64 as a memory map."""
+    return np.memmap(path, "<i8", mode="r").view(np.ndarray)
+
+
+def blocks(shard: Shard) -> Iterator[tuple[int, np.ndarray]]:
+    """The ids of a shard, in pieces, each with its place."""
+    reader, dtype = Reader(), np.dtype(shard.dtype)
+    for start in range(0, shard.tokens, BLOCK):
+        count = min(BLOCK, shard.tokens - start)
+        yield start, reader.read(shard.path, dtype, shard.offset + start * dtype.itemsize, count)
+
+
+def _all_ends(shards: Sequence[Shard], end_of_text: int) -> Iterator[np.ndarray]:
+    """Ends in all shards, in pieces, and the end of the last document, which may lack its end-of-text."""
+    first = last = 0
+    for shard in shards:
+        for ends in _scanned(shard, end_of_text) if shard.documents is None else _listed(shard, shard.documents):
+            last = first + int(ends[-1]) if len(ends) else last
+            yield ends + first
+        first += shard.tokens
+    if last < first:
+        yield np.array([first])
+
+
+def _scanned(shard: Shard, end_of_text: int) -> Iterator[np.ndarray]:
+    found = 0
+    for start, ids in blocks(shard):
+        ends = np.flatnonzero(ids == end_of_text) + start + 1
+        found += len(ends)
+        yield ends
+    if not found:
+        seen = f"none of the {shard.tokens} ids of {shard.path} is {end_of_text}, the end-of-text"
+        raise JobError(f"{seen}, so its documents cannot be told apart; correct end_of_text, or provide {ENDS}")
+
+
+def _listed(shard: Shard, documents: int) -> Iterator[np.ndarray]:
+    reader, path, last = Reader(), shard.beside(ENDS), 0
+    for start in range(0, documents, BLOCK):
+        ends = reader.read(path, np.dtype("<i8"), 8 * start, min(BLOCK, documents - start))
+        if ends[0] <= last or (np.diff(ends) <= 0).any():
+            raise JobError(f"{path}: the ends of documents do not ascend; it is damaged")
+        last = int(ends[-1])
+        yield ends
+    if last != shard.tokens:
+        raise JobError(f"{path}: the last document ends at {last}, but {shard.path} has {shard.tokens} tokens")

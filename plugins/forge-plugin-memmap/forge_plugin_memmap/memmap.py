@@ -1,0 +1,157 @@
+"""Dataset `memmap`: files of token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, Literal
+
+from attrs import Attribute, field, frozen
+from attrs.validators import ge, optional
+
+from forge_core.components import DatasetComponent, when_resumed
+from forge_core.errors import JobError, Problem
+from forge_plugin_memmap.corpus import Corpus, Keys, find_corpus
+
+if TYPE_CHECKING:
+    from forge_core.config.job import Job
+    from forge_core.context import BuildContext
+    from forge_core.parallel.layout import Layout
+    from forge_core.protocols import Documents, Tokenizer
+
+Dtype = Literal["uint8", "uint16", "uint32", "uint64", "int16", "int32", "int64"]
+
+
+def _off_or_at_least_two(_: Any, attribute: Attribute, value: int) -> None:
+    if value < 0 or value == 1:
+        raise ValueError(f"{attribute.name!r} must be 0 (off) or at least 2, not {value}")
+
+
+@frozen(kw_only=True)
+class Memmap(DatasetComponent):
+    """Documents that are token ids already: what `forge-run prepare-data` wrote, arrays of numpy, or raw ids.
+
+    Several files are one corpus, in the order of their names. Memory does not grow with the corpus. What a file holds
+    is read from its header, or written here; it is never guessed.
+    """
+
+    path: str | tuple[str, ...]
+    """Files, folders and globs (`data/*.npy`): one, or a list. Relative ones start at the current directory. The folder
+    of `prepare-data` stands for both of its splits."""
+    format: Literal["auto", "raw"] = "auto"
+    """auto: `.bin` with the header that `prepare-data` writes, and `.npy`. raw: nothing but ids of type `dtype`."""
+    dtype: Dtype | None = None
+    """Type of the ids in raw files, little-endian; for those, it is required."""
+    end_of_text: int | None = field(default=None, validator=optional(ge(0)))
+    """Id that ends a document; required where the files do not say."""
+    held_out_path: str | tuple[str, ...] = ()
+    """Files whose documents are held out, given like `path`; by default those that `prepare-data` held out."""
+    held_out_every: int = field(default=0, validator=_off_or_at_least_two)
+    """Hold out every n-th document, starting with the first; 0: none. Without a document index (`.ends`) beside them,
+    files are searched for `end_of_text` once."""
+    verify: Literal["sizes", "full"] = field(default="sizes", metadata=when_resumed("safe"))
+    """What is checked of files that `prepare-data` wrote: their sizes, or also their SHA-256, which finds flipped
+    bytes."""
+
+    def corpus(self) -> Corpus:
+        """The files, as far as their headers tell.
+
+        Raises:
+            JobError: every problem, with paths relative to this table.
+        """
+        if problems := list(self._key_problems()):
+            raise JobError(problems)
+        corpus = find_corpus(Keys(_listed(self.path), _listed(self.held_out_path), self.dtype, self.end_of_text))
+        if problems := list(self._split_problems(corpus)):
+            raise JobError(problems)
+        return corpus
+
+    def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        try:
+            corpus = self.corpus()
+        except JobError as error:
+            yield from error.problems
+            return
+        limit = _model_vocabulary(job)
+        if limit and corpus.vocab_size is not None and corpus.vocab_size > limit:
+            seen = f"the files are of a tokenizer with {corpus.vocab_size} ids, but model.vocab_size = {limit}"
+            yield Problem("path", f"{seen}; set it to at least that")
+
+    def build(self, context: BuildContext) -> Documents:
+        """The documents.
+
+        Raises:
+            JobError: they do not fit the tokenizer or the model, or are damaged.
+        """
+        from forge_plugin_memmap.documents import ShardedDocuments
+        from forge_plugin_memmap.ids import id_problems
+
+        corpus, tokenizer = self.corpus(), context.tokenizer
+        problems = [] if tokenizer is None else list(_tokenizer_problems(corpus, tokenizer))
+        limit = _model_vocabulary(context.job) or (tokenizer.vocab_size if tokenizer is not None else None)
+        problems += [*self._damage(corpus), *id_problems(corpus.shards, limit)]
+        if problems:
+            raise JobError(problems)
+        held_out = ShardedDocuments(corpus.held_out, corpus.end_of_text) if corpus.held_out else None
+        return self._split(corpus, ShardedDocuments(corpus.train, corpus.end_of_text, held_out))
+
+    def _split(self, corpus: Corpus, documents: Documents) -> Documents:
+        if not self.held_out_every:
+            return documents
+        from forge_plugin_memmap.selection import split_documents
+
+        identity = [corpus.end_of_text, *(shard.identity() for shard in corpus.train)]
+        return split_documents(documents, self.held_out_every, identity)
+
+    def _damage(self, corpus: Corpus) -> Iterator[Problem]:
+        for prepared in corpus.prepared if self.verify == "full" else ():
+            for name in prepared.manifest["files"]:
+                if fault := prepared.digest_fault(name):
+                    yield Problem("", fault)
+
+    # --- problems --------------------------------------------------------------------------------------------------
+
+    def _key_problems(self) -> Iterator[Problem]:
+        if not _listed(self.path) or not all([*_listed(self.path), *_listed(self.held_out_path)]):
+            yield Problem("path", "an empty path names nothing; give a file, folder or glob, or a list")
+        if self.format == "raw" and self.dtype is None:
+            yield Problem("dtype", 'required key is missing: raw files do not say it; for example dtype = "uint16"')
+        if self.format != "raw" and self.dtype is not None:
+            message = f'{self.dtype!r}, but files with a header say it themselves; leave it out, or set format = "raw"'
+            yield Problem("dtype", message)
+        if self.held_out_every and self.held_out_path:
+            yield Problem(
+                "held_out_path", f"held_out_every = {self.held_out_every} is set as well; keep one of the two"
+            )
+
+    def _split_problems(self, corpus: Corpus) -> Iterator[Problem]:
+        if self.held_out_every and corpus.held_out:
+            count = len(corpus.held_out)
+            yield Problem("held_out_every", f"prepare-data held out {count} files already; leave this key out")
+        if self.verify == "full" and not corpus.prepared:
+            yield Problem("verify", '"full", but only what prepare-data wrote has a SHA-256 to compare with')
+
+
+def _listed(path: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (path,) if isinstance(path, str) else tuple(path)
+
+
+def _model_vocabulary(job: Job) -> int:
+    """The key `vocab_size` of the model; 0 where it has none, or takes the tokenizer's."""
+    return getattr(job.model, "vocab_size", 0) or 0
+
+
+def _tokenizer_problems(corpus: Corpus, tokenizer: Tokenizer) -> Iterator[Problem]:
+    """How the job's tokenizer is not the one that made the files, as far as they say."""
+    for prepared in corpus.prepared:
+        if prepared.fingerprint != tokenizer.fingerprint():
+            seen = f"{prepared.folder} was made with another tokenizer than that of [data.tokenizer]"
+            yield Problem("", f'{seen}; set type = "prepared" and path = "{prepared.folder}" there')
+    if corpus.prepared:
+        return
+    where = corpus.train[0].path
+    if corpus.end_of_text != tokenizer.end_of_text:
+        seen = f"{where}: documents end with id {corpus.end_of_text}, but those of [data.tokenizer] with"
+        yield Problem("", f"{seen} {tokenizer.end_of_text}; correct end_of_text, or use the tokenizer of the files")
+    if corpus.vocab_size not in (None, tokenizer.vocab_size):
+        seen = f"{where} is of a tokenizer with {corpus.vocab_size} ids, that of [data.tokenizer] has"
+        yield Problem("", f"{seen} {tokenizer.vocab_size}; use the tokenizer of the files")

@@ -1,0 +1,113 @@
+"""`forge-run prepare-data`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from forge_plugin_memmap.prepare.run import Settings
+
+KEYS = "--tokenizer."
+UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9}
+
+
+def command(argv: list[str]) -> int:
+    """Tokenise text, JSON lines and Parquet once, for the dataset `memmap`.
+
+    What is written depends on the inputs and the arguments, not on the number of workers. A command that was killed
+    goes on where it was when it is given again.
+    """
+    settings = read_settings(argv)
+    from rich.console import Console
+
+    from forge_core.errors import ExitCode
+    from forge_plugin_memmap.prepare.run import prepare
+    from forge_plugin_memmap.prepare.summary import describe
+
+    console = Console()
+    try:
+        manifest, speed = prepare(settings, console)
+    except KeyboardInterrupt:
+        console.print("interrupted; the same command goes on where it was")
+        return ExitCode.SECOND_SIGNAL
+    console.print(describe(settings.output, manifest, speed), highlight=False, markup=False, soft_wrap=True)
+    return ExitCode.FINISHED
+
+
+def read_settings(argv: list[str]) -> Settings:
+    """What a command line asks for.
+
+    Raises:
+        JobError: the inputs or the tokenizer are not as they should be; tells every problem.
+    """
+    keys = [argument.removeprefix("--") for argument in argv if argument.startswith(KEYS)]
+    parser = _parser()
+    options = parser.parse_args([argument for argument in argv if not argument.startswith(KEYS)])
+    if keys and options.job:
+        parser.error(f"--{keys[0]} goes with --tokenizer; with --job, the key stands in the job file")
+    from forge_plugin_memmap.prepare.inputs import find_inputs
+    from forge_plugin_memmap.prepare.run import Settings
+    from forge_plugin_memmap.prepare.tokenizer import choose_tokenizer
+
+    return Settings(
+        inputs=find_inputs(options.inputs, options.field),
+        output=Path(options.output),
+        tokenizer=choose_tokenizer(options.job or (), options.tokenizer, keys),
+        field=options.field,
+        shard_tokens=options.shard_tokens,
+        held_out_every=options.held_out_every,
+        strict=options.errors == "strict",
+        workers=options.workers or _cores(),
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="forge-run prepare-data", description=command.__doc__, allow_abbrev=False)
+    add = parser.add_argument
+    add("inputs", nargs="+", metavar="INPUT", help="files, folders and globs, in order: .txt, .md and .py are one "
+        "document a file, .jsonl is one a line (each also .gz or .zst), .parquet is one a row")  # fmt: skip
+    add("--output", required=True, metavar="DIR", help="a new folder, or that of a command to go on with")
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--tokenizer", metavar="TYPE", help="type of the tokenizer, or a tokenizer.json; its keys are "
+        "given as --tokenizer.KEY=VALUE, the value as in TOML")  # fmt: skip
+    which.add_argument("--job", action="append", metavar="JOB.toml", help="take the tokenizer of a job's "
+        "[data.tokenizer]; several files are layered")  # fmt: skip
+    add("--field", default="text", help="the key of a line, or the column, that holds the text (text)")
+    add("--shard-tokens", type=_count, default=_count("100M"), metavar="N", help="a shard ends with the document that "
+        "brings it to so many tokens (100M)")  # fmt: skip
+    add("--held-out-every", type=_off_or_at_least_two, default=0, metavar="N", help="hold out every n-th document, "
+        "starting with the first; 0: none (0)")  # fmt: skip
+    add("--errors", choices=("strict", "skip"), default="strict", help="what is not UTF-8, not JSON or has no text: "
+        "strict stops, skip leaves it out and counts it (strict)")  # fmt: skip
+    add("--workers", type=_at_least_zero, default=0, metavar="N", help="processes that encode; 0: one a core (0)")
+    return parser
+
+
+def _count(text: str) -> int:
+    match = re.fullmatch(r"(\d+)([kMG]?)", text)
+    if match is None or not int(match[1]):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of tokens; write 1000, 100k, 100M or 1G")
+    return int(match[1]) * UNITS[match[2]]
+
+
+def _at_least_zero(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"must be at least 0, not {value}")
+    return value
+
+
+def _off_or_at_least_two(text: str) -> int:
+    value = int(text)
+    if value < 0 or value == 1:
+        raise argparse.ArgumentTypeError(f"must be 0 (off) or at least 2, not {value}")
+    return value
+
+
+def _cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

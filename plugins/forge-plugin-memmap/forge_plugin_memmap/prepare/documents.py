@@ -1,0 +1,106 @@
+"""What workers are given, and what they make of it: texts, and reasons to leave something out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Literal, NamedTuple, Protocol
+
+from attrs import define, field, frozen
+
+Reason = Literal["empty", "not UTF-8", "not JSON", "not an object", "no field", "not a string"]
+
+PIECE_CHARACTERS = 1 << 22
+"""A longer document is encoded in pieces of about this size, to bound memory."""
+EXAMPLES = 3
+"""Places that are kept of each reason."""
+
+
+class Text(NamedTuple):
+    """A document, or a piece of one."""
+
+    where: str
+    """`data/a.jsonl:17`."""
+    text: str
+    size: int
+    """Bytes in UTF-8."""
+    is_last: bool = True
+    """Whether the document ends with it."""
+
+
+class Drop(NamedTuple):
+    """A file, line or row that gives no document."""
+
+    where: str
+    reason: Reason
+    detail: str
+
+
+class Item(Protocol):
+    """A part of the input, as it was read. It is parsed where it is encoded, in a worker."""
+
+    def documents(self) -> Iterator[Text | Drop]: ...
+
+
+@frozen
+class Ready:
+    """An item that needs no parsing."""
+
+    document: Text | Drop
+
+    def documents(self) -> Iterator[Text | Drop]:
+        yield self.document
+
+
+@define
+class Dropped:
+    """How much was left out, and why."""
+
+    counts: Counter[str] = field(factory=Counter)
+    examples: dict[str, list[str]] = field(factory=dict)
+
+    @classmethod
+    def of(cls, plain: Mapping[str, Mapping[str, Any]]) -> Dropped:
+        """What `plain` gave."""
+        counts = Counter({reason: entry["count"] for reason, entry in plain.items()})
+        return cls(counts, {reason: list(entry["examples"]) for reason, entry in plain.items()})
+
+    def plain(self) -> dict[str, dict[str, Any]]:
+        """Count and examples of each reason, as JSON."""
+        return {r: {"count": n, "examples": self.examples[r]} for r, n in sorted(self.counts.items())}
+
+    def add(self, drop: Drop) -> None:
+        self.counts[drop.reason] += 1
+        self._note(drop.reason, [f"{drop.where} ({drop.detail})" if drop.detail else drop.where])
+
+    def merge(self, later: Dropped) -> None:
+        self.counts += later.counts
+        for reason, examples in later.examples.items():
+            self._note(reason, examples)
+
+    def _note(self, reason: str, examples: Iterable[str]) -> None:
+        known = self.examples.setdefault(reason, [])
+        known += list(examples)[: EXAMPLES - len(known)]
+
+
+def pieces(parts: Iterable[str]) -> Iterator[tuple[str, bool]]:
+    """A document that comes in parts, in pieces of at most `PIECE_CHARACTERS`, each with whether it is the last.
+
+    A piece is cut before the last line break in reach, so that its tokens are those of the whole document but for the
+    few beside the cut that a tokenizer may join over it. Where the cuts are does not depend on the parts.
+    """
+    text, start = "", 0
+    for part in parts:
+        text, start = text[start:] + part, 0
+        while len(text) - start > PIECE_CHARACTERS:
+            limit = start + PIECE_CHARACTERS
+            line_break = text.rfind("\n", start + 1, limit)
+            end = line_break if line_break > 0 else limit
+            yield text[start:end], False
+            start = end
+    yield text[start:], True
+
+
+def utf8_size(text: str) -> int:
+    """Bytes of a text in UTF-8. Raises `UnicodeEncodeError` for half a surrogate pair."""
+    return len(text) if text.isascii() else len(text.encode())

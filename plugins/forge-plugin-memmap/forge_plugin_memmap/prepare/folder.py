@@ -1,0 +1,203 @@
+"""The output folder: whose it is, how far it is, and when it is finished."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from attrs import define, field
+
+from forge_core.errors import ForgeError, JobError
+from forge_plugin_memmap.prepare.documents import Dropped
+from forge_plugin_memmap.prepare.reading import Place
+from forge_plugin_memmap.prepare.writing import Written
+from forge_plugin_memmap.prepared import FORMAT, MADE_BY, MANIFEST, SPLITS, UNFINISHED, read_prepared
+
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF)
+"""How a file system says that it cannot lock a folder. Keeping other processes away is then up to the user."""
+
+Arguments = Mapping[str, Any]
+"""Everything that the result depends on, as JSON."""
+
+
+@define
+class State:
+    """How far an unfinished folder is. All of it is true of the same moment, between two chunks."""
+
+    arguments: Arguments
+    tokenizer: Mapping[str, Any] | None = None
+    """Fingerprint, vocabulary and end-of-text; None: it is still to be made."""
+    place: Place = field(factory=Place)
+    splits: dict[str, Written] = field(factory=lambda: {split: Written() for split in SPLITS})
+    dropped: Dropped = field(factory=Dropped)
+
+    @property
+    def documents(self) -> int:
+        return sum(w.total.documents + w.open.documents for w in self.splits.values())
+
+    @property
+    def tokens(self) -> int:
+        return sum(w.total.tokens + w.open.tokens for w in self.splits.values())
+
+    @classmethod
+    def parse(cls, plain: Mapping[str, Any]) -> State:
+        """What `plain` gave."""
+        splits = {split: Written.parse(plain["splits"][split]) for split in SPLITS}
+        place, dropped = Place(**plain["place"]), Dropped.of(plain["dropped"])
+        return cls(plain["arguments"], plain["tokenizer"], place, splits, dropped)
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON."""
+        return {
+            "arguments": self.arguments,
+            "tokenizer": self.tokenizer,
+            "place": self.place.plain(),
+            "splits": {split: written.plain() for split, written in self.splits.items()},
+            "dropped": self.dropped.plain(),
+        }
+
+    def manifest(self) -> dict[str, Any]:
+        """What is kept of a finished folder. It depends on the arguments alone."""
+        splits = {split: {**_counts(written), "files": written.shards} for split, written in self.splits.items()}
+        files = {name: described for written in self.splits.values() for name, described in written.files.items()}
+        head = {"made_by": MADE_BY, "format": FORMAT, "arguments": self.arguments, "tokenizer": self.tokenizer}
+        return {**head, "splits": splits, "dropped": self.dropped.plain(), "files": files}
+
+
+def _counts(written: Written) -> dict[str, int]:
+    total = written.total
+    return {"documents": total.documents, "tokens": total.tokens, "bytes": total.bytes}
+
+
+@contextmanager
+def owned(folder: Path) -> Iterator[None]:
+    """Own the folder while this context lasts; it is made if need be. The kernel gives it up when the process ends.
+
+    Raises:
+        ForgeError: another process is at work in it, or it cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        raise JobError(f"--output {folder}: {error.strerror}; give a folder that can be written") from error
+    try:
+        _lock(descriptor, folder)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, folder: Path) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        fix = "wait for it, or give another --output"
+        raise ForgeError(f"another prepare-data is at work in {folder}; {fix}") from error
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+
+
+def finished_manifest(folder: Path, arguments: Arguments) -> Mapping[str, Any] | None:
+    """The manifest, if the folder is finished.
+
+    Raises:
+        JobError: it was made with other arguments.
+    """
+    if (folder / MANIFEST).exists():  # written last: a process may have died before it removed the other
+        (folder / UNFINISHED).unlink(missing_ok=True)
+    if (folder / UNFINISHED).exists() or (prepared := read_prepared(folder)) is None:
+        return None
+    _demand_same(folder, prepared.manifest["arguments"], arguments)
+    return prepared.manifest
+
+
+def open_state(folder: Path, arguments: Arguments) -> State:
+    """Where an earlier process got to, or a start in an empty folder.
+
+    Raises:
+        JobError: the folder holds something else, or was begun with other arguments.
+    """
+    if not (folder / UNFINISHED).exists():
+        others = sorted(path.name for path in folder.iterdir() if path.name != f"{UNFINISHED}.tmp")
+        if others:
+            seen = f"{folder} holds {others[0]!r}, which is not of an unfinished prepare-data"
+            raise JobError(f"{seen}; give an empty or new folder as --output")
+        state = State(arguments)
+        save_state(folder, state)
+        return state
+    state = State.parse(json.loads((folder / UNFINISHED).read_bytes()))
+    if not state.tokens and state.arguments != arguments:  # there is nothing yet that they have shaped
+        return State(arguments)
+    if state.arguments["errors"] == "strict":  # so far, there was nothing to skip
+        state.arguments = {**state.arguments, "errors": arguments["errors"]}
+    _demand_same(folder, state.arguments, arguments)
+    return state
+
+
+def save_state(folder: Path, state: State) -> None:
+    """Note how far the folder is; what the splits have written must be on the disk before."""
+    _replace(folder / UNFINISHED, state.plain())
+
+
+def finish(folder: Path, state: State) -> Mapping[str, Any]:
+    """Make the folder a finished one; gives its manifest."""
+    manifest = state.manifest()
+    _replace(folder / MANIFEST, manifest)
+    (folder / UNFINISHED).unlink()
+    return manifest
+
+
+@contextmanager
+def room_to_write(folder: Path) -> Iterator[None]:
+    """Within, a full disk is an error that says what to do."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        fix = "make room and run the same command again: it goes on where it stopped"
+        raise ForgeError(f"cannot write to {folder}: {error.strerror}; {fix}") from error
+
+
+def _replace(path: Path, content: Any) -> None:
+    """Write a file that appears whole or not at all."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        json.dump(content, file, indent=1, ensure_ascii=False)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.rename(path)
+
+
+def _demand_same(folder: Path, before: Arguments, now: Arguments) -> None:
+    differences = list(_differences(before, now))
+    if differences:
+        listed = "\n".join(f"  {difference}" for difference in differences[:10])
+        fix = "give the same arguments to continue, or another --output"
+        raise JobError(f"{folder} was begun with other arguments; {fix}:\n{listed}")
+
+
+def _differences(before: Arguments, now: Arguments) -> Iterator[str]:
+    for key in dict.fromkeys([*before, *now]):
+        if key == "inputs":
+            yield from _input_differences(before[key], now[key])
+        elif before.get(key) != now.get(key):
+            yield f"{key}: {json.dumps(before.get(key))} then, {json.dumps(now.get(key))} now"
+
+
+def _input_differences(before: Any, now: Any) -> Iterator[str]:
+    old, new = ({entry["name"]: entry for entry in entries} for entries in (before, now))
+    yield from (f"input {name}: no longer given" for name in old if name not in new)
+    yield from (f"input {name}: not given then" for name in new if name not in old)
+    yield from (f"input {name}: has changed since" for name in old if name in new and old[name] != new[name])
+    if list(old) != list(new) and set(old) == set(new):
+        yield "the inputs are given in another order"

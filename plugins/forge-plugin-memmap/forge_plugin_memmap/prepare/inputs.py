@@ -1,0 +1,54 @@
+"""Which files are read, and how."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+
+from forge_core.errors import JobError, Problem
+from forge_plugin_memmap.paths import Found, distinct, expand
+from forge_plugin_memmap.prepare.lines import read_lines
+from forge_plugin_memmap.prepare.reading import Input
+from forge_plugin_memmap.prepare.rows import parquet_fault, read_rows
+from forge_plugin_memmap.prepare.streams import COMPRESSIONS
+from forge_plugin_memmap.prepare.texts import read_text
+
+READERS = {".jsonl": read_lines, ".txt": read_text, ".md": read_text, ".py": read_text}
+"""Formats that may be compressed."""
+PARQUET = ".parquet"
+SUFFIXES = (*READERS, *(format_ + suffix for format_ in READERS for suffix in COMPRESSIONS), PARQUET)
+
+
+def find_inputs(patterns: Sequence[str], field: str) -> list[Input]:
+    """The files of the patterns, in the order of the patterns and, within each, of their names.
+
+    Raises:
+        JobError: a pattern leads to nothing, a file is of no known format, or a Parquet file has no such column.
+    """
+    problems: list[Problem] = []
+    found: list[Found] = []
+    for pattern in patterns:
+        try:
+            found += expand(pattern, SUFFIXES)
+        except JobError as error:
+            problems += error.problems
+    files = distinct(found)
+    problems += [Problem("", fault) for file in files for fault in _faults(file.path, field)]
+    if problems:
+        raise JobError(problems)
+    return [_input(file.path) for file in files]
+
+
+def _faults(path: str, field: str) -> Iterator[str]:
+    if not path.endswith(SUFFIXES):
+        formats = f"{', '.join(READERS)}, each also with {' or '.join(COMPRESSIONS)}, and {PARQUET}"
+        yield f"{path}: the name tells no known format; there are {formats}"
+    elif path.endswith(PARQUET) and (fault := parquet_fault(path, field)):
+        yield fault
+
+
+def _input(path: str) -> Input:
+    stat = os.stat(path)
+    stem, suffix = os.path.splitext(path)
+    format_ = os.path.splitext(stem)[1] if suffix in COMPRESSIONS else suffix
+    return Input(path, stat.st_size, stat.st_mtime_ns, READERS.get(format_, read_rows))

@@ -1,0 +1,88 @@
+"""Inputs in order, in chunks that are encoded at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from attrs import asdict, field, frozen
+
+from forge_plugin_memmap.prepare.documents import Item
+
+BLOCK = 1 << 20
+"""Bytes read at a time, about."""
+CHUNK = 1 << 20
+"""Bytes of text that are encoded at a time, at least. Neither shows in the result."""
+
+
+class Read(NamedTuple):
+    """A part of a file."""
+
+    at: Mapping[str, int]
+    """Where it begins, in the terms of its format."""
+    passed: int
+    """Bytes of the file before it, as they lie on disk."""
+    item: Item
+    size: int
+    """Bytes of text, about."""
+
+
+@frozen
+class Place:
+    """Where reading goes on."""
+
+    input: int = 0
+    """Number of the input."""
+    at: Mapping[str, int] = field(factory=dict)
+    passed: int = 0
+    """Bytes of all inputs before it, as they lie on disk."""
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON."""
+        return asdict(self)
+
+
+class Chunk(NamedTuple):
+    """What one worker encodes at a time."""
+
+    items: tuple[Item, ...]
+    then: Place
+    """Where the next chunk begins."""
+
+
+@frozen
+class Input:
+    """A file to read."""
+
+    name: str
+    size: int
+    modified_ns: int
+    read: Callable[[str, str, Mapping[str, int]], Iterator[Read]]
+    """(path, field, place) -> the parts of the file from that place on."""
+
+    def identity(self) -> dict[str, Any]:
+        """What tells whether it is the same file as before."""
+        return {"name": self.name, "size": self.size, "modified_ns": self.modified_ns}
+
+
+def read_chunks(inputs: Sequence[Input], field: str, place: Place) -> Iterator[Chunk]:
+    """All chunks from a place on."""
+    items: list[Item] = []
+    size = 0
+    for here, item, item_size in _items(inputs, field, place):
+        if size >= CHUNK:
+            yield Chunk(tuple(items), here)
+            items, size = [], 0
+        items.append(item)
+        size += item_size
+    if items:
+        yield Chunk(tuple(items), Place(len(inputs), {}, sum(input_.size for input_ in inputs)))
+
+
+def _items(inputs: Sequence[Input], field: str, place: Place) -> Iterator[tuple[Place, Item, int]]:
+    before = sum(input_.size for input_ in inputs[: place.input])
+    for number, input_ in enumerate(inputs[place.input :], place.input):
+        at = place.at if number == place.input else {}
+        for read in input_.read(input_.name, field, at):
+            yield Place(number, read.at, before + read.passed), read.item, read.size
+        before += input_.size

@@ -1,0 +1,117 @@
+"""Parquet: one document a row."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from attrs import frozen
+
+from forge_core.errors import JobError
+from forge_plugin_memmap.prepare.documents import Drop, Text
+from forge_plugin_memmap.prepare.reading import BLOCK, Read
+
+MOST_ROWS = 1 << 14
+"""Rows read at a time, however short they are."""
+BUFFER = 1 << 20
+"""Bytes read at a time of a column; without a buffer, all of a row group would be."""
+
+
+@frozen
+class Rows:
+    """Some rows of a file."""
+
+    name: str
+    first: int
+    """Number of the first row, counted from 1."""
+    values: tuple[bytes | None, ...]
+
+    def documents(self) -> Iterator[Text | Drop]:
+        for number, value in enumerate(self.values, self.first):
+            yield _parse(value, f"{self.name}:{number}")
+
+
+def _parse(value: bytes | None, where: str) -> Text | Drop:
+    if not value:
+        return Drop(where, "empty", "") if value is not None else Drop(where, "not a string", "null")
+    try:
+        return Text(where, value.decode(), len(value))
+    except UnicodeDecodeError as error:
+        return Drop(where, "not UTF-8", f"byte {error.start} of the text, 0x{value[error.start]:02x}: {error.reason}")
+
+
+def read_rows(path: str, field: str, at: Mapping[str, int]) -> Iterator[Read]:
+    """The rows of a file from a place on: the number of rows before it.
+
+    Raises:
+        JobError: the file is damaged.
+    """
+    import pyarrow
+
+    try:
+        with open_parquet(path) as file:
+            yield from _batches(file, path, field, at.get("row", 0))
+    except (pyarrow.ArrowException, OSError) as error:
+        raise JobError(f"{path}: cannot be read as Parquet ({error}); make the file again") from error
+
+
+def _batches(file: Any, path: str, field: str, start: int) -> Iterator[Read]:
+    row, total = 0, max(file.metadata.num_rows, 1)
+    size = os.path.getsize(path)
+    for group in range(file.num_row_groups):
+        count = file.metadata.row_group(group).num_rows
+        if row + count <= start:
+            row += count
+            continue
+        for batch in file.iter_batches(_rows_at_once(file, group, field), row_groups=[group], columns=[field]):
+            skipped = min(max(start - row, 0), len(batch))
+            values = _bytes_of(batch.column(0)[skipped:])
+            row += skipped
+            if values:
+                read = sum(len(value or b"") for value in values)
+                yield Read({"row": row}, size * row // total, Rows(path, row + 1, values), read)
+            row += len(values)
+
+
+def _rows_at_once(file: Any, group: int, field: str) -> int:
+    """Rows that make about one block."""
+    column = file.metadata.row_group(group).column(_column_number(file, field))
+    each = max(column.total_uncompressed_size // max(column.num_values, 1), 1)
+    return int(min(max(BLOCK // each, 1), MOST_ROWS))
+
+
+def _column_number(file: Any, field: str) -> int:
+    return next(n for n in range(len(file.schema.names)) if file.schema.column(n).path == field)
+
+
+def _bytes_of(column: Any) -> tuple[bytes | None, ...]:
+    """Undecoded, since one row that is not UTF-8 must not spoil the others."""
+    import pyarrow
+
+    plain = column.dictionary_decode() if pyarrow.types.is_dictionary(column.type) else column
+    return tuple(plain.cast(pyarrow.large_binary()).to_pylist())
+
+
+def open_parquet(path: str) -> Any:
+    """A Parquet file, of which row groups are read bit by bit."""
+    from pyarrow.parquet import ParquetFile
+
+    return ParquetFile(path, buffer_size=BUFFER, pre_buffer=False)
+
+
+def parquet_fault(path: str, field: str) -> str:
+    """Why a file has no texts in the column `field`; empty if it has. Reads its footer."""
+    import pyarrow
+
+    try:
+        with open_parquet(path) as file:
+            schema = file.schema_arrow
+    except (pyarrow.ArrowException, OSError) as error:
+        return f"{path}: cannot be read as Parquet ({error})"
+    if field not in schema.names:
+        return f"{path}: no column {field!r}, but {', '.join(schema.names)}; choose one with --field"
+    type_ = schema.field(field).type
+    value = type_.value_type if pyarrow.types.is_dictionary(type_) else type_
+    is_text = pyarrow.types.is_string(value) or pyarrow.types.is_large_string(value)
+    return "" if is_text else f"{path}: column {field!r} holds {type_}, not strings; choose another with --field"

@@ -1,0 +1,189 @@
+"""The work of `prepare-data`, from arguments to a finished folder."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from attrs import frozen
+from rich.console import Console
+
+from forge_core.components import TokenizerComponent
+from forge_core.config.dump import to_toml
+from forge_core.errors import ForgeError, JobError
+from forge_core.plugins.catalog import Catalog
+from forge_plugin_memmap.kept import KeptTokenizer, load_kept
+from forge_plugin_memmap.prepare.documents import Drop
+from forge_plugin_memmap.prepare.encoding import Block, Encoded, refuse
+from forge_plugin_memmap.prepare.folder import (
+    State,
+    finish,
+    finished_manifest,
+    open_state,
+    owned,
+    room_to_write,
+    save_state,
+)
+from forge_plugin_memmap.prepare.pool import open_pool
+from forge_plugin_memmap.prepare.progress import Meter, Speed, open_meter
+from forge_plugin_memmap.prepare.reading import Chunk, Input, Place, read_chunks
+from forge_plugin_memmap.prepare.tokenizer import keep_tokenizer
+from forge_plugin_memmap.prepare.writing import SplitWriter
+from forge_plugin_memmap.prepared import HELD_OUT, SPLITS, TOKENIZER, TRAIN
+
+SAVE_EVERY_S = 5.0
+"""How much work is lost at most when the process is killed."""
+
+
+@frozen(kw_only=True)
+class Settings:
+    """What to prepare."""
+
+    inputs: Sequence[Input]
+    output: Path
+    tokenizer: TokenizerComponent
+    field: str
+    shard_tokens: int
+    held_out_every: int
+    strict: bool
+    workers: int
+
+    def arguments(self) -> dict[str, Any]:
+        """Everything that the result depends on, as JSON."""
+        return {
+            "inputs": [input_.identity() for input_ in self.inputs],
+            "tokenizer": to_toml(self.tokenizer, Catalog.installed()),
+            "field": self.field,
+            "shard_tokens": self.shard_tokens,
+            "held_out_every": self.held_out_every,
+            "errors": "strict" if self.strict else "skip",
+        }
+
+
+def prepare(settings: Settings, console: Console) -> tuple[Mapping[str, Any], str]:
+    """Write the shards, or go on with it.
+
+    Returns:
+        The manifest, and how fast it was; that is empty if the folder was finished before.
+
+    Raises:
+        JobError: the folder is of other arguments, or the input is not as it should be.
+        ForgeError: the disk is full, or a worker process ended; to be continued.
+    """
+    output, arguments = settings.output, settings.arguments()
+    with owned(output), room_to_write(output):
+        manifest = finished_manifest(output, arguments)
+        if manifest is not None:
+            return manifest, ""
+        state = open_state(output, arguments)
+        kept = _tokenizer(settings, state, console)
+        began, speed = time.monotonic(), Speed(state.tokens)
+        _encode(settings, state, kept, console)
+        if not state.tokens:
+            reasons = ", ".join(f"{count:,} {reason}" for reason, count in state.dropped.counts.items())
+            raise JobError(f"there is no document in {len(settings.inputs)} files ({reasons})")
+        return finish(output, state), f"{time.monotonic() - began:.1f} s, {speed.per_second(state):,.0f} tokens/s"
+
+
+def _tokenizer(settings: Settings, state: State, console: Console) -> KeptTokenizer:
+    """The tokenizer that the folder keeps, or else a new one."""
+    folder = settings.output / TOKENIZER
+    if state.tokenizer is None:
+        console.print("making the tokenizer", highlight=False)
+        kept = keep_tokenizer(settings.output, settings.tokenizer, _training_texts(settings))
+        state.tokenizer = _describe(kept)
+        save_state(settings.output, state)
+        return kept
+    console.print(f"continuing after {state.tokens:,} tokens", highlight=False)
+    kept = load_kept(folder)
+    if _describe(kept) != state.tokenizer:
+        raise ForgeError(f"{folder} has changed since it was made; remove {settings.output} and start again")
+    return kept
+
+
+def _describe(kept: KeptTokenizer) -> dict[str, Any]:
+    """What readers of the shards must know."""
+    return {"fingerprint": kept.fingerprint(), "vocab_size": kept.vocab_size, "end_of_text": kept.end_of_text}
+
+
+def _training_texts(settings: Settings) -> Callable[[], Iterable[str]]:
+    """Gives the texts that are not held out, very long ones in pieces."""
+
+    def texts() -> Iterator[str]:
+        number = 0
+        for chunk in read_chunks(settings.inputs, settings.field, Place()):
+            for document in (document for item in chunk.items for document in item.documents()):
+                if isinstance(document, Drop):
+                    refuse(document, settings.strict)
+                    continue
+                if not _is_held_out(number, settings.held_out_every):
+                    yield document.text
+                number += document.is_last
+
+    return texts
+
+
+def _encode(settings: Settings, state: State, kept: KeptTokenizer, console: Console) -> None:
+    """From where the state is to the end of the inputs."""
+    total = sum(input_.size for input_ in settings.inputs)
+    chunks = read_chunks(settings.inputs, settings.field, state.place)
+    with ExitStack() as stack:
+        writers = _writers(settings, state, kept, stack)
+        meter = stack.enter_context(open_meter(console, total, state))
+        pool = stack.enter_context(open_pool(settings.workers, settings.output / TOKENIZER, settings.strict))
+        _write(pool.encode(chunks), writers, settings, state, meter)
+
+
+def _writers(settings: Settings, state: State, kept: KeptTokenizer, stack: ExitStack) -> dict[str, SplitWriter]:
+    sizes = kept.vocab_size, kept.end_of_text, settings.shard_tokens
+    writers = {split: SplitWriter(settings.output, split, *sizes, state.splits[split]) for split in SPLITS}
+    for writer in writers.values():
+        stack.callback(writer.close)
+    return writers
+
+
+def _write(
+    results: Iterable[tuple[Chunk, Encoded]],
+    writers: Mapping[str, SplitWriter],
+    settings: Settings,
+    state: State,
+    meter: Meter,
+) -> None:
+    saved = time.monotonic()
+    for chunk, encoded in results:
+        for split, block in split_block(encoded.block, state.documents, settings.held_out_every):
+            writers[split].add(block)
+        state.dropped.merge(encoded.dropped)
+        state.place = chunk.then
+        meter.update(state)
+        if time.monotonic() - saved >= SAVE_EVERY_S:
+            _save(settings.output, state, writers)
+            saved = time.monotonic()
+    for writer in writers.values():
+        writer.finish()
+
+
+def _save(output: Path, state: State, writers: Mapping[str, SplitWriter]) -> None:
+    """The state must not say more than the disk has."""
+    for writer in writers.values():
+        writer.sync()
+    save_state(output, state)
+
+
+def split_block(block: Block, number: int, every: int) -> Iterator[tuple[str, Block]]:
+    """The parts of a block with their splits. `number`: documents before it."""
+    documents, start = len(block.ends), 0
+    held_out = range(-number % every, documents + 1, every) if every else ()
+    for apart in held_out:
+        yield TRAIN, block.cut(start, apart)
+        yield HELD_OUT, block.cut(apart, apart + 1 if apart < documents else None)
+        start = apart + 1
+    if start <= documents:
+        yield TRAIN, block.cut(start)
+
+
+def _is_held_out(number: int, every: int) -> bool:
+    return bool(every) and number % every == 0

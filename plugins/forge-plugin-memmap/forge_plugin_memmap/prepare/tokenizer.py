@@ -1,0 +1,68 @@
+"""The tokenizer of a command: chosen by its arguments, made once, kept in the output folder."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import cast
+
+from forge_core.components import TokenizerComponent
+from forge_core.config.dump import to_toml
+from forge_core.config.part import load_component
+from forge_core.context import BuildContext
+from forge_core.errors import ForgeError, JobError
+from forge_core.parallel.layout import Layout
+from forge_core.plugins.catalog import Catalog
+from forge_plugin_memmap.kept import NO_RUN, KeptTokenizer, load_kept
+from forge_plugin_memmap.prepared import TOKENIZER
+
+
+def choose_tokenizer(job: Iterable[str], type_: str | None, keys: Iterable[str]) -> TokenizerComponent:
+    """The tokenizer's component.
+
+    Args:
+        job: job files whose table `[data.tokenizer]` it is; or else
+        type_: its type, or a `tokenizer.json`, and
+        keys: `tokenizer.key=value`.
+
+    Raises:
+        JobError: there is none of this type, or a key is wrong.
+    """
+    paths = list(job)
+    if type_ is not None and type_.endswith(".json"):
+        keys, type_ = [f"tokenizer.path={type_!r}", *keys], "file"
+    given = [] if type_ is None else [f"tokenizer.type={type_!r}", *keys]
+    table = "data.tokenizer" if paths else "tokenizer"
+    component = load_component(table, TokenizerComponent, Catalog.installed(), paths, given)
+    problems = [problem.below(table) for problem in component.problems(NO_RUN, Layout())]
+    if problems:
+        raise JobError(problems)
+    return component
+
+
+def keep_tokenizer(
+    output: Path, component: TokenizerComponent, documents: Callable[[], Iterable[str]]
+) -> KeptTokenizer:
+    """Make the tokenizer and keep it in the output folder.
+
+    Args:
+        documents: gives the texts of the training split afresh at each call.
+
+    Raises:
+        ForgeError: what was kept is not the same tokenizer.
+    """
+    folder, unfinished = output / TOKENIZER, output / f"{TOKENIZER}.tmp"
+    built = component.build(cast(BuildContext, NO_RUN), documents)
+    table = to_toml(component, Catalog.installed())
+    made = built if isinstance(built, KeptTokenizer) else KeptTokenizer(built, table)
+    for leftover in (unfinished, folder):
+        shutil.rmtree(leftover, ignore_errors=True)
+    unfinished.mkdir()
+    made.save(unfinished)
+    unfinished.rename(folder)
+    kept = load_kept(folder)
+    if kept.fingerprint() != made.fingerprint():
+        seen = f"the tokenizer loaded from {folder} is not the one that was saved there"
+        raise ForgeError(f"{seen}: an error of {made.table['type']}")
+    return kept

@@ -1,0 +1,167 @@
+"""Shards: token files that are cut where a document fills them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from attrs import asdict, define, field
+
+from forge_core.data.cache import file_digest
+from forge_core.data.token_file import ENDS, HEADER, TOKENS, Header
+from forge_core.errors import ForgeError
+from forge_plugin_memmap.prepare.encoding import Block, id_dtype
+
+
+@define
+class Counts:
+    """What a shard, or a split, holds."""
+
+    tokens: int = 0
+    documents: int = 0
+    bytes: int = 0
+    """UTF-8 bytes of the texts."""
+
+    def add(self, other: Counts) -> None:
+        self.tokens += other.tokens
+        self.documents += other.documents
+        self.bytes += other.bytes
+
+    @classmethod
+    def of(cls, block: Block) -> Counts:
+        return cls(len(block.ids), len(block.ends), int(block.sizes.sum()))
+
+
+@define
+class Written:
+    """What a split has come to: enough to go on from there."""
+
+    shards: list[str] = field(factory=list)
+    """Names of the shards that are whole."""
+    files: dict[str, dict[str, Any]] = field(factory=dict)
+    """Size and SHA-256 of their files."""
+    total: Counts = field(factory=Counts)
+    """Of the whole shards."""
+    open: Counts = field(factory=Counts)
+    """Of the shard that is being written."""
+
+    @classmethod
+    def parse(cls, plain: Mapping[str, Any]) -> Written:
+        """What `plain` gave."""
+        return cls(plain["shards"], plain["files"], Counts(**plain["total"]), Counts(**plain["open"]))
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON."""
+        return asdict(self)
+
+
+class SplitWriter:
+    """Writes the shards `{split}-00000.bin`, …, of one split, each with its `.ends`.
+
+    A shard ends with the document that fills it: it has `shard_tokens` tokens, or a few more. It has no header until
+    it is whole.
+    """
+
+    def __init__(
+        self, folder: Path, split: str, vocab_size: int, end_of_text: int, shard_tokens: int, written: Written
+    ) -> None:
+        """Args: `written`, by an earlier process in this folder; whatever is there beyond is removed.
+
+        Raises:
+            ForgeError: what it wrote is not there.
+        """
+        self.written = written
+        self._folder, self._split, self._shard_tokens = folder, split, shard_tokens
+        self._vocab_size, self._end_of_text = vocab_size, end_of_text
+        self._dtype = np.dtype(id_dtype(vocab_size))
+        self._ids: BinaryIO | None = None
+        self._ends: BinaryIO | None = None
+        self._remove_later()
+        if written.open.tokens:
+            self._ids = _continued(self._path(TOKENS), HEADER.size + written.open.tokens * self._dtype.itemsize)
+            self._ends = _continued(self._path(ENDS), written.open.documents * 8)
+
+    def add(self, block: Block) -> None:
+        """Append documents."""
+        while True:
+            missing = self._shard_tokens - self.written.open.tokens
+            last = int(np.searchsorted(block.ends, missing))
+            if last == len(block.ends):
+                self._append(block)
+                return
+            self._append(block.cut(0, last + 1))
+            self._finish_shard()
+            block = block.cut(last + 1)
+
+    def sync(self) -> None:
+        """Put everything that was added on the disk."""
+        for file in (self._ids, self._ends):
+            if file is not None:
+                _sync(file)
+
+    def finish(self) -> None:
+        """Complete the last shard."""
+        if self._ids is not None:
+            self._finish_shard()
+
+    def close(self) -> None:
+        """Close the files, as they are."""
+        for file in (self._ids, self._ends):
+            if file is not None:
+                file.close()
+
+    def _append(self, block: Block) -> None:
+        if not len(block.ids):
+            return
+        if self._ids is None or self._ends is None:
+            self._ids, self._ends = self._path(TOKENS).open("wb"), self._path(ENDS).open("wb")
+            self._ids.write(bytes(HEADER.size))
+        self._ids.write(block.ids.tobytes())
+        self._ends.write((block.ends + self.written.open.tokens).astype("<i8").tobytes())
+        self.written.open.add(Counts.of(block))
+
+    def _finish_shard(self) -> None:
+        assert self._ids is not None
+        counts, paths = self.written.open, (self._path(TOKENS), self._path(ENDS))
+        sizes = counts.tokens, counts.documents, counts.bytes, self._vocab_size, self._end_of_text
+        self._ids.seek(0)
+        self._ids.write(Header(self._dtype.itemsize, *sizes).pack())
+        self.sync()
+        self.close()
+        self._ids = self._ends = None
+        self.written.files |= {p.name: {"size": p.stat().st_size, "sha256": file_digest(p)} for p in paths}
+        self.written.shards.append(paths[0].name)
+        self.written.total.add(counts)
+        self.written.open = Counts()
+
+    def _path(self, suffix: str, number: int | None = None) -> Path:
+        """A file of the shard of this number; by default, of the one that is being written."""
+        number = len(self.written.shards) if number is None else number
+        return self._folder / f"{self._split}-{number:05}{suffix}"
+
+    def _remove_later(self) -> None:
+        number = len(self.written.shards) + bool(self.written.open.tokens)
+        while self._path(TOKENS, number).exists() or self._path(ENDS, number).exists():
+            for suffix in (TOKENS, ENDS):
+                self._path(suffix, number).unlink(missing_ok=True)
+            number += 1
+
+
+def _continued(path: Path, size: int) -> BinaryIO:
+    """A file to go on writing after its first `size` bytes."""
+    found = path.stat().st_size if path.exists() else None
+    if found is None or found < size:
+        seen = "is missing" if found is None else f"has {found} bytes"
+        raise ForgeError(f"{path} {seen}, but {size} were written; remove the folder and start again")
+    file = path.open("r+b")
+    file.truncate(size)
+    file.seek(size)
+    return file
+
+
+def _sync(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())

@@ -1,0 +1,79 @@
+"""Folders that `forge-run prepare-data` wrote: what their manifest says.
+
+A folder holds `train-00000.bin`, …, perhaps `held_out-00000.bin`, …, each with its `.ends`, the tokenizer in a folder
+of its own, and, once it is finished, `manifest.json`. Until then there is `unfinished.json` instead.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from attrs import frozen
+
+from forge_core.data.cache import file_digest
+from forge_core.errors import JobError
+
+MANIFEST, UNFINISHED, TOKENIZER = "manifest.json", "unfinished.json", "tokenizer"
+MADE_BY = "forge-run prepare-data"
+FORMAT = 1
+TRAIN, HELD_OUT = SPLITS = ("train", "held_out")
+
+
+@frozen
+class Prepared:
+    """A finished folder."""
+
+    folder: str
+    manifest: Mapping[str, Any]
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the tokenizer that made the ids."""
+        return self.manifest["tokenizer"]["fingerprint"]
+
+    def files(self, split: str) -> list[str]:
+        """Names of the token files of a split, in order."""
+        return list(self.manifest["splits"][split]["files"])
+
+    def split_of(self, name: str) -> str | None:
+        """The split that a file of the folder belongs to; None: it is no token file of the manifest."""
+        return next((split for split in SPLITS if name in self.files(split)), None)
+
+    def size_fault(self, name: str) -> str:
+        """How the size of a file differs from the manifest; empty if it does not."""
+        path, expected = os.path.join(self.folder, name), self.manifest["files"][name]["size"]
+        if not os.path.exists(path):
+            return f"{path} is missing, though {MANIFEST} lists it"
+        size = os.path.getsize(path)
+        return "" if size == expected else f"{path} has {size} bytes, its manifest says {expected}: it is damaged"
+
+    def digest_fault(self, name: str) -> str:
+        """How the SHA-256 of a file differs from the manifest; empty if it does not. Reads the file."""
+        path = os.path.join(self.folder, name)
+        same = file_digest(path) == self.manifest["files"][name]["sha256"]
+        return "" if same else f"the SHA-256 of {path} is not that of its manifest: it is damaged"
+
+
+def read_prepared(folder: str | Path) -> Prepared | None:
+    """What `folder` is, if `prepare-data` wrote it.
+
+    Raises:
+        JobError: it is not finished, or of another version.
+    """
+    folder = str(folder) or "."
+    if os.path.exists(os.path.join(folder, UNFINISHED)):
+        raise JobError(f"{folder!r} is not finished; run the same forge-run prepare-data command again to continue it")
+    try:
+        manifest = json.loads(Path(folder, MANIFEST).read_bytes())
+    except (OSError, ValueError):
+        return None
+    if not isinstance(manifest, dict) or manifest.get("made_by") != MADE_BY:
+        return None
+    if manifest.get("format") != FORMAT:
+        seen = f"{folder!r} has format {manifest.get('format')}, this version of forge-plugin-memmap reads {FORMAT}"
+        raise JobError(f"{seen}; prepare the data again, or install the version that wrote it")
+    return Prepared(folder, manifest)

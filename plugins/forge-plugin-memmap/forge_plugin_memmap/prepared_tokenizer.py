@@ -1,0 +1,50 @@
+"""Tokenizer `prepared`: the one that data was prepared with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from attrs import field, frozen
+
+from forge_core.components import TokenizerComponent, when_resumed
+from forge_core.errors import JobError, Problem
+from forge_plugin_memmap.prepared import TOKENIZER, read_prepared
+
+if TYPE_CHECKING:
+    from forge_core.config.job import Job
+    from forge_core.context import BuildContext
+    from forge_core.parallel.layout import Layout
+    from forge_core.protocols import Tokenizer
+
+
+@frozen(kw_only=True)
+class PreparedTokenizer(TokenizerComponent):
+    """The tokenizer of a folder that `forge-run prepare-data` wrote, whatever its type. It is never trained again."""
+
+    path: str = field(metadata=when_resumed("safe"))
+    """The folder. A relative one starts at the current directory. A continued run has a copy of its own."""
+
+    def build(self, context: BuildContext, documents: Callable[[], Iterable[str]]) -> Tokenizer:
+        """Raises `JobError` where `problems` finds one, or the tokenizer's distribution is not installed."""
+        from forge_plugin_memmap.kept import load_kept
+
+        if problems := list(self._folder_problems()):
+            raise JobError(problems)
+        return load_kept(Path(self.path, TOKENIZER))
+
+    def load(self, context: BuildContext, folder: Path) -> Tokenizer:
+        from forge_plugin_memmap.kept import load_kept
+
+        return load_kept(folder)
+
+    def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        return self._folder_problems()
+
+    def _folder_problems(self) -> Iterable[Problem]:
+        try:
+            prepared = read_prepared(self.path)
+        except JobError as error:
+            return [problem.below("path") for problem in error.problems]
+        return [] if prepared else [Problem("path", f"{self.path!r} is no folder that forge-run prepare-data wrote")]

@@ -1,0 +1,124 @@
+"""Holding out every n-th document of others. D: documents."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from forge_core.data.cache import cached_folder, digest_of
+from forge_core.errors import JobError
+from forge_core.protocols import Documents
+from forge_plugin_memmap.index import BLOCK, FORMAT, GROUP, map_file
+from forge_plugin_memmap.prepared import HELD_OUT, SPLITS, TRAIN
+
+
+def split_documents(documents: Documents, every: int, identity: Any) -> Selection:
+    """The documents but for every n-th, starting with the first; those are its `held_out`.
+
+    Args:
+        identity: of the documents, plain JSON: where they end is a function of it.
+
+    Raises:
+        JobError: it is not known where documents end, or there is only one.
+    """
+    if len(documents.ends()) < 2:
+        raise JobError(f"held_out_every = {every}, but there is a single document, which cannot be split")
+
+    def make(folder: Path) -> Mapping[str, Any]:
+        with ExitStack() as stack:
+            files = {
+                name: stack.enter_context((folder / name).open("wb")) for split in SPLITS for name in _names(split)
+            }
+            for parts in _parts(documents.ends(), every):
+                for name, numbers in parts.items():
+                    files[name].write(numbers.astype("<i8").tobytes())
+        return {}
+
+    folder = cached_folder(GROUP, digest_of("split", FORMAT, every, identity), make).path
+    return Selection(documents, folder, TRAIN, Selection(documents, folder, HELD_OUT))
+
+
+class Selection:
+    """Some documents of others, put one after the other; see `forge_core.protocols.Documents`.
+
+    A run is a stretch of tokens that lie together in the others.
+    """
+
+    bytes_per_token: float | None = None
+    """It is not known for documents one by one."""
+
+    def __init__(self, documents: Documents, folder: Path, split: str, held_out: Documents | None = None) -> None:
+        """Args: `folder`, which holds the files of both splits."""
+        self.held_out: Documents | None = held_out
+        self.end_of_text = documents.end_of_text
+        self._source = documents, folder, split
+        self._documents = documents
+        self._starts, self._run_ends, self._ends = (map_file(folder / name) for name in _names(split))
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def tokens(self, start: int, stop: int) -> np.ndarray:
+        return _joined([self._documents.tokens(*run) for run in self._runs(start, stop)], np.int64)
+
+    def learned(self, start: int, stop: int) -> np.ndarray | None:
+        masks = [self._documents.learned(*run) for run in self._runs(start, stop)]
+        known = [mask for mask in masks if mask is not None]
+        return _joined(known, np.bool_) if len(known) == len(masks) else None
+
+    def where(self, start: int, stop: int) -> str:
+        return " and ".join(self._documents.where(*run) for run in self._runs(start, stop))
+
+    def ends(self) -> np.ndarray:
+        return self._ends
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Selection, (*self._source, self.held_out)
+
+    def _runs(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """Where tokens [start, stop) lie in the others."""
+        stop = min(stop, len(self))
+        number = int(np.searchsorted(self._run_ends, start, side="right"))
+        while start < stop:
+            before, end = int(self._run_ends[number - 1]) if number else 0, int(self._run_ends[number])
+            place, count = int(self._starts[number]) + start - before, min(stop, end) - start
+            yield place, place + count
+            number, start = number + 1, start + count
+
+
+def _names(split: str) -> tuple[str, str, str]:
+    """Files: where runs start in the source, where they end in the selection, where its documents end."""
+    return f"{split}.starts", f"{split}.run_ends", f"{split}.ends"
+
+
+class _Passed(NamedTuple):
+    """Tokens before the next block: of the source, and of each split."""
+
+    source: int = 0
+    train: int = 0
+    held_out: int = 0
+
+
+def _parts(ends: np.ndarray, every: int) -> Iterator[dict[str, np.ndarray]]:
+    """What goes into each file, block by block."""
+    passed = _Passed()
+    for first in range(0, len(ends), BLOCK):
+        block = np.asarray(ends[first : first + BLOCK])
+        numbers = np.arange(first, first + len(block))
+        starts = np.concatenate([[passed.source], block[:-1]])
+        apart = numbers % every == 0
+        train = passed.train + np.cumsum(np.where(apart, 0, block - starts))
+        held_out = passed.held_out + np.cumsum(np.where(apart, block - starts, 0))
+        run_starts = starts[numbers % every == 1]
+        run_ends = train[~apart & ((numbers % every == every - 1) | (numbers == len(ends) - 1))]
+        yield dict(zip(_names(TRAIN), (run_starts, run_ends, train[~apart]), strict=True))
+        yield dict(zip(_names(HELD_OUT), (starts[apart], held_out[apart], held_out[apart]), strict=True))
+        passed = _Passed(int(block[-1]), int(train[-1]), int(held_out[-1]))
+
+
+def _joined(parts: list[np.ndarray], dtype: Any) -> np.ndarray:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts or [np.empty(0, dtype)])

@@ -1,0 +1,296 @@
+"""What is wrong with the data is told before anything is built, and nothing is guessed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from forge_core.data.token_file import TokenFileWriter
+from forge_core.errors import JobError
+from forge_core.plugins.catalog import Catalog
+
+Find = Callable[..., list[str]]
+
+
+def write_token_file(stem: str, vocab_size: int = 100, end_of_text: int = 9) -> None:
+    with TokenFileWriter(Path(stem), vocab_size, end_of_text) as writer:
+        writer.add("document", [1, 2])
+
+
+@pytest.fixture
+def files(here: Path) -> None:
+    """A file of every kind, good and bad."""
+    np.save("good.npy", np.arange(8, dtype=np.uint16))
+    write_token_file("good")
+    np.arange(6, dtype="<u2").tofile("raw.bin")
+    Path("empty.bin").touch()
+    Path("odd.bin").write_bytes(b"12345")
+    np.save("float.npy", np.zeros(4))
+    np.save("square.npy", np.zeros((2, 2), int))
+    np.save("none.npy", np.zeros(0, int))
+    Path("text.npy").write_text("not an array of numpy, but a text")
+    Path("cut.npy").write_bytes(Path("good.npy").read_bytes()[:-4])
+    Path("cut.bin").write_bytes(Path("good.bin").read_bytes()[:-2])
+
+
+RAW = {"format": "raw", "dtype": "uint16", "end_of_text": 9}
+BAD = [
+    ({"path": "missing.bin"}, "path: 'missing.bin' does not exist (looked from {here} for .bin, .npy); correct"),
+    ({"path": "missing*"}, "path: 'missing*' matches no file (looked from {here}"),
+    ({"path": "."}, None),
+    ({"path": ""}, "path: an empty path names nothing; give a file, folder or glob, or a list"),
+    ({"path": ()}, "path: an empty path names nothing"),
+    (
+        {"path": "raw.bin"},
+        "path: raw.bin: has no header of a token file, so the type of its ids is not known; if it holds plain ids, "
+        'write format = "raw" and their type, for example dtype = "uint16"',
+    ),
+    ({"path": "letters.py"}, "path: letters.py: the name tells no format (.bin, .npy); if it holds plain ids, write"),
+    ({"path": "raw.bin", "format": "raw"}, "dtype: required key is missing: raw files do not say it; for example"),
+    ({"path": "good.bin", "dtype": "uint16"}, "dtype: 'uint16', but files with a header say it themselves; leave it"),
+    (
+        RAW | {"path": "good.bin"},
+        "path: good.bin: is a token file of Forge, which says itself what it holds; leave out",
+    ),
+    (RAW | {"path": "good.npy"}, "path: good.npy: is an array of numpy, which says itself what it holds; leave out"),
+    (RAW | {"path": "odd.bin"}, "path: odd.bin has 5 bytes, which uint16 ids of 2 bytes do not divide"),
+    (RAW | {"path": "empty.bin"}, "path: empty.bin has no tokens; leave it out, or provide its data"),
+    ({"path": "none.npy", "end_of_text": 9}, "path: none.npy has no tokens"),
+    ({"path": "float.npy"}, "path: float.npy: an array of float64 with shape (4,); ids are integers in one dimension"),
+    ({"path": "square.npy"}, "path: square.npy: an array of int64 with shape (2, 2); ids are integers in one"),
+    ({"path": "text.npy"}, "path: text.npy: not an array of numpy ("),
+    ({"path": "cut.npy"}, "path: cut.npy has 140 bytes, its header says 144 (8 ids): it is damaged"),
+    ({"path": "cut.bin"}, "path: cut.bin has 68 bytes, its header says 70 (3 tokens): it is damaged"),
+    (
+        {"path": "good.npy"},
+        "end_of_text: required key is missing: {here}/good.npy does not say which id ends a document; write",
+    ),
+    ({"path": "good.bin", "end_of_text": 5}, "end_of_text: 5, but the files say 9; leave the key out"),
+    (
+        {"path": "good.bin", "held_out_path": ("good.npy", "./good.bin")},
+        "held_out_path: good.bin is also trained on; leave it out of one of the two",
+    ),
+    (
+        {"path": "good.bin", "held_out_path": "good.npy", "held_out_every": 5},
+        "held_out_path: held_out_every = 5 is set as well; keep one of the two",
+    ),
+    ({"path": "good.bin", "held_out_path": "nowhere"}, "held_out_path: 'nowhere' does not exist"),
+    (
+        {"path": "good.bin", "verify": "full"},
+        'verify: "full", but only what prepare-data wrote has a SHA-256 to compare with',
+    ),
+    (
+        {"path": "good.bin", "vocab_size": 99},
+        "path: the files are of a tokenizer with 100 ids, but model.vocab_size = 99; set it to at least that",
+    ),
+]
+
+
+@pytest.mark.parametrize(("keys", "message"), [case for case in BAD if case[1]])
+def test_a_mistake_is_told_with_what_to_write_instead(
+    files: None, problems: Find, here: Path, keys: dict[str, Any], message: str
+) -> None:
+    [problem] = problems(**keys)
+    assert problem.startswith(message.format(here=here))
+
+
+@pytest.mark.parametrize(
+    "keys", [{"path": "good.bin"}, {"path": "good.npy", "end_of_text": 9}, RAW | {"path": "raw.bin"}]
+)
+def test_good_files_have_no_problem(files: None, problems: Find, keys: dict[str, Any]) -> None:
+    assert problems(**keys, vocab_size=100) == []
+
+
+def test_all_problems_are_told_at_once(files: None, problems: Find) -> None:
+    found = problems(path=("missing", "float.npy", "cut.bin", "good.npy"), held_out_path="raw.bin")
+    assert [problem.partition(":")[0] for problem in found] == ["path", "path", "path", "held_out_path", "end_of_text"]
+
+
+def test_no_ids_are_read_for_that(problems: Find) -> None:
+    """A file of a terabyte, all of it a hole."""
+    with open("huge.bin", "wb") as file:
+        file.truncate(10**12)
+    assert problems(path="huge.bin", format="raw", dtype="uint16", end_of_text=0) == []
+
+
+def test_files_of_different_tokenizers_are_refused(problems: Find, here: Path) -> None:
+    write_token_file("a", 100, 9)
+    write_token_file("b", 200, 8)
+    assert problems(path="*.bin") == [
+        f"path: {here}/a.bin has end-of-text id 9, {here}/b.bin 8; they are of different tokenizers",
+        f"path: {here}/a.bin has vocabulary size 100, {here}/b.bin 200; they are of different tokenizers",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("suffix", "size", "message"),
+    [
+        (".ends", 7, "a.ends has 7 bytes; it must have 8 for each of 1 documents"),
+        (".ends", 16, "a.ends has 16 bytes; it must have 8 for each of 1 documents"),
+        (".learned", 2, "a.learned has 2 bytes; it must have 1 for each of 3 tokens"),
+    ],
+)
+def test_what_lies_beside_a_file_must_fit_it(problems: Find, here: Path, suffix: str, size: int, message: str) -> None:
+    write_token_file("a")
+    Path(f"a{suffix}").write_bytes(bytes(size))
+    [problem] = problems(path="a.bin")
+    assert problem.replace(f"{here}/", "") == f"path: {message}"
+
+
+# --- ids ---------------------------------------------------------------------------------------------------------
+
+
+def test_ids_beyond_the_models_vocabulary_are_refused_with_file_and_place(
+    open_documents: Callable[..., Any], here: Path
+) -> None:
+    np.save("a.npy", np.array([1, 2, 3, 50, 60], np.uint16))
+    np.save("b.npy", np.array([1, 2], np.uint16))
+    np.save("c.npy", np.array([5, 50], np.int64))
+    with pytest.raises(JobError) as caught:
+        open_documents(path="*.npy", end_of_text=1, vocab_size=50)
+    fix = "beyond the vocabulary of 50 ids; set model.vocab_size, or correct format and dtype"
+    assert [str(problem) for problem in caught.value.problems] == [
+        f"{here}/a.npy: token 3 is 50, {fix}",
+        f"{here}/c.npy: token 1 is 50, {fix}",
+    ]
+    assert len(open_documents(path="*.npy", end_of_text=1, vocab_size=61)) == 9
+
+
+def test_negative_ids_are_refused_whatever_the_vocabulary(open_documents: Callable[..., Any]) -> None:
+    np.save("a.npy", np.array([1, -2], np.int16))
+    with pytest.raises(JobError, match=r"a\.npy: token 1 is -2, and ids are not negative; correct format and dtype"):
+        open_documents(path="a.npy", end_of_text=1)
+
+
+def test_ids_are_looked_through_once_until_the_file_changes(
+    open_documents: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from forge_plugin_memmap import ids
+
+    np.save("a.npy", np.array([1, 2], np.uint16))
+    keys = {"path": "a.npy", "end_of_text": 1, "vocab_size": 50}
+    open_documents(**keys)
+    with monkeypatch.context() as patched:
+        patched.setattr(ids, "blocks", lambda shard: pytest.fail("it was read"))
+        open_documents(**keys)
+    np.save("a.npy", np.array([1, 50], np.uint16))
+    with pytest.raises(JobError, match="token 1 is 50"):
+        open_documents(**keys)
+
+
+def test_ids_that_cannot_be_beyond_are_not_looked_through(
+    open_documents: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from forge_plugin_memmap import ids
+
+    np.save("a.npy", np.array([1, 2], np.uint16))
+    write_token_file("b", 50_000, 9)
+    monkeypatch.setattr(ids, "blocks", lambda shard: pytest.fail("it was read"))
+    open_documents(path="a.npy", end_of_text=1, vocab_size=65536)
+    open_documents(path="b.bin", vocab_size=50_000)
+
+
+# --- tokenizers --------------------------------------------------------------------------------------------------
+
+
+def letters() -> Any:
+    return Catalog.installed().load("tokenizer", "./letters.py:Letters")().build(None, None)
+
+
+def test_the_end_of_text_must_be_that_of_the_jobs_tokenizer(open_documents: Callable[..., Any]) -> None:
+    np.save("a.npy", np.array([1, 9], np.uint16))
+    with pytest.raises(JobError, match=r"a\.npy: documents end with id 9, but those of \[data\.tokenizer\] with 0;"):
+        open_documents(letters(), path="a.npy", end_of_text=9)
+    assert len(open_documents(letters(), path="a.npy", end_of_text=0)) == 2
+
+
+def test_the_vocabulary_must_be_that_of_the_jobs_tokenizer(open_documents: Callable[..., Any]) -> None:
+    write_token_file("a", 100, 0)
+    with pytest.raises(JobError, match=r"a\.bin is of a tokenizer with 100 ids, that of \[data\.tokenizer\] has 28;"):
+        open_documents(letters(), path="a.bin")
+
+
+# --- folders of prepare-data -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def prepared(prepare: Callable[..., str], here: Path) -> None:
+    """The folder `data`, of four documents, two of them held out."""
+    Path("a.jsonl").write_text("".join(f'{{"text": "{word}"}}\n' for word in ("aa", "bbb", "cc", "ddd")))
+    prepare("a.jsonl", "--output=data", "--held-out-every=2")
+
+
+def test_a_folder_stands_for_both_splits(prepared: None, open_documents: Callable[..., Any]) -> None:
+    documents = open_documents(path="data")
+    assert documents.tokens(0, 99).tolist() == [2, 2, 2, 0, 4, 4, 4, 0]
+    assert documents.held_out.tokens(0, 99).tolist() == [1, 1, 0, 3, 3, 0]
+    assert open_documents(path="data/train-*.bin").held_out is None
+
+
+def test_held_out_shards_are_not_trained_on_by_mistake(prepared: None, problems: Find) -> None:
+    assert problems(path="data/*.bin") == [
+        "path: data/held_out-00000.bin was held out by prepare-data; name its folder, 'data', or its train-*.bin"
+    ]
+    assert problems(path="data", held_out_every=2) == [
+        "held_out_every: prepare-data held out 1 files already; leave this key out"
+    ]
+
+
+def test_an_unfinished_folder_is_refused(prepared: None, problems: Find) -> None:
+    os.rename("data/manifest.json", "data/unfinished.json")
+    assert problems(path=("data", "data/train-*.bin")) == [
+        "path: 'data' is not finished; run the same forge-run prepare-data command again to continue it"
+    ]
+
+
+def test_what_is_missing_or_foreign_in_a_folder_is_told(prepared: None, problems: Find) -> None:
+    write_token_file("data/other", 28, 0)
+    assert problems(path="data") == [
+        "path: data/other.bin is no part of what prepare-data wrote to 'data'; move it elsewhere"
+    ]
+    os.remove("data/other.bin")
+    os.remove("data/train-00000.ends")
+    assert problems(path="data") == ["path: data/train-00000.ends is missing, though manifest.json lists it"]
+
+
+def test_flipped_bytes_are_found_where_the_job_asks_for_full_verification(
+    prepared: None, open_documents: Callable[..., Any]
+) -> None:
+    data = bytearray(Path("data/train-00000.bin").read_bytes())
+    data[-4] ^= 1
+    Path("data/train-00000.bin").write_bytes(data)
+    assert len(open_documents(path="data")) == 8
+    with pytest.raises(JobError, match=r"the SHA-256 of data/train-00000\.bin is not that of its manifest"):
+        open_documents(path="data", verify="full")
+
+
+def test_the_tokenizer_must_be_the_one_that_made_the_data(prepared: None, open_documents: Callable[..., Any]) -> None:
+    assert len(open_documents(letters(), path="data")) == 8
+    another = letters()
+    another.fingerprint = lambda: "another"
+    with pytest.raises(JobError) as caught:
+        open_documents(another, path="data")
+    assert str(caught.value) == (
+        "data was made with another tokenizer than that of [data.tokenizer]; "
+        'set type = "prepared" and path = "data" there'
+    )
+
+
+def test_folders_of_different_tokenizers_are_refused(
+    prepared: None, prepare: Callable[..., str], problems: Find
+) -> None:
+    source = Path("letters.py").read_text()
+    Path("others.py").write_text(source.replace('b"letters"', 'b"others"'))
+    prepare("a.jsonl", "--output=more", "--tokenizer=./others.py:Letters")
+    assert problems(path=("data", "more")) == [
+        "path: data, more were prepared with different tokenizers; a source has one"
+    ]
+
+
+def test_no_numpy_is_needed_to_know_the_component(python_modules: Callable[[str], set[str]]) -> None:
+    assert not python_modules("forge_plugin_memmap") & {"numpy", "torch", "pyarrow", "rich"}

@@ -1,0 +1,337 @@
+"""However often the command is stopped: the same command goes on, and the folder is that of one that never stopped."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from forge_plugin_memmap.prepare import documents, folder, lines, reading, rows, run, texts, writing
+
+Prepare = Callable[..., str]
+INPUTS = ("a.jsonl", "b.txt", "c.jsonl.gz", "d.parquet")
+ARGUMENTS = (*INPUTS, "--output=data", "--held-out-every=4", "--shard-tokens=150", "--errors=skip")
+TOKENIZER = "--tokenizer=./letters.py:Letters"
+
+
+@pytest.fixture(autouse=True)
+def inputs(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of every format, in small chunks, and progress noted after each of them."""
+    monkeypatch.setattr(reading, "CHUNK", 60)
+    for module in (lines, texts, rows):
+        monkeypatch.setattr(module, "BLOCK", 32)
+    monkeypatch.setattr(documents, "PIECE_CHARACTERS", 16)
+    monkeypatch.setattr(run, "SAVE_EVERY_S", 0)
+    found = [f"document {number} " * (number % 7) for number in range(30)]
+    Path("a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in found) + "not JSON\n")
+    Path("b.txt").write_text("a long text, line by line\n" * 12)
+    import gzip
+
+    Path("c.jsonl.gz").write_bytes(gzip.compress(Path("a.jsonl").read_bytes()))
+    parquet.write_table(pa.table({"text": pa.array([*found, None])}), "d.parquet", row_group_size=7)
+
+
+def content(folder: str = "data") -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def uninterrupted(prepare: Prepare) -> dict[str, bytes]:
+    """The folder of a command that was never stopped."""
+    prepare(*ARGUMENTS)
+    os.rename("data", "whole")
+    return content("whole")
+
+
+class Killed(BaseException):
+    """Nothing but the process itself ends: no handler may tidy up."""
+
+
+def kill_at(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, call: int, before: bool) -> None:
+    """End the process at a call of a function, before or after it."""
+    original, calls = getattr(module, name), iter(range(10**6))
+
+    def end(*arguments: Any) -> Any:
+        ends = next(calls) == call
+        if ends and before:
+            raise Killed
+        result = original(*arguments)
+        if ends:
+            raise Killed
+        return result
+
+    monkeypatch.setattr(module, name, end)
+
+
+POINTS = [
+    (run, "save_state", [0, 1, 5, 17]),
+    (writing, "file_digest", [0, 3, 8]),
+    (writing.SplitWriter, "_append", [0, 1, 9, 20]),
+    (folder, "_replace", [0, 2, 6]),
+    (run, "finish", [0]),
+]
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
+@pytest.mark.parametrize(("module", "name", "call"), [(m, n, c) for m, n, calls in POINTS for c in calls])
+def test_wherever_it_is_killed_it_goes_on_to_the_same_bytes(
+    prepare: Prepare, uninterrupted: dict[str, bytes], module: Any, name: str, call: int, before: bool
+) -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        kill_at(patched, module, name, call, before)
+        with pytest.raises(Killed):
+            prepare(*ARGUMENTS)
+    prepare(*ARGUMENTS)
+    assert content() == uninterrupted
+
+
+def test_it_goes_on_after_what_was_noted(prepare: Prepare, uninterrupted: dict[str, bytes]) -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        kill_at(patched, run, "save_state", 20, before=False)
+        with pytest.raises(Killed):
+            prepare(*ARGUMENTS)
+    state = json.loads(Path("data/unfinished.json").read_text())
+    tokens = sum(split[part]["tokens"] for split in state["splits"].values() for part in ("total", "open"))
+    assert tokens > 500
+    assert f"continuing after {tokens:,} tokens\n" in prepare(*ARGUMENTS)
+
+
+def test_killed_again_and_again_it_still_ends_with_the_same_bytes(
+    prepare: Prepare, uninterrupted: dict[str, bytes]
+) -> None:
+    for _ in range(200):
+        with pytest.MonkeyPatch.context() as patched:
+            kill_at(patched, run, "save_state", 1, before=False)
+            try:
+                prepare(*ARGUMENTS)
+                break
+            except Killed:
+                continue
+    assert content() == uninterrupted
+
+
+SLOW = """
+import sys
+from forge_core.cli import main
+from forge_plugin_memmap.prepare import reading, run
+reading.CHUNK, run.SAVE_EVERY_S = 60, 0.05
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def start(*arguments: str) -> subprocess.Popen[bytes]:
+    """The command in a process of its own, slowly."""
+    command = [sys.executable, "-c", SLOW, "prepare-data", *ARGUMENTS, TOKENIZER, "--tokenizer.seconds=0.05"]
+    command += arguments
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+
+
+def saved_tokens() -> int:
+    try:
+        state = json.loads(Path("data/unfinished.json").read_text())
+    except FileNotFoundError:
+        return 0
+    return sum(split[part]["tokens"] for split in state["splits"].values() for part in ("total", "open"))
+
+
+def wait_for_more_than(tokens: int, process: subprocess.Popen[bytes]) -> None:
+    for _ in range(600):
+        if saved_tokens() > tokens or process.poll() is not None:
+            return
+        time.sleep(0.05)
+    raise AssertionError("it makes no progress")
+
+
+def children(process: subprocess.Popen[bytes]) -> Iterator[int]:
+    yield from map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split())
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks at processes in /proc")
+def test_after_sigkill_it_goes_on_and_no_worker_stays_behind(prepare: Prepare) -> None:
+    prepare(*ARGUMENTS, "--tokenizer.seconds=0.05")
+    os.rename("data", "whole")
+    for workers in (2, 1):
+        process = start(f"--workers={workers}")
+        wait_for_more_than(saved_tokens(), process)
+        left = list(children(process))
+        process.kill()
+        process.communicate()
+        deadline = time.monotonic() + 20
+        while any(Path(f"/proc/{child}").exists() for child in left):
+            assert time.monotonic() < deadline, "a worker outlived the command"
+            time.sleep(0.05)
+    assert Path("data/unfinished.json").exists()
+    assert start("--workers=3").wait() == 0
+    assert content() == content("whole")
+
+
+def test_an_interrupt_ends_it_with_the_way_to_go_on(here: Path) -> None:
+    process = start("--workers=2")
+    wait_for_more_than(0, process)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert b"Traceback" not in err
+
+
+def test_a_worker_that_is_killed_ends_it_with_the_way_to_go_on(here: Path) -> None:
+    process = start("--workers=2")
+    wait_for_more_than(0, process)
+    for child in children(process):
+        os.kill(child, signal.SIGKILL)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert b"a worker process ended unexpectedly; run the same command again to continue" in err
+
+
+# --- other arguments ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def begun(prepare: Prepare) -> None:
+    """An unfinished folder."""
+    with pytest.MonkeyPatch.context() as patched:
+        kill_at(patched, run, "save_state", 9, before=False)
+        with pytest.raises(Killed):
+            prepare(*ARGUMENTS)
+
+
+def refused(forge_run: Callable[..., Any], *arguments: str) -> str:
+    before = content()
+    code, _, err = forge_run("prepare-data", *arguments, TOKENIZER, "--workers=1")
+    assert code == 2
+    assert content() == before
+    return err
+
+
+@pytest.mark.parametrize("state", ["begun", "finished"])
+def test_with_other_arguments_it_refuses_and_says_which(
+    forge_run: Callable[..., Any], prepare: Prepare, begun: None, state: str
+) -> None:
+    if state == "finished":
+        prepare(*ARGUMENTS)
+    assert refused(forge_run, *ARGUMENTS, "--held-out-every=5", "--shard-tokens=2k") == (
+        "data was begun with other arguments; give the same arguments to continue, or another --output:\n"
+        "  shard_tokens: 150 then, 2000 now\n"
+        "  held_out_every: 4 then, 5 now\n"
+    )
+
+
+def test_with_other_inputs_it_refuses_and_says_which(forge_run: Callable[..., Any], begun: None) -> None:
+    Path("a.jsonl").write_text('{"text": "changed"}\n')
+    Path("e.txt").write_text("new")
+    arguments = [argument for argument in ARGUMENTS if argument != "b.txt"]
+    assert refused(forge_run, "e.txt", *arguments).splitlines()[1:] == [
+        "  input b.txt: no longer given",
+        "  input e.txt: not given then",
+        "  input a.jsonl: has changed since",
+    ]
+
+
+def test_with_inputs_in_another_order_it_refuses(forge_run: Callable[..., Any], begun: None) -> None:
+    err = refused(forge_run, *reversed(INPUTS), *ARGUMENTS[len(INPUTS) :])
+    assert "the inputs are given in another order" in err
+
+
+def test_after_a_strict_stop_it_goes_on_if_told_to_skip(
+    forge_run: Callable[..., Any], prepare: Prepare, uninterrupted: dict[str, bytes]
+) -> None:
+    strict = [argument for argument in ARGUMENTS if argument != "--errors=skip"]
+    code, _, err = forge_run("prepare-data", *strict, TOKENIZER, "--workers=1")
+    assert code == 2
+    assert "a.jsonl:31: not JSON" in err
+    assert saved_tokens() > 0
+    assert "continuing after" in prepare(*ARGUMENTS)
+    assert content() == uninterrupted
+
+
+def test_a_folder_without_a_single_token_yet_may_begin_otherwise(prepare: Prepare) -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        kill_at(patched, run, "_encode", 0, before=True)
+        with pytest.raises(Killed):
+            prepare(*ARGUMENTS)
+    prepare("b.txt", "--output=data")
+    assert json.loads(Path("data/manifest.json").read_text())["splits"]["train"]["documents"] == 1
+
+
+def test_a_folder_of_something_else_is_left_alone(forge_run: Callable[..., Any]) -> None:
+    Path("data").mkdir()
+    Path("data/thesis.txt").write_text("years of work")
+    assert refused(forge_run, *ARGUMENTS) == (
+        "data holds 'thesis.txt', which is not of an unfinished prepare-data; give an empty or new folder as --output\n"
+    )
+
+
+def test_a_finished_folder_is_not_made_again(
+    prepare: Prepare, uninterrupted: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.move("whole", "data")
+    monkeypatch.setattr(run, "_encode", lambda *_: pytest.fail("it was made again"))
+    assert "data is finished" in prepare(*ARGUMENTS)
+    assert content() == uninterrupted
+
+
+def test_two_commands_do_not_write_to_one_folder(forge_run: Callable[..., Any], here: Path) -> None:
+    process = start("--workers=1")
+    wait_for_more_than(0, process)
+    code, _, err = forge_run("prepare-data", *ARGUMENTS, TOKENIZER, "--workers=1")
+    process.kill()
+    process.communicate()
+    assert code == 1
+    assert "another prepare-data is at work in data; wait for it, or give another --output" in err
+
+
+# --- the disk ----------------------------------------------------------------------------------------------------
+
+
+def test_a_full_disk_is_told_and_it_goes_on_when_there_is_room(
+    forge_run: Callable[..., Any], prepare: Prepare, uninterrupted: dict[str, bytes]
+) -> None:
+    """A limit on the size of files stands in for the disk's."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    arguments = [argument for argument in ARGUMENTS if not argument.startswith("--shard-tokens")]
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+        code, _, err = forge_run("prepare-data", *arguments, TOKENIZER, "--workers=1")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert code == 1
+    assert "cannot write to data: File too large; make room and run the same command again: it goes on where" in err
+    prepare(*arguments)
+    assert json.loads(Path("data/manifest.json").read_text())["splits"] != {}
+
+
+def test_no_space_left_is_told_the_same_way(forge_run: Callable[..., Any], prepare: Prepare) -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        original, calls = writing.SplitWriter._append, iter(range(10**6))
+
+        def append(self: Any, block: Any) -> None:
+            if next(calls) == 9:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            original(self, block)
+
+        patched.setattr(writing.SplitWriter, "_append", append)
+        code, _, err = forge_run("prepare-data", *ARGUMENTS, TOKENIZER, "--workers=1")
+    assert code == 1
+    assert "cannot write to data: No space left on device; make room and run the same command again" in err
+    assert "continuing after" in prepare(*ARGUMENTS)
+
+
+def test_what_was_written_and_is_gone_is_told(forge_run: Callable[..., Any], begun: None) -> None:
+    os.truncate(next(path for path in sorted(Path("data").glob("train-*.bin"))[-1:]), 64)
+    code, _, err = forge_run("prepare-data", *ARGUMENTS, TOKENIZER, "--workers=1")
+    assert code == 1
+    assert "were written; remove the folder and start again" in err

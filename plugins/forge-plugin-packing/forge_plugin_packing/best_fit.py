@@ -1,0 +1,33 @@
+"""Packing `best_fit`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from attrs import frozen
+
+from forge_core.components import PackingComponent
+
+if TYPE_CHECKING:
+    from forge_core.context import BuildContext
+    from forge_core.protocols import Dataset, Documents
+
+
+@frozen(kw_only=True)
+class BestFit(PackingComponent):
+    """Whole documents, as many as go into a sequence, each learned as if it stood alone (Ding et al. 2024, "Fewer
+    Truncations Improve Language Modeling").
+
+    Best-fit decreasing: from the longest to the shortest, each goes where the least room is left that it fits into.
+    Documents longer than `train.seq_len` are cut, into whole sequences and a rest. Room that is left over is filled
+    with ignored labels; the plan of the run says how much is not. Which document goes where is kept in the cache.
+
+    A document of n tokens takes n - 1 positions, one for each token that can be predicted from those before it, so no
+    label is lost, not even where a long document is cut. Attention stays within a document, or a piece of a long one,
+    and positions count from 0 there.
+    """
+
+    def build(self, context: BuildContext, documents: Documents) -> Dataset:
+        from forge_plugin_packing.sequences import PackedSequences
+
+        return PackedSequences(documents, context.job.train.seq_len)

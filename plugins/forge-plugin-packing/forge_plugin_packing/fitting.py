@@ -1,0 +1,144 @@
+"""Best-fit decreasing: pieces of documents into sequences.
+
+Pieces of one length are interchangeable, and so are sequences with the same room left. So the work goes by groups of
+them, and its Python part by the number of different lengths, not of documents: millions take seconds.
+
+N: pieces.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import deque
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Pieces(NamedTuple):
+    """Documents, those that are longer than a sequence in pieces, in their order."""
+
+    starts: np.ndarray
+    """(N,) int64: the first token of each."""
+    lengths: np.ndarray
+    """(N,) int32: how many positions it takes: inputs, each with the token after it as its label."""
+
+
+class Packing(NamedTuple):
+    """Which pieces make up which sequence."""
+
+    pieces: Pieces
+    """Sequence by sequence, and in the order of the documents within each."""
+    bounds: np.ndarray
+    """(sequences + 1,) int64: sequence i is made up of pieces [bounds[i], bounds[i + 1])."""
+
+
+def pack(ends: np.ndarray, seq_len: int) -> Packing:
+    """The documents in as few sequences as best-fit decreasing needs; in the order of each sequence's first piece.
+
+    Args:
+        ends: see `forge_core.protocols.Documents.ends`.
+        seq_len: positions of a sequence.
+    """
+    pieces = cut(ends, seq_len)
+    order, bounds = _in_order(fit(pieces.lengths, seq_len))
+    return Packing(Pieces(pieces.starts[order], pieces.lengths[order]), bounds)
+
+
+def cut(ends: np.ndarray, seq_len: int) -> Pieces:
+    """A document of n tokens as n - 1 positions: as many pieces of `seq_len` as it has, and the rest."""
+    positions = np.diff(ends, prepend=0) - 1
+    counts = -(-positions // seq_len)
+    document = np.repeat(np.arange(len(positions)), counts)
+    begin = (np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)) * seq_len
+    lengths = np.minimum(seq_len, positions[document] - begin).astype(np.int32)
+    return Pieces((ends - positions - 1)[document] + begin, lengths)
+
+
+def fit(lengths: np.ndarray, seq_len: int) -> np.ndarray:
+    """The sequence that each piece goes into: (N,) -> (N,) int32.
+
+    From the longest to the shortest piece, and in their order where lengths are equal, each goes where the least room
+    is left that it fits into, else into a new sequence.
+    """
+    order = np.argsort(_small(seq_len - lengths, seq_len), kind="stable")
+    counts = np.bincount(lengths, minlength=seq_len + 1)
+    sequences, rooms = np.empty(len(lengths), np.int32), Rooms(seq_len)
+    placed = 0
+    for length in np.flatnonzero(counts)[::-1].tolist():
+        count = int(counts[length])
+        sequences[order[placed : placed + count]] = rooms.place(length, count)
+        placed += count
+    return sequences
+
+
+class Rooms:
+    """Sequences by how much room is left in them."""
+
+    def __init__(self, seq_len: int) -> None:
+        self._seq_len, self._opened = seq_len, 0
+        self._sizes: list[int] = []
+        """The different amounts of room that there are, ascending."""
+        self._sequences: dict[int, deque[np.ndarray]] = {}
+        """Sequences with each amount of room."""
+
+    def place(self, length: int, count: int) -> np.ndarray:
+        """Where `count` pieces of a length go, one after the other: (count,)."""
+        parts = []
+        while count:
+            room = self._least(length)
+            each = room // length  # what is left is still the least room, until nothing more fits
+            sequences = self._take(room, -(-count // each))
+            here = min(count, each * len(sequences))
+            parts.append(np.repeat(sequences, each)[:here])
+            full, rest = divmod(here, each)
+            self._put(room - each * length, sequences[:full])
+            self._put(room - rest * length, sequences[full:])
+            count -= here
+        return np.concatenate(parts)
+
+    def _least(self, length: int) -> int:
+        """The least room that `length` fits into; that of a new sequence if there is no other."""
+        place = bisect_left(self._sizes, length)
+        return self._sizes[place] if place < len(self._sizes) else self._seq_len
+
+    def _take(self, room: int, most: int) -> np.ndarray:
+        """Up to `most` sequences with this room, at least one; new ones if there are none."""
+        if room not in self._sequences:
+            self._opened += most
+            return np.arange(self._opened - most, self._opened, dtype=np.int32)
+        waiting, taken = self._sequences[room], []
+        while waiting and most:
+            group = waiting.popleft()
+            taken.append(group[:most])
+            if len(group) > most:
+                waiting.appendleft(group[most:])
+            most -= len(taken[-1])
+        if not waiting:
+            del self._sequences[room]
+            del self._sizes[bisect_left(self._sizes, room)]
+        return np.concatenate(taken)
+
+    def _put(self, room: int, sequences: np.ndarray) -> None:
+        if not room or not len(sequences):
+            return
+        if room not in self._sequences:
+            self._sequences[room] = deque()
+            insort(self._sizes, room)
+        self._sequences[room].append(sequences)
+
+
+def _in_order(sequences: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Pieces by sequence, sequences by their first piece: (order (N,), bounds (sequences + 1,))."""
+    sizes = np.bincount(sequences)
+    order = np.argsort(_small(sequences, len(sizes)), kind="stable")
+    starts = np.cumsum(sizes) - sizes
+    by_first = np.argsort(order[starts])
+    sizes = sizes[by_first]
+    bounds = np.concatenate([[0], np.cumsum(sizes)])
+    return order[np.arange(len(order)) + np.repeat(starts[by_first] - bounds[:-1], sizes)], bounds
+
+
+def _small(numbers: np.ndarray, most: int) -> np.ndarray:
+    """In 16 bits where that suffices, since numpy sorts those by radix."""
+    return numbers.astype(np.uint16) if most < 1 << 16 else numbers

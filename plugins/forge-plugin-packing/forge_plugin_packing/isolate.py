@@ -1,0 +1,29 @@
+"""Packing `isolate`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from attrs import frozen
+
+from forge_core.data.packing import WindowPacking
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from forge_core.data.windows import Window
+
+
+@frozen(kw_only=True)
+class Isolate(WindowPacking):
+    """Documents one after the other, cut every `train.seq_len` tokens, but each learned as if it stood alone.
+
+    Attention stays within a document, positions count from 0 where it begins, and the first token of a document is no
+    label, since nothing comes before it. What a cut leaves of a document is a document of its own in the next sequence.
+    """
+
+    def sequence(self, window: Window) -> Mapping[str, np.ndarray]:
+        from forge_plugin_packing.apart import apart
+
+        return apart(window)

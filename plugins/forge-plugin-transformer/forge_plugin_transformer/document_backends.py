@@ -1,0 +1,129 @@
+"""How attention keeps to the documents of a sequence: a choice from measurements, `document_backends.toml`.
+
+`benchmarks/document_backends.py` makes that file; run it again on another kind of machine.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any, Literal
+
+from attrs import frozen
+
+from forge_core.errors import JobError, Problem
+from forge_plugin_transformer.attention_backends import HALF, Kernel, distance
+
+if TYPE_CHECKING:
+    from forge_core.context import BuildContext
+
+Documents = Literal["auto", "mask", "segments", "varlen"]
+Way = Literal["mask", "segments", "varlen"]
+"""`mask`: every pair of positions is computed, and hidden where it crosses documents. `segments`: document by document,
+short ones in groups. `varlen`: torch's kernel for sequences of several lengths."""
+
+SUPPORTED: Mapping[str, Mapping[Way, frozenset[Kernel]]] = {
+    "cpu": {"segments": frozenset({"torch", "flash", "gemm"}), "mask": frozenset({"torch", "flash", "math", "gemm"})},
+    "cuda": {
+        "varlen": frozenset({"torch", "flash"}),
+        "mask": frozenset({"torch", "efficient", "math", "cudnn", "gemm"}),
+    },
+}
+"""Kernels that each way goes with, by device, the way that computes least first. `varlen` wants half precision."""
+
+
+@frozen
+class DocumentChoice:
+    """A way, and why it was chosen."""
+
+    way: Way
+    why: str
+
+
+@frozen
+class DocumentMeasurement:
+    """Milliseconds of one forward and backward pass, by way: one number for each length of document."""
+
+    device: str
+    dtype: str
+    kernel: Kernel
+    seq_len: int
+    head_dim: int
+    milliseconds: Mapping[Way, Sequence[float]]
+
+    def mean(self, way: Way) -> float:
+        """Over the lengths of documents."""
+        return sum(self.milliseconds[way]) / len(self.milliseconds[way])
+
+    def fastest(self) -> Way:
+        return min(self.milliseconds, key=self.mean)
+
+
+@frozen
+class DocumentTable:
+    """The committed measurements."""
+
+    measured: str
+    """Date and machine."""
+    documents: Sequence[int]
+    """Lengths of documents that were measured."""
+    rows: Sequence[DocumentMeasurement]
+
+    def choose(self, device: str, dtype: str, kernel: Kernel, seq_len: int, head_dim: int) -> DocumentChoice:
+        """The fastest way at the nearest measured shape; where nothing is measured, the one that computes least."""
+        rows = [row for row in self.rows if (row.device, row.dtype, row.kernel) == (device, dtype, kernel)]
+        if not rows:
+            return _unmeasured(device, dtype, kernel)
+        nearest = min(rows, key=lambda row: distance((row.seq_len, row.head_dim), (seq_len, head_dim)))
+        times = ", ".join(f"{way} {nearest.mean(way):.3g} ms" for way in nearest.milliseconds)
+        shape = f"length {nearest.seq_len}, head_dim {nearest.head_dim}"
+        lengths = " to ".join(str(length) for length in (min(self.documents), max(self.documents)))
+        why = f"fastest for documents of {lengths} at {shape}: {times}; {self.measured}"
+        return DocumentChoice(nearest.fastest(), why)
+
+
+def _unmeasured(device: str, dtype: str, kernel: Kernel) -> DocumentChoice:
+    least, *others = able(device, dtype, kernel)
+    if not others:
+        return DocumentChoice(least, f"the only way with the kernel {kernel}")
+    seen = f"nothing is measured for {dtype} on {device} with the kernel {kernel}"
+    return DocumentChoice(least, f"computes less than {', '.join(others)}; {seen}")
+
+
+@cache
+def committed_table() -> DocumentTable:
+    """The table that is part of this distribution."""
+    content: dict[str, Any] = tomllib.loads(files(__package__).joinpath("document_backends.toml").read_text("utf-8"))
+    rows = [DocumentMeasurement(**row) for row in content["measurement"]]
+    return DocumentTable(f"{content['date']}, {content['machine']}", content["documents"], rows)
+
+
+def choose_documents(documents: Documents, kernel: Kernel, context: BuildContext, head_dim: int) -> DocumentChoice:
+    """The way for the length that the job trains at.
+
+    Raises:
+        JobError: the job sets one that does not go with the kernel there.
+    """
+    device, dtype = context.device.type, str(context.dtype).removeprefix("torch.")
+    if documents == "auto":
+        return committed_table().choose(device, dtype, kernel, context.job.train.seq_len, head_dim)
+    if problem := documents_problem(documents, device, dtype, kernel):
+        raise JobError([Problem("model.attention.documents", f"{problem} (building {context.path})")])
+    return DocumentChoice(documents, "set by the job")
+
+
+def documents_problem(documents: Documents, device: str, dtype: str, kernel: Kernel) -> str | None:
+    """Why a way does not go with a kernel on a device in a dtype, and which do; None if it does."""
+    ways = able(device, dtype, kernel)
+    if documents == "auto" or documents in ways:
+        return None
+    seen = f"{documents} does not go with the kernel {kernel} on {device} in {dtype}"
+    return f"{seen}; there are {', '.join(('auto', *ways))}"
+
+
+def able(device: str, dtype: str, kernel: Kernel) -> list[Way]:
+    """The ways that go with a kernel, the one that computes least first."""
+    ways = SUPPORTED[device]
+    return [way for way, kernels in ways.items() if kernel in kernels and (way != "varlen" or dtype in HALF)]

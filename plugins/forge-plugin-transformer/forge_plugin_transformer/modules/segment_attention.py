@@ -1,0 +1,201 @@
+"""Attention within documents on the CPU, segment by segment, so that nothing between two documents is computed.
+
+A segment is a whole document, or several short ones beside each other: these go through together under a small mask,
+since each call costs about as much as the attention of a hundred positions.
+
+Forward and backward are operators of their own. Where documents end differs from batch to batch, so the loop over
+segments must stay out of what `torch.compile` traces.
+
+Shapes: B sequences, S positions, H query heads, K key/value heads, E width of a head, W positions of a segment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from forge_plugin_transformer.modules import gemm_attention
+from forge_plugin_transformer.modules.documents import document_starts, mask_of
+
+TOGETHER = 128
+"""Neighbouring documents that are at most so long in all make one segment."""
+
+
+def segment_attention(q: Tensor, k: Tensor, v: Tensor, document_ids: Tensor, kernel: str) -> Tensor:
+    """Causal attention within each document: q (B, S, H, E), k and v (B, S, K, E) -> (B, S, H, E).
+
+    Args:
+        document_ids: (B, S), equal where neighbours are of one document.
+        kernel: of the segments, `flash` or `gemm`.
+    """
+    return _attend(q, k, v, document_ids, kernel, torch.is_grad_enabled())[0]
+
+
+class Segment(NamedTuple):
+    """Some positions of all rows put one after the other."""
+
+    positions: slice
+    mask: Tensor | None
+    """(1, 1, W, W) bool: which position may attend to which; None: one document, so each to all before it."""
+
+    def of(self, x: Tensor) -> Tensor:
+        """Its part of x (B, S, heads, E), contiguous: (1, W, heads, E), a view."""
+        return x.flatten(0, 1)[None, self.positions]
+
+
+def segments(document_ids: Tensor) -> Iterator[Segment]:
+    """The segments that cover all rows, in order."""
+    starts = document_starts(document_ids).flatten()
+    numbers = starts.cumsum(0)
+    for start, stop, documents in _grouped([*starts.nonzero().flatten().tolist(), len(starts)]):
+        mask = mask_of(numbers[start:stop])[None, None] if documents > 1 else None
+        yield Segment(slice(start, stop), mask)
+
+
+def _grouped(bounds: list[int]) -> Iterator[tuple[int, int, int]]:
+    """Documents between bounds, short neighbours put together: (start, stop, number of documents)."""
+    start = stop = documents = 0
+    for begin, end in pairwise(bounds):
+        if documents and end - start > TOGETHER:
+            yield start, stop, documents
+            start, documents = begin, 0
+        stop, documents = end, documents + 1
+    yield start, stop, documents
+
+
+class SegmentKernel(Protocol):
+    """Attention of one segment: q (1, W, H, E), k and v (1, W, K, E) -> (1, W, H, E)."""
+
+    def kept_size(self, q: Tensor, k: Tensor) -> int:
+        """Numbers to keep for the backward pass."""
+
+    def kept(self, q: Tensor) -> Tensor:
+        """Room for what is kept of all segments of q (B, S, H, E)."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kept: Tensor) -> Tensor:
+        """Writes what is to be kept into `kept`, unless that is empty."""
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, mask: Tensor | None, kept: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of q, k and v."""
+
+
+class Flash:
+    """torch's flash kernel; keeps the logarithm of each softmax's normaliser."""
+
+    def kept_size(self, q: Tensor, k: Tensor) -> int:
+        return q.shape[1] * q.shape[2]
+
+    def kept(self, q: Tensor) -> Tensor:
+        return q.new_empty(q.shape[:3].numel(), dtype=torch.promote_types(q.dtype, torch.float32))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kept: Tensor) -> Tensor:
+        q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
+        out, normalisers = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, is_causal=mask is None, attn_mask=_additive(mask, q)
+        )
+        if len(kept):
+            kept.view(q.shape[:3]).copy_(normalisers)
+        return out.transpose(1, 2)
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, mask: Tensor | None, kept: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        grad, q, k, v, out = (tensor.transpose(1, 2) for tensor in (grad, q, k, v, out))
+        normalisers, causal, additive = kept.view(q.shape[:3]), mask is None, _additive(mask, q)
+        grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q, k, v, out, normalisers, 0.0, causal, attn_mask=additive
+        )
+        grad_q, grad_k, grad_v = (tensor.transpose(1, 2) for tensor in grads)
+        return grad_q, grad_k, grad_v
+
+
+def _additive(mask: Tensor | None, like: Tensor) -> Tensor | None:
+    if mask is None:
+        return None
+    return torch.zeros_like(mask, dtype=like.dtype).masked_fill_(mask.logical_not(), -torch.inf)
+
+
+class Gemm:
+    """Blocks of plain matrix products; keeps the probabilities of segments that are not too long."""
+
+    def kept_size(self, q: Tensor, k: Tensor) -> int:
+        return gemm_attention.kept_size(q, k) if q.shape[1] <= gemm_attention.KEEP_UP_TO else 0
+
+    def kept(self, q: Tensor) -> Tensor:
+        """As much as any division into segments needs; the system gives memory to what is written only."""
+        return q.new_empty(q.shape[:3].numel() * min(q.shape[1], gemm_attention.KEEP_UP_TO))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kept: Tensor) -> Tensor:
+        return gemm_attention.attend(q, k, v, mask, kept)
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, mask: Tensor | None, kept: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return gemm_attention.attend_backward(grad, q, k, v, mask, kept)
+
+
+KERNELS: Mapping[str, SegmentKernel] = {"flash": Flash(), "gemm": Gemm()}
+
+
+@torch.library.custom_op("forge_transformer::segment_attention", mutates_args=())
+def _attend(q: Tensor, k: Tensor, v: Tensor, document_ids: Tensor, kernel: str, keep: bool) -> tuple[Tensor, Tensor]:
+    """The result, and what is kept of all segments one after the other; nothing if not `keep`."""
+    way, end = KERNELS[kernel], 0
+    out, kept = q.new_empty(q.shape), way.kept(q) if keep else q.new_empty(0)
+    q, k, v = (tensor.contiguous() for tensor in (q, k, v))
+    for segment in segments(document_ids):
+        inputs = [segment.of(tensor) for tensor in (q, k, v)]
+        begin, end = end, end + way.kept_size(*inputs[:2])
+        segment.of(out).copy_(way.forward(*inputs, segment.mask, kept[begin:end]))
+    return out, kept
+
+
+@torch.library.custom_op("forge_transformer::segment_attention_backward", mutates_args=())
+def _attend_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, document_ids: Tensor, kernel: str, kept: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    way, end = KERNELS[kernel], 0
+    grad, q, k, v = (tensor.contiguous() for tensor in (grad, q, k, v))
+    grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    for segment in segments(document_ids):
+        inputs = [segment.of(tensor) for tensor in (grad, q, k, v, out)]
+        begin, end = end, end + way.kept_size(*inputs[1:3])
+        for whole, part in zip(grads, way.backward(*inputs, segment.mask, kept[begin:end]), strict=True):
+            segment.of(whole).copy_(part)
+    return grads
+
+
+@_attend.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, document_ids: Tensor, kernel: str, keep: bool) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), KERNELS[kernel].kept(q) if keep else q.new_empty(0)
+
+
+@_attend_backward.register_fake
+def _(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, document_ids: Tensor, kernel: str, kept: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, Tensor, str, bool], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, document_ids, ctx.kernel, _ = inputs
+    out, kept = output
+    ctx.save_for_backward(q, k, v, out, document_ids, kept)
+    ctx.mark_non_differentiable(kept)
+    ctx.set_materialize_grads(False)  # else zeros are made for what is kept, as large as that
+
+
+def _differentiate(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+    if grad is None:
+        return (None,) * 6
+    q, k, v, out, document_ids, kept = ctx.saved_tensors
+    return *_attend_backward(grad, q, k, v, out, document_ids, ctx.kernel, kept), None, None, None
+
+
+_attend.register_autograd(_differentiate, setup_context=_save)

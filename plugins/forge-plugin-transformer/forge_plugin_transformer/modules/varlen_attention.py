@@ -1,0 +1,25 @@
+"""Attention within documents by torch's `varlen_attn` (CUDA, half precision), which takes their bounds, not a mask.
+
+Shapes: B sequences, S positions, H query heads, K key/value heads, E width of a head.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+
+CAUSAL = (-1, 0)
+"""As the window of a position: everything before it, nothing after."""
+
+
+def varlen_attention(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor) -> Tensor:
+    """Causal attention within each document: q (B, S, H, E), k and v (B, S, K, E) -> (B, S, H, E).
+
+    Args:
+        bounds: see `forge_plugin_transformer.modules.documents.document_bounds`.
+    """
+    length, repeats = q.shape[1], q.shape[2] // k.shape[2]
+    if repeats > 1:  # torch 2.11 knows no groups here
+        k, v = (tensor.repeat_interleave(repeats, 2) for tensor in (k, v))
+    rows = (tensor.flatten(0, 1) for tensor in (q, k, v))
+    return varlen_attn(*rows, bounds, bounds, length, length, window_size=CAUSAL).view(q.shape)

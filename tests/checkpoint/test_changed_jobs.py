@@ -1,0 +1,449 @@
+"""Resuming with another job than the one that saved: what goes on at once, what must be asked for, what cannot be."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+import pytest
+import tomli_w
+from attrs import define, field, frozen
+
+from forge_core.cli import main
+from forge_core.components import (
+    Component,
+    ModelComponent,
+    OptimizerComponent,
+    Plugin,
+    TrainingHook,
+    when_resumed,
+)
+from forge_core.config.describe import is_section
+from forge_core.config.dump import dump_job
+from forge_core.config.job import Job, Phase
+from forge_core.config.load import load_job
+from forge_core.config.walk import key_fields
+from forge_core.engine.changes import SECTIONS, job_changes, text_changes
+from forge_core.errors import CheckpointError
+from forge_core.testing import Numbers, TinyAdamW, TinyModel
+
+
+@define(kw_only=True, slots=False)
+class Counter(TrainingHook):
+    """Counts steps."""
+
+    by: int = 1
+    seen: int = field(init=False, default=0)
+
+    def on_step_end(self, context):
+        self.seen += self.by
+        context.log("seen", float(self.seen))
+
+
+@define(kw_only=True, slots=False)
+class Other(TrainingHook):
+    """Has state under the same name as `Counter`, which means something else."""
+
+    seen: str = field(init=False, default="nothing")
+
+
+@define(kw_only=True, slots=False)
+class Watcher(TrainingHook):
+    """Only looks on."""
+
+    resumes_as = "safe"
+    every: int = 1
+
+
+@define(kw_only=True, slots=False)
+class Average(Plugin):
+    """A plugin with state."""
+
+    decay: float = 0.9
+    seen: int = field(init=False, default=0)
+
+
+@frozen(kw_only=True)
+class Sgd(OptimizerComponent):
+    lr: float = 0.1
+
+    def build(self, context, parameters):
+        import torch
+
+        return torch.optim.SGD(parameters.groups(0.0), lr=self.lr)
+
+
+@pytest.fixture
+def said() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def resume(make_job, train, said):
+    """Two steps of one job, then two more of another that differs from it."""
+
+    def run(before: Mapping[str, Any], after: Mapping[str, Any], **options: Any):
+        train(make_job(**{"steps": 2} | before))
+        return train(make_job(**{"steps": 4} | after), echo=said.append, **options)
+
+    return run
+
+
+def means(before: Job, after: Job, catalog) -> dict[str, str]:
+    return {change.path: change.means for change in job_changes(dump_job(before, catalog), after, catalog)}
+
+
+# --- what a change means -----------------------------------------------------------------------------------------
+
+
+SAFE = {
+    "job.output": {"job": {"output": "elsewhere"}},
+    "train.steps": {"steps": 9},
+    "train.micro_batch_size": {"micro_batch_size": 1},
+    "train.deterministic": {"deterministic": True},
+    "data.workers": {"data": {"workers": 2}},
+    "checkpoint.interval": {"checkpoint": {"interval": 1}},
+    "eval.at_start": {"eval": {"at_start": True}},
+    "hooks.watcher.type": {"hooks": {"watcher": Watcher()}},
+}
+NEED_THE_FLAG = {
+    "job.seed": {"job": {"seed": 1}},
+    "train.global_batch_size": {"global_batch_size": 8},
+    "train.seq_len": {"seq_len": 4},
+    "train.precision": {"precision": "bf16"},
+    "train.grad_clip_norm": {"grad_clip_norm": 0.5},
+    "data.seed": {"data": {"seed": 3}},
+    "data.sources.0.weight": {"data": {"sources": (Numbers(weight=2.0),)}},
+    "data.sources.1.type": {"data": {"sources": (Numbers(), Numbers(start=9))}},
+    "optimizer.lr": {"optimizer": TinyAdamW(lr=1e-3)},
+    "model.dropout": {"model": TinyModel(dropout=0.1)},
+    "hooks.counter.type": {"hooks": {"counter": Counter()}},
+    "plugins.average.type": {"plugins": {"average": Average()}},
+}
+IMPOSSIBLE = {
+    "model.dim": {"model": TinyModel(dim=24)},
+    "model.layers": {"model": TinyModel(layers=3)},
+    "optimizer.type": {"optimizer": Sgd()},
+}
+
+
+@pytest.mark.parametrize("means_", ["safe", "flag", "impossible"])
+def test_a_change_means_what_its_section_kind_or_field_says(make_job, catalog, means_):
+    cases = {"safe": SAFE, "flag": NEED_THE_FLAG, "impossible": IMPOSSIBLE}[means_]
+    found = {path: means(make_job(), make_job(**changes), catalog) for path, changes in cases.items()}
+    assert found == {path: {path: means_} for path in cases}
+
+
+def test_what_goes_means_the_same_as_what_comes(make_job, catalog):
+    known = catalog.with_components({"hook": {"watcher": Watcher, "counter": Counter}, "plugin": {"average": Average}})
+    for path, changes in {**SAFE, **NEED_THE_FLAG, **IMPOSSIBLE}.items():
+        there = means(make_job(), make_job(**changes), known)
+        assert means(make_job(**changes), make_job(), known) == there, path
+
+
+def test_the_same_job_has_not_changed(make_job, catalog):
+    job = make_job(hooks={"counter": Counter()}, data={"sources": (Numbers(name="a"), Numbers(name="b"))})
+    assert job_changes(dump_job(job, catalog), job, catalog) == []
+
+
+def test_every_section_of_the_core_says_what_its_changes_mean():
+    sections = [key for key, f in key_fields(attrs.resolve_types(Job)).items() if is_section(f.type)]
+    assert {"train", "data"} <= set(sections)
+    assert [key for key in sections if key not in SECTIONS] == []
+
+
+def test_every_listed_key_exists(make_job):
+    job = make_job()
+    for path in SECTIONS:
+        section, _, key = path.partition(".")
+        assert not key or key in key_fields(type(getattr(job, section))), path
+
+
+@frozen(kw_only=True)
+class Part(Component):
+    kind = "part"
+    size: int = 1
+    kernel: str = field(default="auto", metadata=when_resumed("safe"))
+
+
+@frozen(kw_only=True)
+class Position(Component):
+    kind = "position"
+    resumes_as = "flag"
+    theta: float = 1.0
+
+
+@frozen(kw_only=True)
+class Whole(ModelComponent):
+    part: Part = Part()
+    position: Position = Position()
+    kept: Part = field(default=Part(), metadata=when_resumed("flag"))
+
+
+@pytest.mark.parametrize(
+    ("change", "path", "meaning"),
+    [
+        ({"part": Part(size=2)}, "model.part.size", "impossible"),
+        ({"part": Part(kernel="fast")}, "model.part.kernel", "safe"),
+        ({"position": Position(theta=2.0)}, "model.position.theta", "flag"),
+        ({"kept": Part(size=2)}, "model.kept.size", "flag"),
+        ({"kept": Part(kernel="fast")}, "model.kept.kernel", "safe"),
+    ],
+)
+def test_the_word_that_is_closest_to_the_key_counts(make_job, catalog, change, path, meaning):
+    assert means(make_job(model=Whole()), make_job(model=Whole(**change)), catalog) == {path: meaning}
+
+
+def test_phases_and_plain_tables_are_compared_key_by_key(make_job, catalog):
+    sources = (Numbers(name="a"), Numbers(name="b"))
+    phase = Phase(start_step=2, weights={"a": 2.0})
+    none, one, other = (
+        make_job(data={"sources": sources, "phases": phases})
+        for phases in ((), (phase,), (attrs.evolve(phase, weights={"a": 3.0, "b": 0.0}),))
+    )
+    assert means(none, one, catalog) == {"data.phases.0.start_step": "flag", "data.phases.0.weights.a": "flag"}
+    assert means(one, other, catalog) == {"data.phases.0.weights.a": "flag", "data.phases.0.weights.b": "flag"}
+
+
+def test_sources_are_compared_by_name(make_job, catalog):
+    before = make_job(data={"sources": (Numbers(name="web"), Numbers(name="code", start=9))})
+    after = make_job(data={"sources": (Numbers(name="code", start=9, weight=2.0),)})
+    assert means(before, after, catalog) == {"data.sources.code.weight": "flag", "data.sources.web.type": "flag"}
+
+
+def test_a_local_file_may_move(make_job, catalog):
+    before = make_job()
+    text = dump_job(before, catalog)
+    old, new = (text.replace("forge_core.testing.tiny:TinyModel", f"/{place}/model.py:Net") for place in "ab")
+    assert text_changes(old, new, catalog) == []
+
+
+# --- versions ----------------------------------------------------------------------------------------------------
+
+
+def test_a_key_that_a_newer_version_added_has_not_changed_at_its_default(make_job, catalog):
+    job = make_job()
+    older = re.sub(r"^(dropout|grad_clip_norm|interval) = .*\n", "", dump_job(job, catalog), flags=re.MULTILINE)
+    assert job_changes(older, job, catalog) == []
+    assert means_of(older, make_job(grad_clip_norm=0.5), catalog) == {"train.grad_clip_norm": "flag"}
+
+
+def means_of(text: str, job: Job, catalog) -> dict[str, str]:
+    return {change.path: change.means for change in job_changes(text, job, catalog)}
+
+
+def test_a_component_that_a_newer_version_added_has_not_changed_at_its_default(make_job, catalog):
+    job = make_job()
+    table = tomllib.loads(dump_job(job, catalog))
+    del table["loss"], table["data"]["packing"]
+    assert job_changes(tomli_w.dumps(table), job, catalog) == []
+
+
+def test_a_key_that_a_newer_version_dropped_is_told_and_never_impossible(make_job, catalog):
+    older = dump_job(make_job(), catalog).replace("dim = 16", "dim = 16\nwidth = 3")
+    assert means_of(older, make_job(), catalog) == {"model.width": "flag"}
+
+
+def test_a_component_that_is_not_installed_any_more_counts_as_its_kind(make_job, catalog):
+    older = dump_job(make_job(), catalog).replace(
+        "[loggers.console]", '[loggers.gone]\ntype = "forge-plugin-gone/gone"\n\n[loggers.console]'
+    )
+    assert means_of(older, make_job(), catalog) == {"loggers.gone.type": "safe"}
+
+
+# --- resuming ----------------------------------------------------------------------------------------------------
+
+
+def test_safe_changes_apply_at_once_and_are_told(resume, said):
+    assert resume({}, {"checkpoint": {"interval": 1}}).step == 4
+    assert "changed since then:\n  safe:\n    train.steps: 2 -> 4\n    checkpoint.interval: 1000 -> 1" in said[0]
+
+
+def test_other_changes_are_refused_with_all_three_groups_and_the_command(resume):
+    with pytest.raises(CheckpointError) as caught:
+        resume({}, {"optimizer": TinyAdamW(lr=1e-3), "model": TinyModel(dim=24)})
+    lines = str(caught.value).splitlines()
+    assert lines[1:7] == [
+        "  safe:",
+        "    train.steps: 2 -> 4",
+        "  need --resume-with-changes:",
+        "    optimizer.lr: 0.01 -> 0.001",
+        "  impossible:",
+        "    model.dim: 16 -> 24",
+    ]
+    assert "[checkpoint.load]" in lines[7]
+    with pytest.raises(CheckpointError, match="run the same command with --resume-with-changes"):
+        resume({"job": {"name": "x"}}, {"job": {"name": "x"}, "optimizer": TinyAdamW(lr=1e-3)})
+
+
+def test_with_the_flag_they_apply_and_are_told(resume, said, lines):
+    summary = resume({}, {"optimizer": TinyAdamW(lr=1e-3)}, resume_with_changes=True)
+    assert [record["lr"] for record in lines(summary)] == [0.01, 0.01, 0.001, 0.001]
+    assert "need --resume-with-changes:\n    optimizer.lr: 0.01 -> 0.001" in said[0]
+
+
+@pytest.mark.parametrize("changes", IMPOSSIBLE.values(), ids=IMPOSSIBLE)
+def test_the_impossible_is_refused_even_with_the_flag_before_anything_is_built(
+    resume, make_job, train, monkeypatch, changes
+):
+    with pytest.raises(CheckpointError, match=r"impossible:(.|\n)*\[checkpoint\.load\] with path = "):
+        resume({}, changes, resume_with_changes=True)
+
+    def built(*_: Any):
+        raise AssertionError("it was built")
+
+    monkeypatch.setattr("forge_core.engine.trainer.build_run", built)
+    with pytest.raises(CheckpointError, match="impossible"):
+        train(make_job(steps=4, **changes))
+
+
+def test_the_next_checkpoint_has_the_new_job(resume, train, make_job):
+    changed = {"optimizer": TinyAdamW(lr=1e-3)}
+    summary = resume({}, changed, resume_with_changes=True)
+    assert "lr = 0.001" in json.loads((summary.folder / "checkpoints/step-4/manifest.json").read_text())["job"]
+    assert train(make_job(steps=6, **changed)).step == 6
+
+
+class TestSources:
+    def test_one_that_comes_starts_at_its_first_sample_and_the_others_go_on(self, resume, catalog):
+        one, two = Numbers(name="one"), Numbers(name="two", start=77)
+        with pytest.raises(CheckpointError, match=r"data\.sources\.two\.type: \(none\) -> "):
+            resume({"data": {"sources": (one,)}}, {"data": {"sources": (one, two)}})
+        summary = resume({"data": {"sources": (one,)}}, {"data": {"sources": (two, one)}}, resume_with_changes=True)
+        assert drawn(summary) == {"one": 8 + 4, "two": 4}
+
+    def test_one_that_goes_leaves_the_others_where_they_are(self, resume):
+        both = (Numbers(name="one"), Numbers(name="two", start=77))
+        summary = resume({"data": {"sources": both}}, {"data": {"sources": both[1:]}}, resume_with_changes=True)
+        assert drawn(summary) == {"two": 4 + 8}
+
+    def test_one_whose_size_has_changed_under_the_same_keys_needs_the_flag(self, resume, monkeypatch, make_job, train):
+        train(make_job(steps=2))
+        build = Numbers.build
+        monkeypatch.setattr(Numbers, "build", lambda self, context: build(attrs.evolve(self, sequences=50), context))
+        with pytest.raises(CheckpointError, match=r"source '0' had 64 sequences and has 50; .*--resume-with-changes"):
+            train(make_job(steps=4))
+        assert train(make_job(steps=4), resume_with_changes=True).step == 4
+
+
+def drawn(summary) -> dict[str, int]:
+    manifest = json.loads((summary.folder / f"checkpoints/step-{summary.step}/manifest.json").read_text())
+    return {name: source["drawn"] for name, source in manifest["progress"]["samples"]["sources"].items()}
+
+
+class TestHooks:
+    def test_one_that_comes_starts_afresh(self, resume, said, lines):
+        summary = resume({}, {"hooks": {"counter": Counter()}}, resume_with_changes=True)
+        assert [record.get("seen") for record in lines(summary)] == [None, None, 1.0, 2.0]
+        assert "hook:hooks.counter starts afresh: the checkpoint has no state of it" in said[0]
+
+    def test_one_that_gave_way_to_another_does_not_hand_its_state_on(self, resume):
+        before, after = {"hooks": {"mine": Counter()}}, {"hooks": {"mine": Other()}}
+        assert resume(before, after, resume_with_changes=True).step == 4
+
+    def test_one_with_other_settings_keeps_its_state(self, resume, lines):
+        before, after = {"hooks": {"mine": Counter()}}, {"hooks": {"mine": Counter(by=10)}}
+        summary = resume(before, after, resume_with_changes=True)
+        assert [record["seen"] for record in lines(summary)] == [1, 2, 12, 22]
+
+    def test_one_that_goes_leaves_its_state_behind(self, resume, said):
+        assert resume({"hooks": {"mine": Counter()}}, {}, resume_with_changes=True).step == 4
+        assert "state of hook:hooks.mine is left behind" in said[0]
+
+    def test_one_without_state_that_is_given_from_python_may_come(self, make_job, train):
+        class Looks(TrainingHook):
+            pass
+
+        train(make_job(steps=2))
+        assert train(make_job(steps=4), Looks()).step == 4
+
+    def test_one_with_state_that_is_given_from_python_needs_the_flag(self, make_job, train):
+        train(make_job(steps=2))
+        with pytest.raises(CheckpointError, match=r"holds no state of hook:python\.Counter, .*--resume-with-changes"):
+            train(make_job(steps=4), Counter())
+        assert train(make_job(steps=4), Counter(), resume_with_changes=True).step == 4
+
+
+def test_checkpoints_that_an_earlier_job_kept_elsewhere_are_not_forgotten(make_job, train, catalog):
+    storage = catalog.load("storage", "forge-run/local")(folder="old")
+    train(make_job(steps=2, checkpoint={"storage": storage}))
+    with pytest.raises(CheckpointError, match="run/old has checkpoints of this run, but the job keeps them"):
+        train(make_job(steps=4))
+
+
+def test_another_run_may_be_continued_under_another_name(make_job, train, said, tmp_path):
+    train(make_job(steps=2))
+    other = make_job(steps=4, job={"name": "other"})
+    assert train(other, resume=str(tmp_path / "run"), echo=said.append).step == 4
+    assert 'job.name: "run" -> "other"' in said[0]
+
+
+def test_the_first_party_components_say_which_keys_are_safe(catalog, tmp_path):
+    job = tmp_path / "job.toml"
+    job.write_text(
+        """
+        [train]
+        steps = 2
+        global_batch_size = 2
+        seq_len = 8
+        [model]
+        type = "transformer"
+        [data.tokenizer]
+        type = "bytes"
+        [[data.sources]]
+        type = "python_stdlib"
+        [loss]
+        type = "chunked_cross_entropy"
+        [optimizer]
+        type = "adamw"
+        """
+    )
+    before = load_job(job)
+    changed = {
+        "model.attention.backend": ('"math"', "safe"),
+        "model.init_std": ("0.1", "safe"),
+        "loss.chunk_tokens": ("7", "safe"),
+        "optimizer.fused": ("false", "safe"),
+        "hooks.samples": ("{}", "safe"),
+        "data.sources.0.verify": ('"full"', "safe"),
+        "model.norm.eps": ("1e-4", "flag"),
+        "model.attention.rope.theta": ("5e5", "flag"),
+        "loss.z_loss": ("0.1", "flag"),
+        "optimizer.betas": ("[0.9, 0.99]", "flag"),
+        "model.attention.heads": ("4", "impossible"),
+        "model.ffn.hidden": ("64", "impossible"),
+    }
+    after = load_job(job, overrides=[f"--{path}={value}" for path, (value, _) in changed.items()])
+    found = means(before, after, catalog)
+    assert {path.removesuffix(".type"): meaning for path, meaning in found.items()} == {
+        path: meaning for path, (_, meaning) in changed.items()
+    }
+
+
+def test_the_command_line_has_the_flag(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "job.toml").write_text(
+        """
+        [train]
+        steps = 2
+        global_batch_size = 4
+        seq_len = 8
+        [model]
+        type = "forge_core.testing:TinyModel"
+        [[data.sources]]
+        type = "forge_core.testing:Numbers"
+        [optimizer]
+        type = "forge_core.testing:TinyAdamW"
+        """
+    )
+    assert main(["job.toml"]) == 0
+    changed = ["--train.steps=3", "--optimizer.lr=0.5"]
+    assert main(["job.toml", *changed]) == 1
+    err = capsys.readouterr().err
+    assert "need --resume-with-changes:\n    optimizer.lr: 0.01 -> 0.5" in err
+    assert main(["job.toml", *changed, "--resume-with-changes"]) == 0
+    assert "finished at step 3" in capsys.readouterr().out

@@ -1,0 +1,215 @@
+"""A run that was cut and continued equals the run that was not, bit for bit: one feature at a time, in this process.
+
+Real processes, killed at random moments, are in `tests/faults`.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from contextlib import suppress
+
+import pytest
+from attrs import define, evolve, field, frozen
+from harness.outcome import differences, read_outcome
+from parts.averaging import Averaging
+from parts.hooks import Remembering, Seen
+
+from forge_core import Catalog, Plugin, TrainingHook, hookimpl
+from forge_core.checkpoint.storage import Local, LocalStorage
+from forge_core.components import SchedulerComponent
+from forge_core.config.job import Phase
+from forge_core.testing import Numbers, TinyModel
+
+STEPS = 7
+ONCE = [("stop", 1)]
+OFTEN = [("stop", 3), ("die", 5), ("stop", 6)]
+"""How a run is interrupted: it stops after a step, which is saved, or dies at the end of one, which is not."""
+
+
+class PowerCut(Exception):
+    """Ends a run where it is."""
+
+
+@define(kw_only=True, slots=False)
+class Interruption(TrainingHook):
+    """Stops after a step, or dies at the end of it."""
+
+    how: str = ""
+    step: int = 0
+
+    def on_step_end(self, context):
+        if (self.how, self.step) == ("die", context.step):
+            raise PowerCut
+        if (self.how, self.step) == ("stop", context.step):
+            context.request_stop("interrupted")
+
+
+@define(kw_only=True, slots=False)
+class SkipSome(TrainingHook):
+    """Leaves out every third update, as it remembers."""
+
+    may_skip = True
+    count: int = field(init=False, default=0)
+
+    def on_gradients(self, context):
+        self.count += 1
+        if self.count % 3 == 0:
+            context.skip_update("the third")
+
+
+@define(kw_only=True, slots=False)
+class Weighing(Plugin):
+    """A plugin with state that shapes the training, through a training hook of its own."""
+
+    factor: float = field(init=False, default=1.0)
+
+    @hookimpl
+    def forge_training_hooks(self, job):
+        return [Weigh(plugin=self)]
+
+
+@define(kw_only=True, slots=False)
+class Weigh(TrainingHook):
+    plugin: Weighing
+
+    def on_gradients(self, context):
+        self.plugin.factor *= 0.9
+        for parameter in context.model.parameters():
+            parameter.grad.mul_(self.plugin.factor)
+
+
+@frozen(kw_only=True)
+class Falling(SchedulerComponent):
+    """A rate that depends on the length of the run."""
+
+    def build(self, context):
+        return lambda step, steps: 1 - step / steps
+
+
+@frozen(kw_only=True)
+class SlowDisk(Local):
+    """Training is steps further when the first byte is written."""
+
+    def build(self, context):
+        return SlowStorage(context.folder / self.folder)
+
+
+class SlowStorage(LocalStorage):
+    def begin(self, step):
+        time.sleep(0.03)
+        return super().begin(step)
+
+
+def features():
+    """Name -> changes of the job that it takes. Made afresh for each process: hooks and plugins live in the job."""
+    three = (Numbers(weight=3.0), Numbers(weight=2.0, start=70, sequences=5), Numbers(weight=0.5, start=80))
+    named = tuple(evolve(source, name=name) for source, name in zip(three, "abc", strict=True))
+    phases = (Phase(start_step=2, weights={"c": 4.0}), Phase(start_tokens=128, weights={"a": 0.0}, lr_factor=0.3))
+    return {
+        "accumulation": {"micro_batch_size": 1},
+        "bf16": {"precision": "bf16"},
+        "dropout": {"model": TinyModel(dropout=0.4), "micro_batch_size": 2},
+        "mixture": {"data": {"sources": three}},
+        "mixture, loaded by workers": {"data": {"sources": three, "workers": 2}, "micro_batch_size": 2},
+        "phases": {"data": {"sources": named, "phases": phases}},
+        "phases, loaded by workers": {"data": {"sources": named, "phases": phases, "workers": 2}},
+        "asynchronous saves": {"checkpoint": {"interval": 1, "async_save": True, "storage": SlowDisk()}},
+        "schedule": {"scheduler": Falling()},
+        "evaluation in between": {"eval": {"interval": 2}},
+        "evaluation at the start": {"eval": {"at_start": True}},
+        "hook with numbers and tensors": {"hooks": {"remembering": Remembering()}, "eval": {"interval": 2}},
+        "skipped updates": {"hooks": {"skip": SkipSome()}},
+        "plugin with state": {"plugins": {"weighing": Weighing()}},
+        "optimizer with modes": {"optimizer": Averaging(), "eval": {"interval": 1}},
+    }
+
+
+OPTIMIZERS = [offer.qualified for offer in Catalog.installed().offers("optimizer")]
+
+
+@pytest.fixture
+def outcome(make_job, train, tmp_path):
+    """Train, with interruptions; gives all that the run left, but not which checkpoints are there: a stop adds one."""
+
+    def run(changes, *interruptions):
+        shutil.rmtree(tmp_path / "run", ignore_errors=True)
+        for how, step in (*interruptions, ("", 0)):
+            with suppress(PowerCut):
+                job = make_job(steps=STEPS, gc_interval=0, **changes())
+                summary = train(job, Seen(), Interruption(how=how, step=step))
+                assert bool(summary.stopped) == (how == "stop")
+        return {what: value for what, value in read_outcome(tmp_path / "run").items() if what != "checkpoints"}
+
+    return run
+
+
+@pytest.mark.parametrize("feature", features())
+def test_an_interrupted_run_equals_the_whole(outcome, feature):
+    def changes():
+        return features()[feature]
+
+    whole = outcome(changes)
+    assert differences(whole, outcome(changes, *ONCE)) == []
+    assert differences(whole, outcome(changes, *OFTEN)) == []
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_every_installed_optimizer_continues_exactly(outcome, catalog, optimizer):
+    def changes():
+        return {"optimizer": catalog.load("optimizer", optimizer)(), "micro_batch_size": 2}
+
+    assert differences(outcome(changes), outcome(changes, *OFTEN)) == []
+
+
+def test_a_run_that_dies_in_its_first_step_continues_from_step_0(outcome):
+    def changes():
+        return features()["hook with numbers and tensors"] | {
+            "checkpoint": {"at_start": True},
+            "eval": {"interval": 2, "at_start": True},
+        }
+
+    assert differences(outcome(changes), outcome(changes, ("die", 1), ("die", 1))) == []
+
+
+@pytest.mark.parametrize("feature", ["mixture", "hook with numbers and tensors", "optimizer with modes"])
+def test_saving_at_every_step_and_before_the_first_changes_nothing(outcome, feature):
+    def seldom():
+        return features()[feature]
+
+    def always():
+        return features()[feature] | {"checkpoint": {"interval": 1, "at_start": True, "keep": 1}}
+
+    found = differences(outcome(seldom), outcome(always))
+    assert [line for line in found if not line.startswith("manifest.job")] == []
+
+
+def test_evaluating_with_an_optimizer_that_has_modes_changes_no_state(outcome):
+    def seldom():
+        return {"optimizer": Averaging()}
+
+    def often():
+        return {"optimizer": Averaging(), "eval": {"interval": 1, "at_start": True}}
+
+    assert outcome(seldom)["tensors"] == outcome(often)["tensors"]
+
+
+def test_a_finished_run_that_is_started_again_stays_as_it_is(outcome, make_job, train, tmp_path):
+    before = outcome(dict)
+    summary = train(make_job(steps=STEPS, gc_interval=0), Seen(), Interruption())
+    after = read_outcome(summary.folder)
+    assert differences(before, {what: after[what] for what in before}) == []
+    assert summary.evaluation.keys() >= {"eval/loss"}
+
+
+def test_a_process_that_dies_while_it_shortens_the_metrics_loses_no_line(
+    outcome, make_job, train, tmp_path, monkeypatch
+):
+    def die(*args):
+        raise PowerCut
+
+    before = outcome(dict)
+    monkeypatch.setattr("forge_core.metrics.jsonl.os.replace", die)
+    with pytest.raises(PowerCut):
+        train(make_job(steps=STEPS, gc_interval=0), Seen(), Interruption())
+    assert read_outcome(tmp_path / "run")["metrics"] == before["metrics"]

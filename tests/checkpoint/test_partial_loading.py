@@ -1,0 +1,249 @@
+"""`[checkpoint.load]`: starting a new run from some of the weights of another."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+from attrs import frozen
+
+from forge_core.components import OptimizerComponent, TrainingHook
+from forge_core.config.job import LoadSection
+from forge_core.config.rules import check_rules
+from forge_core.engine.state import model_tensors
+from forge_core.engine.trainer import Trainer
+from forge_core.errors import CheckpointError, JobError
+from forge_core.testing import TinyModel, tiny_job
+from forge_core.testing.processes import run_on_ranks
+from forge_core.testing.tiny import VOCABULARY
+from forge_core.testing.tiny_model import TinyNetwork
+
+
+class Weights(TrainingHook):
+    """Keeps the weights as they are before the first step and after the last."""
+
+    def on_train_begin(self, context):
+        self.step, self.slots = context.step, len(context.optimizer.state)
+        self.first = copies(context.model)
+
+    def on_train_end(self, context):
+        self.last = copies(context.model)
+
+
+def copies(model):
+    return {name: tensor.detach().clone() for name, tensor in model_tensors(model).items()}
+
+
+@frozen(kw_only=True)
+class Sgd(OptimizerComponent):
+    lr: float = 0.1
+
+    def build(self, context, parameters):
+        return torch.optim.SGD(parameters.groups(0.0), lr=self.lr)
+
+
+class TiedNetwork(TinyNetwork):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.head.weight = self.embedding.weight
+
+    def tied_parameters(self):
+        return {"head.weight": "embedding.weight"}
+
+    def parameter_roles(self):
+        return {"embedding.weight": "embedding"}
+
+
+@frozen(kw_only=True)
+class Tied(TinyModel):
+    """Its head is its embedding table."""
+
+    def build(self, context):
+        return TiedNetwork(self.dim, self.layers, self.dropout, VOCABULARY, context.dtype)
+
+
+@pytest.fixture
+def base(make_job, train):
+    """The weights of a run of two steps, in the run folder `base`."""
+    kept = Weights()
+    train(make_job(steps=2, job={"name": "base"}), kept)
+    return kept.last
+
+
+@pytest.fixture
+def said():
+    return []
+
+
+@pytest.fixture
+def start(make_job, train, said, tmp_path):
+    """What a new run that loads from `base` starts with."""
+
+    def run(load, **changes):
+        kept = Weights()
+        section = LoadSection(path=str(tmp_path / "base"), **load)
+        train(make_job(**{"steps": 1} | changes, checkpoint={"load": section}), kept, echo=said.append)
+        return kept
+
+    return run
+
+
+def loaded(base, found):
+    """Names whose values are those of `base`."""
+    return {name for name in base if name in found and torch.equal(found[name], base[name])}
+
+
+def test_weights_come_over_and_nothing_else_does(base, start):
+    begun = start({})
+    assert loaded(base, begun.first) == set(base)
+    assert (begun.step, begun.slots) == (0, 0)
+
+
+def test_the_precision_may_be_another(base, start):
+    found = start({}, precision="fp64").first
+    assert {tensor.dtype for tensor in found.values()} == {torch.float64}
+    assert all(torch.equal(found[name], tensor.double()) for name, tensor in base.items())
+
+
+def test_the_checkpoint_itself_may_be_named(base, make_job, train, tmp_path):
+    kept = Weights()
+    section = LoadSection(path=str(tmp_path / "base/checkpoints/step-2"))
+    train(make_job(steps=1, checkpoint={"load": section}), kept)
+    assert loaded(base, kept.first) == set(base)
+
+
+def test_the_optimizer_may_be_another(base, start):
+    assert loaded(base, start({}, optimizer=Sgd()).first) == set(base)
+
+
+def test_patterns_choose_and_what_became_of_each_name_is_told(base, start, said):
+    begun = start({"include": ("layers.*", "head.*"), "exclude": ("layers.1.*",)})
+    assert loaded(base, begun.first) == {
+        "layers.0.up.weight",
+        "layers.0.up.bias",
+        "layers.0.down.weight",
+        "head.weight",
+    }
+    assert said[0].splitlines()[1:] == [
+        "  4 loaded: layers.0.up.weight, layers.0.up.bias, layers.0.down.weight, head.weight",
+        "  6 skipped, as include and exclude say: embedding.weight, layers.1.up.weight, layers.1.up.bias, "
+        "layers.1.down.weight, norm.weight, norm.bias",
+    ]
+
+
+def test_what_only_the_checkpoint_has_is_told(base, start, said):
+    start({}, model=TinyModel(layers=1))
+    assert "  3 only in the checkpoint: layers.1.up.weight, layers.1.up.bias, layers.1.down.weight" in said[0]
+
+
+def test_long_lists_are_counted(make_job, train, start, said):
+    train(make_job(steps=1, job={"name": "base"}, model=TinyModel(layers=9)))
+    start({}, model=TinyModel(layers=9))
+    assert "  31 loaded: embedding.weight, " in said[0]
+    assert said[0].endswith(" and 23 more")
+
+
+def test_a_selected_parameter_must_be_there_unless_told_otherwise(base, start, said, train, make_job):
+    with pytest.raises(
+        CheckpointError, match=r"base/checkpoints/step-2 lacks .*: layers\.2\.up\.weight, .*strict = false"
+    ):
+        start({}, model=TinyModel(layers=3))
+    untouched = Weights()
+    train(make_job(steps=1, job={"name": "untouched"}, model=TinyModel(layers=3)), untouched)
+    begun = start({"strict": False}, model=TinyModel(layers=3))
+    assert loaded(base, begun.first) == set(base)
+    new = {name for name in begun.first if name.startswith("layers.2")}
+    assert loaded(untouched.first, begun.first) == new
+    assert f"  {len(new)} not in the checkpoint, initial values kept: layers.2.up.weight, " in said[0]
+
+
+def test_another_shape_is_refused_with_both_and_the_key_that_excludes_it(base, start, monkeypatch):
+    monkeypatch.setattr("forge_core.testing.tiny.VOCABULARY", 48)
+    fix = 'exclude = ["embedding.weight", "head.weight"]'
+    with pytest.raises(CheckpointError) as caught:
+        start({})
+    assert "embedding.weight is [32, 16] there, [48, 16] in this model; head.weight is [32, 16] there" in str(
+        caught.value
+    )
+    assert str(caught.value).endswith(f"add to [checkpoint.load]: {fix}")
+    begun = start({"exclude": ("embedding.weight", "head.weight")})
+    assert loaded(base, begun.first) == set(base) - {"embedding.weight", "head.weight"}
+
+
+@pytest.mark.parametrize(
+    ("load", "problem"),
+    [
+        ({"include": ("layer.*",)}, "checkpoint.load.include: 'layer.*' fits no parameter of the model"),
+        (
+            {"exclude": ("haed.weight",)},
+            "'haed.weight' fits no parameter of model or checkpoint; did you mean 'head.weight'?",
+        ),
+    ],
+)
+def test_a_pattern_that_fits_nothing_is_a_mistake(base, start, load, problem):
+    with pytest.raises(JobError) as caught:
+        start(load)
+    assert problem in str(caught.value)
+
+
+def test_what_only_the_checkpoint_has_may_be_excluded(base, start):
+    assert start({"exclude": ("layers.1.*",)}, model=TinyModel(layers=1)).step == 0
+
+
+def test_a_tied_parameter_goes_by_any_of_its_names(make_job, train, start, said):
+    train(make_job(steps=1, job={"name": "base"}, model=Tied()))
+    start({"exclude": ("head.*",)}, model=Tied())
+    assert "  1 skipped, as include and exclude say: embedding.weight" in said[0]
+
+
+def test_a_run_that_has_a_checkpoint_ignores_it_and_says_so_even_if_its_source_is_gone(
+    base, make_job, train, start, said, tmp_path
+):
+    start({"exclude": ("head.*",)})
+    shutil.rmtree(tmp_path / "base")
+    section = LoadSection(path=str(tmp_path / "base"), exclude=("head.*",))
+    assert train(make_job(steps=2, checkpoint={"load": section}), Weights(), echo=said.append).step == 2
+    assert said[-2].startswith(f"continuing from {tmp_path}/run/checkpoints/step-1")
+    assert "[checkpoint.load] has no effect: it is for a run that has no checkpoint yet" in said[-2]
+
+
+def test_a_wrong_path_is_a_problem_of_the_job(base, make_job, catalog, tmp_path):
+    def problems(path):
+        job = make_job(checkpoint={"load": LoadSection(path=str(path))})
+        return [str(problem) for problem in check_rules(job, catalog)]
+
+    assert problems(tmp_path / "base") == problems(tmp_path / "base/checkpoints/step-2") == []
+    assert problems(tmp_path / "bass") == [
+        f"checkpoint.load.path: there is no folder '{tmp_path}/bass'; did you mean 'base'?"
+    ]
+    (tmp_path / "empty").mkdir()
+    assert "is neither a checkpoint (it has no manifest.json) nor a run folder" in problems(tmp_path / "empty")[0]
+
+
+def test_a_damaged_checkpoint_is_not_loaded(base, start, tmp_path):
+    [file] = (tmp_path / "base/checkpoints/step-2").glob("*.distcp")
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    with pytest.warns(UserWarning, match="damaged"), pytest.raises(CheckpointError, match="no checkpoint is intact"):
+        start({})
+
+
+def test_another_tokenizer_is_told(base, start, said, catalog):
+    tokenizer = catalog.load("tokenizer", "forge-plugin-text/bytes")()
+    start({}, data={"tokenizer": tokenizer})
+    assert said[0].endswith("they were trained with another tokenizer: token ids mean other texts now")
+
+
+def test_every_rank_gets_the_weights(base, tmp_path):
+    def train_on(rank):
+        kept = Weights()
+        section = LoadSection(path=str(tmp_path / "base"), exclude=("norm.*",))
+        job = tiny_job(str(tmp_path), steps=1, checkpoint={"load": section})
+        Trainer(job, hooks=[kept], echo=lambda text: None).run()
+        return kept.first
+
+    expected = {name for name in base if not name.startswith("norm")}
+    for found in run_on_ranks(2, train_on):
+        assert loaded(base, found) == expected
