@@ -44,6 +44,8 @@ def save_tensors(
     if staged is not None:
         staged.wait()
         planner = StagedPlanner(staged)
+    elif torch.cuda.is_initialized():
+        torch.cuda.synchronize()  # threads will read the tensors, each in its own stream
     try:
         with _quiet_alone():
             save(dict(tensors), storage_writer=writer, planner=planner, process_group=ranks.group)
@@ -81,8 +83,8 @@ def load_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
 
 @contextmanager
 def _quiet_alone() -> Iterator[None]:
-    """DCP warns of a process without a group, such as that of a command. Where there is a group, a save may be in a thread,
-    and the filters of warnings belong to all threads."""
+    """DCP warns of a process without a group, such as that of a command. Where there is one, a save may be in a thread, and
+    the filters of warnings belong to all threads."""
     if dist.is_initialized():
         yield
         return

@@ -79,8 +79,10 @@ class TrainLoader:
         return [{name: t[start : start + self._micro_batch_size] for name, t in step.items()} for start in starts]
 
     def state(self) -> dict[str, Any]:
-        """What was handed out so far, over all ranks, as plain JSON: where to continue. Collective if there are streams,
-        since each rank knows the positions of its own lanes only."""
+        """What was handed out so far, over all ranks, as plain JSON: where to continue.
+
+        Collective if there are streams, since each rank knows the positions of its own lanes only.
+        """
         self._start.advance(self._handed_out)
         self._handed_out = 0
         if not self._streams:
@@ -101,8 +103,12 @@ class TrainLoader:
 
     def _plan(self, order: SampleOrder) -> Iterator[list[Row]]:
         """The rows of each unit, until the sources are used up, which is not before the last step."""
-        while len(step := [Row(slot, *sample) for slot, sample in enumerate(islice(order, self._rows))]) == self._rows:
-            mine = step[self._first_row : self._first_row + self._share]
+        first, share, after = self._first_row, self._share, self._rows - self._first_row - self._share
+        while True:
+            order.advance(first)
+            mine = [Row(slot, *sample) for slot, sample in enumerate(islice(order, share), first)]
+            if len(mine) < share or order.advance(after) < after:
+                return
             yield from (mine[part] for part in self._parts)
 
     def _load(self, order: SampleOrder) -> Generator[Unit]:

@@ -6,9 +6,13 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from forge_core.data.turns import Turns, smallest
 
 ROUNDS = 4
+BLOCK = 1024
+"""Positions of a permutation that are evaluated at once."""
 
 
 class Sample(NamedTuple):
@@ -23,34 +27,44 @@ class Permutation:
 
     A Feistel network of four rounds on the smallest even number of bits that holds `size`; results outside the range
     are fed back until one lies inside (cycle walking, Black and Rogaway 2002). The domain is less than four times
-    `size`, so this ends after fewer than four tries on average.
+    `size`, so this ends after fewer than four tries on average. Positions are evaluated a block at a time, since most
+    that are asked for follow each other.
     """
 
     def __init__(self, size: int, key: str) -> None:
         self.size = size
-        self._half = max(1, (max(size - 1, 1).bit_length() + 1) // 2)
-        self._mask = (1 << self._half) - 1
+        half = max(1, (max(size - 1, 1).bit_length() + 1) // 2)
+        self._half, self._mask = np.uint64(half), np.uint64((1 << half) - 1)
         digest = hashlib.blake2b(key.encode(), digest_size=8 * ROUNDS).digest()
-        self._keys = [int.from_bytes(digest[8 * i : 8 * i + 8], "little") for i in range(ROUNDS)]
+        self._keys = np.frombuffer(digest, "<u8")
+        self._number, self._block = -1, [0]
 
     def __getitem__(self, position: int) -> int:
-        value = self._encrypt(position)
-        while value >= self.size:
-            value = self._encrypt(value)
-        return value
+        number, offset = divmod(position, BLOCK)
+        if number != self._number:
+            self._number, self._block = number, self._evaluate(number)
+        return self._block[offset]
 
-    def _encrypt(self, value: int) -> int:
-        left, right = value >> self._half, value & self._mask
+    def _evaluate(self, number: int) -> list[int]:
+        """The results at the positions of a block."""
+        start = number * BLOCK
+        values = self._encrypt(np.arange(start, min(start + BLOCK, self.size), dtype=np.uint64))
+        while (outside := values >= self.size).any():
+            values[outside] = self._encrypt(values[outside])
+        return values.tolist()
+
+    def _encrypt(self, values: np.ndarray) -> np.ndarray:
+        left, right = values >> self._half, values & self._mask
         for key in self._keys:
             left, right = right, left ^ (_mix(right ^ key) & self._mask)
         return left << self._half | right
 
 
-def _mix(value: int) -> int:
-    """SplitMix64's finaliser: every input bit reaches every output bit."""
-    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
-    value = (value ^ value >> 27) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
-    return value ^ value >> 31
+def _mix(values: np.ndarray) -> np.ndarray:
+    """SplitMix64's finaliser: every input bit reaches every output bit. Products are modulo 2^64."""
+    values = (values ^ values >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ values >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    return values ^ values >> np.uint64(31)
 
 
 class SampleOrder:

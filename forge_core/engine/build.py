@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from itertools import chain
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from torch import nn
 
 from forge_core.components import DatasetComponent, PackingComponent, TrainingHook
 from forge_core.config.job import Job
+from forge_core.config.mixture import is_drawn
 from forge_core.context import BuildContext
 from forge_core.data.held_out import held_out
 from forge_core.data.packing import WindowPacking
@@ -138,25 +139,26 @@ def build_datasets(job: Job, context: BuildContext) -> list[Dataset | Stream]:
     Raises:
         JobError: one is too small to give a single sequence, or does not go with the packing.
     """
-    return [_build_dataset(source, f"data.sources.{number}", context) for number, source in enumerate(job.data.sources)]
+    datasets = []
+    for number, source in enumerate(job.data.sources):
+        path = f"data.sources.{number}"
+        dataset = _build_dataset(source, path, context)
+        if isinstance(dataset, Sized) and not len(dataset) and is_drawn(job, number):
+            seen = f"holds less than one sequence of train.seq_len = {job.train.seq_len} tokens"
+            raise JobError([Problem(path, f"{seen}; add data, or shorten train.seq_len")])
+        datasets.append(dataset)
+    return datasets
 
 
 def _build_dataset(source: DatasetComponent, path: str, context: BuildContext) -> Dataset | Stream:
     built, packing = context.plugins.build_dataset(source, context), context.job.data.packing
     if isinstance(built, DocumentStream):
         return _windows_of(built, packing, path, context)
-    tokens = len(built) if isinstance(built, Documents) else None
     if isinstance(built, Documents):
-        dataset = context.build(packing, documents=built)
-    elif packing.accepts_sequences:
-        dataset = built
-    else:
+        return context.build(packing, documents=built)
+    if not packing.accepts_sequences:
         raise JobError([Problem(path, "gives finished sequences, which [data.packing] cannot pack")])
-    if not len(dataset) and source.weight:
-        seen = "holds less than one sequence" if tokens is None else f"holds {tokens} tokens, less than one sequence"
-        length = f"train.seq_len = {context.job.train.seq_len}"
-        raise JobError([Problem(path, f"{seen} of {length}; add data, or shorten train.seq_len")])
-    return dataset
+    return built
 
 
 def _windows_of(stream: DocumentStream, packing: PackingComponent, path: str, context: BuildContext) -> Stream:

@@ -76,9 +76,9 @@ def find_start(job: Job, catalog: Catalog, checkpoints: Checkpoints, resume: str
         path, manifest = locate(Path(job.checkpoint.load.path), job.checkpoint.verify)
         return Start(weights=path, manifest=manifest)
     path, manifest = found
-    for warning in compare(manifest["provenance"], collect(job, catalog), with_changes):
-        if global_rank() == 0:
-            warnings.warn(warning, stacklevel=2)
+    differing = compare(manifest["provenance"], collect(job, catalog), with_changes)
+    if differing and global_rank() == 0:
+        warnings.warn("\n".join(differing), stacklevel=2)
     changes = job_changes(manifest["job"], job, catalog)
     check_changes(path, changes, with_changes)
     return Start(checkpoint=path, manifest=manifest, changes=changes, with_changes=with_changes)

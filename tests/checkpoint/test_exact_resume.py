@@ -8,6 +8,7 @@ from __future__ import annotations
 import shutil
 import time
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 from attrs import define, evolve, field, frozen
@@ -21,6 +22,7 @@ from forge_core.components import SchedulerComponent
 from forge_core.config.job import Phase
 from forge_core.testing import Numbers, TinyModel
 
+TEXT = Path(__file__).parent.parent / "faults/parts/text"
 STEPS = 7
 ONCE = [("stop", 1)]
 OFTEN = [("stop", 3), ("die", 5), ("stop", 6)]
@@ -125,7 +127,9 @@ def features():
     }
 
 
-OPTIMIZERS = [offer.qualified for offer in Catalog.installed().offers("optimizer")]
+def installed(kind):
+    """The qualified type of every installed component of a kind."""
+    return [offer.qualified for offer in Catalog.installed().offers(kind)]
 
 
 @pytest.fixture
@@ -154,10 +158,29 @@ def test_an_interrupted_run_equals_the_whole(outcome, feature):
     assert differences(whole, outcome(changes, *OFTEN)) == []
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", installed("optimizer"))
 def test_every_installed_optimizer_continues_exactly(outcome, catalog, optimizer):
     def changes():
         return {"optimizer": catalog.load("optimizer", optimizer)(), "micro_batch_size": 2}
+
+    assert differences(outcome(changes), outcome(changes, *OFTEN)) == []
+
+
+@pytest.mark.parametrize("packing", installed("packing"))
+def test_every_installed_packing_continues_exactly(outcome, catalog, packing, tmp_path, monkeypatch):
+    monkeypatch.setenv("FORGE_CACHE", str(tmp_path / "cache"))
+    model, text = catalog.load("model", "transformer"), catalog.load("dataset", "text")
+
+    def changes():
+        return {
+            "model": model(dim=16, layers=1),
+            "seq_len": 32,
+            "data": {
+                "tokenizer": catalog.load("tokenizer", "bytes")(),
+                "packing": catalog.load("packing", packing)(),
+                "sources": (text(path=str(TEXT / "notes.jsonl")), text(path=str(TEXT / "*.txt"), weight=0.3)),
+            },
+        }
 
     assert differences(outcome(changes), outcome(changes, *OFTEN)) == []
 
@@ -200,6 +223,18 @@ def test_a_finished_run_that_is_started_again_stays_as_it_is(outcome, make_job, 
     after = read_outcome(summary.folder)
     assert differences(before, {what: after[what] for what in before}) == []
     assert summary.evaluation.keys() >= {"eval/loss"}
+
+
+def test_a_finished_run_that_is_started_again_deletes_what_a_kill_left(make_job, train, tmp_path):
+    def job():
+        return make_job(steps=3, gc_interval=0, checkpoint={"interval": 1, "keep": 1})
+
+    train(job())
+    kept = tmp_path / "run/checkpoints"
+    shutil.copytree(kept / "step-3", kept / "step-2")  # a kill came before the deletion
+    shutil.copytree(kept / "step-3", kept / "step-1.tmp")  # or in the middle of one
+    train(job())
+    assert [path.name for path in kept.iterdir()] == ["step-3"]
 
 
 def test_a_process_that_dies_while_it_shortens_the_metrics_loses_no_line(

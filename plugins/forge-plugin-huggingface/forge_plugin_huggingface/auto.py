@@ -18,8 +18,12 @@ if TYPE_CHECKING:
     from forge_core.parallel.layout import Layout
     from forge_plugin_huggingface.pretrained import PretrainedTokenizer
 
-GIVEN = ("messages", "tools", "documents", "add_generation_prompt", "chat_template", "tokenize")
-"""Names that a template is given otherwise."""
+GIVEN = (
+    *("messages", "tools", "documents", "add_generation_prompt", "conversation", "chat_template", "tokenize"),
+    *("continue_final_message", "sanitize_control_tokens", "padding", "truncation", "max_length", "return_tensors"),
+    *("return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
+)
+"""Names that `apply_chat_template` gives a template otherwise, or takes for its own."""
 
 
 @frozen(kw_only=True)
@@ -72,7 +76,9 @@ class Auto(TokenizerComponent):
             except JobError as error:
                 yield from error.problems
         for name in sorted(self.chat_variables.keys() & set(GIVEN)):
-            yield Problem(f"chat_variables.{name}", "this variable is given by the dataset; leave it out")
+            yield Problem(
+                f"chat_variables.{name}", "this name stands for something else in apply_chat_template; leave it out"
+            )
 
 
 def _read(path: str) -> str:

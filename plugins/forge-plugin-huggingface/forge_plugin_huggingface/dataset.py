@@ -134,9 +134,9 @@ class HuggingFace(DatasetComponent):
     def _encoder(self, tokenizer: Tokenizer) -> Encoder:
         from forge_plugin_huggingface.encoding import ChatEncoder, TextEncoder
 
-        return (
-            ChatEncoder(tokenizer, self.messages, self.tools) if self.messages else TextEncoder(tokenizer, self.field)
-        )
+        if self.messages:
+            return ChatEncoder(tokenizer, self.messages, self.tools)
+        return TextEncoder(tokenizer, self.field)
 
     def _stream(self, corpus: Corpus, context: BuildContext) -> DocumentStream:
         from forge_plugin_huggingface.rows import stream_rows
@@ -149,6 +149,7 @@ class HuggingFace(DatasetComponent):
             stream_rows(corpus.source.stream(self.split), corpus.encoder.columns, name, lanes),
             corpus.encoder,
             corpus.end_of_text,
+            data=corpus.source.fingerprint(self.split),
             lanes=lanes,
             shuffle=self.shuffle,
             seed=job.job.seed if job.data.seed is None else job.data.seed,

@@ -63,9 +63,7 @@ class TextEncoder:
     def encode(self, rows: Sequence[Row]) -> list[Encoded | None]:
         texts = [text_of(row, self._field) for row in rows]
         encoded = iter(self._tokenizer.encode_batch([text for text in texts if text]))
-        return [
-            Encoded(np.array(next(encoded), np.int64), None, len(text.encode())) if text else None for text in texts
-        ]
+        return [_encoded(text, next(encoded)) if text else None for text in texts]
 
 
 class ChatEncoder:
@@ -155,6 +153,10 @@ def without_none(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: without_none(item) for key, item in value.items() if item is not None}
     return [without_none(item) for item in value] if isinstance(value, list) else value
+
+
+def _encoded(text: str, ids: Sequence[int]) -> Encoded:
+    return Encoded(np.array(ids, np.int64), None, len(text.encode()))
 
 
 def _key_of(tokenizer: Tokenizer) -> Sequence[Any]:

@@ -23,9 +23,9 @@ def local_problem(path: str) -> str | None:
 
 
 def expanded(path: str) -> str:
-    """`path` with `~` replaced, where it is a folder; else the name as it is."""
+    """The whole path, where it is a folder, which no name on the hub or of a format can be taken for; else the name."""
     folder = Path(path).expanduser()
-    return str(folder) if folder.is_dir() else path
+    return str(folder.resolve()) if folder.is_dir() else path
 
 
 @contextmanager

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from attrs import evolve
+
 from forge_core.errors import JobError, Problem
 from forge_plugin_huggingface.hub import local_problem
 from forge_plugin_huggingface.source import Saved
@@ -51,7 +53,7 @@ def _saved_problems(dataset: HuggingFace, saved: Saved) -> Iterator[Problem]:
             if split:
                 saved.folder_of(split)
         except JobError as error:
-            yield from (Problem(key, problem.message) for problem in error.problems)
+            yield from (evolve(problem, path=key if problem.path == "split" else "path") for problem in error.problems)
 
 
 def _content_problems(dataset: HuggingFace, job: Job) -> Iterator[Problem]:
@@ -60,9 +62,8 @@ def _content_problems(dataset: HuggingFace, job: Job) -> Iterator[Problem]:
     elif dataset.messages and not getattr(job.data.tokenizer, "chats", False):
         yield Problem("messages", 'chats need a tokenizer with a template; set [data.tokenizer] type = "auto"')
     if dataset.messages and dataset.field != DEFAULT_FIELD:
-        yield Problem(
-            "field", f"{dataset.field!r}, but messages = {dataset.messages!r} is set as well; keep one of the two"
-        )
+        seen = f"{dataset.field!r}, but messages = {dataset.messages!r} is set as well"
+        yield Problem("field", f"{seen}; keep one of the two")
     if dataset.tools and not dataset.messages:
         yield Problem("tools", "only chats have tools; set `messages` to the field with the chat")
 
@@ -89,10 +90,8 @@ def _stream_problems(dataset: HuggingFace, job: Job) -> Iterator[Problem]:
     if dataset.processes > 1:
         yield Problem("processes", "a stream is tokenised by [data] workers; set those, and leave this out")
     for key in ("split", "held_out_split"):
-        if "[" in getattr(dataset, key):
-            yield Problem(
-                key, f"{getattr(dataset, key)!r} is a part of a split, which a stream cannot find; name a split"
-            )
+        if "[" in (split := getattr(dataset, key)):
+            yield Problem(key, f"{split!r} is a part of a split, which a stream cannot find; name a split")
     rows = job.train.global_batch_size
     if dataset.lanes and rows % dataset.lanes:
         yield Problem("lanes", f"{dataset.lanes} does not divide train.global_batch_size = {rows}")

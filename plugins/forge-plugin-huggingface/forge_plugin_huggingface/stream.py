@@ -79,6 +79,7 @@ class LaneStream:
         encoder: Encoder,
         end_of_text: int,
         *,
+        data: str,
         lanes: int,
         shuffle: int = 0,
         seed: int = 0,
@@ -87,13 +88,15 @@ class LaneStream:
     ) -> None:
         """
         Args:
+            data: fingerprint of the files.
             shuffle: rows of a block that are read together and then shuffled, as is the order of files; 0: neither is.
             held_out_every: so many rows of each file, one is left out, starting with the first; 0: none.
         """
         self._rows, self._encoder, self._end_of_text = rows, encoder, end_of_text
         self.lanes, self._shuffle, self._seed, self._every = lanes, shuffle, seed, held_out_every
         self.held_out = held_out
-        self._layout = {"files": rows.files, "lanes": lanes, "shuffle": shuffle}
+        self._layout, self._data = {"files": rows.files, "lanes": lanes, "shuffle": shuffle}, data
+        self._told = False
         self._warn_of_shared_files()
 
     def read(self, lane: int, position: Mapping[str, Any] | None) -> Iterator[StreamedDocument]:
@@ -119,7 +122,11 @@ class LaneStream:
             seen = f"was read with {_listed(position['of'])}, and now has {_listed(self._layout)}"
             message = "the position in the stream means nothing there. Restore what was, or start a new run"
             raise JobError(f"{self._rows.name} {seen}: {message}")
-        return Place(**{name: value for name, value in position.items() if name != "of"})
+        if position["data"] != self._data and not self._told:
+            self._told = True
+            seen = "the files are not those that were read before, or lie elsewhere"
+            logger.warning("%s: %s; reading goes on at the same places in them", self._rows.name, seen)
+        return Place(**{field.name: position[field.name] for field in attrs.fields(Place)})
 
     def _epoch(self, lane: int, place: Place) -> Iterator[StreamedDocument]:
         """What is left of an epoch."""
@@ -150,7 +157,7 @@ class LaneStream:
             encoded = self._encoder.encode([rows[order[index]] for index in chosen])
             for index, document in zip(chosen, encoded, strict=True):
                 if document is not None:
-                    position = attrs.asdict(evolve(place, index=index)) | {"of": self._layout}
+                    position = attrs.asdict(evolve(place, index=index)) | {"of": self._layout, "data": self._data}
                     yield _finished(document, self._end_of_text, position)
 
     def _order(self, size: int, key: str) -> Permutation | range:

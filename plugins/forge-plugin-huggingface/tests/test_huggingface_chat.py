@@ -107,6 +107,13 @@ def test_ids_are_those_of_apply_chat_template(pretrained, auto, style: str) -> N
     assert auto(folder).chat(CONVERSATION).ids.tolist() == expected
 
 
+def test_where_marks_stand_outside_of_macros_learned_is_what_apply_chat_template_says(pretrained, auto) -> None:
+    folder = pretrained(CHATML_MARKED)
+    asked = {"return_dict": True, "return_assistant_tokens_mask": True}
+    expected = AutoTokenizer.from_pretrained(folder).apply_chat_template(CONVERSATION, **asked)["assistant_masks"]
+    assert auto(folder).chat(CONVERSATION).learned.tolist() == [bool(learned) for learned in expected]
+
+
 def test_a_whole_conversation_token_by_token(chat_tokenizer) -> None:
     tokenizer = chat_tokenizer(CHATML)
     chat = tokenizer.chat([role_and_content("user", "hi"), role_and_content("assistant", "yo")])

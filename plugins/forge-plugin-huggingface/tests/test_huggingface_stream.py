@@ -203,12 +203,12 @@ def test_every_epoch_lane_and_seed_has_an_order_of_its_own_and_the_same_again(st
     every=st.sampled_from([0, 3]),
     data=st.data(),
 )
-@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_lane_continues_at_any_document(stream, format_, files, lanes, shuffle, every, data) -> None:
     held_out = {"held_out_every": every, "held_out_documents": 2} if every else {}
     opened = stream(format_, files, lanes, shuffle=shuffle, **held_out)
-    lane, at = data.draw(st.integers(0, lanes - 1)), data.draw(st.integers(0, 80))
-    documents = list(islice(opened.read(lane, None), 90))
+    lane, at = data.draw(st.integers(0, lanes - 1)), data.draw(st.integers(0, 50))
+    documents = list(islice(opened.read(lane, None), 60))
     continued = opened.read(lane, through_json(documents[at].position))
     for expected, found in zip(documents[at:], continued, strict=False):
         assert found.tokens.tolist() == expected.tokens.tolist()
@@ -237,6 +237,18 @@ def test_a_position_of_other_lanes_blocks_or_files_is_refused(stream) -> None:
         assert "was read with files = 8, lanes = 4, shuffle = 6, and now has " in str(caught.value)
         assert f"{name} = {value}" in str(caught.value).partition("now has")[2]
         assert str(caught.value).endswith("Restore what was, or start a new run")
+
+
+def test_data_that_is_not_what_was_read_before_is_warned_of_once(
+    write, build_dataset, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [{"text": f"{number}"} for number in range(1, 9)]
+    position = next(build_dataset(write("jsonl", rows), rows=2, streaming=True, lanes=1).read(0, None)).position
+    opened = build_dataset(write("jsonl", rows[::-1]), rows=2, streaming=True, lanes=1)
+    for _ in range(2):
+        assert number_of(next(opened.read(0, position))) == 8
+    [record] = caplog.records
+    assert "the files are not those that were read before, or lie elsewhere; reading goes on" in record.message
 
 
 def test_passing_over_rows_does_not_decode_them(write, build_dataset, letters) -> None:

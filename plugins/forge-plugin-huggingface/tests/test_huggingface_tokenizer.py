@@ -177,7 +177,7 @@ def test_mistakes_that_show_without_loading_are_problems(problems, pretrained, t
     [message] = problems(Auto(path=folder, chat_template="none.jinja"))
     assert message.startswith("chat_template: 'none.jinja' cannot be read ([Errno 2]")
     assert problems(Auto(path=folder, chat_variables={"tools": ""})) == [
-        "chat_variables.tools: this variable is given by the dataset; leave it out"
+        "chat_variables.tools: this name stands for something else in apply_chat_template; leave it out"
     ]
     assert problems(Auto(path=folder)) == problems(Auto(path="owner/name", revision="main")) == []
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from forge_plugin_packing.fitting import cut, fit, pack
 
-unhurried = settings(deadline=None)
+unhurried = settings(deadline=None, max_examples=50)
 documents = st.lists(st.integers(1, 40), max_size=60)
 """Lengths in tokens, end-of-text included."""
 

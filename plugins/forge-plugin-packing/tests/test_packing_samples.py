@@ -19,7 +19,7 @@ from forge_plugin_packing import Isolate, stored
 from forge_plugin_packing.sequences import PackedSequences
 
 IGNORED = -100
-unhurried = settings(deadline=None)
+unhurried = settings(deadline=None, max_examples=50)
 documents = st.lists(st.lists(st.integers(0, END - 1), min_size=1, max_size=12), min_size=1, max_size=10)
 
 

@@ -49,7 +49,7 @@ def packed(make_job: Callable[..., Any], build: Callable[..., Run]) -> Callable[
     """A built run on random documents, some of them longer than a sequence."""
 
     def run(packing: Any, backend: str, documents: str, precision: str = "fp64") -> Run:
-        data = {"sources": (RandomDocuments(longest=60, count=30),), "packing": packing}
+        data = {"sources": (RandomDocuments(longest=60, count=12),), "packing": packing}
         job = make_job(model=model(backend, documents), seq_len=SEQ_LEN, precision=precision, data=data)
         return build(job)
 
@@ -58,7 +58,7 @@ def packed(make_job: Callable[..., Any], build: Callable[..., Run]) -> Callable[
 
 def fragments(packing: Any) -> Iterator[np.ndarray]:
     """What there is of each document in each sequence, with the token after it, from the documents themselves."""
-    documents = RandomDocuments(longest=60, count=30).build(None)
+    documents = RandomDocuments(longest=60, count=12).build(None)
     whole = SEQ_LEN * ((len(documents) - 1) // SEQ_LEN)
     for start, stop in pairwise([0, *documents.ends().tolist()]):
         if isinstance(packing, BestFit):
@@ -102,15 +102,15 @@ def assert_equal(found: Any, expected: Any, tolerance: float) -> None:
         assert error < tolerance, name
 
 
-@pytest.mark.parametrize("micro_batch_size", [1, 3, 100])
 @pytest.mark.parametrize(("backend", "documents"), WAYS)
 @pytest.mark.parametrize("packing", PACKINGS, ids=["isolate", "best_fit"])
 def test_loss_and_gradients_are_those_of_the_documents_one_by_one(
-    packed: Callable[..., Run], packing: Any, backend: str, documents: str, micro_batch_size: int
+    packed: Callable[..., Run], packing: Any, backend: str, documents: str
 ) -> None:
     run = packed(packing, backend, documents)
     expected = gradients(run, one_by_one(packing))
-    assert_equal(gradients(run, batches(run, micro_batch_size)), expected, 1e-10)
+    for micro_batch_size in (3, 100):
+        assert_equal(gradients(run, batches(run, micro_batch_size)), expected, 1e-10)
 
 
 @pytest.mark.parametrize(("backend", "documents"), WAYS)
@@ -166,7 +166,7 @@ def test_layers_that_are_run_one_by_one_give_the_same_without_what_is_prepared(p
 
 
 def job(folder: Path, packing: Any, **changes: Any) -> Any:
-    data = {"sources": (RandomDocuments(longest=60, count=60),), "packing": packing}
+    data = {"sources": (RandomDocuments(longest=60, count=40),), "packing": packing}
     settings = {"global_batch_size": 8, "seq_len": SEQ_LEN, "precision": "fp64", "eval": {"interval": 2}, "data": data}
     return tiny_job(str(folder), None, **(settings | {"model": model()} | changes))
 
@@ -220,7 +220,7 @@ def test_the_plan_tells_how_full_the_sequences_are(tmp_path: Path) -> None:
     told: list[str] = []
     Trainer(job(tmp_path, BestFit(), steps=1), echo=told.append).run()
     (row,) = [line for line in "\n".join(told).splitlines() if line.startswith("packing")]
-    assert "60 documents in " in row
+    assert "40 documents in " in row
     assert "% filled; held out: 5 documents in " in row
 
 
@@ -231,7 +231,7 @@ def test_the_plan_tells_how_full_the_sequences_are(tmp_path: Path) -> None:
 def test_finished_sequences_cannot_be_packed(
     make_job: Callable[..., Any], build: Callable[..., Run], packing: Any
 ) -> None:
-    with pytest.raises(JobError, match="data.sources.1: gives finished sequences"):
+    with pytest.raises(JobError, match=r"data\.sources\.1: gives finished sequences"):
         build(make_job(data={"sources": (RandomDocuments(), Numbers()), "packing": packing}))
 
 

@@ -82,7 +82,8 @@ class RopeComponent(Component):
 
     The module maps `(length, positions=None) -> (cos, sin)` for positions 0 to `length` - 1, or for `positions`
     (B, S). Both tables broadcast against (B, S, heads, E) and are float32 or wider; `sin` carries the sign of the
-    half-split rotation, so that `rotate(x, cos, sin)` of `forge_plugin_transformer.modules.rotary` applies them.
+    half-split rotation, so that `rotate(x, cos, sin)` of `forge_plugin_transformer.modules.rotary` applies them. A
+    module may have a string `key` that is equal where the tables are: layers then share those of `positions`.
     """
 
     kind = "rope"

@@ -67,6 +67,15 @@ def test_forward_and_backward_equal_those_of_each_document_alone(kernel: str, wa
 
 
 @pytest.mark.parametrize(("kernel", "way"), WAYS)
+def test_rows_shorter_than_a_segment_equal_their_documents_alone(kernel: str, way: str) -> None:
+    rows = [[2], [1, 1], [2]]
+    tensors, grad = inputs(3, 2), torch.randn(3, 2, 6, 4, dtype=torch.float64)
+    out, expected = core(kernel, way)(*tensors, {"document_ids": numbered(*rows)}), alone(tensors, rows)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(torch.autograd.grad(out, tensors, grad), torch.autograd.grad(expected, tensors, grad))
+
+
+@pytest.mark.parametrize(("kernel", "way"), WAYS)
 def test_a_document_gets_no_gradient_from_another(kernel: str, way: str) -> None:
     tensors = inputs(1, 21)
     out = core(kernel, way)(*tensors, {"document_ids": numbered([3, 4, 9, 5])})

@@ -86,3 +86,26 @@ def test_layers_share_the_memory_of_their_tables(make_model: Callable[..., Any])
 def test_tables_are_no_part_of_the_state(make_model: Callable[..., Any]) -> None:
     model = make_model()
     assert set(model.state_dict()) == {name for name, _ in model.named_parameters()}
+
+
+def test_encodings_have_the_same_key_only_if_their_tables_are_the_same(make_part: Callable[..., Any]) -> None:
+    keys = [make_part(rope, head_dim=8, seq_len=512).key for rope in (PlainRope(), PlainRope(), *STRETCHED)]
+    assert keys[0] == keys[1]
+    assert len(set(keys)) == 4
+    wide = make_part(PlainRope(), head_dim=8, dtype=torch.float64).key
+    assert wide != keys[0]
+
+
+def test_layers_share_the_tables_of_a_batch(make_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, made = make_model(layers=3), []
+    for layer in model.layers.values():
+        original = layer.attention.rotary.forward
+        monkeypatch.setattr(layer.attention.rotary, "forward", lambda *a, f=original: (made.append(a), f(*a))[1])
+    batch = {"input_ids": torch.arange(12).view(2, 6), "positions": torch.arange(12).view(2, 6)}
+    together = model(batch)
+    assert len(made) == 1
+    carry = model.embed(batch)
+    for layer in model.layers.values():
+        carry = layer(carry, batch)
+    assert torch.equal(model.finish(carry, batch), together)
+    assert len(made) == 4

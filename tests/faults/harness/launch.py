@@ -45,8 +45,8 @@ class Kill:
     """A SIGKILL, so many seconds after a moment in the life of a process."""
 
     moment: Moment
-    """`life`: the start of the process; `training`: its first step; `writing`: the appearance of a checkpoint that is
-    being written; `committing`: that of its manifest, which is the last file before the rename."""
+    """`life`: the start of the process; `training`: its first step; `writing`: the appearance of a checkpoint in the
+    making; `committing`: that of its manifest, the last file before the rename, or the disappearance of all of it."""
     save: int
     """Which save of the process is meant, from 1."""
     delay_s: float
@@ -123,7 +123,7 @@ class Launch:
         while not self._reached(kill):
             if not self._alive():
                 return False
-            time.sleep(POLL_S)
+            time.sleep(POLL_S / 4 if self._saves else POLL_S)
         until = time.monotonic() + kill.delay_s
         while self._alive() and (left := until - time.monotonic()) > 0:
             time.sleep(min(left, 0.05))
@@ -138,7 +138,7 @@ class Launch:
         self._saves.update(now)
         if len(self._saves) < kill.save:
             return False
-        return kill.moment == "writing" or any((path / MANIFEST).exists() for path in now)
+        return kill.moment == "writing" or not now or any((path / MANIFEST).exists() for path in now)
 
     def _alive(self) -> bool:
         if self._stopping.is_set():

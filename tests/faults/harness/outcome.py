@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,8 @@ from harness.launch import committed
 
 TIMES = {"tokens_per_second", "step_seconds", "mfu", "data_wait"}
 """Metrics that no two runs share."""
-OF_THE_SAVE = {"time", "files"}
-"""Entries of a manifest that no two saves share; tensors are compared by what they hold."""
+OF_THE_SAVE = {"time", "files", "provenance"}
+"""Entries of a manifest that tell of the process that saved; tensors are compared by what they hold."""
 
 
 def read_outcome(run: Path) -> dict[str, Any]:
@@ -90,6 +91,7 @@ def _events(folder: Path) -> dict[str, list[tuple[int, float]]]:
         return {}
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+    logging.getLogger("tensorboard").setLevel(logging.ERROR)  # else it tells of each start after a kill
     events = EventAccumulator(str(folder)).Reload()
     tags = [tag for tag in events.Tags()["scalars"] if tag.removeprefix("train/") not in TIMES]
     return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in tags}

@@ -86,8 +86,14 @@ class GroupedQueryAttention(nn.Module):
         )
         self.rotary = rotary
         self.core = core
+        self._tables_key: str | None = getattr(rotary, "key", None)
 
     def prepare(self, batch: Batch) -> Batch:
+        """With what the core wants, and the tables of the batch's positions where the encoding says which they are."""
+        key = self._tables_key
+        if key is not None and "positions" in batch and key not in batch:
+            length = batch["positions"].shape[1]
+            batch = {**batch, key: torch.stack(self.rotary(length, batch["positions"]))}
         return self.core.prepare(batch)
 
     def forward(self, x: Tensor, batch: Batch, cache: KVCache | None = None) -> Tensor:
@@ -96,8 +102,7 @@ class GroupedQueryAttention(nn.Module):
         if cache is not None:
             mixed = self._attend_cached(q, k, v, batch, cache)
         else:
-            q, k = self._place(q, k, batch.get("positions"))
-            mixed = self.core(q, k, v, batch)
+            mixed = self.core(*self._place(q, k, self._tables(q.shape[1], batch)), v, batch)
         return self.o(mixed.flatten(2))
 
     def _attend_cached(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, cache: KVCache) -> Tensor:
@@ -105,12 +110,19 @@ class GroupedQueryAttention(nn.Module):
         positions = batch.get("positions")
         if positions is None:
             positions = torch.arange(cache.used, cache.used + q.shape[1], device=q.device).expand(len(q), -1)
-        q, k = self._place(q, k, positions)
+        q, k = self._place(q, k, self.rotary(q.shape[1], positions))
         return torch_attention(q, *cache.extend(k, v, positions))
 
-    def _place(self, q: Tensor, k: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Normalise, then turn to the positions (by default 0, 1, …)."""
-        cos, sin = self.rotary(q.shape[1], positions)
+    def _tables(self, length: int, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Cosine and sine of the batch's positions (by default 0, 1, …)."""
+        if self._tables_key in batch:
+            cos, sin = batch[self._tables_key]
+            return cos, sin
+        return self.rotary(length, batch.get("positions"))
+
+    def _place(self, q: Tensor, k: Tensor, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Normalise, then turn to the positions of the tables."""
+        cos, sin = tables
         return rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
 
     def _heads(self, x: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -44,6 +45,8 @@ class Rotary(nn.Module):
         self.frequencies = tuple(frequencies)
         self.amplitude = amplitude
         self.dtype = torch.promote_types(dtype, torch.float32)
+        content = repr((self.frequencies, amplitude, self.dtype)).encode()
+        self.key = f"rotary {hashlib.blake2b(content, digest_size=8).hexdigest()}"
         shape = (length, 1, 2 * len(self.frequencies))
         self.register_buffer("cos", torch.empty(shape, dtype=self.dtype), persistent=False)
         self.register_buffer("sin", torch.empty(shape, dtype=self.dtype), persistent=False)

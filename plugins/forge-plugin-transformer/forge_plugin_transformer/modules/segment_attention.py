@@ -129,7 +129,8 @@ class Gemm:
 
     def kept(self, q: Tensor) -> Tensor:
         """As much as any division into segments needs; the system gives memory to what is written only."""
-        return q.new_empty(q.shape[:3].numel() * min(q.shape[1], gemm_attention.KEEP_UP_TO))
+        longest = min(max(q.shape[1], TOGETHER), gemm_attention.KEEP_UP_TO)  # short rows go together too
+        return q.new_empty(q.shape[:3].numel() * longest)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kept: Tensor) -> Tensor:
         return gemm_attention.attend(q, k, v, mask, kept)
