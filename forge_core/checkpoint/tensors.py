@@ -83,8 +83,8 @@ def load_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
 
 @contextmanager
 def _quiet_alone() -> Iterator[None]:
-    """DCP warns of a process without a group, such as that of a command. Where there is one, a save may be in a thread, and
-    the filters of warnings belong to all threads."""
+    """DCP warns of a process without a group, such as that of a command. Where there is one, a save may be in a thread,
+    and the filters of warnings belong to all threads."""
     if dist.is_initialized():
         yield
         return

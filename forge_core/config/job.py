@@ -154,8 +154,8 @@ class CheckpointSection:
     async_save: bool = False
     """Copy the state to host memory and write it while training goes on. Takes host memory of the size of the state."""
     on_failure: Literal["stop", "continue"] = "stop"
-    """When a save fails (a full disk, say): end the run, or warn, go on, and try again at the next one. The last save of a
-    run must succeed either way."""
+    """When a save fails (a full disk, say): end the run, or warn, go on, and try again at the next one. The last save
+    of a run must succeed either way."""
     verify: Literal["full", "sizes"] = "full"
     """What is checked before loading: SHA-256 of every file, or sizes only, which does not find flipped bytes."""
     storage: StorageComponent = default_type("forge-run/local")

@@ -95,15 +95,15 @@ class LaneStream:
         self._rows, self._encoder, self._end_of_text = rows, encoder, end_of_text
         self.lanes, self._shuffle, self._seed, self._every = lanes, shuffle, seed, held_out_every
         self.held_out = held_out
-        self._layout, self._data = {"files": rows.files, "lanes": lanes, "shuffle": shuffle}, data
-        self._told = False
+        self._layout = {"files": rows.files, "lanes": lanes, "shuffle": shuffle, "held_out_every": held_out_every}
+        self._data, self._told = data, False
         self._warn_of_shared_files()
 
     def read(self, lane: int, position: Mapping[str, Any] | None) -> Iterator[StreamedDocument]:
         """The documents of a lane without end.
 
         Raises:
-            JobError: there are none, or the position is of other files, lanes or blocks.
+            JobError: there are none, or the position is of another number of files or lanes, or of other blocks.
         """
         start = Place() if position is None else self._place(position)
         while True:

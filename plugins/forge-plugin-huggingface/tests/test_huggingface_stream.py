@@ -229,12 +229,12 @@ def test_windows_continue_in_the_middle_of_a_document(stream, format_: str) -> N
 
 def test_a_position_of_other_lanes_blocks_or_files_is_refused(stream) -> None:
     position = next(stream(files=8, lanes=4, shuffle=6).read(0, None)).position
-    for changed in ({"lanes": 2}, {"shuffle": 5}, {"files": 3}):
-        opened = stream(**{"files": 8, "lanes": 4, "shuffle": 6} | changed)
+    for changed in ({"lanes": 2}, {"shuffle": 5}, {"files": 3}, {"held_out_every": 2}):
+        opened = stream(**{"files": 8, "lanes": 4, "shuffle": 6, "held_out_documents": 4} | changed)
         with pytest.raises(JobError) as caught:
             next(opened.read(0, position))
         [(name, value)] = changed.items()
-        assert "was read with files = 8, lanes = 4, shuffle = 6, and now has " in str(caught.value)
+        assert "was read with files = 8, lanes = 4, shuffle = 6, held_out_every = 0, and now has " in str(caught.value)
         assert f"{name} = {value}" in str(caught.value).partition("now has")[2]
         assert str(caught.value).endswith("Restore what was, or start a new run")
 

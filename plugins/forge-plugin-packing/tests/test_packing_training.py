@@ -23,6 +23,7 @@ from forge_core.protocols import StreamedDocument
 from forge_core.testing import Numbers, tiny_job
 from forge_core.testing.documents import ListedDocuments, RandomDocuments
 from forge_core.testing.processes import run_on_ranks
+from forge_plugin_compile import Compile
 from forge_plugin_packing import BestFit, Isolate
 from forge_plugin_transformer import GroupedQueryAttention, Transformer
 from forge_plugin_transformer.modules import segment_attention
@@ -188,6 +189,18 @@ def test_two_ranks_have_the_curve_of_one(tmp_path: Path, packing: Any) -> None:
     found, expected = curve(tmp_path / "two"), curve(tmp_path / "one")
     assert len(expected) >= 6
     for one, other in zip(found, expected, strict=True):
+        assert one == pytest.approx(other, rel=1e-9)
+
+
+@pytest.mark.parametrize("documents", ["mask", "segments"])
+def test_compiled_blocks_keep_the_curve(tmp_path: Path, documents: str) -> None:
+    """Without a break in their graphs, and without a graph for each division into documents."""
+    torch._dynamo.reset()
+    attending = model("flash", documents)
+    train(tmp_path / "eager", BestFit(), model=attending)
+    with torch._dynamo.config.patch(recompile_limit=6, fail_on_recompile_limit_hit=True):
+        train(tmp_path / "compiled", BestFit(), model=attending, parallel={"compile": Compile(backend="aot_eager")})
+    for one, other in zip(curve(tmp_path / "compiled"), curve(tmp_path / "eager"), strict=True):
         assert one == pytest.approx(other, rel=1e-9)
 
 
