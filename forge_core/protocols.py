@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 Batch = dict[str, "Tensor"]
 """Tensors whose first dimension is B. `input_ids` (B, S) int64; `labels` (B, S) int64, the target *of each position*
 (already shifted by the dataset), -100 where ignored; optional `document_ids` and `positions` (B, S), int64. Neighbours
-with equal document ids are of one document, which attention does not leave; without ids, a row is one document. Positions
-count from 0 where a document begins; without them, where the row begins."""
+with equal document ids are of one document, which attention does not leave; without ids, a row is one document.
+Positions count from 0 where a document begins; without them, where the row begins."""
 
 Carry = tuple["Tensor", ...]
 """What travels from layer to layer, and from pipeline stage to pipeline stage."""
@@ -371,9 +371,9 @@ class Tokenizer(Protocol):
 
 
 class Logger(Protocol):
-    """Receives metrics on rank 0. One more method is optional: `flush()`, called before each checkpoint, by a logger that
-    keeps records in memory. A run that is killed continues from the checkpoint, and does not log those steps again. What
-    it raises is a failed save."""
+    """Receives metrics on rank 0. One more method is optional: `flush()`, called before each checkpoint, by a logger
+    that keeps records in memory. A run that is killed continues from the checkpoint, and does not log those steps again.
+    What it raises is a failed save."""
 
     def start(self, step: int) -> None:
         """The run starts after `step` completed steps: anything recorded later than that is stale. 0: from nothing, and

@@ -32,7 +32,7 @@ def main() -> int:
         campaign.run(options.kills, options.jobs)
     except KeyboardInterrupt:
         say("interrupted; the same command goes on")
-    say(f"\n{record.table(known.values())}\n\n{record.kills()} kills, {record.rate():.1f} a minute")
+    say(f"\n{record.table(known.values())}\n\n{record.summary()}")
     for failure in record.failures:
         say(f"FAILED {failure['trial']}: {failure['folder']}\n    {failure['problems'][0]}")
     return 1 if record.failures else 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
@@ -52,6 +53,10 @@ class JsonTokenizer:
 
     def fingerprint(self) -> str:
         return hashlib.sha256(f"{self._end_of_text}\0{self._content}".encode()).hexdigest()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Made anew in another process: a pickled `tokenizers.Tokenizer` forgets `encode_special_tokens`."""
+        return JsonTokenizer, (self._content, self._end_of_text)
 
     def _check_end_of_text(self) -> None:
         """Some models (Unigram, for one) hold special tokens as ordinary pieces of their vocabulary."""

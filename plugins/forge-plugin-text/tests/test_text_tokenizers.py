@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -307,3 +308,8 @@ def test_a_file_that_tokenizers_cannot_use_is_an_error(tmp_path: Path) -> None:
     path.write_text(json.dumps({"added_tokens": [{"content": "</s>"}]}))
     with pytest.raises(JobError, match=r"tokenizer\.json cannot be used by tokenizers: .+"):
         TokenizerFile(path=str(path)).build(NOWHERE, documents)
+
+
+def test_a_tokenizer_sent_to_another_process_still_reads_special_tokens_as_text(bpe: JsonTokenizer) -> None:
+    text = "before <|endoftext|> after"
+    assert pickle.loads(pickle.dumps(bpe)).encode(text) == bpe.encode(text)

@@ -56,12 +56,13 @@ class Campaign:
         self._begun: dict[str, int] = {}
 
     def run(self, kills: int, jobs: int) -> None:
-        """Go on until the record has so many kills, or one run of each scenario at least. An interrupt leaves out the
-        trials in progress.
+        """Go on until the record has so many kills. An interrupt leaves out the trials in progress.
 
         Raises:
             ReferenceFailed: an uninterrupted run failed.
         """
+        if self._record.kills() >= kills:
+            return
         self._record.begin_session(self._seed)
         begin = time.monotonic()
         with ThreadPoolExecutor(jobs) as pool:

@@ -71,10 +71,14 @@ class Record:
         lines = [head, ["---"] * 2 + ["--:"] * (len(head) - 2), *rows, ["all", "", *sums]]
         return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
 
-    def rate(self) -> float:
-        """Kills a minute, over all sessions."""
+    def summary(self) -> str:
+        """Everything in one line."""
+        counts = self._data["scenarios"].values()
+        launches, alone = (sum(count[name] for count in counts) for name in ("launches", "alone"))
         seconds = sum(session["seconds"] for session in self._data["sessions"])
-        return 60 * self.kills() / seconds if seconds else 0.0
+        rate = 60 * self.kills() / seconds if seconds else 0.0
+        kills = f"{self.kills()} kills, {alone} of them of the process without its children"
+        return f"{kills}; {launches} starts; {rate:.1f} kills a minute"
 
     def _count(self, scenario: str, what: str) -> int:
         return self._data["scenarios"].get(scenario, {}).get(what, 0)
