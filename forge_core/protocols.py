@@ -372,8 +372,8 @@ class Tokenizer(Protocol):
 
 class Logger(Protocol):
     """Receives metrics on rank 0. One more method is optional: `flush()`, called before each checkpoint, by a logger
-    that keeps records in memory. A run that is killed continues from the checkpoint, and does not log those steps again.
-    What it raises is a failed save."""
+    that keeps records in memory, since a run that is killed continues from the checkpoint and does not log those steps
+    again. What it raises is a failed save."""
 
     def start(self, step: int) -> None:
         """The run starts after `step` completed steps: anything recorded later than that is stale. 0: from nothing, and

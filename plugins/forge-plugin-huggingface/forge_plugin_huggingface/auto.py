@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from attrs import field, frozen
 
-from forge_core.components import TokenizerComponent
+from forge_core.components import TokenizerComponent, when_resumed
 from forge_core.errors import JobError, Problem
 from forge_plugin_huggingface.hub import expanded, explained, local_problem
 
@@ -37,7 +37,7 @@ class Auto(TokenizerComponent):
     chats: ClassVar[bool] = True
     """What is built has the methods of `forge_plugin_huggingface.chat.ChatTokenizer`."""
 
-    path: str
+    path: str = field(metadata=when_resumed("safe"))
     """A folder that `save_pretrained` wrote, or the name of a repository on the hub."""
     revision: str = ""
     """Branch, tag or commit on the hub; empty: its default branch."""

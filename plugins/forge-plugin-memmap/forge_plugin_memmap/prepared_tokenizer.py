@@ -47,4 +47,7 @@ class PreparedTokenizer(TokenizerComponent):
             prepared = read_prepared(self.path)
         except JobError as error:
             return [problem.below("path") for problem in error.problems]
-        return [] if prepared else [Problem("path", f"{self.path!r} is no folder that forge-run prepare-data wrote")]
+        if prepared is not None:
+            return []
+        seen = "is no folder" if Path(self.path).exists() else "does not exist; give a folder"
+        return [Problem("path", f"{self.path!r} {seen} that forge-run prepare-data wrote")]

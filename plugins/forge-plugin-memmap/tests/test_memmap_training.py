@@ -114,7 +114,7 @@ def test_a_run_keeps_its_tokenizer_and_needs_the_folder_no_more(train: Train, pr
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("nowhere", "data.tokenizer.path: 'nowhere' is no folder that forge-run prepare-data wrote"),
+        ("nowhere", "data.tokenizer.path: 'nowhere' does not exist; give a folder that forge-run prepare-data wrote"),
         (".", "data.tokenizer.path: '.' is no folder that forge-run prepare-data wrote"),
     ],
 )

@@ -32,7 +32,7 @@ class Reference:
 
 
 class Campaign:
-    """Trials in a folder of their own. Those that fail stay there, beside the run that they are compared with."""
+    """Trials in a folder of their own. Those that fail stay there."""
 
     def __init__(
         self,
