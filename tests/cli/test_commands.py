@@ -29,6 +29,7 @@ class TestCheck:
             "model.ffn             forge-plugin-transformer/swiglu",
             "data.sources.0        forge-plugin-text/text",
             "data.tokenizer        forge-plugin-text/bytes",
+            "data.packing          forge-run/concatenate",
             "optimizer             forge-plugin-muon/muon",
             "scheduler             forge-run/constant",
             "loss                  forge-run/cross_entropy",
