@@ -77,7 +77,8 @@ def build_context(job: Job, catalog: Catalog, folder: Path | None) -> BuildConte
     if device.type == "cuda":
         torch.cuda.set_device(device)
     torch.set_float32_matmul_precision(job.train.float32_matmul)
-    torch.use_deterministic_algorithms(job.train.deterministic)
+    if torch.are_deterministic_algorithms_enabled() != job.train.deterministic:  # the call imports the compiler
+        torch.use_deterministic_algorithms(job.train.deterministic)
     return BuildContext(
         job=job,
         plugins=plugins,

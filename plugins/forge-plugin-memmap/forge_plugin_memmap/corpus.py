@@ -111,7 +111,7 @@ class _Search:
     def _role(self, file: Found) -> str:
         folder = _folder(file)
         prepared = self.folders[folder]
-        role = prepared.split_of(os.path.basename(file.path)) if prepared else TRAIN
+        role = prepared.split_of.get(os.path.basename(file.path)) if prepared else TRAIN
         if role is None:
             raise JobError(f"{file.path} is no part of what prepare-data wrote to {folder!r}; move it elsewhere")
         if role == HELD_OUT and not file.in_folder:

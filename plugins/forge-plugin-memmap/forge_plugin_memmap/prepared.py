@@ -1,7 +1,8 @@
 """Folders that `forge-run prepare-data` wrote: what their manifest says.
 
 A folder holds `train-00000.bin`, …, perhaps `held_out-00000.bin`, …, each with its `.ends`, the tokenizer in a folder
-of its own, and, once it is finished, `manifest.json`. Until then there is `unfinished.json` instead.
+of its own, the list of its inputs, and, once it is finished, `manifest.json`. Until then there is `unfinished.json`
+instead.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from attrs import frozen
 from forge_core.data.cache import file_digest
 from forge_core.errors import JobError
 
-MANIFEST, UNFINISHED, TOKENIZER = "manifest.json", "unfinished.json", "tokenizer"
+MANIFEST, UNFINISHED, INPUTS, TOKENIZER = "manifest.json", "unfinished.json", "inputs.json", "tokenizer"
 MADE_BY = "forge-run prepare-data"
 FORMAT = 1
 TRAIN, HELD_OUT = SPLITS = ("train", "held_out")
@@ -29,19 +30,13 @@ class Prepared:
 
     folder: str
     manifest: Mapping[str, Any]
+    split_of: Mapping[str, str]
+    """The split of each of its token files, by name."""
 
     @property
     def fingerprint(self) -> str:
         """Of the tokenizer that made the ids."""
         return self.manifest["tokenizer"]["fingerprint"]
-
-    def files(self, split: str) -> list[str]:
-        """Names of the token files of a split, in order."""
-        return list(self.manifest["splits"][split]["files"])
-
-    def split_of(self, name: str) -> str | None:
-        """The split that a file of the folder belongs to; None: it is no token file of the manifest."""
-        return next((split for split in SPLITS if name in self.files(split)), None)
 
     def size_fault(self, name: str) -> str:
         """How the size of a file differs from the manifest; empty if it does not."""
@@ -76,4 +71,5 @@ def read_prepared(folder: str | Path) -> Prepared | None:
     if manifest.get("format") != FORMAT:
         seen = f"{folder!r} has format {manifest.get('format')}, this version of forge-plugin-memmap reads {FORMAT}"
         raise JobError(f"{seen}; prepare the data again, or install the version that wrote it")
-    return Prepared(folder, manifest)
+    names = {name: split for split in SPLITS for name in manifest["splits"][split]["files"]}
+    return Prepared(folder, manifest, names)

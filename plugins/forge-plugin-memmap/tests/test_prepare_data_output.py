@@ -203,6 +203,14 @@ def test_a_document_longer_than_a_shard_is_not_divided(prepare: Prepare, small_c
     assert len(list(Path("data").glob("*.bin"))) == 2
 
 
+def test_the_output_may_lie_among_the_inputs(prepare: Prepare) -> None:
+    Path("corpus").mkdir()
+    write_lines("corpus/a.jsonl", WORDS)
+    prepare("corpus", "--output=corpus/data")
+    Path("corpus/data/notes.txt").write_text("no input")
+    assert "corpus/data is finished" in prepare("corpus", "--output=corpus/data")
+
+
 @pytest.mark.parametrize("every", [2, 3, 10, 50])
 def test_every_nth_document_is_held_out_starting_with_the_first(
     prepare: Prepare, small_chunks: None, every: int
@@ -242,7 +250,9 @@ def test_the_manifest_has_sizes_digests_counts_and_arguments(prepare: Prepare) -
         "end_of_text": 0,
     }
     assert found["arguments"]["shard_tokens"] == 1000
-    assert found["arguments"]["inputs"][0]["name"] == "a.jsonl"
+    assert found["arguments"]["inputs"]["files"] == 1
+    assert found["arguments"]["inputs"]["bytes"] == Path("a.jsonl").stat().st_size
+    assert json.loads(Path("data/inputs.json").read_text())[0]["name"] == "a.jsonl"
     assert found["dropped"] == {}
 
 

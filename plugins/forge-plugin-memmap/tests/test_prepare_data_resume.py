@@ -275,6 +275,11 @@ def test_a_folder_of_something_else_is_left_alone(forge_run: Callable[..., Any])
     )
 
 
+def test_what_was_finished_strictly_is_what_skip_would_have_made(prepare: Prepare) -> None:
+    prepare("b.txt", "--output=data")
+    assert "data is finished" in prepare("b.txt", "--output=data", "--errors=skip")
+
+
 def test_a_finished_folder_is_not_made_again(
     prepare: Prepare, uninterrupted: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -312,6 +317,25 @@ def test_a_full_disk_is_told_and_it_goes_on_when_there_is_room(
     assert "cannot write to data: File too large; make room and run the same command again: it goes on where" in err
     prepare(*arguments)
     assert json.loads(Path("data/manifest.json").read_text())["splits"] != {}
+
+
+def test_a_folder_that_cannot_be_written_is_told(forge_run: Callable[..., Any], begun: None) -> None:
+    Path("data/unfinished.json.tmp").mkdir()
+    code, _, err = forge_run("prepare-data", *ARGUMENTS, TOKENIZER, "--workers=1")
+    assert code == 1
+    assert (
+        "cannot write to data/unfinished.json.tmp: Is a directory; correct that and run the same command again" in err
+    )
+
+
+def test_an_input_that_changes_while_it_is_read_is_told(forge_run: Callable[..., Any]) -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        original = run._encode
+        patched.setattr(run, "_encode", lambda *given: (original(*given), Path("b.txt").write_text("changed")))
+        code, _, err = forge_run("prepare-data", *ARGUMENTS, TOKENIZER, "--workers=1")
+    assert code == 2
+    assert err == "b.txt changed while it was read; start again with another --output\n"
+    assert not Path("data/manifest.json").exists()
 
 
 def test_no_space_left_is_told_the_same_way(forge_run: Callable[..., Any], prepare: Prepare) -> None:

@@ -20,7 +20,7 @@ FILES = ("starts.npy", "lengths.npy", "bounds.npy")
 
 def stored_packing(ends: np.ndarray, seq_len: int) -> CachedFolder:
     """The folder that holds how these documents are packed (see `pack`), from the cache."""
-    digest = hashlib.sha256(np.ascontiguousarray(ends, "<i8")).hexdigest()
+    digest = hashlib.sha256(np.ascontiguousarray(ends, "<i8").data).hexdigest()
 
     def make(folder: Path) -> dict[str, Any]:
         (starts, lengths), bounds = pack(np.asarray(ends), seq_len)

@@ -11,6 +11,7 @@ from functools import cache
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any, Literal
 
+import attrs
 from attrs import frozen
 
 from forge_core.errors import JobError, Problem
@@ -19,7 +20,8 @@ from forge_plugin_transformer.attention_backends import HALF, Kernel, distance
 if TYPE_CHECKING:
     from forge_core.context import BuildContext
 
-Documents = Literal["auto", "mask", "segments", "varlen"]
+WayOrAuto = Literal["auto", "mask", "segments", "varlen"]
+"""What a job may say."""
 Way = Literal["mask", "segments", "varlen"]
 """`mask`: every pair of positions is computed, and hidden where it crosses documents. `segments`: document by document,
 short ones in groups. `varlen`: torch's kernel for sequences of several lengths."""
@@ -40,6 +42,8 @@ class DocumentChoice:
 
     way: Way
     why: str
+    matters: bool = True
+    """Whether the job's packing keeps documents apart, so that the plan should tell."""
 
 
 @frozen
@@ -100,21 +104,23 @@ def committed_table() -> DocumentTable:
     return DocumentTable(f"{content['date']}, {content['machine']}", content["documents"], rows)
 
 
-def choose_documents(documents: Documents, kernel: Kernel, context: BuildContext, head_dim: int) -> DocumentChoice:
+def choose_documents(documents: WayOrAuto, kernel: Kernel, context: BuildContext, head_dim: int) -> DocumentChoice:
     """The way for the length that the job trains at.
 
     Raises:
         JobError: the job sets one that does not go with the kernel there.
     """
     device, dtype = context.device.type, str(context.dtype).removeprefix("torch.")
+    matters = context.job.data.packing.needs_boundaries
     if documents == "auto":
-        return committed_table().choose(device, dtype, kernel, context.job.train.seq_len, head_dim)
+        choice = committed_table().choose(device, dtype, kernel, context.job.train.seq_len, head_dim)
+        return attrs.evolve(choice, matters=matters)
     if problem := documents_problem(documents, device, dtype, kernel):
         raise JobError([Problem("model.attention.documents", f"{problem} (building {context.path})")])
-    return DocumentChoice(documents, "set by the job")
+    return DocumentChoice(documents, "set by the job", matters)
 
 
-def documents_problem(documents: Documents, device: str, dtype: str, kernel: Kernel) -> str | None:
+def documents_problem(documents: WayOrAuto, device: str, dtype: str, kernel: Kernel) -> str | None:
     """Why a way does not go with a kernel on a device in a dtype, and which do; None if it does."""
     ways = able(device, dtype, kernel)
     if documents == "auto" or documents in ways:

@@ -11,7 +11,7 @@ from attrs.validators import ge, gt
 from forge_core.components import default_type, when_resumed
 from forge_core.errors import Problem
 from forge_plugin_transformer.attention_backends import DTYPES, Backend, backend_problem, choose_backend
-from forge_plugin_transformer.document_backends import Documents, choose_documents, documents_problem
+from forge_plugin_transformer.document_backends import WayOrAuto, choose_documents, documents_problem
 from forge_plugin_transformer.kinds import AttentionComponent, InitStd, RopeComponent
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class GroupedQueryAttention(AttentionComponent):
     backend: Backend = field(default="auto", metadata=when_resumed("safe"))
     """Kernel. auto: the fastest by the committed measurements, torch's own choice where there are none. flash,
     efficient, math and cudnn are torch's; gemm is blocks of plain matrix products."""
-    documents: Documents = field(default="auto", metadata=when_resumed("safe"))
+    documents: WayOrAuto = field(default="auto", metadata=when_resumed("safe"))
     """How the documents of a packed sequence are kept apart. mask: all pairs of positions are computed, and hidden
     where they cross. segments (CPU): document by document, short ones in groups. varlen (CUDA, half precision): torch's
     kernel for sequences of several lengths. auto: the fastest by the committed measurements."""

@@ -31,6 +31,8 @@ class FakeContext:
     dtype: torch.dtype = torch.float32
     device: torch.device = attrs.field(factory=lambda: torch.device("cpu"))
     seq_len: int = 32
+    packs: bool = False
+    """Whether the job's packing must know where documents end."""
     tokenizer: Any = None
     path: str = ""
     layer: int | None = None
@@ -38,7 +40,8 @@ class FakeContext:
 
     @property
     def job(self) -> Any:
-        return SimpleNamespace(train=SimpleNamespace(seq_len=self.seq_len))
+        packing = SimpleNamespace(needs_boundaries=self.packs)
+        return SimpleNamespace(train=SimpleNamespace(seq_len=self.seq_len), data=SimpleNamespace(packing=packing))
 
     def at(self, name: str, layer: int | None = None) -> FakeContext:
         path = f"{self.path}.{name}" if self.path else name

@@ -160,8 +160,8 @@ def test_bounds_are_those_of_all_rows_and_repeat_the_end() -> None:
 
 def test_what_is_prepared_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Tensor] = []
-    prepared = {"mask": ("document_mask", lambda ids: (made.append(ids), documents.document_mask(ids))[1])}
-    monkeypatch.setattr(attention_core, "PREPARED", prepared)
+    make = attention_core.Prepared("document_mask", lambda ids: (made.append(ids), documents.document_mask(ids))[1])
+    monkeypatch.setattr(attention_core, "PREPARED", {"mask": make})
     attend, tensors, batch = core("flash", "mask"), inputs(1, 21), {"document_ids": numbered([5, 16])}
     ready = attend.prepare(batch)
     assert set(batch) == {"document_ids"}
@@ -195,6 +195,16 @@ def test_varlen_hands_over_what_the_kernel_wants(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(varlen_attention, "varlen_attn", reference_varlen)
     tensors, batch = inputs(2, 21), {"document_ids": numbered([5, 16], [1, 8, 12])}
     torch.testing.assert_close(core("flash", "varlen")(*tensors, batch), core("math", "mask")(*tensors, batch))
+
+
+def test_varlen_of_this_torch_takes_the_call_forward_and_backward() -> None:
+    """Without a device: shapes and arguments only."""
+    tensors = [tensor.detach().bfloat16().to("meta").requires_grad_() for tensor in inputs(2, 21)]
+    bounds = torch.empty(16, dtype=torch.int32, device="meta")
+    batch = {"document_ids": torch.empty(2, 21, device="meta"), "document_bounds": bounds}
+    out = core("flash", "varlen")(*tensors, batch)
+    assert (out.shape, out.dtype) == (tensors[0].shape, torch.bfloat16)
+    assert [g.shape for g in torch.autograd.grad(out.sum(), tensors)] == [tensor.shape for tensor in tensors]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernel needs CUDA")

@@ -157,10 +157,9 @@ def test_the_committed_table_covers_the_promised_lengths() -> None:
 
 def test_choices_are_told_once(make_model: Callable[..., Any]) -> None:
     assert make_model(attention=GroupedQueryAttention(heads=4, backend="math")).backend_choices(16) == [
-        ("attention", "math", "set by the job"),
-        ("documents", "mask", "where a batch tells documents apart; the only way with the kernel math"),
+        ("attention", "math", "set by the job")
     ]
-    (what, kernel, why), _ = make_model(dtype=torch.bfloat16).backend_choices(16)
+    ((what, kernel, why),) = make_model(dtype=torch.bfloat16).backend_choices(16)
     assert (what, kernel) == ("attention", "gemm")
     assert why.startswith("fastest at length 128, head_dim 32: flash ")
 
@@ -213,11 +212,13 @@ def test_where_nothing_is_measured_the_way_that_computes_least_is_taken(
     assert choice.why.startswith(why)
 
 
-def test_the_job_may_choose_the_way(make_model: Callable[..., Any]) -> None:
-    attention = GroupedQueryAttention(heads=4, kv_heads=2, backend="flash", documents="mask")
-    _, (what, way, why) = make_model(attention=attention).backend_choices(16)
-    assert (what, way) == ("documents", "mask")
-    assert why.endswith("set by the job")
+def test_the_way_is_told_where_the_job_keeps_documents_apart(
+    make_model: Callable[..., Any], make_context: Callable[..., Any]
+) -> None:
+    attention = GroupedQueryAttention(heads=4, kv_heads=2, backend="flash", documents="segments")
+    expected = ("documents", "segments", "set by the job")
+    assert expected in make_model(make_context(packs=True), attention=attention).backend_choices(16)
+    assert expected not in make_model(make_context(packs=False), attention=attention).backend_choices(16)
 
 
 def test_a_way_that_does_not_go_with_the_kernel_is_refused_at_build(make_model: Callable[..., Any]) -> None:

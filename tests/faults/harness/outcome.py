@@ -27,12 +27,12 @@ def read_outcome(run: Path) -> dict[str, Any]:
     last = run / "checkpoints" / f"step-{steps[-1]}"
     manifest = json.loads((last / MANIFEST).read_text())
     return {
-        "checkpoints": sorted(path.name for path in (run / "checkpoints").iterdir()),
-        "manifest": {key: value for key, value in manifest.items() if key not in OF_THE_SAVE},
-        "tensors": _tensors(last),
-        "metrics": [_untimed(json.loads(line)) for line in (run / "metrics.jsonl").read_text().splitlines()],
         "samples": _samples(run),
+        "metrics": [_untimed(json.loads(line)) for line in (run / "metrics.jsonl").read_text().splitlines()],
         "events": _events(run / "tensorboard"),
+        "tensors": _tensors(last),
+        "manifest": {key: value for key, value in manifest.items() if key not in OF_THE_SAVE},
+        "checkpoints": sorted(path.name for path in (run / "checkpoints").iterdir()),
     }
 
 

@@ -54,7 +54,7 @@ def read_settings(argv: list[str]) -> Settings:
     from forge_plugin_memmap.prepare.tokenizer import choose_tokenizer
 
     return Settings(
-        inputs=find_inputs(options.inputs, options.field),
+        inputs=find_inputs(options.inputs, options.field, Path(options.output)),
         output=Path(options.output),
         tokenizer=choose_tokenizer(options.job or (), options.tokenizer, keys),
         field=options.field,

@@ -6,7 +6,7 @@ import errno
 import fcntl
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,18 @@ from forge_core.errors import ForgeError, JobError
 from forge_plugin_memmap.prepare.documents import Dropped
 from forge_plugin_memmap.prepare.reading import Place
 from forge_plugin_memmap.prepare.writing import Written
-from forge_plugin_memmap.prepared import FORMAT, MADE_BY, MANIFEST, SPLITS, UNFINISHED, read_prepared
+from forge_plugin_memmap.prepared import FORMAT, INPUTS, MADE_BY, MANIFEST, SPLITS, UNFINISHED, read_prepared
 
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF)
 """How a file system says that it cannot lock a folder. Keeping other processes away is then up to the user."""
 
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
 Arguments = Mapping[str, Any]
-"""Everything that the result depends on, as JSON."""
+"""Everything that the result depends on, as JSON; of the inputs, a digest."""
+Inputs = Sequence[Mapping[str, Any]]
+"""What tells of each input whether it is the same file as before. There may be many: they have a file of their own,
+which need not be written again and again, nor read when a job starts."""
 
 
 @define
@@ -105,7 +110,7 @@ def _lock(descriptor: int, folder: Path) -> None:
             raise
 
 
-def finished_manifest(folder: Path, arguments: Arguments) -> Mapping[str, Any] | None:
+def finished_manifest(folder: Path, arguments: Arguments, inputs: Inputs) -> Mapping[str, Any] | None:
     """The manifest, if the folder is finished.
 
     Raises:
@@ -115,31 +120,45 @@ def finished_manifest(folder: Path, arguments: Arguments) -> Mapping[str, Any] |
         (folder / UNFINISHED).unlink(missing_ok=True)
     if (folder / UNFINISHED).exists() or (prepared := read_prepared(folder)) is None:
         return None
-    _demand_same(folder, prepared.manifest["arguments"], arguments)
+    _demand_same(folder, _told(prepared.manifest["arguments"], arguments), arguments, inputs)
     return prepared.manifest
 
 
-def open_state(folder: Path, arguments: Arguments) -> State:
+def open_state(folder: Path, arguments: Arguments, inputs: Inputs) -> State:
     """Where an earlier process got to, or a start in an empty folder.
 
     Raises:
         JobError: the folder holds something else, or was begun with other arguments.
     """
     if not (folder / UNFINISHED).exists():
-        others = sorted(path.name for path in folder.iterdir() if path.name != f"{UNFINISHED}.tmp")
-        if others:
-            seen = f"{folder} holds {others[0]!r}, which is not of an unfinished prepare-data"
-            raise JobError(f"{seen}; give an empty or new folder as --output")
-        state = State(arguments)
-        save_state(folder, state)
-        return state
+        _demand_empty(folder)
+        return _begin(folder, arguments, inputs)
     state = State.parse(json.loads((folder / UNFINISHED).read_bytes()))
+    state.arguments = _told(state.arguments, arguments)
     if not state.tokens and state.arguments != arguments:  # there is nothing yet that they have shaped
-        return State(arguments)
-    if state.arguments["errors"] == "strict":  # so far, there was nothing to skip
-        state.arguments = {**state.arguments, "errors": arguments["errors"]}
-    _demand_same(folder, state.arguments, arguments)
+        return _begin(folder, arguments, inputs)
+    _demand_same(folder, state.arguments, arguments, inputs)
     return state
+
+
+def _begin(folder: Path, arguments: Arguments, inputs: Inputs) -> State:
+    state = State(arguments)
+    _replace(folder / INPUTS, inputs)
+    save_state(folder, state)
+    return state
+
+
+def _demand_empty(folder: Path) -> None:
+    ours = (INPUTS, f"{INPUTS}.tmp", f"{UNFINISHED}.tmp")
+    others = sorted(path.name for path in folder.iterdir() if path.name not in ours)
+    if others:
+        seen = f"{folder} holds {others[0]!r}, which is not of an unfinished prepare-data"
+        raise JobError(f"{seen}; give an empty or new folder as --output")
+
+
+def _told(before: Arguments, now: Arguments) -> Arguments:
+    """Earlier arguments as they may be told today: as long as nothing was wrong, strict has done what skip does."""
+    return {**before, "errors": now["errors"]} if before["errors"] == "strict" else before
 
 
 def save_state(folder: Path, state: State) -> None:
@@ -157,44 +176,42 @@ def finish(folder: Path, state: State) -> Mapping[str, Any]:
 
 @contextmanager
 def room_to_write(folder: Path) -> Iterator[None]:
-    """Within, a full disk is an error that says what to do."""
+    """Within, failure to write to the folder is an error that says what to do."""
     try:
         yield
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        ours = error.filename is not None and Path(os.fsdecode(error.filename)).is_relative_to(folder)
+        if error.errno not in DISK_FULL and not ours:
             raise
-        fix = "make room and run the same command again: it goes on where it stopped"
-        raise ForgeError(f"cannot write to {folder}: {error.strerror}; {fix}") from error
+        where = error.filename if ours else folder
+        fix = "make room" if error.errno in DISK_FULL else "correct that"
+        again = "and run the same command again: it goes on where it stopped"
+        raise ForgeError(f"cannot write to {where}: {error.strerror}; {fix} {again}") from error
 
 
 def _replace(path: Path, content: Any) -> None:
     """Write a file that appears whole or not at all."""
     temporary = path.with_name(f"{path.name}.tmp")
     with temporary.open("w", encoding="utf-8") as file:
-        json.dump(content, file, indent=1, ensure_ascii=False)
-        file.write("\n")
+        file.write(json.dumps(content, indent=None if path.name == UNFINISHED else 1, ensure_ascii=False) + "\n")
         file.flush()
         os.fsync(file.fileno())
     temporary.rename(path)
 
 
-def _demand_same(folder: Path, before: Arguments, now: Arguments) -> None:
-    differences = list(_differences(before, now))
-    if differences:
-        listed = "\n".join(f"  {difference}" for difference in differences[:10])
-        fix = "give the same arguments to continue, or another --output"
-        raise JobError(f"{folder} was begun with other arguments; {fix}:\n{listed}")
+def _demand_same(folder: Path, before: Arguments, now: Arguments, inputs: Inputs) -> None:
+    if before == now:
+        return
+    keys = [key for key in now if key != "inputs" and before[key] != now[key]]
+    differences = [f"{key}: {json.dumps(before[key])} then, {json.dumps(now[key])} now" for key in keys]
+    if before["inputs"] != now["inputs"]:
+        differences += _input_differences(json.loads((folder / INPUTS).read_bytes()), inputs)
+    listed = "\n".join(f"  {difference}" for difference in [*differences[:10], *(["…"] if differences[10:] else [])])
+    fix = "give the same arguments to continue, or another --output"
+    raise JobError(f"{folder} was begun with other arguments; {fix}:\n{listed}")
 
 
-def _differences(before: Arguments, now: Arguments) -> Iterator[str]:
-    for key in dict.fromkeys([*before, *now]):
-        if key == "inputs":
-            yield from _input_differences(before[key], now[key])
-        elif before.get(key) != now.get(key):
-            yield f"{key}: {json.dumps(before.get(key))} then, {json.dumps(now.get(key))} now"
-
-
-def _input_differences(before: Any, now: Any) -> Iterator[str]:
+def _input_differences(before: Inputs, now: Inputs) -> Iterator[str]:
     old, new = ({entry["name"]: entry for entry in entries} for entries in (before, now))
     yield from (f"input {name}: no longer given" for name in old if name not in new)
     yield from (f"input {name}: not given then" for name in new if name not in old)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 from forge_core.errors import JobError, Problem
 from forge_plugin_memmap.paths import Found, distinct, expand
@@ -19,8 +21,10 @@ PARQUET = ".parquet"
 SUFFIXES = (*READERS, *(format_ + suffix for format_ in READERS for suffix in COMPRESSIONS), PARQUET)
 
 
-def find_inputs(patterns: Sequence[str], field: str) -> list[Input]:
+def find_inputs(patterns: Sequence[str], field: str, output: Path) -> list[Input]:
     """The files of the patterns, in the order of the patterns and, within each, of their names.
+
+    Nothing that lies in the output folder is an input.
 
     Raises:
         JobError: a pattern leads to nothing, a file is of no known format, or a Parquet file has no such column.
@@ -32,11 +36,11 @@ def find_inputs(patterns: Sequence[str], field: str) -> list[Input]:
             found += expand(pattern, SUFFIXES)
         except JobError as error:
             problems += error.problems
-    files = distinct(found)
+    files = [file for file in distinct(found) if not _inside(file.path, output)]
     problems += [Problem("", fault) for file in files for fault in _faults(file.path, field)]
     if problems:
         raise JobError(problems)
-    return [_input(file.path) for file in files]
+    return [Input.of(file.path, _reader(file.path)) for file in files]
 
 
 def _faults(path: str, field: str) -> Iterator[str]:
@@ -47,8 +51,10 @@ def _faults(path: str, field: str) -> Iterator[str]:
         yield fault
 
 
-def _input(path: str) -> Input:
-    stat = os.stat(path)
+def _reader(path: str) -> Any:
     stem, suffix = os.path.splitext(path)
-    format_ = os.path.splitext(stem)[1] if suffix in COMPRESSIONS else suffix
-    return Input(path, stat.st_size, stat.st_mtime_ns, READERS.get(format_, read_rows))
+    return READERS.get(os.path.splitext(stem)[1] if suffix in COMPRESSIONS else suffix, read_rows)
+
+
+def _inside(path: str, folder: Path) -> bool:
+    return Path(os.path.abspath(path)).is_relative_to(os.path.abspath(folder))

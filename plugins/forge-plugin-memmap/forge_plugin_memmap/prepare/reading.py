@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from attrs import asdict, field, frozen
 
+from forge_core.errors import JobError
 from forge_plugin_memmap.prepare.documents import Item
 
 BLOCK = 1 << 20
@@ -60,9 +62,19 @@ class Input:
     read: Callable[[str, str, Mapping[str, int]], Iterator[Read]]
     """(path, field, place) -> the parts of the file from that place on."""
 
+    @classmethod
+    def of(cls, path: str, read: Callable[[str, str, Mapping[str, int]], Iterator[Read]]) -> Input:
+        stat = os.stat(path)
+        return cls(path, stat.st_size, stat.st_mtime_ns, read)
+
     def identity(self) -> dict[str, Any]:
         """What tells whether it is the same file as before."""
         return {"name": self.name, "size": self.size, "modified_ns": self.modified_ns}
+
+    def demand_unchanged(self) -> None:
+        """Raises `JobError` if the file has changed since this was made of it."""
+        if not os.path.exists(self.name) or Input.of(self.name, self.read) != self:
+            raise JobError(f"{self.name} changed while it was read; start again with another --output")
 
 
 def read_chunks(inputs: Sequence[Input], field: str, place: Place) -> Iterator[Chunk]:

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from forge_core.components import TokenizerComponent
 from forge_core.config.dump import to_toml
+from forge_core.data.cache import digest_of
 from forge_core.errors import ForgeError, JobError
 from forge_core.plugins.catalog import Catalog
 from forge_plugin_memmap.kept import KeptTokenizer, load_kept
@@ -51,10 +52,18 @@ class Settings:
     strict: bool
     workers: int
 
+    def identities(self) -> list[dict[str, Any]]:
+        """Of the inputs, as JSON."""
+        return [input_.identity() for input_ in self.inputs]
+
     def arguments(self) -> dict[str, Any]:
         """Everything that the result depends on, as JSON."""
         return {
-            "inputs": [input_.identity() for input_ in self.inputs],
+            "inputs": {
+                "files": len(self.inputs),
+                "bytes": sum(input_.size for input_ in self.inputs),
+                "sha256": digest_of(self.identities()),
+            },
             "tokenizer": to_toml(self.tokenizer, Catalog.installed()),
             "field": self.field,
             "shard_tokens": self.shard_tokens,
@@ -73,15 +82,17 @@ def prepare(settings: Settings, console: Console) -> tuple[Mapping[str, Any], st
         JobError: the folder is of other arguments, or the input is not as it should be.
         ForgeError: the disk is full, or a worker process ended; to be continued.
     """
-    output, arguments = settings.output, settings.arguments()
+    output, arguments, inputs = settings.output, settings.arguments(), settings.identities()
     with owned(output), room_to_write(output):
-        manifest = finished_manifest(output, arguments)
+        manifest = finished_manifest(output, arguments, inputs)
         if manifest is not None:
             return manifest, ""
-        state = open_state(output, arguments)
+        state = open_state(output, arguments, inputs)
         kept = _tokenizer(settings, state, console)
         began, speed = time.monotonic(), Speed(state.tokens)
         _encode(settings, state, kept, console)
+        for input_ in settings.inputs:
+            input_.demand_unchanged()
         if not state.tokens:
             reasons = ", ".join(f"{count:,} {reason}" for reason, count in state.dropped.counts.items())
             raise JobError(f"there is no document in {len(settings.inputs)} files ({reasons})")

@@ -143,5 +143,5 @@ class GroupedQueryAttention(nn.Module):
 
     def backend_choices(self, seq_len: int) -> Sequence[tuple[str, str, str]]:
         kernel, documents = self.core.choice, self.core.documents
-        apart = ("documents", documents.way, f"where a batch tells documents apart; {documents.why}")
-        return [("attention", kernel.kernel, kernel.why), apart]
+        apart = [("documents", documents.way, documents.why)] if documents.matters else []
+        return [("attention", kernel.kernel, kernel.why), *apart]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -31,11 +31,20 @@ TORCH_KERNELS: Mapping[Kernel, SDPBackend] = {
 }
 WITHOUT_GROUPS: frozenset[Kernel] = frozenset({"efficient", "cudnn"})
 """Kernels that want a key/value head for every query head."""
-PREPARED: Mapping[Way, tuple[str, Callable[[Tensor], Tensor]]] = {
-    "mask": ("document_mask", document_mask),
-    "varlen": ("document_bounds", document_bounds),
+
+
+class Prepared(NamedTuple):
+    """An entry of the batch that is made of its `document_ids`."""
+
+    key: str
+    make: Callable[[Tensor], Tensor]
+
+
+PREPARED: Mapping[Way, Prepared] = {
+    "mask": Prepared("document_mask", document_mask),
+    "varlen": Prepared("document_bounds", document_bounds),
 }
-"""What each way needs: its key in the batch, and how it is made of `document_ids`."""
+"""What a way needs."""
 
 
 class AttentionCore(nn.Module):
@@ -52,10 +61,10 @@ class AttentionCore(nn.Module):
 
     def prepare(self, batch: Batch) -> Batch:
         """The batch with what `forward` needs to know of its documents, unless it is there already."""
-        key, make = PREPARED.get(self.documents.way, (None, None))
-        if "document_ids" not in batch or key is None or key in batch:
+        want = PREPARED.get(self.documents.way)
+        if want is None or "document_ids" not in batch or want.key in batch:
             return batch
-        return {**batch, key: make(batch["document_ids"])}
+        return {**batch, want.key: want.make(batch["document_ids"])}
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
         """`batch`: as `prepare` gives it; if it is not, every call makes its own."""

@@ -22,7 +22,8 @@ from forge_plugin_transformer.modules import gemm_attention
 from forge_plugin_transformer.modules.documents import document_starts, mask_of
 
 TOGETHER = 128
-"""Neighbouring documents that are at most so long in all make one segment."""
+"""Neighbouring documents that are at most so long in all make one segment: of 64, 128 and 256 about the fastest for
+documents of 8 to 64."""
 
 
 def segment_attention(q: Tensor, k: Tensor, v: Tensor, document_ids: Tensor, kernel: str) -> Tensor:
@@ -151,9 +152,9 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, document_ids: Tensor, kernel: str, 
     out, kept = q.new_empty(q.shape), way.kept(q) if keep else q.new_empty(0)
     q, k, v = (tensor.contiguous() for tensor in (q, k, v))
     for segment in segments(document_ids):
-        inputs = [segment.of(tensor) for tensor in (q, k, v)]
-        begin, end = end, end + way.kept_size(*inputs[:2])
-        segment.of(out).copy_(way.forward(*inputs, segment.mask, kept[begin:end]))
+        part_q, part_k, part_v = (segment.of(tensor) for tensor in (q, k, v))
+        begin, end = end, end + (way.kept_size(part_q, part_k) if keep else 0)
+        segment.of(out).copy_(way.forward(part_q, part_k, part_v, segment.mask, kept[begin:end]))
     return out, kept
 
 
@@ -165,9 +166,10 @@ def _attend_backward(
     grad, q, k, v = (tensor.contiguous() for tensor in (grad, q, k, v))
     grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     for segment in segments(document_ids):
-        inputs = [segment.of(tensor) for tensor in (grad, q, k, v, out)]
-        begin, end = end, end + way.kept_size(*inputs[1:3])
-        for whole, part in zip(grads, way.backward(*inputs, segment.mask, kept[begin:end]), strict=True):
+        part_q, part_k, part_v, part_out, part_grad = (segment.of(tensor) for tensor in (q, k, v, out, grad))
+        begin, end = end, end + way.kept_size(part_q, part_k)
+        parts = way.backward(part_grad, part_q, part_k, part_v, part_out, segment.mask, kept[begin:end])
+        for whole, part in zip(grads, parts, strict=True):
             segment.of(whole).copy_(part)
     return grads
 

@@ -5,6 +5,8 @@ Shapes: B sequences, S positions, H query heads, K key/value heads, E width of a
 
 from __future__ import annotations
 
+from typing import cast
+
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
@@ -21,5 +23,6 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor) -> Tensor:
     length, repeats = q.shape[1], q.shape[2] // k.shape[2]
     if repeats > 1:  # torch 2.11 knows no groups here
         k, v = (tensor.repeat_interleave(repeats, 2) for tensor in (k, v))
-    rows = (tensor.flatten(0, 1) for tensor in (q, k, v))
-    return varlen_attn(*rows, bounds, bounds, length, length, window_size=CAUSAL).view(q.shape)
+    shape, (q, k, v) = q.shape, (tensor.flatten(0, 1) for tensor in (q, k, v))
+    mixed = varlen_attn(q, k, v, bounds, bounds, length, length, window_size=CAUSAL)
+    return cast("Tensor", mixed).view(shape)
