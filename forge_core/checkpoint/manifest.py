@@ -39,12 +39,25 @@ def to_json(values: Mapping[str, Any]) -> str:
     """Plain types as JSON.
 
     Raises:
-        CheckpointError: something in them is not plain.
+        CheckpointError: something in them is not plain, or is the key of a table and no string.
     """
+    _check_keys(values, "")
     try:
         return json.dumps(values, indent=1)
     except TypeError as error:
         raise CheckpointError(f"state must be tensors or plain types: {error}") from error
+
+
+def _check_keys(value: Any, path: str) -> None:
+    """JSON turns keys into strings without a word: a run that continues would not find its own."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            if not isinstance(key, str):
+                raise CheckpointError(f"state must be tensors or plain types: a key of {path} is {key!r}, no string")
+            _check_keys(inner, f"{path}.{key}" if path else key)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            _check_keys(inner, path)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

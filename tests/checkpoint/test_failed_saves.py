@@ -160,11 +160,18 @@ def test_a_checkpoint_is_not_committed_before_its_metrics_are_on_the_disk(make_j
     assert left_in(tmp_path) == []
 
 
-def test_state_that_is_not_plain_is_a_failed_save(make_job_, train):
+@pytest.mark.parametrize(
+    ("odd", "fault"),
+    [
+        (object(), "Object of type object is not JSON serializable"),
+        ([{100: 2.5}], "a key of extras.hook:python.Odd.value is 100, no string"),
+    ],
+)
+def test_state_that_would_not_come_back_as_it_is_is_a_failed_save(make_job_, train, odd, fault):
     @define(kw_only=True, slots=False)
     class Odd(TrainingHook):
-        value: object = field(init=False, factory=object)
+        value: object = field(init=False, default=odd)
 
     error, _ = attempt(train, make_job_({}), Odd())
     assert "could not save step 2" in error
-    assert "state must be tensors or plain types" in error
+    assert f"state must be tensors or plain types: {fault}" in error
