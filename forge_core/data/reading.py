@@ -148,7 +148,8 @@ def thread_units(reader: Reader, plan: Iterator[list[Row]], pin: bool) -> Genera
         except Exception as error:
             put(error)
 
-    threading.Thread(target=work, name="forge-data", daemon=True).start()
+    thread = threading.Thread(target=work, name="forge-data", daemon=True)
+    thread.start()
     try:
         while True:
             item = ready.get()
@@ -157,6 +158,7 @@ def thread_units(reader: Reader, plan: Iterator[list[Row]], pin: bool) -> Genera
             yield item
     finally:
         stop.set()
+        thread.join()  # if it were inside torch when the interpreter ends, the process would abort
 
 
 def _pinned(unit: Unit) -> Unit:

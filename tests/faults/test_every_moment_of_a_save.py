@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import shutil
@@ -14,6 +15,7 @@ import torch
 from forge_core.checkpoint.manager import Checkpoints, State
 from forge_core.checkpoint.retention import Retention
 from forge_core.checkpoint.storage import LocalStorage
+from forge_core.parallel.mesh import leave_group
 
 CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir"}
 """Audit events of operations that change a file system; opening a file to write is another."""
@@ -44,6 +46,8 @@ def save_and_die(folder, step, operation):
 
 
 def exit_code(function, *arguments):
+    leave_group()  # an earlier test's: no thread of it survives the fork, and a collective would wait for one
+    gc.collect()
     process = multiprocessing.get_context("fork").Process(target=function, args=arguments)
     process.start()
     process.join()
