@@ -110,14 +110,11 @@ def collate(samples: Sequence[Mapping[str, np.ndarray]]) -> Batch:
 
 
 def _stack(arrays: Sequence[np.ndarray]) -> Tensor:
-    """`np.stack`, with one copy for stacking and widening."""
-    first = arrays[0]
-    stacked = np.empty((len(arrays), *first.shape), np.int64 if first.dtype.kind in "iu" else first.dtype)
-    for row, array in zip(stacked, arrays, strict=True):
-        if array.shape != first.shape:
-            raise DataError(f"samples of one batch differ in shape: {first.shape} and {array.shape}")
-        row[...] = array
-    return torch.from_numpy(stacked)
+    shape, kind = arrays[0].shape, arrays[0].dtype.kind
+    for array in arrays:
+        if array.shape != shape:
+            raise DataError(f"samples of one batch differ in shape: {shape} and {array.shape}")
+    return torch.from_numpy(np.stack(arrays, dtype=np.int64 if kind in "iu" else None))
 
 
 def thread_units(reader: Reader, plan: Iterator[list[Row]], pin: bool) -> Generator[Unit]:

@@ -71,6 +71,9 @@ class Turns:
     def take(self) -> int:
         """The source that comes next."""
         self._turn += 1
+        if len(self.sources) == 1:
+            self.taken[self.sources[0]] += 1
+            return self.sources[0]
         turn, opens, due = self._turn, self._opens, self._due
         chosen = min((source for source in self.sources if opens[source] <= turn), key=due.__getitem__)
         self.taken[chosen] += 1

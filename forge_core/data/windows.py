@@ -38,15 +38,16 @@ class TrainingWindows:
 
     def __init__(self, documents: Documents, seq_len: int, packing: WindowPacking) -> None:
         self._documents, self._seq_len, self._packing = documents, seq_len, packing
+        self._length = max(len(documents) - 1, 0) // seq_len
         held_out = documents.held_out
         self.held_out: Dataset | None = None if held_out is None else HeldOutWindows(held_out, seq_len, packing)
         self.bytes_per_token = None if held_out is None else held_out.bytes_per_token
 
     def __len__(self) -> int:
-        return max(len(self._documents) - 1, 0) // self._seq_len
+        return self._length
 
     def __getitem__(self, index: int) -> Mapping[str, np.ndarray]:
-        start = checked(index, len(self)) * self._seq_len
+        start = checked(index, self._length) * self._seq_len
         stop = start + self._seq_len + 1
         starts = starts_within(self._documents.ends(), start, stop) if self._packing.needs_boundaries else None
         window = Window(self._documents.tokens(start, stop), starts, self._documents.learned(start, stop))
