@@ -74,7 +74,8 @@ def check_supply(job: Job, sizes: Sequence[int | None], progress: Progress | Non
     """See that the run's sources last to its end.
 
     Raises:
-        JobError: a source that is drawn from is empty, or limits leave too little; with the arithmetic.
+        JobError: a source that is drawn from is empty, or too small for one batch, or limits leave too little; with
+            the arithmetic.
     """
     problems = list(_source_problems(job, sizes))
     short = None if problems else _shortage(job, sizes, progress)
@@ -85,7 +86,8 @@ def check_supply(job: Job, sizes: Sequence[int | None], progress: Progress | Non
 
 
 def _source_problems(job: Job, sizes: Sequence[int | None]) -> Iterator[Problem]:
-    for number, (source, size, limit) in enumerate(zip(job.data.sources, sizes, limits(job, sizes), strict=True)):
+    columns = zip(job.data.sources, sizes, limits(job, sizes), _most_in_a_batch(job), strict=True)
+    for number, (source, size, limit, most) in enumerate(columns):
         path = f"data.sources.{number}"
         if size == 0 and is_drawn(job, number):
             yield Problem(path, f"holds less than one sequence of {job.train.seq_len} tokens")
@@ -94,6 +96,16 @@ def _source_problems(job: Job, sizes: Sequence[int | None]) -> Iterator[Problem]
         elif limit == 0 and is_drawn(job, number):
             seen = f"{source.max_epochs:g} epochs of its {size:,} sequences are less than one sequence"
             yield Problem(f"{path}.max_epochs", f"{seen}; raise it, or set weight = 0")
+        elif size is not None and size < (most if limit is None else min(most, limit)):
+            seen = f"has {size:,} sequences, and a step takes {most:,} from it: it would train on some of them twice"
+            yield Problem(path, f"{seen}; add data, lower train.global_batch_size, or shorten train.seq_len")
+
+
+def _most_in_a_batch(job: Job) -> list[int]:
+    """How many sequences of each source one batch takes, rounded down, in the phase that takes most."""
+    batch = job.train.global_batch_size
+    shares = [[batch * share // sum(shares) for share in shares] for _, shares in phase_shares(job)]
+    return [max(column) for column in zip(*shares, strict=True)]
 
 
 def _shortage(job: Job, sizes: Sequence[int | None], progress: Progress | None) -> tuple[Stretch, int] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence, Sized
-from itertools import chain
+from contextlib import contextmanager
 from pathlib import Path
 
 import attrs
@@ -129,7 +129,9 @@ def build_tokenizer(job: Job, context: BuildContext) -> Tokenizer | None:
         return component.load(context, kept)
 
     def documents() -> Iterator[str]:
-        return chain.from_iterable(source.documents() for source in job.data.sources)
+        for number, source in enumerate(job.data.sources):
+            with _table(f"data.sources.{number}"):
+                yield from source.documents()
 
     return context.build(component, documents=documents)
 
@@ -152,7 +154,9 @@ def build_datasets(job: Job, context: BuildContext) -> list[Dataset | Stream]:
 
 
 def _build_dataset(source: DatasetComponent, path: str, context: BuildContext) -> Dataset | Stream:
-    built, packing = context.plugins.build_dataset(source, context), context.job.data.packing
+    packing = context.job.data.packing
+    with _table(path):
+        built = context.plugins.build_dataset(source, context)
     if isinstance(built, DocumentStream):
         return _windows_of(built, packing, path, context)
     if isinstance(built, Documents):
@@ -160,6 +164,15 @@ def _build_dataset(source: DatasetComponent, path: str, context: BuildContext) -
     if not packing.accepts_sequences:
         raise JobError([Problem(path, "gives finished sequences, which [data.packing] cannot pack")])
     return built
+
+
+@contextmanager
+def _table(path: str) -> Iterator[None]:
+    """A component states its problems relative to its own table; within this context, that is `path`."""
+    try:
+        yield
+    except JobError as error:
+        raise JobError(problem.below(path) for problem in error.problems) from error
 
 
 def _windows_of(stream: DocumentStream, packing: PackingComponent, path: str, context: BuildContext) -> Stream:

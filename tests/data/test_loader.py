@@ -17,7 +17,7 @@ from forge_core.components import DatasetComponent
 from forge_core.data.held_out import evaluation_batches, held_out
 from forge_core.data.loader import TrainLoader
 from forge_core.engine.state import Progress
-from forge_core.errors import DataError, JobError
+from forge_core.errors import DataError, JobError, Problem
 from forge_core.parallel.layout import Layout
 from forge_core.protocols import StreamedDocument
 from forge_core.testing import Numbers
@@ -144,6 +144,20 @@ def test_the_death_of_a_worker_names_what_it_was_reading(make_job, build):
 def test_a_source_that_holds_nothing_is_refused(make_job, build):
     with pytest.raises(JobError, match=r"data\.sources\.0: holds less than one sequence of train\.seq_len = 8"):
         build(make_job(data={"sources": (Numbers(sequences=0),)}))
+
+
+@frozen(kw_only=True)
+class Missing(DatasetComponent):
+    def documents(self):
+        raise JobError([Problem("path", "does not exist")])
+
+    def build(self, context):
+        return list(self.documents())
+
+
+def test_what_is_wrong_with_a_source_is_told_with_its_table(make_job, build):
+    with pytest.raises(JobError, match=r"^data\.sources\.1\.path: does not exist$"):
+        build(make_job(data={"sources": (Numbers(), Missing())}))
 
 
 class CountingStream:

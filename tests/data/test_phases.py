@@ -206,6 +206,17 @@ class TestSupply:
         assert told == "data.sources.1: holds less than one sequence of 8 tokens"
         check_supply(make_job(data={"sources": sources}), [9, 0])
 
+    def test_a_source_that_a_batch_takes_more_from_than_it_has_is_refused(self, make_job):
+        sources = (Numbered(name="web", sequences=9), Numbered(name="code", sequences=2))
+        check_supply(make_job(data={"sources": sources}), [9, 2])
+        told = self.refusal(make_job, data={"sources": (Numbered(sequences=3),)})
+        assert told.startswith("data.sources.0: has 3 sequences, and a step takes 4 from it: it would train on some")
+        phases = (Phase(start_step=2, weights={"code": 3}),)
+        told = self.refusal(make_job, data={"sources": sources, "phases": phases})
+        assert told.startswith("data.sources.1: has 2 sequences, and a step takes 3 from it")
+        once = (Numbered(name="web", sequences=9), Numbered(name="code", sequences=2, weight=9.0, max_epochs=1.0))
+        check_supply(make_job(steps=2, data={"sources": once}), [9, 2])
+
     def test_a_limit_below_one_sequence_is_refused(self, make_job):
         told = self.refusal(make_job, data={"sources": (Numbered(sequences=9, max_epochs=0.1),)})
         assert told.startswith("data.sources.0.max_epochs: 0.1 epochs of its 9 sequences are less than one sequence")

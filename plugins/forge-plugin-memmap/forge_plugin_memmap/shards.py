@@ -67,11 +67,13 @@ def read_shard(path: str, dtype: str | None = None) -> Shard:
     try:
         with open(path, "rb") as file:
             magic = file.read(8)
+        if not magic:
+            raise JobError(f"{path} has no tokens; {_HOW_MORE}")
         shard = _raw(path, magic, dtype) if dtype else _by_name(path, magic)
     except OSError as error:
         raise JobError(f"{path}: cannot be read ({error.strerror})") from error
     if not shard.tokens:
-        raise JobError(f"{path} has no tokens; leave it out, or provide its data")
+        raise JobError(f"{path} has no tokens; {_HOW_MORE}")
     _check_neighbours(shard)
     return shard
 
@@ -150,4 +152,5 @@ def _stamp(path: str) -> list[int] | None:
     return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
 
 
+_HOW_MORE = "leave it out, or provide its data"
 _HOW_RAW = 'if it holds plain ids, write format = "raw" and their type, for example dtype = "uint16"'

@@ -59,6 +59,7 @@ BAD = [
     ),
     (RAW | {"path": "good.npy"}, "path: good.npy: is an array of numpy, which says itself what it holds; leave out"),
     (RAW | {"path": "odd.bin"}, "path: odd.bin has 5 bytes, which uint16 ids of 2 bytes do not divide"),
+    ({"path": "empty.bin"}, "path: empty.bin has no tokens; leave it out, or provide its data"),
     (RAW | {"path": "empty.bin"}, "path: empty.bin has no tokens; leave it out, or provide its data"),
     ({"path": "none.npy", "end_of_text": 9}, "path: none.npy has no tokens"),
     ({"path": "float.npy"}, "path: float.npy: an array of float64 with shape (4,); ids are integers in one dimension"),
