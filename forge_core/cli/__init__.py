@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from pathlib import Path
+from typing import TextIO
 
 from forge_core.cli.layout import columns
 from forge_core.config.docs import function_summary
@@ -33,7 +35,9 @@ OPTIONS = [
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command line; gives the exit code."""
-    argv = sys.argv[1:] if argv is None else argv
+    if argv is None:
+        argv = sys.argv[1:]
+        warnings.showwarning = _show_warning
     try:
         code = int(_dispatch(argv))
         sys.stdout.flush()
@@ -47,6 +51,20 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # whoever read the output has gone: `forge-run plugins | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ExitCode.FAILED
+
+
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    file: str,
+    line: int,
+    to: TextIO | None = None,
+    code: str | None = None,
+) -> None:
+    """Ours are for users and say all there is to know; where they arise is of no use to them."""
+    ours = Path(file).is_relative_to(Path(__file__).parents[1])
+    text = f"warning: {message}\n" if ours else warnings.formatwarning(message, category, file, line, code)
+    (to or sys.stderr).write(text)
 
 
 def _dispatch(argv: list[str]) -> int:
