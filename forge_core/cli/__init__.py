@@ -56,15 +56,15 @@ def main(argv: list[str] | None = None) -> int:
 def _show_warning(
     message: Warning | str,
     category: type[Warning],
-    file: str,
-    line: int,
-    to: TextIO | None = None,
-    code: str | None = None,
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
 ) -> None:
     """Ours are for users and say all there is to know; where they arise is of no use to them."""
-    ours = Path(file).is_relative_to(Path(__file__).parents[1])
-    text = f"warning: {message}\n" if ours else warnings.formatwarning(message, category, file, line, code)
-    (to or sys.stderr).write(text)
+    ours = Path(filename).is_relative_to(Path(__file__).parents[1])
+    text = f"warning: {message}\n" if ours else warnings.formatwarning(message, category, filename, lineno, line)
+    (file or sys.stderr).write(text)
 
 
 def _dispatch(argv: list[str]) -> int:
