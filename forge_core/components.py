@@ -19,7 +19,7 @@ What `build` must return is described by the protocols in `forge_core.protocols`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -248,12 +248,15 @@ class ParallelComponent(Component):
 
 @frozen(kw_only=True)
 class ExecutorComponent(Component):
-    """Runs the micro-batches of one step forward and backward."""
+    """Runs the micro-batches of one step forward and backward, each within what the stages put around it
+    (`forge_core.parallel.stages.around`)."""
 
     kind = "executor"
     resumes_as = "safe"
 
-    def build(self, context: BuildContext, model: Model, loss: LossFunction) -> Executor:
+    def build(
+        self, context: BuildContext, model: Model, loss: LossFunction, stages: Sequence[ParallelStage]
+    ) -> Executor:
         raise NotImplementedError
 
 

@@ -164,8 +164,13 @@ class HasTies(Protocol):
 @runtime_checkable
 class HasTensorParallelPlan(Protocol):
     def tensor_parallel_plan(self) -> Mapping[str, str]:
-        """Module name pattern (`layers.*.attention.q`) -> `column`, `row`, `vocab_embedding`, `vocab_head`,
-        `sequence` (a norm that works on a slice of the sequence) or `replicate`."""
+        """Module name pattern (`layers.*.attention.q`) -> how it is split. Every module with parameters is named.
+
+        column: rows of the weight, so that outputs are split. row: columns of the weight; takes split inputs, and sums
+        over ranks. whole_input: a module that holds such a pair; its first argument arrives with all positions.
+        vocab_embedding, vocab_head: rows, which stand for ids. sequence: each position by itself, with whole weights (a
+        norm between such pairs). replicate: whole weights, on split features (a norm of each head).
+        """
         ...
 
 
@@ -205,9 +210,11 @@ class Generates(Protocol):
 
 
 class ParallelStage(Protocol):
-    """A built stage. Two more methods are optional: `complete_gradients(model)`, called once a step after the last
-    backward, in the order of the stages, by a stage that leaves gradients partial or owns their reduction; and
-    `executor(model, loss)`, by a stage that runs the micro-batches itself."""
+    """A built stage. Three more methods are optional: `complete_gradients(model)`, called once a step after the last
+    backward, in the order of the stages, by a stage that leaves gradients partial or owns their reduction;
+    `micro_batch(model, backward=, last=)`, a context that executors hold around the forward pass of a micro-batch and,
+    with `backward`, its recomputation and backward pass (`last`: of this step); and `executor(model, loss, stages)`, by
+    a stage that runs the micro-batches itself."""
 
     def apply(self, model: Model) -> Model:
         """Transform the model, in place or not, on the meta device. Parameter names must stay the same."""

@@ -208,5 +208,5 @@ def build_executor(job: Job, context: BuildContext, model: Model, stages: Sequen
     loss = context.plugins.build_loss(job.loss, context)
     for stage in stages:
         if hasattr(stage, "executor"):
-            return stage.executor(model, loss)
-    return context.build(job.executor, model=model, loss=loss)
+            return stage.executor(model, loss, stages)
+    return context.build(job.executor, model=model, loss=loss, stages=stages)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from attrs import frozen
@@ -10,14 +11,16 @@ from forge_core.components import ExecutorComponent
 
 if TYPE_CHECKING:
     from forge_core.context import BuildContext
-    from forge_core.protocols import Executor, LossFunction, Model
+    from forge_core.protocols import Executor, LossFunction, Model, ParallelStage
 
 
 @frozen(kw_only=True)
 class Plain(ExecutorComponent):
     """Forward and backward of one micro-batch after the other."""
 
-    def build(self, context: BuildContext, model: Model, loss: LossFunction) -> Executor:
+    def build(
+        self, context: BuildContext, model: Model, loss: LossFunction, stages: Sequence[ParallelStage]
+    ) -> Executor:
         from forge_core.engine.plain_executor import PlainExecutor
 
-        return PlainExecutor(model, loss)
+        return PlainExecutor(model, loss, stages)

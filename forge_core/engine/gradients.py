@@ -2,34 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
+
+from forge_core.parallel.mesh import local_part
 
 
 def global_norm(parameters: Iterable[nn.Parameter], stages: ProcessGroup | None = None) -> Tensor:
     """2-norm of all gradients together, a device scalar in at least float32, the same on every rank.
 
-    Squares are summed over distinct parameters, grouped by the mesh they are sharded on, then over the ranks of
-    `stages` (the pipeline's), which hold different parameters. Nothing is waited for.
+    Squares are summed over distinct parameters: those of each part over the ranks among which the parameter is split,
+    then over the ranks of `stages` (the pipeline's), which hold different parameters. Nothing is waited for.
     """
-    groups: dict[Any, list[Tensor]] = {}
+    split: dict[tuple[ProcessGroup, ...], list[Tensor]] = {}
     for parameter in parameters:
         if parameter.grad is not None:
-            groups.setdefault(getattr(parameter.grad, "device_mesh", None), []).append(parameter.grad)
-    squares = [_norm(gradients).square() for gradients in groups.values()]
-    total = torch.stack(squares).sum() if squares else torch.zeros(())
+            split.setdefault(_groups(parameter.grad), []).append(local_part(parameter.grad))
+    total = torch.zeros(())
+    for groups, gradients in split.items():
+        square = _square(gradients)
+        for group in groups:
+            torch.distributed.all_reduce(square, group=group)
+        total = total.to(square) + square
     if stages is not None:
         torch.distributed.all_reduce(total, group=stages)
     return total.sqrt()
 
 
-def _norm(gradients: Sequence[Tensor]) -> Tensor:
-    norm = torch.nn.utils.get_total_norm(gradients)
-    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+def _groups(gradient: Tensor) -> tuple[ProcessGroup, ...]:
+    """The groups of ranks among which a gradient is split."""
+    if not isinstance(gradient, DTensor):
+        return ()
+    placements = enumerate(gradient.placements)
+    return tuple(gradient.device_mesh.get_group(dim) for dim, placement in placements if not placement.is_replicate())
+
+
+def _square(gradients: list[Tensor]) -> Tensor:
+    """Sum of squares, in float32 or wider."""
+    dtype = torch.promote_types(gradients[0].dtype, torch.float32)
+    norms = torch._foreach_norm(gradients, 2, dtype)
+    return torch.stack([norm.to(norms[0].device) for norm in norms]).square().sum()
 
 
 def clip(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: float) -> None:
@@ -41,8 +58,7 @@ def clip(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: float) -> N
     groups: dict[tuple[Any, torch.dtype], list[Tensor]] = {}
     for parameter in parameters:
         if parameter.grad is not None:
-            gradient = parameter.grad
-            local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+            local = local_part(parameter.grad)
             groups.setdefault((local.device, local.dtype), []).append(local)
     for (device, dtype), gradients in groups.items():
         torch._foreach_mul_(gradients, factor.to(device=device, dtype=dtype))

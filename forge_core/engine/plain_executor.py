@@ -8,30 +8,37 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from forge_core.parallel.stages import around
 from forge_core.protocols import StepOutput
 
 if TYPE_CHECKING:
-    from forge_core.protocols import Batch, LossFunction, LossOutput, Model
+    from forge_core.protocols import Batch, LossFunction, LossOutput, Model, ParallelStage
 
 
 class PlainExecutor:
     """See `forge_core.protocols.Executor`."""
 
-    def __init__(self, model: Model, loss: LossFunction) -> None:
+    def __init__(self, model: Model, loss: LossFunction, stages: Sequence[ParallelStage] = ()) -> None:
         self._model = model
         self._loss = loss
+        self._stages = stages
 
     def train_step(self, batches: Sequence[Batch], denominator: Tensor) -> StepOutput:
         outputs = []
-        for batch in batches:
-            output = self._forward(batch)
-            (output.sum / denominator).backward()
+        for number, batch in enumerate(batches, 1):
+            with around(self._stages, self._model, backward=True, last=number == len(batches)):
+                output = self._forward(batch)
+                (output.sum / denominator).backward()
             outputs.append(output._replace(sum=output.sum.detach()))
         return combine(outputs)
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> StepOutput:
-        return combine([self._forward(batch) for batch in batches])
+        outputs = []
+        for number, batch in enumerate(batches, 1):
+            with around(self._stages, self._model, backward=False, last=number == len(batches)):
+                outputs.append(self._forward(batch))
+        return combine(outputs)
 
     def _forward(self, batch: Batch) -> LossOutput:
         return self._loss(self._model.head, self._model(batch), batch)

@@ -16,7 +16,7 @@ from forge_core.engine.hooks import StepContext
 from forge_core.errors import ForgeError
 from forge_core.metrics.tracker import ABSENT, SOURCE_LOSS, per_source
 from forge_core.parallel.layout import micro_batches
-from forge_core.parallel.mesh import all_reduce_tokens, global_rank, pipeline_group
+from forge_core.parallel.mesh import all_reduce_tokens, pipeline_group, token_rank
 from forge_core.protocols import IGNORED_LABEL, Batch, StepOutput
 
 AUXILIARY = "auxiliary:"
@@ -33,6 +33,7 @@ class Stepper:
         self._mesh = run.context.mesh
         self._stages = pipeline_group(run.context.mesh)
         self._source_names = source_names(run.job)
+        self._token_rank = token_rank(run.context.mesh, run.context.layout)
         count, _ = micro_batches(run.job, run.context.layout)
         self._micro_batches = count * run.context.layout.data_parallel
         self._masked = self._can_mask()
@@ -55,7 +56,7 @@ class Stepper:
 
     def gradients(self, batches: Sequence[Batch], step: int) -> tuple[StepOutput, dict[str, Tensor]]:
         """Gradients of the whole step, complete on every rank; also the reduced sums that metrics are made of."""
-        seed_step(self._job.job.seed, step, self._run.context.device)
+        seed_step(self._job.job.seed, step, self._token_rank, self._run.context.device)
         tokens = self._valid_tokens(batches)
         auxiliary = self._run.context.auxiliary
         auxiliary.begin_step(tokens, self._job.train.global_batch_size, self._micro_batches)
@@ -139,12 +140,13 @@ def metrics(sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return scalars
 
 
-def seed_step(seed: int, step: int, device: torch.device) -> None:
-    """Seed the default generators from (seed, step, rank): what happens inside a step does not depend on history.
+def seed_step(seed: int, step: int, token_rank: int, device: torch.device) -> None:
+    """Seed the default generators from (seed, step, token rank): what happens inside a step does not depend on history,
+    and ranks that compute the same tokens together draw the same.
 
     Not by `torch.manual_seed`, which without CUDA keeps a note of every call for the day when CUDA starts.
     """
-    key = f"{seed}:step:{step}:{global_rank()}".encode()
+    key = f"{seed}:step:{step}:{token_rank}".encode()
     number = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1
     torch.default_generator.manual_seed(number)
     if device.type == "cuda":

@@ -62,8 +62,12 @@ def leave_group() -> None:
 
 def sample_rank(mesh: DeviceMesh | None, layout: Layout) -> int:
     """This rank's number among those that hold different sequences."""
+    return _rank_along(SAMPLE_DIMENSIONS, mesh, layout)
+
+
+def _rank_along(dimensions: Sequence[str], mesh: DeviceMesh | None, layout: Layout) -> int:
     number = 0
-    for name in SAMPLE_DIMENSIONS:
+    for name in dimensions:
         number = number * getattr(layout, name) + (mesh.get_local_rank(name) if mesh is not None else 0)
     return number
 
@@ -76,6 +80,16 @@ def all_reduce_tokens(tensor: torch.Tensor, mesh: DeviceMesh | None) -> torch.Te
         if _size(mesh, name) > 1:
             dist.all_reduce(tensor, group=mesh.get_group(name))
     return tensor
+
+
+def local_part(tensor: Any) -> torch.Tensor:
+    """This rank's part of a tensor that is split over ranks; any other tensor itself."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def token_rank(mesh: DeviceMesh | None, layout: Layout) -> int:
+    """This rank's number among those that hold different tokens."""
+    return _rank_along(TOKEN_DIMENSIONS, mesh, layout)
 
 
 def any_rank(flags: Sequence[bool]) -> list[bool]:

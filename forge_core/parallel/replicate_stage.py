@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from forge_core.parallel.mesh import all_reduce_tokens
+from forge_core.parallel.mesh import all_reduce_tokens, local_part
 
 if TYPE_CHECKING:
     from forge_core.context import BuildContext
@@ -35,12 +35,14 @@ class ReplicateStage:
             self._reduce(bucket)
 
     def _reduce(self, parameters: list[nn.Parameter]) -> None:
-        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        gradients = [local_part(parameter.grad) for parameter in parameters]
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
         all_reduce_tokens(flat, self._mesh)
-        sizes = [gradient.numel() for gradient in gradients]
-        for parameter, part in zip(parameters, flat.split(sizes), strict=True):
-            parameter.grad = part.view_as(parameter)
+        parts = flat.split([gradient.numel() for gradient in gradients])
+        torch._foreach_copy_(gradients, [part.view_as(g) for part, g in zip(parts, gradients, strict=True)])
 
 
 def _buckets(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:

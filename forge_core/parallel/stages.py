@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -106,6 +107,21 @@ def apply_stages(
             )
         built.append(transform)
     return model, built
+
+
+@contextmanager
+def around(stages: Sequence[ParallelStage], model: Model, *, backward: bool, last: bool) -> Iterator[None]:
+    """What stages put around a micro-batch; for executors.
+
+    Args:
+        backward: whether the context spans a backward pass too.
+        last: whether it is the last micro-batch of its step.
+    """
+    with ExitStack() as stack:
+        for stage in stages:
+            if hasattr(stage, "micro_batch"):
+                stack.enter_context(stage.micro_batch(model, backward=backward, last=last))
+        yield
 
 
 def _names(model: Model) -> set[str]:

@@ -8,6 +8,7 @@ pages what they print today, but for blocks with `…`.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shutil
@@ -72,6 +73,13 @@ class Fence:
     @property
     def is_whole_job(self) -> bool:
         return self.is_job and self.table.keys() >= REQUIRED
+
+    @property
+    def ranks(self) -> int:
+        """How many processes a job is for: the product of the degrees that it gives."""
+        stages = self.table.get("parallel", {}).values()
+        degrees = (stage.get(key) for stage in stages for key in ("degree", "replicate", "shard"))
+        return math.prod(degree for degree in degrees if isinstance(degree, int))
 
     @property
     def commands(self) -> list[tuple[str, str]]:

@@ -64,9 +64,9 @@ def visit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, catalog: Catalog) -> 
     return go
 
 
-def problems(files: list[str], catalog: Catalog) -> list[Problem]:
+def problems(files: list[str], catalog: Catalog, ranks: int = 1) -> list[Problem]:
     try:
-        load_job(*files, catalog=catalog)
+        load_job(*files, catalog=catalog, world_size=ranks)
     except JobError as error:
         return error.problems
     return []
@@ -83,7 +83,7 @@ def test_every_job_passes_the_check_and_every_fragment_as_part_of_one(fence: Fen
     catalog = visit(fence.page)
     Path("shown.toml").write_text(fence.text)
     files = ["shown.toml"] if fence.is_whole_job else ["rest.toml", "shown.toml"]
-    found = [str(problem) for problem in problems(files, catalog)]
+    found = [str(problem) for problem in problems(files, catalog, fence.ranks)]
     may_lack_files = fence.page.is_relative_to(ROOT / "plugins")
     assert [problem for problem in found if not (may_lack_files and ABSENT.search(problem))] == []
 

@@ -125,7 +125,7 @@ def test_a_stage_that_brings_an_executor_replaces_the_plain_one(make_job, build)
                 def apply(self, model):
                     return model
 
-                def executor(self, model, loss):
+                def executor(self, model, loss, stages):
                     return Mine(model, loss)
 
             return Built()

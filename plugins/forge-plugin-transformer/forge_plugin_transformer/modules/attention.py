@@ -137,7 +137,7 @@ class GroupedQueryAttention(nn.Module):
         return 6.0 * weights + 6.0 * self.q.out_features * seq_len
 
     def tensor_parallel_plan(self) -> Mapping[str, str]:
-        plan = {"q": "column", "k": "column", "v": "column", "o": "row"}
+        plan = {"": "whole_input", "q": "column", "k": "column", "v": "column", "o": "row"}
         normed = isinstance(self.q_norm, RMSNorm)
         return plan | ({"q_norm": "replicate", "k_norm": "replicate"} if normed else {})
 

@@ -28,7 +28,7 @@ class SwiGLU(nn.Module):
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
     def tensor_parallel_plan(self) -> Mapping[str, str]:
-        return {"gate": "column", "up": "column", "down": "row"}
+        return {"": "whole_input", "gate": "column", "up": "column", "down": "row"}
 
 
 class GELU(nn.Module):
@@ -44,4 +44,4 @@ class GELU(nn.Module):
         return self.down(F.gelu(self.up(x), approximate=self.approximate))
 
     def tensor_parallel_plan(self) -> Mapping[str, str]:
-        return {"up": "column", "down": "row"}
+        return {"": "whole_input", "up": "column", "down": "row"}

@@ -35,9 +35,9 @@ def _role(name: str, dimensions: int) -> Role:
 
 
 def tensor_parallel_plan(name: str, part: nn.Module) -> dict[str, str]:
-    """The part's plan, with module names below `name`."""
+    """The part's plan, with module names below `name`; "" is the part itself."""
     plan = part.tensor_parallel_plan() if isinstance(part, HasTensorParallelPlan) else {}
-    return {f"{name}.{key}": how for key, how in plan.items()}
+    return {f"{name}.{key}" if key else name: how for key, how in plan.items()}
 
 
 def float8_exempt(name: str, part: nn.Module) -> list[str]:

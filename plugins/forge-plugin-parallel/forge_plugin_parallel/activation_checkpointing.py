@@ -1,0 +1,49 @@
+"""The component `activation_checkpointing`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from attrs import field, frozen
+from attrs.validators import ge
+
+from forge_core.components import ParallelComponent
+from forge_core.errors import Problem
+
+if TYPE_CHECKING:
+    from forge_core.config.job import Job
+    from forge_core.context import BuildContext
+    from forge_core.parallel.layout import Layout
+    from forge_core.protocols import ParallelStage
+
+
+@frozen(kw_only=True)
+class ActivationCheckpointing(ParallelComponent):
+    """Forgets what blocks computed on the way forward, and computes it again when the backward pass needs it (Chen et
+    al. 2016). Losses and gradients stay the same; dropout draws the same numbers again.
+    """
+
+    after: ClassVar[Mapping[str, str]] = {
+        "pp": "only the blocks that this rank keeps are wrapped",
+        "float8": "it replaces modules, and what is computed again must be the new ones",
+        "tp": "its collectives belong to what is computed again",
+        "ep": "its collectives belong to what is computed again",
+        "cp": "its collectives belong to what is computed again",
+    }
+
+    mode: Literal["full", "selective"] = "full"
+    """full: of a block, only its input is kept. selective: results of matrix products and attention are kept, which are
+    the slow ones, and all else is computed again."""
+    every: int = field(default=1, validator=ge(1))
+    """Only every n-th block, beginning with the first: others keep everything."""
+
+    def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        layers = getattr(job.model, "layers", None)
+        if isinstance(layers, int) and self.every > layers:
+            yield Problem("every", f"{self.every}, but the model has {layers} layers; lower it, or leave the stage out")
+
+    def build(self, context: BuildContext) -> ParallelStage:
+        from forge_plugin_parallel.checkpointing_stage import CheckpointingStage
+
+        return CheckpointingStage(self, context)

@@ -1,0 +1,122 @@
+"""Differentiable collectives over the ranks of a group, each with the one that undoes it as its backward pass.
+
+Shapes: B sequences, S positions, s positions of this rank (S / ranks), D width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+# Their names since torch 2.13, and the ones before.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def all_gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """The ranks' parts put together along a dimension. Backward: sum over ranks, this rank's part of it."""
+    return _AllGather.apply(x, dim, group)  # type: ignore[no-untyped-call]
+
+
+def reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """Sum over ranks, this rank's part of it along a dimension. Backward: the parts put together."""
+    return _ReduceScatter.apply(x, dim, group)  # type: ignore[no-untyped-call]
+
+
+def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Sum over ranks, of which each then computes the same. Backward: as it is."""
+    return _AllReduce.apply(x, group)  # type: ignore[no-untyped-call]
+
+
+def fan_out(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """As it is, equal on all ranks, of which each then computes something else. Backward: sum over ranks."""
+    return _FanOut.apply(x, group)  # type: ignore[no-untyped-call]
+
+
+def gather_equal(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """The ranks' parts put together, from which each rank then computes the same. Backward: this rank's part."""
+    return _GatherEqual.apply(x, dim, group)  # type: ignore[no-untyped-call]
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return _gathered(x, dim, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _scattered(grad, ctx.dim, ctx.group), None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return _scattered(x, dim, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _gathered(grad, ctx.dim, ctx.group), None, None
+
+
+class _AllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        return _summed(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _FanOut(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _summed(grad, ctx.group), None
+
+
+class _GatherEqual(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return _gathered(x, dim, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        ranks, rank = dist.get_world_size(ctx.group), dist.get_rank(ctx.group)
+        return grad.chunk(ranks, ctx.dim)[rank].contiguous(), None, None
+
+
+def _gathered(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    ranks = dist.get_world_size(group)
+    parts = x.new_empty(ranks * x.shape[0], *x.shape[1:])
+    _all_gather(parts, x.contiguous(), group=group)
+    return parts if dim == 0 else torch.cat(parts.chunk(ranks), dim)
+
+
+def _scattered(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    ranks = dist.get_world_size(group)
+    parts = x.contiguous() if dim == 0 else torch.cat(x.chunk(ranks, dim))
+    own = x.new_empty(parts.shape[0] // ranks, *parts.shape[1:])
+    _reduce_scatter(own, parts, group=group)
+    return own
+
+
+def _summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total

@@ -1,0 +1,71 @@
+"""The component `fsdp`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from attrs import Attribute, field, frozen
+from attrs.validators import ge
+
+from forge_core.components import ParallelComponent
+from forge_core.errors import Problem
+from forge_core.parallel.layout import micro_batches
+
+if TYPE_CHECKING:
+    from forge_core.config.job import Job
+    from forge_core.context import BuildContext
+    from forge_core.parallel.layout import Layout
+    from forge_core.protocols import ParallelStage
+
+
+def _positive_or_auto(_: object, attribute: Attribute, value: int | str) -> None:
+    if value != "auto" and (not isinstance(value, int) or value < 1):
+        raise ValueError(f"{attribute.name!r} must be at least 1 or 'auto', got {value!r}")
+
+
+@frozen(kw_only=True)
+class FSDP(ParallelComponent):
+    """Fully sharded data parallel (torch's FSDP2; ZeRO-3, Rajbhandari et al. 2020): parameters, gradients and optimizer
+    state are split over the ranks, and each unit of the model is gathered only while it is computed.
+
+    `replicate` copies of `shard` ranks each make it hybrid (HSDP). Context-parallel ranks share the sharding.
+    """
+
+    after: ClassVar[Mapping[str, str]] = {
+        "pp": "only the layers that this rank keeps are sharded",
+        "float8": "it replaces modules, and what is sharded must be the new ones",
+        "tp": "a parameter that tp has split is split once more",
+        "ep": "experts are sharded over the ranks that ep leaves",
+        "cp": "its ranks share the sharding",
+        "activation_checkpointing": "a block is gathered around its recomputation, not inside it",
+        "compile": "parameters are gathered and freed around the compiled blocks",
+    }
+    owns_reduction: ClassVar[bool] = True
+
+    shard: int | Literal["auto"] = field(default="auto", validator=_positive_or_auto)
+    """Ranks over which parameters are split; auto takes what other stages leave over."""
+    replicate: int = field(default=1, validator=ge(1))
+    """Copies of the sharded model: gradients are summed over them after they were over `shard`."""
+    reshard_after_forward: bool = True
+    """Whether a unit is freed after its forward pass and gathered again for the backward. False takes the memory of the
+    whole model, and a third less communication. What the root holds, the head above all, is freed after the backward
+    pass in any case."""
+    reduce_every_micro_batch: bool = False
+    """Whether each micro-batch's gradients are reduced at once. That takes the memory of a shard of the gradients; by
+    default they add up whole, and one reduction a step is made."""
+    prefetch: int = field(default=0, validator=ge(0))
+    """Units that are gathered ahead of the one that is computed, forward and backward. 0: as torch does, which
+    gathers the next one while it can."""
+
+    def degrees(self) -> Mapping[str, int | str]:
+        return {"replicate": self.replicate, "shard": self.shard}
+
+    def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        if self.reduce_every_micro_batch and micro_batches(job, layout)[0] == 1:
+            yield Problem("reduce_every_micro_batch", "each rank has one micro-batch a step; leave it out")
+
+    def build(self, context: BuildContext) -> ParallelStage:
+        from forge_plugin_parallel.fsdp_stage import FSDPStage
+
+        return FSDPStage(self, context)

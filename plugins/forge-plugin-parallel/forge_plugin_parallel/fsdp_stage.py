@@ -1,0 +1,99 @@
+"""What the component `fsdp` builds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+
+from forge_core.protocols import Generates, HasFSDPUnits
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from forge_core.context import BuildContext
+    from forge_core.protocols import Model
+    from forge_plugin_parallel.fsdp import FSDP
+
+
+class FSDPStage:
+    """See `forge_core.protocols.ParallelStage`.
+
+    The root unit has what no other has, and always the head: a loss uses the head's weights without a forward pass
+    that could gather them, and the root stays gathered from the model's forward pass to its backward.
+    """
+
+    def __init__(self, component: FSDP, context: BuildContext) -> None:
+        self._component = component
+        self._mesh = data_mesh(context)
+        self._precision = _precision(context.dtype)
+
+    def apply(self, model: Model) -> Model:
+        """Shard the units of `model`, then what is left of it."""
+        assert isinstance(model, nn.Module)
+        units = [self._shard(modules, self._component.reshard_after_forward) for modules in inner_units(model)]
+        root = self._shard([model], reshard_after_forward=False)
+        for unit in (*units, root):
+            # Gradients are already divided by the tokens of the global batch: what is left to do is to add them up.
+            unit.set_force_sum_reduction_for_comms(True)
+            unit.set_gradient_divide_factor(1.0)
+        _prefetch(units, self._component.prefetch)
+        if isinstance(model, Generates):
+            register_fsdp_forward_method(model, "decode")
+        return model
+
+    @contextmanager
+    def micro_batch(self, model: Model, *, backward: bool, last: bool) -> Iterator[None]:
+        """Without a backward pass, nobody else would free the root; weights that change meanwhile would go unseen."""
+        assert isinstance(model, FSDPModule)
+        if backward:
+            model.set_requires_gradient_sync(last or self._component.reduce_every_micro_batch)
+            model.set_is_last_backward(last)
+        yield
+        if not backward:
+            model.reshard()
+
+    def _shard(self, modules: list[nn.Module], reshard_after_forward: bool) -> FSDPModule:
+        """One unit; gives its first module, which stands for it."""
+        fully_shard(modules, mesh=self._mesh, mp_policy=self._precision, reshard_after_forward=reshard_after_forward)
+        assert isinstance(modules[0], FSDPModule)
+        return modules[0]
+
+
+def data_mesh(context: BuildContext) -> DeviceMesh:
+    """The mesh that parameters are sharded on: its last dimension is `shard` x `cp`, one before it is `replicate`."""
+    mesh, layout = context.mesh, context.layout
+    assert mesh is not None
+    name = "shard" if layout.cp == 1 else "cp" if layout.shard == 1 else "shard_cp"
+    if name == "shard_cp":
+        mesh["shard", "cp"]._flatten(name)
+    return mesh["replicate", name] if layout.replicate > 1 else mesh[name]
+
+
+def inner_units(model: nn.Module) -> list[list[nn.Module]]:
+    """The units of `fsdp_units`, but for that of the head. Of a model without them: each layer."""
+    if isinstance(model, HasFSDPUnits):
+        units = [[model.get_submodule(name) for name in names] for names in model.fsdp_units()]
+    else:
+        units = [[layer] for layer in model.layers.values()]  # type: ignore[union-attr, operator]
+    head = set(model.head.modules())  # type: ignore[union-attr, operator]
+    return [unit for unit in units if head.isdisjoint(unit)]
+
+
+def _prefetch(units: Sequence[FSDPModule], ahead: int) -> None:
+    if not ahead:
+        return
+    for number, unit in enumerate(units):
+        unit.set_modules_to_forward_prefetch(list(units[number + 1 : number + 1 + ahead]))
+        unit.set_modules_to_backward_prefetch(list(reversed(units[max(0, number - ahead) : number])))
+
+
+def _precision(dtype: torch.dtype) -> MixedPrecisionPolicy:
+    """Parameters are gathered in the compute dtype and gradients reduced in float32 or wider."""
+    if dtype == torch.promote_types(dtype, torch.float32):
+        return MixedPrecisionPolicy(cast_forward_inputs=False)
+    return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)

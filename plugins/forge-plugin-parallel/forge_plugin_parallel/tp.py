@@ -1,0 +1,52 @@
+"""The component `tp`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, ClassVar
+
+from attrs import field, frozen
+from attrs.validators import ge
+
+from forge_core.components import ParallelComponent
+from forge_core.errors import Problem
+
+if TYPE_CHECKING:
+    from forge_core.config.job import Job
+    from forge_core.context import BuildContext
+    from forge_core.parallel.layout import Layout
+    from forge_core.protocols import ParallelStage
+
+
+@frozen(kw_only=True)
+class TensorParallel(ParallelComponent):
+    """Tensor parallel (Megatron-LM, Shoeybi et al. 2019): each matrix is split over `degree` ranks, which compute the
+    same tokens together. For models that declare a `tensor_parallel_plan()`.
+    """
+
+    after: ClassVar[Mapping[str, str]] = {
+        "pp": "only the layers that this rank keeps are split",
+        "float8": "it replaces modules, and what is split must be the new ones",
+    }
+
+    degree: int = field(validator=ge(1))
+    """Ranks that share each matrix. Divides heads, key/value heads, the width of feed-forward layers, and the
+    vocabulary."""
+    sequence_parallel: bool = True
+    """Whether each rank keeps only its part of the sequence between the split matrices (Korthikanti et al. 2022): less
+    memory, equal communication. `degree` then divides `train.seq_len`."""
+    loss_parallel: bool = True
+    """Whether the loss works on each rank's part of the vocabulary, so that no rank ever holds all logits."""
+
+    def degrees(self) -> Mapping[str, int | str]:
+        return {"tp": self.degree}
+
+    def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        if self.sequence_parallel and job.train.seq_len % self.degree:
+            seen = f"{self.degree} does not divide train.seq_len = {job.train.seq_len}"
+            yield Problem("degree", f"{seen}; change one, or set sequence_parallel = false")
+
+    def build(self, context: BuildContext) -> ParallelStage:
+        from forge_plugin_parallel.tp_stage import TensorParallelStage
+
+        return TensorParallelStage(self, context)

@@ -1,0 +1,99 @@
+"""Stages `fsdp` and `tp` in whole runs: checkpoints, evaluations, and what they refuse. Curves are in tests/parity."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from forge_core.engine.trainer import Trainer
+from forge_core.errors import JobError
+from forge_core.parallel.layout import Layout
+from forge_core.testing import Numbers, TinyModel, tiny_job
+from forge_core.testing.processes import run_on_ranks
+from forge_plugin_parallel import FSDP, TensorParallel
+from forge_plugin_transformer import GroupedQueryAttention, SwiGLU, Transformer
+
+FSDP2 = {"fsdp": FSDP()}
+TP2 = {"tp": TensorParallel(degree=2)}
+BOTH = {**FSDP2, **TP2}
+
+
+def transformer(**keys):
+    settings = {"vocab_size": 32, "dim": 16, "layers": 2, "attention": GroupedQueryAttention(heads=4, kv_heads=2)}
+    return Transformer(**settings | keys)
+
+
+def job(folder, stages, steps=2, **changes):
+    settings = {"model": transformer(), "global_batch_size": 8, "precision": "fp64", "seq_len": 16}
+    settings |= {"data": {"sources": (Numbers(held_out=5),)}, "eval": {"interval": 1}, "parallel": stages}
+    return tiny_job(str(folder), None, steps=steps, **(settings | changes))
+
+
+def train(*arguments, **changes):
+    return Trainer(job(*arguments, **changes), echo=lambda text: None).run() and None
+
+
+def records(folder):
+    return [json.loads(line) for line in (Path(folder) / "run/metrics.jsonl").read_text().splitlines()]
+
+
+def numbers(folder, *keys):
+    return [record[key] for record in records(folder) for key in keys if key in record]
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("single")
+    train(folder, {}, steps=6)
+    return numbers(folder, "loss", "grad_norm", "eval/loss")
+
+
+def test_one_checkpoint_folder_for_all_layouts(tmp_path, single):
+    train(tmp_path, {}, steps=1)
+    layouts = ((2, FSDP2), (4, BOTH), (2, TP2), (4, {"fsdp": FSDP(replicate=2)}))
+    for steps, (ranks, stages) in enumerate(layouts, 2):
+        run_on_ranks(ranks, lambda rank, stages=stages, steps=steps: train(tmp_path, stages, steps=steps))
+    train(tmp_path, {}, steps=6)
+    assert numbers(tmp_path, "loss", "grad_norm", "eval/loss") == pytest.approx(single, rel=1e-9)
+
+
+def test_a_model_without_units_is_sharded_by_its_layers(tmp_path):
+    for folder, stages, ranks in ((tmp_path / "a", {}, 1), (tmp_path / "b", FSDP2, 2)):
+        run_on_ranks(ranks, lambda rank, f=folder, s=stages: train(f, s, model=TinyModel(layers=2)))
+    found, expected = (numbers(tmp_path / name, "loss", "eval/loss") for name in "ba")
+    assert found == pytest.approx(expected, rel=1e-9)
+
+
+def test_half_precision_reduces_in_float32_and_stays_close(tmp_path):
+    for folder, stages, ranks in ((tmp_path / "a", {}, 1), (tmp_path / "b", FSDP2, 2)):
+        run_on_ranks(ranks, lambda rank, f=folder, s=stages: train(f, s, precision="bf16"))
+    found, expected = (numbers(tmp_path / name, "loss") for name in "ba")
+    assert found == pytest.approx(expected, rel=2e-2)
+
+
+class TestWhatIsRefused:
+    def test_a_model_without_a_plan(self, tmp_path):
+        def build(rank):
+            with pytest.raises(JobError, match=r"TinyNetwork has no tensor_parallel_plan\(\), so it cannot be split"):
+                train(tmp_path, TP2, model=TinyModel(layers=2))
+
+        run_on_ranks(2, build)
+
+    def test_sizes_that_do_not_divide(self, tmp_path):
+        def build(rank):
+            with pytest.raises(JobError, match=r"layers\.0\.ffn\.gate\.weight has 33 rows, which 2 ranks cannot share"):
+                train(tmp_path, TP2, model=transformer(ffn=SwiGLU(hidden=33)))
+
+        run_on_ranks(2, build)
+
+    def test_a_sequence_that_does_not_divide(self, tmp_path):
+        stage = TensorParallel(degree=3)
+        [problem] = stage.problems(job(tmp_path, {}), Layout(tp=3))
+        assert str(problem).startswith("degree: 3 does not divide train.seq_len = 16; change one, or set sequence_")
+        assert not list(TensorParallel(degree=3, sequence_parallel=False).problems(job(tmp_path, {}), Layout(tp=3)))
+
+    def test_reducing_every_one_of_one(self, tmp_path):
+        [problem] = FSDP(reduce_every_micro_batch=True).problems(job(tmp_path, {}), Layout(shard=2))
+        assert str(problem).startswith("reduce_every_micro_batch: each rank has one micro-batch a step")

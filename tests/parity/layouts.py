@@ -1,0 +1,118 @@
+"""The table of layouts: stages, and the features that are spread over the rows so that every two meet somewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from attrs import frozen
+
+from forge_core.config.job import Job
+from forge_core.parallel.replicate import Replicate
+from forge_core.plugins.catalog import Catalog
+from forge_core.testing import Numbers, tiny_job
+from forge_plugin_parallel import FSDP, ActivationCheckpointing, TensorParallel
+from forge_plugin_transformer import GroupedQueryAttention, Transformer
+
+SEQUENCES = 8
+SEQ_LEN = 16
+
+
+@frozen(kw_only=True)
+class Row:
+    """A layout, with features of the run."""
+
+    name: str
+    ranks: int
+    stages: Mapping[str, Any]
+    reduction: str
+    """Of the reductions that the layout makes, the one that is taken out to see that the row can fail."""
+    micro_batch_size: int = 0
+    """Sequences; 0: one micro-batch a rank."""
+    ignored: int = 1
+    """Sequence n begins with n modulo this ignored labels; 1: none."""
+    tied: bool = False
+    chunked: bool = False
+    """Whether the loss is made chunk by chunk."""
+
+    @property
+    def features(self) -> str:
+        found = {"accumulation": self.micro_batch_size, "ignored labels": self.ignored > 1, "tied": self.tied}
+        return ", ".join(name for name, on in {**found, "chunked loss": self.chunked}.items() if on)
+
+    def job(self, folder: str, parallel: bool = True, precision: str = "fp64", steps: int = 5) -> Job:
+        """The row's job; without its stages, what it is compared with."""
+        attention = GroupedQueryAttention(heads=4, kv_heads=2, qk_norm=True)
+        model = Transformer(vocab_size=32, dim=16, layers=2, tie_embeddings=self.tied, attention=attention)
+        sources = (Numbers(ignored=self.ignored, held_out=5),)
+        settings: dict[str, Any] = {"model": model, "data": {"sources": sources}, "precision": precision}
+        settings |= {"steps": steps, "global_batch_size": SEQUENCES, "seq_len": SEQ_LEN, "grad_clip_norm": 0.5}
+        if parallel:
+            settings |= {"parallel": dict(self.stages), "micro_batch_size": self.micro_batch_size}
+        if self.chunked:
+            from forge_plugin_losses import ChunkedCrossEntropy
+
+            settings["loss"] = ChunkedCrossEntropy(chunk_tokens=24, z_loss=1e-2)
+        return tiny_job(folder, Catalog.installed(), **settings)
+
+
+def tp(**keys: Any) -> TensorParallel:
+    return TensorParallel(degree=2, **keys)
+
+
+PLAIN_TP = tp(sequence_parallel=False, loss_parallel=False)
+FSDP_SCATTER, FSDP_ALL_REDUCE = "fsdp over shard", "fsdp over replicate"
+SUM, TP_COMPLETION, TP_SUM, TP_SCATTER = "replicate", "tp of whole weights", "tp of parts", "tp of parts, scattered"
+ROWS = [
+    Row(name="replicate2", ranks=2, stages={"replicate": Replicate()}, reduction=SUM, ignored=7, micro_batch_size=2),
+    Row(name="fsdp2", ranks=2, stages={"fsdp": FSDP()}, reduction=FSDP_SCATTER, tied=True, micro_batch_size=2),
+    Row(
+        name="fsdp2, reduced every micro-batch",
+        ranks=2,
+        stages={"fsdp": FSDP(reduce_every_micro_batch=True, reshard_after_forward=False, prefetch=1)},
+        reduction=FSDP_SCATTER,
+        chunked=True,
+        micro_batch_size=1,
+        ignored=5,
+    ),
+    Row(
+        name="fsdp2, checkpointing",
+        ranks=2,
+        stages={"fsdp": FSDP(), "activation_checkpointing": ActivationCheckpointing()},
+        reduction=FSDP_SCATTER,
+        chunked=True,
+        tied=True,
+    ),
+    Row(name="tp2", ranks=2, stages={"tp": PLAIN_TP}, reduction=TP_SUM, ignored=7, chunked=True),
+    Row(name="tp2+loss", ranks=2, stages={"tp": tp(sequence_parallel=False)}, reduction=TP_COMPLETION, tied=True),
+    Row(name="tp2+sp", ranks=2, stages={"tp": tp(loss_parallel=False)}, reduction=TP_COMPLETION, micro_batch_size=4),
+    Row(
+        name="tp2+sp+loss, checkpointing",
+        ranks=2,
+        stages={"tp": tp(), "activation_checkpointing": ActivationCheckpointing(mode="selective", every=2)},
+        reduction=TP_SCATTER,
+        chunked=True,
+        micro_batch_size=2,
+        tied=True,
+        ignored=5,
+    ),
+    Row(name="fsdp4", ranks=4, stages={"fsdp": FSDP()}, reduction=FSDP_SCATTER, ignored=7, micro_batch_size=1),
+    Row(
+        name="hsdp 2x2",
+        ranks=4,
+        stages={"fsdp": FSDP(replicate=2)},
+        reduction=FSDP_ALL_REDUCE,
+        tied=True,
+        micro_batch_size=1,
+        chunked=True,
+    ),
+    Row(
+        name="fsdp2 x tp2",
+        ranks=4,
+        stages={"fsdp": FSDP(), "tp": tp()},
+        reduction=TP_COMPLETION,
+        chunked=True,
+        micro_batch_size=2,
+    ),
+    Row(name="replicate2 x tp2", ranks=4, stages={"tp": tp()}, reduction=SUM, tied=True, ignored=5),
+]

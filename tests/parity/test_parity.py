@@ -1,0 +1,130 @@
+"""One curve: every layout trains like one process. What is compared, and how closely, is in `curves.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from unittest import mock
+
+import pytest
+import torch
+from curves import Curve, Difference, train
+from layouts import FSDP_ALL_REDUCE, FSDP_SCATTER, ROWS, SUM, TP_COMPLETION, TP_SCATTER, TP_SUM, Row
+
+from forge_core.testing.processes import run_on_ranks
+from forge_plugin_parallel.fsdp_stage import FSDPStage
+
+APPLY = FSDPStage.apply
+FLOAT64 = 1e-9
+WEIGHTS = 1e-7
+FLOAT32 = 1e-4
+RANKS = sorted({row.ranks for row in ROWS})
+
+
+def _sharding_without_sum(self, model):
+    """What `fsdp` does, but for the sum over the ranks that share a parameter."""
+    model = APPLY(self, model)
+    for module in model.modules():
+        if hasattr(module, "set_custom_reduce_scatter"):
+            module.set_custom_reduce_scatter(OwnPart())
+    return model
+
+
+class OwnPart:
+    """In place of a reduce-scatter: each rank keeps its part of its own gradient."""
+
+    def allocate(self, size, *, dtype, device):
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
+        output_tensor.copy_(input_tensor.chunk(group.size())[group.rank()])
+
+
+def without(reduction: str) -> AbstractContextManager:
+    """Within this context, one of a layout's reductions is missing."""
+    patches = {
+        SUM: ("forge_core.parallel.replicate_stage.ReplicateStage.complete_gradients", lambda self, model: None),
+        FSDP_SCATTER: ("forge_plugin_parallel.fsdp_stage.FSDPStage.apply", _sharding_without_sum),
+        FSDP_ALL_REDUCE: ("forge_plugin_parallel.fsdp_stage.data_mesh", lambda context: context.mesh["shard"]),
+        TP_COMPLETION: (
+            "forge_plugin_parallel.tp_stage.TensorParallelStage.complete_gradients",
+            lambda self, model: None,
+        ),
+        TP_SUM: ("forge_plugin_parallel.collectives._summed", lambda x, group: x),
+        TP_SCATTER: (
+            "forge_plugin_parallel.collectives._scattered",
+            lambda x, dim, group: x.chunk(group.size(), dim)[group.rank()].contiguous(),
+        ),
+    }
+    return mock.patch(*patches[reduction])
+
+
+@pytest.fixture(scope="module")
+def curves(tmp_path_factory) -> Callable[[Row], list[Curve]]:
+    """What each rank of a row found. Rows with equally many ranks are run by the same processes."""
+    folder = str(tmp_path_factory.mktemp("runs"))
+    found: dict[str, list[Curve]] = {}
+
+    def run(row: Row) -> list[Curve]:
+        rows = [other for other in ROWS if other.ranks == row.ranks]
+        if row.name not in found:
+            ranks = run_on_ranks(row.ranks, lambda rank: [train(other.job(folder)) for other in rows], timeout=240)
+            found.update(zip([other.name for other in rows], map(list, zip(*ranks, strict=True)), strict=True))
+        return found[row.name]
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory) -> Callable[[Row], Curve]:
+    """The same job in one process."""
+    folder = str(tmp_path_factory.mktemp("alone"))
+    found: dict[tuple[int, bool, bool], Curve] = {}
+
+    def run(row: Row) -> Curve:
+        key = row.ignored, row.tied, row.chunked
+        if key not in found:
+            found[key] = train(row.job(folder, parallel=False))
+        return found[key]
+
+    return run
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_a_layout_trains_like_one_process(curves, alone, row):
+    ranks = curves(row)
+    difference = Difference.between(ranks[0], alone(row))
+    assert difference.initial == 0
+    assert max(difference.loss, difference.norm, difference.gradient, difference.evaluation) < FLOAT64, difference
+    assert difference.weights < WEIGHTS, difference
+    for other in ranks[1:]:
+        assert (other.losses, other.norms, other.evaluation) == (
+            ranks[0].losses,
+            ranks[0].norms,
+            ranks[0].evaluation,
+        ), "every rank reports the global numbers"
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_each_row_fails_without_one_of_its_reductions(alone, tmp_path, ranks):
+    rows = [row for row in ROWS if row.ranks == ranks]
+
+    def sabotaged(row):
+        with without(row.reduction):
+            return train(row.job(str(tmp_path), steps=1))
+
+    found = run_on_ranks(ranks, lambda rank: [sabotaged(row) for row in rows], timeout=240)
+    for row, curve in zip(rows, found[0], strict=True):
+        expected = alone(row).gradients
+        worst = max((curve.gradients[name] - expected[name]).abs().max().item() for name in expected)
+        assert worst > 1e-4, f"{row.name} is right without {row.reduction}"
+
+
+def test_in_float32_losses_stay_together_for_twenty_steps(tmp_path):
+    rows = [row for row in ROWS if row.ranks == 2]
+    found = run_on_ranks(
+        2, lambda rank: [train(r.job(str(tmp_path), precision="fp32", steps=20)).losses for r in rows], timeout=240
+    )
+    for row, losses in zip(rows, found[0], strict=True):
+        expected = train(row.job(str(tmp_path), parallel=False, precision="fp32", steps=20)).losses
+        assert max(abs(a - b) for a, b in zip(losses, expected, strict=True)) < FLOAT32, row.name
