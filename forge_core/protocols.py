@@ -175,6 +175,15 @@ class HasTensorParallelPlan(Protocol):
 
 
 @runtime_checkable
+class HasSequenceMixers(Protocol):
+    def sequence_mixers(self) -> Sequence[str]:
+        """Names of the modules through which positions see each other, and nothing else in the model does. Each maps
+        queries (B, S, H, E), keys and values (B, S, K, E), and the batch to (B, S, H, E), causally and within documents
+        where the batch has `document_ids`; one that looks at many positions can be put in its place."""
+        ...
+
+
+@runtime_checkable
 class HasFSDPUnits(Protocol):
     def fsdp_units(self) -> Sequence[Sequence[str]]:
         """Groups of module names, each to be gathered and freed together, in the order of the forward pass."""
@@ -210,7 +219,8 @@ class Generates(Protocol):
 
 
 class ParallelStage(Protocol):
-    """A built stage. Three more methods are optional: `complete_gradients(model)`, called once a step after the last
+    """A built stage. Four more methods are optional: `split(batch)`, which gives this rank's part of a micro-batch to
+    the executor, by a stage that divides sequences; `complete_gradients(model)`, called once a step after the last
     backward, in the order of the stages, by a stage that leaves gradients partial or owns their reduction;
     `micro_batch(model, backward=, last=)`, a context that executors hold around the forward pass of a micro-batch and,
     with `backward`, its recomputation and backward pass (`last`: of this step); and `executor(model, loss, stages)`, by

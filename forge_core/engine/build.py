@@ -23,6 +23,7 @@ from forge_core.engine.folder import TOKENIZER
 from forge_core.engine.hooks import HookRunner, collect_hooks
 from forge_core.engine.parameters import NamedParameters, check_groups
 from forge_core.engine.rates import Rates
+from forge_core.engine.splitting import SplittingExecutor
 from forge_core.errors import JobError, Problem
 from forge_core.parallel.initialise import check_finite, materialise
 from forge_core.parallel.layout import batch_problems, plan_layout
@@ -208,5 +209,11 @@ def build_executor(job: Job, context: BuildContext, model: Model, stages: Sequen
     loss = context.plugins.build_loss(job.loss, context)
     for stage in stages:
         if hasattr(stage, "executor"):
-            return stage.executor(model, loss, stages)
-    return context.build(job.executor, model=model, loss=loss, stages=stages)
+            return _splitting(stage.executor(model, loss, stages), stages)
+    return _splitting(context.build(job.executor, model=model, loss=loss, stages=stages), stages)
+
+
+def _splitting(executor: Executor, stages: Sequence[ParallelStage]) -> Executor:
+    """The executor, given this rank's part of each micro-batch where a stage divides sequences."""
+    splits = [stage.split for stage in stages if hasattr(stage, "split")]
+    return SplittingExecutor(executor, splits) if splits else executor

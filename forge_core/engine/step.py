@@ -16,7 +16,7 @@ from forge_core.engine.hooks import StepContext
 from forge_core.errors import ForgeError
 from forge_core.metrics.tracker import ABSENT, SOURCE_LOSS, per_source
 from forge_core.parallel.layout import micro_batches
-from forge_core.parallel.mesh import all_reduce_tokens, pipeline_group, token_rank
+from forge_core.parallel.mesh import all_reduce_samples, all_reduce_tokens, pipeline_group, token_rank
 from forge_core.protocols import IGNORED_LABEL, Batch, StepOutput
 
 AUXILIARY = "auxiliary:"
@@ -35,7 +35,7 @@ class Stepper:
         self._source_names = source_names(run.job)
         self._token_rank = token_rank(run.context.mesh, run.context.layout)
         count, _ = micro_batches(run.job, run.context.layout)
-        self._micro_batches = count * run.context.layout.data_parallel
+        self._micro_batches = count * run.context.layout.token_ranks
         self._masked = self._can_mask()
         self.decides = not self._masked and (run.job.train.non_finite != "ignore" or run.hooks.may_skip)
 
@@ -111,7 +111,7 @@ class Stepper:
 
     def _valid_tokens(self, batches: Sequence[Batch]) -> Tensor:
         counts = [(batch["labels"] != IGNORED_LABEL).sum() for batch in batches]
-        return all_reduce_tokens(torch.stack(counts).sum(), self._mesh)
+        return all_reduce_samples(torch.stack(counts).sum(), self._mesh)
 
     def _reduce(
         self, output: StepOutput, batches: Sequence[Batch], auxiliary: Mapping[str, Tensor]

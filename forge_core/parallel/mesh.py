@@ -74,9 +74,18 @@ def _rank_along(dimensions: Sequence[str], mesh: DeviceMesh | None, layout: Layo
 
 def all_reduce_tokens(tensor: torch.Tensor, mesh: DeviceMesh | None) -> torch.Tensor:
     """Sum in place over the token dimensions; the identity in a world of one."""
+    return _all_reduce_along(TOKEN_DIMENSIONS, tensor, mesh)
+
+
+def all_reduce_samples(tensor: torch.Tensor, mesh: DeviceMesh | None) -> torch.Tensor:
+    """Sum in place over the ranks that hold different sequences; the identity in a world of one."""
+    return _all_reduce_along(SAMPLE_DIMENSIONS, tensor, mesh)
+
+
+def _all_reduce_along(dimensions: Sequence[str], tensor: torch.Tensor, mesh: DeviceMesh | None) -> torch.Tensor:
     if mesh is None:
         return tensor
-    for name in TOKEN_DIMENSIONS:
+    for name in dimensions:
         if _size(mesh, name) > 1:
             dist.all_reduce(tensor, group=mesh.get_group(name))
     return tensor

@@ -10,8 +10,9 @@ from attrs import frozen
 from forge_core.config.job import Job
 from forge_core.parallel.replicate import Replicate
 from forge_core.plugins.catalog import Catalog
-from forge_core.testing import Numbers, tiny_job
-from forge_plugin_parallel import FSDP, ActivationCheckpointing, TensorParallel
+from forge_core.testing import Numbers, RandomDocuments, tiny_job
+from forge_plugin_packing import Isolate
+from forge_plugin_parallel import FSDP, ActivationCheckpointing, ContextParallel, TensorParallel
 from forge_plugin_transformer import GroupedQueryAttention, Transformer
 
 SEQUENCES = 8
@@ -34,18 +35,24 @@ class Row:
     tied: bool = False
     chunked: bool = False
     """Whether the loss is made chunk by chunk."""
+    packed: bool = False
+    """Whether sequences hold several documents, kept apart."""
 
     @property
     def features(self) -> str:
         found = {"accumulation": self.micro_batch_size, "ignored labels": self.ignored > 1, "tied": self.tied}
-        return ", ".join(name for name, on in {**found, "chunked loss": self.chunked}.items() if on)
+        found |= {"chunked loss": self.chunked, "packed documents": self.packed}
+        return ", ".join(name for name, on in found.items() if on)
 
     def job(self, folder: str, parallel: bool = True, precision: str = "fp64", steps: int = 5) -> Job:
         """The row's job; without its stages, what it is compared with."""
         attention = GroupedQueryAttention(heads=4, kv_heads=2, qk_norm=True)
         model = Transformer(vocab_size=32, dim=16, layers=2, tie_embeddings=self.tied, attention=attention)
         sources = (Numbers(ignored=self.ignored, held_out=5),)
-        settings: dict[str, Any] = {"model": model, "data": {"sources": sources}, "precision": precision}
+        data: dict[str, Any] = {"sources": sources}
+        if self.packed:
+            data = {"sources": (RandomDocuments(held_out=5),), "packing": Isolate()}
+        settings: dict[str, Any] = {"model": model, "data": data, "precision": precision}
         settings |= {"steps": steps, "global_batch_size": SEQUENCES, "seq_len": SEQ_LEN, "grad_clip_norm": 0.5}
         if parallel:
             settings |= {"parallel": dict(self.stages), "micro_batch_size": self.micro_batch_size}
@@ -61,6 +68,12 @@ def tp(**keys: Any) -> TensorParallel:
 
 
 PLAIN_TP = tp(sequence_parallel=False, loss_parallel=False)
+
+
+def cp(method: str) -> ContextParallel:
+    return ContextParallel(degree=2, method=method)  # type: ignore[arg-type]
+
+
 FSDP_SCATTER, FSDP_ALL_REDUCE = "fsdp over shard", "fsdp over replicate"
 SUM, TP_COMPLETION, TP_SUM, TP_SCATTER = "replicate", "tp of whole weights", "tp of parts", "tp of parts, scattered"
 ROWS = [
@@ -95,6 +108,28 @@ ROWS = [
         micro_batch_size=2,
         tied=True,
         ignored=5,
+    ),
+    Row(name="cp2, ring", ranks=2, stages={"cp": cp("ring")}, reduction=SUM, packed=True, micro_batch_size=2),
+    Row(name="cp2, all-gather", ranks=2, stages={"cp": cp("all_gather")}, reduction=SUM, ignored=7, tied=True),
+    Row(name="cp2, ulysses", ranks=2, stages={"cp": cp("ulysses")}, reduction=SUM, packed=True, chunked=True),
+    Row(name="cp2, ring, whole", ranks=2, stages={"cp": cp("ring")}, reduction=SUM, chunked=True, tied=True),
+    Row(name="cp4, ring", ranks=4, stages={"cp": ContextParallel(degree=4)}, reduction=SUM, packed=True, tied=True),
+    Row(
+        name="fsdp2 x cp2",
+        ranks=4,
+        stages={"fsdp": FSDP(), "cp": cp("ring")},
+        reduction=FSDP_SCATTER,
+        micro_batch_size=1,
+        ignored=5,
+    ),
+    Row(
+        name="tp2 x cp2",
+        ranks=4,
+        stages={"tp": tp(), "cp": cp("all_gather")},
+        reduction=TP_COMPLETION,
+        packed=True,
+        micro_batch_size=2,
+        chunked=True,
     ),
     Row(name="fsdp4", ranks=4, stages={"fsdp": FSDP()}, reduction=FSDP_SCATTER, ignored=7, micro_batch_size=1),
     Row(

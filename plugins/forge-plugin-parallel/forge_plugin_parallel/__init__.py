@@ -1,7 +1,8 @@
-"""Stages that need torch alone: `fsdp`, `tp` and `activation_checkpointing`."""
+"""Stages that need torch alone: `fsdp`, `tp`, `cp` and `activation_checkpointing`."""
 
 from forge_plugin_parallel.activation_checkpointing import ActivationCheckpointing
+from forge_plugin_parallel.cp import ContextParallel
 from forge_plugin_parallel.fsdp import FSDP
 from forge_plugin_parallel.tp import TensorParallel
 
-__all__ = ["FSDP", "ActivationCheckpointing", "TensorParallel"]
+__all__ = ["FSDP", "ActivationCheckpointing", "ContextParallel", "TensorParallel"]

@@ -12,6 +12,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+
+def all_to_all(x: Tensor, split: int, join: int, group: dist.ProcessGroup) -> Tensor:
+    """Every rank gives every other its part along dimension `split`; what arrives is put together along `join`.
+    Backward: the same with the two exchanged."""
+    return _AllToAll.apply(x, split, join, group)  # type: ignore[no-untyped-call]
+
+
 # Their names since torch 2.13, and the ones before.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -101,6 +108,18 @@ class _GatherEqual(torch.autograd.Function):
         return grad.chunk(ranks, ctx.dim)[rank].contiguous(), None, None
 
 
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, split: int, join: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.split, ctx.join, ctx.group = split, join, group
+        return _exchanged(x, split, join, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _exchanged(grad, ctx.join, ctx.split, ctx.group), None, None, None
+
+
 def _gathered(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     ranks = dist.get_world_size(group)
     parts = x.new_empty(ranks * x.shape[0], *x.shape[1:])
@@ -120,3 +139,10 @@ def _summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     total = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
     return total
+
+
+def _exchanged(x: Tensor, split: int, join: int, group: dist.ProcessGroup) -> Tensor:
+    sent = torch.stack(x.chunk(dist.get_world_size(group), split))
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    return torch.cat(received.unbind(), join)

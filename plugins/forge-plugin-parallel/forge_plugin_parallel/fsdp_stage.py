@@ -68,10 +68,11 @@ def data_mesh(context: BuildContext) -> DeviceMesh:
     """The mesh that parameters are sharded on: its last dimension is `shard` x `cp`, one before it is `replicate`."""
     mesh, layout = context.mesh, context.layout
     assert mesh is not None
-    name = "shard" if layout.cp == 1 else "cp" if layout.shard == 1 else "shard_cp"
-    if name == "shard_cp":
-        mesh["shard", "cp"]._flatten(name)
-    return mesh["replicate", name] if layout.replicate > 1 else mesh[name]
+    if layout.cp == 1 or layout.shard == 1:
+        name = "shard" if layout.cp == 1 else "cp"
+        return mesh["replicate", name] if layout.replicate > 1 else mesh[name]
+    flat = mesh["shard", "cp"]._flatten("shard_cp")
+    return mesh["replicate", "shard_cp"] if layout.replicate > 1 else flat
 
 
 def inner_units(model: nn.Module) -> list[list[nn.Module]]:

@@ -12,7 +12,7 @@ from forge_core.errors import JobError
 from forge_core.parallel.layout import Layout
 from forge_core.testing import Numbers, TinyModel, tiny_job
 from forge_core.testing.processes import run_on_ranks
-from forge_plugin_parallel import FSDP, TensorParallel
+from forge_plugin_parallel import FSDP, ContextParallel, TensorParallel
 from forge_plugin_transformer import GroupedQueryAttention, SwiGLU, Transformer
 
 FSDP2 = {"fsdp": FSDP()}
@@ -52,7 +52,7 @@ def single(tmp_path_factory):
 
 def test_one_checkpoint_folder_for_all_layouts(tmp_path, single):
     train(tmp_path, {}, steps=1)
-    layouts = ((2, FSDP2), (4, BOTH), (2, TP2), (4, {"fsdp": FSDP(replicate=2)}))
+    layouts = ((2, FSDP2), (4, BOTH), (4, {**TP2, "cp": ContextParallel(degree=2)}), (4, {"fsdp": FSDP(replicate=2)}))
     for steps, (ranks, stages) in enumerate(layouts, 2):
         run_on_ranks(ranks, lambda rank, stages=stages, steps=steps: train(tmp_path, stages, steps=steps))
     train(tmp_path, {}, steps=6)
@@ -97,3 +97,30 @@ class TestWhatIsRefused:
     def test_reducing_every_one_of_one(self, tmp_path):
         [problem] = FSDP(reduce_every_micro_batch=True).problems(job(tmp_path, {}), Layout(shard=2))
         assert str(problem).startswith("reduce_every_micro_batch: each rank has one micro-batch a step")
+
+    def test_a_model_that_does_not_say_what_mixes_positions(self, tmp_path):
+        def build(rank):
+            with pytest.raises(
+                JobError, match=r"TinyNetwork has no sequence_mixers\(\), so its sequences cannot be split"
+            ):
+                train(tmp_path, {"cp": ContextParallel(degree=2)}, model=TinyModel(layers=2))
+
+        run_on_ranks(2, build)
+
+    def test_pieces_that_do_not_divide(self, tmp_path):
+        trained = job(tmp_path, {})
+        [problem] = ContextParallel(degree=16).problems(trained, Layout(cp=16))
+        assert str(problem) == "degree: 32 pieces do not divide train.seq_len = 16; change one of them"
+        [problem] = ContextParallel(degree=4).problems(trained, Layout(cp=4, tp=4))
+        assert "8 pieces x tp 4 = 32 do not divide" in str(problem)
+        assert not list(ContextParallel(degree=16, method="ulysses").problems(trained, Layout(cp=16)))
+
+    def test_heads_that_cannot_be_exchanged(self, tmp_path):
+        stages = {"cp": ContextParallel(degree=2, method="ulysses")}
+        model = transformer(attention=GroupedQueryAttention(heads=4, kv_heads=1))
+
+        def build(rank):
+            with pytest.raises(JobError, match="1 key/value heads cannot be shared by 2 ranks"):
+                train(tmp_path, stages, model=model)
+
+        run_on_ranks(2, build)

@@ -141,7 +141,12 @@ class GroupedQueryAttention(nn.Module):
         normed = isinstance(self.q_norm, RMSNorm)
         return plan | ({"q_norm": "replicate", "k_norm": "replicate"} if normed else {})
 
+    def sequence_mixers(self) -> Sequence[str]:
+        return ["core"]
+
     def backend_choices(self, seq_len: int) -> Sequence[tuple[str, str, str]]:
+        if not isinstance(self.core, AttentionCore):  # a stage has put another in its place
+            return []
         kernel, documents = self.core.choice, self.core.documents
         apart = [("documents", documents.way, documents.why)] if documents.matters else []
         return [("attention", kernel.kernel, kernel.why), *apart]

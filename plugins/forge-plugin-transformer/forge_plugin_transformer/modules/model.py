@@ -115,6 +115,9 @@ class TransformerModel(nn.Module):
                 plan[name] = "sequence"
         return plan | {"norm": "sequence", "head": "vocab_head"}
 
+    def sequence_mixers(self) -> Sequence[str]:
+        return list(chain.from_iterable(parts.sequence_mixers(name, part) for name, part in self._parts()))
+
     def fsdp_units(self) -> Sequence[Sequence[str]]:
         """A tied table is wanted at both ends, so it goes with the head's unit and stays gathered throughout."""
         ends = [["embedding", "norm", "head"]] if self.tied else [["embedding"], ["norm", "head"]]

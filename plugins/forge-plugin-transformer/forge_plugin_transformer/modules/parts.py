@@ -6,7 +6,16 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
-from forge_core.protocols import Batch, HasFloat8Exemptions, HasFlops, HasRoles, HasTensorParallelPlan, Prepares, Role
+from forge_core.protocols import (
+    Batch,
+    HasFloat8Exemptions,
+    HasFlops,
+    HasRoles,
+    HasSequenceMixers,
+    HasTensorParallelPlan,
+    Prepares,
+    Role,
+)
 
 
 def prepare(part: nn.Module, batch: Batch) -> Batch:
@@ -38,6 +47,11 @@ def tensor_parallel_plan(name: str, part: nn.Module) -> dict[str, str]:
     """The part's plan, with module names below `name`; "" is the part itself."""
     plan = part.tensor_parallel_plan() if isinstance(part, HasTensorParallelPlan) else {}
     return {f"{name}.{key}" if key else name: how for key, how in plan.items()}
+
+
+def sequence_mixers(name: str, part: nn.Module) -> list[str]:
+    """The part's modules that let positions see each other, with names below `name`."""
+    return [f"{name}.{key}" for key in part.sequence_mixers()] if isinstance(part, HasSequenceMixers) else []
 
 
 def float8_exempt(name: str, part: nn.Module) -> list[str]:

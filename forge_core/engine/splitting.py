@@ -1,0 +1,27 @@
+"""Micro-batches of which each rank has a part of the sequences only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import reduce
+
+from torch import Tensor
+
+from forge_core.protocols import Batch, Executor, StepOutput
+
+
+class SplittingExecutor:
+    """See `forge_core.protocols.Executor`. Gives another executor this rank's part of each micro-batch; whoever calls
+    it sees whole ones."""
+
+    def __init__(self, executor: Executor, splits: Sequence[Callable[[Batch], Batch]]) -> None:
+        self._executor, self._splits = executor, splits
+
+    def train_step(self, batches: Sequence[Batch], denominator: Tensor) -> StepOutput:
+        return self._executor.train_step([self._split(batch) for batch in batches], denominator)
+
+    def evaluate(self, batches: Sequence[Batch]) -> StepOutput:
+        return self._executor.evaluate([self._split(batch) for batch in batches])
+
+    def _split(self, batch: Batch) -> Batch:
+        return reduce(lambda part, split: split(part), self._splits, batch)

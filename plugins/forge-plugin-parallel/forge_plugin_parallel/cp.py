@@ -1,0 +1,54 @@
+"""The component `cp`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from attrs import field, frozen
+from attrs.validators import ge
+
+from forge_core.components import ParallelComponent
+from forge_core.errors import Problem
+
+if TYPE_CHECKING:
+    from forge_core.config.job import Job
+    from forge_core.context import BuildContext
+    from forge_core.parallel.layout import Layout
+    from forge_core.protocols import ParallelStage
+
+
+@frozen(kw_only=True)
+class ContextParallel(ParallelComponent):
+    """Context parallel: each sequence is split over `degree` ranks, for sequences too long for one. For models that
+    name what lets positions see each other (`sequence_mixers()`).
+    """
+
+    after: ClassVar[Mapping[str, str]] = {
+        "pp": "only the layers that this rank keeps see split sequences",
+        "float8": "it replaces modules, and attention must be that of the new ones",
+        "tp": "attention sees the heads that tp leaves",
+    }
+
+    degree: int = field(validator=ge(1))
+    """Ranks that share each sequence."""
+    method: Literal["ring", "all_gather", "ulysses"] = "ring"
+    """How attention sees the positions of other ranks. ring: keys and values go round while the next block is computed
+    (Liu et al. 2023); memory does not grow with the whole sequence. all_gather: they are gathered whole (Llama 3,
+    section 3.3.2). ulysses: heads are exchanged for positions (Jacobs et al. 2023), with any kernel; `degree` divides
+    the key/value heads."""
+
+    def degrees(self) -> Mapping[str, int | str]:
+        return {"cp": self.degree}
+
+    def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        pieces = self.degree * (1 if self.method == "ulysses" else 2)
+        split = pieces * layout.tp
+        if job.train.seq_len % split:
+            why = f"{pieces} pieces" if layout.tp == 1 else f"{pieces} pieces x tp {layout.tp} = {split}"
+            yield Problem("degree", f"{why} do not divide train.seq_len = {job.train.seq_len}; change one of them")
+
+    def build(self, context: BuildContext) -> ParallelStage:
+        from forge_plugin_parallel.cp_stage import ContextParallelStage
+
+        return ContextParallelStage(self, context)

@@ -1,0 +1,167 @@
+"""What the component `cp` builds.
+
+Shapes: B sequences, S positions, s positions of this rank, H query heads, K key/value heads, E width of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from forge_core.errors import JobError
+from forge_core.protocols import HasSequenceMixers
+from forge_plugin_parallel.collectives import all_gather, all_to_all
+from forge_plugin_parallel.ring import Piece, attend, ring_attention
+
+if TYPE_CHECKING:
+    from forge_core.context import BuildContext
+    from forge_core.protocols import Batch, Model
+    from forge_plugin_parallel.cp import ContextParallel
+
+WHOLE = "whole:"
+"""Starts the name of an entry of the batch that has all positions."""
+
+
+class ContextParallelStage:
+    """See `forge_core.protocols.ParallelStage`.
+
+    For `ring` and `all_gather`, a sequence is cut into twice as many pieces as there are ranks, and each rank has one
+    from the front and its counterpart from the back, so that all have equally much to attend to.
+    """
+
+    def __init__(self, component: ContextParallel, context: BuildContext) -> None:
+        assert context.mesh is not None
+        self._group = context.mesh.get_group("cp")
+        self._ranks, self._rank = context.layout.cp, context.mesh.get_local_rank("cp")
+        self._method = component.method
+        self._places: dict[tuple[int, int, torch.device], Tensor] = {}
+
+    def apply(self, model: Model) -> Model:
+        """Put attention over all ranks' positions in the place of the model's own.
+
+        Raises:
+            JobError: the model does not say what lets its positions see each other.
+        """
+        if self._ranks == 1:
+            return model
+        if not isinstance(model, HasSequenceMixers):
+            seen = f"{type(model).__name__} has no sequence_mixers()"
+            raise JobError(f"parallel.cp: {seen}, so its sequences cannot be split; leave the stage out")
+        assert isinstance(model, nn.Module)
+        for name in model.sequence_mixers():
+            parent, _, key = name.rpartition(".")
+            mixer = model.get_submodule(name)
+            replacement = Exchange(mixer, self._group) if self._method == "ulysses" else self._over_ranks()
+            setattr(model.get_submodule(parent), key, replacement)
+        return model
+
+    def split(self, batch: Batch) -> Batch:
+        """This rank's positions of every entry that has positions, and where they stand; documents also whole."""
+        if self._ranks == 1:
+            return batch
+        rows, length = batch["input_ids"].shape
+        places = self._own_places(self._rank, length, batch["input_ids"].device)
+        part: dict[str, Tensor] = {}
+        for name, value in batch.items():
+            has_positions = value.ndim > 1 and value.shape[1] == length
+            part[name] = value.index_select(1, places) if has_positions else value
+        part.setdefault("positions", places.expand(rows, -1))
+        if "document_ids" in batch:
+            part[WHOLE + "document_ids"] = batch["document_ids"]
+        return part
+
+    def _own_places(self, rank: int, length: int, device: torch.device) -> Tensor:
+        """(s,) ascending: the positions of a rank."""
+        key = rank, length, device
+        if key not in self._places:
+            self._places[key] = places(rank, self._ranks, length, self._method != "ulysses").to(device)
+        return self._places[key]
+
+    def _over_ranks(self) -> nn.Module:
+        return Ring(self._group) if self._method == "ring" else Gathered(self._group)
+
+
+def places(rank: int, ranks: int, length: int, balanced: bool) -> Tensor:
+    """(s,) the positions of a rank, ascending."""
+    if not balanced:
+        return torch.arange(length).chunk(ranks)[rank]
+    pieces = torch.arange(length).chunk(2 * ranks)
+    return torch.cat([pieces[rank], pieces[2 * ranks - 1 - rank]])
+
+
+class _Mixer(nn.Module):
+    """In the place of a module that lets positions see each other: q (B, s, H, E), k and v (B, s, K, E) ->
+    (B, s, H, E)."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.group = group
+        self.ranks, self.rank = dist.get_world_size(group), dist.get_rank(group)
+
+    def prepare(self, batch: Batch) -> Batch:
+        """Documents are looked up as they are."""
+        return batch
+
+    def _pieces(self, batch: Batch, length: int) -> list[Piece]:
+        """Of each rank, where its positions stand and of which documents they are."""
+        documents, device = batch.get(WHOLE + "document_ids"), batch["positions"].device
+        found = []
+        for rank in range(self.ranks):
+            own = places(rank, self.ranks, length * self.ranks, balanced=True).to(device)
+            found.append(Piece(own, None if documents is None else _numbered(documents).index_select(1, own)))
+        return found
+
+
+def _numbered(document_ids: Tensor) -> Tensor:
+    """The number of each position's document in its row (B, S): an id that comes back is another document."""
+    starts = document_ids[:, 1:] != document_ids[:, :-1]
+    return nn.functional.pad(starts.cumsum(1), (1, 0))
+
+
+class Ring(_Mixer):
+    """Keys and values go round."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
+        return ring_attention(q, k, v, self._pieces(batch, q.shape[1]), self.group)
+
+
+class Gathered(_Mixer):
+    """Keys and values are gathered whole."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
+        pieces = self._pieces(batch, q.shape[1])
+        k, v = (all_gather(tensor, 1, self.group) for tensor in (k, v))
+        return attend(q, k, v, pieces[self.rank], Piece.joined(pieces))
+
+
+class Exchange(nn.Module):
+    """Exchanges positions for heads around the model's own mixer."""
+
+    def __init__(self, mixer: nn.Module, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.mixer, self.group = mixer, group
+
+    def prepare(self, batch: Batch) -> Batch:
+        return batch
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
+        """
+        Raises:
+            JobError: the heads cannot be shared equally.
+        """
+        ranks = dist.get_world_size(self.group)
+        if k.shape[2] % ranks:
+            raise JobError(
+                f"parallel.cp: {k.shape[2]} key/value heads cannot be shared by {ranks} ranks; take another method"
+            )
+        q, k, v = (all_to_all(tensor, 2, 1, self.group) for tensor in (q, k, v))
+        return all_to_all(self.mixer(q, k, v, _whole(batch)), 1, 2, self.group)
+
+
+def _whole(batch: Batch) -> Mapping[str, Tensor]:
+    """What a mixer is told of all positions."""
+    return {name.removeprefix(WHOLE): value for name, value in batch.items() if name.startswith(WHOLE)}
