@@ -11,6 +11,7 @@ from forge_core.config.job import Job
 from forge_core.parallel.replicate import Replicate
 from forge_core.plugins.catalog import Catalog
 from forge_core.testing import Numbers, RandomDocuments, tiny_job
+from forge_plugin_compile import Compile
 from forge_plugin_packing import Isolate
 from forge_plugin_parallel import FSDP, ActivationCheckpointing, ContextParallel, TensorParallel
 from forge_plugin_transformer import GroupedQueryAttention, Transformer
@@ -67,6 +68,7 @@ def tp(**keys: Any) -> TensorParallel:
     return TensorParallel(degree=2, **keys)
 
 
+TRACED = Compile(backend="aot_eager")
 PLAIN_TP = tp(sequence_parallel=False, loss_parallel=False)
 
 
@@ -109,6 +111,15 @@ ROWS = [
         tied=True,
         ignored=5,
     ),
+    Row(
+        name="fsdp2, compiled, checkpointing",
+        ranks=2,
+        stages={"fsdp": FSDP(), "compile": TRACED, "activation_checkpointing": ActivationCheckpointing()},
+        reduction=FSDP_SCATTER,
+        ignored=7,
+        chunked=True,
+    ),
+    Row(name="tp2+sp+loss, compiled", ranks=2, stages={"tp": tp(), "compile": TRACED}, reduction=TP_SCATTER, tied=True),
     Row(name="cp2, ring", ranks=2, stages={"cp": cp("ring")}, reduction=SUM, packed=True, micro_batch_size=2),
     Row(name="cp2, all-gather", ranks=2, stages={"cp": cp("all_gather")}, reduction=SUM, ignored=7, tied=True),
     Row(name="cp2, ulysses", ranks=2, stages={"cp": cp("ulysses")}, reduction=SUM, packed=True, chunked=True),

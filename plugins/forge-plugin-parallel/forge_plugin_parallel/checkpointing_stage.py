@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -60,6 +61,9 @@ class Checkpointed:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
+        if torch.compiler.is_compiling():  # what is computed again is part of the graph, and counts nothing twice
+            selective = {"context_fn": SELECTIVE} if self.contexts.selective else {}
+            return checkpoint(self.forward, *args, use_reentrant=False, **selective, **kwargs)
         return checkpoint(self.forward, *args, use_reentrant=False, context_fn=self.contexts, **kwargs)
 
 
@@ -73,12 +77,15 @@ class _Contexts:
     def __call__(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         if not self.selective:
             return nullcontext(), self.recomputing
-        forward, recompute = create_selective_checkpoint_contexts(_policy)  # type: ignore[no-untyped-call]
+        forward, recompute = SELECTIVE()
         return forward, _Both(recompute, self.recomputing)
 
 
 def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if operation in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+SELECTIVE = partial(create_selective_checkpoint_contexts, _policy)
 
 
 class _Both(AbstractContextManager[None]):

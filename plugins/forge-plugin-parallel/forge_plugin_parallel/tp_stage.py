@@ -190,15 +190,15 @@ def _tie_again(model: nn.Module) -> None:
 @contextmanager
 def _local_parameters(module: nn.Module) -> Iterator[None]:
     """Within this context, this rank's parts stand in for a module's own parameters, connected to them."""
-    own = [key for key, parameter in module._parameters.items() if parameter is not None]
-    keys = [key for key in own if key not in module.__dict__]  # else a context around this one has done it
-    for key in keys:
-        object.__setattr__(module, key, _connected(module._parameters[key]))
+    held = dict(module._parameters)
+    for key, parameter in held.items():
+        if isinstance(parameter, DTensor):  # else a context around this one has done it
+            module._parameters[key] = _connected(parameter)  # type: ignore[assignment]
     try:
         yield
     finally:
-        for key in keys:
-            object.__delattr__(module, key)
+        for key, parameter in held.items():
+            module._parameters[key] = parameter
 
 
 def _connected(parameter: Any) -> Tensor:
@@ -242,7 +242,7 @@ class _Row:
             bias = getattr(self.module, "bias", None)
             if bias is None:
                 return self.leave(self.forward(x))
-            object.__setattr__(self.module, "bias", None)
+            self.module._parameters["bias"] = None
             return self.leave(self.forward(x)) + bias.to(x.dtype)
 
 
