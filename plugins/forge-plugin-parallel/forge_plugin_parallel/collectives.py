@@ -1,23 +1,14 @@
-"""Differentiable collectives over the ranks of a group, each with the one that undoes it as its backward pass.
-
-Shapes: B sequences, S positions, s positions of this rank (S / ranks), D width.
-"""
+"""Differentiable collectives over the ranks of a group, each with the one that undoes it as its backward pass."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-
-
-def all_to_all(x: Tensor, split: int, join: int, group: dist.ProcessGroup) -> Tensor:
-    """Every rank gives every other its part along dimension `split`; what arrives is put together along `join`.
-    Backward: the same with the two exchanged."""
-    return _AllToAll.apply(x, split, join, group)  # type: ignore[no-untyped-call]
-
 
 # Their names since torch 2.13, and the ones before.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -26,98 +17,51 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 def all_gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """The ranks' parts put together along a dimension. Backward: sum over ranks, this rank's part of it."""
-    return _AllGather.apply(x, dim, group)  # type: ignore[no-untyped-call]
+    return _apply(x, lambda x: _gathered(x, dim, group), lambda grad: _scattered(grad, dim, group))
 
 
 def reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """Sum over ranks, this rank's part of it along a dimension. Backward: the parts put together."""
-    return _ReduceScatter.apply(x, dim, group)  # type: ignore[no-untyped-call]
+    return _apply(x, lambda x: _scattered(x, dim, group), lambda grad: _gathered(grad, dim, group))
 
 
 def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Sum over ranks, of which each then computes the same. Backward: as it is."""
-    return _AllReduce.apply(x, group)  # type: ignore[no-untyped-call]
+    return _apply(x, lambda x: _summed(x, group), lambda grad: grad)
 
 
 def fan_out(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """As it is, equal on all ranks, of which each then computes something else. Backward: sum over ranks."""
-    return _FanOut.apply(x, group)  # type: ignore[no-untyped-call]
+    return _apply(x, lambda x: x.view_as(x), lambda grad: _summed(grad, group))
 
 
 def gather_equal(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """The ranks' parts put together, from which each rank then computes the same. Backward: this rank's part."""
-    return _GatherEqual.apply(x, dim, group)  # type: ignore[no-untyped-call]
+    return _apply(x, lambda x: _gathered(x, dim, group), lambda grad: _own(grad, dim, group))
 
 
-class _AllGather(torch.autograd.Function):
+def all_to_all(x: Tensor, split: int, join: int, group: dist.ProcessGroup) -> Tensor:
+    """Every rank gives every other its part along dimension `split`; what arrives is put together along `join`.
+    Backward: the same with the two exchanged."""
+    return _apply(x, lambda x: _exchanged(x, split, join, group), lambda grad: _exchanged(grad, join, split, group))
+
+
+def _apply(x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]) -> Tensor:
+    return _Collective.apply(x, forward, backward)  # type: ignore[no-untyped-call]
+
+
+class _Collective(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return _gathered(x, dim, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _scattered(grad, ctx.dim, ctx.group), None, None
-
-
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return _scattered(x, dim, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _gathered(grad, ctx.dim, ctx.group), None, None
-
-
-class _AllReduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        return _summed(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
-
-
-class _FanOut(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _summed(grad, ctx.group), None
-
-
-class _GatherEqual(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return _gathered(x, dim, group)
+    def forward(
+        ctx: Any, x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        ctx.undo = backward
+        return forward(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        ranks, rank = dist.get_world_size(ctx.group), dist.get_rank(ctx.group)
-        return grad.chunk(ranks, ctx.dim)[rank].contiguous(), None, None
-
-
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, split: int, join: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.split, ctx.join, ctx.group = split, join, group
-        return _exchanged(x, split, join, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _exchanged(grad, ctx.join, ctx.split, ctx.group), None, None, None
+        return ctx.undo(grad), None, None
 
 
 def _gathered(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
@@ -139,6 +83,10 @@ def _summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     total = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
     return total
+
+
+def _own(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    return x.chunk(dist.get_world_size(group), dim)[dist.get_rank(group)].contiguous()
 
 
 def _exchanged(x: Tensor, split: int, join: int, group: dist.ProcessGroup) -> Tensor:
