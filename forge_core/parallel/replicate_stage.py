@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from forge_core.parallel.mesh import all_reduce_tokens, local_part
 
@@ -31,16 +32,22 @@ class ReplicateStage:
         """Sum every gradient over the token dimensions. A parameter that got none on this rank counts as zero."""
         if self._alone:
             return
-        for bucket in _buckets([p for p in model.parameters() if p.requires_grad]):
-            self._reduce(bucket)
+        sum_gradients(model.parameters(), lambda flat: all_reduce_tokens(flat, self._mesh))
 
-    def _reduce(self, parameters: list[nn.Parameter]) -> None:
-        for parameter in parameters:
+
+def sum_gradients(parameters: Iterable[nn.Parameter], reduce: Callable[[Tensor], object]) -> None:
+    """Sum, in place, the gradients of parameters that train; of split ones, this rank's part. None counts as zero.
+
+    Args:
+        reduce: sums a flat tensor over ranks, in place; called with many gradients at a time.
+    """
+    for bucket in _buckets([parameter for parameter in parameters if parameter.requires_grad]):
+        for parameter in bucket:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        gradients = [local_part(parameter.grad) for parameter in parameters]
+        gradients = [local_part(parameter.grad) for parameter in bucket]
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-        all_reduce_tokens(flat, self._mesh)
+        reduce(flat)
         parts = flat.split([gradient.numel() for gradient in gradients])
         torch._foreach_copy_(gradients, [part.view_as(g) for part, g in zip(parts, gradients, strict=True)])
 

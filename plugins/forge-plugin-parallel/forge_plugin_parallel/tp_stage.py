@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from forge_core.errors import JobError
 from forge_core.parallel.initialise import ties
 from forge_core.parallel.mesh import local_part
+from forge_core.parallel.replicate_stage import sum_gradients
 from forge_core.protocols import HasTensorParallelPlan, VocabShard
 from forge_plugin_parallel.collectives import all_gather, all_reduce, fan_out, gather_equal, reduce_scatter
 
@@ -81,13 +82,8 @@ class TensorParallelStage:
 
     def complete_gradients(self, model: Model) -> None:
         """Sum, over the ranks, the gradients that each has a part of."""
-        parameters = [module.get_parameter(key) for module, key in self._partial]
-        gradients = [local_part(p.grad) for p in parameters if p.grad is not None]
-        if gradients:
-            flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-            dist.all_reduce(flat, group=self._group)
-            parts = flat.split([gradient.numel() for gradient in gradients])
-            torch._foreach_copy_(gradients, [p.view_as(g) for p, g in zip(parts, gradients, strict=True)])
+        partial = (module.get_parameter(key) for module, key in self._partial)
+        sum_gradients(partial, lambda flat: dist.all_reduce(flat, group=self._group))
 
     # --- parameters ------------------------------------------------------------------------------------------------
 

@@ -6,8 +6,10 @@ import pytest
 import torch
 from attrs import frozen
 
+from forge_core.components import ParallelComponent
 from forge_core.config.part import parse_component
-from forge_core.engine.trainer import Trainer
+from forge_core.data.loader import TrainLoader
+from forge_core.engine.step import Stepper
 from forge_core.errors import JobError
 from forge_core.parallel.layout import Layout
 from forge_core.testing import TinyModel
@@ -35,25 +37,11 @@ class Counting(TinyModel):
         return model
 
 
-def lines(job):
-    found = []
-
-    class Note:
-        def __call__(self, text):
-            found.append(text)
-
-    summary = Trainer(job, echo=Note()).run()
-    return summary.loss
-
-
 @pytest.mark.parametrize("stage", MODES, ids=["full", "selective", "every second"])
 def test_the_curve_is_the_same_dropout_and_auxiliary_losses_included(make_job, build, stage):
     found = []
     for stages in ({}, {"activation_checkpointing": stage}):
         run = build(make_job(model=Counting(layers=4, dropout=0.3), parallel=stages))
-        from forge_core.data.loader import TrainLoader
-        from forge_core.engine.step import Stepper
-
         loader = TrainLoader(run.job, run.datasets, run.context)
         output, sums = Stepper(run).gradients(loader.next_step(), 0)
         loader.close()
@@ -81,7 +69,5 @@ def test_more_than_there_are_layers_is_refused(make_job):
 
 
 def test_an_unknown_mode_is_refused(catalog):
-    from forge_core.components import ParallelComponent
-
     with pytest.raises(JobError, match="mode"):
         parse_component({"type": "activation_checkpointing", "mode": "ful"}, "x", ParallelComponent, catalog)

@@ -1,18 +1,23 @@
-"""Stages `fsdp` and `tp` in whole runs: checkpoints, evaluations, and what they refuse. Curves are in tests/parity."""
+"""Stages `fsdp`, `tp` and `cp` in whole runs, and what they refuse. Curves are in tests/parity."""
 
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
+import torch
 
+from forge_core.engine.build import build_context, build_run
 from forge_core.engine.trainer import Trainer
 from forge_core.errors import JobError
 from forge_core.parallel.layout import Layout
+from forge_core.plugins.catalog import Catalog
 from forge_core.testing import Numbers, TinyModel, tiny_job
 from forge_core.testing.processes import run_on_ranks
 from forge_plugin_parallel import FSDP, ContextParallel, TensorParallel
+from forge_plugin_parallel.fsdp_stage import _precision
 from forge_plugin_transformer import GroupedQueryAttention, SwiGLU, Transformer
 
 FSDP2 = {"fsdp": FSDP()}
@@ -66,7 +71,29 @@ def test_a_model_without_units_is_sharded_by_its_layers(tmp_path):
     assert found == pytest.approx(expected, rel=1e-9)
 
 
-def test_half_precision_reduces_in_float32_and_stays_close(tmp_path):
+def test_in_half_precision_gradients_are_reduced_in_float32():
+    policy = _precision(torch.bfloat16)
+    assert (policy.param_dtype, policy.reduce_dtype) == (torch.bfloat16, torch.float32)
+    assert _precision(torch.float64).reduce_dtype is None, "whatever the gradients have"
+
+
+def test_an_evaluation_sees_weights_that_change_outside_of_steps(tmp_path):
+    """The head is gathered with the root, which no backward pass frees then."""
+
+    def losses(rank):
+        trained = job(tmp_path, FSDP2)
+        run = build_run(trained, build_context(trained, Catalog.installed(), None))
+        batch = {"input_ids": torch.arange(16)[None], "labels": torch.arange(16)[None]}
+        before = run.executor.evaluate([batch]).loss_sum.item()
+        with torch.no_grad():
+            next(item.parameter for item in run.parameters if item.role == "head").zero_()  # as an optimizer has it
+        return before, run.executor.evaluate([batch]).loss_sum.item()
+
+    for before, after in run_on_ranks(2, losses):
+        assert after == pytest.approx(16 * math.log(32)) != before
+
+
+def test_half_precision_stays_close(tmp_path):
     for folder, stages, ranks in ((tmp_path / "a", {}, 1), (tmp_path / "b", FSDP2, 2)):
         run_on_ranks(ranks, lambda rank, f=folder, s=stages: train(f, s, precision="bf16"))
     found, expected = (numbers(tmp_path / name, "loss") for name in "ba")
