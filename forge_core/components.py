@@ -237,6 +237,14 @@ class ParallelComponent(Component):
     before: ClassVar[Mapping[str, str]] = {}
     owns_reduction: ClassVar[bool] = False
     """Whether this stage reduces gradients over the token dimensions. At most one stage of a job may."""
+    drops_parameters: ClassVar[bool] = False
+    """Whether it leaves each rank only some of the model's layers. Names of parameters stay the same all the same."""
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether gradients of activations and of weights are computed apart. Parameters must then stay as they are
+        from the forward pass to the end of the step."""
+        return False
 
     def degrees(self) -> Mapping[str, int | str]:
         """Mesh dimensions that this stage asks for, with their size, or `"auto"` for what is left over."""

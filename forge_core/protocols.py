@@ -184,6 +184,16 @@ class HasSequenceMixers(Protocol):
 
 
 @runtime_checkable
+class HasEnds(Protocol):
+    """A model that can be cut between any two of its layers. Where it is, `layers` has those of this rank alone, and
+    modules of an end that another rank has are replaced by ones without parameters. Tied modules are never parted."""
+
+    def ends(self) -> tuple[Sequence[str], Sequence[str]]:
+        """Names of the modules that `embed` uses, and of those that `finish` and the head use."""
+        ...
+
+
+@runtime_checkable
 class HasFSDPUnits(Protocol):
     def fsdp_units(self) -> Sequence[Sequence[str]]:
         """Groups of module names, each to be gathered and freed together, in the order of the forward pass."""
@@ -219,12 +229,18 @@ class Generates(Protocol):
 
 
 class ParallelStage(Protocol):
-    """A built stage. Four more methods are optional: `split(batch)`, which gives this rank's part of a micro-batch to
-    the executor, by a stage that divides sequences; `complete_gradients(model)`, called once a step after the last
-    backward, in the order of the stages, by a stage that leaves gradients partial or owns their reduction;
-    `micro_batch(model, backward=, last=)`, a context that executors hold around the forward pass of a micro-batch and,
-    with `backward`, its recomputation and backward pass (`last`: of this step); and `executor(model, loss, stages)`, by
-    a stage that runs the micro-batches itself."""
+    """A built stage. More methods are optional:
+
+    `split(batch)` gives this rank's part of a micro-batch to the executor, by a stage that divides sequences.
+    `micro_batch(model, backward=, last=)` is a context that executors hold around the forward pass of a micro-batch and,
+    with `backward`, its recomputation and backward pass (`last`: of this step). An executor that lets micro-batches
+    overlap holds one around all of a step, with `last=False`: what is left to reduce is then reduced in
+    `complete_gradients`.
+    `complete_gradients(model)` is called once a step after the last backward, last stage first, by a stage that leaves
+    gradients partial or owns their reduction.
+    `executor(model, loss, stages)` is for a stage that runs the micro-batches itself.
+    `counted_elsewhere(model)` gives parameters that other pipeline ranks have too and count in the global norm.
+    """
 
     def apply(self, model: Model) -> Model:
         """Transform the model, in place or not, on the meta device. Parameter names must stay the same."""

@@ -21,6 +21,7 @@ from forge_core.data.windows import StreamWindows
 from forge_core.engine.auxiliary import Auxiliary
 from forge_core.engine.folder import TOKENIZER
 from forge_core.engine.hooks import HookRunner, collect_hooks
+from forge_core.engine.outline import Outline
 from forge_core.engine.parameters import NamedParameters, check_groups
 from forge_core.engine.rates import Rates
 from forge_core.engine.splitting import SplittingExecutor
@@ -54,6 +55,8 @@ class Run:
     datasets: Sequence[Dataset | Stream]
     held_out: Dataset | None
     model: Model
+    outline: Outline
+    """Of the whole model; `model` may have only some of its layers."""
     stages: Sequence[OrderedStage]
     built_stages: Sequence[ParallelStage]
     parameters: NamedParameters
@@ -100,8 +103,8 @@ def build_run(job: Job, context: BuildContext, hooks: Iterable[TrainingHook] = (
     """
     context = attrs.evolve(context, tokenizer=build_tokenizer(job, context))
     datasets = build_datasets(job, context)
-    model, stages, built_stages = build_model(job, context)
-    parameters = NamedParameters.of(model)
+    model, outline, stages, built_stages = build_model(job, context)
+    parameters = NamedParameters.of(model, outline.roles)
     optimizer = context.plugins.build_optimizer(job.optimizer, context, parameters)
     check_groups(optimizer.param_groups, parameters)
     return Run(
@@ -110,6 +113,7 @@ def build_run(job: Job, context: BuildContext, hooks: Iterable[TrainingHook] = (
         datasets=datasets,
         held_out=held_out(datasets),
         model=model,
+        outline=outline,
         stages=stages,
         built_stages=built_stages,
         parameters=parameters,
@@ -189,19 +193,20 @@ def _windows_of(stream: DocumentStream, packing: PackingComponent, path: str, co
     return StreamWindows(stream, context.job.train.seq_len, packing)
 
 
-def build_model(job: Job, context: BuildContext) -> tuple[Model, list[OrderedStage], list[ParallelStage]]:
+def build_model(job: Job, context: BuildContext) -> tuple[Model, Outline, list[OrderedStage], list[ParallelStage]]:
     """Build on the meta device, apply the stages in order, then give memory and initial values."""
     with torch.device("meta"):
         model = context.plugins.build_model(job.model, context)
     assert isinstance(model, nn.Module)
     if context.dtype == torch.float64:
         model.double()
+    outline = Outline.of(model, job.train.seq_len)
     catalog = context.plugins.catalog
     stages = order_stages(with_owner(job, context.layout, catalog), catalog)
     model, built = apply_stages(model, stages, context)
     materialise(model, context.device, job.job.seed)
     check_finite(model)
-    return model, stages, built
+    return model, outline, stages, built
 
 
 def build_executor(job: Job, context: BuildContext, model: Model, stages: Sequence[ParallelStage]) -> Executor:

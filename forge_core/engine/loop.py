@@ -140,7 +140,8 @@ class Loop:
         """All that a checkpoint holds. Taking it changes nothing."""
         run = self.built
         self.progress.samples = self.loader.state()
-        state = gather_state(run.model, run.optimizer, self.progress, run.hooks.hooks, run.context.plugins.active)
+        holders, pipeline = (run.hooks.hooks, run.context.plugins.active), pipeline_group(run.context.mesh)
+        state = gather_state(run.model, run.optimizer, self.progress, *holders, pipeline)
         values = {"tokens": self.progress.tokens, "job": dump_job(self.job, run.context.plugins.catalog)}
         return State(state.tensors, {**values, "provenance": self.provenance, **state.values})
 

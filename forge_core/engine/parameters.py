@@ -37,19 +37,16 @@ class NamedParameters(Sequence[NamedParameter]):
         self._parameters = tuple(parameters)
 
     @classmethod
-    def of(cls, model: Model) -> NamedParameters:
-        """Roles are the model's own where it declares them, else derived from the modules.
+    def of(cls, model: Model, roles: Mapping[str, Role] | None = None) -> NamedParameters:
+        """
+        Args:
+            roles: role of each parameter, by name; by default `roles_of(model)`.
 
         Raises:
             ForgeError: the model declares a role that does not exist, or one of a parameter it does not have.
         """
-        declared = dict(model.parameter_roles()) if isinstance(model, HasRoles) else {}
-        names = [name for name, _ in model.named_parameters()]
-        for name, role in declared.items():
-            if role not in ROLES or name not in names:
-                raise ForgeError(f"{type(model).__name__}.parameter_roles: no parameter {name!r} or no role {role!r}")
-        derived = _derive_roles(model)
-        return cls([NamedParameter(n, p, declared.get(n) or derived[n]) for n, p in model.named_parameters()])
+        known = roles_of(model) if roles is None else roles
+        return cls([NamedParameter(name, parameter, known[name]) for name, parameter in model.named_parameters()])
 
     def __len__(self) -> int:
         return len(self._parameters)
@@ -79,6 +76,20 @@ class NamedParameters(Sequence[NamedParameter]):
             for weight_decay, part in split
             if len(part)
         ]
+
+
+def roles_of(model: Model) -> dict[str, Role]:
+    """What each parameter is for: as the model declares it, else derived from the modules.
+
+    Raises:
+        ForgeError: the model declares a role that does not exist, or one of a parameter it does not have.
+    """
+    declared = dict(model.parameter_roles()) if isinstance(model, HasRoles) else {}
+    roles = _derive_roles(model)
+    for name, role in declared.items():
+        if role not in ROLES or name not in roles:
+            raise ForgeError(f"{type(model).__name__}.parameter_roles: no parameter {name!r} or no role {role!r}")
+    return roles | declared
 
 
 def _derive_roles(model: Model) -> dict[str, Role]:

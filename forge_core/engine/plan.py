@@ -13,9 +13,8 @@ from forge_core.data.mixture import limits, phase_shares, sizes_of
 from forge_core.data.supply import expected_draws
 from forge_core.engine.build import Run
 from forge_core.engine.parameters import NamedParameters
-from forge_core.metrics.flops import flops_per_token, peak_flops
+from forge_core.metrics.flops import peak_flops
 from forge_core.parallel.layout import micro_batches
-from forge_core.protocols import HasBackendChoices
 
 if TYPE_CHECKING:
     from forge_core.engine.step import Stepper
@@ -49,17 +48,17 @@ def _rows(run: Run, stepper: Stepper, provenance: Mapping[str, Any]) -> Iterator
 
 def _choices(run: Run) -> Iterator[tuple[str, str, str]]:
     """Backends: the model's, made when it was built, and those of other components."""
-    if isinstance(run.model, HasBackendChoices):
-        yield from run.model.backend_choices(run.job.train.seq_len)
+    yield from run.outline.backend_choices
     for _, component in walk_components(run.job):
         yield from component.choices(run.context)
 
 
 def _model(run: Run) -> str:
-    total = sum(item.parameter.numel() for item in run.parameters)
     roles: dict[str, int] = {}
-    for item in run.parameters:
-        roles[item.role] = roles.get(item.role, 0) + item.parameter.numel()
+    for name, size in run.outline.sizes.items():
+        role = run.outline.roles[name]
+        roles[role] = roles.get(role, 0) + size
+    total = sum(roles.values())
     return f"{total:,} parameters (" + ", ".join(f"{role} {count:,}" for role, count in roles.items()) + ")"
 
 
@@ -67,7 +66,7 @@ def _batch(run: Run) -> str:
     train = run.job.train
     count, size = micro_batches(run.job, run.context.layout)
     tokens = train.global_batch_size * train.seq_len
-    flops, peak = flops_per_token(run.model, train.seq_len), peak_flops(run.job, run.context.device)
+    flops, peak = run.outline.flops, peak_flops(run.job, run.context.device)
     cost = f", {flops * tokens:.3g} FLOPs" if flops else ""
     known = f" (peak {peak / 1e12:,.0f} TFLOP/s a device)" if peak else ""
     ranks = f" on {run.context.layout.data_parallel} ranks" if run.context.layout.data_parallel > 1 else ""

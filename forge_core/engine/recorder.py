@@ -10,7 +10,7 @@ from torch import Tensor
 
 from forge_core.engine.build import Run
 from forge_core.engine.hooks import StepContext
-from forge_core.metrics.flops import flops_per_token, peak_flops
+from forge_core.metrics.flops import peak_flops
 from forge_core.metrics.tracker import Clock, Tracker
 from forge_core.protocols import Logger
 
@@ -26,7 +26,7 @@ class Recorder:
         self._on_line = on_line
         self._tracker = Tracker(self._deliver)
         self._clock = Clock()
-        flops, peak = flops_per_token(run.model, train.seq_len), peak_flops(run.job, run.context.device)
+        flops, peak = run.outline.flops, peak_flops(run.job, run.context.device)
         self._mfu_per_speed = flops / peak / ranks if flops and peak else None
         self.last_loss: float | None = None
         self.last_evaluation: Mapping[str, float] = {}

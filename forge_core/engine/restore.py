@@ -31,7 +31,7 @@ def continue_run(start: Start, run: Run, provenance: Mapping[str, Any]) -> tuple
     own = dict(holders(run.hooks.hooks, run.context.plugins.active))
     notes = [*check_extras(start, own), *check_sources(start, run)]
     manifest = {**start.manifest, "extras": start.extras}
-    progress = restore_state(start.checkpoint, manifest, run.model, run.optimizer, own)
+    progress = restore_state(start.checkpoint, manifest, run.model, run.optimizer, own, run.outline.sizes)
     told = [f"continuing from {start.checkpoint}, step {progress.step}"]
     told += [f"changed since then:\n{describe_changes(start.changes)}"] if start.changes else []
     if run.job.checkpoint.load is not None:
@@ -80,7 +80,7 @@ def take_weights(start: Start, run: Run, provenance: Mapping[str, Any]) -> str:
     section, recorded = run.job.checkpoint.load, start.manifest["provenance"]
     assert section is not None
     assert start.weights is not None
-    selection = load_weights(start.weights, section, run.model)
+    selection = load_weights(start.weights, section, run.model, run.outline)
     told = f"weights from {start.weights}, step {start.manifest['step']}:\n{selection}"
     if recorded.get("tokenizer") != provenance.get("tokenizer"):
         told += "\n  they were trained with another tokenizer: token ids mean other texts now"

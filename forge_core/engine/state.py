@@ -7,7 +7,7 @@ generator's state needs keeping.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +19,11 @@ from forge_core.checkpoint.manager import State, load_tensors, stored_tensors
 from forge_core.components import Plugin, TrainingHook, state_fields
 from forge_core.errors import CheckpointError
 from forge_core.parallel.initialise import ties
+from forge_core.parallel.mesh import gather_objects
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from forge_core.protocols import Model
 
 
@@ -56,8 +59,13 @@ def gather_state(
     progress: Progress,
     hooks: Mapping[str, TrainingHook],
     plugins: Mapping[str, Plugin],
+    pipeline: ProcessGroup | None = None,
 ) -> State:
-    """What to save. Reads only: a save, at any step, changes nothing."""
+    """What to save. Reads only: a save, at any step, changes nothing.
+
+    Args:
+        pipeline: the ranks that hold different layers. Collective over them.
+    """
     tensors = {f"model.{name}": tensor for name, tensor in model_tensors(model).items()}
     scalars: dict[str, dict[str, Any]] = {}
     for name, slot, value in _optimizer_slots(optimizer):
@@ -65,6 +73,8 @@ def gather_state(
             tensors[f"optimizer.{name}.{slot}"] = value
         else:
             scalars.setdefault(name, {})[slot] = value
+    if pipeline is not None:
+        scalars = {name: slots for part in gather_objects(scalars, pipeline) for name, slots in part.items()}
     extras: dict[str, dict[str, Any]] = {}
     for owner, holder in holders(hooks, plugins):
         plain, held = _split(holder.state_dict())
@@ -84,17 +94,19 @@ def restore_state(
     model: Model,
     optimizer: torch.optim.Optimizer,
     own: Mapping[str, TrainingHook | Plugin],
+    trained: Collection[str],
 ) -> Progress:
     """Load a checkpoint into a freshly built run; gives how far it was. Collective.
 
     Args:
+        trained: names of the parameters of the whole model, of which `model` may be a part.
         own: the run's `holders`. Those of which the checkpoint has nothing are left as they are.
 
     Raises:
         CheckpointError: the checkpoint does not fit the job.
     """
     stored = stored_tensors(folder)
-    slots = _empty_slots(optimizer, stored)
+    slots = _empty_slots(optimizer, stored, trained)
     held = {owner: _empty_held(owner, stored) for owner in own if owner in manifest["extras"]}
     tensors = {MODEL + name: tensor for name, tensor in model_tensors(model).items()}
     tensors |= {f"optimizer.{name}.{slot}": tensor for (name, slot), tensor in slots.items()}
@@ -158,7 +170,7 @@ def _group_state(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def _empty_slots(
-    optimizer: torch.optim.Optimizer, stored: Mapping[str, tuple[torch.Size, torch.dtype]]
+    optimizer: torch.optim.Optimizer, stored: Mapping[str, tuple[torch.Size, torch.dtype]], trained: Collection[str]
 ) -> dict[tuple[str, str], Tensor]:
     """Memory for every stored slot: sharded like its parameter where it has its shape, else whole on every rank."""
     slots: dict[tuple[str, str], Tensor] = {}
@@ -167,6 +179,8 @@ def _empty_slots(
         if not full.startswith("optimizer."):
             continue
         name, _, slot = full.removeprefix("optimizer.").rpartition(".")
+        if name in trained and name not in known:
+            continue  # another pipeline rank has it
         if name not in known:
             raise CheckpointError(f"the checkpoint has optimizer state of {name}, which this job does not train")
         parameter = known[name]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import resource
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -16,7 +16,13 @@ from forge_core.engine.hooks import StepContext
 from forge_core.errors import ForgeError
 from forge_core.metrics.tracker import ABSENT, SOURCE_LOSS, per_source
 from forge_core.parallel.layout import micro_batches
-from forge_core.parallel.mesh import all_reduce_samples, all_reduce_tokens, pipeline_group, token_rank
+from forge_core.parallel.mesh import (
+    all_reduce_samples,
+    all_reduce_tokens,
+    gather_objects,
+    part_of_step,
+    pipeline_group,
+)
 from forge_core.protocols import IGNORED_LABEL, Batch, StepOutput
 
 AUXILIARY = "auxiliary:"
@@ -30,10 +36,13 @@ class Stepper:
         self._run = run
         self._job = run.job
         self._parameters = [item.parameter for item in run.parameters]
+        elsewhere = {id(parameter) for parameter in _counted_elsewhere(run)}
+        self._counted = [parameter for parameter in self._parameters if id(parameter) not in elsewhere]
         self._mesh = run.context.mesh
-        self._stages = pipeline_group(run.context.mesh)
+        self._pipeline = pipeline_group(run.context.mesh)
+        self._auxiliary_names: list[str] | None = None
         self._source_names = source_names(run.job)
-        self._token_rank = token_rank(run.context.mesh, run.context.layout)
+        self._part = part_of_step(run.context.mesh, run.context.layout)
         count, _ = micro_batches(run.job, run.context.layout)
         self._micro_batches = count * run.context.layout.token_ranks
         self._masked = self._can_mask()
@@ -56,14 +65,14 @@ class Stepper:
 
     def gradients(self, batches: Sequence[Batch], step: int) -> tuple[StepOutput, dict[str, Tensor]]:
         """Gradients of the whole step, complete on every rank; also the reduced sums that metrics are made of."""
-        seed_step(self._job.job.seed, step, self._token_rank, self._run.context.device)
+        seed_step(self._job.job.seed, step, self._part, self._run.context.device)
         tokens = self._valid_tokens(batches)
         auxiliary = self._run.context.auxiliary
         auxiliary.begin_step(tokens, self._job.train.global_batch_size, self._micro_batches)
         output = self._run.executor.train_step(batches, tokens.clamp(min=1).to(self._loss_dtype()))
         sums = self._reduce(output, batches, auxiliary.totals())
         auxiliary.end_step()
-        for stage in self._run.built_stages:
+        for stage in reversed(self._run.built_stages):
             if hasattr(stage, "complete_gradients"):
                 stage.complete_gradients(self._run.model)
         return output, sums
@@ -73,7 +82,7 @@ class Stepper:
 
     def norm(self) -> Tensor:
         """The global norm of the gradient, before clipping."""
-        return global_norm(self._parameters, self._stages)
+        return global_norm(self._counted, self._pipeline)
 
     def update(self, context: StepContext, loss_sum: Tensor) -> Tensor | None:
         """Clip and step the optimizer, unless the update is to be skipped; sets `context.skipped`.
@@ -122,9 +131,36 @@ class Stepper:
             sources = torch.cat([batch["sources"] for batch in batches])
             for name, (total, count) in per_source(self._source_names, sources, *output.per_sequence).items():
                 parts |= {f"source_sum/{name}": total, f"source_count/{name}": count}
-        parts |= {f"{AUXILIARY}{name}": value for name, value in auxiliary.items()}
+        parts |= {f"{AUXILIARY}{name}": value for name, value in self._over_layers(auxiliary).items()}
         reduced = all_reduce_tokens(torch.stack([part.detach().double() for part in parts.values()]), self._mesh)
         return dict(zip(parts, reduced.unbind(), strict=True))
+
+
+    def _over_layers(self, auxiliary: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """What modules attached, summed over the pipeline's ranks. Which names there are is agreed in the first step.
+
+        Raises:
+            ForgeError: a name is new later on.
+        """
+        if self._pipeline is None:
+            return auxiliary
+        if self._auxiliary_names is None:
+            self._auxiliary_names = sorted(set().union(*gather_objects(set(auxiliary), self._pipeline)))
+        new = sorted(auxiliary.keys() - set(self._auxiliary_names))
+        if new:
+            raise ForgeError(f"{new[0]} was first attached after the first step; in a pipeline, all must be in the first")
+        if not self._auxiliary_names:
+            return {}
+        none = torch.zeros((), dtype=torch.float64, device=self._run.context.device)
+        totals = torch.stack([auxiliary.get(name, none) for name in self._auxiliary_names])
+        torch.distributed.all_reduce(totals, group=self._pipeline)
+        return dict(zip(self._auxiliary_names, totals.unbind(), strict=True))
+
+
+def _counted_elsewhere(run: Run) -> Iterator[torch.nn.Parameter]:
+    for stage in run.built_stages:
+        if hasattr(stage, "counted_elsewhere"):
+            yield from stage.counted_elsewhere(run.model)
 
 
 def metrics(sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -140,13 +176,13 @@ def metrics(sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return scalars
 
 
-def seed_step(seed: int, step: int, token_rank: int, device: torch.device) -> None:
-    """Seed the default generators from (seed, step, token rank): what happens inside a step does not depend on history,
-    and ranks that compute the same tokens together draw the same.
+def seed_step(seed: int, step: int, part: int, device: torch.device) -> None:
+    """Seed the default generators from (seed, step, part of the step): what happens inside a step does not depend on
+    history, and ranks that compute the same tokens in the same layers together draw the same.
 
     Not by `torch.manual_seed`, which without CUDA keeps a note of every call for the day when CUDA starts.
     """
-    key = f"{seed}:step:{step}:{token_rank}".encode()
+    key = f"{seed}:step:{step}:{part}".encode()
     number = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1
     torch.default_generator.manual_seed(number)
     if device.type == "cuda":
@@ -163,7 +199,7 @@ def dry_run(run: Run, batches: Sequence[Batch]) -> str:
     buffers = {name: buffer.clone() for name, buffer in run.model.named_buffers()}
     shape, device = tuple(batches[0]["input_ids"].shape), run.context.device
     try:
-        Stepper(run).gradients(batches[:1], step=0)
+        Stepper(run).gradients(batches if run.context.layout.pp > 1 else batches[:1], step=0)
     except Exception as error:
         raise ForgeError(f"the dry run failed on a micro-batch of {shape}: {type(error).__name__}: {error}") from error
     run.optimizer.zero_grad(set_to_none=True)

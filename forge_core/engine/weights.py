@@ -12,9 +12,9 @@ from torch import Size
 from forge_core.checkpoint.manager import load_tensors, stored_tensors
 from forge_core.config.job import LoadSection
 from forge_core.config.suggest import did_you_mean
+from forge_core.engine.outline import Outline
 from forge_core.engine.state import MODEL, model_tensors
 from forge_core.errors import CheckpointError, JobError, Problem
-from forge_core.parallel.initialise import ties
 from forge_core.protocols import Model
 
 TABLE = "checkpoint.load"
@@ -47,25 +47,29 @@ class Selection:
         return "\n".join(f"  {len(names)} {what}: {_listed(names)}" for what, names in groups if names)
 
 
-def load_weights(folder: Path, section: LoadSection, model: Model) -> Selection:
+def load_weights(folder: Path, section: LoadSection, model: Model, outline: Outline) -> Selection:
     """Load the selected parameters and buffers of a checkpoint into a freshly built model. Collective.
+
+    Args:
+        model: what this rank has of it.
+        outline: of the whole model, so that every rank selects the same.
 
     Raises:
         JobError: a pattern fits no name.
         CheckpointError: a selected tensor has another shape there, or is missing although `strict`.
     """
-    own = model_tensors(model)
     stored = {n.removeprefix(MODEL): shape for n, (shape, _) in stored_tensors(folder).items() if n.startswith(MODEL)}
-    names = _names(own, ties(model))
+    names = _names(outline.tensors, outline.ties)
     _check_patterns(section, names, stored)
     selection = select(section, names, stored)
-    _check_shapes(folder, selection.loaded, {name: tensor.shape for name, tensor in own.items()}, stored)
+    _check_shapes(folder, selection.loaded, outline.tensors, stored)
     if selection.missing and section.strict:
         raise CheckpointError(
             f"{folder} lacks some of what [{TABLE}] selects: {_listed(selection.missing)}. Exclude these, or set "
             "strict = false to let them keep their initial values"
         )
-    load_tensors(folder, {MODEL + name: own[name] for name in selection.loaded})
+    own = model_tensors(model)
+    load_tensors(folder, {MODEL + name: own[name] for name in selection.loaded if name in own})
     return selection
 
 

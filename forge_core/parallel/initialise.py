@@ -110,8 +110,12 @@ def materialise(model: Model, device: torch.device, seed: int) -> None:
 
 
 def ties(model: Model) -> Mapping[str, str]:
-    """Other names of tied parameters, with the name under which each is listed."""
-    return model.tied_parameters() if isinstance(model, HasTies) else {}
+    """Other names of tied parameters, with the name under which each is listed; of those that this rank has."""
+    assert isinstance(model, nn.Module)
+    if not isinstance(model, HasTies):
+        return {}
+    own = {name for name, _ in model.named_parameters()}
+    return {other: name for other, name in model.tied_parameters().items() if name in own}
 
 
 def _tie(model: Model) -> None:

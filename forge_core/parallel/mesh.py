@@ -96,9 +96,9 @@ def local_part(tensor: Any) -> torch.Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def token_rank(mesh: DeviceMesh | None, layout: Layout) -> int:
-    """This rank's number among those that hold different tokens."""
-    return _rank_along(TOKEN_DIMENSIONS, mesh, layout)
+def part_of_step(mesh: DeviceMesh | None, layout: Layout) -> int:
+    """This rank's number among those that compute different tokens or different layers."""
+    return _rank_along(("pp", *TOKEN_DIMENSIONS), mesh, layout)
 
 
 def any_rank(flags: Sequence[bool]) -> list[bool]:
@@ -119,10 +119,10 @@ def _size(mesh: DeviceMesh, name: str) -> int:
     return mesh.size(mesh.mesh_dim_names.index(name))
 
 
-def gather_objects(value: Any) -> list[Any]:
-    """The value of every rank, in order; picklable. Collective."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """The value of every rank of the group (by default of the run), in order; picklable. Collective."""
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return [value]
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, value)
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, value, group)
     return gathered

@@ -94,17 +94,21 @@ def apply_stages(
     """
     built = []
     for stage in stages:
-        names, hooks = _names(model), _hooks(model)
+        names, modules, hooks = _names(model), _modules(model), _hooks(model)
         transform = context.plugins.build_parallel_stage(stage.component, context)
         model = transform.apply(model)
-        if _names(model) != names:
-            changed = sorted(names ^ _names(model))[:4]
-            raise ForgeError(f"stage parallel.{stage.name} changed the names of parameters: {', '.join(changed)}")
+        changed = names ^ _names(model)
+        if stage.component.drops_parameters:
+            changed -= names
+            hooks = _of_kept(hooks, modules, _modules(model))
+        if changed:
+            raise ForgeError(
+                f"stage parallel.{stage.name} changed the names of parameters: {', '.join(sorted(changed)[:4])}"
+            )
         lost = hooks - _hooks(model)
         if lost:
-            raise ForgeError(
-                f"stage parallel.{stage.name} lost what earlier stages had put on {', '.join(sorted(lost)[:4])}"
-            )
+            what = ", ".join(f"{name} ({thing})" for name, thing in sorted(lost)[:4])
+            raise ForgeError(f"stage parallel.{stage.name} lost what earlier stages had put on {what}")
         built.append(transform)
     return model, built
 
@@ -128,15 +132,26 @@ def _names(model: Model) -> set[str]:
     return {name for name, _ in model.named_parameters()}
 
 
-def _hooks(model: Model) -> set[str]:
-    """Modules that carry hooks or parametrisations, with how many."""
+def _modules(model: Model) -> dict[str, Any]:
     from torch import nn
 
     assert isinstance(model, nn.Module)
+    return dict(model.named_modules())
+
+
+def _hooks(model: Model) -> set[tuple[str, str]]:
+    """Hooks and parametrisations, each with the name of the module that carries it."""
     found = set()
-    for name, module in model.named_modules():
+    for name, module in _modules(model).items():
         for kind in ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks"):
-            found |= {f"{name} ({kind[1:]} {key})" for key in getattr(module, kind)}
+            found |= {(name, f"{kind[1:]} {key}") for key in getattr(module, kind)}
         if hasattr(module, "parametrizations"):
-            found.add(f"{name} (parametrisation)")
+            found.add((name, "parametrisation"))
     return found
+
+
+def _of_kept(
+    hooks: set[tuple[str, str]], before: Mapping[str, Any], after: Mapping[str, Any]
+) -> set[tuple[str, str]]:
+    """Of the hooks, those of modules that are still there."""
+    return {(name, hook) for name, hook in hooks if after.get(name) is before[name]}

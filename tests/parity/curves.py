@@ -14,7 +14,7 @@ from forge_core.data.held_out import evaluation_batches
 from forge_core.data.loader import TrainLoader
 from forge_core.engine.build import build_context, build_run
 from forge_core.engine.step import Stepper
-from forge_core.parallel.mesh import all_reduce_tokens
+from forge_core.parallel.mesh import all_reduce_tokens, gather_objects, pipeline_group
 from forge_core.plugins.catalog import Catalog
 
 STEPS = 5
@@ -67,19 +67,20 @@ def train(job: Any) -> Curve:
     context = build_context(job, Catalog.installed(), None)
     run = build_run(job, context)
     stepper, loader = Stepper(run), TrainLoader(job, run.datasets, context)
-    initial = _whole({item.name: item.parameter.detach() for item in run.parameters})
+    pipeline = pipeline_group(context.mesh)
+    initial = _whole({item.name: item.parameter.detach() for item in run.parameters}, pipeline)
     losses, norms, gradients = [], [], {}
     for step in range(job.train.steps):
         run.rates.apply(step, 0)
         _, sums = stepper.gradients(loader.next_step(), step)
         norm = stepper.norm()
         if step == 0:
-            gradients = _whole({item.name: item.parameter.grad for item in run.parameters})
+            gradients = _whole({item.name: item.parameter.grad for item in run.parameters}, pipeline)
         stepper.update(SimpleNamespace(grad_norm=norm, requests=SimpleNamespace(skip="")), sums["loss_sum"])
         losses.append((sums["loss_sum"] / sums["count"]).item())
         norms.append(norm.item())
     loader.close()
-    weights = _whole({item.name: item.parameter.detach() for item in run.parameters})
+    weights = _whole({item.name: item.parameter.detach() for item in run.parameters}, pipeline)
     return Curve(losses, norms, initial, gradients, weights, _held_out_loss(job, run))
 
 
@@ -92,8 +93,14 @@ def _held_out_loss(job: Any, run: Any) -> float:
     return (total[0] / total[1]).item()
 
 
-def _whole(tensors: Mapping[str, Any]) -> dict[str, Tensor]:
-    return {name: (t.full_tensor() if hasattr(t, "full_tensor") else t).clone() for name, t in tensors.items()}
+def _whole(tensors: Mapping[str, Any], pipeline: Any) -> dict[str, Tensor]:
+    """Of all ranks, those of a pipeline included. What several of them have must be equal; else it is infinite here."""
+    own = {name: (t.full_tensor() if hasattr(t, "full_tensor") else t).clone() for name, t in tensors.items()}
+    found: dict[str, Tensor] = {}
+    for part in gather_objects(own, pipeline) if pipeline is not None else [own]:
+        unequal = [name for name in part.keys() & found.keys() if not torch.equal(part[name], found[name])]
+        found |= part | {name: torch.full_like(part[name], torch.inf) for name in unequal}
+    return found
 
 
 def _largest(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:

@@ -13,7 +13,7 @@ from forge_core.plugins.catalog import Catalog
 from forge_core.testing import Numbers, RandomDocuments, tiny_job
 from forge_plugin_compile import Compile
 from forge_plugin_packing import Isolate
-from forge_plugin_parallel import FSDP, ActivationCheckpointing, ContextParallel, TensorParallel
+from forge_plugin_parallel import FSDP, ActivationCheckpointing, ContextParallel, PipelineParallel, TensorParallel
 from forge_plugin_transformer import GroupedQueryAttention, Transformer
 
 SEQUENCES = 8
@@ -36,6 +36,7 @@ class Row:
     tied: bool = False
     chunked: bool = False
     """Whether the loss is made chunk by chunk."""
+    layers: int = 2
     packed: bool = False
     """Whether sequences hold several documents, kept apart."""
 
@@ -48,7 +49,7 @@ class Row:
     def job(self, folder: str, parallel: bool = True, precision: str = "fp64", steps: int = 5) -> Job:
         """The row's job; without its stages, what it is compared with."""
         attention = GroupedQueryAttention(heads=4, kv_heads=2, qk_norm=True)
-        model = Transformer(vocab_size=32, dim=16, layers=2, tie_embeddings=self.tied, attention=attention)
+        model = Transformer(vocab_size=32, dim=16, layers=self.layers, tie_embeddings=self.tied, attention=attention)
         sources = (Numbers(ignored=self.ignored, held_out=5),)
         data: dict[str, Any] = {"sources": sources}
         if self.packed:
@@ -76,8 +77,13 @@ def cp(method: str) -> ContextParallel:
     return ContextParallel(degree=2, method=method)  # type: ignore[arg-type]
 
 
+def pp(schedule: str, **keys: Any) -> PipelineParallel:
+    return PipelineParallel(degree=2, schedule=schedule, **keys)  # type: ignore[arg-type]
+
+
 FSDP_SCATTER, FSDP_ALL_REDUCE = "fsdp over shard", "fsdp over replicate"
 SUM, TP_COMPLETION, TP_SUM, TP_SCATTER = "replicate", "tp of whole weights", "tp of parts", "tp of parts, scattered"
+TIE, NORM = "pp of tied weights", "pp of the norm"
 ROWS = [
     Row(name="replicate2", ranks=2, stages={"replicate": Replicate()}, reduction=SUM, ignored=7, micro_batch_size=2),
     Row(name="fsdp2", ranks=2, stages={"fsdp": FSDP()}, reduction=FSDP_SCATTER, tied=True, micro_batch_size=2),
@@ -161,4 +167,119 @@ ROWS = [
         micro_batch_size=2,
     ),
     Row(name="replicate2 x tp2", ranks=4, stages={"tp": tp()}, reduction=SUM, tied=True, ignored=5),
+    Row(name="pp2, gpipe", ranks=2, stages={"pp": pp("gpipe")}, reduction=NORM, layers=3, packed=True, micro_batch_size=2),
+    Row(name="pp2, 1f1b", ranks=2, stages={"pp": pp("1f1b")}, reduction=TIE, tied=True, micro_batch_size=2, ignored=7),
+    Row(
+        name="pp2, interleaved 1f1b",
+        ranks=2,
+        stages={"pp": pp("interleaved_1f1b", layers=(1, 2, 1, 1))},
+        reduction=TIE,
+        layers=5,
+        tied=True,
+        chunked=True,
+        micro_batch_size=2,
+    ),
+    Row(
+        name="pp2, looped bfs, checkpointing",
+        ranks=2,
+        stages={"pp": pp("looped_bfs"), "activation_checkpointing": ActivationCheckpointing()},
+        reduction=NORM,
+        layers=4,
+        packed=True,
+        micro_batch_size=1,
+    ),
+    Row(
+        name="pp2, interleaved zero-bubble",
+        ranks=2,
+        stages={"pp": pp("interleaved_zero_bubble")},
+        reduction=NORM,
+        layers=5,
+        chunked=True,
+        ignored=5,
+        micro_batch_size=2,
+    ),
+    Row(
+        name="pp2, zbv, checkpointing",
+        ranks=2,
+        stages={"pp": pp("zbv"), "activation_checkpointing": ActivationCheckpointing()},
+        reduction=NORM,
+        layers=4,
+        tied=True,
+        packed=True,
+        micro_batch_size=1,
+    ),
+    Row(
+        name="pp2, dualpipe-v",
+        ranks=2,
+        stages={"pp": pp("dualpipe_v")},
+        reduction=NORM,
+        layers=4,
+        ignored=7,
+        chunked=True,
+        micro_batch_size=1,
+    ),
+    Row(
+        name="pp2, 1f1b, compiled",
+        ranks=2,
+        stages={"pp": pp("1f1b"), "compile": TRACED},
+        reduction=NORM,
+        micro_batch_size=2,
+        packed=True,
+        chunked=True,
+    ),
+    Row(
+        name="fsdp2 x pp2",
+        ranks=4,
+        stages={"fsdp": FSDP(), "pp": pp("1f1b")},
+        reduction=FSDP_SCATTER,
+        tied=True,
+        micro_batch_size=1,
+        ignored=5,
+    ),
+    Row(
+        name="fsdp2 x pp2, zbv",
+        ranks=4,
+        stages={"fsdp": FSDP(), "pp": pp("zbv")},
+        reduction=FSDP_SCATTER,
+        layers=4,
+        chunked=True,
+        packed=True,
+        micro_batch_size=1,
+    ),
+    Row(
+        name="fsdp2 x pp2, resharded, interleaved 1f1b",
+        ranks=4,
+        stages={"fsdp": FSDP(reshard_after_forward=True), "pp": pp("interleaved_1f1b")},
+        reduction=FSDP_SCATTER,
+        layers=4,
+        micro_batch_size=2,
+    ),
+    Row(
+        name="tp2 x pp2",
+        ranks=4,
+        stages={"tp": tp(), "pp": pp("1f1b")},
+        reduction=TIE,
+        tied=True,
+        micro_batch_size=2,
+        ignored=7,
+    ),
+    Row(
+        name="tp2 x pp2, zero-bubble",
+        ranks=4,
+        stages={"tp": tp(), "pp": pp("interleaved_zero_bubble")},
+        reduction=TP_COMPLETION,
+        layers=4,
+        packed=True,
+        micro_batch_size=2,
+    ),
+    Row(
+        name="cp2 x pp2",
+        ranks=4,
+        stages={"cp": cp("ring"), "pp": pp("1f1b")},
+        reduction=SUM,
+        packed=True,
+        chunked=True,
+        micro_batch_size=2,
+    ),
+    Row(name="replicate2 x pp2", ranks=4, stages={"pp": pp("gpipe")}, reduction=TIE, tied=True, micro_batch_size=1),
 ]

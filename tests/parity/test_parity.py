@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from curves import Curve, Difference, train
-from layouts import FSDP_ALL_REDUCE, FSDP_SCATTER, ROWS, SUM, TP_COMPLETION, TP_SCATTER, TP_SUM, Row
+from layouts import FSDP_ALL_REDUCE, FSDP_SCATTER, NORM, ROWS, SUM, TIE, TP_COMPLETION, TP_SCATTER, TP_SUM, Row
 
 from forge_core.testing.processes import run_on_ranks
 from forge_plugin_parallel.fsdp_stage import FSDPStage
@@ -50,6 +50,8 @@ def without(reduction: str) -> AbstractContextManager:
             "forge_plugin_parallel.tp_stage.TensorParallelStage.complete_gradients",
             lambda self, model: None,
         ),
+        TIE: ("forge_plugin_parallel.pp_stage.PipelineParallelStage.complete_gradients", lambda self, model: None),
+        NORM: ("forge_core.engine.step.pipeline_group", lambda mesh: None),
         TP_SUM: ("forge_plugin_parallel.collectives._summed", lambda x, group: x),
         TP_SCATTER: (
             "forge_plugin_parallel.collectives._scattered",
@@ -79,10 +81,10 @@ def curves(tmp_path_factory) -> Callable[[Row], list[Curve]]:
 def alone(tmp_path_factory) -> Callable[[Row], Curve]:
     """The same job in one process."""
     folder = str(tmp_path_factory.mktemp("alone"))
-    found: dict[tuple[int, bool, bool, bool], Curve] = {}
+    found: dict[tuple[int, int, bool, bool, bool], Curve] = {}
 
     def run(row: Row) -> Curve:
-        key = row.ignored, row.tied, row.chunked, row.packed
+        key = row.layers, row.ignored, row.tied, row.chunked, row.packed
         if key not in found:
             found[key] = train(row.job(folder, parallel=False))
         return found[key]
@@ -115,8 +117,9 @@ def test_each_row_fails_without_one_of_its_reductions(alone, tmp_path, ranks):
 
     found = run_on_ranks(ranks, lambda rank: [sabotaged(row) for row in rows], timeout=240)
     for row, curve in zip(rows, found[0], strict=True):
-        expected = alone(row).gradients
-        worst = max((curve.gradients[name] - expected[name]).abs().max().item() for name in expected)
+        expected = alone(row)
+        wrong = [(curve.gradients[name] - gradient).abs().max().item() for name, gradient in expected.gradients.items()]
+        worst = max(*wrong, abs(curve.norms[0] - expected.norms[0]))
         assert worst > 1e-4, f"{row.name} is right without {row.reduction}"
 
 

@@ -1,8 +1,9 @@
-"""Stages that need torch alone: `fsdp`, `tp`, `cp` and `activation_checkpointing`."""
+"""Stages that need torch alone: `fsdp`, `tp`, `pp`, `cp` and `activation_checkpointing`."""
 
 from forge_plugin_parallel.activation_checkpointing import ActivationCheckpointing
 from forge_plugin_parallel.cp import ContextParallel
 from forge_plugin_parallel.fsdp import FSDP
+from forge_plugin_parallel.pp import PipelineParallel
 from forge_plugin_parallel.tp import TensorParallel
 
-__all__ = ["FSDP", "ActivationCheckpointing", "ContextParallel", "TensorParallel"]
+__all__ = ["FSDP", "ActivationCheckpointing", "ContextParallel", "PipelineParallel", "TensorParallel"]

@@ -47,10 +47,11 @@ class FSDP(ParallelComponent):
     """Ranks over which parameters are split; auto takes what other stages leave over."""
     replicate: int = field(default=1, validator=ge(1))
     """Copies of the sharded model: gradients are summed over them after they were over `shard`."""
-    reshard_after_forward: bool = True
+    reshard_after_forward: bool | Literal["auto"] = "auto"
     """Whether a unit is freed after its forward pass and gathered again for the backward. False takes the memory of the
     whole model, and a third less communication. What the root holds, the head above all, is freed after the backward
-    pass in any case."""
+    pass in any case. auto: true, except in a pipeline, where every micro-batch would gather anew: there units stay
+    gathered to the end of the step."""
     reduce_every_micro_batch: bool = False
     """Whether each micro-batch's gradients are reduced at once. That takes the memory of a shard of the gradients; by
     default they add up whole, and one reduction a step is made."""
@@ -64,6 +65,17 @@ class FSDP(ParallelComponent):
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
         if self.reduce_every_micro_batch and micro_batches(job, layout)[0] == 1:
             yield Problem("reduce_every_micro_batch", "each rank has one micro-batch a step; leave it out")
+        if self.reduce_every_micro_batch and layout.pp > 1:
+            why = "a pipeline's micro-batches overlap, and are reduced together at the end of the step"
+            yield Problem("reduce_every_micro_batch", f"{why}; leave it out")
+        splitting = [name for name, stage in job.parallel.items() if stage.splits_backward]
+        if self.reshard_after_forward is True and splitting:
+            why = f"parallel.{splitting[0]} computes gradients of weights apart from the backward pass"
+            yield Problem("reshard_after_forward", f"{why}, so units must stay gathered; leave it out")
+
+    def reshards(self, layout: Layout) -> bool:
+        """Whether units are freed after their forward pass."""
+        return layout.pp == 1 if self.reshard_after_forward == "auto" else self.reshard_after_forward
 
     def build(self, context: BuildContext) -> ParallelStage:
         from forge_plugin_parallel.fsdp_stage import FSDPStage

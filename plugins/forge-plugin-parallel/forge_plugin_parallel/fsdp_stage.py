@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.pipelining import PipelineStage
 
 from forge_core.protocols import Generates, HasFSDPUnits
 
@@ -29,13 +31,14 @@ class FSDPStage:
 
     def __init__(self, component: FSDP, context: BuildContext) -> None:
         self._component = component
+        self._reshards, self._pipelined = component.reshards(context.layout), context.layout.pp > 1
         self._mesh = data_mesh(context)
         self._precision = _precision(context.dtype)
 
     def apply(self, model: Model) -> Model:
         """Shard the units of `model`, then what is left of it."""
         assert isinstance(model, nn.Module)
-        units = [self._shard(modules, self._component.reshard_after_forward) for modules in inner_units(model)]
+        units = [self._shard(modules, self._reshards) for modules in inner_units(model)]
         root = self._shard([model], reshard_after_forward=False)
         for unit in (*units, root):
             # Gradients are already divided by the tokens of the global batch: what is left to do is to add them up.
@@ -53,9 +56,15 @@ class FSDPStage:
         if backward:
             model.set_requires_gradient_sync(last or self._component.reduce_every_micro_batch)
             model.set_is_last_backward(last)
+            model.set_reshard_after_backward(self._reshards or not self._pipelined)
         yield
         if not backward:
             model.reshard()
+
+    def complete_gradients(self, model: Model) -> None:
+        """Reduce what the micro-batches of a pipeline have added up, and free what they left gathered."""
+        if self._pipelined:
+            PipelineStage.perform_reduce_grad(SimpleNamespace(submod=model), grad_scale_factor=1)  # type: ignore[arg-type]
 
     def _shard(self, modules: list[nn.Module], reshard_after_forward: bool) -> FSDPModule:
         """One unit; gives its first module, which stands for it."""
@@ -81,8 +90,9 @@ def inner_units(model: nn.Module) -> list[list[nn.Module]]:
         units = [[model.get_submodule(name) for name in names] for names in model.fsdp_units()]
     else:
         units = [[layer] for layer in model.layers.values()]  # type: ignore[union-attr, operator]
+    units = [[module for module in unit if next(module.parameters(), None) is not None] for unit in units]
     head = set(model.head.modules())  # type: ignore[union-attr, operator]
-    return [unit for unit in units if head.isdisjoint(unit)]
+    return [unit for unit in units if unit and head.isdisjoint(unit)]
 
 
 def _prefetch(units: Sequence[FSDPModule], ahead: int) -> None:

@@ -75,7 +75,7 @@ class TensorParallelStage:
                 self._split(name, module, ways[name])
         _tie_again(model)
         for name, module in model.named_modules():
-            if name in ways:
+            if name in ways and (ways[name] == INPUT or next(module.parameters(), None) is not None):
                 self._run_split(module, ways[name])
         model.finish = _Finish(model.finish, self._enter)
         return model

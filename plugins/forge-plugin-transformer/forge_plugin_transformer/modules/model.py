@@ -118,6 +118,9 @@ class TransformerModel(nn.Module):
     def sequence_mixers(self) -> Sequence[str]:
         return list(chain.from_iterable(parts.sequence_mixers(name, part) for name, part in self._parts()))
 
+    def ends(self) -> tuple[Sequence[str], Sequence[str]]:
+        return ["embedding"], ["norm", "head"]
+
     def fsdp_units(self) -> Sequence[Sequence[str]]:
         """A tied table is wanted at both ends, so it goes with the head's unit and stays gathered throughout."""
         ends = [["embedding", "norm", "head"]] if self.tied else [["embedding"], ["norm", "head"]]
@@ -141,7 +144,7 @@ class TransformerModel(nn.Module):
     # --- the tie -------------------------------------------------------------------------------------------------
 
     def _tie(self) -> None:
-        if self.tied:
+        if self.tied and next(self.embedding.parameters(), None) is not None:  # else another pipeline rank has it
             self.head.weight = self.embedding.weight
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> TransformerModel:

@@ -1,0 +1,200 @@
+"""Runs micro-batches through a pipeline.
+
+Shapes: B sequences of a micro-batch, S positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.pipelining as pipelining
+from torch import Tensor, nn
+
+from forge_core.engine.plain_executor import combine
+from forge_core.errors import ForgeError
+from forge_core.parallel.stages import around
+from forge_core.protocols import LossOutput, Prepares, StepOutput
+from forge_plugin_parallel.cuts import Section
+from forge_plugin_parallel.pp import ONE_STAGE
+
+if TYPE_CHECKING:
+    from forge_core.protocols import Batch, Carry, LossFunction, Model, ParallelStage
+    from forge_plugin_parallel.pp_stage import PipelineParallelStage
+
+SCHEDULES: dict[str, Callable[..., Any]] = {
+    "gpipe": pipelining.ScheduleGPipe,
+    "1f1b": pipelining.Schedule1F1B,
+    "interleaved_1f1b": pipelining.ScheduleInterleaved1F1B,
+    "looped_bfs": pipelining.ScheduleLoopedBFS,
+    "interleaved_zero_bubble": pipelining.ScheduleInterleavedZeroBubble,
+    "zbv": pipelining.ScheduleZBVZeroBubble,
+    "dualpipe_v": pipelining.ScheduleDualPipeV,
+}
+Shapes = tuple[tuple[torch.Size, torch.dtype], ...]
+"""Of the tensors of a carry."""
+
+
+class PipelineExecutor:
+    """See `forge_core.protocols.Executor`.
+
+    Every rank gets every micro-batch: only the carry travels. torch's schedules are given the numbers of the
+    micro-batches for input, and the rest is looked up by these.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        loss: LossFunction,
+        stages: Sequence[ParallelStage],
+        pipeline: PipelineParallelStage,
+        schedule: str,
+        device: torch.device,
+    ) -> None:
+        self._model: Any = model
+        self._loss, self._stages, self._device = loss, stages, device
+        self._pipeline, self._schedule = pipeline, schedule
+        self._own = [number for number, owner in enumerate(pipeline.owners) if owner == pipeline.rank]
+        self._last = pipeline.owners[-1]
+        self._carries: dict[torch.Size, Shapes] = {}
+        self._schedules: dict[tuple[int, Shapes], Any] = {}
+        self._step: _Step | None = None
+
+    def train_step(self, batches: Sequence[Batch], denominator: Tensor) -> StepOutput:
+        schedule = self._schedule_for(len(batches), self._carry_of(batches[0]))
+        self._step = _Step([self._prepared(batch) for batch in batches], denominator)
+        numbers = torch.arange(len(batches))
+        first = (numbers,) if 0 in self._own else ()
+        with around(self._stages, self._model, backward=True, last=False):
+            schedule.step(*first, number=numbers, target=numbers, return_outputs=False)
+        outputs, self._step = self._step.outputs, None
+        return self._shared(outputs, batches)
+
+    @torch.no_grad()
+    def evaluate(self, batches: Sequence[Batch]) -> StepOutput:
+        shapes = self._carry_of(batches[0])
+        outputs = []
+        with around(self._stages, self._model, backward=False, last=True):
+            for batch in map(self._prepared, batches):
+                outputs += self._pass_through(batch, shapes)
+        return self._shared(outputs, batches)
+
+    # --- training --------------------------------------------------------------------------------------------------
+
+    def _schedule_for(self, count: int, shapes: Shapes) -> Any:
+        if (count, shapes) not in self._schedules:
+            own = [self._torch_stage(number, shapes) for number in self._own]
+            build, stages = SCHEDULES[self._schedule], own[0] if self._schedule in ONE_STAGE else own
+            self._schedules[count, shapes] = build(stages, count, loss_fn=self._loss_of, scale_grads=False)
+        return self._schedules[count, shapes]
+
+    def _torch_stage(self, number: int, shapes: Shapes) -> pipelining.PipelineStage:
+        sections = self._pipeline.sections
+        carry = tuple(torch.empty(size, dtype=dtype, device="meta", requires_grad=True) for size, dtype in shapes)
+        module = _StageModule(self._model, sections[number], lambda i: self._step.batches[i], shapes)  # type: ignore[union-attr]
+        return pipelining.PipelineStage(
+            module,
+            number,
+            len(sections),
+            self._device,
+            input_args=(torch.zeros(1, dtype=torch.long, device="meta"),) if number == 0 else carry,
+            output_args=carry,
+            group=self._pipeline.group,
+        )
+
+    def _loss_of(self, hidden: Tensor, number: Tensor) -> Tensor:
+        step = self._step
+        assert step is not None
+        output = self._loss(self._model.head, hidden, step.batches[int(number)])
+        step.outputs.append(output._replace(sum=output.sum.detach()))
+        return output.sum / step.denominator
+
+    # --- evaluation ------------------------------------------------------------------------------------------------
+
+    def _pass_through(self, batch: Batch, shapes: Shapes) -> list[LossOutput]:
+        """One micro-batch through all stages, forward only; the loss on the rank of the last stage."""
+        owners, rank = self._pipeline.owners, self._pipeline.rank
+        carry: Any = ()
+        for number, section in enumerate(self._pipeline.sections):
+            if owners[number] == rank:
+                if number and owners[number - 1] != rank:
+                    carry = self._receive(shapes, owners[number - 1])
+                carry = self._model(batch, carry, section)
+                if not section.last and owners[number + 1] != rank:
+                    for tensor in carry:
+                        dist.send(tensor.contiguous(), group_dst=owners[number + 1], group=self._pipeline.group)
+        return [self._loss(self._model.head, carry, batch)] if rank == self._last else []
+
+    def _receive(self, shapes: Shapes, rank: int) -> Carry:
+        carry = tuple(torch.empty(size, dtype=dtype, device=self._device) for size, dtype in shapes)
+        for tensor in carry:
+            dist.recv(tensor, group_src=rank, group=self._pipeline.group)
+        return carry
+
+    # --- both ------------------------------------------------------------------------------------------------------
+
+    def _prepared(self, batch: Batch) -> Batch:
+        return self._model.prepare(batch) if isinstance(self._model, Prepares) else batch
+
+    def _carry_of(self, batch: Batch) -> Shapes:
+        """Shapes of what travels for micro-batches like this one. The first rank finds out, once for each shape, and
+        tells the others."""
+        key = batch["input_ids"].shape
+        if key not in self._carries:
+            found: list[Any] = [None]
+            if 0 in self._own:
+                with torch.no_grad(), around(self._stages, self._model, backward=False, last=True):
+                    carry = self._model(self._prepared(batch), (), Section((), first=True))
+                found = [tuple((tensor.shape, tensor.dtype) for tensor in carry)]
+            dist.broadcast_object_list(found, group_src=self._pipeline.owners[0], group=self._pipeline.group)
+            self._carries[key] = found[0]
+        return self._carries[key]
+
+    def _shared(self, outputs: Sequence[LossOutput], batches: Sequence[Batch]) -> StepOutput:
+        """What the last rank found, on every rank."""
+        rows = sum(len(batch["labels"]) for batch in batches)
+        both = torch.zeros(2, rows, dtype=torch.float64, device=self._device)
+        if outputs:
+            both.copy_(torch.stack([part.double() for part in combine(outputs).per_sequence]))
+        dist.broadcast(both, group_src=self._last, group=self._pipeline.group)
+        sums, counts = both
+        return StepOutput(sums.sum(), counts.sum(), (sums, counts))
+
+
+class _Step:
+    """The micro-batches of a step, and what the loss made of them."""
+
+    def __init__(self, batches: Sequence[Batch], denominator: Tensor) -> None:
+        self.batches, self.denominator = batches, denominator
+        self.outputs: list[LossOutput] = []
+
+
+class _StageModule(nn.Module):
+    """A section as torch's pipeline calls it. Its parameters are those of the section alone: schedules that split the
+    backward pass look at them."""
+
+    def __init__(self, model: Any, section: Section, batch_of: Callable[[int], Batch], shapes: Shapes) -> None:
+        super().__init__()
+        first, last = model.ends()
+        names = [*(first if section.first else ()), *(f"layers.{name}" for name in section.layers)]
+        names += last if section.last else ()
+        self.parts = nn.ModuleList([model.get_submodule(name) for name in names])
+        self._section, self._batch_of, self._shapes = section, batch_of, shapes
+        self._call = (model,)  # in a tuple, which torch does not look into
+
+    def forward(self, *carry: Tensor, number: Tensor) -> Any:
+        """
+        Raises:
+            ForgeError: what comes out is not what the next stage is told to expect.
+        """
+        (model,) = self._call
+        out = model(self._batch_of(int(number)), () if self._section.first else carry, self._section)
+        if self._section.last:
+            return out
+        found = tuple((tensor.shape, tensor.dtype) for tensor in out)
+        if found != self._shapes:
+            seen = f"after layer {self._section.layers[-1]} it is {found}, after embed() {self._shapes}"
+            raise ForgeError(f"parallel.pp: the carry must have the same shapes and dtypes between all layers: {seen}")
+        return tuple(tensor.clone() if tensor._is_view() else tensor for tensor in out)  # torch detaches them in place

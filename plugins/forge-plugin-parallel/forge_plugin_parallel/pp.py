@@ -1,0 +1,91 @@
+"""The component `pp`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from attrs import field, frozen
+from attrs.validators import deep_iterable, ge
+
+from forge_core.components import ParallelComponent
+from forge_core.errors import Problem
+from forge_core.parallel.layout import micro_batches
+
+if TYPE_CHECKING:
+    from forge_core.config.job import Job
+    from forge_core.context import BuildContext
+    from forge_core.parallel.layout import Layout
+    from forge_core.protocols import ParallelStage
+
+ONE_STAGE = ("gpipe", "1f1b")
+"""Schedules in which each rank has one stage."""
+IN_ROUNDS = ("interleaved_1f1b", "interleaved_zero_bubble")
+"""Schedules that take micro-batches in rounds of as many as there are ranks."""
+V_SHAPED = ("zbv", "dualpipe_v")
+"""Schedules in which each rank has two stages, the last rank's following each other."""
+SPLIT_BACKWARD = ("interleaved_zero_bubble", "zbv", "dualpipe_v")
+"""Schedules that compute gradients of activations and of weights apart."""
+
+
+@frozen(kw_only=True)
+class PipelineParallel(ParallelComponent):
+    """Pipeline parallel: each rank has some of the layers, and micro-batches go from rank to rank
+    (torch.distributed.pipelining). For models that say what their `ends()` are.
+
+    The idle share of a step falls with the number of micro-batches, `train.global_batch_size` divided by data-parallel
+    ranks and `train.micro_batch_size`.
+    """
+
+    drops_parameters: ClassVar[bool] = True
+
+    degree: int = field(validator=ge(1))
+    """Ranks that share the layers."""
+    schedule: Literal[
+        "gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv", "dualpipe_v"
+    ] = "1f1b"
+    """Order of the micro-batches. gpipe: all forward, then all backward (Huang et al. 2019). 1f1b: one forward, one
+    backward, with less memory (PipeDream-Flush; Narayanan et al. 2021). interleaved_1f1b: several stages a rank, with
+    less idle time (Megatron-LM, section 2.2). looped_bfs: the same, all forward first (Lamy-Poirier 2023).
+    interleaved_zero_bubble, zbv: gradients of weights fill the idle time (Qi et al. 2024). dualpipe_v: forward and
+    backward of two micro-batches together (DeepSeek-V3, in a V)."""
+    stages_per_rank: int = field(default=0, validator=ge(0))
+    """Stages of each rank. 0: one for gpipe and 1f1b, else two."""
+    layers: tuple[int, ...] = field(default=(), validator=deep_iterable(ge(1)))
+    """Layers of each stage, from the first to the last. Empty: such that the weights that multiply a token are shared
+    as equally as possible, the head's included."""
+
+    @property
+    def stages(self) -> int:
+        """Stages of all ranks."""
+        return self.degree * (self.stages_per_rank or (1 if self.schedule in ONE_STAGE else 2))
+
+    @property
+    def splits_backward(self) -> bool:
+        return self.degree > 1 and self.schedule in SPLIT_BACKWARD
+
+    def degrees(self) -> Mapping[str, int | str]:
+        return {"pp": self.degree}
+
+    def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        if self.layers and len(self.layers) != self.stages:
+            yield Problem("layers", f"has {len(self.layers)} entries, and there are {self.stages} stages")
+        wanted = {**dict.fromkeys(ONE_STAGE, 1), **dict.fromkeys(V_SHAPED, 2)}.get(self.schedule)
+        if wanted and self.stages_per_rank not in (0, wanted):
+            seen = f"{self.stages_per_rank}, but {self.schedule} has {wanted} a rank"
+            yield Problem("stages_per_rank", f"{seen}; leave it out, or take another schedule")
+        if job.train.global_batch_size % layout.data_parallel == 0:
+            yield from self._micro_batch_problems(micro_batches(job, layout)[0])
+
+    def _micro_batch_problems(self, count: int) -> Iterable[Problem]:
+        fix = "change train.micro_batch_size or train.global_batch_size, or take another schedule"
+        if self.schedule in IN_ROUNDS and count % max(1, count // self.degree):
+            seen = f"{count} micro-batches cannot be run in {count // self.degree} equal rounds, as {self.schedule} does"
+            yield Problem("schedule", f"{seen}; {fix}")
+        if self.schedule == "dualpipe_v" and count < self.stages:
+            yield Problem("schedule", f"dualpipe_v needs {self.stages} micro-batches, there are {count}; {fix}")
+
+    def build(self, context: BuildContext) -> ParallelStage:
+        from forge_plugin_parallel.pp_stage import PipelineParallelStage, WholeStage
+
+        return PipelineParallelStage(self, context) if self.degree > 1 else WholeStage()

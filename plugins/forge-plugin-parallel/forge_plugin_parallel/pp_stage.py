@@ -1,0 +1,184 @@
+"""What the component `pp` builds: of a model, the sections of this rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from forge_core.errors import ForgeError, JobError
+from forge_core.parallel.initialise import ties
+from forge_core.parallel.replicate_stage import sum_gradients
+from forge_core.protocols import Generates, HasEnds
+from forge_plugin_parallel.cuts import Section, balance, ranks_of, sections
+from forge_plugin_parallel.pp import V_SHAPED
+
+if TYPE_CHECKING:
+    from forge_core.context import BuildContext
+    from forge_core.protocols import Batch, Carry, Executor, LossFunction, Model, ParallelStage
+    from forge_plugin_parallel.pp import PipelineParallel
+
+
+class WholeStage:
+    """A pipeline of one rank."""
+
+    def apply(self, model: Model) -> Model:
+        return model
+
+
+class PipelineParallelStage:
+    """See `forge_core.protocols.ParallelStage`.
+
+    A parameter that ties the ends together is kept where either end is. Its gradients are summed over those ranks,
+    which then make the same update.
+    """
+
+    def __init__(self, component: PipelineParallel, context: BuildContext) -> None:
+        assert context.mesh is not None
+        self._component, self._context = component, context
+        self._mesh = context.mesh
+        self.group = context.mesh.get_group("pp")
+        self.ranks, self.rank = context.layout.pp, context.mesh.get_local_rank("pp")
+        self.owners = ranks_of(component.stages, self.ranks, component.schedule in V_SHAPED)
+        """Rank of each stage in `group`."""
+        self.sections: list[Section] = []
+        """What each stage has, those of other ranks included."""
+        self._shared: dict[str, tuple[int, ...]] = {}
+        """Of parameters that several ranks have, these ranks."""
+
+    def apply(self, model: Model) -> Model:
+        """Leave this rank the modules of its sections, and let `model(batch, carry, section)` compute one of them.
+
+        Raises:
+            JobError: the model cannot be cut, or not like this.
+        """
+        assert isinstance(model, nn.Module)
+        if not isinstance(model, HasEnds):
+            seen = f"{type(model).__name__} has no ends()"
+            raise JobError(f"parallel.pp: {seen}, so it cannot be cut; leave the stage out, or add ends() to the model")
+        layers: nn.ModuleDict = model.layers
+        self.sections = sections(list(layers), self._layer_counts(model))
+        kept = [self._modules_of(model, rank) for rank in range(self.ranks)]
+        self._find_shared(model, kept)
+        for name in list(layers):
+            if f"layers.{name}" not in kept[self.rank]:
+                del layers[name]
+        for end in model.ends():
+            for name in set(end) - kept[self.rank]:
+                parent, _, key = name.rpartition(".")
+                setattr(model.get_submodule(parent), key, Absent(name, self.rank))
+        model.forward = SectionForward(model)
+        if isinstance(model, Generates):
+            model.decode = _refuse_decoding  # type: ignore[assignment]
+        return model
+
+    def executor(self, model: Model, loss: LossFunction, stages: Sequence[ParallelStage]) -> Executor:
+        from forge_plugin_parallel.pipeline_executor import PipelineExecutor
+
+        return PipelineExecutor(model, loss, stages, self, self._component.schedule, self._context.device)
+
+    def complete_gradients(self, model: Model) -> None:
+        """Sum the gradients of parameters that several ranks have."""
+        assert isinstance(model, nn.Module)
+        for ranks, group in self._groups.items():
+            shared = [model.get_parameter(name) for name, holders in self._shared.items() if holders == ranks]
+            if self.rank in ranks:
+                sum_gradients(shared, lambda flat, group=group: dist.all_reduce(flat, group=group))
+
+    def counted_elsewhere(self, model: Model) -> Iterable[nn.Parameter]:
+        """A shared parameter is counted by the first rank that has it."""
+        assert isinstance(model, nn.Module)
+        shared = [name for name, ranks in self._shared.items() if self.rank in ranks[1:]]
+        return [model.get_parameter(name) for name in shared]
+
+    # --- cutting ---------------------------------------------------------------------------------------------------
+
+    def _layer_counts(self, model: HasEnds) -> Sequence[int]:
+        """
+        Raises:
+            JobError: there are fewer layers than stages, or the job's counts do not add up to them.
+        """
+        layers, stages = model.layers, len(self.owners)  # type: ignore[attr-defined]
+        given = self._component.layers
+        if len(layers) < stages:
+            seen = f"the model has {len(layers)} layers, too few for {stages} stages"
+            raise JobError(f"parallel.pp: {seen}; lower degree or stages_per_rank")
+        if given and sum(given) != len(layers):
+            raise JobError(f"parallel.pp.layers: {sum(given)} layers in all, but the model has {len(layers)}")
+        _, end = model.ends()
+        last = sum(_cost(model.get_submodule(name)) for name in end)  # type: ignore[attr-defined]
+        return given or balance([_cost(layer) for layer in layers.values()], stages, last=last)
+
+    def _modules_of(self, model: Any, rank: int) -> set[str]:
+        """Names of the modules that a rank keeps: layers, and those of the ends."""
+        own = [section for section, owner in zip(self.sections, self.owners, strict=True) if owner == rank]
+        kept = {f"layers.{name}" for section in own for name in section.layers}
+        first, last = model.ends()
+        kept |= set(first) if any(section.first for section in own) else set()
+        kept |= set(last) if any(section.last for section in own) else set()
+        for pair in ties(model).items():
+            tied = {name.rpartition(".")[0] for name in pair}
+            kept |= tied if tied & kept else set()
+        return kept
+
+    def _find_shared(self, model: nn.Module, kept: Sequence[set[str]]) -> None:
+        holders: dict[str, list[int]] = {}
+        for rank, modules in enumerate(kept):
+            for module in modules:
+                for name, _ in model.get_submodule(module).named_parameters(prefix=module):
+                    holders.setdefault(name, []).append(rank)
+        names = {name for name, _ in model.named_parameters()}
+        self._shared = {name: tuple(ranks) for name, ranks in holders.items() if len(ranks) > 1 and name in names}
+        self._groups = {ranks: self._group_of(ranks) for ranks in sorted(set(self._shared.values()))}
+
+    def _group_of(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+        """The process group of some ranks of this pipeline. Every rank of the run makes those of all pipelines."""
+        lines = self._mesh.mesh.movedim(self._mesh.mesh_dim_names.index("pp"), 0).flatten(1)  # type: ignore[union-attr]
+        lists = lines[list(ranks)].T.tolist()
+        group, _ = dist.new_subgroups_by_enumeration(lists)
+        return group
+
+
+class SectionForward:
+    """In the place of a model's `forward`: one section of it."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def __call__(self, batch: Batch, carry: Carry = (), section: Section | None = None) -> Carry | Tensor:
+        """The carry after the section, or after the last one the final hidden states.
+
+        Raises:
+            ForgeError: it is called like a whole model.
+        """
+        if section is None:
+            raise ForgeError("in a pipeline no rank has the whole model: use the executor (context.executor) instead")
+        model = self._model
+        if section.first:
+            carry = model.embed(batch)
+        for name in section.layers:
+            carry = model.layers[name](carry, batch)
+        return model.finish(carry, batch) if section.last else carry
+
+
+class Absent(nn.Module):
+    """In the place of a module that another pipeline rank has."""
+
+    def __init__(self, name: str, rank: int) -> None:
+        super().__init__()
+        self._seen = f"pipeline rank {rank} does not have {name}"
+
+    def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise ForgeError(self._seen)
+
+
+def _cost(module: nn.Module) -> int:
+    """Weights that multiply a token."""
+    return sum(parameter.numel() for parameter in module.parameters() if parameter.ndim > 1)
+
+
+def _refuse_decoding(*args: Any, **kwargs: Any) -> NoReturn:
+    raise ForgeError("no rank of a pipeline has the whole model, so it cannot generate; generate from a checkpoint")
