@@ -232,9 +232,9 @@ class ParallelStage(Protocol):
     """A built stage. More methods are optional:
 
     `split(batch)` gives this rank's part of a micro-batch to the executor, by a stage that divides sequences.
-    `micro_batch(model, backward=, last=)` is a context that executors hold around the forward pass of a micro-batch and,
-    with `backward`, its recomputation and backward pass (`last`: of this step). An executor that lets micro-batches
-    overlap holds one around all of a step, with `last=False`: what is left to reduce is then reduced in
+    `micro_batch(model, backward=, last=)` is a context that executors hold around the forward pass of a micro-batch
+    and, with `backward`, its recomputation and backward pass (`last`: of this step). An executor that lets
+    micro-batches overlap holds one around all of a step, with `last=False`: what is left to reduce is then reduced in
     `complete_gradients`.
     `complete_gradients(model)` is called once a step after the last backward, last stage first, by a stage that leaves
     gradients partial or owns their reduction.

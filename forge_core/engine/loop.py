@@ -27,7 +27,7 @@ from forge_core.engine.signals import stop_on_signals
 from forge_core.engine.state import Progress, gather_state
 from forge_core.engine.step import Stepper, dry_run, metrics
 from forge_core.errors import CheckpointError, NonFiniteError
-from forge_core.parallel.mesh import any_rank, global_rank
+from forge_core.parallel.mesh import any_rank, global_rank, pipeline_group
 from forge_core.protocols import Batch, Logger
 
 

@@ -135,7 +135,6 @@ class Stepper:
         reduced = all_reduce_tokens(torch.stack([part.detach().double() for part in parts.values()]), self._mesh)
         return dict(zip(parts, reduced.unbind(), strict=True))
 
-
     def _over_layers(self, auxiliary: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """What modules attached, summed over the pipeline's ranks. Which names there are is agreed in the first step.
 
@@ -148,7 +147,9 @@ class Stepper:
             self._auxiliary_names = sorted(set().union(*gather_objects(set(auxiliary), self._pipeline)))
         new = sorted(auxiliary.keys() - set(self._auxiliary_names))
         if new:
-            raise ForgeError(f"{new[0]} was first attached after the first step; in a pipeline, all must be in the first")
+            raise ForgeError(
+                f"{new[0]} was first attached after the first step; in a pipeline, all must be in the first"
+            )
         if not self._auxiliary_names:
             return {}
         none = torch.zeros((), dtype=torch.float64, device=self._run.context.device)

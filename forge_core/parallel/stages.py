@@ -150,8 +150,6 @@ def _hooks(model: Model) -> set[tuple[str, str]]:
     return found
 
 
-def _of_kept(
-    hooks: set[tuple[str, str]], before: Mapping[str, Any], after: Mapping[str, Any]
-) -> set[tuple[str, str]]:
+def _of_kept(hooks: set[tuple[str, str]], before: Mapping[str, Any], after: Mapping[str, Any]) -> set[tuple[str, str]]:
     """Of the hooks, those of modules that are still there."""
     return {(name, hook) for name, hook in hooks if after.get(name) is before[name]}

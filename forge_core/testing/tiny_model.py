@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +48,9 @@ class TinyNetwork(nn.Module):
         for layer in self.layers.values():
             carry = layer(carry, batch)
         return self.finish(carry, batch)
+
+    def ends(self) -> tuple[Sequence[str], Sequence[str]]:
+        return ["embedding"], ["norm", "head"]
 
     def flops(self, seq_len: int) -> float:
         return 6.0 * sum(p.numel() for n, p in self.named_parameters() if p.ndim > 1 and "embedding" not in n)

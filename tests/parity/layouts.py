@@ -167,7 +167,15 @@ ROWS = [
         micro_batch_size=2,
     ),
     Row(name="replicate2 x tp2", ranks=4, stages={"tp": tp()}, reduction=SUM, tied=True, ignored=5),
-    Row(name="pp2, gpipe", ranks=2, stages={"pp": pp("gpipe")}, reduction=NORM, layers=3, packed=True, micro_batch_size=2),
+    Row(
+        name="pp2, gpipe",
+        ranks=2,
+        stages={"pp": pp("gpipe")},
+        reduction=NORM,
+        layers=3,
+        packed=True,
+        micro_batch_size=2,
+    ),
     Row(name="pp2, 1f1b", ranks=2, stages={"pp": pp("1f1b")}, reduction=TIE, tied=True, micro_batch_size=2, ignored=7),
     Row(
         name="pp2, interleaved 1f1b",

@@ -80,7 +80,9 @@ class PipelineParallel(ParallelComponent):
     def _micro_batch_problems(self, count: int) -> Iterable[Problem]:
         fix = "change train.micro_batch_size or train.global_batch_size, or take another schedule"
         if self.schedule in IN_ROUNDS and count % max(1, count // self.degree):
-            seen = f"{count} micro-batches cannot be run in {count // self.degree} equal rounds, as {self.schedule} does"
+            seen = (
+                f"{count} micro-batches cannot be run in {count // self.degree} equal rounds, as {self.schedule} does"
+            )
             yield Problem("schedule", f"{seen}; {fix}")
         if self.schedule == "dualpipe_v" and count < self.stages:
             yield Problem("schedule", f"dualpipe_v needs {self.stages} micro-batches, there are {count}; {fix}")

@@ -48,22 +48,6 @@ def numbers(folder, *keys):
     return [record[key] for record in records(folder) for key in keys if key in record]
 
 
-@pytest.fixture(scope="module")
-def single(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("single")
-    train(folder, {}, steps=6)
-    return numbers(folder, "loss", "grad_norm", "eval/loss")
-
-
-def test_one_checkpoint_folder_for_all_layouts(tmp_path, single):
-    train(tmp_path, {}, steps=1)
-    layouts = ((2, FSDP2), (4, BOTH), (4, {**TP2, "cp": ContextParallel(degree=2)}), (4, {"fsdp": FSDP(replicate=2)}))
-    for steps, (ranks, stages) in enumerate(layouts, 2):
-        run_on_ranks(ranks, lambda rank, stages=stages, steps=steps: train(tmp_path, stages, steps=steps))
-    train(tmp_path, {}, steps=6)
-    assert numbers(tmp_path, "loss", "grad_norm", "eval/loss") == pytest.approx(single, rel=1e-9)
-
-
 def test_a_model_without_units_is_sharded_by_its_layers(tmp_path):
     for folder, stages, ranks in ((tmp_path / "a", {}, 1), (tmp_path / "b", FSDP2, 2)):
         run_on_ranks(ranks, lambda rank, f=folder, s=stages: train(f, s, model=TinyModel(layers=2)))

@@ -1,0 +1,233 @@
+"""The stage `pp`: where models are cut, what goes through a pipeline besides the loss, and what is refused. Curves are
+in tests/parity."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+import torch
+from attrs import frozen
+from torch import nn
+
+from forge_core.data.loader import TrainLoader
+from forge_core.engine.build import build_context, build_run
+from forge_core.engine.step import Stepper, metrics
+from forge_core.errors import ForgeError, JobError
+from forge_core.parallel.layout import Layout
+from forge_core.plugins.catalog import Catalog
+from forge_core.testing import Numbers, TinyModel, tiny_job
+from forge_core.testing.processes import run_on_ranks
+from forge_core.testing.tiny_model import TinyNetwork
+from forge_plugin_parallel import FSDP, ActivationCheckpointing, PipelineParallel
+from forge_plugin_parallel.cuts import balance, ranks_of, sections
+from forge_plugin_parallel.pipeline_executor import _StageModule
+from forge_plugin_transformer import GroupedQueryAttention, Transformer
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv", "dualpipe_v")
+WEIGHT = 10.0  # large, so that a wrong scale cannot hide
+
+
+def pp(schedule="1f1b", **keys):
+    return {"pp": PipelineParallel(degree=2, schedule=schedule, **keys)}
+
+
+def job(folder, stages, **changes):
+    settings = {"model": TinyModel(layers=4), "global_batch_size": 8, "micro_batch_size": 2, "precision": "fp64"}
+    settings |= {"data": {"sources": (Numbers(held_out=5, ignored=7),)}, "parallel": stages}
+    return tiny_job(str(folder), None, **(settings | changes))
+
+
+def built(job):
+    return build_run(job, build_context(job, Catalog.installed(), None))
+
+
+class Penalised(nn.Module):
+    """A layer whose activations and weights are penalised; an even one also counts its forward passes."""
+
+    def __init__(self, number, layer, auxiliary):
+        super().__init__()
+        self.number, self.layer, self.auxiliary = number, layer, auxiliary
+
+    def forward(self, carry, batch):
+        (x,) = self.layer(carry, batch)
+        valid = (batch["labels"] != -100).unsqueeze(-1)
+        x = self.auxiliary.attach(x, (x.square() * valid).sum(), unit="token", name="aux/token", weight=WEIGHT)
+        weights = self.layer.down.weight.square().sum()
+        x = self.auxiliary.attach(x, weights, unit="layer", name="aux/layer", weight=WEIGHT)
+        if self.number % 2 == 0:
+            self.auxiliary.metric("aux/forwards", torch.ones(()))
+        return (x,)
+
+
+@frozen(kw_only=True)
+class PenalisedModel(TinyModel):
+    def build(self, context):
+        model = TinyNetwork(self.dim, self.layers, 0.0, 32, context.dtype)
+        for name, layer in model.layers.items():
+            model.layers[name] = Penalised(int(name), layer, context.auxiliary)
+        return model
+
+
+@frozen(kw_only=True)
+class EndlessModel(TinyModel):
+    def build(self, context):
+        model = TinyNetwork(self.dim, self.layers, 0.0, 32, context.dtype)
+        model.ends = None
+        return Endless(model)
+
+
+class Endless(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.layers, self.head = model.layers, model.head
+
+
+class Widening(nn.Module):
+    def forward(self, carry, batch):
+        return (torch.cat([*carry, *carry], -1),)
+
+
+@frozen(kw_only=True)
+class WideningModel(TinyModel):
+    def build(self, context):
+        model = TinyNetwork(self.dim, self.layers, 0.0, 32, context.dtype)
+        model.layers["1"] = Widening()
+        return model
+
+
+def gradients_and_metrics(job):
+    run = built(job)
+    loader = TrainLoader(job, run.datasets, run.context)
+    batches = loader.next_step()
+    loader.close()
+    stepper = Stepper(run)
+    _, sums = stepper.gradients(batches, 0)
+    numbers = {name: value.item() for name, value in metrics(sums).items()}
+    return {item.name: item.parameter.grad for item in run.parameters}, {**numbers, "norm": stepper.norm().item()}
+
+
+class TestAuxiliary:
+    @pytest.mark.parametrize("recomputed", [False, True])
+    def test_what_layers_attach_counts_as_in_one_process(self, tmp_path, recomputed):
+        again = {"activation_checkpointing": ActivationCheckpointing()} if recomputed else {}
+        stages = [pp(schedule) | again for schedule in SCHEDULES]
+        model = PenalisedModel(layers=4)
+        found = run_on_ranks(2, lambda rank: [gradients_and_metrics(job(tmp_path, s, model=model)) for s in stages])
+        gradients, numbers = gradients_and_metrics(job(tmp_path, {}, model=model))
+        for schedule, *ranks in zip(SCHEDULES, *found, strict=True):
+            seen = {}
+            for own, reported in ranks:
+                seen |= own
+                assert reported == pytest.approx(numbers, rel=1e-12), schedule
+            assert seen.keys() == gradients.keys()
+            for name, gradient in gradients.items():
+                torch.testing.assert_close(seen[name], gradient, rtol=1e-10, atol=1e-13, msg=f"{schedule}: {name}")
+
+
+class TestCuts:
+    @pytest.mark.parametrize("stages", [1, 2, 3, 4])
+    @pytest.mark.parametrize("costs", [(1, 1, 1, 1, 1), (5, 1, 1, 1, 3, 2), (1, 2, 3, 4), (2, 2, 9, 1, 1, 1, 4)])
+    @pytest.mark.parametrize("last", [0, 3])
+    def test_no_other_way_is_better(self, costs, stages, last):
+        def stage_costs(counts):
+            found = [sum(costs[cut.start : cut.stop]) for cut in slices(counts)]
+            return [*found[:-1], found[-1] + last]
+
+        def slices(counts):
+            starts = [sum(counts[:number]) for number in range(len(counts))]
+            return [slice(start, start + count) for start, count in zip(starts, counts, strict=True)]
+
+        def worth(counts):
+            return max(stage_costs(counts)), sum(cost**2 for cost in stage_costs(counts))
+
+        ways = combinations(range(1, len(costs)), stages - 1)
+        every = [[b - a for a, b in zip((0, *cuts), (*cuts, len(costs)), strict=True)] for cuts in ways]
+        assert worth(balance(costs, stages, last=last)) == min(map(worth, every))
+
+    def test_a_large_head_takes_layers_from_the_last_stage(self):
+        assert balance([1.0] * 8, 2, last=2.0) == [5, 3]
+
+    def test_sections_hold_every_layer_once_and_know_the_ends(self):
+        found = sections("abcde", [2, 1, 2])
+        assert [section.layers for section in found] == [("a", "b"), ("c",), ("d", "e")]
+        assert [(section.first, section.last) for section in found] == [(True, False), (False, False), (False, True)]
+
+    def test_stages_go_round_or_there_and_back(self):
+        assert ranks_of(6, 3, v_shaped=False) == [0, 1, 2, 0, 1, 2]
+        assert ranks_of(6, 3, v_shaped=True) == [0, 1, 2, 2, 1, 0]
+
+    @pytest.mark.parametrize(("stage", "own"), [(pp(), "012"), (pp(layers=(1, 3)), "0"), (pp("zbv"), "03")])
+    def test_a_rank_has_its_layers_alone(self, tmp_path, stage, own):
+        model = TinyModel(layers=4, dim=4)  # the head weighs as much as two layers
+        found = run_on_ranks(2, lambda rank: list(built(job(tmp_path, stage, model=model)).model.layers))
+        assert "".join(found[0]) == own
+        assert sorted(found[0] + found[1]) == list("0123")
+
+
+class TestWhatIsRefused:
+    @pytest.mark.parametrize(
+        ("keys", "message"),
+        [
+            ({"layers": (1, 2, 1)}, "layers: has 3 entries, and there are 2 stages"),
+            ({"stages_per_rank": 2}, "stages_per_rank: 2, but 1f1b has 1 a rank"),
+            ({"schedule": "zbv", "stages_per_rank": 1}, "stages_per_rank: 1, but zbv has 2 a rank"),
+            ({"schedule": "dualpipe_v", "degree": 4}, "schedule: dualpipe_v needs 8 micro-batches, there are 4"),
+        ],
+    )
+    def test_settings_that_contradict_each_other(self, tmp_path, keys, message):
+        stage = PipelineParallel(**{"degree": 2} | keys)
+        [problem] = stage.problems(job(tmp_path, {}), Layout(pp=stage.degree))
+        assert message in str(problem)
+
+    def test_micro_batches_that_make_no_rounds(self, tmp_path):
+        stage = PipelineParallel(degree=2, schedule="interleaved_1f1b")
+        [problem] = stage.problems(job(tmp_path, {}, global_batch_size=10), Layout(pp=2))
+        assert "5 micro-batches cannot be run in 2 equal rounds, as interleaved_1f1b does" in str(problem)
+
+    def test_resharding_between_the_two_parts_of_a_backward_pass(self, tmp_path):
+        fsdp, layout = FSDP(reshard_after_forward=True), Layout(pp=2, shard=2)
+        [problem] = fsdp.problems(job(tmp_path, pp("zbv")), layout)
+        assert "parallel.pp computes gradients of weights apart from the backward pass" in str(problem)
+        assert list(fsdp.problems(job(tmp_path, pp("1f1b")), layout)) == []
+
+    @pytest.mark.parametrize(
+        ("model", "stage", "message"),
+        [
+            (TinyModel(layers=3), pp("zbv"), "the model has 3 layers, too few for 4 stages"),
+            (TinyModel(layers=4), pp(layers=(2, 3)), r"parallel\.pp\.layers: 5 layers in all, but the model has 4"),
+            (EndlessModel(), pp(), r"Endless has no ends\(\), so it cannot be cut"),
+        ],
+    )
+    def test_models_that_cannot_be_cut_like_this(self, tmp_path, model, stage, message):
+        def build(rank):
+            with pytest.raises(JobError, match=message):
+                built(job(tmp_path, stage, model=model))
+
+        run_on_ranks(2, build)
+
+    def test_a_carry_that_changes(self, tmp_path):
+        def forward(rank):
+            run = built(job(tmp_path, pp(layers=(2, 1)), model=WideningModel(layers=3)))
+            batch = {"input_ids": torch.zeros(1, 4, dtype=torch.long)}
+            shapes = ((torch.Size((1, 4, 16)), torch.float64),)
+            section = run.built_stages[0].sections[rank]
+            stage = _StageModule(run.model, section, lambda number: batch, shapes)
+            with pytest.raises(ForgeError, match=r"the carry must have the same shapes .* after layer 1 it is"):
+                stage(number=torch.tensor(0))
+
+        run_on_ranks(2, lambda rank: forward(rank) if rank == 0 else built(job(tmp_path, pp())) and None)
+
+    def test_what_only_a_whole_model_can_do(self, tmp_path):
+        def build(rank):
+            whole = Transformer(vocab_size=32, dim=16, layers=2, attention=GroupedQueryAttention(heads=2))
+            model = built(job(tmp_path, pp(), model=whole)).model
+            with pytest.raises(ForgeError, match="no rank of a pipeline has the whole model, so it cannot generate"):
+                model.decode({}, {})
+            with pytest.raises(ForgeError, match="use the executor"):
+                model({"input_ids": torch.zeros(1, 4, dtype=torch.long)})
+            if rank == 1:
+                with pytest.raises(ForgeError, match="pipeline rank 1 does not have embedding"):
+                    model.embed({"input_ids": torch.zeros(1, 4, dtype=torch.long)})
+
+        run_on_ranks(2, build)

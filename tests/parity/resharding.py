@@ -1,0 +1,149 @@
+"""One checkpoint folder for all layouts: trains under one, continues under another, and prints how far the result is
+from one process that was never interrupted.
+
+python tests/parity/resharding.py
+
+In float64, three steps under each layout: the largest difference of losses, gradient norms and held-out losses, and of
+anything in the last checkpoint: weights and the optimizer's moments.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import tempfile
+import time
+import warnings
+from collections.abc import Mapping
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from forge_core.checkpoint.tensors import stored_tensors
+from forge_core.checkpoint.whole import read_whole
+from forge_core.config.job import Job
+from forge_core.engine.trainer import Trainer
+from forge_core.plugins.catalog import Catalog
+from forge_core.testing import Numbers, tiny_job
+from forge_core.testing.processes import run_on_ranks
+from forge_plugin_parallel import FSDP, ContextParallel, PipelineParallel, TensorParallel
+from forge_plugin_transformer import GroupedQueryAttention, Transformer
+
+STEPS = 3
+"""Under each of the two layouts."""
+
+
+Outcome = tuple[list[float], dict[str, Tensor]]
+"""Losses, norms and held-out losses of all steps; and everything in the last checkpoint."""
+
+
+@frozen
+class Layout:
+    name: str
+    ranks: int
+    stages: Mapping[str, Any]
+
+
+def pp(schedule: str = "1f1b") -> dict[str, Any]:
+    return {"pp": PipelineParallel(degree=2, schedule=schedule)}  # type: ignore[arg-type]
+
+
+ONE = Layout("one process", 1, {})
+FSDP2, FSDP4 = Layout("fsdp2", 2, {"fsdp": FSDP()}), Layout("fsdp4", 4, {"fsdp": FSDP()})
+HSDP = Layout("hsdp 2x2", 4, {"fsdp": FSDP(replicate=2)})
+TP2, TP4 = Layout("tp2", 2, {"tp": TensorParallel(degree=2)}), Layout("tp4", 4, {"tp": TensorParallel(degree=4)})
+PP2, PP2_ZBV = Layout("pp2", 2, pp()), Layout("pp2, zbv", 2, pp("zbv"))
+FSDP2_TP2 = Layout("fsdp2 x tp2", 4, {"fsdp": FSDP(), "tp": TensorParallel(degree=2)})
+FSDP2_PP2 = Layout("fsdp2 x pp2", 4, {"fsdp": FSDP(), **pp()})
+TP2_CP2 = Layout("tp2 x cp2", 4, {"tp": TensorParallel(degree=2), "cp": ContextParallel(degree=2)})
+PAIRS = [
+    (ONE, FSDP4),
+    (FSDP4, ONE),
+    (TP2, FSDP2),
+    (FSDP2, TP2),
+    (PP2, FSDP2_TP2),
+    (FSDP2_TP2, PP2),
+    (FSDP2_PP2, TP4),
+    (TP4, FSDP2_PP2),
+    (PP2_ZBV, PP2),
+    (HSDP, TP2_CP2),
+]
+
+
+@frozen
+class Difference:
+    """The largest differences."""
+
+    numbers: float
+    """Of losses, gradient norms and held-out losses."""
+    state: float
+    """Of weights and moments in the last checkpoint."""
+
+
+def train(folder: Path, layout: Layout, steps: int) -> None:
+    """Train up to a step, going on from the folder's newest checkpoint. Says nothing."""
+
+    def go_on(rank: int) -> None:
+        with redirect_stdout(io.StringIO()):
+            Trainer(job(folder, layout, steps), echo=len).run()
+
+    run_on_ranks(layout.ranks, go_on, timeout=120)
+
+
+def job(folder: Path, layout: Layout, steps: int) -> Job:
+    attention = GroupedQueryAttention(heads=4, kv_heads=4, qk_norm=True)
+    model = Transformer(vocab_size=32, dim=16, layers=4, tie_embeddings=True, attention=attention)
+    settings: dict[str, Any] = {"steps": steps, "global_batch_size": 8, "seq_len": 16, "precision": "fp64"}
+    settings |= {"micro_batch_size": 2, "grad_clip_norm": 0.5, "eval": {"interval": 1}}
+    data = {"sources": (Numbers(ignored=5, held_out=5),)}
+    return tiny_job(str(folder), Catalog.installed(), model=model, data=data, parallel=dict(layout.stages), **settings)
+
+
+def uninterrupted(folder: Path) -> Outcome:
+    """What one process comes to."""
+    train(folder, ONE, 2 * STEPS)
+    return outcome(folder)
+
+
+def continued(folder: Path, first: Layout, second: Layout) -> Outcome:
+    """What two layouts come to, the second with the checkpoint of the first."""
+    train(folder, first, STEPS)
+    train(folder, second, 2 * STEPS)
+    return outcome(folder)
+
+
+def outcome(folder: Path) -> Outcome:
+    """All steps' numbers, and everything in the last checkpoint."""
+    records = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+    numbers = [record[key] for record in records for key in ("loss", "grad_norm", "eval/loss") if key in record]
+    checkpoint = folder / f"run/checkpoints/step-{records[-1]['step']}"
+    stored = stored_tensors(checkpoint)
+    return numbers, read_whole(checkpoint, stored, stored)
+
+
+def compare(found: Outcome, expected: Outcome) -> Difference:
+    assert found[1].keys() == expected[1].keys()
+    return Difference(
+        numbers=max(abs(a - b) for a, b in zip(found[0], expected[0], strict=True)),
+        state=max((found[1][name] - tensor).abs().max().item() for name, tensor in expected[1].items()),
+    )
+
+
+def main() -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    print(f"{time.strftime('%Y-%m-%d')}, torch {torch.__version__}, gloo on the CPU\n")
+    print("| saved under | continued under | losses and norms | weights and moments |\n|---|---|---|---|")
+    with tempfile.TemporaryDirectory() as temporary:
+        expected = uninterrupted(Path(temporary) / "whole")
+        for number, (first, second) in enumerate(PAIRS):
+            difference = compare(continued(Path(temporary) / str(number), first, second), expected)
+            print(f"| {first.name} | {second.name} | {difference.numbers:.0e} | {difference.state:.0e} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
