@@ -22,6 +22,8 @@ ONE_STAGE = ("gpipe", "1f1b")
 """Schedules in which each rank has one stage."""
 IN_ROUNDS = ("interleaved_1f1b", "interleaved_zero_bubble")
 """Schedules that take micro-batches in rounds of as many as there are ranks."""
+FILLED = ("1f1b", "dualpipe_v")
+"""Schedules that need at least as many micro-batches as stages."""
 V_SHAPED = ("zbv", "dualpipe_v")
 """Schedules in which each rank has two stages, the last rank's following each other."""
 SPLIT_BACKWARD = ("interleaved_zero_bubble", "zbv", "dualpipe_v")
@@ -84,8 +86,9 @@ class PipelineParallel(ParallelComponent):
                 f"{count} micro-batches cannot be run in {count // self.degree} equal rounds, as {self.schedule} does"
             )
             yield Problem("schedule", f"{seen}; {fix}")
-        if self.schedule == "dualpipe_v" and count < self.stages:
-            yield Problem("schedule", f"dualpipe_v needs {self.stages} micro-batches, there are {count}; {fix}")
+        if self.degree > 1 and self.schedule in FILLED and count < self.stages:
+            seen = f"{self.schedule} needs a micro-batch for each of the {self.stages} stages, and there are {count}"
+            yield Problem("schedule", f"{seen}; {fix}")
 
     def build(self, context: BuildContext) -> ParallelStage:
         from forge_plugin_parallel.pp_stage import PipelineParallelStage, WholeStage

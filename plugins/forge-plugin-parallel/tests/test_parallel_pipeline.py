@@ -3,7 +3,9 @@ in tests/parity."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from itertools import combinations
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,10 +23,10 @@ from forge_core.testing.processes import run_on_ranks
 from forge_core.testing.tiny_model import TinyNetwork
 from forge_plugin_parallel import FSDP, ActivationCheckpointing, PipelineParallel
 from forge_plugin_parallel.cuts import balance, ranks_of, sections
-from forge_plugin_parallel.pipeline_executor import _StageModule
+from forge_plugin_parallel.pipeline_executor import SCHEDULES, _StageModule
+from forge_plugin_parallel.pp import V_SHAPED
 from forge_plugin_transformer import GroupedQueryAttention, Transformer
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv", "dualpipe_v")
 WEIGHT = 10.0  # large, so that a wrong scale cannot hide
 
 
@@ -125,6 +127,34 @@ class TestAuxiliary:
                 torch.testing.assert_close(seen[name], gradient, rtol=1e-10, atol=1e-13, msg=f"{schedule}: {name}")
 
 
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_few_micro_batches_are_run_rightly_or_refused(tmp_path, count):
+    sizes = {"global_batch_size": 2 * count, "micro_batch_size": 2}
+    layout, plain = Layout(pp=2), job(tmp_path, {}, **sizes)
+    allowed = [schedule for schedule in SCHEDULES if not list(pp(schedule)["pp"].problems(plain, layout))]
+    assert set(SCHEDULES) - set(allowed) == {1: {"1f1b", "dualpipe_v"}, 2: {"dualpipe_v"}, 3: {"dualpipe_v"}}[count]
+    stages = [pp(schedule) for schedule in allowed]
+    found = run_on_ranks(2, lambda rank: [gradients_and_metrics(job(tmp_path, s, **sizes))[1] for s in stages])
+    expected = gradients_and_metrics(plain)[1]
+    for schedule, *ranks in zip(allowed, *found, strict=True):
+        assert ranks == [pytest.approx(expected, rel=1e-12)] * 2, schedule
+
+
+@pytest.mark.parametrize("degree", [2, 3, 4])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_what_is_refused_is_what_torch_refuses(tmp_path, schedule, degree):
+    stage = PipelineParallel(degree=degree, schedule=schedule)
+    own = [n for n, rank in enumerate(ranks_of(stage.stages, degree, schedule in V_SHAPED)) if rank == 0]
+    torch_stages = [
+        SimpleNamespace(num_stages=stage.stages, group_size=degree, group_rank=0, stage_index=n, submod=None)
+        for n in own
+    ]
+    for count in range(1, 13):
+        allowed = not list(stage.problems(job(tmp_path, {}, global_batch_size=2 * count), Layout(pp=degree)))
+        with nullcontext() if allowed else pytest.raises(ValueError, match=r"(?i)number of microbatches|as many micro"):
+            SCHEDULES[schedule](torch_stages[0] if len(own) == 1 else torch_stages, count, loss_fn=torch.add)
+
+
 class TestCuts:
     @pytest.mark.parametrize("stages", [1, 2, 3, 4])
     @pytest.mark.parametrize("costs", [(1, 1, 1, 1, 1), (5, 1, 1, 1, 3, 2), (1, 2, 3, 4), (2, 2, 9, 1, 1, 1, 4)])
@@ -172,7 +202,10 @@ class TestWhatIsRefused:
             ({"layers": (1, 2, 1)}, "layers: has 3 entries, and there are 2 stages"),
             ({"stages_per_rank": 2}, "stages_per_rank: 2, but 1f1b has 1 a rank"),
             ({"schedule": "zbv", "stages_per_rank": 1}, "stages_per_rank: 1, but zbv has 2 a rank"),
-            ({"schedule": "dualpipe_v", "degree": 4}, "schedule: dualpipe_v needs 8 micro-batches, there are 4"),
+            (
+                {"schedule": "dualpipe_v", "degree": 4},
+                "schedule: dualpipe_v needs a micro-batch for each of the 8 stages, and there are 4",
+            ),
         ],
     )
     def test_settings_that_contradict_each_other(self, tmp_path, keys, message):
