@@ -10,8 +10,9 @@ from forge_core.config.job import Job
 from forge_core.config.mixture import mixture_problems
 from forge_core.config.suggest import did_you_mean
 from forge_core.config.walk import walk_components
-from forge_core.errors import PluginError, Problem
+from forge_core.errors import JobError, PluginError, Problem
 from forge_core.parallel.layout import Layout, batch_problems, plan_layout
+from forge_core.parallel.stages import order_stages
 from forge_core.plugins.catalog import Catalog
 
 
@@ -21,6 +22,7 @@ def check_rules(job: Job, catalog: Catalog, world_size: int = 1) -> list[Problem
     if not problems:
         problems += batch_problems(job, layout)
     problems += _core_problems(job)
+    problems += _order_problems(job, catalog)
     for path, component in walk_components(job):
         problems += _component_problems(path, component, job, layout, catalog)
     return problems + _plugin_problems(job, layout, catalog)
@@ -43,6 +45,14 @@ def _core_problems(job: Job) -> Iterator[Problem]:
     if job.checkpoint.keep_best and not job.eval.interval:
         message = "the best checkpoints are known by evaluations during the run, and there are none; set eval.interval"
         yield Problem("checkpoint.keep_best", message)
+
+
+def _order_problems(job: Job, catalog: Catalog) -> list[Problem]:
+    try:
+        order_stages(job.parallel, catalog)
+    except JobError as error:
+        return list(error.problems)
+    return []
 
 
 def _load_problems(job: Job) -> Iterator[Problem]:
