@@ -246,6 +246,11 @@ class ParallelComponent(Component):
         from the forward pass to the end of the step."""
         return False
 
+    def micro_batches_alive(self, count: int) -> float:
+        """Of how many of a step's `count` micro-batches this stage lets a rank keep activations at the same time, at
+        the most; a fraction where a rank keeps those of some layers only."""
+        return 1.0
+
     def degrees(self) -> Mapping[str, int | str]:
         """Mesh dimensions that this stage asks for, with their size, or `"auto"` for what is left over."""
         return {}

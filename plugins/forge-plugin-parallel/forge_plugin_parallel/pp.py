@@ -66,6 +66,21 @@ class PipelineParallel(ParallelComponent):
     def splits_backward(self) -> bool:
         return self.degree > 1 and self.schedule in SPLIT_BACKWARD
 
+    def micro_batches_alive(self, count: int) -> float:
+        """As the orders of torch's schedules have it, for the rank that keeps the most."""
+        if self.degree == 1:
+            return 1.0
+        per_rank = self.stages // self.degree
+        warmup = (per_rank - 1) * self.degree + 2 * (self.degree - 1)
+        alive = {
+            "1f1b": self.degree,
+            "interleaved_1f1b": (warmup + 1) / per_rank,
+            "interleaved_zero_bubble": self.degree,
+            "zbv": self.degree,
+            "dualpipe_v": self.degree + 0.5,
+        }
+        return min(count, alive.get(self.schedule, count))
+
     def degrees(self) -> Mapping[str, int | str]:
         return {"pp": self.degree}
 

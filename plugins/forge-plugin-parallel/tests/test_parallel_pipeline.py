@@ -140,19 +140,47 @@ def test_few_micro_batches_are_run_rightly_or_refused(tmp_path, count):
         assert ranks == [pytest.approx(expected, rel=1e-12)] * 2, schedule
 
 
+def torch_schedule(stage, count):
+    """Torch's schedule for the first rank, around stand-ins of its stages."""
+    owners = ranks_of(stage.stages, stage.degree, stage.schedule in V_SHAPED)
+    settings = {"num_stages": stage.stages, "group_size": stage.degree, "group_rank": 0, "submod": None}
+    own = [SimpleNamespace(stage_index=n, **settings) for n, rank in enumerate(owners) if rank == 0]
+    return SCHEDULES[stage.schedule](own[0] if len(own) == 1 else own, count, loss_fn=torch.add)
+
+
 @pytest.mark.parametrize("degree", [2, 3, 4])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_what_is_refused_is_what_torch_refuses(tmp_path, schedule, degree):
     stage = PipelineParallel(degree=degree, schedule=schedule)
-    own = [n for n, rank in enumerate(ranks_of(stage.stages, degree, schedule in V_SHAPED)) if rank == 0]
-    torch_stages = [
-        SimpleNamespace(num_stages=stage.stages, group_size=degree, group_rank=0, stage_index=n, submod=None)
-        for n in own
-    ]
     for count in range(1, 13):
         allowed = not list(stage.problems(job(tmp_path, {}, global_batch_size=2 * count), Layout(pp=degree)))
         with nullcontext() if allowed else pytest.raises(ValueError, match=r"(?i)number of microbatches|as many micro"):
-            SCHEDULES[schedule](torch_stages[0] if len(own) == 1 else torch_stages, count, loss_fn=torch.add)
+            torch_schedule(stage, count)
+
+
+@pytest.mark.parametrize("stages_per_rank", [0, 3])
+@pytest.mark.parametrize("degree", [2, 4])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_as_many_micro_batches_are_alive_as_torch_orders_them(schedule, degree, stages_per_rank):
+    if stages_per_rank and schedule not in ("interleaved_1f1b", "interleaved_zero_bubble", "looped_bfs"):
+        pytest.skip("its number of stages is fixed")
+    stage = PipelineParallel(degree=degree, schedule=schedule, stages_per_rank=stages_per_rank)
+    for count in (2 * degree, 4 * degree):
+        found = torch_schedule(stage, count)
+        order = getattr(found, "pipeline_order", None) or found._get_pipeline_order()
+        most = max(most_alive(actions) for actions in order.values()) / (stage.stages // degree)
+        assert stage.micro_batches_alive(count) == most
+
+
+def most_alive(actions):
+    """Forward passes whose gradients are not complete yet, at the most."""
+    alive, most = 0, 0
+    for action in filter(None, actions):
+        for part in action.sub_actions or [action]:
+            kind = part.computation_type.name
+            alive += {"FORWARD": 1, "FULL_BACKWARD": -1, "BACKWARD_WEIGHT": -1}.get(kind, 0)
+            most = max(most, alive)
+    return most
 
 
 class TestCuts:
