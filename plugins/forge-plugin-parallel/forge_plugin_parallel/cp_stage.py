@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 WHOLE = "whole:"
 """Starts the name of an entry of the batch that has all positions."""
+PLACES, DOCUMENTS = "places by rank", "documents by rank"
+"""Entries of a batch for `ring` and `all_gather`: (ranks, s) where each rank's positions stand, and (B, ranks, s) the
+number of each one's document."""
 
 
 class ContextParallelStage:
@@ -38,7 +41,7 @@ class ContextParallelStage:
         self._group = context.mesh.get_group("cp")
         self._ranks, self._rank = context.layout.cp, context.mesh.get_local_rank("cp")
         self._method = component.method
-        self._places: dict[tuple[int, int, torch.device], Tensor] = {}
+        self._places: dict[tuple[int, torch.device], Tensor] = {}
 
     def apply(self, model: Model) -> Model:
         """Put attention over all ranks' positions in the place of the model's own.
@@ -64,22 +67,27 @@ class ContextParallelStage:
         if self._ranks == 1:
             return batch
         rows, length = batch["input_ids"].shape
-        places = self._own_places(self._rank, length, batch["input_ids"].device)
+        places = self._places_of(length, batch["input_ids"].device)
+        own = places[self._rank]
         part: dict[str, Tensor] = {}
         for name, value in batch.items():
             has_positions = value.ndim > 1 and value.shape[1] == length
-            part[name] = value.index_select(1, places) if has_positions else value
-        part.setdefault("positions", places.expand(rows, -1))
-        if "document_ids" in batch:
-            part[WHOLE + "document_ids"] = batch["document_ids"]
+            part[name] = value.index_select(1, own) if has_positions else value
+        part.setdefault("positions", own.expand(rows, -1))
+        documents = batch.get("document_ids")
+        if self._method != "ulysses":
+            part[PLACES] = places
+            part |= {} if documents is None else {DOCUMENTS: _numbered(documents)[:, places]}
+        elif documents is not None:
+            part[WHOLE + "document_ids"] = documents
         return part
 
-    def _own_places(self, rank: int, length: int, device: torch.device) -> Tensor:
-        """(s,) ascending: the positions of a rank."""
-        key = rank, length, device
-        if key not in self._places:
-            self._places[key] = places(rank, self._ranks, length, self._method != "ulysses").to(device)
-        return self._places[key]
+    def _places_of(self, length: int, device: torch.device) -> Tensor:
+        """(ranks, s) the positions of each rank."""
+        if (length, device) not in self._places:
+            every = [places(rank, self._ranks, length, self._method != "ulysses") for rank in range(self._ranks)]
+            self._places[length, device] = torch.stack(every).to(device)
+        return self._places[length, device]
 
     def _over_ranks(self) -> nn.Module:
         return Ring(self._group) if self._method == "ring" else Gathered(self._group)
@@ -99,21 +107,16 @@ class _Mixer(nn.Module):
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__()
-        self.group = group
-        self.ranks, self.rank = dist.get_world_size(group), dist.get_rank(group)
+        self.group, self.rank = group, dist.get_rank(group)
 
     def prepare(self, batch: Batch) -> Batch:
         """Documents are looked up as they are."""
         return batch
 
-    def _pieces(self, batch: Batch, length: int) -> list[Piece]:
+    def _pieces(self, batch: Batch) -> list[Piece]:
         """Of each rank, where its positions stand and of which documents they are."""
-        documents, device = batch.get(WHOLE + "document_ids"), batch["positions"].device
-        found = []
-        for rank in range(self.ranks):
-            own = places(rank, self.ranks, length * self.ranks, balanced=True).to(device)
-            found.append(Piece(own, None if documents is None else _numbered(documents).index_select(1, own)))
-        return found
+        documents = batch[DOCUMENTS].unbind(1) if DOCUMENTS in batch else [None] * len(batch[PLACES])
+        return [Piece(*piece) for piece in zip(batch[PLACES], documents, strict=True)]
 
 
 def _numbered(document_ids: Tensor) -> Tensor:
@@ -126,14 +129,14 @@ class Ring(_Mixer):
     """Keys and values go round."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
-        return ring_attention(q, k, v, self._pieces(batch, q.shape[1]), self.group)
+        return ring_attention(q, k, v, self._pieces(batch), self.group)
 
 
 class Gathered(_Mixer):
     """Keys and values are gathered whole."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
-        pieces = self._pieces(batch, q.shape[1])
+        pieces = self._pieces(batch)
         k, v = (all_gather(tensor, 1, self.group) for tensor in (k, v))
         return attend(q, k, v, pieces[self.rank], Piece.joined(pieces))
 
