@@ -39,6 +39,15 @@ class VocabShard(NamedTuple):
     size: int
 
 
+class MatrixShard(NamedTuple):
+    """The ranks that share a module's `weight` (out, in), and how. A stage that splits matrices sets `matrix_shard` on the
+    module; what needs to know of the whole matrix, or of activations that are split as it is, reads it there."""
+
+    group: torch.distributed.ProcessGroup
+    dimension: int
+    """0: each rank has some of the outputs. 1: each has some of the inputs, and results are summed over the ranks."""
+
+
 @runtime_checkable
 class Head(Protocol):
     """Maps final hidden states to logits. `forge_core.modules.LinearHead` is the usual one."""
@@ -219,12 +228,12 @@ class Generates(Protocol):
 
 
 class ParallelStage(Protocol):
-    """A built stage. Four more methods are optional: `split(batch)`, which gives this rank's part of a micro-batch to
-    the executor, by a stage that divides sequences; `complete_gradients(model)`, called once a step after the last
-    backward, in the order of the stages, by a stage that leaves gradients partial or owns their reduction;
-    `micro_batch(model, backward=, last=)`, a context that executors hold around the forward pass of a micro-batch and,
-    with `backward`, its recomputation and backward pass (`last`: of this step); and `executor(model, loss, stages)`, by
-    a stage that runs the micro-batches itself."""
+    """A built stage. Five more methods are optional: `describe()`, what it did to the model, for the plan of the run;
+    `split(batch)`, which gives this rank's part of a micro-batch to the executor, by a stage that divides sequences;
+    `complete_gradients(model)`, called once a step after the last backward, in the order of the stages, by a stage that
+    leaves gradients partial or owns their reduction; `micro_batch(model, backward=, last=)`, a context that executors
+    hold around the forward pass of a micro-batch and, with `backward`, its recomputation and backward pass (`last`: of
+    this step); and `executor(model, loss, stages)`, by a stage that runs the micro-batches itself."""
 
     def apply(self, model: Model) -> Model:
         """Transform the model, in place or not, on the meta device. Parameter names must stay the same."""
