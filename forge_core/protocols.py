@@ -40,8 +40,8 @@ class VocabShard(NamedTuple):
 
 
 class MatrixShard(NamedTuple):
-    """The ranks that share a module's `weight` (out, in), and how. A stage that splits matrices sets `matrix_shard` on the
-    module; what needs to know of the whole matrix, or of activations that are split as it is, reads it there."""
+    """The ranks that share a module's `weight` (out, in), and how. A stage that splits matrices sets `matrix_shard` on
+    the module; what needs to know of the whole matrix, or of activations that are split as it is, reads it there."""
 
     group: torch.distributed.ProcessGroup
     dimension: int

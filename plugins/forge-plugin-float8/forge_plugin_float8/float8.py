@@ -19,13 +19,14 @@ if TYPE_CHECKING:
 
 MULTIPLE = 16
 """Of which the sizes of a float8 product must be multiples, except for its rows."""
+NO_GLOO = "needs GPUs: gloo, which connects processes on a CPU, cannot send float8; leave it out"
 
 
 @frozen(kw_only=True)
 class Float8(ParallelComponent):
-    """Matrix products of linear layers in float8, forward and backward (Micikevicius et al. 2022), by torchao's recipes:
-    each operand is scaled, rounded to eight bits, and multiplied; results, weights and optimizer state keep their
-    precision. Head and routers are left as they are, and so is what a model names in `float8_exempt()`.
+    """Matrix products of linear layers in float8, forward and backward (Micikevicius et al. 2022), by torchao's
+    recipes: each operand is scaled, rounded to eight bits, and multiplied; results, weights and optimizer state keep
+    their precision. The head is left as it is, and so is what a model names in `float8_exempt()`, as routers.
 
     Devices without float8 products compute with the rounded operands in float32 instead, slowly; the plan says so.
     """
@@ -41,8 +42,9 @@ class Float8(ParallelComponent):
     }
 
     recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
-    """tensorwise: one scale a matrix, the fastest; gradients in e5m2. rowwise: one a row, for outliers. rowwise_with_gw_hp:
-    also, gradients of weights in the compute precision, the most exact; the only one whose curve depends on no layout."""
+    """tensorwise: one scale a matrix, the fastest; gradients in e5m2. rowwise: one a row, for outliers.
+    rowwise_with_gw_hp: also, gradients of weights in the compute precision; the most exact, and the only one whose
+    scales do not depend on which tokens are in a micro-batch."""
     exclude: tuple[str, ...] = ()
     """Patterns of names of linear layers that keep their precision besides the exempt ones (`layers.0.*`)."""
     all_gather: bool = False
@@ -53,7 +55,9 @@ class Float8(ParallelComponent):
             yield Problem("", 'has no use for train.precision = "fp64": take "bf16" or "fp32", or leave the stage out')
         tokens = micro_batches(job, layout)[1] * job.train.seq_len // layout.cp
         if tokens % MULTIPLE and self.recipe != "rowwise_with_gw_hp":
-            seen = f"a rank has {tokens} tokens a micro-batch, and gradients of weights sum over a multiple of {MULTIPLE}"
+            seen = (
+                f"a rank has {tokens} tokens a micro-batch, and gradients of weights sum over a multiple of {MULTIPLE}"
+            )
             yield Problem("recipe", f'{seen}; change train.micro_batch_size, or take "rowwise_with_gw_hp"')
         if self.all_gather:
             yield from self._gather_problems(job, layout)
@@ -72,6 +76,3 @@ class Float8(ParallelComponent):
         from forge_plugin_float8.stage import Float8Stage
 
         return Float8Stage(self, context)
-
-
-NO_GLOO = "needs GPUs: gloo, which connects processes on a CPU, cannot send float8; leave it out"

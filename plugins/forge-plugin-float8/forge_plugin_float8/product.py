@@ -13,7 +13,14 @@ from attrs import frozen
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed._functional_collectives import all_reduce, wait_tensor
-from torchao.float8 import CastConfig, Float8LinearConfig, GemmInputRole, LinearMMConfig, ScalingGranularity, ScalingType
+from torchao.float8 import (
+    CastConfig,
+    Float8LinearConfig,
+    GemmInputRole,
+    LinearMMConfig,
+    ScalingGranularity,
+    ScalingType,
+)
 from torchao.float8.distributed_utils import tensor_already_casted_to_fp8
 from torchao.float8.float8_training_tensor import ScaledMMConfig, hp_tensor_and_scale_to_float8
 from torchao.float8.float8_utils import amax_to_scale, tensor_to_amax
@@ -39,7 +46,7 @@ class Float8Forward:
         rows = x.reshape(-1, x.shape[-1])
         found = Product.apply(rows, weight.to(x.dtype).t(), self.config, inputs, outputs)  # type: ignore[operator]
         found = found.reshape(*x.shape[:-1], found.shape[-1])
-        return found if bias is None else found + bias.to(x.dtype)  # type: ignore[operator]
+        return found if bias is None else found + bias.to(x.dtype)
 
 
 def _groups(shard: MatrixShard | None) -> Groups:
@@ -112,4 +119,6 @@ def _largest(amax: Tensor, groups: Iterable[ProcessGroup | None]) -> Tensor:
 def multiplication(config: Float8LinearConfig) -> LinearMMConfig:
     """How each of the three products is computed, as torchao's tensors want to know it."""
     products = (config.gemm_config_output, config.gemm_config_grad_input, config.gemm_config_grad_weight)
-    return LinearMMConfig(*(ScaledMMConfig(config.emulate, product.use_fast_accum, False, False) for product in products))
+    return LinearMMConfig(
+        *(ScaledMMConfig(config.emulate, product.use_fast_accum, False, False) for product in products)
+    )

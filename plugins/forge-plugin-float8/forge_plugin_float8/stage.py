@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
-import attrs
 import torch
 from torch import nn
 
@@ -81,7 +80,7 @@ class Float8Stage:
         self._check_parts(model)
         config = self._config()
         for name in self._changed:
-            linear[name].forward = Float8Forward(linear[name], config)
+            linear[name].forward = Float8Forward(linear[name], config)  # type: ignore[method-assign]
             if self._component.all_gather:
                 gather_in_float8(linear[name], config)
         return model
@@ -90,7 +89,10 @@ class Float8Stage:
         """What is computed how, and what is not."""
         how = f", emulated in float32, slowly: {_name(self._device)} has no float8 products" if self._emulated else ""
         gathered = ", gathered in float8" if self._component.all_gather else ""
-        parts = [f"{self._component.recipe}{how}{gathered}", f"{len(self._changed)} linear layers: {_short(self._changed)}"]
+        parts = [
+            f"{self._component.recipe}{how}{gathered}",
+            f"{len(self._changed)} linear layers: {_short(self._changed)}",
+        ]
         parts += [f"not {_short(names)} ({reason})" for reason, names in self._left.items()]
         return "; ".join(parts)
 
@@ -104,7 +106,7 @@ class Float8Stage:
 
     def _reasons(self, model: nn.Module, linear: Mapping[str, nn.Module]) -> dict[str, str]:
         """Why each linear layer keeps its precision, by name; nothing where it does not."""
-        head = set(model.head.modules())  # type: ignore[union-attr, operator]
+        head = set(model.head.modules())  # type: ignore[union-attr]
         exempt = model.float8_exempt() if isinstance(model, HasFloat8Exemptions) else ()
         return {
             name: _reason(module, module in head or _fits(name, exempt), _fits(name, self._component.exclude))

@@ -1,4 +1,4 @@
-"""What a linear layer computes in float8: torchao's numbers, the formula's, and those of the whole under tensor parallel."""
+"""What a linear layer computes in float8: torchao's numbers, the formula's, and under tensor parallel the whole's."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class ActivationCheckpointing(ParallelComponent):
 
     after: ClassVar[Mapping[str, str]] = {
         "pp": "only the blocks that this rank keeps are wrapped",
-        "float8": "it replaces modules, and what is computed again must be the new ones",
+        "float8": "it changes linear layers, and what is computed again must be the changed ones",
         "tp": "its collectives belong to what is computed again",
         "ep": "its collectives belong to what is computed again",
         "cp": "its collectives belong to what is computed again",

@@ -34,7 +34,7 @@ class FSDP(ParallelComponent):
 
     after: ClassVar[Mapping[str, str]] = {
         "pp": "only the layers that this rank keeps are sharded",
-        "float8": "it replaces modules, and what is sharded must be the new ones",
+        "float8": "it changes linear layers, and what is sharded must be the changed ones",
         "tp": "a parameter that tp has split is split once more",
         "ep": "experts are sharded over the ranks that ep leaves",
         "cp": "its ranks share the sharding",
