@@ -233,7 +233,8 @@ class ParallelStage(Protocol):
     `complete_gradients(model)`, called once a step after the last backward, in the order of the stages, by a stage that
     leaves gradients partial or owns their reduction; `micro_batch(model, backward=, last=)`, a context that executors
     hold around the forward pass of a micro-batch and, with `backward`, its recomputation and backward pass (`last`: of
-    this step); and `executor(model, loss, stages)`, by a stage that runs the micro-batches itself."""
+    this step); and `executor(model, loss, stages)`, by a stage that runs the micro-batches itself. An attribute
+    `parameter_device` says where a stage keeps parameters, gradients and optimizer state if not on the run's device."""
 
     def apply(self, model: Model) -> Model:
         """Transform the model, in place or not, on the meta device. Parameter names must stay the same."""

@@ -199,7 +199,8 @@ def build_model(job: Job, context: BuildContext) -> tuple[Model, list[OrderedSta
     catalog = context.plugins.catalog
     stages = order_stages(with_owner(job, context.layout, catalog), catalog)
     model, built = apply_stages(model, stages, context)
-    materialise(model, context.device, job.job.seed)
+    home = next((stage.parameter_device for stage in built if hasattr(stage, "parameter_device")), None)
+    materialise(model, context.device, job.job.seed, home)
     check_finite(model)
     return model, stages, built
 

@@ -58,6 +58,10 @@ class FSDP(ParallelComponent):
     """Units that are gathered ahead of the one that is computed, forward and backward. 0: as torch does, which
     gathers the next one while it can."""
 
+    offload: bool = False
+    """Whether parameters, gradients and optimizer state live on the host, where the optimizer steps too. A unit comes
+    to the device when it is computed. Takes the least memory of the device, and much time."""
+
     def degrees(self) -> Mapping[str, int | str]:
         return {"replicate": self.replicate, "shard": self.shard}
 

@@ -103,18 +103,17 @@ def _agreed(numbers: list[int]) -> list[int]:
 
 
 def _state(model: Model, context: BuildContext) -> dict[str, Bytes]:
-    weights, gradients = parameter_bytes(model), parameter_bytes(model, trained=True)
-    optimizer, shards = optimizer_bytes(model, context), _shards(context)
+    sizes = {"weights": parameter_bytes(model), "gradients": parameter_bytes(model, trained=True)}
+    sizes["optimizer"] = optimizer_bytes(model, context)
+    shards = _shards(context)
     if shards == 1:
-        return {"weights": weights, "gradients": gradients, "optimizer": optimizer}
+        return sizes
     fsdp = next((stage for stage in context.job.parallel.values() if isinstance(stage, FSDP)), FSDP())
     adds_up = micro_batches(context.job, context.layout)[0] > 1 and not fsdp.reduce_every_micro_batch
-    return {
-        "weights": weights // shards,
-        "gradients": gradients if adds_up else gradients // shards,
-        "optimizer": optimizer // shards,
-        "gathered": _gathered(model, fsdp, context.dtype),
-    }
+    elsewhere = fsdp.offload and context.device.type != "cpu"
+    split = {name: 0 if elsewhere else size // shards for name, size in sizes.items()}
+    whole = {"gathered": _gathered(model, fsdp, context.dtype)}
+    return split | ({"gradients": sizes["gradients"]} if adds_up else {}) | whole
 
 
 def _shards(context: BuildContext) -> int:
