@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 
 NOT_A_MULTIPLE = f"sizes are no multiples of {MULTIPLE}"
 OWN_WAY = "it computes in its own way"
+NUMBER = re.compile(r"(?<=\.)(\d+)(?=\.|$)")
+"""Of a module in a list, in its name."""
 
 
 class Float8Stage:
@@ -163,8 +165,23 @@ def _fits(name: str, patterns: Sequence[str]) -> bool:
 
 
 def _short(names: Sequence[str]) -> str:
-    """Names with each number as a star, once: `layers.*.ffn.up`."""
-    return ", ".join(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name) for name in names))
+    """Names that differ in their first number only are put together: `layers.0-3,5.ffn.up`."""
+    numbers: dict[tuple[str, str], list[int]] = {}
+    for name in names:
+        before, *rest = NUMBER.split(name, maxsplit=1)
+        numbers.setdefault((before, "".join(rest[1:])), []).extend(int(number) for number in rest[:1])
+    return ", ".join(f"{before}{_ranges(found)}{after}" for (before, after), found in numbers.items())
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """`0-3,5`."""
+    ranges: list[list[int]] = []
+    for number in sorted(numbers):
+        if ranges and number == ranges[-1][-1] + 1:
+            ranges[-1] = [ranges[-1][0], number]
+        else:
+            ranges.append([number])
+    return ",".join("-".join(str(end) for end in ends) for ends in ranges)
 
 
 def multiplies_float8(device: torch.device) -> bool:

@@ -31,7 +31,7 @@ from forge_core.testing.processes import run_on_ranks
 from forge_core.testing.tiny_model import TinyNetwork
 from forge_plugin_compile import Compile
 from forge_plugin_float8 import Float8
-from forge_plugin_float8.stage import multiplies_float8
+from forge_plugin_float8.stage import _short, multiplies_float8
 from forge_plugin_parallel import FSDP, ActivationCheckpointing, ContextParallel, TensorParallel
 from forge_plugin_transformer import GroupedQueryAttention, SwiGLU, Transformer
 
@@ -170,16 +170,24 @@ def test_a_checkpoint_serves_any_layout_with_or_without_float8(tmp_path, alone):
 def test_the_plan_says_what_is_computed_how(tmp_path):
     run = built(tmp_path, {"float8": Float8(recipe="rowwise", exclude=("layers.0.ffn.*",))})
     [line] = [line for line in describe_run(run, Stepper(run), {"distributions": {}}).splitlines() if "float8" in line]
-    assert "rowwise, emulated in float32, slowly: the CPU has no float8 products; 11 linear layers: layers." in line
-    assert line.endswith("not layers.*.ffn.gate, layers.*.ffn.up, layers.*.ffn.down (excluded); not head (exempt)")
+    assert (
+        "rowwise, emulated in float32, slowly: the CPU has no float8 products; 11 linear layers: layers.0-1.attention.q, "
+        in line
+    )
+    assert line.endswith("not layers.0.ffn.gate, layers.0.ffn.up, layers.0.ffn.down (excluded); not head (exempt)")
 
 
 def test_sizes_that_no_float8_product_takes_are_left_out(tmp_path):
     run = built(tmp_path, {"float8": Float8()}, model=transformer(ffn=SwiGLU(hidden=40)))
     assert "8 linear layers" in run.built_stages[0].describe()
-    assert "not layers.*.ffn.gate, layers.*.ffn.up, layers.*.ffn.down (sizes are no multiples of 16)" in (
+    assert "not layers.0-1.ffn.gate, layers.0-1.ffn.up, layers.0-1.ffn.down (sizes are no multiples of 16)" in (
         run.built_stages[0].describe()
     )
+
+
+def test_numbers_are_put_together():
+    names = ["a.0.b.1", "a.1.b.1", "head", "a.2.c", "a.10.b.1", "a.11.b.1", "a.3.c", "x2.y"]
+    assert _short(names) == "a.0-1,10-11.b.1, head, a.2-3.c, x2.y"
 
 
 class Odd(Linear):
@@ -206,9 +214,9 @@ class RoutedModel(TinyModel):
 def test_models_declare_what_is_exempt_and_the_head_always_is(tmp_path):
     train(tmp_path, {"float8": Float8()}, steps=1, model=RoutedModel(layers=1))
     described = built(tmp_path, {"float8": Float8()}, model=RoutedModel(layers=1)).built_stages[0].describe()
-    assert "; 2 linear layers: layers.*.up, layers.*.down; " in described
-    assert "not layers.*.router, head (exempt)" in described
-    assert "not layers.*.odd (it computes in its own way)" in described
+    assert "; 2 linear layers: layers.0.up, layers.0.down; " in described
+    assert "not layers.0.router, head (exempt)" in described
+    assert "not layers.0.odd (it computes in its own way)" in described
 
 
 def test_it_stands_after_the_pipeline_split_and_before_all_else():
@@ -308,7 +316,7 @@ class TestWhatIsRefused:
             built(tmp_path, {"float8": Float8(all_gather=True), **FSDP2})
 
     def test_a_model_without_linear_layers(self, tmp_path):
-        with pytest.raises(JobError, match=r"TinyNetwork has no linear layer to compute in float8 \(layers\.\*\.up, "):
+        with pytest.raises(JobError, match=r"TinyNetwork has no linear layer to compute in float8 \(layers\.0-1\.up, "):
             built(tmp_path, {"float8": Float8()}, model=TinyModel(dim=12))
 
     def test_a_pattern_that_fits_nothing(self, tmp_path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from forge_plugin_parallel.memory_budget import NONE, Budget
 from forge_plugin_parallel.recomputation import Checkpointed, Contexts
 
 if TYPE_CHECKING:
@@ -19,15 +18,17 @@ class CheckpointingStage:
     def __init__(self, component: ActivationCheckpointing, context: BuildContext) -> None:
         self._component = component
         self._context = context
-        self._described = component.mode
+        self._described: str = component.mode
 
     def apply(self, model: Model) -> Model:
         """Wrap the forward pass of blocks, in place: no module is added, so no name changes."""
-        mode = self._component.mode
+        mode: str = self._component.mode
         if mode == "auto":
+            from forge_plugin_parallel.memory_budget import Budget
+
             budget = Budget.of(model, self._component, self._context)
             mode, self._described = budget.mode, f"auto: {budget}"
-        if mode != NONE:
+        if mode != "none":
             contexts = Contexts.of(mode, self._context)
             for number, block in enumerate(model.layers.values()):
                 if number % self._component.every == 0:
