@@ -84,22 +84,22 @@ def stand_ins(model: Model, device: torch.device, dtype: torch.dtype | None = No
     device, this rank's part of what is split over ranks, and collectives send nothing.
 
     Args:
-        dtype: of floating-point parameters; None: their own. With the compute dtype, as after a gathering by fsdp,
+        dtype: of parameters; None: their own. With the compute dtype, as after a gathering by fsdp,
             nothing is kept of their casts.
     """
     assert isinstance(model, nn.Module)
     held = [(module, dict(module._parameters), dict(module._buffers)) for module in model.modules()]
     made: dict[int, Any] = {}
     with FakeTensorMode(allow_non_fake_inputs=True):
-        for module, parameters, buffers in held:
-            for key, parameter in parameters.items():
-                if parameter is not None and id(parameter) not in made:
-                    made[id(parameter)] = _fake(parameter, device, dtype)
-                module._parameters[key] = made.get(id(parameter))
-            for key, buffer in buffers.items():
-                fake_buffer = None if buffer is None else torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
-                module._buffers[key] = fake_buffer
         try:
+            for module, parameters, buffers in held:
+                for key, parameter in parameters.items():
+                    if parameter is not None and id(parameter) not in made:
+                        made[id(parameter)] = _fake(parameter, device, dtype)
+                    module._parameters[key] = made.get(id(parameter))
+                for key, buffer in buffers.items():
+                    if buffer is not None:
+                        module._buffers[key] = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
             yield
         finally:
             for module, parameters, buffers in held:

@@ -33,7 +33,7 @@ def _without_warnings() -> Iterator[None]:
 
 
 with _without_warnings():
-    from torchao.float8 import Float8LinearConfig
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     from forge_plugin_float8.gathering import gather_in_float8
     from forge_plugin_float8.product import Float8Forward
@@ -60,6 +60,8 @@ class Float8Stage:
         self._layout = context.layout
         self._device = context.device
         self._emulated = not multiplies_float8(context.device)
+        type_of = context.plugins.catalog.type_of
+        self._compiled = any(type_of(type(s)).endswith("/compile") for s in context.job.parallel.values())
         self._changed: list[str] = []
         self._left: dict[str, list[str]] = {}
         """Names of linear layers that keep their precision, by the reason."""
@@ -81,6 +83,8 @@ class Float8Stage:
         self._check_found(model)
         self._check_parts(model)
         config = self._config()
+        # With nothing to convert: for what torchao does to the compiler, which else miscompiles float8 on some devices.
+        convert_to_float8_training(nn.Identity(), config=config)
         for name in self._changed:
             linear[name].forward = Float8Forward(linear[name], config)  # type: ignore[method-assign]
             if self._component.all_gather:
@@ -89,7 +93,9 @@ class Float8Stage:
 
     def describe(self) -> str:
         """What is computed how, and what is not."""
-        how = f", emulated in float32, slowly: {_name(self._device)} has no float8 products" if self._emulated else ""
+        how = "" if self._compiled else ", slow without [parallel.compile]"
+        if self._emulated:
+            how = f", emulated in float32, slowly: {_name(self._device)} has no float8 products"
         gathered = ", gathered in float8" if self._component.all_gather else ""
         parts = [
             f"{self._component.recipe}{how}{gathered}",

@@ -170,11 +170,17 @@ def test_a_checkpoint_serves_any_layout_with_or_without_float8(tmp_path, alone):
 def test_the_plan_says_what_is_computed_how(tmp_path):
     run = built(tmp_path, {"float8": Float8(recipe="rowwise", exclude=("layers.0.ffn.*",))})
     [line] = [line for line in describe_run(run, Stepper(run), {"distributions": {}}).splitlines() if "float8" in line]
-    assert (
-        "rowwise, emulated in float32, slowly: the CPU has no float8 products; 11 linear layers: layers.0-1.attention.q, "
-        in line
-    )
+    assert "rowwise, emulated in float32, slowly: the CPU has no float8 products; 11 linear layers: layers" in line
+    assert " layers.0-1.attention.q, layers.0-1.attention.k, " in line
     assert line.endswith("not layers.0.ffn.gate, layers.0.ffn.up, layers.0.ffn.down (excluded); not head (exempt)")
+
+
+def test_the_plan_warns_of_products_that_are_not_compiled(tmp_path):
+    with mock.patch("forge_plugin_float8.stage.multiplies_float8", return_value=True):
+        eager = built(tmp_path, {"float8": Float8()}).built_stages[0].describe()
+        compiled = built(tmp_path, {"float8": Float8(), "compile": Compile()}).built_stages[0].describe()
+    assert eager.startswith("tensorwise, slow without [parallel.compile]; 14 linear layers: ")
+    assert compiled.startswith("tensorwise; 14 linear layers: ")
 
 
 def test_sizes_that_no_float8_product_takes_are_left_out(tmp_path):
