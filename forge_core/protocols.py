@@ -39,6 +39,15 @@ class VocabShard(NamedTuple):
     size: int
 
 
+class MatrixShard(NamedTuple):
+    """The ranks that share a module's `weight` (out, in), and how. A stage that splits matrices sets `matrix_shard` on
+    the module; what needs to know of the whole matrix, or of activations that are split as it is, reads it there."""
+
+    group: torch.distributed.ProcessGroup
+    dimension: int
+    """0: each rank has some of the outputs. 1: each has some of the inputs, and results are summed over the ranks."""
+
+
 @runtime_checkable
 class Head(Protocol):
     """Maps final hidden states to logits. `forge_core.modules.LinearHead` is the usual one."""
@@ -229,8 +238,10 @@ class Generates(Protocol):
 
 
 class ParallelStage(Protocol):
-    """A built stage. More methods are optional:
+    """A built stage. More is optional:
 
+    `describe()` says what it did to the model, for the plan of the run.
+    `parameter_device` is where it keeps parameters, gradients and optimizer state, if not on the run's device.
     `split(batch)` gives this rank's part of a micro-batch to the executor, by a stage that divides sequences.
     `micro_batch(model, backward=, last=)` is a context that executors hold around the forward pass of a micro-batch
     and, with `backward`, its recomputation and backward pass (`last`: of this step). An executor that lets

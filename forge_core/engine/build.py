@@ -204,7 +204,8 @@ def build_model(job: Job, context: BuildContext) -> tuple[Model, Outline, list[O
     catalog = context.plugins.catalog
     stages = order_stages(with_owner(job, context.layout, catalog), catalog)
     model, built = apply_stages(model, stages, context)
-    materialise(model, context.device, job.job.seed)
+    home = next((stage.parameter_device for stage in built if hasattr(stage, "parameter_device")), None)
+    materialise(model, context.device, job.job.seed, home)
     check_finite(model)
     return model, outline, stages, built
 

@@ -18,6 +18,8 @@ from forge_core.parallel.layout import micro_batches
 
 if TYPE_CHECKING:
     from forge_core.engine.step import Stepper
+    from forge_core.parallel.stages import OrderedStage
+    from forge_core.protocols import ParallelStage
 
 
 def describe_run(run: Run, stepper: Stepper, provenance: Mapping[str, Any]) -> str:
@@ -36,14 +38,20 @@ def _rows(run: Run, stepper: Stepper, provenance: Mapping[str, Any]) -> Iterator
     yield "model", _model(run)
     yield "batch", _batch(run)
     yield from _data(run)
-    for stage in run.stages:
-        yield f"stage {stage.name}", "; ".join(stage.reasons) or "no relation to another stage"
+    for stage, built in zip(run.stages, run.built_stages, strict=True):
+        yield f"stage {stage.name}", _stage(stage, built)
     for number, name in enumerate(run.hooks.hooks, 1):
         yield f"hook {number}", name
     for what, choice, why in _choices(run):
         yield what, f"{choice} ({why})"
     yield "memory", _memory(run.parameters)
     yield "waits", f"{stepper.waits()} a step"
+
+
+def _stage(stage: OrderedStage, built: ParallelStage) -> str:
+    """Why it stands where it does, and what it did."""
+    done = [built.describe()] if hasattr(built, "describe") else []
+    return "; ".join([*stage.reasons, *done]) or "no relation to another stage"
 
 
 def _choices(run: Run) -> Iterator[tuple[str, str, str]]:

@@ -50,10 +50,10 @@ class Stepper:
 
     def _can_mask(self) -> bool:
         """Whether the optimizer itself leaves out the update when told on the device (torch's `found_inf`), which
-        spares a wait. On a CPU there is nothing to wait for."""
+        spares a wait. Parameters on a CPU have nothing to wait for."""
         train, optimizer = self._job.train, self._run.optimizer
         supported = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
-        on_device = self._run.context.device.type != "cpu"
+        on_device = all(parameter.device.type != "cpu" for parameter in self._parameters)
         return train.non_finite == "skip" and supported and on_device and not self._run.hooks.may_skip
 
     def waits(self) -> str:

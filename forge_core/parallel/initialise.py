@@ -28,10 +28,12 @@ BLOCK = 2**20
 class SeededFill:
     """Fills one parameter; see `forge_core.protocols.Fill`."""
 
-    def __init__(self, parameter: Tensor, name: str, seed: int) -> None:
+    def __init__(self, parameter: Tensor, name: str, seed: int, device: torch.device | None = None) -> None:
+        """`device`: where numbers are drawn; by default, where the parameter lives."""
         self._parameter = parameter
         self._name = name
         self._seed = seed
+        self._device = device or parameter.device
         self.used = False
 
     def normal(self, std: float, mean: float = 0.0) -> None:
@@ -62,15 +64,15 @@ class SeededFill:
         for local, start, stop, rest in _local_rows(self._parameter):
             for block in range(start // rows, -(-stop // rows)):
                 first, last = block * rows, min((block + 1) * rows, whole_shape[0])
-                drawn = torch.empty((last - first, *whole_shape[1:]), dtype=torch.float32, device=local.device)
-                fill(drawn, self._generator(block, local.device))
+                drawn = torch.empty((last - first, *whole_shape[1:]), dtype=torch.float32, device=self._device)
+                fill(drawn, self._generator(block))
                 low, high = max(first, start), min(last, stop)
                 local[low - start : high - start].copy_(drawn[low - first : high - first][rest])
 
-    def _generator(self, block: int, device: torch.device) -> torch.Generator:
+    def _generator(self, block: int) -> torch.Generator:
         key = f"{self._seed}:{self._name}:{block}"
         digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
-        return torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)
+        return torch.Generator(self._device).manual_seed(int.from_bytes(digest, "little") >> 1)
 
 
 def _rows_per_block(parameter: Tensor) -> int:
@@ -92,14 +94,19 @@ def _local_rows(parameter: Tensor) -> list[tuple[Tensor, int, int, Any]]:
     return parts
 
 
-def materialise(model: Model, device: torch.device, seed: int) -> None:
+def materialise(model: Model, device: torch.device, seed: int, home: torch.device | None = None) -> None:
     """Give a model on the meta device memory on `device`, and its initial values.
+
+    Args:
+        home: where parameters live, if not on `device`. Their values are those that they would have there.
 
     Raises:
         ForgeError: a parameter or buffer was left uninitialised; names it and the module's class.
     """
     assert isinstance(model, nn.Module)
-    model.to_empty(device=device)
+    model.to_empty(device=home or device)
+    if home is not None:
+        _move_buffers(model, device)
     _tie(model)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -107,6 +114,12 @@ def materialise(model: Model, device: torch.device, seed: int) -> None:
     drawn: set[int] = set()
     for module_name, module in model.named_modules():
         _initialise_module(module, module_name, device, seed, drawn)
+
+
+def _move_buffers(model: nn.Module, device: torch.device) -> None:
+    for module in model.modules():
+        for key, buffer in module.named_buffers(recurse=False):
+            module._buffers[key] = buffer.to(device)
 
 
 def ties(model: Model) -> Mapping[str, str]:
@@ -131,16 +144,16 @@ def _initialise_module(module: nn.Module, name: str, device: torch.device, seed:
     drawn.update(id(parameter) for _, parameter in own)
     if isinstance(module, Initialises):
         for key, parameter in own:
-            fill = SeededFill(parameter, f"{name}.{key}" if name else key, seed)
+            fill = SeededFill(parameter, f"{name}.{key}" if name else key, seed, device)
             module.init_parameter(key, fill)
             if not fill.used:
                 raise ForgeError(f"{type(module).__name__}.init_parameter did not fill {name}.{key}")
         module.init_buffers(device)
     elif own or any(True for _ in module.buffers(recurse=False)):
-        _reset(module, name, own, seed)
+        _reset(module, name, own, device, seed)
 
 
-def _reset(module: nn.Module, name: str, own: list[tuple[str, nn.Parameter]], seed: int) -> None:
+def _reset(module: nn.Module, name: str, own: list[tuple[str, nn.Parameter]], device: torch.device, seed: int) -> None:
     """Modules of torch's kind: run their `reset_parameters` on a whole copy, and take this rank's part of it."""
     reset = getattr(module, "reset_parameters", None)
     if reset is None:
@@ -149,23 +162,22 @@ def _reset(module: nn.Module, name: str, own: list[tuple[str, nn.Parameter]], se
             f"{type(module).__name__} ({name or 'the model'}) cannot initialise {missing}: implement "
             "init_parameter(name, fill) and init_buffers(device), see forge_core.protocols.Initialises"
         )
-    whole = _whole_copy(module)
-    device = own[0][1].device if own else torch.device("cpu")
+    whole = _whole_copy(module, device)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():
         torch.manual_seed(
             int.from_bytes(hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest(), "little") >> 1
         )
         whole.reset_parameters()
         for key, parameter in own:
-            SeededFill(parameter, key, seed).copy(getattr(whole, key))
+            SeededFill(parameter, key, seed, device).copy(getattr(whole, key))
         for key, buffer in module.named_buffers(recurse=False):
             buffer.copy_(getattr(whole, key))
 
 
-def _whole_copy(module: nn.Module) -> Any:
+def _whole_copy(module: nn.Module, device: torch.device) -> Any:
     whole = copy.copy(module)
     whole._parameters = {
-        key: None if p is None else nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device=p.device))
+        key: None if p is None else nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device=device))
         for key, p in module._parameters.items()
     }
     whole._buffers = {key: None if b is None else torch.zeros_like(b) for key, b in module._buffers.items()}

@@ -10,7 +10,7 @@ from torch import nn
 from forge_core.engine.state import model_tensors
 from forge_core.errors import ForgeError
 from forge_core.modules import Linear
-from forge_core.parallel.initialise import BLOCK, SeededFill
+from forge_core.parallel.initialise import BLOCK, SeededFill, materialise
 from forge_core.testing import TinyModel
 
 
@@ -46,6 +46,35 @@ def test_truncated_values_stay_within_their_bound():
     parameter = torch.empty(2000, 100)
     SeededFill(parameter, "w", 1).trunc_normal(0.1, bound=2)
     assert 0.19 < parameter.abs().max() <= 0.2
+
+
+class Placed(nn.Module):
+    """Says where its buffer is to be initialised."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(2, 2))
+        self.register_buffer("table", torch.empty(3), persistent=False)
+
+    def init_parameter(self, name, fill):
+        fill.constant(1.0)
+
+    def init_buffers(self, device):
+        self.seen = device
+
+
+def test_parameters_may_live_elsewhere_than_buffers():
+    with torch.device("meta"):
+        module = Placed()
+    materialise(module, torch.device("meta"), seed=0, home=torch.device("cpu"))
+    assert torch.equal(module.weight, torch.ones(2, 2))
+    assert (module.table.device.type, module.seen.type) == ("meta", "meta")
+
+
+def test_values_are_those_of_where_they_are_drawn():
+    drawn = SeededFill(torch.empty(4, 4), "w", 1, torch.device("meta"))
+    with pytest.raises(RuntimeError, match="META"):
+        drawn.normal(1.0)
 
 
 @frozen(kw_only=True)

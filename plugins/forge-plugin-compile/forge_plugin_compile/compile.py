@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from forge_core.parallel.layout import Layout
     from forge_core.protocols import ParallelStage
 
-MODULES = "it replaces modules, and what is compiled must be the new ones"
+MODULES = "it changes linear layers, and what is compiled must be the changed ones"
 HOOKS = "its hooks inside the blocks must be there when they are traced"
 
 

@@ -2,101 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import torch
-from attrs import frozen
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
-
-from forge_core.engine.auxiliary import Recomputing
+from forge_plugin_parallel.recomputation import Checkpointed, Contexts
 
 if TYPE_CHECKING:
     from forge_core.context import BuildContext
     from forge_core.protocols import Model
     from forge_plugin_parallel.activation_checkpointing import ActivationCheckpointing
 
-_aten = torch.ops.aten
-KEPT = frozenset(
-    {
-        _aten.mm.default,
-        _aten.addmm.default,
-        _aten.bmm.default,
-        _aten.baddbmm.default,
-        _aten._scaled_mm.default,
-        _aten._scaled_dot_product_flash_attention.default,
-        _aten._scaled_dot_product_flash_attention_for_cpu.default,
-        _aten._scaled_dot_product_efficient_attention.default,
-        _aten._scaled_dot_product_cudnn_attention.default,
-        torch.ops._c10d_functional.reduce_scatter_tensor.default,
-    }
-)
-"""Operations whose results `selective` keeps: slow ones, and collectives whose results are small."""
-
 
 class CheckpointingStage:
     """See `forge_core.protocols.ParallelStage`."""
 
     def __init__(self, component: ActivationCheckpointing, context: BuildContext) -> None:
-        self._every = component.every
-        self._contexts = _Contexts(Recomputing(context.auxiliary), component.mode == "selective")
+        self._component = component
+        self._context = context
+        self._described: str = component.mode
 
     def apply(self, model: Model) -> Model:
         """Wrap the forward pass of blocks, in place: no module is added, so no name changes."""
-        for number, block in enumerate(model.layers.values()):
-            if number % self._every == 0:
-                block.forward = Checkpointed(block.forward, self._contexts)
+        mode: str = self._component.mode
+        if mode == "auto":
+            from forge_plugin_parallel.memory_budget import Budget
+
+            budget = Budget.of(model, self._component, self._context)
+            mode, self._described = budget.mode, f"auto: {budget}"
+        if mode != "none":
+            contexts = Contexts.of(mode, self._context)
+            for number, block in enumerate(model.layers.values()):
+                if number % self._component.every == 0:
+                    block.forward = Checkpointed(block.forward, contexts)
         return model
 
-
-@frozen
-class Checkpointed:
-    """A forward pass whose intermediate results are computed again in the backward pass."""
-
-    forward: Callable[..., Any]
-    contexts: _Contexts
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return self.forward(*args, **kwargs)
-        if torch.compiler.is_compiling():  # what is computed again is part of the graph, and counts nothing twice
-            selective = {"context_fn": SELECTIVE} if self.contexts.selective else {}
-            return checkpoint(self.forward, *args, use_reentrant=False, **selective, **kwargs)
-        return checkpoint(self.forward, *args, use_reentrant=False, context_fn=self.contexts, **kwargs)
-
-
-@frozen
-class _Contexts:
-    """Gives the contexts of a forward pass and of its recomputation, in which metrics do not count again."""
-
-    recomputing: AbstractContextManager[None]
-    selective: bool
-
-    def __call__(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        if not self.selective:
-            return nullcontext(), self.recomputing
-        forward, recompute = SELECTIVE()
-        return forward, _Both(recompute, self.recomputing)
-
-
-def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operation in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-SELECTIVE = partial(create_selective_checkpoint_contexts, _policy)
-
-
-class _Both(AbstractContextManager[None]):
-    """Two contexts as one."""
-
-    def __init__(self, *contexts: AbstractContextManager[Any]) -> None:
-        self._contexts, self._stack = contexts, ExitStack()
-
-    def __enter__(self) -> None:
-        for context in self._contexts:
-            self._stack.enter_context(context)
-
-    def __exit__(self, *exc: Any) -> None:
-        self._stack.__exit__(*exc)
+    def describe(self) -> str:
+        """What is kept; where the mode was to be found, with the figures."""
+        every = self._component.every
+        return self._described + (f"; blocks 0, {every}, {2 * every}, … only" if every > 1 else "")

@@ -26,7 +26,7 @@ class ContextParallel(ParallelComponent):
 
     after: ClassVar[Mapping[str, str]] = {
         "pp": "only the layers that this rank keeps see split sequences",
-        "float8": "it replaces modules, and attention must be that of the new ones",
+        "float8": "it changes linear layers, and what attention gets comes from the changed ones",
         "tp": "attention sees the heads that tp leaves",
     }
 

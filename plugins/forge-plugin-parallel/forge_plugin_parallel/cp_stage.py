@@ -41,7 +41,6 @@ class ContextParallelStage:
         self._group = context.mesh.get_group("cp")
         self._ranks, self._rank = context.layout.cp, context.mesh.get_local_rank("cp")
         self._method = component.method
-        self._places: dict[tuple[int, torch.device], Tensor] = {}
 
     def apply(self, model: Model) -> Model:
         """Put attention over all ranks' positions in the place of the model's own.
@@ -67,38 +66,27 @@ class ContextParallelStage:
         if self._ranks == 1:
             return batch
         rows, length = batch["input_ids"].shape
-        places = self._places_of(length, batch["input_ids"].device)
-        own = places[self._rank]
+        own = places(self._ranks, length, self._method != "ulysses", batch["input_ids"].device)[self._rank]
         part: dict[str, Tensor] = {}
         for name, value in batch.items():
             has_positions = value.ndim > 1 and value.shape[1] == length
             part[name] = value.index_select(1, own) if has_positions else value
         part.setdefault("positions", own.expand(rows, -1))
-        documents = batch.get("document_ids")
-        if self._method != "ulysses":
-            part[PLACES] = places
-            part |= {} if documents is None else {DOCUMENTS: _numbered(documents)[:, places]}
-        elif documents is not None:
-            part[WHOLE + "document_ids"] = documents
+        if "document_ids" in batch:
+            part[WHOLE + "document_ids"] = batch["document_ids"]
         return part
-
-    def _places_of(self, length: int, device: torch.device) -> Tensor:
-        """(ranks, s) the positions of each rank."""
-        if (length, device) not in self._places:
-            every = [places(rank, self._ranks, length, self._method != "ulysses") for rank in range(self._ranks)]
-            self._places[length, device] = torch.stack(every).to(device)
-        return self._places[length, device]
 
     def _over_ranks(self) -> nn.Module:
         return Ring(self._group) if self._method == "ring" else Gathered(self._group)
 
 
-def places(rank: int, ranks: int, length: int, balanced: bool) -> Tensor:
-    """(s,) the positions of a rank, ascending."""
+def places(ranks: int, length: int, balanced: bool, device: torch.device) -> Tensor:
+    """(ranks, s) the positions of each rank, ascending."""
+    positions = torch.arange(length, device=device)
     if not balanced:
-        return torch.arange(length).chunk(ranks)[rank]
-    pieces = torch.arange(length).chunk(2 * ranks)
-    return torch.cat([pieces[rank], pieces[2 * ranks - 1 - rank]])
+        return positions.view(ranks, -1)
+    pieces = positions.view(2 * ranks, -1)
+    return torch.cat([pieces[:ranks], pieces[ranks:].flip(0)], 1)
 
 
 class _Mixer(nn.Module):
@@ -107,14 +95,20 @@ class _Mixer(nn.Module):
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__()
-        self.group, self.rank = group, dist.get_rank(group)
+        self.group = group
+        self.ranks, self.rank = dist.get_world_size(group), dist.get_rank(group)
 
     def prepare(self, batch: Batch) -> Batch:
-        """Documents are looked up as they are."""
-        return batch
+        """Where the positions of each rank stand, and in which documents, for all layers."""
+        if PLACES in batch:
+            return batch
+        positions, documents = batch["positions"], batch.get(WHOLE + "document_ids")
+        every = places(self.ranks, positions.shape[1] * self.ranks, True, positions.device)
+        return {**batch, PLACES: every, **({} if documents is None else {DOCUMENTS: _numbered(documents)[:, every]})}
 
     def _pieces(self, batch: Batch) -> list[Piece]:
         """Of each rank, where its positions stand and of which documents they are."""
+        batch = self.prepare(batch)
         documents = batch[DOCUMENTS].unbind(1) if DOCUMENTS in batch else [None] * len(batch[PLACES])
         return [Piece(*piece) for piece in zip(batch[PLACES], documents, strict=True)]
 

@@ -34,7 +34,7 @@ class FSDP(ParallelComponent):
 
     after: ClassVar[Mapping[str, str]] = {
         "pp": "only the layers that this rank keeps are sharded",
-        "float8": "it replaces modules, and what is sharded must be the new ones",
+        "float8": "it changes linear layers, and what is sharded must be the changed ones",
         "tp": "a parameter that tp has split is split once more",
         "ep": "experts are sharded over the ranks that ep leaves",
         "cp": "its ranks share the sharding",
@@ -58,6 +58,10 @@ class FSDP(ParallelComponent):
     prefetch: int = field(default=0, validator=ge(0))
     """Units that are gathered ahead of the one that is computed, forward and backward. 0: as torch does, which
     gathers the next one while it can."""
+
+    offload: bool = False
+    """Whether parameters, gradients and optimizer state live on the host, where the optimizer steps too. A unit comes
+    to the device when it is computed. Takes the least memory of the device, and much time."""
 
     def degrees(self) -> Mapping[str, int | str]:
         return {"replicate": self.replicate, "shard": self.shard}

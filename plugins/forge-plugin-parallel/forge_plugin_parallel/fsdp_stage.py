@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.pipelining import PipelineStage
 
 from forge_core.protocols import Generates, HasFSDPUnits
@@ -34,6 +41,10 @@ class FSDPStage:
         self._reshards, self._pipelined = component.reshards(context.layout), context.layout.pp > 1
         self._mesh = data_mesh(context)
         self._precision = _precision(context.dtype)
+        self._offload = OffloadPolicy()
+        if component.offload:
+            self._offload = CPUOffloadPolicy(pin_memory=context.device.type == "cuda")
+            self.parameter_device = torch.device("cpu")
 
     def apply(self, model: Model) -> Model:
         """Shard the units of `model`, then what is left of it."""
@@ -48,6 +59,11 @@ class FSDPStage:
         if isinstance(model, Generates):
             register_fsdp_forward_method(model, "decode")
         return model
+
+    def describe(self) -> str:
+        """Over how many ranks parameters are split, and where they are."""
+        host = "; they, gradients and optimizer state on the host" if self._component.offload else ""
+        return f"parameters split over {self._mesh.shape[-1]} ranks{host}"
 
     @contextmanager
     def micro_batch(self, model: Model, *, backward: bool, last: bool) -> Iterator[None]:
@@ -68,7 +84,13 @@ class FSDPStage:
 
     def _shard(self, modules: list[nn.Module], reshard_after_forward: bool) -> FSDPModule:
         """One unit; gives its first module, which stands for it."""
-        fully_shard(modules, mesh=self._mesh, mp_policy=self._precision, reshard_after_forward=reshard_after_forward)
+        fully_shard(
+            modules,
+            mesh=self._mesh,
+            mp_policy=self._precision,
+            offload_policy=self._offload,
+            reshard_after_forward=reshard_after_forward,
+        )
         assert isinstance(modules[0], FSDPModule)
         return modules[0]
 

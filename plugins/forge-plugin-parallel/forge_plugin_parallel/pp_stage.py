@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from forge_core.errors import ForgeError, JobError
 from forge_core.parallel.initialise import ties
 from forge_core.parallel.replicate_stage import sum_gradients
-from forge_core.protocols import Generates, HasEnds
+from forge_core.protocols import Generates, HasEnds, HasRoles
 from forge_plugin_parallel.cuts import Section, balance, ranks_of, sections
 from forge_plugin_parallel.pp import V_SHAPED
 
@@ -70,6 +70,7 @@ class PipelineParallelStage:
                 parent, _, key = name.rpartition(".")
                 setattr(model.get_submodule(parent), key, Absent(name, self.rank))
         model.forward = SectionForward(model)
+        _keep_roles(model)
         if isinstance(model, Generates):
             model.decode = _refuse_decoding  # type: ignore[assignment]
         return model
@@ -172,6 +173,14 @@ class Absent(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise ForgeError(self._seen)
+
+
+def _keep_roles(model: nn.Module) -> None:
+    """A model says what its parameters are for; of those that this rank has."""
+    if isinstance(model, HasRoles):
+        own = {name for name, _ in model.named_parameters()}
+        roles = {name: role for name, role in model.parameter_roles().items() if name in own}
+        model.parameter_roles = lambda: roles  # type: ignore[method-assign]
 
 
 def _cost(module: nn.Module) -> int:

@@ -26,7 +26,7 @@ class TensorParallel(ParallelComponent):
 
     after: ClassVar[Mapping[str, str]] = {
         "pp": "only the layers that this rank keeps are split",
-        "float8": "it replaces modules, and what is split must be the new ones",
+        "float8": "it changes linear layers, and what is split must be the changed ones",
     }
 
     degree: int = field(validator=ge(1))

@@ -26,7 +26,7 @@ from forge_core.errors import JobError
 from forge_core.parallel.initialise import ties
 from forge_core.parallel.mesh import local_part
 from forge_core.parallel.replicate_stage import sum_gradients
-from forge_core.protocols import HasTensorParallelPlan, VocabShard
+from forge_core.protocols import HasTensorParallelPlan, MatrixShard, VocabShard
 from forge_plugin_parallel.collectives import all_gather, all_reduce, fan_out, gather_equal, reduce_scatter
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ SPLIT: Mapping[str, Mapping[str, int | None]] = {
     "vocab_head": {"weight": 0, "bias": 0},
 }
 """Dimension along which a way splits each parameter; None, and every parameter of other ways: whole on each rank."""
+MATRICES = ("column", "row")
 WHOLE = ("sequence", "replicate")
 INPUT = "whole_input"
 
@@ -114,6 +115,9 @@ class TensorParallelStage:
         """Let a module compute its part, with the collectives that its way asks for."""
         keys = [key for key, _ in module.named_parameters(recurse=False)]
         self._partial += [(module, key) for key in keys if self._is_partial(way, key)]
+        if way in MATRICES:
+            dimension = SPLIT[way]["weight"]
+            module.matrix_shard = MatrixShard(self._group, dimension)  # type: ignore[arg-type, assignment]
         if way == INPUT:
             module.forward = _Gathered(module.forward, self._enter)
         elif way == "row":

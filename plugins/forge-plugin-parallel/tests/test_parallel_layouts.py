@@ -48,6 +48,39 @@ def numbers(folder, *keys):
     return [record[key] for record in records(folder) for key in keys if key in record]
 
 
+@pytest.fixture(scope="module")
+def single(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("single")
+    train(folder, {}, steps=6)
+    return numbers(folder, "loss", "grad_norm", "eval/loss")
+
+
+@pytest.mark.parametrize("replicate", [1, 2])
+def test_offloaded_to_the_host_it_trains_the_same(tmp_path, single, replicate):
+    """Saved offloaded, resumed so, and resumed from by one process."""
+    stages = {"fsdp": FSDP(offload=True, replicate=replicate)}
+    for steps in (2, 4):
+        run_on_ranks(2 * replicate, lambda rank, steps=steps: train(tmp_path, stages, steps=steps))
+    train(tmp_path, {}, steps=6)
+    assert numbers(tmp_path, "loss", "grad_norm", "eval/loss") == pytest.approx(single, rel=1e-9)
+
+
+def test_offloading_is_torchs_and_says_where_parameters_are(tmp_path):
+    def stage(rank):
+        offloaded = job(tmp_path, {"fsdp": FSDP(offload=True)})
+        run = build_run(offloaded, build_context(offloaded, Catalog.installed(), None))
+        run.executor.evaluate([{"input_ids": torch.arange(16)[None], "labels": torch.arange(16)[None]}])
+        [built] = run.built_stages
+        group = run.model._get_fsdp_state()._fsdp_param_group
+        return built.parameter_device, built.describe(), [p.offload_to_cpu for p in group.fsdp_params]
+
+    for device, described, offloaded in run_on_ranks(2, stage):
+        assert device == torch.device("cpu")
+        assert described == "parameters split over 2 ranks; they, gradients and optimizer state on the host"
+        assert offloaded
+        assert all(offloaded)
+
+
 def test_a_model_without_units_is_sharded_by_its_layers(tmp_path):
     for folder, stages, ranks in ((tmp_path / "a", {}, 1), (tmp_path / "b", FSDP2, 2)):
         run_on_ranks(ranks, lambda rank, f=folder, s=stages: train(f, s, model=TinyModel(layers=2)))

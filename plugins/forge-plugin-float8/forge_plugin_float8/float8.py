@@ -1,0 +1,78 @@
+"""The component `float8`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from attrs import frozen
+
+from forge_core.components import ParallelComponent
+from forge_core.errors import Problem
+from forge_core.parallel.layout import micro_batches
+
+if TYPE_CHECKING:
+    from forge_core.config.job import Job
+    from forge_core.context import BuildContext
+    from forge_core.parallel.layout import Layout
+    from forge_core.protocols import ParallelStage
+
+MULTIPLE = 16
+"""Of which the sizes of a float8 product must be multiples, except for its rows."""
+NO_GLOO = "needs GPUs: gloo, which connects processes on a CPU, cannot send float8; leave it out"
+
+
+@frozen(kw_only=True)
+class Float8(ParallelComponent):
+    """Matrix products of linear layers in float8, forward and backward (Micikevicius et al. 2022), by torchao's
+    recipes: each operand is scaled, rounded to eight bits, and multiplied; results, weights and optimizer state keep
+    their precision. The head is left as it is, and so is what a model names in `float8_exempt()`, as routers.
+
+    Devices without float8 products compute with the rounded operands in float32 instead, slowly; the plan says so.
+    """
+
+    after: ClassVar[Mapping[str, str]] = {"pp": "only the layers that this rank keeps are changed"}
+    before: ClassVar[Mapping[str, str]] = {
+        "tp": "what each rank computes with its part of a matrix is the float8 product",
+        "ep": "what each rank computes with its part of a matrix is the float8 product",
+        "cp": "it divides the sequence around the products",
+        "activation_checkpointing": "rounding is part of what is computed again",
+        "compile": "scaling and rounding belong into the graph, where they are fast",
+        "fsdp": "what is gathered may be what float8 makes of a weight",
+    }
+
+    recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
+    """tensorwise: one scale a matrix, the fastest; gradients in e5m2. rowwise: one a row, for outliers.
+    rowwise_with_gw_hp: also, gradients of weights in the compute precision; the most exact, and the only one whose
+    scales do not depend on which tokens are in a micro-batch."""
+    exclude: tuple[str, ...] = ()
+    """Patterns of names of linear layers that keep their precision besides the exempt ones (`layers.0.*`)."""
+    all_gather: bool = False
+    """Whether `fsdp` gathers weights in float8, which halves what it communicates. Needs GPUs and `tensorwise`."""
+
+    def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        if job.train.precision == "fp64":
+            yield Problem("", 'has no use for train.precision = "fp64": take "bf16" or "fp32", or leave the stage out')
+        tokens = micro_batches(job, layout)[1] * job.train.seq_len // layout.cp
+        if tokens % MULTIPLE and self.recipe != "rowwise_with_gw_hp":
+            seen = (
+                f"a rank has {tokens} tokens a micro-batch, and gradients of weights sum over a multiple of {MULTIPLE}"
+            )
+            yield Problem("recipe", f'{seen}; change train.micro_batch_size, or take "rowwise_with_gw_hp"')
+        if self.all_gather:
+            yield from self._gather_problems(job, layout)
+
+    def _gather_problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        if self.recipe != "tensorwise":
+            yield Problem("all_gather", f'a part of a matrix has no {self.recipe} scales; take recipe = "tensorwise"')
+        if not any("shard" in stage.degrees() for stage in job.parallel.values()):
+            yield Problem("all_gather", "no stage shards parameters, so nothing is gathered; add [parallel.fsdp]")
+        if layout.tp > 1:
+            yield Problem("all_gather", "does not go with tensor parallel: what tp splits is gathered as it is")
+        if job.train.device == "cpu":
+            yield Problem("all_gather", NO_GLOO)
+
+    def build(self, context: BuildContext) -> ParallelStage:
+        from forge_plugin_float8.stage import Float8Stage
+
+        return Float8Stage(self, context)

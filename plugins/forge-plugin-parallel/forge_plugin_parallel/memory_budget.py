@@ -1,0 +1,218 @@
+"""What training takes of a rank's memory with each mode of activation checkpointing, and which mode that leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from attrs import frozen
+from torch import Tensor, nn
+
+from forge_core.engine.memory import (
+    Bytes,
+    device_memory,
+    kept_bytes,
+    optimizer_bytes,
+    parameter_bytes,
+    peak_bytes,
+    stand_ins,
+)
+from forge_core.errors import JobError, Problem
+from forge_core.parallel.layout import micro_batches
+from forge_core.parallel.mesh import gather_objects, local_part, pipeline_group
+from forge_core.protocols import HasEnds, Prepares
+from forge_plugin_parallel.fsdp import FSDP
+from forge_plugin_parallel.recomputation import Checkpointed, Contexts
+
+if TYPE_CHECKING:
+    from forge_core.context import BuildContext
+    from forge_core.protocols import Batch, Carry, Model
+    from forge_plugin_parallel.activation_checkpointing import ActivationCheckpointing
+
+FIRST, LAST = 0, 1
+"""Ends of a model."""
+NONE = "none"
+MODES = (NONE, "selective", "full")
+"""From the least computation to the least memory."""
+USABLE = 0.9
+"""Of what a device has free: fragments, temporary tensors and communication buffers take the rest."""
+
+
+@frozen(kw_only=True)
+class Budget:
+    """Bytes that a rank takes, the most of all ranks, and bytes that it may take, the least of all ranks."""
+
+    available: Bytes
+    state: Mapping[str, Bytes]
+    """Whatever the mode: weights, gradients, …"""
+    activations: Mapping[str, Bytes]
+    """By mode: at the most, of the loss or while a block is computed again."""
+
+    @classmethod
+    def of(cls, model: Model, component: ActivationCheckpointing, context: BuildContext) -> Budget:
+        """Estimate for a model on the meta device. Collective.
+
+        Raises:
+            JobError: model, loss or optimizer cannot work on shapes alone.
+        """
+        given = component.memory_gb
+        available = int(given * 1e9) if given else int(USABLE * device_memory(context.device))
+        try:
+            state = _state(model, context)
+            activations = _activations(model, component.every, context)
+        except Exception as error:
+            seen = f"auto cannot estimate what this job takes: {type(error).__name__}: {error}"
+            fix = 'take "selective" or "full"'
+            raise JobError([Problem("parallel.activation_checkpointing.mode", f"{seen}; {fix}")]) from error
+        available, *largest = _agreed([-available, *state.values(), *activations.values()])
+        numbers = iter(largest)
+        return cls(
+            available=-available,
+            state={name: next(numbers) for name in state},
+            activations={name: next(numbers) for name in activations},
+        )
+
+    @property
+    def mode(self) -> str:
+        """The first that fits, else the last."""
+        return next((mode for mode in MODES if self.total(mode) <= self.available), MODES[-1])
+
+    def total(self, mode: str) -> Bytes:
+        return sum(self.state.values()) + self.activations[mode]
+
+    def __str__(self) -> str:
+        takes = ", ".join(f"{_readable(self.total(mode))} with {mode}" for mode in MODES)
+        parts = ", ".join(f"{name} {_readable(size)}" for name, size in self.state.items())
+        short = "" if self.total(self.mode) <= self.available else "; even that may be too much"
+        return f"{self.mode}, as a rank takes {takes}, of {_readable(self.available)} ({parts}){short}"
+
+
+def _readable(size: Bytes) -> str:
+    return f"{size / 1e9:.3g} GB" if size >= 1e9 else f"{size / 1e6:.3g} MB"
+
+
+def _agreed(numbers: list[int]) -> list[int]:
+    """The largest on any rank, one by one."""
+    largest = torch.tensor(numbers, dtype=torch.int64)
+    if dist.is_initialized():
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return largest.tolist()
+
+
+# --- what does not depend on the mode ----------------------------------------------------------------------------
+
+
+def _state(model: Model, context: BuildContext) -> dict[str, Bytes]:
+    sizes = {"weights": parameter_bytes(model), "gradients": parameter_bytes(model, trained=True)}
+    sizes["optimizer"] = optimizer_bytes(model, context)
+    shards = _shards(context)
+    if shards == 1:
+        return sizes
+    fsdp = next((stage for stage in context.job.parallel.values() if isinstance(stage, FSDP)), FSDP())
+    adds_up = micro_batches(context.job, context.layout)[0] > 1 and not fsdp.reduce_every_micro_batch
+    elsewhere = fsdp.offload and context.device.type != "cpu"
+    split = {name: 0 if elsewhere else size // shards for name, size in sizes.items()}
+    whole = {"gathered": _gathered(model, fsdp.reshards(context.layout), context.dtype)}
+    return split | ({"gradients": sizes["gradients"]} if adds_up else {}) | whole
+
+
+def _shards(context: BuildContext) -> int:
+    """Ranks that will share each parameter."""
+    sharded = any("shard" in stage.degrees() for stage in context.job.parallel.values())
+    return context.layout.shard * context.layout.cp if sharded else 1
+
+
+def _gathered(model: Model, reshards: bool, dtype: torch.dtype) -> Bytes:
+    """Parameters that are whole at one time, in the compute precision: what is in no block, and two blocks."""
+    assert isinstance(model, nn.Module)
+    blocks = sorted(sum(local_part(p).numel() for p in block.parameters()) for block in model.layers.values())
+    everything = sum(local_part(parameter).numel() for parameter in model.parameters())
+    whole = everything - sum(blocks) + sum(blocks[-2:]) if reshards else everything
+    return whole * dtype.itemsize
+
+
+# --- activations -------------------------------------------------------------------------------------------------
+
+
+def _activations(model: Model, every: int, context: BuildContext) -> dict[str, Bytes]:
+    """Kept for the backward passes of all micro-batches that are alive at one time, by each mode, and the most that is
+    needed besides. In a pipeline, of this rank's layers."""
+    job = context.job
+    count, _ = micro_batches(job, context.layout)
+    alive = max([stage.micro_batches_alive(count) for stage in job.parallel.values()], default=1.0)
+    loss = context.plugins.build_loss(job.loss, context)
+    shapes = _carry(model, context)
+    with stand_ins(model, context.device, _compute_dtype(context)):
+        batch = _batch(model, context)
+        carry = tuple(torch.empty(s, dtype=d, device=context.device).requires_grad_() for s, d in shapes)
+        blocks = _kept_of_blocks(model, carry, batch, context)
+        of_loss = 0
+        if _has_end(model, LAST, context):
+            hidden = model.finish(carry, batch).detach().requires_grad_()
+            of_loss = peak_bytes(lambda: loss(model.head, hidden, batch).sum.backward())
+        of_carry = sum(_size(tensor) for tensor in carry)
+    found = {}
+    for mode in MODES:
+        kept = sum(block[NONE if number % every else mode] for number, block in enumerate(blocks))
+        again = max(block[NONE] for block in blocks) if mode != NONE else 0
+        found[mode] = int(alive * (of_carry + kept)) + max(of_loss, again)
+    return found
+
+
+def _carry(model: Model, context: BuildContext) -> list[tuple[torch.Size, torch.dtype]]:
+    """What travels between layers. In a pipeline, the rank with the embedding tells the others. Collective there."""
+    found = None
+    if _has_end(model, FIRST, context):
+        with stand_ins(model, context.device, _compute_dtype(context)):
+            found = [(tensor.shape, tensor.dtype) for tensor in model.embed(_batch(model, context))]
+    pipeline = pipeline_group(context.mesh)
+    every = [found] if pipeline is None else gather_objects(found, pipeline)
+    return next(shapes for shapes in every if shapes is not None)
+
+
+def _has_end(model: Model, end: int, context: BuildContext) -> bool:
+    """Whether this rank has an end of the model, which only a pipeline takes from it."""
+    if context.layout.pp == 1:
+        return True
+    assert isinstance(model, HasEnds)
+    names = model.ends()[end]
+    return all(next(model.get_submodule(name).parameters(), None) is not None for name in names)  # type: ignore[attr-defined]
+
+
+def _compute_dtype(context: BuildContext) -> torch.dtype | None:
+    """That of parameters while they are gathered; None where they are not."""
+    return context.dtype if _shards(context) > 1 else None
+
+
+def _batch(model: Model, context: BuildContext) -> Batch:
+    """A micro-batch of sequences of one document each, prepared."""
+    job, layout = context.job, context.layout
+    rows, length = micro_batches(job, layout)[1], job.train.seq_len // layout.cp
+    ids = torch.zeros(rows, length, dtype=torch.long, device=context.device)
+    batch = {"input_ids": ids, "labels": ids} | ({"positions": ids} if layout.cp > 1 else {})
+    return model.prepare(batch) if isinstance(model, Prepares) else batch
+
+
+def _kept_of_blocks(model: Model, carry: Carry, batch: Batch, context: BuildContext) -> list[dict[str, Bytes]]:
+    """Of each block, by mode. Blocks that are made alike are computed once."""
+    known: dict[str, dict[str, Bytes]] = {}
+    found = []
+    for block in model.layers.values():
+        made = f"{block} {[(key, tuple(parameter.shape)) for key, parameter in block.named_parameters()]}"
+        if made not in known:
+            known[made] = {mode: _kept(block, mode, carry, batch, context) for mode in MODES}
+        found.append(known[made])
+    return found
+
+
+def _kept(block: nn.Module, mode: str, carry: Carry, batch: Batch, context: BuildContext) -> Bytes:
+    if mode == NONE:
+        return kept_bytes(lambda: block.forward(carry, batch))
+    forward = Checkpointed(block.forward, Contexts.of(mode, context))
+    return kept_bytes(lambda: forward(carry, batch))
+
+
+def _size(tensor: Tensor) -> Bytes:
+    return tensor.numel() * tensor.element_size()

@@ -1,0 +1,90 @@
+"""Forward passes that forget what they computed, and compute it again for the backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from attrs import frozen
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from forge_core.engine.auxiliary import Recomputing
+
+if TYPE_CHECKING:
+    from forge_core.context import BuildContext
+
+_aten = torch.ops.aten
+KEPT = frozenset(
+    {
+        _aten.mm.default,
+        _aten.addmm.default,
+        _aten.bmm.default,
+        _aten.baddbmm.default,
+        _aten._scaled_mm.default,
+        _aten._scaled_dot_product_flash_attention.default,
+        _aten._scaled_dot_product_flash_attention_for_cpu.default,
+        _aten._scaled_dot_product_efficient_attention.default,
+        _aten._scaled_dot_product_cudnn_attention.default,
+        torch.ops._c10d_functional.reduce_scatter_tensor.default,
+    }
+)
+"""Operations whose results `selective` keeps: slow ones, and collectives whose results are small."""
+
+
+@frozen
+class Checkpointed:
+    """A forward pass whose intermediate results are computed again in the backward pass."""
+
+    forward: Callable[..., Any]
+    contexts: Contexts
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self.forward(*args, **kwargs)
+        if torch.compiler.is_compiling():  # what is computed again is part of the graph, and counts nothing twice
+            selective = {"context_fn": SELECTIVE} if self.contexts.selective else {}
+            return checkpoint(self.forward, *args, use_reentrant=False, **selective, **kwargs)
+        return checkpoint(self.forward, *args, use_reentrant=False, context_fn=self.contexts, **kwargs)
+
+
+@frozen
+class Contexts:
+    """Gives the contexts of a forward pass and of its recomputation, in which metrics do not count again."""
+
+    recomputing: AbstractContextManager[None]
+    selective: bool
+
+    @classmethod
+    def of(cls, mode: str, context: BuildContext) -> Contexts:
+        """Those of a mode: `full` or `selective`."""
+        return cls(Recomputing(context.auxiliary), mode == "selective")
+
+    def __call__(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        if not self.selective:
+            return nullcontext(), self.recomputing
+        forward, recompute = SELECTIVE()
+        return forward, _Both(recompute, self.recomputing)
+
+
+def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operation in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+SELECTIVE = partial(create_selective_checkpoint_contexts, _policy)
+
+
+class _Both(AbstractContextManager[None]):
+    """Two contexts as one."""
+
+    def __init__(self, *contexts: AbstractContextManager[Any]) -> None:
+        self._contexts, self._stack = contexts, ExitStack()
+
+    def __enter__(self) -> None:
+        for context in self._contexts:
+            self._stack.enter_context(context)
+
+    def __exit__(self, *exc: Any) -> None:
+        self._stack.__exit__(*exc)
