@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from forge_core.launch.meeting import current_meeting
+from forge_core.launch.world import join_world
 from forge_core.parallel.layout import SAMPLE_DIMENSIONS, TOKEN_DIMENSIONS, Layout, degrees_of
 
 
 def world_size() -> int:
     """Ranks of this run, as the launcher's environment says."""
-    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    return dist.get_world_size() if dist.is_initialized() else join_world().size
 
 
 def global_rank() -> int:
     """This process's rank, as the launcher's environment says."""
-    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+    return dist.get_rank() if dist.is_initialized() else join_world().rank
 
 
 def choose_device(name: str) -> torch.device:
@@ -44,20 +47,47 @@ def make_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
     """Start the process group if there is none, and arrange its ranks by `layout`. A world of one is a mesh too."""
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        if "RANK" in os.environ:
-            dist.init_process_group(backend)
+        meeting = current_meeting()
+        if meeting is not None:
+            numbers = {"rank": meeting.world.rank, "world_size": meeting.world.size, "timeout": group_timeout()}
+            dist.init_process_group(backend, store=meeting.group_store(), **numbers)
         else:
             store = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group(backend, store=store, rank=0, world_size=1)
     degrees = degrees_of(layout)
     ranks = torch.arange(layout.world_size, dtype=torch.int).view(*degrees.values())
-    return DeviceMesh(device.type, ranks, mesh_dim_names=tuple(degrees))
+    mesh = DeviceMesh(device.type, ranks, mesh_dim_names=tuple(degrees))
+    _set_timeouts(mesh)
+    return mesh
+
+
+GROUP_MARGIN_S = 60.0
+"""Process groups wait so much longer than the watch over the ranks, which can say more about a hang than they can."""
+
+
+def group_timeout() -> timedelta | None:
+    """The limit of this run's process groups; None: torch's own, where nobody watches the ranks."""
+    meeting = current_meeting()
+    if meeting is None:
+        return None
+    return timedelta(seconds=meeting.hang_timeout_s + GROUP_MARGIN_S) if meeting.hang_timeout_s else timedelta(days=365)
+
+
+def _set_timeouts(mesh: DeviceMesh) -> None:
+    """The groups of a mesh take torch's default limit, 10 minutes with NCCL, whatever the group of all ranks has."""
+    limit = group_timeout()
+    if limit is not None:
+        for group in mesh.get_all_groups():
+            dist.distributed_c10d._set_pg_timeout(limit, group)
 
 
 def leave_group() -> None:
     """End the process group, at the end of a process that ends well: after a failure other ranks may be gone."""
     if dist.is_initialized():
         dist.destroy_process_group()
+    meeting = current_meeting()
+    if meeting is not None:
+        meeting.leave()
 
 
 def sample_rank(mesh: DeviceMesh | None, layout: Layout) -> int:
