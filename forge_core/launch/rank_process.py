@@ -50,7 +50,7 @@ class RankProcess:
         with suppress(Exception):  # whoever serves the store has gone
             meeting = _meeting() or self._join()
             first: LastWords = meeting.end(words) if meeting is not None else words
-            return words if first == words else echo_of(first, self.world.rank)
+            return words if first.rank == words.rank else echo_of(first, self.world.rank)
         return words
 
     def _join(self) -> Any:

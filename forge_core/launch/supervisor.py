@@ -163,8 +163,9 @@ class Supervisor:
         """A rank has failed: let the others write down where they are, end them, and tell of the first."""
         time.sleep(TOGETHER_S)
         self._poll()
-        words = {rank.number: receive(rank.control) for rank in self._ranks if self._bad(rank)}
-        first = min((rank for rank in self._ranks if self._bad(rank)), key=lambda rank: _order(rank, words))
+        bad = [rank for rank in self._ranks if self._bad(rank)]
+        words = {rank.number: receive(rank.control) for rank in bad}
+        first = min(bad, key=lambda rank: _order(rank, words[rank.number]))
         deadline = time.monotonic() + FAREWELL_S
         while None in self._poll() and time.monotonic() < deadline and not self._second_signal():
             time.sleep(POLL_S)

@@ -114,8 +114,9 @@ class Watch:
             words = echo_of(words, rank)
             if self._stopped.wait(PATIENCE_S):
                 return
-        print(f"ended in step {place.step}, {place.phase}; the stacks of all threads:", file=sys.stderr, flush=True)
-        faulthandler.dump_traceback(sys.stderr, all_threads=True)
+        log = sys.stderr.fileno()
+        os.write(log, f"ended in step {place.step}, {place.phase}; the stacks of all threads:\n".encode())
+        faulthandler.dump_traceback(log, all_threads=True)
         speak(words)
         self._meeting.leave()
         os._exit(words.code)
