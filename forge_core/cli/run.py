@@ -88,7 +88,8 @@ def _supervise(ranks: int, world: World, argv: list[str], paths: Sequence[str], 
     if ranks < 1:
         raise JobError(f"--nproc is {ranks}; it must be at least 1")
     if not world.alone:
-        raise JobError(f"--nproc would start ranks inside one of {world.size} ranks that are started already; leave it out")
+        seen = f"this process is one of {world.size} ranks already"
+        raise JobError(f"--nproc starts ranks, and {seen}; leave it out, or start one process only")
     job = load_job(*paths, overrides=overrides, world_size=ranks)
     logs = Path(job.job.output) / job.job.name / LOGS
     supervisor = Supervisor(rank_command(argv), ranks, logs, job.launch.grace_s)
@@ -125,4 +126,3 @@ def describe_summary(summary: Summary) -> str:
         ending = f"stopped at step {summary.step} ({summary.stopped}), everything saved: {figures}"
         return f"{ending}\nrun the same command to continue\n{summary.folder}"
     return f"finished at step {summary.step}: {figures}\n{summary.folder}"
-

@@ -189,8 +189,8 @@ class LaunchSection:
     start_timeout_s: float = field(default=600.0, validator=gt(0))
     """Seconds that ranks wait at the start for those that have not come."""
     hang_timeout_s: float = field(default=1800.0, validator=ge(0))
-    """When a rank is in one phase of the engine (data, forward and backward, a save …) for more seconds than this, the run
-    ends, and tells which rank is late and where. Must be longer than the longest phase, compilation included. 0: never."""
+    """When a rank is in one phase of the engine (data, forward and backward, a save …) for more seconds than this, the
+    run ends, and tells which rank is late and where. Take more than the longest phase, with compilation. 0: never."""
     grace_s: float = field(default=600.0, validator=ge(0))
     """With `--nproc`: seconds from a request to stop until ranks that have not saved and ended are killed. 0: never."""
 

@@ -141,7 +141,9 @@ class Saver:
         """The thread has a process group to itself: its messages must not mix with those of the steps."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._staging = Staging()
-        self._checkpoints = attrs.evolve(self._checkpoints, ranks=Ranks(dist.new_group(backend="gloo", timeout=group_timeout())))
+        self._checkpoints = attrs.evolve(
+            self._checkpoints, ranks=Ranks(dist.new_group(backend="gloo", timeout=group_timeout()))
+        )
 
     def _write(self, step: int, state: State, background: bool) -> Path | None:
         """Gives the checkpoint, unless it is written in the background."""

@@ -85,10 +85,8 @@ def agree_on_job(meeting: Meeting, job: Job, catalog: Catalog) -> None:
     meeting.on_first("agreed", compare)
 
 
-def describe_differences(
-    mine: Mapping[str, Any], identities: Mapping[int, Mapping[str, Any]], catalog: Catalog
-) -> str:
-    """In what the jobs and installations of other ranks differ from those of rank 0; empty if in nothing that counts."""
+def describe_differences(mine: Mapping[str, Any], identities: Mapping[int, Mapping[str, Any]], catalog: Catalog) -> str:
+    """In what the jobs and installations of other ranks differ from those of rank 0; empty if in nothing."""
     found = {rank: list(_differences(mine, theirs, catalog)) for rank, theirs in identities.items()}
     ranks = [rank for rank, differences in found.items() if differences]
     if not ranks:

@@ -1,4 +1,4 @@
-"""Where the ranks of a run speak to each other besides any process group: before there is one, and when it is of no use.
+"""Where the ranks of a run speak besides any process group: before there is one, and when it is of no use.
 
 A key-value store (torch's TCPStore) that rank 0 serves, or torchrun's agent. Nothing waits in it for longer than a
 moment at a time, so that a rank can always be ended.
@@ -98,7 +98,7 @@ class Meeting:
     # --- the end -------------------------------------------------------------------------------------------------
 
     def end(self, words: LastWords) -> LastWords:
-        """End the run for all ranks; gives the last words that count, which are those of the first rank to call this."""
+        """End the run for all ranks; gives the last words that count, those of the first rank to call this."""
         return LastWords.from_json(self._store.compare_set(END, "", words.to_json()))
 
     def ending(self) -> LastWords | None:

@@ -31,7 +31,7 @@ class RankLog:
         self._rank = rank
         self.terminal: TextIO = os.fdopen(os.dup(2), "w", errors="backslashreplace")
         """Standard error as it was, for what must be seen whatever rank says it."""
-        self._kept: Any = tempfile.TemporaryFile("w+", errors="backslashreplace")
+        self._kept: Any = tempfile.TemporaryFile("w+", errors="backslashreplace")  # noqa: SIM115
         if rank:
             self._redirect(self._kept)
         else:

@@ -31,8 +31,8 @@ class RankProcess:
         self._launcher = socket.socket(fileno=int(descriptor)) if descriptor is not None else None
 
     def run(self, work: Callable[[RankLog], int]) -> int:
-        """Do the work of this rank; gives its exit code. If it fails, the process ends here, all other ranks hear of it,
-        and the first that fails tells the person why."""
+        """Do the work of this rank; gives its exit code. If it fails, the process ends here, the other ranks hear of
+        it, and the first that fails tells why."""
         open_for_process(self._stop_before_training, self._launcher)
         last_words.speak_through(self._say)
         try:
@@ -54,7 +54,7 @@ class RankProcess:
         return words
 
     def _join(self) -> Any:
-        """Our launcher sees by itself that a rank fails, so a rank that it started need not join the others for that."""
+        """Our launcher sees by itself that a rank fails, so for that its ranks need not join the others."""
         if self._launcher is not None:
             return None
         from forge_core.launch.meeting import meet
@@ -65,7 +65,7 @@ class RankProcess:
         self.log.write(last_words.describe(self.world.rank, error))
 
     def _say(self, words: LastWords) -> None:
-        """To our launcher, which chooses among the ranks; without it, on the terminal, unless another rank was first."""
+        """To our launcher, which chooses among the ranks; without it to the terminal, unless another rank was first."""
         if self._launcher is not None:
             last_words.send(self._launcher, words)
         elif not words.echo:

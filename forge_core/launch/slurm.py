@@ -1,7 +1,7 @@
 """What SLURM tells the tasks that `srun` starts.
 
-Only the tasks of a step are ranks. A batch script and the shell of `salloc` have `SLURM_NTASKS` too, and the former even
-`SLURM_PROCID`, but no variable of a step: these are what to look for.
+Only the tasks of a step are ranks. A batch script and the shell of `salloc` have `SLURM_NTASKS` too, and the former
+even `SLURM_PROCID`, but no variable of a step: these are what to look for.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ def tasks_of_shell(variables: Mapping[str, str]) -> int:
 
 
 def rank_of_step(variables: Mapping[str, str]) -> dict[str, str]:
-    """`RANK` and its fellows, for a task of a step. `MASTER_ADDR` and `MASTER_PORT` stay as they are where they are set.
+    """`RANK` and its fellows, for a task of a step. `MASTER_ADDR` and `MASTER_PORT` stay as they are if they are set.
 
-    The address is the first host of the step, where `srun` puts task 0 unless it is told otherwise; loopback if there is
-    only one. The port follows from the numbers of job and step, so that all tasks know it, and two steps differ.
+    The address is the first host of the step, where `srun` puts task 0 unless it is told otherwise; loopback if there
+    is only one. The port follows from the numbers of job and step, so that all tasks know it, and two steps differ.
     """
     hosts = expand_hosts(variables["SLURM_STEP_NODELIST"])
     job, step = int(variables["SLURM_JOB_ID"]), int(variables["SLURM_STEP_ID"])

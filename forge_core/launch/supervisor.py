@@ -14,7 +14,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -98,8 +97,8 @@ class Supervisor:
             port = meeting_place.getsockname()[1]
             for number in range(self._count):
                 self._ranks.append(self._spawn(number, port, meeting_place))
-        if self._signals:
-            self._pass_on(self._signals[0])
+        if self._signals:  # it came meanwhile
+            self._ask_all(self._signals[0])
 
     def _spawn(self, number: int, port: int, meeting_place: socket.socket) -> Rank:
         ours, theirs = socket.socketpair()
@@ -144,8 +143,8 @@ class Supervisor:
             if late := self._too_late():
                 self._kill()
                 return late
-            if not self._signals and any(rank.code == ExitCode.STOPPED for rank in self._ranks):
-                self._note(signal.SIGTERM)  # one was asked to stop before it could tell the others
+            if self._asked_at is None and any(rank.code == ExitCode.STOPPED for rank in self._ranks):
+                self._ask_all(signal.SIGTERM)  # one was asked to stop before it could tell the others
             time.sleep(POLL_S)
         return self._failed() if any(self._bad(rank) for rank in self._ranks) else self._well()
 
@@ -204,11 +203,11 @@ class Supervisor:
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._signals.append(number)
         if len(self._signals) == 1:
-            self._asked_at = time.monotonic()
-            self._pass_on(number)
+            self._ask_all(number)
 
-    def _pass_on(self, number: int) -> None:
-        """To a rank, this never counts as a second signal, so it may be told twice."""
+    def _ask_all(self, number: int) -> None:
+        """Ask all ranks to stop. For them, this never counts as a second signal, so they may be told twice."""
+        self._asked_at = time.monotonic()
         for rank in self._ranks:
             with suppress(OSError):  # it has just ended
                 rank.control.send(bytes([number]))
@@ -233,14 +232,13 @@ class Supervisor:
             rank.process.wait()
 
 
-
 def _lines(*lines: str) -> str:
     return "\n".join(line for line in lines if line)
 
 
 def _order(rank: Rank, words: LastWords | None) -> tuple[int, float]:
-    """Smallest for the rank that is the cause. One that is lost, or left without a word, comes before those that tell of
-    an error, as that may be the lost connection to it."""
+    """Smallest for the rank that is the cause. One that is lost, or left without a word, comes before those that tell
+    of an error, as that may be the lost connection to it."""
     assert rank.code is not None
     if words is not None:
         return (3 if words.echo else 1, words.time)

@@ -156,7 +156,7 @@ def describe_hang(beats: Mapping[int, Mapping[str, Any]], size: int, timeout_s: 
         places = {f"step {beats[rank]['step']}, {beats[rank]['phase']}" for rank in late}
         lines.append(f"rank {_listed(late)} is late, in {' and '.join(sorted(places))}")
     else:
-        lines.append("no rank is behind the others: all wait for each other in the same phase")
+        lines.append(f"no rank is behind the others: {_what_all_do(beats)}")
     shown = sorted(beats, key=lambda rank: (rank not in late, rank))[:32]
     lines += [f"  {_where(rank, beats[rank])}" for rank in shown]
     if len(beats) > len(shown):
@@ -172,6 +172,13 @@ def _late(beats: Mapping[int, Mapping[str, Any]]) -> list[int]:
         return sorted(behind)
     busy = [rank for rank in behind if not beats[rank].get("waits", False)]
     return sorted(busy) if len(busy) < len(beats) else []
+
+
+def _what_all_do(beats: Mapping[int, Mapping[str, Any]]) -> str:
+    phase = next(iter(beats.values()))["phase"]
+    if all(beat.get("waits") for beat in beats.values()):
+        return f"all wait for each other in {phase}"
+    return f"all are in {phase}, and none of them waits for another; is the time too short for it?"
 
 
 def _where(rank: int, beat: Mapping[str, Any]) -> str:

@@ -43,8 +43,8 @@ class World:
 
 
 def join_world(environment: MutableMapping[str, str] | None = None) -> World:
-    """The world that the environment tells of. Writes what SLURM says under the names that torch knows, so that whatever
-    asks for `RANK` or `LOCAL_RANK` finds it.
+    """The world that the environment tells of. Writes what SLURM says under the names that torch knows, so that
+    whatever asks for `RANK` or `LOCAL_RANK` finds it.
 
     Raises:
         JobError: the variables contradict each other, or some are missing.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -11,7 +12,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from forge_core.errors import JobError, Problem
 from forge_core.launch.meeting import current_meeting
+from forge_core.launch.slurm import is_rank_of_step
 from forge_core.launch.world import join_world
 from forge_core.parallel.layout import SAMPLE_DIMENSIONS, TOKEN_DIMENSIONS, Layout, degrees_of
 
@@ -27,20 +30,32 @@ def global_rank() -> int:
 
 
 def choose_device(name: str) -> torch.device:
-    """The device of this rank.
+    """The device of this rank. With `auto`, ranks that are more than the machine's GPUs train on its CPU, all of them,
+    and say so: two ranks cannot share a GPU (NCCL refuses it).
 
     Raises:
-        JobError: CUDA was asked for and there is none.
+        JobError: CUDA was asked for, and there is none, or too little of it.
     """
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cpu":
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    ranks = _ranks_that_share_gpus()
+    if name == "cpu" or (name == "auto" and not gpus):
         return torch.device("cpu")
-    if not torch.cuda.is_available():
-        from forge_core.errors import JobError, Problem
-
+    if not gpus:
         raise JobError([Problem("train.device", 'is "cuda", but torch finds no CUDA device; use "cpu" or "auto"')])
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    if ranks <= gpus:
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % gpus)
+    seen = f"{ranks} ranks on this machine and {gpus} GPU{'s' if gpus > 1 else ''}, which ranks cannot share"
+    if name == "cuda":
+        fix = f'start {gpus}, or set train.device = "cpu"'
+        raise JobError([Problem("train.device", f'is "cuda", but there are {seen}; {fix}')])
+    if global_rank() == 0:
+        warnings.warn(f"there are {seen}: training on the CPU, with gloo; start {gpus} to use CUDA", stacklevel=2)
+    return torch.device("cpu")
+
+
+def _ranks_that_share_gpus() -> int:
+    """Ranks that see the same GPUs. SLURM may show each task its own only, so there nothing is known."""
+    return 1 if is_rank_of_step(os.environ) else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def make_mesh(layout: Layout, device: torch.device) -> DeviceMesh:

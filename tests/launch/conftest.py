@@ -38,7 +38,7 @@ from forge_core import TrainingHook
 
 @define(kw_only=True, slots=False)
 class Trouble(TrainingHook):
-    """What goes wrong in one rank at the start of one step; each step takes `pause_s`."""
+    """What goes wrong in one rank at the start of one step, and only once; each step takes `pause_s`."""
 
     rank: int = 1
     step: int = 3
@@ -50,9 +50,11 @@ class Trouble(TrainingHook):
             print("begin", context.step, flush=True)
         time.sleep(self.pause_s)
         if self.what and context.step == self.step and os.environ["RANK"] == str(self.rank):
-            self.go_wrong()
+            if not os.path.exists("went-wrong"):
+                self.go_wrong()
 
     def go_wrong(self):
+        open("went-wrong", "w").close()
         if self.what == "raise":
             raise ValueError("the flux is out of bounds")
         if self.what == "hang":

@@ -29,7 +29,7 @@ def test_a_bad_job_starts_no_rank_and_creates_nothing(job):
     assert (code, out) == (2, "")
     layout, key = sorted(err.splitlines(), reverse=True)
     assert layout.endswith("train.global_batch_size: 4 sequences do not divide by 3 data-parallel ranks")
-    assert key.startswith("--model.dims=3: model.dims: unknown key of model ")
+    assert key == "--model.dims=3: model.dims: unknown key; did you mean 'dim'?"
     assert sorted(job.folder.rglob("*")) == before
 
 
@@ -47,8 +47,8 @@ def test_the_error_of_one_rank_is_shown_first_and_ends_all(job):
     assert "ValueError: the flux is out of bounds" in job.log(1)
     assert "ValueError" not in job.log(0)
     assert job.steps_saved() == [2]
-    code, out, _ = job.finish(job.start("--nproc", "2"))
-    assert code == 0
+    code, out, err = job.finish(job.start("--nproc", "2", *job.trouble("raise")))
+    assert (code, err) == (0, "")
     assert "continuing from" in out
 
 
@@ -67,14 +67,14 @@ def test_a_rank_that_is_lost_is_the_one_that_is_told_of(job, what, told):
 
 
 def test_a_hang_ends_and_tells_which_rank_is_late_and_where(job):
-    process = job.start("--nproc", "2", "--launch.hang_timeout_s=4", *job.trouble("hang"))
+    process = job.start("--nproc", "2", "--launch.hang_timeout_s=10", *job.trouble("hang"))
     wait_for_step(process, 3)
     began = time.monotonic()
     code, _, err = job.finish(process)
-    assert 3 < time.monotonic() - began < 20
+    assert 9 < time.monotonic() - began < 30
     assert code == 1
     lines = err.splitlines()
-    assert lines[0] == "forge-run: the run hangs: nothing has moved for launch.hang_timeout_s = 4 s"
+    assert lines[0] == "forge-run: the run hangs: nothing has moved for launch.hang_timeout_s = 10 s"
     assert lines[1] == "rank 1 is late, in step 3, hook hooks.trouble, on_step_begin"
     assert "trouble.py" in lines[2]
     assert "rank 0: step 3, forward and backward" in lines[3]
