@@ -70,9 +70,12 @@ def _train(
     from forge_core.engine.trainer import Trainer
     from forge_core.parallel.mesh import leave_group
 
-    settings = {"on_folder": log.open} if log else {}
-    trainer = Trainer(job, resume=options.resume, resume_with_changes=options.resume_with_changes, **settings)
-    summary = trainer.run()
+    summary = Trainer(
+        job,
+        resume=options.resume,
+        resume_with_changes=options.resume_with_changes,
+        on_folder=log.open if log else lambda folder: None,
+    ).run()
     if world is None or world.rank == 0:
         print(describe_summary(summary), flush=True)
     leave_group()

@@ -15,7 +15,12 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
+from torch.distributed import (  # type: ignore[attr-defined]
+    DistNetworkError,
+    PrefixStore,
+    Store,
+    TCPStore,
+)
 
 from forge_core.errors import ForgeError
 from forge_core.launch.last_words import EndedElsewhere, LastWords
@@ -41,15 +46,15 @@ class Meeting:
         hang_timeout_s: limit of the process groups of this run, in seconds; 0: none.
     """
 
-    def __init__(self, world: World, store: dist.Store, start_timeout_s: float, hang_timeout_s: float) -> None:
+    def __init__(self, world: World, store: Store, start_timeout_s: float, hang_timeout_s: float) -> None:
         self.world = world
         self._store = store
         self.start_timeout_s = start_timeout_s
         self.hang_timeout_s = hang_timeout_s
 
-    def group_store(self) -> dist.Store:
+    def group_store(self) -> Store:
         """The store for a process group, over a connection of its own: waiting there stops nobody here."""
-        return dist.PrefixStore("groups", _connect(self.world, self.start_timeout_s, serve=False))
+        return PrefixStore("groups", _connect(self.world, self.start_timeout_s, serve=False))
 
     # --- what ranks tell -----------------------------------------------------------------------------------------
 
@@ -137,23 +142,23 @@ def current_meeting() -> Meeting | None:
     return _of_process
 
 
-def _connect(world: World, timeout_s: float, serve: bool = True) -> dist.Store:
+def _connect(world: World, timeout_s: float, serve: bool = True) -> Store:
     answer = timedelta(seconds=ANSWER_S)
     if serve and _serves(world):
         store = _serve(world, answer)
     else:
         _wait_for_host(world, timeout_s)
-        store = dist.TCPStore(world.address, world.port, is_master=False, timeout=answer)
-    return dist.PrefixStore(_name(os.environ), store)
+        store = TCPStore(world.address, world.port, is_master=False, timeout=answer)
+    return PrefixStore(_name(os.environ), store)
 
 
-def _serve(world: World, answer: timedelta) -> dist.Store:
+def _serve(world: World, answer: timedelta) -> Store:
     options: dict[str, Any] = {"is_master": True, "wait_for_workers": False, "timeout": answer}
     if LISTENING in os.environ:
         options["master_listen_fd"] = int(os.environ.pop(LISTENING))
     try:
-        return dist.TCPStore(world.address, world.port, **options)
-    except dist.DistNetworkError as error:
+        return TCPStore(world.address, world.port, **options)
+    except DistNetworkError as error:
         fix = "set MASTER_PORT to a free port, the same for all ranks"
         raise ForgeError(f"rank 0 cannot serve the ranks' store at port {world.port}; {fix}: {error}") from error
 

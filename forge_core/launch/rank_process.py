@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, NoReturn
 
 from forge_core.errors import ExitCode
 from forge_core.launch import last_words
@@ -82,7 +82,7 @@ class RankProcess:
         self.log.write(text)
         os._exit(words.code)
 
-    def _exit(self, code: int) -> None:
+    def _exit(self, code: int) -> NoReturn:
         """At once: other ranks are gone, and what torch does when the interpreter ends might wait for them."""
         meeting = _meeting()
         if meeting is not None:

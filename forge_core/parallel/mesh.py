@@ -64,8 +64,10 @@ def make_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         meeting = current_meeting()
         if meeting is not None:
-            numbers = {"rank": meeting.world.rank, "world_size": meeting.world.size, "timeout": group_timeout()}
-            dist.init_process_group(backend, store=meeting.group_store(), **numbers)
+            store, world = meeting.group_store(), meeting.world
+            dist.init_process_group(
+                backend, store=store, rank=world.rank, world_size=world.size, timeout=group_timeout()
+            )
         else:
             store = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group(backend, store=store, rank=0, world_size=1)

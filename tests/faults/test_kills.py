@@ -36,7 +36,7 @@ def test_killed_runs_end_as_if_nobody_had(tmp_path, catalog):
 def test_a_hook_that_loses_its_state_is_noticed(tmp_path, catalog):
     lossy = {"train": {"steps": 6}, "hooks": {"remembering": {"type": "./parts/hooks.py:Forgetful"}}}
     scenario = Scenario("forgetful", (), merge(scenarios(catalog)["hooks"].job, lossy))
-    kill = Kill(moment="committing", save=2, delay_s=0.0, alone=False)
+    kill = Kill(moment="committing", save=2, delay_s=0.0, victims="group")
     runs = [(scenario, tmp_path / "whole", [], threading.Event())]
     runs += [(scenario, tmp_path / "killed", [kill], threading.Event())]
     with ThreadPoolExecutor(2) as pool:
