@@ -39,14 +39,14 @@ def command(argv: list[str]) -> int:
         "--nproc",
         type=int,
         metavar="N",
-        help="start N ranks on this machine, which make one run; by default one process trains, or this one is a rank "
-        "of those that torchrun or srun has started",
+        help="start N ranks on this machine, which make one run (default: 1, unless torchrun or srun has started "
+        "this process as one of several)",
     )
     options, paths, overrides = parse_job_arguments(parser, argv)
     from forge_core.launch.world import join_world
 
     world = join_world()
-    if options.nproc is not None:
+    if options.nproc is not None and options.nproc != 1:
         return _supervise(options.nproc, world, argv, paths, overrides)
     if world.alone:
         _warn_of_idle_tasks()

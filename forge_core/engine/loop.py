@@ -260,6 +260,7 @@ class Loop:
         if start.weights is not None:
             self._echo(take_weights(start, run, self.provenance))
         if start.checkpoint is not None:
+            self.phases.enter("loading the checkpoint")
             self.progress, told = continue_run(start, run, self.provenance)
             run.hooks("on_checkpoint_load", self._checkpoint_context(start.checkpoint))
             self._echo(told)

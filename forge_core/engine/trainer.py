@@ -97,10 +97,12 @@ class Trainer:
             elif global_rank() == 0:
                 stack.enter_context(locked(folder))
             self._on_folder(folder)
-            phases.enter("building")
+            phases.enter("starting the process groups")
             context = build_context(self.job, self._catalog, folder)
+            phases.enter("looking for a checkpoint")
             checkpoints = open_checkpoints(self.job, context)
             start = find_start(self.job, self._catalog, checkpoints, self._resume, self._with_changes)
+            phases.enter("building")
             run = build_run(self.job, context, self._hooks)
             loop = Loop(run, checkpoints, start, stack, phases, self._echo if global_rank() == 0 else _silent)
             loop.run()

@@ -112,6 +112,8 @@ class Meeting:
 
     def leave(self) -> None:
         """The last call: this rank needs the others no more. The one that serves the store waits for them to leave."""
+        global _of_process
+        _of_process = None
         with suppress(Exception):  # whoever serves the store has gone
             self.tell("left", True)
             if _serves(self.world):

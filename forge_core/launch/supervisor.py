@@ -23,7 +23,7 @@ from types import FrameType
 from attrs import define, frozen
 
 from forge_core.errors import ExitCode
-from forge_core.launch.inbox import STOP_SIGNALS
+from forge_core.launch.inbox import ECHO_S, STOP_SIGNALS
 from forge_core.launch.last_words import LastWords, receive
 from forge_core.launch.world import CONTROL, LISTENING
 
@@ -77,6 +77,7 @@ class Supervisor:
         self._grace_s = grace_s
         self._ranks: list[Rank] = []
         self._signals: list[int] = []
+        self._last_signal = (0, 0.0)
         self._asked_at: float | None = None
 
     def run(self) -> Ended:
@@ -201,8 +202,11 @@ class Supervisor:
                 signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self._signals.append(number)
-        if len(self._signals) == 1:
+        now = time.monotonic()
+        echo = number == self._last_signal[0] and now - self._last_signal[1] < ECHO_S
+        self._last_signal = (number, now)
+        if not echo:
+            self._signals.append(number)
             self._ask_all(number)
 
     def _ask_all(self, number: int) -> None:

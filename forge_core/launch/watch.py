@@ -69,7 +69,8 @@ class Watch:
 
     def _look(self, seconds: float) -> None:
         count = self._phases.place.count
-        self._idle_s = self._idle_s + seconds if count == self._last_count else 0.0
+        moved = count != self._last_count or count == 0  # before the first phase, ranks may wait for those to come
+        self._idle_s = 0.0 if moved else self._idle_s + seconds
         self._last_count = count
         try:
             self._meeting.tell(BEATS, self._beat())

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, MutableMapping
-from typing import Literal
 
 from attrs import frozen
 
 from forge_core.errors import JobError
 from forge_core.launch.slurm import is_rank_of_step, rank_of_step
-
-Launcher = Literal["none", "forge-run", "slurm", "environment"]
 
 CONTROL = "FORGE_LAUNCHER_FD"
 """Variable that our launcher sets: the descriptor of the socket between it and a rank."""
@@ -29,13 +26,9 @@ class World:
 
     rank: int = 0
     size: int = 1
-    local_rank: int = 0
-    """Among the ranks on this machine."""
-    local_size: int = 1
     address: str = "127.0.0.1"
     """Where rank 0 is."""
     port: int = 0
-    launcher: Launcher = "none"
 
     @property
     def alone(self) -> bool:
@@ -52,18 +45,15 @@ def join_world(environment: MutableMapping[str, str] | None = None) -> World:
     variables = os.environ if environment is None else environment
     if "RANK" not in variables and is_rank_of_step(variables):
         variables.update(rank_of_step(variables))
-        return _read(variables, "slurm")
     if "RANK" not in variables:
         if variables.get("WORLD_SIZE", "1") != "1":
             seen = f"WORLD_SIZE is {variables['WORLD_SIZE']}, but RANK is not set"
             raise JobError(f"{seen}; start the ranks with --nproc, torchrun or srun, or unset WORLD_SIZE")
         return World()
-    if CONTROL in variables:
-        return _read(variables, "forge-run")
-    return _read(variables, "slurm" if is_rank_of_step(variables) else "environment")
+    return _read(variables)
 
 
-def _read(variables: Mapping[str, str], launcher: Launcher) -> World:
+def _read(variables: Mapping[str, str]) -> World:
     size = _number(variables, "WORLD_SIZE")
     missing = [name for name in NEEDED if name not in variables]
     if size > 1 and missing:
@@ -71,11 +61,8 @@ def _read(variables: Mapping[str, str], launcher: Launcher) -> World:
     world = World(
         rank=_number(variables, "RANK"),
         size=size,
-        local_rank=_number(variables, "LOCAL_RANK", 0),
-        local_size=_number(variables, "LOCAL_WORLD_SIZE", 1),
         address=variables.get("MASTER_ADDR", "127.0.0.1"),
         port=_number(variables, "MASTER_PORT", 0),
-        launcher=launcher,
     )
     if not 0 <= world.rank < world.size:
         raise JobError(f"RANK is {world.rank} and WORLD_SIZE {world.size}; ranks are 0 to {world.size - 1}")

@@ -72,6 +72,16 @@ def test_torchrun_shows_the_error_of_the_failing_rank_first(job):
     assert job.steps_saved() == [2]
 
 
+def test_without_a_launcher_a_lost_rank_ends_the_others(job):
+    arguments = (*job.trouble("SIGKILL", rank=0), "--checkpoint.interval=2")
+    first, second = start_ranks(job, arguments, arguments)
+    assert job.finish(first)[0] == -signal.SIGKILL
+    code, _, err = job.finish(second)
+    assert code == 1
+    assert err.startswith("forge-run: rank 1 failed:")
+    assert job.steps_saved() == [2]
+
+
 def test_a_signal_to_one_rank_is_agreed_on_by_all(job):
     arguments = ("--train.steps=500", "--checkpoint.interval=0", *job.trouble(pause_s=0.05))
     first, second = start_ranks(job, arguments, arguments)
