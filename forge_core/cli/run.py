@@ -126,6 +126,6 @@ def describe_summary(summary: Summary) -> str:
     numbers |= {name: value for name, value in summary.evaluation.items() if not name.endswith("tokens")}
     figures = ", ".join(f"{name} {value:.4f}" for name, value in numbers.items())
     if summary.stopped:
-        ending = f"stopped at step {summary.step} ({summary.stopped}), everything saved: {figures}"
-        return f"{ending}\nrun the same command to continue\n{summary.folder}"
+        ending = f"stopped at step {summary.step} ({summary.stopped}), everything saved"
+        return f"{ending}{': ' if figures else ''}{figures}\nrun the same command to continue\n{summary.folder}"
     return f"finished at step {summary.step}: {figures}\n{summary.folder}"

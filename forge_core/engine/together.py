@@ -35,8 +35,7 @@ def together(job: Job, phases: Phases) -> Iterator[Meeting | None]:
     Raises:
         Absent: rank 0 cannot be reached.
     """
-    world = join_world()
-    if world.alone or dist.is_initialized():
+    if dist.is_initialized() or (world := join_world()).alone:
         yield None
         return
     meeting = meet(world, job.launch.start_timeout_s, job.launch.hang_timeout_s)

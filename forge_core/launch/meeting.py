@@ -51,6 +51,8 @@ class Meeting:
         self._store = store
         self.start_timeout_s = start_timeout_s
         self.hang_timeout_s = hang_timeout_s
+        self._opened = time.monotonic()
+        self.tell("here", True)
 
     def group_store(self) -> Store:
         """The store for a process group, over a connection of its own: waiting there stops nobody here."""
@@ -118,9 +120,15 @@ class Meeting:
             self.tell("left", True)
             if _serves(self.world):
                 deadline = time.monotonic() + FAREWELL_S
-                keys = [f"left/{rank}" for rank in range(self.world.size)]
-                while not self._store.check(keys) and time.monotonic() < deadline:
+                while self._awaited() and time.monotonic() < deadline:
                     time.sleep(POLL_S)
+
+    def _awaited(self) -> list[int]:
+        """Ranks that have not left; those that did not even come are not awaited for long."""
+        there = [rank for rank in range(self.world.size) if not self._store.check([f"left/{rank}"])]
+        if time.monotonic() < self._opened + min(self.start_timeout_s, FAREWELL_S):
+            return there
+        return [rank for rank in there if self._store.check([f"here/{rank}"])]
 
 
 _of_process: Meeting | None = None
