@@ -16,7 +16,7 @@ from forge_core.config.job import Job
 from forge_core.engine.changes import text_changes
 from forge_core.engine.provenance import collect
 from forge_core.errors import JobError
-from forge_core.launch.last_words import words_for
+from forge_core.launch.last_words import speak, words_for
 from forge_core.launch.meeting import Meeting, meet
 from forge_core.launch.phases import Phases
 from forge_core.launch.watch import Watch
@@ -51,12 +51,13 @@ def together(job: Job, phases: Phases) -> Iterator[Meeting | None]:
 
 
 def report(error: BaseException, meeting: Meeting | None) -> None:
-    """Let all ranks know that this one fails, so that they do not wait for it."""
-    if meeting is not None:
-        words = words_for(meeting.world.rank, error)
-        if not words.echo:
-            with suppress(Exception):  # whoever serves the store has gone
-                meeting.end(words)
+    """Let all ranks know that this one fails, so that they do not wait for it, and the person, unless another rank came
+    first."""
+    words = words_for(meeting.world.rank, error) if meeting is not None else None
+    if meeting is not None and words is not None and not words.echo:
+        with suppress(Exception):  # whoever serves the store has gone
+            if meeting.end(words).rank == words.rank:
+                speak(words)
 
 
 def agree_on_job(meeting: Meeting, job: Job, catalog: Catalog) -> None:

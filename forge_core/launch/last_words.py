@@ -101,7 +101,7 @@ def send(launcher: socket.socket, words: LastWords) -> None:
 
 
 def receive(rank: socket.socket) -> LastWords | None:
-    """From a rank that has ended; None if it said nothing."""
+    """From a rank; None if it has said nothing."""
     rank.setblocking(False)
     parts = []
     with suppress(OSError):

@@ -27,6 +27,7 @@ class RankProcess:
     def __init__(self, world: World) -> None:
         self.world = world
         self.log = RankLog(world.rank)
+        self._said = False
         descriptor = os.environ.get(CONTROL)
         self._launcher = socket.socket(fileno=int(descriptor)) if descriptor is not None else None
 
@@ -65,7 +66,11 @@ class RankProcess:
         self.log.write(last_words.describe(self.world.rank, error))
 
     def _say(self, words: LastWords) -> None:
-        """To our launcher, which chooses among the ranks; without it to the terminal, unless another rank was first."""
+        """To our launcher, which chooses among the ranks; without it to the terminal, unless another rank was first.
+        Only once: what is said later follows from it."""
+        if self._said:
+            return
+        self._said = True
         if self._launcher is not None:
             last_words.send(self._launcher, words)
         elif not words.echo:
@@ -80,6 +85,8 @@ class RankProcess:
             with suppress(Exception):
                 words = meeting.end(words)
         self.log.write(text)
+        if meeting is not None and self._launcher is None:  # which would ask the others itself
+            meeting.leave()
         os._exit(words.code)
 
     def _exit(self, code: int) -> NoReturn:

@@ -31,7 +31,7 @@ POLL_S = 0.05
 TOGETHER_S = 0.3
 """Ranks that fail within this time of the first are looked at together: which of them came first?"""
 FAREWELL_S = 4.0
-"""What the other ranks have, once one has failed, to write down where they are."""
+"""What the ranks have, once one has failed, to write down where they are."""
 
 LOST = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 """A rank that died of one of these is the cause of what the others say. Not SIGABRT: torch aborts for the sake of other
@@ -163,9 +163,9 @@ class Supervisor:
         """A rank has failed: let the others write down where they are, end them, and tell of the first."""
         time.sleep(TOGETHER_S)
         self._poll()
-        bad = [rank for rank in self._ranks if self._bad(rank)]
-        words = {rank.number: receive(rank.control) for rank in bad}
-        first = min(bad, key=lambda rank: _order(rank, words[rank.number]))
+        words = {rank.number: receive(rank.control) for rank in self._ranks}
+        failed = [rank for rank in self._ranks if self._bad(rank) or words[rank.number] is not None]
+        first = min(failed, key=lambda rank: _order(rank, words[rank.number]))
         deadline = time.monotonic() + FAREWELL_S
         while None in self._poll() and time.monotonic() < deadline and not self._second_signal():
             time.sleep(POLL_S)
@@ -173,10 +173,10 @@ class Supervisor:
         return self._ended_by(first, words[first.number])
 
     def _ended_by(self, first: Rank, words: LastWords | None) -> Ended:
-        assert first.code is not None
         logs = f"logs of all ranks: {self._logs}" if self._logs.is_dir() else ""
         if words is not None:
             return Ended(code=words.code, message=words.text if words.bad_job else _lines(words.text, logs))
+        assert first.code is not None
         if first.code == ExitCode.SECOND_SIGNAL:
             return Ended(code=ExitCode.SECOND_SIGNAL)
         if first.code >= 0:
@@ -213,7 +213,7 @@ class Supervisor:
         """Ask all ranks to stop. For them, this never counts as a second signal, so they may be told twice."""
         self._asked_at = time.monotonic()
         for rank in self._ranks:
-            with suppress(OSError):  # it has just ended
+            with suppress(OSError):  # it has ended
                 rank.control.send(bytes([number]))
 
     def _second_signal(self) -> bool:
@@ -234,6 +234,7 @@ class Supervisor:
                     os.killpg(rank.process.pid, signal.SIGKILL)
         for rank in self._ranks:
             rank.process.wait()
+            rank.control.close()
 
 
 def _lines(*lines: str) -> str:
@@ -243,7 +244,7 @@ def _lines(*lines: str) -> str:
 def _order(rank: Rank, words: LastWords | None) -> tuple[int, float]:
     """Smallest for the rank that is the cause. One that is lost, or left without a word, comes before those that tell
     of an error, as that may be the lost connection to it."""
-    assert rank.code is not None
     if words is not None:
         return (3 if words.echo else 1, words.time)
+    assert rank.code is not None
     return (0 if rank.code >= 0 or -rank.code in LOST else 2, 0.0)

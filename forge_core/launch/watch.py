@@ -25,6 +25,8 @@ RANKS_A_SECOND = 500
 """With more ranks than this the threads wake less often, so that the store has time for all."""
 PATIENCE_S = 3.0
 """What the main thread has, once another rank has ended the run, to fail by itself, which closes loggers in order."""
+OWN_PATIENCE_S = 30.0
+"""What it has if it is the one that failed, for hooks that want to know of it."""
 SILENCE_S = 5.0
 """After so long in one phase, a rank also tells the line of code that it is at."""
 
@@ -72,15 +74,20 @@ class Watch:
         moved = count != self._last_count or count == 0  # before the first phase, ranks may wait for those to come
         self._idle_s = 0.0 if moved else self._idle_s + seconds
         self._last_count = count
+        rank, hang = self._meeting.world.rank, None
         try:
             self._meeting.tell(BEATS, self._beat())
             words = self._meeting.ending()
             if words is None and self._timeout_s and self._idle_s > self._timeout_s:
-                words = self._meeting.end(self._hang())
+                hang = self._hang()
+                words = self._meeting.end(hang)
         except Exception as error:  # the store has gone, and with it rank 0 or torchrun's agent
-            words = self._lost(error)
-        if words is not None:
-            self._end(words)
+            self._end(self._lost(error), PATIENCE_S)
+            return
+        if words is not None and words.rank == rank:
+            self._end(words, 0.0 if hang else OWN_PATIENCE_S)
+        elif words is not None:
+            self._end(echo_of(words, rank), PATIENCE_S)
 
     # --- where ranks are -----------------------------------------------------------------------------------------
 
@@ -104,23 +111,28 @@ class Watch:
         cause = str(error).splitlines()[0] if str(error) else type(error).__name__
         text = f"forge-run: rank {world.rank}: the ranks' store at {world.address}:{world.port} does not answer"
         text = f"{text}, so rank 0 (or torchrun) is gone: {cause}"
-        return LastWords(rank=world.rank, code=ExitCode.FAILED, text=text, time=time.monotonic(), echo=True)
+        return LastWords(rank=world.rank, code=ExitCode.FAILED, text=text, time=time.monotonic())
 
     # --- the end -------------------------------------------------------------------------------------------------
 
-    def _end(self, words: LastWords) -> None:
-        """End this process, unless its main thread does so by itself."""
-        rank, place = self._meeting.world.rank, self._phases.place
-        if words.rank != rank:
-            words = echo_of(words, rank)
-            if self._stopped.wait(PATIENCE_S):
-                return
-        log = sys.stderr.fileno()
+    def _end(self, words: LastWords, patience_s: float) -> None:
+        """End this process, unless its main thread does so by itself in time."""
+        if self._stopped.wait(patience_s):
+            return
+        place, log = self._phases.place, _descriptor_of_log()
         os.write(log, f"ended in step {place.step}, {place.phase}; the stacks of all threads:\n".encode())
         faulthandler.dump_traceback(log, all_threads=True)
         speak(words)
         self._meeting.leave()
         os._exit(words.code)
+
+
+def _descriptor_of_log() -> int:
+    """Of standard error, which is the log of a rank that the command line has started."""
+    try:
+        return sys.stderr.fileno()
+    except (AttributeError, OSError):  # a notebook, say, has put something else there
+        return 2
 
 
 def line_of(frame: FrameType) -> str:
