@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+from forge_core.errors import JobError
 
 if TYPE_CHECKING:
     from forge_core.engine.trainer import Summary
+    from forge_core.launch.rank_log import RankLog
+    from forge_core.launch.world import World
 
 
 def command(argv: list[str]) -> int:
@@ -26,18 +35,89 @@ def command(argv: list[str]) -> int:
         action="store_true",
         help="continue even if the job has changed in ways that make another run of it: objective, data, rates",
     )
+    parser.add_argument(
+        "--nproc",
+        type=int,
+        metavar="N",
+        help="start N ranks on this machine, which make one run (default: 1, unless torchrun or srun has started "
+        "this process as one of several)",
+    )
     options, paths, overrides = parse_job_arguments(parser, argv)
+    from forge_core.launch.world import join_world
+
+    world = join_world()
+    if options.nproc is not None and options.nproc != 1:
+        return _supervise(options.nproc, world, argv, paths, overrides)
+    if world.alone:
+        _warn_of_idle_tasks()
+        return _train(options, paths, overrides)
+    from forge_core.launch.rank_process import RankProcess
+
+    return RankProcess(world).run(lambda log: _train(options, paths, overrides, world, log))
+
+
+def _train(
+    options: argparse.Namespace,
+    paths: Sequence[str],
+    overrides: Sequence[str],
+    world: World | None = None,
+    log: RankLog | None = None,
+) -> int:
+    """Train in this process, alone or as a rank of `world`."""
     from forge_core.config import load_job
 
-    job = load_job(*paths, overrides=overrides, world_size=_world_size())
+    job = load_job(*paths, overrides=overrides, world_size=world.size if world else 1)
     from forge_core.engine.trainer import Trainer
     from forge_core.parallel.mesh import leave_group
 
-    summary = Trainer(job, resume=options.resume, resume_with_changes=options.resume_with_changes).run()
-    if _first():
+    summary = Trainer(
+        job,
+        resume=options.resume,
+        resume_with_changes=options.resume_with_changes,
+        on_folder=log.open if log else lambda folder: None,
+    ).run()
+    if world is None or world.rank == 0:
         print(describe_summary(summary), flush=True)
     leave_group()
     return int(summary.exit_code)
+
+
+def _supervise(ranks: int, world: World, argv: list[str], paths: Sequence[str], overrides: Sequence[str]) -> int:
+    """Start the ranks, once it is certain that the job is right."""
+    from forge_core.config import load_job
+    from forge_core.launch.rank_log import LOGS
+    from forge_core.launch.supervisor import Supervisor
+
+    if ranks < 1:
+        raise JobError(f"--nproc is {ranks}; it must be at least 1")
+    if not world.alone:
+        seen = f"this process is one of {world.size} ranks already"
+        raise JobError(f"--nproc starts ranks, and {seen}; leave it out, or start one process only")
+    job = load_job(*paths, overrides=overrides, world_size=ranks)
+    logs = Path(job.job.output) / job.job.name / LOGS
+    supervisor = Supervisor(rank_command(argv), ranks, logs, job.launch.grace_s)
+    ended = supervisor.run()
+    if ended.message:
+        print(ended.message, file=sys.stderr, flush=True)
+    return ended.code
+
+
+def rank_command(argv: Sequence[str]) -> list[str]:
+    """What each rank runs: this command line without `--nproc`."""
+    rest = list(argv)
+    at = next(i for i, argument in enumerate(rest) if argument.partition("=")[0] == "--nproc")
+    del rest[at : at + (1 if "=" in rest[at] else 2)]
+    return [sys.executable, "-m", "forge_core", "run", *rest]
+
+
+def _warn_of_idle_tasks() -> None:
+    """A batch script that forgot srun trains on one of its tasks and pays for all."""
+    from forge_core.launch.slurm import tasks_of_shell
+
+    tasks = tasks_of_shell(os.environ)
+    if tasks > 1:
+        seen = f"SLURM has allotted {tasks} tasks, and this is the shell of the job, which is one process"
+        warnings.warn(f"{seen}; `srun forge-run …` makes each task a rank", stacklevel=2)
 
 
 def describe_summary(summary: Summary) -> str:
@@ -46,18 +126,6 @@ def describe_summary(summary: Summary) -> str:
     numbers |= {name: value for name, value in summary.evaluation.items() if not name.endswith("tokens")}
     figures = ", ".join(f"{name} {value:.4f}" for name, value in numbers.items())
     if summary.stopped:
-        ending = f"stopped at step {summary.step} ({summary.stopped}), everything saved: {figures}"
-        return f"{ending}\nrun the same command to continue\n{summary.folder}"
+        ending = f"stopped at step {summary.step} ({summary.stopped}), everything saved"
+        return f"{ending}{': ' if figures else ''}{figures}\nrun the same command to continue\n{summary.folder}"
     return f"finished at step {summary.step}: {figures}\n{summary.folder}"
-
-
-def _world_size() -> int:
-    import os
-
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def _first() -> bool:
-    import os
-
-    return os.environ.get("RANK", "0") == "0"

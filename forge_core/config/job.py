@@ -183,6 +183,19 @@ class MetricsSection:
 
 
 @frozen(kw_only=True)
+class LaunchSection:
+    """`[launch]`: how long the ranks of a run wait for each other. It matters to runs of several ranks only."""
+
+    start_timeout_s: float = field(default=600.0, validator=gt(0))
+    """Seconds that ranks wait at the start for those that have not come."""
+    hang_timeout_s: float = field(default=1800.0, validator=ge(0))
+    """When a rank is in one phase of the engine (data, forward and backward, a save …) for more seconds than this, the
+    run ends, and tells which rank is late and where. Take more than the longest phase, with compilation. 0: never."""
+    grace_s: float = field(default=600.0, validator=ge(0))
+    """With `--nproc`: seconds from a request to stop until ranks that have not saved and ended are killed. 0: never."""
+
+
+@frozen(kw_only=True)
 class Job:
     """A whole job. `forge_core.load_job` makes one from TOML; `forge_core.dump_job` writes it back."""
 
@@ -208,6 +221,8 @@ class Job:
     """`[eval]`: when evaluations run."""
     metrics: MetricsSection = MetricsSection()
     """`[metrics]`: what the run measures of itself."""
+    launch: LaunchSection = LaunchSection()
+    """`[launch]`: how long ranks wait for each other."""
     parallel: Mapping[str, ParallelComponent] = field(factory=dict)
     """`[parallel.NAME]`: stages; NAME is the default for `type`. Their order follows from their relations."""
     evaluations: Mapping[str, EvaluationComponent] = field(factory=dict)

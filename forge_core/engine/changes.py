@@ -48,6 +48,7 @@ SECTIONS: Mapping[str, WhenResumed] = {
     "checkpoint": "safe",
     "eval": "safe",
     "metrics": "safe",
+    "launch": "safe",
 }
 """What a change of the core's own keys means; a key that is not listed is as its section. Micro-batches are layout: the
 loss is normalised over the global batch, so the curve does not depend on them."""

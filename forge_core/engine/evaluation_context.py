@@ -6,9 +6,10 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
-from attrs import frozen
+from attrs import field, frozen
 
 from forge_core.data.held_out import evaluation_batches
+from forge_core.launch.phases import Phases
 from forge_core.parallel.mesh import all_reduce_tokens
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ class EvaluationContext:
     executor: Executor
     held_out: Dataset | None
     """Held-out sequences of all sources together, in a fixed order."""
+    phases: Phases = field(factory=Phases)
+    """Where this rank is, for the watch over the ranks: every batch counts as progress."""
 
     def batches(self, dataset: Dataset, count: int) -> Iterable[Batch]:
         """This rank's share of the first `count` sequences, in batches of the job's micro-batch size, on the device.
@@ -35,7 +38,9 @@ class EvaluationContext:
         Every rank gets equally many batches of equal shape; where the sequences do not suffice, the remaining rows
         have only ignored labels.
         """
-        return evaluation_batches(dataset, count, self.job, self.build)
+        for number, batch in enumerate(evaluation_batches(dataset, count, self.job, self.build), 1):
+            self.phases.enter(f"evaluation, batch {number}")
+            yield batch
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over the token dimensions, in place."""

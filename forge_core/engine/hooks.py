@@ -12,6 +12,7 @@ from attrs import define, field
 from forge_core.components import TrainingHook
 from forge_core.config.walk import walk_components
 from forge_core.errors import ForgeError
+from forge_core.launch.phases import Phases
 
 if TYPE_CHECKING:
     import torch
@@ -130,10 +131,15 @@ def _add(hooks: dict[str, TrainingHook], name: str, hook: TrainingHook) -> None:
 
 
 class HookRunner:
-    """Calls the hooks of each event, in order. Events nobody listens to cost an empty loop."""
+    """Calls the hooks of each event, in order. Events nobody listens to cost an empty loop.
+
+    Attributes:
+        phases: where this rank is; each call of a hook is a phase.
+    """
 
     def __init__(self, hooks: Mapping[str, TrainingHook]) -> None:
         self.hooks = dict(hooks)
+        self.phases = Phases()
         self._listeners: dict[str, list[tuple[str, Callable[..., None]]]] = {
             event: [(name, getattr(hook, event)) for name, hook in hooks.items() if _overrides(hook, event)]
             for event in EVENTS
@@ -146,6 +152,7 @@ class HookRunner:
 
     def __call__(self, event: str, *args: Any) -> None:
         for name, method in self._listeners[event]:
+            self.phases.enter(f"hook {name}, {event}")
             try:
                 method(*args)
             except Exception as error:

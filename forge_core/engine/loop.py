@@ -26,7 +26,10 @@ from forge_core.engine.saving import Saver
 from forge_core.engine.signals import stop_on_signals
 from forge_core.engine.state import Progress, gather_state
 from forge_core.engine.step import Stepper, dry_run, metrics
+from forge_core.engine.together import report
 from forge_core.errors import CheckpointError, NonFiniteError
+from forge_core.launch.meeting import current_meeting
+from forge_core.launch.phases import Phases
 from forge_core.parallel.mesh import any_rank, global_rank, pipeline_group
 from forge_core.protocols import Batch, Logger
 
@@ -35,7 +38,13 @@ class Loop:
     """One run, from where its checkpoint left it to its last step."""
 
     def __init__(
-        self, run: Run, checkpoints: Checkpoints, start: Start, stack: ExitStack, echo: Callable[[str], object]
+        self,
+        run: Run,
+        checkpoints: Checkpoints,
+        start: Start,
+        stack: ExitStack,
+        phases: Phases,
+        echo: Callable[[str], object],
     ) -> None:
         assert run.context.folder is not None
         self.built = run
@@ -46,6 +55,8 @@ class Loop:
         self._alone = run.context.layout.world_size == 1
         self._agreed_to_end = False
         self._echo = echo
+        self.phases = phases
+        run.hooks.phases = phases
         self.provenance = collect(self.job, run.context.plugins.catalog, run.context.tokenizer)
         self.progress = Progress()
         self.saver = Saver(self.job.checkpoint, checkpoints, lambda: self.recorder.sync(), self._on_saved)
@@ -58,8 +69,9 @@ class Loop:
     def run(self) -> None:
         with self._session():
             self._begin()
+            self._agree_on_requests()  # a signal may have come since the start
             while self.progress.step < self.job.train.steps and not self._ending:
-                self._step(self.loader.next_step())
+                self._step(self._load())
                 save = self._agree_on_requests()
                 if self._due(self.job.eval.interval):
                     self._evaluate()
@@ -78,13 +90,19 @@ class Loop:
             self._evaluate()
         self.recorder.restart_clock()
 
+    def _load(self) -> list[Batch]:
+        self.phases.enter("data", self.progress.step + 1)
+        return self.loader.next_step()
+
     def _step(self, batches: list[Batch]) -> None:
         run, context = self.built, self._step_context(batches)
         run.hooks("on_step_begin", context)
+        self.phases.enter("forward and backward")
         rate = run.rates.apply(self.progress.step, self.progress.tokens)
         context.output, sums = self.stepper.gradients(batches, self.progress.step)
         context.grad_norm = self.stepper.norm()
         run.hooks("on_gradients", context)
+        self.phases.enter("optimizer")
         skipped = self.stepper.update(context, sums["loss_sum"])
         self.progress.step += 1
         self.progress.tokens += self.job.train.global_batch_size * self.job.train.seq_len
@@ -97,6 +115,7 @@ class Loop:
             gc.collect(1)
 
     def _evaluate(self) -> None:
+        self.phases.enter("evaluation")
         self.recorder.flush()
         found: dict[str, float] = {}
         with self._evaluation_mode():
@@ -109,12 +128,14 @@ class Loop:
         self.recorder.restart_clock()
 
     def _save(self, final: bool = False) -> None:
+        self.phases.enter("save")
         self.recorder.flush()
         self.saver.save(self.progress.step, self._state(), final)
         self.requests.checkpoint = False
         self.recorder.restart_clock()
 
     def _end(self) -> None:
+        self.phases.enter("end")
         self.recorder.flush()
         finished = self.progress.step >= self.job.train.steps
         if finished and self.saver.evaluation.get("step") != self.progress.step:
@@ -177,6 +198,7 @@ class Loop:
         """The one point of a step at which ranks agree on what was asked of any of them: whether to end, and (the
         result) whether to save. What is asked later, by a signal during an evaluation say, waits for the next step.
         Here they also learn that a checkpoint is written, once it is on every rank."""
+        self.phases.enter("agreement of the ranks")
         requests = self.requests
         asked = [bool(requests.stop), requests.checkpoint, bool(requests.non_finite), self.saver.writing]
         stop, checkpoint, non_finite, writing = asked if self._alone else any_rank(asked)
@@ -210,6 +232,7 @@ class Loop:
             try:
                 yield
             except BaseException as error:
+                report(error, current_meeting())  # first of all: what follows may wait for other ranks
                 self.built.hooks.exception(self._train_context(), error)
                 self.saver.abandon(error)
                 raise
@@ -238,6 +261,7 @@ class Loop:
         if start.weights is not None:
             self._echo(take_weights(start, run, self.provenance))
         if start.checkpoint is not None:
+            self.phases.enter("loading the checkpoint")
             self.progress, told = continue_run(start, run, self.provenance)
             run.hooks("on_checkpoint_load", self._checkpoint_context(start.checkpoint))
             self._echo(told)
@@ -287,4 +311,5 @@ class Loop:
             model=run.model,
             executor=run.executor,
             held_out=run.held_out,
+            phases=self.phases,
         )

@@ -20,6 +20,7 @@ from forge_core.checkpoint.ranks import Ranks
 from forge_core.checkpoint.staging import Staging
 from forge_core.config.job import CheckpointSection
 from forge_core.errors import CheckpointError
+from forge_core.parallel.mesh import group_timeout
 
 ADVICE = "Once that is mended, the same command continues from the newest checkpoint"
 
@@ -140,7 +141,9 @@ class Saver:
         """The thread has a process group to itself: its messages must not mix with those of the steps."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._staging = Staging()
-        self._checkpoints = attrs.evolve(self._checkpoints, ranks=Ranks(dist.new_group(backend="gloo")))
+        self._checkpoints = attrs.evolve(
+            self._checkpoints, ranks=Ranks(dist.new_group(backend="gloo", timeout=group_timeout()))
+        )
 
     def _write(self, step: int, state: State, background: bool) -> Path | None:
         """Gives the checkpoint, unless it is written in the background."""

@@ -16,7 +16,9 @@ from forge_core.engine.build import build_context, build_run
 from forge_core.engine.folder import locked, run_folder
 from forge_core.engine.loop import Loop
 from forge_core.engine.resume import find_start, open_checkpoints
+from forge_core.engine.together import agree_on_job, together
 from forge_core.errors import ExitCode, JobError
+from forge_core.launch.phases import Phases
 from forge_core.parallel.mesh import global_rank, world_size
 from forge_core.plugins.catalog import Catalog
 
@@ -53,6 +55,7 @@ class Trainer:
             names a checkpoint, or a run folder whose newest one is meant, to start from.
         resume_with_changes: continue even if the job has changed in ways that make another run of it.
         echo: receives what a person should read (the plan, what was resumed), on rank 0.
+        on_folder: receives the run folder, on every rank, once it is certain that the run goes ahead in it.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class Trainer:
         resume: str = "auto",
         resume_with_changes: bool = False,
         echo: Callable[[str], object] = print,
+        on_folder: Callable[[Path], object] = lambda folder: None,
     ) -> None:
         self._catalog = catalog or Catalog.installed()
         self.job = complete(job, self._catalog)
@@ -71,6 +75,7 @@ class Trainer:
         self._resume = resume
         self._with_changes = resume_with_changes
         self._echo = echo
+        self._on_folder = on_folder
 
     def run(self) -> Summary:
         """Build everything, train to the last step, and give the result.
@@ -79,20 +84,27 @@ class Trainer:
             JobError: the job cannot run as written.
             CheckpointError: a checkpoint is damaged or does not fit, or the job has changed since.
             NonFiniteError: the non-finite policy ended the run.
+            EndedElsewhere: another rank has ended the run.
         """
-        problems = check_rules(self.job, self._catalog, world_size())
-        if problems:
-            raise JobError(problems)
         folder = run_folder(self.job)
-        first = global_rank() == 0
+        phases = Phases()
         with ExitStack() as stack:
-            if first:
+            meeting = stack.enter_context(together(self.job, phases))
+            self._check()
+            if meeting is not None:
+                agree_on_job(meeting, self.job, self._catalog)
+                meeting.on_first("owned", lambda: stack.enter_context(locked(folder)))
+            elif global_rank() == 0:
                 stack.enter_context(locked(folder))
+            self._on_folder(folder)
+            phases.enter("starting the process groups")
             context = build_context(self.job, self._catalog, folder)
+            phases.enter("looking for a checkpoint")
             checkpoints = open_checkpoints(self.job, context)
             start = find_start(self.job, self._catalog, checkpoints, self._resume, self._with_changes)
+            phases.enter("building")
             run = build_run(self.job, context, self._hooks)
-            loop = Loop(run, checkpoints, start, stack, self._echo if first else _silent)
+            loop = Loop(run, checkpoints, start, stack, phases, self._echo if global_rank() == 0 else _silent)
             loop.run()
         return Summary(
             step=loop.progress.step,
@@ -101,6 +113,11 @@ class Trainer:
             folder=folder,
             stopped=loop.requests.stop if loop.progress.step < self.job.train.steps else "",
         )
+
+    def _check(self) -> None:
+        problems = check_rules(self.job, self._catalog, world_size())
+        if problems:
+            raise JobError(problems)
 
 
 def _silent(text: str) -> None:

@@ -3,61 +3,108 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from forge_core.errors import JobError, Problem
+from forge_core.launch.meeting import current_meeting
+from forge_core.launch.slurm import is_rank_of_step
+from forge_core.launch.world import join_world
 from forge_core.parallel.layout import SAMPLE_DIMENSIONS, TOKEN_DIMENSIONS, Layout, degrees_of
 
 
 def world_size() -> int:
     """Ranks of this run, as the launcher's environment says."""
-    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    return dist.get_world_size() if dist.is_initialized() else join_world().size
 
 
 def global_rank() -> int:
     """This process's rank, as the launcher's environment says."""
-    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+    return dist.get_rank() if dist.is_initialized() else join_world().rank
 
 
 def choose_device(name: str) -> torch.device:
-    """The device of this rank.
+    """The device of this rank. With `auto`, ranks that are more than the machine's GPUs train on its CPU, all of them,
+    and say so: two ranks cannot share a GPU (NCCL refuses it).
 
     Raises:
-        JobError: CUDA was asked for and there is none.
+        JobError: CUDA was asked for, and there is none, or too little of it.
     """
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cpu":
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    ranks = _ranks_that_share_gpus()
+    if name == "cpu" or (name == "auto" and not gpus):
         return torch.device("cpu")
-    if not torch.cuda.is_available():
-        from forge_core.errors import JobError, Problem
-
+    if not gpus:
         raise JobError([Problem("train.device", 'is "cuda", but torch finds no CUDA device; use "cpu" or "auto"')])
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    if ranks <= gpus:
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % gpus)
+    seen = f"{ranks} ranks on this machine and {gpus} GPU{'s' if gpus > 1 else ''}, which ranks cannot share"
+    if name == "cuda":
+        fix = f'start {gpus}, or set train.device = "cpu"'
+        raise JobError([Problem("train.device", f'is "cuda", but there are {seen}; {fix}')])
+    if global_rank() == 0:
+        warnings.warn(f"there are {seen}: training on the CPU, with gloo; start {gpus} to use CUDA", stacklevel=2)
+    return torch.device("cpu")
+
+
+def _ranks_that_share_gpus() -> int:
+    """Ranks that see the same GPUs. SLURM may show each task its own only, so there nothing is known."""
+    return 1 if is_rank_of_step(os.environ) else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def make_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
     """Start the process group if there is none, and arrange its ranks by `layout`. A world of one is a mesh too."""
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        if "RANK" in os.environ:
-            dist.init_process_group(backend)
+        meeting = current_meeting()
+        if meeting is not None:
+            store, world = meeting.group_store(), meeting.world
+            dist.init_process_group(
+                backend, store=store, rank=world.rank, world_size=world.size, timeout=group_timeout()
+            )
         else:
             store = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group(backend, store=store, rank=0, world_size=1)
     degrees = degrees_of(layout)
     ranks = torch.arange(layout.world_size, dtype=torch.int).view(*degrees.values())
-    return DeviceMesh(device.type, ranks, mesh_dim_names=tuple(degrees))
+    mesh = DeviceMesh(device.type, ranks, mesh_dim_names=tuple(degrees))
+    _set_timeouts(mesh)
+    return mesh
+
+
+GROUP_MARGIN_S = 60.0
+"""Process groups wait so much longer than the watch over the ranks, which can say more about a hang than they can."""
+
+
+def group_timeout() -> timedelta | None:
+    """The limit of this run's process groups; None: torch's own, where nobody watches the ranks."""
+    meeting = current_meeting()
+    if meeting is None:
+        return None
+    return timedelta(seconds=meeting.hang_timeout_s + GROUP_MARGIN_S) if meeting.hang_timeout_s else timedelta(days=365)
+
+
+def _set_timeouts(mesh: DeviceMesh) -> None:
+    """The groups of a mesh take torch's default limit, 10 minutes with NCCL, whatever the group of all ranks has."""
+    limit = group_timeout()
+    if limit is not None:
+        for group in mesh.get_all_groups():
+            dist.distributed_c10d._set_pg_timeout(limit, group)
 
 
 def leave_group() -> None:
     """End the process group, at the end of a process that ends well: after a failure other ranks may be gone."""
     if dist.is_initialized():
         dist.destroy_process_group()
+    meeting = current_meeting()
+    if meeting is not None:
+        meeting.leave()
 
 
 def sample_rank(mesh: DeviceMesh | None, layout: Layout) -> int:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from forge_core.errors import ForgeError, JobError
 from forge_core.parallel.initialise import ties
+from forge_core.parallel.mesh import group_timeout
 from forge_core.parallel.replicate_stage import sum_gradients
 from forge_core.protocols import Generates, HasEnds, HasRoles
 from forge_plugin_parallel.cuts import Section, balance, ranks_of, sections
@@ -138,7 +139,7 @@ class PipelineParallelStage:
         """The process group of some ranks of this pipeline. Every rank of the run makes those of all pipelines."""
         lines = self._mesh.mesh.movedim(self._mesh.mesh_dim_names.index("pp"), 0).flatten(1)  # type: ignore[union-attr]
         lists = lines[list(ranks)].T.tolist()
-        group, _ = dist.new_subgroups_by_enumeration(lists)
+        group, _ = dist.new_subgroups_by_enumeration(lists, timeout=group_timeout())
         return group
 
 

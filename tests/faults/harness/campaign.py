@@ -99,7 +99,7 @@ class Campaign:
         self._begun[scenario.name] = number + 1
         name = f"{scenario.name}-{self._seed}-{number}"
         shutil.rmtree(self._folder / name, ignore_errors=True)  # of a session that was interrupted
-        kills = plan_kills(name, self._kills_per_run, self._references[scenario.name].seconds)
+        kills = plan_kills(name, self._kills_per_run, self._references[scenario.name].seconds, scenario.ranks)
         return pool.submit(run_trial, scenario, self._folder / name, kills, self._stopping)
 
     def _number(self, scenario: Scenario) -> int:

@@ -76,13 +76,13 @@ def _untimed(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _samples(run: Path) -> dict[int, list[list[str]]]:
-    """Step -> what was fed to it; more than one list where processes were fed different samples."""
+    """Step -> what was fed to it; more than one list where processes were fed different samples, as ranks are."""
     samples: dict[int, list[list[str]]] = {}
     for line in (run / "seen.jsonl").read_text().splitlines():
         record = json.loads(line)
         if "step" in record and record["samples"] not in samples.setdefault(record["step"], []):
             samples[record["step"]].append(record["samples"])
-    return samples
+    return {step: sorted(fed) for step, fed in samples.items()}
 
 
 def _events(folder: Path) -> dict[str, list[tuple[int, float]]]:

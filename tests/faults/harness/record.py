@@ -44,7 +44,7 @@ class Record:
     def add(self, trial: Trial, seconds: float) -> None:
         """Count a trial, and write the file. `seconds`: length of the session so far."""
         places = Counter(hit.place for hit in trial.hits)
-        alone = sum(hit.kill.alone for hit in trial.hits)
+        alone = sum(hit.kill.victims == "process" for hit in trial.hits)
         totals = self._data["scenarios"].setdefault(trial.scenario.name, dict.fromkeys(COUNTS, 0))
         for name, count in {**places, "runs": 1, "launches": trial.launches, "alone": alone}.items():
             totals[name] += count

@@ -22,6 +22,8 @@ class Scenario:
     name: str
     covers: tuple[str, ...]
     job: Mapping[str, Any]
+    ranks: int = 1
+    """Started by `--nproc`, if there are several."""
 
     @property
     def steps(self) -> int:
@@ -39,7 +41,10 @@ def scenarios(catalog: Catalog) -> dict[str, Scenario]:
     """Those of `scenarios.toml`, and one for each installed optimizer, by name."""
     tables = tomllib.loads((FOLDER / "scenarios.toml").read_text())
     base = tables.pop("base")["job"]
-    written = [Scenario(name, tuple(table["covers"]), merge(base, table["job"])) for name, table in tables.items()]
+    written = [
+        Scenario(name, tuple(table["covers"]), merge(base, table["job"]), table.get("ranks", 1))
+        for name, table in tables.items()
+    ]
     return {scenario.name: scenario for scenario in (*written, *optimizer_scenarios(base, catalog))}
 
 

@@ -36,10 +36,10 @@ class Trial:
     problems: list[str] = field(factory=list)
 
 
-def plan_kills(seed: str, between: tuple[int, int], life_s: float) -> list[Kill]:
+def plan_kills(seed: str, between: tuple[int, int], life_s: float, ranks: int = 1) -> list[Kill]:
     """The kills of a trial, a function of the seed; so many at least and at most."""
     random = Random(seed)
-    return [draw_kill(random, life_s) for _ in range(random.randint(*between))]
+    return [draw_kill(random, life_s, ranks) for _ in range(random.randint(*between))]
 
 
 def run_trial(scenario: Scenario, folder: Path, kills: Iterable[Kill], stopping: threading.Event) -> Trial:
@@ -60,7 +60,7 @@ def run_trial(scenario: Scenario, folder: Path, kills: Iterable[Kill], stopping:
 def _launch(trial: Trial, kill: Kill | None, stopping: threading.Event) -> bool:
     """Start the process once, and look at what it did; gives whether it has to be started again."""
     trial.launches += 1
-    launch = Launch(trial.folder, trial.launches, stopping)
+    launch = Launch(trial.folder, trial.launches, stopping, trial.scenario.ranks)
     expected = max(committed(launch.run), default=0)
     try:
         killed = launch.finish(kill)
@@ -68,7 +68,7 @@ def _launch(trial: Trial, kill: Kill | None, stopping: threading.Event) -> bool:
         trial.problems.append(f"launch {trial.launches}: {error}")
         return False
     failure = "" if killed else launch.failure()
-    begun = [record["begin"] for record in launch.records() if "begin" in record]
+    begun = sorted({record["begin"] for record in launch.records() if "begin" in record})
     if kill is not None and killed:
         trial.hits.append(Hit(kill, launch.place(trial.scenario.steps)))
     if begun not in ([], [expected]):

@@ -1,0 +1,135 @@
+"""`forge-run job.toml --nproc 2`, as a user runs it: output, logs, failures, hangs, signals."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+
+from .conftest import alive, children, wait_for_step, wait_until
+
+pytestmark = pytest.mark.slow
+
+
+def test_two_ranks_train_and_only_the_first_speaks(job):
+    code, out, err = job.finish(job.start("--nproc", "2"))
+    assert (code, err) == (0, "")
+    assert "replicate 2" in out
+    assert out.count("step 6/6") == 2, "the step and its evaluation, once"
+    assert out.rstrip().endswith("runs/tiny")
+    assert job.steps_saved() == [2, 4, 6]
+    assert sorted(path.name for path in (job.run / "logs").iterdir()) == ["rank-0.log", "rank-1.log"]
+
+
+def test_a_bad_job_starts_no_rank_and_creates_nothing(job):
+    before = sorted(job.folder.rglob("*"))
+    code, out, err = job.finish(job.start("--nproc=3", "--model.dims=3"))
+    assert (code, out) == (2, "")
+    layout, key = sorted(err.splitlines(), reverse=True)
+    assert layout.endswith("train.global_batch_size: 4 sequences do not divide by 3 data-parallel ranks")
+    assert key == "--model.dims=3: model.dims: unknown key; did you mean 'dim'?"
+    assert sorted(job.folder.rglob("*")) == before
+
+
+def test_the_error_of_one_rank_is_shown_first_and_ends_all(job):
+    process = job.start("--nproc", "2", *job.trouble("raise"))
+    wait_for_step(process, 3)
+    began = time.monotonic()
+    code, _, err = job.finish(process)
+    assert time.monotonic() - began < 15
+    assert code == 1
+    first, *traceback, logs = err.splitlines()
+    assert first == "forge-run: rank 1 failed:"
+    assert traceback[-2:] == ["ValueError: the flux is out of bounds", "in hook hooks.trouble, on_step_begin"]
+    assert logs == "logs of all ranks: runs/tiny/logs"
+    assert "ValueError: the flux is out of bounds" in job.log(1)
+    assert "ValueError" not in job.log(0)
+    assert job.steps_saved() == [2]
+    code, out, err = job.finish(job.start("--nproc", "2", *job.trouble("raise")))
+    assert (code, err) == (0, "")
+    assert "continuing from" in out
+
+
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        ("SIGKILL", "rank 1 was killed by SIGKILL: the machine may be short of memory; the other ranks were ended"),
+        ("leave", "rank 1 left with exit code 7 and said nothing; the other ranks were ended"),
+    ],
+)
+def test_a_rank_that_is_lost_is_the_one_that_is_told_of(job, what, told):
+    code, _, err = job.finish(job.start("--nproc", "2", *job.trouble(what)))
+    assert code == 1
+    assert err.splitlines()[0] == f"forge-run: {told}"
+    assert job.steps_saved() == [2]
+
+
+def test_a_hang_ends_and_tells_which_rank_is_late_and_where(job):
+    process = job.start("--nproc", "2", "--launch.hang_timeout_s=10", *job.trouble("hang"))
+    wait_for_step(process, 3)
+    began = time.monotonic()
+    code, _, err = job.finish(process)
+    assert 9 < time.monotonic() - began < 30
+    assert code == 1
+    lines = err.splitlines()
+    assert lines[0] == "forge-run: the run hangs: nothing has moved for launch.hang_timeout_s = 10 s"
+    assert lines[1] == "rank 1 is late, in step 3, hook hooks.trouble, on_step_begin"
+    assert "trouble.py" in lines[2]
+    assert "rank 0: step 3, forward and backward" in lines[3]
+    assert "waiting for other ranks" in lines[3]
+    assert "in go_wrong" in job.log(1), "its stacks"
+    assert job.steps_saved() == [2]
+
+
+STEPS = ("--train.steps=500", "--checkpoint.interval=0")
+
+
+@pytest.mark.parametrize(
+    ("to", "number"), [("launcher", signal.SIGUSR1), ("rank", signal.SIGTERM), ("all", signal.SIGINT)]
+)
+def test_a_signal_saves_once_and_ends_with_75(job, to, number):
+    process = job.start("--nproc", "2", *STEPS, *job.trouble(pause_s=0.05))
+    wait_for_step(process, 2)
+    ranks = children(process)
+    assert len(ranks) == 2
+    for target in {"launcher": [process.pid], "rank": ranks[1:], "all": [*ranks, process.pid]}[to]:
+        os.kill(target, number)
+    code, out, err = job.finish(process)
+    assert (code, err) == (75, "")
+    [step] = job.steps_saved()
+    reason = "another rank asked for it" if to == "rank" else f"signal {number.name}"
+    assert f"stopped at step {step} ({reason}), everything saved" in out
+
+
+def test_a_second_signal_ends_all_at_once_even_in_a_hang(job):
+    process = job.start("--nproc", "2", *job.trouble("hang"))
+    wait_for_step(process, 3)
+    ranks = children(process)
+    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGINT)  # an echo
+    time.sleep(1.5)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    began = time.monotonic()
+    assert job.finish(process)[0] == 130
+    assert time.monotonic() - began < 5
+    assert not any(alive(rank) for rank in ranks)
+
+
+def test_ranks_do_not_outlive_a_killed_launcher(job):
+    process = job.start("--nproc", "2", *STEPS, *job.trouble(pause_s=0.05))
+    wait_for_step(process, 2)
+    ranks = children(process)
+    process.kill()
+    assert wait_until(lambda: not any(alive(rank) for rank in ranks), 10)
+
+
+def test_ranks_that_do_not_stop_are_killed_after_the_grace_period(job):
+    process = job.start("--nproc", "2", "--launch.grace_s=2", *job.trouble("hang"))
+    wait_for_step(process, 3)
+    process.send_signal(signal.SIGTERM)
+    code, _, err = job.finish(process)
+    assert code == 1
+    assert "rank 0, 1 did not stop within launch.grace_s = 2 s and was killed; the last checkpoint is intact" in err

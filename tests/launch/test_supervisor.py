@@ -1,0 +1,148 @@
+"""The supervisor over commands that are not Forge: whose error it tells, with which exit code, and nobody is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import textwrap
+import threading
+import time
+
+import pytest
+
+from forge_core.errors import ExitCode
+from forge_core.launch.supervisor import Supervisor
+
+from .conftest import alive, wait_until
+
+RANK = """
+import json, os, signal, socket, sys, time
+
+rank = int(os.environ["RANK"])
+launcher = socket.socket(fileno=int(os.environ["FORGE_LAUNCHER_FD"]))
+
+
+def say(text, code, echo=False):
+    words = {"rank": rank, "code": code, "text": text, "time": time.monotonic(), "echo": echo}
+    launcher.sendall(json.dumps(words).encode() + b"\\n")
+    sys.exit(code)
+
+
+open(f"rank-{rank}", "w").write(str(os.getpid()))
+"""
+
+
+@pytest.fixture
+def supervise(tmp_path, monkeypatch):
+    """Run a script as two ranks."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("forge_core.launch.supervisor.FAREWELL_S", 0.5)
+
+    def run(script, grace_s=0.0):
+        command = [sys.executable, "-c", RANK + textwrap.dedent(script)]
+        return Supervisor(command, 2, tmp_path / "logs", grace_s).run()
+
+    yield run
+    for rank in (0, 1):
+        assert not alive(int((tmp_path / f"rank-{rank}").read_text()))
+
+
+def test_ranks_know_their_number_and_share_an_address(supervise, tmp_path):
+    script = """
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
+    open(f"told-{rank}", "w").write(" ".join(os.environ[name] for name in names))
+    """
+    assert supervise(script).code == 0
+    first, second = ((tmp_path / f"told-{rank}").read_text().split() for rank in (0, 1))
+    assert first[:5] == ["0", "0", "2", "2", "127.0.0.1"]
+    assert second[:5] == ["1", "1", "2", "2", "127.0.0.1"]
+    assert first[5:] == second[5:]
+
+
+@pytest.mark.parametrize("code", [1, 2, 76])
+def test_the_exit_code_is_that_of_the_rank_that_failed(supervise, code):
+    ended = supervise(f"say('why', {code}) if rank else time.sleep(60)")
+    assert (ended.code, ended.message) == (code, "why")
+
+
+def test_the_first_to_fail_is_told_not_what_it_caused(supervise):
+    ended = supervise("time.sleep(0 if rank else 0.1); say(f'error of {rank}', 1)")
+    assert ended.message == "error of 1"
+
+
+def test_an_echo_is_never_the_cause(supervise):
+    ended = supervise("say('ended by the other', 76, echo=True) if rank else (time.sleep(0.1), say('cause', 76))")
+    assert (ended.code, ended.message) == (76, "cause")
+
+
+def test_a_lost_rank_comes_before_those_that_lost_the_connection_to_it(supervise):
+    ended = supervise("time.sleep(0.1), os.kill(os.getpid(), 9) if rank else say('connection closed by peer', 1)")
+    assert ended.code == 1
+    assert ended.message.startswith("forge-run: rank 1 was killed by SIGKILL")
+
+
+def test_an_abort_is_not_the_cause(supervise):
+    ended = supervise("os.abort() if rank else (time.sleep(0.1), say('cause', 1))")
+    assert ended.message == "cause"
+
+
+def test_ranks_that_have_saved_end_with_75(supervise):
+    assert supervise("sys.exit(75)").code == ExitCode.STOPPED
+
+
+def later(seconds, *signals):
+    def send():
+        for number in signals:
+            time.sleep(seconds)
+            os.kill(os.getpid(), number)
+
+    threading.Thread(target=send).start()
+
+
+def test_a_signal_is_passed_on_by_the_socket_and_not_as_a_signal(supervise, tmp_path):
+    later(1, signal.SIGUSR1)
+    script = "open(f'told-{rank}', 'w').write(str(launcher.recv(64)[-1])); sys.exit(75)"
+    assert supervise(script).code == ExitCode.STOPPED
+    assert {(tmp_path / f"told-{rank}").read_text() for rank in (0, 1)} == {str(int(signal.SIGUSR1))}
+
+
+def test_a_second_signal_kills(supervise):
+    later(1, signal.SIGTERM, signal.SIGINT)
+    began = time.monotonic()
+    assert supervise("time.sleep(60)").code == ExitCode.SECOND_SIGNAL
+    assert time.monotonic() - began < 20
+
+
+def test_after_the_grace_period_ranks_are_killed(supervise):
+    later(1, signal.SIGTERM)
+    ended = supervise("time.sleep(60)", grace_s=1.0)
+    assert ended.code == 1
+    assert "rank 0, 1 did not stop within launch.grace_s = 1 s" in ended.message
+
+
+def test_one_rank_that_stops_before_training_stops_the_others(supervise):
+    ended = supervise("sys.exit(75) if rank else sys.exit(75 if launcher.recv(64) else 1)")
+    assert (ended.code, ended.message) == (ExitCode.STOPPED, "")
+
+
+def test_a_rank_that_dies_of_a_request_to_stop_has_stopped(supervise):
+    ended = supervise("os.kill(os.getpid(), signal.SIGTERM) if rank else time.sleep(60)")
+    assert (ended.code, ended.message) == (ExitCode.STOPPED, "")
+
+
+def test_the_children_of_a_rank_are_killed_with_it(supervise, tmp_path):
+    script = """
+    import subprocess
+    if rank:
+        child = subprocess.Popen(["sleep", "60"])
+        open("child", "w").write(str(child.pid))
+        time.sleep(60)
+    while not os.path.exists("child"):
+        time.sleep(0.05)
+    time.sleep(0.1)
+    say("why", 1)
+    """
+    assert supervise(script).code == 1
+    child = int((tmp_path / "child").read_text())
+    assert wait_until(lambda: not alive(child), 5)

@@ -1,0 +1,120 @@
+"""What is told of a hang: who is late, in which phase, in which collective."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from forge_core.launch.collectives import oldest_unfinished, unfinished
+from forge_core.launch.phases import Phases
+from forge_core.launch.watch import describe_hang, line_of, waits_for_ranks
+from forge_core.testing.processes import run_on_ranks
+
+
+def beat(count, phase="data", **more):
+    return {"count": count, "step": 7, "phase": phase, "idle_s": 60.0, **more}
+
+
+def told(beats, size=None):
+    return describe_hang(beats, size or len(beats), 60).splitlines()
+
+
+def test_the_rank_that_has_come_least_far_is_late_and_shown_first():
+    lines = told({0: beat(12, "optimizer"), 1: beat(12, "optimizer"), 2: beat(11, "data", line="loader.py:3 in read")})
+    assert lines[0] == "forge-run: the run hangs: nothing has moved for launch.hang_timeout_s = 60 s"
+    assert lines[1] == "rank 2 is late, in step 7, data"
+    assert lines[2] == "  rank 2: step 7, data, for 60 s at loader.py:3 in read"
+
+
+def test_in_the_same_phase_the_rank_that_waits_for_no_other_is_late():
+    lines = told({0: beat(12, waits=True), 1: beat(12, waits=False), 2: beat(12, waits=True)})
+    assert lines[1] == "rank 1 is late, in step 7, data"
+
+
+def test_ranks_that_all_wait_for_each_other_are_not_called_late():
+    lines = told({0: beat(12, waits=True, collective="all_reduce number 4"), 1: beat(12, waits=True)})
+    assert lines[1] == "no rank is behind the others: all wait for each other in data"
+    assert lines[2].endswith("waiting for other ranks, in all_reduce number 4")
+
+
+def test_ranks_that_all_work_may_have_too_little_time():
+    lines = told({0: beat(1, "building", waits=False), 1: beat(1, "building", waits=False)})
+    assert lines[1].startswith("no rank is behind the others: all are in building, and none of them waits")
+    assert lines[1].endswith("is the time too short for it?")
+
+
+def test_a_rank_that_has_told_nothing_is_late():
+    assert told({0: beat(3)}, size=2)[1] == "rank 1 is late: it has not begun"
+
+
+def test_of_many_ranks_the_late_ones_are_shown():
+    lines = told({rank: beat(11 if rank == 77 else 12) for rank in range(100)})
+    assert lines[1] == "rank 77 is late, in step 7, data"
+    assert lines[2].startswith("  rank 77: ")
+    assert lines[-2] == "  and 68 more"
+
+
+def test_phases_are_counted_and_keep_the_step():
+    phases = Phases()
+    phases.enter("data", 3)
+    phases.enter("optimizer")
+    assert (phases.place.count, phases.place.step, phases.place.phase) == (2, 3, "optimizer")
+
+
+def test_a_frame_inside_torch_distributed_waits_for_ranks():
+    seen = []
+
+    class Spy(dict):
+        def __getitem__(self, key):
+            frame = sys._getframe()
+            seen.append((waits_for_ranks(frame), line_of(frame)))
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        Spy()["x"]
+    assert not seen[0][0]
+    assert seen[0][1].startswith(__file__)
+
+
+@pytest.mark.parametrize(
+    ("entries", "words"),
+    [
+        ([], ""),
+        ([{"state": "completed", "retired": True}], ""),
+        (
+            [
+                {"state": "scheduled", "retired": True},
+                {
+                    "state": "started",
+                    "retired": False,
+                    "profiling_name": "nccl:all_gather",
+                    "collective_seq_id": 9,
+                    "process_group": ["1", "mesh_shard"],
+                    "input_sizes": [[8]],
+                },
+            ],
+            "nccl:all_gather number 9 of group 1 mesh_shard over [[8]]",
+        ),
+    ],
+)
+def test_the_oldest_open_collective_of_a_record_is_told(entries, words):
+    assert oldest_unfinished({"entries": entries}) == words
+
+
+def test_the_collective_that_a_rank_waits_in_is_found():
+    def wait(rank):
+        found = ""
+        if rank == 0:
+            work = dist.all_reduce(torch.ones(3), async_op=True)
+            found = unfinished()
+            dist.distributed_c10d._get_default_store().set("looked", "yes")
+            work.wait()
+        else:
+            dist.distributed_c10d._get_default_store().get("looked")
+            dist.all_reduce(torch.ones(3))
+        return found
+
+    assert run_on_ranks(2, wait)[0].startswith("gloo:all_reduce number 1 of group 0 default_pg over [[3]]")

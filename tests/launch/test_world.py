@@ -1,0 +1,135 @@
+"""Which rank a process is, as the variables of a launcher say."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forge_core.errors import JobError
+from forge_core.launch.slurm import PORTS, expand_hosts, tasks_of_shell
+from forge_core.launch.world import World, join_world
+from forge_core.parallel.mesh import choose_device
+
+STEP = {
+    "SLURM_JOB_ID": "123",
+    "SLURM_STEP_ID": "2",
+    "SLURM_NTASKS": "6",
+    "SLURM_STEP_NUM_TASKS": "6",
+    "SLURM_STEP_NODELIST": "gpu[09-10]",
+    "SLURM_STEP_TASKS_PER_NODE": "4,2",
+    "SLURM_NODEID": "1",
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+}
+"""What srun gave to a task, as seen on a cluster."""
+
+BATCH = {"SLURM_JOB_ID": "2", "SLURM_NTASKS": "2", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
+"""What a batch script had: a rank's number, but of no step."""
+
+SALLOC = {"SLURM_JOB_ID": "3", "SLURM_NTASKS": "2", "SLURM_NODELIST": "vm"}
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "host",
+    "MASTER_PORT": "29400",
+}
+
+
+@pytest.mark.parametrize("variables", [{}, BATCH, SALLOC, {"WORLD_SIZE": "1"}])
+def test_a_process_that_no_launcher_started_is_alone(variables):
+    assert join_world(dict(variables)) == World()
+
+
+def test_torchrun_tells_all():
+    world = join_world(dict(TORCHRUN))
+    assert (world.rank, world.size, world.address, world.port) == (3, 4, "host", 29400)
+
+
+def test_a_task_of_a_slurm_step_is_a_rank():
+    variables = dict(STEP)
+    world = join_world(variables)
+    assert (world.rank, world.size, world.address) == (5, 6, "gpu09")
+    assert world.port in PORTS
+    assert (variables["RANK"], variables["LOCAL_RANK"], variables["LOCAL_WORLD_SIZE"]) == ("5", "1", "2")
+    assert join_world(variables) == world, "asked again, with what it has written itself"
+
+
+def test_all_tasks_of_a_step_find_the_same_port_and_other_steps_another():
+    ports = {
+        (job, step): join_world(STEP | {"SLURM_JOB_ID": job, "SLURM_STEP_ID": step, "SLURM_PROCID": rank}).port
+        for job in ("123", "124")
+        for step in ("0", "1", "2")
+        for rank in ("0", "5")
+    }
+    assert len(set(ports.values())) == 6
+
+
+def test_given_address_and_port_count():
+    world = join_world(STEP | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "4711"})
+    assert (world.address, world.port) == ("10.0.0.1", 4711)
+
+
+def test_on_one_node_no_name_need_be_resolved():
+    one = STEP | {"SLURM_STEP_NODELIST": "gpu09", "SLURM_STEP_TASKS_PER_NODE": "6", "SLURM_NODEID": "0"}
+    assert join_world(one).address == "127.0.0.1"
+
+
+def test_a_step_of_one_task_is_a_shell_like_any_other():
+    assert join_world(STEP | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}) == World()
+
+
+@pytest.mark.parametrize(("variables", "tasks"), [({}, 1), (BATCH, 2), (SALLOC, 2), (STEP, 1)])
+def test_tasks_that_a_shell_leaves_idle_are_known(variables, tasks):
+    assert tasks_of_shell(variables) == tasks
+
+
+@pytest.mark.parametrize(
+    ("variables", "told"),
+    [
+        ({"WORLD_SIZE": "4"}, "WORLD_SIZE is 4, but RANK is not set"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR and MASTER_PORT are not set"),
+        (TORCHRUN | {"RANK": "4"}, "RANK is 4 and WORLD_SIZE 4; ranks are 0 to 3"),
+        (TORCHRUN | {"MASTER_PORT": "x"}, "the variable MASTER_PORT is 'x'; it must be a whole number"),
+    ],
+)
+def test_variables_that_make_no_sense_are_named(variables, told):
+    with pytest.raises(JobError, match=told):
+        join_world(dict(variables))
+
+
+@pytest.mark.parametrize(
+    ("short", "hosts"),
+    [
+        ("vm", ["vm"]),
+        ("a,b-1", ["a", "b-1"]),
+        ("gpu[01-03,7],login1", ["gpu01", "gpu02", "gpu03", "gpu7", "login1"]),
+        ("n[098-101]", ["n098", "n099", "n100", "n101"]),
+        ("r[1-2]n[1-2].x", ["r1n1.x", "r1n2.x", "r2n1.x", "r2n2.x"]),
+    ],
+)
+def test_short_forms_of_hosts_are_written_out(short, hosts):
+    assert expand_hosts(short) == hosts
+
+
+@given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 5)), min_size=1, max_size=4))
+def test_ranges_of_hosts_come_out_in_order(ranges):
+    short = ",".join(f"{first:03d}-{first + more:03d}" for first, more in ranges)
+    expected = [f"n{number:03d}" for first, more in ranges for number in range(first, first + more + 1)]
+    assert expand_hosts(f"n[{short}]") == expected
+
+
+def test_more_ranks_than_gpus_train_on_the_cpu_and_say_so(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for name, value in (TORCHRUN | {"RANK": "0", "LOCAL_WORLD_SIZE": "4"}).items():
+        monkeypatch.setenv(name, value)
+    with pytest.warns(UserWarning, match="there are 4 ranks on this machine and 2 GPUs.*: training on the CPU"):
+        assert choose_device("auto") == torch.device("cpu")
+    with pytest.raises(JobError, match=r'train.device: is "cuda", but there are 4 ranks on this machine and 2 GPUs'):
+        choose_device("cuda")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert choose_device("auto") == torch.device("cuda", 1)
