@@ -76,6 +76,10 @@ class PipelineParallelStage:
             model.decode = _refuse_decoding  # type: ignore[assignment]
         return model
 
+    def describe(self) -> str:
+        counts = ", ".join(str(len(section.layers)) for section in self.sections)
+        return f"{self._component.schedule}, stages of {counts} layers"
+
     def executor(self, model: Model, loss: LossFunction, stages: Sequence[ParallelStage]) -> Executor:
         from forge_plugin_parallel.pipeline_executor import PipelineExecutor
 

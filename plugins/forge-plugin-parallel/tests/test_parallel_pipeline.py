@@ -211,6 +211,10 @@ class TestCuts:
         assert [section.layers for section in found] == [("a", "b"), ("c",), ("d", "e")]
         assert [(section.first, section.last) for section in found] == [(True, False), (False, False), (False, True)]
 
+    def test_the_plan_tells_the_cuts(self, tmp_path):
+        stages = run_on_ranks(2, lambda rank: built(job(tmp_path, pp(layers=(1, 3)))).built_stages[0].describe())
+        assert stages == ["1f1b, stages of 1, 3 layers"] * 2
+
     def test_stages_go_round_or_there_and_back(self):
         assert ranks_of(6, 3, v_shaped=False) == [0, 1, 2, 0, 1, 2]
         assert ranks_of(6, 3, v_shaped=True) == [0, 1, 2, 2, 1, 0]
