@@ -14,23 +14,25 @@ from forge_core.config.structure import INVALID, Findings, structure
 from forge_core.config.tree import Node, Origin, annotate
 from forge_core.config.unknown import explain_unknown
 from forge_core.errors import JobError, Problem
+from forge_core.launch.world import join_world
 from forge_core.plugins.catalog import CORE, Catalog
 
 
 def load_job(
-    *paths: str | Path, overrides: Iterable[str] = (), catalog: Catalog | None = None, world_size: int = 1
+    *paths: str | Path, overrides: Iterable[str] = (), catalog: Catalog | None = None, world_size: int | None = None
 ) -> Job:
     """The job of one TOML file, or of several layered left to right.
 
     Args:
         overrides: `section.key=value`, as on the command line; applied after the files.
         catalog: which components there are; by default those that are installed.
-        world_size: number of ranks it shall run on.
+        world_size: number of ranks it shall run on; by default those that this process was started as one of.
 
     Raises:
         JobError: the job cannot run as written; tells every problem that was found.
     """
     catalog = catalog or Catalog.installed()
+    world_size = world_size or join_world().size
     root, problems = read_job(paths, overrides)
     _add_always(root)
     job, findings = structure(root, Job, catalog)

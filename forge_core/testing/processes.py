@@ -50,7 +50,8 @@ def run_on_ranks(ranks: int, function: Callable[[int], Any], timeout: float = 60
 
 def _rank(rank: int, ranks: int, function: Callable[[int], Any], meet: Path, timeout: float, results: Any) -> None:
     faulthandler.dump_traceback_later(timeout - 2, exit=True)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks))
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # nobody listens there: the group is made below
     torch.set_num_threads(1)
     try:
         dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=ranks)

@@ -90,7 +90,7 @@ def job_file(tmp_path, monkeypatch):
 def test_it_stands_where_it_says_and_works(job_file, tmp_path):
     def train(rank):
         said = []
-        Trainer(load_job(job_file, world_size=2), echo=said.append).run()
+        Trainer(load_job(job_file), echo=said.append).run()
         return "\n".join(said)
 
     plan = run_on_ranks(2, train)[0]
