@@ -32,7 +32,7 @@ from forge_core.testing.tiny_model import TinyNetwork
 from forge_plugin_compile import Compile
 from forge_plugin_float8 import Float8
 from forge_plugin_float8.stage import _short, multiplies_float8
-from forge_plugin_parallel import FSDP, ActivationCheckpointing, ContextParallel, TensorParallel
+from forge_plugin_parallel import FSDP, ActivationCheckpointing, ContextParallel, PipelineParallel, TensorParallel
 from forge_plugin_transformer import GroupedQueryAttention, SwiGLU, Transformer
 
 RECIPES = ["tensorwise", "rowwise", "rowwise_with_gw_hp"]
@@ -117,6 +117,15 @@ def test_on_two_ranks_it_trains_like_one_process(tmp_path, alone, recipe):
     )
     for name in layouts:
         assert close(curve(tmp_path / name), alone(recipe)), name
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_zero_bubble"])
+def test_in_a_pipeline(tmp_path, schedule):
+    stages = {"pp": PipelineParallel(degree=2, schedule=schedule), "float8": Float8(recipe="rowwise")}
+    model = transformer(layers=4)
+    train(tmp_path / "one", {"float8": Float8(recipe="rowwise")}, model=model)
+    run_on_ranks(2, lambda rank: train(tmp_path / "two", stages, model=model))
+    assert close(curve(tmp_path / "two"), curve(tmp_path / "one"))
 
 
 def test_sharded_and_split_at_once(tmp_path, alone):
