@@ -99,14 +99,20 @@ def materialise(model: Model, device: torch.device, seed: int) -> None:
         ForgeError: a parameter or buffer was left uninitialised; names it and the module's class.
     """
     assert isinstance(model, nn.Module)
-    model.to_empty(device=device)
-    _tie(model)
+    allocate(model, device)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(torch.nan)
     drawn: set[int] = set()
     for module_name, module in model.named_modules():
         _initialise_module(module, module_name, device, seed, drawn)
+
+
+def allocate(model: Model, device: torch.device) -> None:
+    """Give a model on the meta device memory on `device`; its values are arbitrary."""
+    assert isinstance(model, nn.Module)
+    model.to_empty(device=device)
+    _tie(model)
 
 
 def ties(model: Model) -> Mapping[str, str]:
