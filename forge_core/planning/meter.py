@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Set
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from attrs import define, frozen
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -99,6 +101,7 @@ class Meter(TorchDispatchMode):
         self.kept = 0
         """Bytes that forward passes kept for the backward, each storage once."""
         self._purpose: Purpose | None = None
+        self._pausing = False
 
     # --- around a step ---------------------------------------------------------------------------------------------
 
@@ -107,6 +110,7 @@ class Meter(TorchDispatchMode):
         """Within this context, operations are watched, and what forward passes keep for the backward."""
         with ExitStack() as stack:
             stack.enter_context(self.storages.resizing())
+            stack.enter_context(self._without_questions_of_dtensors())
             stack.enter_context(self)
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._keep, lambda tensor: tensor))
             yield
@@ -119,6 +123,19 @@ class Meter(TorchDispatchMode):
             yield
         finally:
             self._purpose = held
+
+    def _without_questions_of_dtensors(self) -> AbstractContextManager:
+        """DTensors find out shapes by operations on fake tensors, which compute nothing."""
+        ask: Any = ShardingPropagator._propagate_tensor_meta_non_cached
+
+        def asked(propagator: Any, schema: Any) -> Any:
+            held, self._pausing = self._pausing, True
+            try:
+                return ask(propagator, schema)
+            finally:
+                self._pausing = held
+
+        return patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", asked)
 
     def _keep(self, tensor: Tensor) -> Tensor:
         piece, _ = self.storages.piece(local_part(tensor))
@@ -134,8 +151,8 @@ class Meter(TorchDispatchMode):
             return NotImplemented  # it is made of operations on this rank's part, which come here
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if func.namespace == "prim":
-            return result  # a question, such as for the device
+        if self._pausing or func.namespace == "prim":  # a question, such as for the device
+            return result
         read = _tensors((args, kwargs))
         overwritten = _tensors(list(_overwritten(func, args, kwargs)))
         made = [*_tensors(result), *overwritten]

@@ -27,7 +27,7 @@ class Purpose(StrEnum):
     LOGITS = "logits"
     ACTIVATIONS = "activations"
     COMMUNICATION = "communication buffers"
-    OTHER = "other"
+    OTHER = "temporary"
 
 
 PERSISTENT = (Purpose.WEIGHTS, Purpose.BUFFERS, Purpose.OPTIMIZER)

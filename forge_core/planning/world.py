@@ -11,6 +11,7 @@ from unittest.mock import patch
 import torch.distributed as dist
 from attrs import define, field, frozen
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from forge_core.errors import ForgeError
@@ -55,6 +56,7 @@ def fake_world(size: int, rank: int, said: Said) -> Iterator[None]:
                 yield
     finally:
         dist.destroy_process_group()
+        _clear_sharding_prop_cache()  # it holds on to meshes, which another world's equal
 
 
 def _without_vote() -> AbstractContextManager:
