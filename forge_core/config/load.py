@@ -19,7 +19,11 @@ from forge_core.plugins.catalog import CORE, Catalog
 
 
 def load_job(
-    *paths: str | Path, overrides: Iterable[str] = (), catalog: Catalog | None = None, world_size: int | None = None
+    *paths: str | Path,
+    overrides: Iterable[str] = (),
+    catalog: Catalog | None = None,
+    world_size: int | None = None,
+    with_data: bool = True,
 ) -> Job:
     """The job of one TOML file, or of several layered left to right.
 
@@ -27,6 +31,7 @@ def load_job(
         overrides: `section.key=value`, as on the command line; applied after the files.
         catalog: which components there are; by default those that are installed.
         world_size: number of ranks it shall run on; by default those that this process was started as one of.
+        with_data: whether what the job reads (data sources, a tokenizer, weights to start from) must be there.
 
     Raises:
         JobError: the job cannot run as written; tells every problem that was found.
@@ -39,7 +44,7 @@ def load_job(
     problems += findings.problems
     problems += [explain_unknown(found, findings, root, catalog) for found in findings.unknown]
     if job is not INVALID:
-        problems += _broken_rules(job, catalog, world_size, root, problems)
+        problems += _broken_rules(job, catalog, world_size, with_data, root, problems)
     if problems:
         problems.sort(key=lambda problem: _place(root, problem))
         raise JobError([*problems, *to_install(findings)])
@@ -77,11 +82,13 @@ def _core_entry(name: str, origin: Origin) -> Node:
     return Node({"type": Node(f"{CORE}/{name}", origin)}, origin)
 
 
-def _broken_rules(job: Job, catalog: Catalog, world_size: int, root: Node, known: list[Problem]) -> Iterator[Problem]:
+def _broken_rules(
+    job: Job, catalog: Catalog, world_size: int, with_data: bool, root: Node, known: list[Problem]
+) -> Iterator[Problem]:
     """Rules that the job breaks, but for those about a table where something is wrong already: there, a default may
     stand in for what the user meant."""
     doubtful = {problem.path.rpartition(".")[0] for problem in known}
-    for problem in check_rules(job, catalog, world_size):
+    for problem in check_rules(job, catalog, world_size, with_data):
         if not any(_related(problem.path, table) for table in doubtful):
             yield Problem(problem.path, problem.message, problem.origin or str(root.origin_of(problem.path)))
 

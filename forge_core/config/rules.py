@@ -16,14 +16,25 @@ from forge_core.parallel.stages import order_stages
 from forge_core.plugins.catalog import Catalog
 
 
-def check_rules(job: Job, catalog: Catalog, world_size: int = 1) -> list[Problem]:
-    """Every rule that a well-formed job breaks when it is to run on `world_size` ranks."""
+READS = ("data.sources", "data.tokenizer")
+"""Tables of components that read what need not be where a job is only looked at."""
+
+
+def check_rules(job: Job, catalog: Catalog, world_size: int = 1, with_data: bool = True) -> list[Problem]:
+    """Every rule that a well-formed job breaks when it is to run on `world_size` ranks.
+
+    Args:
+        with_data: whether what the job reads must be there.
+    """
     layout, problems = _plan(job, world_size)
     if not problems:
         problems += batch_problems(job, layout)
     problems += _core_problems(job)
     problems += _order_problems(job, catalog)
+    problems += _load_problems(job) if with_data else ()
     for path, component in walk_components(job):
+        if not with_data and path.startswith(READS):
+            continue
         problems += _component_problems(path, component, job, layout, catalog)
     return problems + _plugin_problems(job, layout, catalog)
 
@@ -41,7 +52,6 @@ def _core_problems(job: Job) -> Iterator[Problem]:
     for name in owners[1:]:
         message = f"both this and parallel.{owners[0]} reduce the gradients; keep one of them"
         yield Problem(f"parallel.{name}", message)
-    yield from _load_problems(job)
     if job.checkpoint.keep_best and not job.eval.interval:
         message = "the best checkpoints are known by evaluations during the run, and there are none; set eval.interval"
         yield Problem("checkpoint.keep_best", message)

@@ -37,6 +37,7 @@ from forge_core.protocols import (
     Documents,
     DocumentStream,
     Executor,
+    LossFunction,
     Model,
     ParallelStage,
     Stream,
@@ -195,14 +196,8 @@ def _windows_of(stream: DocumentStream, packing: PackingComponent, path: str, co
 
 def build_model(job: Job, context: BuildContext) -> tuple[Model, Outline, list[OrderedStage], list[ParallelStage]]:
     """Build on the meta device, apply the stages in order, then give memory and initial values."""
-    with torch.device("meta"):
-        model = context.plugins.build_model(job.model, context)
-    assert isinstance(model, nn.Module)
-    if context.dtype == torch.float64:
-        model.double()
-    outline = Outline.of(model, job.train.seq_len)
-    catalog = context.plugins.catalog
-    stages = order_stages(with_owner(job, context.layout, catalog), catalog)
+    model, outline = build_bare_model(job, context)
+    stages = stages_of(job, context)
     model, built = apply_stages(model, stages, context)
     home = next((stage.parameter_device for stage in built if hasattr(stage, "parameter_device")), None)
     materialise(model, context.device, job.job.seed, home)
@@ -210,9 +205,31 @@ def build_model(job: Job, context: BuildContext) -> tuple[Model, Outline, list[O
     return model, outline, stages, built
 
 
-def build_executor(job: Job, context: BuildContext, model: Model, stages: Sequence[ParallelStage]) -> Executor:
-    """The executor of the stage that brings one, else the job's."""
-    loss = context.plugins.build_loss(job.loss, context)
+def build_bare_model(job: Job, context: BuildContext) -> tuple[Model, Outline]:
+    """The whole model, on the meta device."""
+    with torch.device("meta"):
+        model = context.plugins.build_model(job.model, context)
+    assert isinstance(model, nn.Module)
+    if context.dtype == torch.float64:
+        model.double()
+    return model, Outline.of(model, job.train.seq_len)
+
+
+def stages_of(job: Job, context: BuildContext) -> list[OrderedStage]:
+    """The stages in order, with the one that the core adds.
+
+    Raises:
+        JobError: their relations contradict each other.
+    """
+    catalog = context.plugins.catalog
+    return order_stages(with_owner(job, context.layout, catalog), catalog)
+
+
+def build_executor(
+    job: Job, context: BuildContext, model: Model, stages: Sequence[ParallelStage], loss: LossFunction | None = None
+) -> Executor:
+    """The executor of the stage that brings one, else the job's. `loss`: by default the job's."""
+    loss = loss or context.plugins.build_loss(job.loss, context)
     for stage in stages:
         if hasattr(stage, "executor"):
             return _splitting(stage.executor(model, loss, stages), stages)

@@ -104,16 +104,22 @@ def materialise(model: Model, device: torch.device, seed: int, home: torch.devic
         ForgeError: a parameter or buffer was left uninitialised; names it and the module's class.
     """
     assert isinstance(model, nn.Module)
-    model.to_empty(device=home or device)
-    if home is not None:
-        _move_buffers(model, device)
-    _tie(model)
+    allocate(model, device, home)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(torch.nan)
     drawn: set[int] = set()
     for module_name, module in model.named_modules():
         _initialise_module(module, module_name, device, seed, drawn)
+
+
+def allocate(model: Model, device: torch.device, home: torch.device | None = None) -> None:
+    """Give a model on the meta device memory on `device`, to its parameters on `home`; its values are arbitrary."""
+    assert isinstance(model, nn.Module)
+    model.to_empty(device=home or device)
+    if home is not None:
+        _move_buffers(model, device)
+    _tie(model)
 
 
 def _move_buffers(model: nn.Module, device: torch.device) -> None:

@@ -5,7 +5,9 @@ Shapes: B sequences of a micro-batch, S positions.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,8 +42,9 @@ Shapes = tuple[tuple[torch.Size, torch.dtype], ...]
 class PipelineExecutor:
     """See `forge_core.protocols.Executor`.
 
-    Every rank gets every micro-batch: only the carry travels. torch's schedules are given the numbers of the
-    micro-batches for input, and the rest is looked up by these.
+    Every rank gets every micro-batch: only the carry travels. All schedules run the forward passes of a stage in the
+    order of the micro-batches, so that each stage knows by counting which one it sees. torch's schedules are given the
+    numbers for input all the same, and these must agree.
     """
 
     def __init__(
@@ -93,7 +96,7 @@ class PipelineExecutor:
     def _torch_stage(self, number: int, shapes: Shapes) -> pipelining.PipelineStage:
         sections = self._pipeline.sections
         carry = tuple(torch.empty(size, dtype=dtype, device="meta", requires_grad=True) for size, dtype in shapes)
-        module = _StageModule(self._model, sections[number], lambda i: self._step.batches[i], shapes)  # type: ignore[union-attr]
+        module = _StageModule(self._model, sections[number], partial(self._next_batch, number), shapes)
         return pipelining.PipelineStage(
             module,
             number,
@@ -104,10 +107,14 @@ class PipelineExecutor:
             group=self._pipeline.group,
         )
 
+    def _next_batch(self, stage: int, number: Tensor) -> Batch:
+        assert self._step is not None
+        return self._step.next_batch(stage, number)
+
     def _loss_of(self, hidden: Tensor, number: Tensor) -> Tensor:
         step = self._step
         assert step is not None
-        output = self._loss(self._model.head, hidden, step.batches[int(number)])
+        output = self._loss(self._model.head, hidden, step.next_batch("loss", number))
         step.outputs.append(output._replace(sum=output.sum.detach()))
         return output.sum / step.denominator
 
@@ -169,19 +176,35 @@ class _Step:
     def __init__(self, batches: Sequence[Batch], denominator: Tensor) -> None:
         self.batches, self.denominator = batches, denominator
         self.outputs: list[LossOutput] = []
+        self._seen: Counter[int | str] = Counter()
+
+    def next_batch(self, who: int | str, number: Tensor) -> Batch:
+        """The micro-batch whose turn it is for a stage, or for the loss.
+
+        Args:
+            number: which one the schedule says it is. In a plan it is a tensor without content.
+
+        Raises:
+            ForgeError: the schedule takes them in another order.
+        """
+        expected = self._seen[who]
+        self._seen[who] += 1
+        if type(number) is Tensor and int(number) != expected:
+            raise ForgeError(f"parallel.pp: {who} is given micro-batch {int(number)} in the place of {expected}")
+        return self.batches[expected]
 
 
 class _StageModule(nn.Module):
     """A section as torch's pipeline calls it. Its parameters are those of the section alone: schedules that split the
     backward pass look at them."""
 
-    def __init__(self, model: Any, section: Section, batch_of: Callable[[int], Batch], shapes: Shapes) -> None:
+    def __init__(self, model: Any, section: Section, next_batch: Callable[[Tensor], Batch], shapes: Shapes) -> None:
         super().__init__()
         first, last = model.ends()
         names = [*(first if section.first else ()), *(f"layers.{name}" for name in section.layers)]
         names += last if section.last else ()
         self.parts = nn.ModuleList([model.get_submodule(name) for name in names])
-        self._section, self._batch_of, self._shapes = section, batch_of, shapes
+        self._section, self._next_batch, self._shapes = section, next_batch, shapes
         self._call = (model,)  # in a tuple, which torch does not look into
 
     def forward(self, *carry: Tensor, number: Tensor) -> Any:
@@ -190,7 +213,7 @@ class _StageModule(nn.Module):
             ForgeError: what comes out is not what the next stage is told to expect.
         """
         (model,) = self._call
-        out = model(self._batch_of(int(number)), () if self._section.first else carry, self._section)
+        out = model(self._next_batch(number), () if self._section.first else carry, self._section)
         if self._section.last:
             return out
         found = tuple((tensor.shape, tensor.dtype) for tensor in out)

@@ -1,0 +1,66 @@
+"""How long a step takes at least, by what a GPU can do at most."""
+
+from __future__ import annotations
+
+from attrs import frozen
+
+from forge_core.planning.gpus import GPU
+from forge_core.planning.simulate import RankPlan, Traffic
+from forge_core.planning.world import Line
+
+
+@frozen(kw_only=True)
+class Bound:
+    """One thing that a step cannot be faster than."""
+
+    what: str
+    seconds: float
+    how: str
+    """The arithmetic."""
+
+
+def bounds(rank: RankPlan, gpu: GPU, network: float) -> list[Bound]:
+    """What bounds the step of a rank that could be played.
+
+    Args:
+        network: bytes a second and direction that each GPU has to other nodes.
+    """
+    assert rank.traffic is not None
+    traffic, passed = rank.traffic, _through_memory(rank)
+    compute = Bound(
+        what="compute",
+        seconds=traffic.flops / gpu.flops,
+        how=f"{traffic.flops / 1e12:,.1f} TFLOP at {gpu.flops / 1e12:,.0f} TFLOP/s (bf16)",
+    )
+    memory = Bound(
+        what="memory",
+        seconds=passed / gpu.bandwidth,
+        how=f"{passed / 1e9:,.1f} GB at {gpu.bandwidth / 1e9:,.0f} GB/s",
+    )
+    lines = {traffic.lines[transfer.group] for transfer in traffic.transfers}
+    return [compute, memory, *(_link(traffic, line, gpu, network) for line in sorted(lines, key=str))]
+
+
+def _through_memory(rank: RankPlan) -> int:
+    """Bytes: what is kept for the backward pass is written and read, and the update reads and writes weights and its
+    state, and reads gradients."""
+    assert rank.traffic is not None
+    return 2 * rank.traffic.kept + 2 * (rank.weights + rank.optimizer) + rank.gradients
+
+
+def _link(traffic: Traffic, line: Line, gpu: GPU, network: float) -> Bound:
+    """Rings of ranks that share nodes leave a node by as many adapters as they have ranks there."""
+    sent = sent_along(traffic, line)
+    rate = gpu.link if line.in_node else min(gpu.link, network * line.per_node)
+    way = "within a node" if line.in_node else f"over the network, {line.per_node} of {line.ranks} ranks a node"
+    return Bound(
+        what=line.dimension,
+        seconds=sent / rate,
+        how=f"{sent / 1e9:,.3g} GB at {rate / 1e9:,.0f} GB/s, {way}",
+    )
+
+
+def sent_along(traffic: Traffic, line: Line) -> float:
+    """Bytes that the rank sends to ranks of a line."""
+    own = ((transfer, times) for transfer, times in traffic.transfers.items() if traffic.lines[transfer.group] == line)
+    return sum(transfer.sent * times for transfer, times in own)

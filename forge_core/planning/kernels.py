@@ -1,0 +1,70 @@
+"""Attention as GPUs compute it: without a matrix of all pairs of positions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import flop_registry, register_flop_formula
+
+_aten = torch.ops.aten
+_flash = _aten._scaled_dot_product_flash_attention_for_cpu
+
+
+class FusedAttention(TorchFunctionMode):
+    """Within this context, `scaled_dot_product_attention` runs as a fused kernel, which keeps queries, keys, values,
+    the result and a normaliser for each position, as all of them do: flash, cuDNN's, the memory-efficient one. Where a
+    job asks for plain matrix products (`math`), these are left."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.nn.functional.scaled_dot_product_attention and _fused_allowed():
+            return _attend(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _fused_allowed() -> bool:
+    allowed = torch.backends.cuda
+    return allowed.flash_sdp_enabled() or allowed.mem_efficient_sdp_enabled() or allowed.cudnn_sdp_enabled()
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """The kernel's forward; its backward is torch's. Dropout takes no memory in it."""
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = attn_mask.to(q.dtype)
+    return _flash(q, k, v, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
+
+
+def count_attention() -> None:
+    """Let torch's table of FLOPs know the kernel above: causal attention computes half of the pairs."""
+    if _flash not in flop_registry:
+        register_flop_formula(_flash)(_forward_flops)
+        register_flop_formula(_aten._scaled_dot_product_flash_attention_for_cpu_backward)(_backward_flops)
+
+
+def _products(q: Any, k: Any, causal: bool) -> float:
+    """One product over all pairs of positions that are computed: q (B, H, S, E), k (B, K, T, E)."""
+    batch, heads, queries, width = q
+    return 2 * batch * heads * queries * k[2] * width / (2 if causal else 1)
+
+
+def _forward_flops(q: Any, k: Any, v: Any, dropout: float = 0.0, causal: bool = False, *_: Any, **__: Any) -> float:
+    return 2 * _products(q, k, causal)
+
+
+def _backward_flops(
+    grad: Any, q: Any, k: Any, v: Any, out: Any, normaliser: Any, dropout: float, causal: bool, *_: Any, **__: Any
+) -> float:
+    return 5 * _products(q, k, causal)

@@ -1,0 +1,207 @@
+"""One training step of one rank, played on shapes alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+
+import torch
+from attrs import frozen
+from torch import Tensor, nn
+
+from forge_core.config.job import Job
+from forge_core.engine.build import Run
+from forge_core.engine.hooks import StepContext
+from forge_core.engine.outline import Outline
+from forge_core.engine.step import Stepper
+from forge_core.errors import JobError
+from forge_core.parallel.layout import micro_batches
+from forge_core.planning.fake_run import FakeRun, fake_run
+from forge_core.planning.kernels import FusedAttention, count_attention
+from forge_core.planning.meter import Meter, Transfer
+from forge_core.planning.storages import Memory, Purpose
+from forge_core.planning.world import Line, Said, fake_world, line_of
+from forge_core.plugins.catalog import Catalog
+from forge_core.protocols import Batch
+
+PLAYED = 3
+"""Micro-batches that are played at most where one follows the other: the first, the last, and one that stands for all
+between them."""
+
+
+@frozen(kw_only=True)
+class Traffic:
+    """What a step of a rank moves and computes."""
+
+    transfers: Mapping[Transfer, int]
+    """Everything that the rank takes part in, with how often."""
+    lines: Mapping[str, Line]
+    """How the ranks of each process group lie, by the group's name."""
+    flops: float
+    """Of matrix products and attention, recomputation included."""
+    kept: int
+    """Bytes that forward passes kept for the backward, gathered and cast weights included."""
+
+
+@frozen(kw_only=True)
+class RankPlan:
+    """What a rank takes. Figures that need a step are None where none could be played."""
+
+    rank: int
+    pipeline_rank: int
+    weights: int
+    """Bytes, each storage once; so are gradients and optimizer state."""
+    gradients: int
+    optimizer: int
+    memory: Memory | None
+    traffic: Traffic | None
+    failure: str
+    """Why no step could be played, if so."""
+    outline: Outline
+    """Of the whole model."""
+    compiled: bool
+    """Whether blocks are compiled; they were played as they are."""
+
+
+def simulate(job: Job, catalog: Catalog, world_size: int, rank: int, said: Said, device: torch.device) -> RankPlan:
+    """Play a step of rank `rank` of `world_size`.
+
+    Args:
+        said: what ranks with lower numbers have said.
+        device: where the job is to run; it need not exist.
+
+    Raises:
+        JobError: the job cannot be built on so many ranks.
+    """
+    with fake_world(world_size, rank, said):
+        built = fake_run(job, catalog, device)
+        with built.mode:
+            return _Rank(built, rank, device).plan()
+
+
+class _Rank:
+    def __init__(self, built: FakeRun, rank: int, device: torch.device) -> None:
+        self._run, self._loss, self._rank = built.run, built.loss, rank
+        self._layout = built.run.context.layout
+        self._on_gpu = device.type == "cuda"
+        self._compiled = _is_compiled(built.run.model)
+        self._gradients = 0
+        count_attention()
+
+    def plan(self) -> RankPlan:
+        memory, traffic, failure = None, None, ""
+        try:
+            memory, traffic = self._play()
+        except JobError:
+            raise
+        except Exception as error:
+            failure = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            self._update_by_zeros()
+        return RankPlan(
+            rank=self._rank,
+            pipeline_rank=self._rank // (self._layout.world_size // self._layout.pp),
+            weights=Meter().storages.assign(_weights(self._run), Purpose.WEIGHTS),
+            gradients=self._gradients,
+            optimizer=Meter().storages.assign(_state(self._run), Purpose.OPTIMIZER),
+            memory=memory,
+            traffic=traffic,
+            failure=failure,
+            outline=self._run.outline,
+            compiled=self._compiled,
+        )
+
+    def _play(self) -> tuple[Memory, Traffic]:
+        """Play as many micro-batches as tell all of them apart, and add up what the others take."""
+        count, _ = micro_batches(self._run.job, self._layout)
+        if self._layout.pp > 1 or count <= PLAYED:
+            meter = self._measure(count)
+            return meter.storages.memory(), self._traffic(meter, meter, 0)
+        fewer, meter = self._measure(PLAYED - 1), self._measure(PLAYED)
+        return meter.storages.memory(), self._traffic(meter, fewer, count - PLAYED)
+
+    def _traffic(self, meter: Meter, fewer: Meter, others: int) -> Traffic:
+        """`others`: micro-batches that were not played; each takes what `meter` has more than `fewer`."""
+        mesh = self._run.context.mesh
+        assert mesh is not None
+        transfers = Counter(meter.transfers)
+        for transfer, times in meter.transfers.items():
+            transfers[transfer] += others * (times - fewer.transfers[transfer])
+        return Traffic(
+            transfers=transfers,
+            lines={name: line_of(group, mesh) for name, group in meter.groups.items()},
+            flops=meter.flops + others * (meter.flops - fewer.flops),
+            kept=meter.kept + others * (meter.kept - fewer.kept),
+        )
+
+    def _measure(self, count: int) -> Meter:
+        """A whole step of `count` micro-batches, with the update."""
+        run, meter = self._run, Meter()
+        batches = [self._batch() for _ in range(count)]
+        self._loss.meter = meter
+        meter.storages.assign(_state(run), Purpose.OPTIMIZER)
+        _name(meter, run)
+        with ExitStack() as stack:
+            for context in (meter.watching(), *self._surroundings()):
+                stack.enter_context(context)
+            stepper = Stepper(run)
+            _, sums = stepper.gradients(batches, step=0)
+            norm = stepper.norm()
+            self._gradients = meter.storages.assign(_gradients(run), Purpose.GRADIENTS)
+            stepper.update(_step_context(run, norm), sums["loss_sum"])
+        meter.storages.assign(_state(run), Purpose.OPTIMIZER)
+        _name(meter, run)  # fsdp has put others in their place
+        return meter
+
+    def _surroundings(self) -> Iterator[AbstractContextManager]:
+        yield FusedAttention() if self._on_gpu else nullcontext()
+        if self._compiled:
+            yield torch.compiler.set_stance("force_eager")
+
+    def _batch(self) -> Batch:
+        _, rows = micro_batches(self._run.job, self._layout)
+        shape = rows, self._run.job.train.seq_len
+        return {name: torch.zeros(shape, dtype=torch.long) for name in ("input_ids", "labels")}
+
+    def _update_by_zeros(self) -> None:
+        """Without a step, gradients are as large as what they are of."""
+        for item in self._run.parameters:
+            item.parameter.grad = torch.zeros_like(item.parameter) if item.parameter.requires_grad else None
+        self._gradients = Meter().storages.assign(_gradients(self._run), Purpose.GRADIENTS)
+        self._run.optimizer.step()
+
+
+def _name(meter: Meter, run: Run) -> None:
+    assert isinstance(run.model, nn.Module)
+    meter.storages.assign(_weights(run), Purpose.WEIGHTS)
+    meter.storages.assign(run.model.buffers(), Purpose.BUFFERS)
+
+
+def _weights(run: Run) -> list[Tensor]:
+    return [item.parameter.detach() for item in run.parameters]
+
+
+def _gradients(run: Run) -> list[Tensor]:
+    return [item.parameter.grad for item in run.parameters if item.parameter.grad is not None]
+
+
+def _state(run: Run) -> list[Tensor]:
+    values = (value for state in run.optimizer.state.values() for value in state.values())
+    return [value for value in values if isinstance(value, Tensor)]
+
+
+def _step_context(run: Run, norm: Tensor) -> StepContext:
+    return StepContext(
+        job=run.job,
+        model=run.model,
+        optimizer=run.optimizer,
+        tokenizer=run.context.tokenizer,
+        folder=None,
+        step=1,
+        grad_norm=norm,
+    )
+
+
+def _is_compiled(model: object) -> bool:
+    assert isinstance(model, nn.Module)
+    return any(module._compiled_call_impl is not None for module in model.modules())

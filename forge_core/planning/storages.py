@@ -1,0 +1,155 @@
+"""The life of every piece of memory in a step, and what each is for."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from enum import StrEnum
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from attrs import define, field, frozen
+from torch import Tensor
+
+from forge_core.parallel.mesh import local_part
+
+
+class Purpose(StrEnum):
+    """What memory is for. The first one that fits counts."""
+
+    WEIGHTS = "weights"
+    BUFFERS = "buffers"
+    OPTIMIZER = "optimizer state"
+    GRADIENTS = "gradients"
+    COPIES = "gathered and cast weights"
+    LOGITS = "logits"
+    ACTIVATIONS = "activations"
+    COMMUNICATION = "communication buffers"
+    OTHER = "temporary"
+
+
+PERSISTENT = (Purpose.WEIGHTS, Purpose.BUFFERS, Purpose.OPTIMIZER)
+"""What is there throughout a step."""
+
+
+@define(eq=False)
+class Piece:
+    """One storage."""
+
+    bytes: int
+    purpose: Purpose | None = None
+    """As far as its making tells."""
+    made_in_backward: int = -1
+    """Number of the backward pass that made it; -1: none did."""
+    copy_of_weights: bool = False
+    saved: bool = False
+    """Whether a forward pass kept it for the backward."""
+    sent: bool = False
+    """Whether a collective read or wrote it."""
+    outlived: bool = False
+    """Whether it was still there after the backward pass that made it."""
+
+    def classified(self) -> Purpose:
+        """What it is for, once the step is over."""
+        if self.purpose in (*PERSISTENT, Purpose.GRADIENTS):
+            return self.purpose
+        if self.copy_of_weights:
+            return Purpose.COPIES
+        if self.purpose is not None:
+            return self.purpose
+        if self.saved:
+            return Purpose.ACTIVATIONS
+        if self.sent:
+            return Purpose.COMMUNICATION
+        return Purpose.GRADIENTS if self.outlived else Purpose.OTHER
+
+
+@frozen
+class Memory:
+    """Bytes of a rank over a step, by purpose."""
+
+    most: Mapping[Purpose, int]
+    """At any time; not all purposes have their most at the same time."""
+    at_peak: Mapping[Purpose, int]
+    """When all of them together are most."""
+
+    @property
+    def peak(self) -> int:
+        return sum(self.at_peak.values())
+
+
+@define(eq=False)
+class Storages:
+    """Follows storages from the operation that makes them to their end."""
+
+    _pieces: dict[int, Piece] = field(factory=dict)
+    _guards: dict[int, Any] = field(factory=dict)
+    _log: list[tuple[Piece, int]] = field(factory=list)
+    """Changes of bytes, in order."""
+
+    def find(self, tensor: Tensor) -> Piece | None:
+        return self._pieces.get(tensor.untyped_storage()._cdata)
+
+    def piece(self, tensor: Tensor) -> tuple[Piece, bool]:
+        """The storage of a tensor, and whether it was unknown until now."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._pieces:
+            return self._pieces[key], False
+        piece = Piece(storage.nbytes(), made_in_backward=torch._C._current_graph_task_id())
+        self._pieces[key] = piece
+        self._guards[key] = weakref.ref(storage, lambda _: self._end(key))
+        self._log.append((piece, piece.bytes))
+        return piece, True
+
+    def assign(self, tensors: Iterable[Tensor], purpose: Purpose) -> int:
+        """Tell what tensors are for; gives their bytes, each storage once."""
+        found = {id(piece): piece for piece in (self.piece(local_part(tensor))[0] for tensor in tensors)}
+        for piece in found.values():
+            piece.purpose = purpose
+        return sum(piece.bytes for piece in found.values())
+
+    def _end(self, key: int) -> None:
+        piece = self._pieces.pop(key)
+        del self._guards[key]
+        self._log.append((piece, -piece.bytes))
+        piece.outlived |= piece.made_in_backward not in (-1, torch._C._current_graph_task_id())
+
+    @contextmanager
+    def resizing(self) -> Iterator[None]:
+        """Within this context, storages that change their size are followed too: fsdp frees and takes memory so."""
+        resize: Callable[..., Any] = torch.UntypedStorage.resize_
+
+        def followed(storage: torch.UntypedStorage, size: int) -> Any:
+            piece = self._pieces.get(storage._cdata)
+            result = resize(storage, size)
+            if piece is not None:
+                self._log.append((piece, storage.nbytes() - piece.bytes))
+                piece.bytes = storage.nbytes()
+            return result
+
+        with patch.object(torch.UntypedStorage, "resize_", followed):
+            yield
+
+    def memory(self) -> Memory:
+        """What there was, with what persists there from the beginning."""
+        alive = {id(piece) for piece in self._pieces.values()}
+        purposes = {id(piece): piece.classified() for piece, _ in self._log}
+        kept = {key for key, purpose in purposes.items() if purpose in PERSISTENT and key in alive}
+        now = dict.fromkeys(Purpose, 0)
+        for piece in self._pieces.values():
+            if id(piece) in kept:
+                now[purposes[id(piece)]] += piece.bytes
+        most, at_peak, total, peak = dict(now), dict(now), sum(now.values()), sum(now.values())
+        for piece, change in self._log:
+            if id(piece) in kept:
+                continue
+            purpose = purposes[id(piece)]
+            now[purpose] += change
+            total += change
+            most[purpose] = max(most[purpose], now[purpose])
+            if total > peak:
+                peak, at_peak = total, dict(now)
+        return Memory(most, at_peak)
