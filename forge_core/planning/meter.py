@@ -95,11 +95,7 @@ class Meter(TorchDispatchMode):
         self.storages = Storages()
         self.transfers: Counter[Transfer] = Counter()
         self.groups: dict[str, dist.ProcessGroup] = {}
-        self.operations: Counter[str] = Counter()
-        """Of attention: which kernels ran."""
         self.flops = 0.0
-        self.kept = 0
-        """Bytes that forward passes kept for the backward, each storage once."""
         self._purpose: Purpose | None = None
         self._pausing = False
 
@@ -138,10 +134,7 @@ class Meter(TorchDispatchMode):
         return patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", asked)
 
     def _keep(self, tensor: Tensor) -> Tensor:
-        piece, _ = self.storages.piece(local_part(tensor))
-        if not piece.saved:
-            piece.saved = True
-            self.kept += piece.bytes
+        self.storages.keep(self.storages.piece(local_part(tensor))[0])
         return tensor.detach()  # the tensor itself, kept by the node that made it, would never be freed
 
     # --- every operation ------------------------------------------------------------------------------------------------
@@ -161,8 +154,6 @@ class Meter(TorchDispatchMode):
         self._allocate(read, made, overwritten)
         if (formula := flop_registry.get(func._overloadpacket)) is not None:
             self.flops += formula(*args, **kwargs, out_val=result)
-        if "attention" in str(func):
-            self.operations[func._overloadpacket._qualified_op_name] += 1
         return result
 
     # --- memory ----------------------------------------------------------------------------------------------------

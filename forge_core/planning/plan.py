@@ -13,6 +13,10 @@ from forge_core.planning.simulate import RankPlan, simulate
 from forge_core.planning.world import Said
 from forge_core.plugins.catalog import Catalog
 
+PLAYED = 4
+"""Pipeline ranks whose steps are all played; of more, the first, which has most micro-batches on their way, the last,
+which has the loss, and the one with most weights."""
+
 
 @frozen(kw_only=True)
 class Plan:
@@ -28,7 +32,8 @@ class Plan:
     @property
     def fullest(self) -> RankPlan:
         """The rank that takes most memory."""
-        return max(self.ranks, key=lambda rank: rank.memory.peak if rank.memory else _state(rank))
+        played = [rank for rank in self.ranks if rank.memory] or self.ranks
+        return max(played, key=lambda rank: rank.memory.peak if rank.memory else _state(rank))
 
     @property
     def busiest(self) -> RankPlan:
@@ -46,9 +51,16 @@ def make_plan(job: Job, catalog: Catalog, world_size: int) -> Plan:
     device = "cpu" if job.train.device == "cpu" else "cuda"
     layout, _ = plan_layout(job, world_size)
     said, behind = Said(), world_size // layout.pp
-    ranks = [
-        simulate(job, catalog, world_size, number * behind, said, torch.device(device)) for number in range(layout.pp)
-    ]
+
+    def rank(number: int, play: bool) -> RankPlan:
+        return simulate(job, catalog, world_size, number * behind, said, torch.device(device), play)
+
+    if layout.pp <= PLAYED:
+        ranks = [rank(number, play=True) for number in range(layout.pp)]
+    else:
+        ranks = [rank(number, play=False) for number in range(layout.pp)]
+        for number in sorted({0, ranks.index(max(ranks, key=_state)), layout.pp - 1}):
+            ranks[number] = rank(number, play=True)
     return Plan(job=job, layout=layout, device=device, ranks=ranks)
 
 

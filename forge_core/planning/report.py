@@ -15,6 +15,8 @@ from forge_core.planning.world import NODE
 SPARE = 0.1
 """Part of the memory that should stay free: for what is not counted."""
 
+_UNPLAYED = ("not played", "unknown")
+
 
 def report(plan: Plan, gpu: GPU | None, network: float) -> str:
     """Paragraphs: the job, memory, computation, communication, and with a GPU how long a step takes at least.
@@ -99,8 +101,8 @@ def _pipeline(plan: Plan) -> Iterator[str]:
     yield f"{'pipeline rank':>13}{'weights':>12}{'gradients':>12}{'optimizer':>12}{'activations':>13}{'peak':>12}"
     for rank in plan.ranks:
         state = "".join(f"{_size(value):>12}" for _, value in _state(rank))
-        kept = _size(rank.memory.most[Purpose.ACTIVATIONS]) if rank.memory else "unknown"
-        peak = _size(rank.memory.peak) if rank.memory else "unknown"
+        kept = _size(rank.memory.most[Purpose.ACTIVATIONS]) if rank.memory else _UNPLAYED[bool(rank.failure)]
+        peak = _size(rank.memory.peak) if rank.memory else _UNPLAYED[bool(rank.failure)]
         yield f"{rank.pipeline_rank:>13}{state}{kept:>13}{peak:>12}"
 
 

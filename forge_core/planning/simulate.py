@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 
@@ -25,9 +24,10 @@ from forge_core.planning.world import Line, Said, fake_world, line_of
 from forge_core.plugins.catalog import Catalog
 from forge_core.protocols import Batch
 
-PLAYED = 3
-"""Micro-batches that are played at most where one follows the other: the first, the last, and one that stands for all
-between them."""
+MOST_ROUNDS = 3
+"""Rounds of micro-batches that are played at most; a round has as many as the pipeline has ranks. Where the last one
+takes no more memory than there was, or after the third, what it takes is what each further one does: by then a pipeline
+is full."""
 
 
 @frozen(kw_only=True)
@@ -64,12 +64,15 @@ class RankPlan:
     """Whether blocks are compiled; they were played as they are."""
 
 
-def simulate(job: Job, catalog: Catalog, world_size: int, rank: int, said: Said, device: torch.device) -> RankPlan:
-    """Play a step of rank `rank` of `world_size`.
+def simulate(
+    job: Job, catalog: Catalog, world_size: int, rank: int, said: Said, device: torch.device, play: bool = True
+) -> RankPlan:
+    """Build a job as rank `rank` of `world_size` does, and play a step.
 
     Args:
         said: what ranks with lower numbers have said.
         device: where the job is to run; it need not exist.
+        play: whether the step is played; else there are only the figures that need none.
 
     Raises:
         JobError: the job cannot be built on so many ranks.
@@ -77,7 +80,7 @@ def simulate(job: Job, catalog: Catalog, world_size: int, rank: int, said: Said,
     with fake_world(world_size, rank, said):
         built = fake_run(job, catalog, device)
         with built.mode:
-            return _Rank(built, rank, device).plan()
+            return _Rank(built, rank, device).plan(play)
 
 
 class _Rank:
@@ -89,10 +92,13 @@ class _Rank:
         self._gradients = 0
         count_attention()
 
-    def plan(self) -> RankPlan:
+    def plan(self, play: bool) -> RankPlan:
         memory, traffic, failure = None, None, ""
         try:
-            memory, traffic = self._play()
+            if play:
+                memory, traffic = self._play()
+            else:
+                self._update_by_zeros()
         except JobError:
             raise
         except Exception as error:
@@ -112,26 +118,37 @@ class _Rank:
         )
 
     def _play(self) -> tuple[Memory, Traffic]:
-        """Play as many micro-batches as tell all of them apart, and add up what the others take."""
+        """Play as many micro-batches as tell what each further one takes, and add those up."""
         count, _ = micro_batches(self._run.job, self._layout)
-        if self._layout.pp > 1 or count <= PLAYED:
+        pipeline = self._layout.pp
+        if pipeline > 1:
+            self._run.executor.evaluate([self._batch()])  # it finds out, once, what travels
+        if count <= 2 * pipeline:
             meter = self._measure(count)
             return meter.storages.memory(), self._traffic(meter, meter, 0)
-        fewer, meter = self._measure(PLAYED - 1), self._measure(PLAYED)
-        return meter.storages.memory(), self._traffic(meter, fewer, count - PLAYED)
+        fewer, meter = self._measure(pipeline), self._measure(2 * pipeline)
+        played, memory, before = 2 * pipeline, meter.storages.memory(), fewer.storages.memory()
+        if pipeline > 1 and memory.peak > before.peak and count >= MOST_ROUNDS * pipeline:
+            fewer, before = meter, memory
+            meter = self._measure(MOST_ROUNDS * pipeline)
+            played, memory = MOST_ROUNDS * pipeline, meter.storages.memory()
+        further = (count - played) / pipeline
+        grows = before if pipeline > 1 else memory  # without a pipeline, micro-batches share their memory
+        return memory.continued(grows, further), self._traffic(meter, fewer, further)
 
-    def _traffic(self, meter: Meter, fewer: Meter, others: int) -> Traffic:
-        """`others`: micro-batches that were not played; each takes what `meter` has more than `fewer`."""
+    def _traffic(self, meter: Meter, fewer: Meter, further: float) -> Traffic:
+        """What `meter` saw, and `further` times what it saw more than `fewer`."""
         mesh = self._run.context.mesh
         assert mesh is not None
-        transfers = Counter(meter.transfers)
-        for transfer, times in meter.transfers.items():
-            transfers[transfer] += others * (times - fewer.transfers[transfer])
+        transfers = {
+            transfer: times + round(further * (times - fewer.transfers[transfer]))
+            for transfer, times in meter.transfers.items()
+        }
         return Traffic(
             transfers=transfers,
             lines={name: line_of(group, mesh) for name, group in meter.groups.items()},
-            flops=meter.flops + others * (meter.flops - fewer.flops),
-            kept=meter.kept + others * (meter.kept - fewer.kept),
+            flops=meter.flops + further * (meter.flops - fewer.flops),
+            kept=meter.storages.kept + round(further * (meter.storages.kept - fewer.storages.kept)),
         )
 
     def _measure(self, count: int) -> Meter:

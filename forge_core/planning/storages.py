@@ -44,8 +44,8 @@ class Piece:
     made_in_backward: int = -1
     """Number of the backward pass that made it; -1: none did."""
     copy_of_weights: bool = False
-    saved: bool = False
-    """Whether a forward pass kept it for the backward."""
+    kept: bool = False
+    """Whether a forward pass kept it for the backward: as a saved tensor, or as what recomputation starts from."""
     sent: bool = False
     """Whether a collective read or wrote it."""
     outlived: bool = False
@@ -59,7 +59,7 @@ class Piece:
             return Purpose.COPIES
         if self.purpose is not None:
             return self.purpose
-        if self.saved:
+        if self.kept:
             return Purpose.ACTIVATIONS
         if self.sent:
             return Purpose.COMMUNICATION
@@ -79,6 +79,15 @@ class Memory:
     def peak(self) -> int:
         return sum(self.at_peak.values())
 
+    def continued(self, fewer: Memory, further: float) -> Memory:
+        """With `further` times what there is more of than in `fewer`: in a pipeline that keeps all micro-batches until
+        their backward passes; else nothing."""
+        most, at_peak = dict(self.most), dict(self.at_peak)
+        for purpose in Purpose:
+            most[purpose] += round(further * max(0, self.most[purpose] - fewer.most[purpose]))
+            at_peak[purpose] += round(further * max(0, self.at_peak[purpose] - fewer.at_peak[purpose]))
+        return Memory(most, at_peak)
+
 
 @define(eq=False)
 class Storages:
@@ -88,6 +97,8 @@ class Storages:
     _guards: dict[int, Any] = field(factory=dict)
     _log: list[tuple[Piece, int]] = field(factory=list)
     """Changes of bytes, in order."""
+    kept: int = 0
+    """Bytes that forward passes kept for the backward, each storage once."""
 
     def find(self, tensor: Tensor) -> Piece | None:
         return self._pieces.get(tensor.untyped_storage()._cdata)
@@ -111,11 +122,20 @@ class Storages:
             piece.purpose = purpose
         return sum(piece.bytes for piece in found.values())
 
+    def keep(self, piece: Piece) -> None:
+        """A forward pass keeps it for the backward."""
+        if not piece.kept:
+            piece.kept = True
+            self.kept += piece.bytes
+
     def _end(self, key: int) -> None:
         piece = self._pieces.pop(key)
         del self._guards[key]
         self._log.append((piece, -piece.bytes))
-        piece.outlived |= piece.made_in_backward not in (-1, torch._C._current_graph_task_id())
+        now = torch._C._current_graph_task_id()
+        if piece.made_in_backward == -1 and now != -1:
+            self.keep(piece)
+        piece.outlived |= piece.made_in_backward not in (-1, now)
 
     @contextmanager
     def resizing(self) -> Iterator[None]:

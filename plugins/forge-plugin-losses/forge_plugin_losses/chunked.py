@@ -50,9 +50,8 @@ def chunked_loss(chunk_tokens: int, z_loss: float, auxiliary: Auxiliary | None) 
 
     def loss(head: Head, hidden: Tensor, batch: Batch) -> LossOutput:
         labels = batch["labels"]
-        chunk = chunk_tokens or default_chunk_tokens(hidden.device)
         with head.whole(hidden.dtype) as weights:
-            task = _Task(head, weights, labels.flatten(), chunk, z_loss, workspace, torch.is_grad_enabled())
+            task = _Task(head, weights, labels.flatten(), chunk_tokens, z_loss, workspace, torch.is_grad_enabled())
             objective, losses_T, squares = _Chunked.apply(task, hidden.flatten(0, -2), *weights)
         if auxiliary is not None and z_loss:
             auxiliary.metric("loss/z_loss", squares, unit="token")

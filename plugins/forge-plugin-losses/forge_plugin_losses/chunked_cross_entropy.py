@@ -39,6 +39,7 @@ class ChunkedCrossEntropy(LossComponent):
             yield "loss", f"chunks of {default_chunk_tokens(context.device)} positions", why
 
     def build(self, context: BuildContext) -> LossFunction:
-        from forge_plugin_losses.chunked import chunked_loss
+        from forge_plugin_losses.chunked import chunked_loss, default_chunk_tokens
 
-        return chunked_loss(self.chunk_tokens, self.z_loss, context.auxiliary if self.z_loss else None)
+        chunk_tokens = self.chunk_tokens or default_chunk_tokens(context.device)
+        return chunked_loss(chunk_tokens, self.z_loss, context.auxiliary if self.z_loss else None)

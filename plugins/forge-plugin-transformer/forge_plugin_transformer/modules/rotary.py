@@ -69,9 +69,22 @@ class Rotary(nn.Module):
         return f"head_dim={2 * len(self.frequencies)}, length={len(self.cos)}"
 
 
-@lru_cache(maxsize=4)
 def _shared_tables(
     frequencies: tuple[float, ...], amplitude: float, length: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Made once for all that ask alike. Fake tensors, of which a plan is made, are shared within their mode only."""
+    mode = getattr(torch.empty(0), "fake_mode", None)
+    return _tables_of_range(frequencies, amplitude, length, dtype, device, mode)
+
+
+@lru_cache(maxsize=4)
+def _tables_of_range(
+    frequencies: tuple[float, ...],
+    amplitude: float,
+    length: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    mode: object,
 ) -> tuple[Tensor, Tensor]:
     return _tables(torch.arange(length, device=device), frequencies, amplitude, dtype)
 
