@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from forge_core.engine.memory import (
 )
 from forge_core.errors import JobError, Problem
 from forge_core.parallel.layout import micro_batches
-from forge_core.parallel.mesh import gather_objects, local_part, pipeline_group
+from forge_core.parallel.mesh import local_part, pipeline_group
 from forge_core.protocols import HasEnds, Prepares
 from forge_plugin_parallel.fsdp import FSDP
 from forge_plugin_parallel.recomputation import Checkpointed, Contexts
@@ -162,14 +162,15 @@ def _activations(model: Model, every: int, context: BuildContext) -> dict[str, B
 
 
 def _carry(model: Model, context: BuildContext) -> list[tuple[torch.Size, torch.dtype]]:
-    """What travels between layers. In a pipeline, the rank with the embedding tells the others. Collective there."""
-    found = None
+    """What travels between layers. In a pipeline, the first rank tells the others. Collective there."""
+    found: list[Any] = [None]
     if _has_end(model, FIRST, context):
         with stand_ins(model, context.device, _compute_dtype(context)):
-            found = [(tensor.shape, tensor.dtype) for tensor in model.embed(_batch(model, context))]
+            found = [[(tensor.shape, tensor.dtype) for tensor in model.embed(_batch(model, context))]]
     pipeline = pipeline_group(context.mesh)
-    every = [found] if pipeline is None else gather_objects(found, pipeline)
-    return next(shapes for shapes in every if shapes is not None)
+    if pipeline is not None:
+        dist.broadcast_object_list(found, group_src=0, group=pipeline)
+    return found[0]  # type: ignore[no-any-return]
 
 
 def _has_end(model: Model, end: int, context: BuildContext) -> bool:
