@@ -15,7 +15,6 @@ from forge_core.parallel.layout import Layout, batch_problems, plan_layout
 from forge_core.parallel.stages import order_stages
 from forge_core.plugins.catalog import Catalog
 
-
 READS = ("data.sources", "data.tokenizer")
 """Tables of components that read what need not be where a job is only looked at."""
 

@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as distributed_c10d
 from attrs import define, frozen
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -235,7 +236,8 @@ def _group_of(args: Any) -> dist.ProcessGroup:
             except RuntimeError:  # the reduction, which is an object too
                 continue
     names = [arg for arg in args if isinstance(arg, str)]
-    return dist.distributed_c10d._resolve_process_group(names[-1])
+    resolve: Any = distributed_c10d
+    return resolve._resolve_process_group(names[-1])
 
 
 @define

@@ -15,8 +15,6 @@ from forge_core.planning.world import NODE
 SPARE = 0.1
 """Part of the memory that should stay free: for what is not counted."""
 
-_UNPLAYED = ("not played", "unknown")
-
 
 def report(plan: Plan, gpu: GPU | None, network: float) -> str:
     """Paragraphs: the job, memory, computation, communication, and with a GPU how long a step takes at least.
@@ -98,12 +96,16 @@ def _verdict(memory: Memory, gpu: GPU | None) -> str:
 def _pipeline(plan: Plan) -> Iterator[str]:
     if plan.layout.pp == 1:
         return
-    yield f"{'pipeline rank':>13}{'weights':>12}{'gradients':>12}{'optimizer':>12}{'activations':>13}{'peak':>12}"
+    names = ("weights", "gradients", "optimizer", "activations", "logits", "peak")
+    yield f"{'pipeline rank':>13}{''.join(f'{name:>13}' for name in names)}"
     for rank in plan.ranks:
-        state = "".join(f"{_size(value):>12}" for _, value in _state(rank))
-        kept = _size(rank.memory.most[Purpose.ACTIVATIONS]) if rank.memory else _UNPLAYED[bool(rank.failure)]
-        peak = _size(rank.memory.peak) if rank.memory else _UNPLAYED[bool(rank.failure)]
-        yield f"{rank.pipeline_rank:>13}{state}{kept:>13}{peak:>12}"
+        cells = [_size(value) for _, value in _state(rank)]
+        if rank.memory is not None:
+            most = rank.memory.most
+            cells += [_size(most[Purpose.ACTIVATIONS]), _size(most[Purpose.LOGITS]), _size(rank.memory.peak)]
+        else:
+            cells += ["unknown" if rank.failure else "not played"] * 3
+        yield f"{rank.pipeline_rank:>13}{''.join(f'{cell:>13}' for cell in cells)}"
 
 
 # --- computation and communication -------------------------------------------------------------------------------

@@ -51,9 +51,12 @@ def fake_world(size: int, rank: int, said: Said) -> Iterator[None]:
         gathered[:] = [value] * dist.get_world_size(group)
 
     try:
-        with patch.object(dist, "broadcast_object_list", broadcast), patch.object(dist, "all_gather_object", gather):
-            with _without_vote():
-                yield
+        with (
+            patch.object(dist, "broadcast_object_list", broadcast),
+            patch.object(dist, "all_gather_object", gather),
+            _without_vote(),
+        ):
+            yield
     finally:
         dist.destroy_process_group()
         _clear_sharding_prop_cache()  # it holds on to meshes, which another world's equal
@@ -64,13 +67,14 @@ def _without_vote() -> AbstractContextManager:
     give. Here nobody answers; those of a job must know, or the step fails."""
     from torch.distributed.pipelining import schedules
 
-    base: Any = schedules._PipelineSchedule
+    here: Any = schedules
+    base: Any = here._PipelineSchedule
     if not hasattr(base, "_warmup_p2p"):
         return nullcontext()
 
     def agree(schedule: Any, stages: Sequence[Any], has_backward: bool, p2p_done: bool) -> None:
         for stage in stages:
-            stage._inference_mode = schedules.InferenceMode.STATIC
+            stage._inference_mode = here.InferenceMode.STATIC
 
     return patch.object(base, "_warmup_p2p", agree)
 
