@@ -138,7 +138,7 @@ class Meter(TorchDispatchMode):
         self.storages.keep(self.storages.piece(local_part(tensor))[0])
         return tensor.detach()  # the tensor itself, kept by the node that made it, would never be freed
 
-    # --- every operation ---------------------------------------------------------------------------------------
+    # --- every operation ----------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(type_, DTensor) for type_ in types):

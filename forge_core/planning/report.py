@@ -85,7 +85,7 @@ def _state(rank: RankPlan) -> Sequence[tuple[str, int]]:
 def _verdict(memory: Memory, gpu: GPU | None) -> str:
     if gpu is None:
         return ""
-    of = f"   of {_size(gpu.memory)} on a {gpu.name}: "
+    of = f"   of {_size(gpu.memory)} ({gpu.name}): "
     if memory.peak > gpu.memory:
         return f"{of}DOES NOT FIT, {_size(memory.peak - gpu.memory)} too much"
     free = gpu.memory - memory.peak

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 
+import attrs
 import torch
 from attrs import frozen
 from torch import Tensor, nn
@@ -23,11 +25,6 @@ from forge_core.planning.storages import Memory, Purpose
 from forge_core.planning.world import Line, Said, fake_world, line_of
 from forge_core.plugins.catalog import Catalog
 from forge_core.protocols import Batch
-
-MOST_ROUNDS = 3
-"""Rounds of micro-batches that are played at most; a round has as many as the pipeline has ranks. Where the last one
-takes no more memory than there was, or after the third, what it takes is what each further one does: by then a pipeline
-is full."""
 
 
 @frozen(kw_only=True)
@@ -118,34 +115,45 @@ class _Rank:
         )
 
     def _play(self) -> tuple[Memory, Traffic]:
-        """Play as many micro-batches as tell what each further one takes, and add those up."""
+        """Play as many micro-batches as tell what each further one takes, and add those up.
+
+        They are played in rounds, each of as many as the pipeline has ranks. What the second takes more than the first
+        each further one does, too; if in a pipeline that is memory, the third is asked: then all ranks are busy.
+        """
         count, _ = micro_batches(self._run.job, self._layout)
         pipeline = self._layout.pp
         if pipeline > 1:
             self._run.executor.evaluate([self._batch()])  # it finds out, once, what travels
-        if count <= 2 * pipeline:
+        first = pipeline if self._may_run(pipeline) else 2 * pipeline
+        if count <= first + pipeline:
             meter = self._measure(count)
             return meter.storages.memory(), self._traffic(meter, meter, 0)
-        fewer, meter = self._measure(pipeline), self._measure(2 * pipeline)
-        played, memory, before = 2 * pipeline, meter.storages.memory(), fewer.storages.memory()
-        if pipeline > 1 and memory.peak > before.peak and count >= MOST_ROUNDS * pipeline:
-            fewer, before = meter, memory
-            meter = self._measure(MOST_ROUNDS * pipeline)
-            played, memory = MOST_ROUNDS * pipeline, meter.storages.memory()
+        played = first + pipeline
+        fewer, meter = self._measure(first), self._measure(played)
+        before, memory = fewer.storages.memory(), meter.storages.memory()
+        if pipeline == 1:  # micro-batches share their memory
+            return memory, self._traffic(meter, fewer, count - played)
+        if memory.peak > before.peak and count >= played + pipeline:
+            played += pipeline
+            fewer, before, meter = meter, memory, self._measure(played)
+            memory = meter.storages.memory()
         further = (count - played) / pipeline
-        grows = before if pipeline > 1 else memory  # without a pipeline, micro-batches share their memory
-        return memory.continued(grows, further), self._traffic(meter, fewer, further)
+        return memory.continued(before, further), self._traffic(meter, fewer, further)
+
+    def _may_run(self, count: int) -> bool:
+        """Whether the stages accept so many micro-batches."""
+        job, layout = self._run.job, self._layout
+        _, rows = micro_batches(job, layout)
+        train = attrs.evolve(job.train, global_batch_size=count * rows * layout.data_parallel)
+        fewer = attrs.evolve(job, train=train)
+        return layout.pp == 1 or not any(list(stage.problems(fewer, layout)) for stage in job.parallel.values())
 
     def _traffic(self, meter: Meter, fewer: Meter, further: float) -> Traffic:
         """What `meter` saw, and `further` times what it saw more than `fewer`."""
         mesh = self._run.context.mesh
         assert mesh is not None
-        transfers = {
-            transfer: times + round(further * (times - fewer.transfers[transfer]))
-            for transfer, times in meter.transfers.items()
-        }
         return Traffic(
-            transfers=transfers,
+            transfers=_continued(meter.transfers, fewer.transfers, further),
             lines={name: line_of(group, mesh) for name, group in meter.groups.items()},
             flops=meter.flops + further * (meter.flops - fewer.flops),
             kept=meter.storages.kept + round(further * (meter.storages.kept - fewer.storages.kept)),
@@ -186,6 +194,20 @@ class _Rank:
             item.parameter.grad = torch.zeros_like(item.parameter) if item.parameter.requires_grad else None
         self._gradients = Meter().storages.assign(_gradients(self._run), Purpose.GRADIENTS)
         self._run.optimizer.step()
+
+
+def _continued(now: Mapping[Transfer, int], before: Mapping[Transfer, int], further: float) -> Mapping[Transfer, int]:
+    """`now`, and `further` times what it has more than `before`. Some transfers are not more but larger."""
+    grown = {(old.kind, old.group, times): old for old, times in before.items() if old not in now}
+    found: Counter[Transfer] = Counter()
+    for transfer, times in now.items():
+        smaller = grown.get((transfer.kind, transfer.group, times))
+        if transfer not in before and smaller is not None:
+            whole = transfer.whole + round(further * (transfer.whole - smaller.whole))
+            found[attrs.evolve(transfer, whole=whole)] += times
+        else:
+            found[transfer] += times + round(further * (times - before.get(transfer, 0)))
+    return found
 
 
 def _name(meter: Meter, run: Run) -> None:

@@ -113,11 +113,11 @@ def test_activations_are_what_saved_tensors_hold_at_most(name: str) -> None:
 
 
 def fsdp(reshard: bool) -> dict[tuple[str, int], int]:
-    """Two micro-batches over two ranks: each gathers every unit for its forward pass, and, where it was freed, for the
+    """Four micro-batches over two ranks: each gathers every unit for its forward pass, and, where it was freed, for the
     backward; the last reduces. The unit of the head, the root, stays gathered in between."""
     layer, embedding, root = LAYER * FLOAT, TABLE * FLOAT, (TABLE + DIM) * FLOAT
-    times = 4 if reshard else 2
-    gathered = {("all-gather", layer): times * LAYERS, ("all-gather", embedding): times, ("all-gather", root): 2}
+    times = 8 if reshard else 4
+    gathered = {("all-gather", layer): times * LAYERS, ("all-gather", embedding): times, ("all-gather", root): 4}
     return gathered | {("reduce-scatter", size): times for size, times in ((layer, LAYERS), (embedding, 1), (root, 1))}
 
 
@@ -137,8 +137,8 @@ def tensor(sequence: bool) -> dict[tuple[str, int], int]:
 
 
 VOLUMES: dict[str, Any] = {
-    "fsdp2": ({"fsdp": FSDP()}, {"ranks": 2, "micro_batches": 2}, fsdp(True)),
-    "fsdp2, kept": ({"fsdp": FSDP(reshard_after_forward=False)}, {"ranks": 2, "micro_batches": 2}, fsdp(False)),
+    "fsdp2": ({"fsdp": FSDP()}, {"ranks": 2, "micro_batches": 4}, fsdp(True)),
+    "fsdp2, kept": ({"fsdp": FSDP(reshard_after_forward=False)}, {"ranks": 2, "micro_batches": 4}, fsdp(False)),
     "tp2, sequence": ({"tp": TensorParallel(degree=2)}, {}, tensor(True)),
     "tp2": ({"tp": TensorParallel(degree=2, sequence_parallel=False)}, {}, tensor(False)),
     "replicate2": ({"replicate": Replicate()}, {"ranks": 2}, {("all-reduce", PARAMETERS * FLOAT): 1}),
@@ -151,7 +151,11 @@ VOLUMES: dict[str, Any] = {
             ("all-reduce", PARAMETERS * FLOAT): 1,
         },
     ),
-    "pp2": ({"pp": PipelineParallel(degree=2)}, {"micro_batches": 4}, {("send", CARRY): 4, ("broadcast", 128): 1}),
+    "pp2": (
+        {"pp": PipelineParallel(degree=2)},
+        {"micro_batches": 8},
+        {("send", CARRY): 8, ("broadcast", 8 * ROWS * 2 * 8): 1},
+    ),
 }
 
 

@@ -52,7 +52,7 @@ def test_it_needs_neither_data_nor_ranks(tmp_path: Path, capsys: pytest.CaptureF
     ):
         assert f"  {line}" in out
     assert "pipeline rank      weights    gradients    optimizer  activations       logits         peak" in out
-    assert "of 141.00 GB on a H200 SXM: fits" in out
+    assert "of 141.00 GB (H200 SXM): fits" in out
     assert "over the network, 1 of 2 ranks a node" in out
 
 
