@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache
 from typing import Any
@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from forge_core.errors import ForgeError
 from forge_core.parallel.mesh import local_part
 from forge_core.planning.storages import Piece, Purpose, Storages
 
@@ -69,6 +70,8 @@ KINDS: Mapping[str, tuple[str, Sent]] = {
     "recv_any_source_": ("receive", _nothing),
 }
 """What each operation of torch's is, and what a rank sends in it, by the algorithms that send least (rings)."""
+SILENT = ("barrier", "monitored_barrier_", "wait_tensor")
+"""Operations in which no tensor is sent."""
 
 
 @frozen
@@ -151,7 +154,7 @@ class Meter(TorchDispatchMode):
         overwritten = _tensors(list(_overwritten(func, args, kwargs)))
         made = [*_tensors(result), *overwritten]
         if func.namespace in COLLECTIVES:
-            self._communicate(func, args, read, made)
+            self._communicate(func, args, result, (*read, *made))
         self._allocate(read, made, overwritten)
         if (formula := flop_registry.get(func._overloadpacket)) is not None:
             self.flops += formula(*args, **kwargs, out_val=result)
@@ -180,16 +183,22 @@ class Meter(TorchDispatchMode):
 
     # --- communication ---------------------------------------------------------------------------------------------
 
-    def _communicate(self, func: Any, args: Any, read: list[Tensor], made: list[Tensor]) -> None:
+    def _communicate(self, func: Any, args: Any, result: Any, tensors: Sequence[Tensor]) -> None:
+        """
+        Raises:
+            ForgeError: it is not known what a rank sends in this operation.
+        """
         name = func._overloadpacket._qualified_op_name.rpartition("::")[2]
-        for tensor in (*read, *made):
+        for tensor in tensors:
             self.storages.piece(tensor)[0].sent = True
+        if name in SILENT:
+            return
         if name not in KINDS:
-            return  # a barrier, or waiting
+            raise ForgeError(f"it is not known what a rank sends in {func}")
         kind, _ = KINDS[name]
         group = _group_of(args)
         self.groups[group.group_name] = group
-        self.transfers[Transfer(kind, group.group_name, _largest(args), group.size())] += 1
+        self.transfers[Transfer(kind, group.group_name, _largest((*args, result)), group.size())] += 1
 
 
 def _tensors(tree: Any) -> list[Tensor]:
@@ -223,8 +232,8 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def _largest(args: Any) -> int:
-    """Of the tensors, or lists of tensors, that an operation is given, the largest in all: the whole one."""
-    return max((sum(map(_bytes, _tensors(arg))) for arg in args), default=0)
+    """Of the tensors, or lists of them, that an operation is given and gives, the largest in all: the whole one."""
+    return max(sum(map(_bytes, _tensors(arg))) for arg in args)
 
 
 def _group_of(args: Any) -> dist.ProcessGroup:

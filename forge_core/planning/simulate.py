@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack, contextmanager
 
 import attrs
 import torch
@@ -123,7 +123,8 @@ class _Rank:
         count, _ = micro_batches(self._run.job, self._layout)
         pipeline = self._layout.pp
         if pipeline > 1:
-            self._run.executor.evaluate([self._batch()])  # it finds out, once, what travels
+            with self._surroundings():
+                self._run.executor.evaluate([self._batch()])  # it finds out, once, what travels
         first = pipeline if self._may_run(pipeline) else 2 * pipeline
         if count <= first + pipeline:
             meter = self._measure(count)
@@ -166,9 +167,7 @@ class _Rank:
         self._loss.meter = meter
         meter.storages.assign(_state(run), Purpose.OPTIMIZER)
         _name(meter, run)
-        with ExitStack() as stack:
-            for context in (meter.watching(), *self._surroundings()):
-                stack.enter_context(context)
+        with meter.watching(), self._surroundings():
             stepper = Stepper(run)
             _, sums = stepper.gradients(batches, step=0)
             norm = stepper.norm()
@@ -178,10 +177,15 @@ class _Rank:
         _name(meter, run)  # fsdp has put others in their place
         return meter
 
-    def _surroundings(self) -> Iterator[AbstractContextManager]:
-        yield FusedAttention() if self._on_gpu else nullcontext()
-        if self._compiled:
-            yield torch.compiler.set_stance("force_eager")
+    @contextmanager
+    def _surroundings(self) -> Iterator[None]:
+        """Attention as on the planned device, and blocks as they are."""
+        with ExitStack() as stack:
+            if self._on_gpu:
+                stack.enter_context(FusedAttention())
+            if self._compiled:
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            yield
 
     def _batch(self) -> Batch:
         _, rows = micro_batches(self._run.job, self._layout)
