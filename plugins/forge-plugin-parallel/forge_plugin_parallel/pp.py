@@ -87,6 +87,12 @@ class PipelineParallel(ParallelComponent):
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
         if self.layers and len(self.layers) != self.stages:
             yield Problem("layers", f"has {len(self.layers)} entries, and there are {self.stages} stages")
+        layers = getattr(job.model, "layers", None)
+        if isinstance(layers, int) and layers < self.stages:
+            seen = f"{self.stages} stages, but the model has {layers} layers"
+            yield Problem("degree", f"{seen}; lower it or stages_per_rank")
+        elif isinstance(layers, int) and self.layers and sum(self.layers) != layers:
+            yield Problem("layers", f"adds up to {sum(self.layers)} layers, but the model has {layers}")
         wanted = {**dict.fromkeys(ONE_STAGE, 1), **dict.fromkeys(V_SHAPED, 2)}.get(self.schedule)
         if wanted and self.stages_per_rank not in (0, wanted):
             seen = f"{self.stages_per_rank}, but {self.schedule} has {wanted} a rank"

@@ -153,7 +153,8 @@ def torch_schedule(stage, count):
 def test_what_is_refused_is_what_torch_refuses(tmp_path, schedule, degree):
     stage = PipelineParallel(degree=degree, schedule=schedule)
     for count in range(1, 13):
-        allowed = not list(stage.problems(job(tmp_path, {}, global_batch_size=2 * count), Layout(pp=degree)))
+        wanted = job(tmp_path, {}, global_batch_size=2 * count, model=TinyModel(layers=12))
+        allowed = not list(stage.problems(wanted, Layout(pp=degree)))
         with nullcontext() if allowed else pytest.raises(ValueError, match=r"(?i)number of microbatches|as many micro"):
             torch_schedule(stage, count)
 
@@ -231,7 +232,9 @@ class TestWhatIsRefused:
     @pytest.mark.parametrize(
         ("keys", "message"),
         [
-            ({"layers": (1, 2, 1)}, "layers: has 3 entries, and there are 2 stages"),
+            ({"layers": (4, 4, 4)}, "layers: has 3 entries, and there are 2 stages"),
+            ({"layers": (4, 4)}, "layers: adds up to 8 layers, but the model has 12"),
+            ({"degree": 16, "schedule": "gpipe"}, "degree: 16 stages, but the model has 12 layers"),
             ({"stages_per_rank": 2}, "stages_per_rank: 2, but 1f1b has 1 a rank"),
             ({"schedule": "zbv", "stages_per_rank": 1}, "stages_per_rank: 1, but zbv has 2 a rank"),
             (
@@ -242,7 +245,7 @@ class TestWhatIsRefused:
     )
     def test_settings_that_contradict_each_other(self, tmp_path, keys, message):
         stage = PipelineParallel(**{"degree": 2} | keys)
-        [problem] = stage.problems(job(tmp_path, {}), Layout(pp=stage.degree))
+        [problem] = stage.problems(job(tmp_path, {}, model=TinyModel(layers=12)), Layout(pp=stage.degree))
         assert message in str(problem)
 
     def test_micro_batches_that_make_no_rounds(self, tmp_path):
