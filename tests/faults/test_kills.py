@@ -1,6 +1,6 @@
 """Real `forge-run` processes, killed at random moments, leave what a run leaves that nobody killed.
 
-Ten kills of two of the scenarios and four of those of two ranks; `kill.py` does as many as wanted, of all.
+Ten kills of two of the scenarios; `kill.py` does as many as wanted, of all.
 """
 
 from __future__ import annotations
@@ -31,14 +31,6 @@ def test_killed_runs_end_as_if_nobody_had(tmp_path, catalog):
     campaign.run(KILLS, jobs=2)
     assert record.failures == []
     assert record.kills() >= KILLS
-
-
-def test_killed_runs_of_two_ranks_end_as_if_nobody_had(tmp_path, catalog):
-    record, known = Record(tmp_path / "kills.json"), scenarios(catalog)
-    chosen = [known[name] for name in ("replicate2", "fsdp2")]
-    Campaign(chosen, record, tmp_path / "runs", SEED, print, kills_per_run=(2, 2)).run(4, jobs=2)
-    assert record.failures == []
-    assert record.kills() >= 4
 
 
 def test_a_hook_that_loses_its_state_is_noticed(tmp_path, catalog):
