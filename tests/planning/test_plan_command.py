@@ -73,7 +73,7 @@ def test_all_that_cannot_be_built_is_told(tmp_path: Path, capsys: pytest.Capture
     )
     seen = capsys.readouterr().err
     assert "embedding.weight has 510 rows, which 4 ranks cannot share equally" in seen
-    assert "the model has 4 layers, too few for 8 stages" in seen
+    assert "8 stages, but the model has 4 layers" in seen
 
 
 def test_what_does_not_fit_is_said(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
