@@ -45,6 +45,20 @@ class TinyModel(ModelComponent):
 
 
 @frozen(kw_only=True)
+class PenalisedModel(TinyModel):
+    """`TinyModel` with an auxiliary loss of weight 10 in each unit ("token", "sequence", "layer") at each layer."""
+
+    recompute: bool = False
+    """Whether layers compute their forward pass again in the backward pass."""
+
+    def build(self, context: BuildContext) -> Model:
+        from forge_core.testing.tiny_model import TinyNetwork, penalise
+
+        network = TinyNetwork(self.dim, self.layers, self.dropout, VOCABULARY, context.dtype)
+        return penalise(network, context.auxiliary, self.recompute)
+
+
+@frozen(kw_only=True)
 class TinyAdamW(OptimizerComponent):
     """torch's AdamW, with an epsilon that does not amplify the round-off of gradients near zero."""
 

@@ -1,13 +1,17 @@
-"""What the component `TinyModel` builds."""
+"""What the components `TinyModel` and `PenalisedModel` build."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
+from forge_core.engine.auxiliary import Auxiliary, Recomputing, Unit
 from forge_core.modules import Embedding, Linear, LinearHead
 from forge_core.protocols import Batch, Carry, Role
 
@@ -57,3 +61,46 @@ class TinyNetwork(nn.Module):
 
     def parameter_roles(self) -> Mapping[str, Role]:
         return {"embedding.weight": "embedding", "head.weight": "head"}
+
+
+PENALTY = 10.0
+"""Weight of each auxiliary loss: so large that a wrong scale cannot hide."""
+
+
+class Penalised(nn.Module):
+    """A layer that attaches an auxiliary loss in each unit, and counts its forward passes as `aux/forwards.NUMBER`."""
+
+    def __init__(self, number: str, layer: Layer, auxiliary: Auxiliary, recompute: bool) -> None:
+        super().__init__()
+        self.number, self.layer, self.auxiliary, self.recompute = number, layer, auxiliary, recompute
+
+    def forward(self, carry: Carry, batch: Batch) -> Carry:
+        if not self.recompute:
+            return self._penalised(carry, batch)
+
+        def contexts() -> Any:
+            return nullcontext(), Recomputing(self.auxiliary)
+
+        recomputed: Carry = checkpoint(self._penalised, carry, batch, use_reentrant=False, context_fn=contexts)
+        return recomputed
+
+    def _penalised(self, carry: Carry, batch: Batch) -> Carry:
+        (x,) = self.layer(carry, batch)
+        valid = (batch["labels"] != -100).unsqueeze(-1)
+        penalties: dict[Unit, Tensor] = {
+            "token": (x.square() * valid).sum(),
+            "sequence": x.mean(dim=1).square().sum(),
+            "layer": self.layer.down.weight.square().sum(),
+        }
+        for unit, penalty in penalties.items():
+            x = self.auxiliary.attach(x, penalty, unit=unit, name=f"aux/{unit}", weight=PENALTY)
+        self.auxiliary.metric(f"aux/forwards.{self.number}", torch.ones(()))
+        return (x,)
+
+
+def penalise(network: TinyNetwork, auxiliary: Auxiliary, recompute: bool = False) -> TinyNetwork:
+    """The network with each of its layers `Penalised`."""
+    for number, layer in network.layers.items():
+        assert isinstance(layer, Layer)
+        network.layers[number] = Penalised(number, layer, auxiliary, recompute)
+    return network

@@ -17,7 +17,7 @@ from forge_core.engine.generate import generate
 from forge_core.errors import JobError
 from forge_core.parallel.layout import Layout
 from forge_core.parallel.stages import order_stages
-from forge_core.testing import Numbers, TinyModel
+from forge_core.testing import Numbers, PenalisedModel, TinyModel
 from forge_core.testing.tiny_model import TinyNetwork
 from forge_plugin_compile import Compile
 from forge_plugin_transformer import GroupedQueryAttention, Transformer
@@ -73,30 +73,6 @@ def test_dropout_draws_the_same_numbers(curve):
     assert_same(curve(model, TRACED), expected)
 
 
-class Penalised(nn.Module):
-    """A layer whose activations are penalised, so much that a lost penalty cannot hide."""
-
-    def __init__(self, layer, auxiliary):
-        super().__init__()
-        self.layer, self.auxiliary = layer, auxiliary
-
-    def forward(self, carry, batch):
-        (x,) = self.layer(carry, batch)
-        valid = (batch["labels"] != -100).unsqueeze(-1)
-        x = self.auxiliary.attach(x, (x.square() * valid).sum(), unit="token", name="aux/penalty", weight=10.0)
-        self.auxiliary.metric("aux/forwards", torch.ones(()))
-        return (x,)
-
-
-@frozen(kw_only=True)
-class PenalisedModel(TinyModel):
-    def build(self, context):
-        model = TinyNetwork(self.dim, self.layers, 0.0, 32, context.dtype)
-        for name, layer in model.layers.items():
-            model.layers[name] = Penalised(layer, context.auxiliary)
-        return model
-
-
 AUXILIARY = {"global_batch_size": 8, "micro_batch_size": 2, "data": {"sources": (Numbers(ignored=7),)}}
 
 
@@ -107,7 +83,7 @@ def test_auxiliary_losses_keep_their_gradients(curve):
 
 def test_metrics_of_modules_count_every_block(make_job, train, lines):
     job = make_job(model=PenalisedModel(layers=3), parallel={"compile": TRACED}, **AUXILIARY)
-    assert [record["aux/forwards"] for record in lines(train(job))] == [3 * 4] * 4
+    assert [[record[f"aux/forwards.{n}"] for n in range(3)] for record in lines(train(job))] == [[4, 4, 4]] * 4
 
 
 @pytest.mark.slow
