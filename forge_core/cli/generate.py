@@ -89,7 +89,7 @@ def load_model_and_tokenizer(
     if job.data.tokenizer is None or not (folder / TOKENIZER).is_dir():
         raise ForgeError(f"{folder} has no tokenizer, so prompts cannot be read")
     context = attrs.evolve(context, tokenizer=build_tokenizer(job, context))
-    model, *_ = build_model(job, context)
+    model = build_model(job, context).model
     load_model(checkpoint, model)
     model.eval()
     return model, context.tokenizer

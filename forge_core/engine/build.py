@@ -47,6 +47,17 @@ from forge_core.protocols import (
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 
+@frozen
+class BuiltModel:
+    """A model to which the stages have been applied."""
+
+    model: Model
+    outline: Outline
+    """Of the whole model; `model` may have only some of its layers."""
+    stages: Sequence[OrderedStage]
+    built_stages: Sequence[ParallelStage]
+
+
 @frozen(kw_only=True)
 class Run:
     """Everything a job builds."""
@@ -57,7 +68,7 @@ class Run:
     held_out: Dataset | None
     model: Model
     outline: Outline
-    """Of the whole model; `model` may have only some of its layers."""
+    """See `BuiltModel`."""
     stages: Sequence[OrderedStage]
     built_stages: Sequence[ParallelStage]
     parameters: NamedParameters
@@ -104,8 +115,21 @@ def build_run(job: Job, context: BuildContext, hooks: Iterable[TrainingHook] = (
     """
     context = attrs.evolve(context, tokenizer=build_tokenizer(job, context))
     datasets = build_datasets(job, context)
-    model, outline, stages, built_stages = build_model(job, context)
-    parameters = NamedParameters.of(model, outline.roles)
+    built = build_model(job, context)
+    loss = context.plugins.build_loss(job.loss, context)
+    return assemble(job, context, built, loss, datasets, HookRunner(collect_hooks(job, context.plugins, hooks)))
+
+
+def assemble(
+    job: Job,
+    context: BuildContext,
+    built: BuiltModel,
+    loss: LossFunction,
+    datasets: Sequence[Dataset | Stream],
+    hooks: HookRunner,
+) -> Run:
+    """Build what needs a model in memory, and put all of it together."""
+    parameters = NamedParameters.of(built.model, built.outline.roles)
     optimizer = context.plugins.build_optimizer(job.optimizer, context, parameters)
     check_groups(optimizer.param_groups, parameters)
     return Run(
@@ -113,15 +137,15 @@ def build_run(job: Job, context: BuildContext, hooks: Iterable[TrainingHook] = (
         context=context,
         datasets=datasets,
         held_out=held_out(datasets),
-        model=model,
-        outline=outline,
-        stages=stages,
-        built_stages=built_stages,
+        model=built.model,
+        outline=built.outline,
+        stages=built.stages,
+        built_stages=built.built_stages,
         parameters=parameters,
         optimizer=optimizer,
         rates=Rates(job, optimizer, context),
-        executor=build_executor(job, context, model, built_stages),
-        hooks=HookRunner(collect_hooks(job, context.plugins, hooks)),
+        executor=_executor(job, context, built, loss),
+        hooks=hooks,
     )
 
 
@@ -194,7 +218,7 @@ def _windows_of(stream: DocumentStream, packing: PackingComponent, path: str, co
     return StreamWindows(stream, context.job.train.seq_len, packing)
 
 
-def build_model(job: Job, context: BuildContext) -> tuple[Model, Outline, list[OrderedStage], list[ParallelStage]]:
+def build_model(job: Job, context: BuildContext) -> BuiltModel:
     """Build on the meta device, apply the stages in order, then give memory and initial values."""
     model, outline = build_bare_model(job, context)
     stages = stages_of(job, context)
@@ -202,7 +226,7 @@ def build_model(job: Job, context: BuildContext) -> tuple[Model, Outline, list[O
     home = next((stage.parameter_device for stage in built if hasattr(stage, "parameter_device")), None)
     materialise(model, context.device, job.job.seed, home)
     check_finite(model)
-    return model, outline, stages, built
+    return BuiltModel(model, outline, stages, built)
 
 
 def build_bare_model(job: Job, context: BuildContext) -> tuple[Model, Outline]:
@@ -225,11 +249,9 @@ def stages_of(job: Job, context: BuildContext) -> list[OrderedStage]:
     return order_stages(with_owner(job, context.layout, catalog), catalog)
 
 
-def build_executor(
-    job: Job, context: BuildContext, model: Model, stages: Sequence[ParallelStage], loss: LossFunction | None = None
-) -> Executor:
-    """The executor of the stage that brings one, else the job's. `loss`: by default the job's."""
-    loss = loss or context.plugins.build_loss(job.loss, context)
+def _executor(job: Job, context: BuildContext, built: BuiltModel, loss: LossFunction) -> Executor:
+    """The executor of the stage that brings one, else the job's."""
+    model, stages = built.model, built.built_stages
     for stage in stages:
         if hasattr(stage, "executor"):
             return _splitting(stage.executor(model, loss, stages), stages)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import attrs
 import torch
@@ -15,17 +14,15 @@ from forge_core.config.job import Job
 from forge_core.context import BuildContext
 from forge_core.engine.auxiliary import Auxiliary
 from forge_core.engine.build import (
+    BuiltModel,
     Run,
+    assemble,
     build_bare_model,
     build_context,
-    build_executor,
     build_tokenizer,
     stages_of,
 )
 from forge_core.engine.hooks import HookRunner
-from forge_core.engine.outline import Outline
-from forge_core.engine.parameters import NamedParameters
-from forge_core.engine.rates import Rates
 from forge_core.errors import JobError
 from forge_core.parallel.initialise import allocate
 from forge_core.parallel.stages import OrderedStage, apply_stages
@@ -66,7 +63,8 @@ def fake_run(job: Job, catalog: Catalog, device: torch.device) -> FakeRun:
     with mode:
         _give_memory(model)
         loss = MeteredLoss(context.plugins.build_loss(job.loss, choosing))
-        return FakeRun(_run(job, context, model, outline, stages, built, loss), mode, loss)
+        run = assemble(job, context, BuiltModel(model, outline, stages, built), loss, (), HookRunner({}))
+    return FakeRun(run, mode, loss)
 
 
 def _context(job: Job, catalog: Catalog, mode: FakeTensorMode) -> BuildContext:
@@ -99,31 +97,3 @@ def _give_memory(model: Model) -> None:
     for module in model.modules():
         if isinstance(module, Initialises):
             module.init_buffers(CPU)
-
-
-def _run(
-    job: Job,
-    context: BuildContext,
-    model: Model,
-    outline: Outline,
-    stages: Sequence[OrderedStage],
-    built: Sequence[ParallelStage],
-    loss: Any,
-) -> Run:
-    parameters = NamedParameters.of(model, outline.roles)
-    optimizer = context.plugins.build_optimizer(job.optimizer, context, parameters)
-    return Run(
-        job=job,
-        context=context,
-        datasets=(),
-        held_out=None,
-        model=model,
-        outline=outline,
-        stages=stages,
-        built_stages=built,
-        parameters=parameters,
-        optimizer=optimizer,
-        rates=Rates(job, optimizer, context),
-        executor=build_executor(job, context, model, built, loss),
-        hooks=HookRunner({}),
-    )
