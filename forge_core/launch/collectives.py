@@ -15,7 +15,7 @@ RECORDERS = {"gloo": "_dump_fr_trace_json", "NCCL": "_dump_nccl_trace_json"}
 def unfinished() -> str:
     """The oldest collective of this rank that was begun and not completed, of each library, in words. Empty if there is
     none, or if the recorder keeps nothing (`TORCH_FR_BUFFER_SIZE = 0`)."""
-    return ", ".join(_told(library, name) for library, name in RECORDERS.items() if _told(library, name))
+    return ", ".join(filter(None, (_told(library, name) for library, name in RECORDERS.items())))
 
 
 def _told(library: str, name: str) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 from attrs import frozen
 
 
@@ -24,10 +22,8 @@ class Phases:
 
     def __init__(self) -> None:
         self.place = Place(0, 0, "start-up")
-        self.entered = time.monotonic()
 
     def enter(self, phase: str, step: int | None = None) -> None:
         """Note that a phase begins, of the same step as before unless told otherwise."""
         place = self.place
         self.place = Place(place.count + 1, place.step if step is None else step, phase)
-        self.entered = time.monotonic()
