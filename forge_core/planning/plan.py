@@ -33,7 +33,7 @@ class Plan:
     def fullest(self) -> RankPlan:
         """The rank that takes most memory."""
         played = [rank for rank in self.ranks if rank.memory] or self.ranks
-        return max(played, key=lambda rank: rank.memory.peak if rank.memory else _state(rank))
+        return max(played, key=lambda rank: rank.memory.peak if rank.memory else sum(rank.training_state.values()))
 
     @property
     def busiest(self) -> RankPlan:
@@ -59,10 +59,7 @@ def make_plan(job: Job, catalog: Catalog, world_size: int) -> Plan:
         ranks = [rank(number, play=True) for number in range(layout.pp)]
     else:
         ranks = [rank(number, play=False) for number in range(layout.pp)]
-        for number in sorted({0, ranks.index(max(ranks, key=_state)), layout.pp - 1}):
+        fullest = max(range(layout.pp), key=lambda number: sum(ranks[number].training_state.values()))
+        for number in sorted({0, fullest, layout.pp - 1}):
             ranks[number] = rank(number, play=True)
     return Plan(job=job, layout=layout, device=device, ranks=ranks)
-
-
-def _state(rank: RankPlan) -> int:
-    return rank.weights + rank.gradients + rank.optimizer

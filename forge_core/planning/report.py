@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from forge_core.parallel.layout import micro_batches
 from forge_core.planning.bounds import Bound, bounds, sent_along
@@ -63,8 +63,8 @@ def _memory(plan: Plan, gpu: GPU | None) -> Iterator[str]:
     which = f", pipeline rank {rank.pipeline_rank}" if plan.layout.pp > 1 else ""
     yield f"{'memory of a rank' + which:<36}{'at most':>12}{'at the peak':>14}"
     if rank.memory is None:
-        for name, value in _state(rank):
-            yield f"  {name:<34}{_size(value):>12}"
+        for purpose, value in rank.training_state.items():
+            yield f"  {purpose.value:<34}{_size(value):>12}"
         yield f"  {'activations and all else':<34}{'unknown':>12}   the step cannot be played: {rank.failure}"
         return
     for purpose in Purpose:
@@ -72,14 +72,6 @@ def _memory(plan: Plan, gpu: GPU | None) -> Iterator[str]:
             most, peak = rank.memory.most[purpose], rank.memory.at_peak[purpose]
             yield f"  {purpose.value:<34}{_size(most):>12}{_size(peak):>14}"
     yield f"  {'together':<34}{'':>12}{_size(rank.memory.peak):>14}{_verdict(rank.memory, gpu)}"
-
-
-def _state(rank: RankPlan) -> Sequence[tuple[str, int]]:
-    return [
-        (Purpose.WEIGHTS.value, rank.weights),
-        (Purpose.GRADIENTS.value, rank.gradients),
-        (Purpose.OPTIMIZER.value, rank.optimizer),
-    ]
 
 
 def _verdict(memory: Memory, gpu: GPU | None) -> str:
@@ -99,7 +91,7 @@ def _pipeline(plan: Plan) -> Iterator[str]:
     names = ("weights", "gradients", "optimizer", "activations", "logits", "peak")
     yield f"{'pipeline rank':>13}{''.join(f'{name:>13}' for name in names)}"
     for rank in plan.ranks:
-        cells = [_size(value) for _, value in _state(rank)]
+        cells = [_size(value) for value in rank.training_state.values()]
         if rank.memory is not None:
             most = rank.memory.most
             cells += [_size(most[Purpose.ACTIVATIONS]), _size(most[Purpose.LOGITS]), _size(rank.memory.peak)]

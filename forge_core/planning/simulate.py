@@ -60,6 +60,15 @@ class RankPlan:
     compiled: bool
     """Whether blocks are compiled; they were played as they are."""
 
+    @property
+    def training_state(self) -> Mapping[Purpose, int]:
+        """Bytes of what is known without playing a step."""
+        return {
+            Purpose.WEIGHTS: self.weights,
+            Purpose.GRADIENTS: self.gradients,
+            Purpose.OPTIMIZER: self.optimizer,
+        }
+
 
 def simulate(
     job: Job, catalog: Catalog, world_size: int, rank: int, said: Said, device: torch.device, play: bool = True
