@@ -102,11 +102,15 @@ def test_an_unknown_gpu_is_named_with_those_there_are(tmp_path: Path, capsys: py
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "ranks"), [("llama-7b-1gpu", 1), ("llama-8b-4gpu", 4), ("llama-34b-8gpu", 8), ("llama-70b-64gpu", 64)]
+    ("name", "ranks", "sequences"),
+    [("llama-7b-1gpu", 1, 4), ("llama-8b-4gpu", 4, 16), ("llama-34b-8gpu", 8, 16), ("llama-70b-64gpu", 64, 64)],
 )
-def test_the_configs_fit_their_gpus(name: str, ranks: int, capsys: pytest.CaptureFixture) -> None:
+def test_the_configs_fit_their_gpus(name: str, ranks: int, sequences: int, capsys: pytest.CaptureFixture) -> None:
+    """Two micro-batches a rank take as much memory as any number of them, and are sooner played."""
     leave_group()
-    assert main(["plan", str(ROOT / "configs" / f"{name}.toml"), f"--world-size={ranks}", "--gpu=h200"]) == 0
+    config = str(ROOT / "configs" / f"{name}.toml")
+    sized = [f"--world-size={ranks}", f"--train.global_batch_size={sequences}", "--gpu=h200"]
+    assert main(["plan", config, *sized]) == 0
     out = capsys.readouterr().out
     assert ": fits, " in out
     assert "little for what is not counted" not in out

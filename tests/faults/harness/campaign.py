@@ -68,13 +68,15 @@ class Campaign:
         with ThreadPoolExecutor(jobs) as pool:
             try:
                 self._make_references(pool)
-                running = {self._submit(pool) for _ in range(jobs)}
-                while running:
-                    done, running = wait(running, return_when=FIRST_COMPLETED)
-                    for trial in (future.result() for future in done):
-                        self._judge(trial, time.monotonic() - begin)
-                        if self._record.kills() < kills:
-                            running.add(self._submit(pool))
+                running: dict[Future[Trial], int] = {}
+                while True:
+                    while len(running) < jobs and self._record.kills() + sum(running.values()) < kills:
+                        running |= self._submit(pool)
+                    if not running:
+                        break
+                    for future in wait(running, return_when=FIRST_COMPLETED).done:
+                        del running[future]
+                        self._judge(future.result(), time.monotonic() - begin)
             except BaseException:
                 self._stopping.set()
                 raise
@@ -92,15 +94,15 @@ class Campaign:
     def _run_reference(self, scenario: Scenario) -> Trial:
         return run_trial(scenario, self._folder / "reference" / scenario.name, [], self._stopping)
 
-    def _submit(self, pool: ThreadPoolExecutor) -> Future[Trial]:
-        """Start a trial of the scenario that has had the fewest kills."""
+    def _submit(self, pool: ThreadPoolExecutor) -> dict[Future[Trial], int]:
+        """Start a trial of the scenario that has had the fewest kills; gives it with the kills that are planned."""
         scenario = min(self._scenarios, key=lambda known: (self._record.kills(known.name), self._number(known)))
         number = self._number(scenario)
         self._begun[scenario.name] = number + 1
         name = f"{scenario.name}-{self._seed}-{number}"
         shutil.rmtree(self._folder / name, ignore_errors=True)  # of a session that was interrupted
         kills = plan_kills(name, self._kills_per_run, self._references[scenario.name].seconds, scenario.ranks)
-        return pool.submit(run_trial, scenario, self._folder / name, kills, self._stopping)
+        return {pool.submit(run_trial, scenario, self._folder / name, kills, self._stopping): len(kills)}
 
     def _number(self, scenario: Scenario) -> int:
         return self._begun.get(scenario.name, self._record.runs(scenario.name))

@@ -18,7 +18,6 @@ from forge_plugin_transformer.document_backends import DocumentChoice, Way
 from forge_plugin_transformer.modules.documents import document_bounds, document_mask
 from forge_plugin_transformer.modules.gemm_attention import gemm_attention
 from forge_plugin_transformer.modules.segment_attention import segment_attention
-from forge_plugin_transformer.modules.varlen_attention import varlen_attention
 
 if TYPE_CHECKING:
     from forge_core.protocols import Batch
@@ -75,6 +74,8 @@ class AttentionCore(nn.Module):
             kernel = "gemm" if self.choice.kernel == "gemm" else "flash"
             return segment_attention(q, k, v, batch["document_ids"], kernel)
         if self.documents.way == "varlen":
+            from forge_plugin_transformer.modules.varlen_attention import varlen_attention  # brings torch's compiler
+
             return varlen_attention(q, k, v, batch["document_bounds"])
         return self._attend(q, k, v, batch["document_mask"])
 
