@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import attrs
 from attrs import define, field, frozen
-from attrs.validators import ge, matches_re, optional
+from attrs.validators import ge, matches_re, min_len, optional
 
 from forge_core.errors import Problem
 
@@ -131,15 +131,45 @@ class RouterComponent(Component):
 
 
 @frozen(kw_only=True)
+class ParameterGroup:
+    """`[[optimizer.groups]]`: other settings for the parameters whose names fit a pattern.
+
+    A parameter belongs to the first table that fits it; what a table does not set stays as it is.
+    """
+
+    match: str = field(validator=min_len(1))
+    """Pattern of a shell over the names of parameters (`layers.*.ffn.*`); `*` stands for any characters, dots
+    included."""
+    lr: float | None = field(default=None, validator=optional(ge(0)))
+    """Base learning rate of these parameters; the schedule multiplies it."""
+    weight_decay: float | None = field(default=None, validator=optional(ge(0)))
+    """Weight decay of these parameters."""
+    settings: Mapping[str, float] = field(factory=dict)
+    """Other numbers that the optimizer keeps for each group, by its own names (`eps`, `momentum`)."""
+
+    def values(self) -> dict[str, float]:
+        """Everything that the table sets, by the optimizer's names."""
+        named = {"lr": self.lr, "weight_decay": self.weight_decay}
+        return {name: value for name, value in named.items() if value is not None} | dict(self.settings)
+
+
+@frozen(kw_only=True)
 class OptimizerComponent(Component):
     """Builds a `torch.optim.Optimizer`.
 
-    Every parameter group's `lr` is the base rate: the engine multiplies it by the schedule before each step. A field
-    that holds a `SchedulerComponent` and is named like a key of the parameter groups is written there each step.
+    Every parameter group has `names`, those of its parameters in their order (`NamedParameters.groups` gives them).
+    Its `lr` is the base rate: the engine multiplies it by the schedule before each step. A field that holds a
+    `SchedulerComponent` and is named like a key of the parameter groups is written there each step.
+
+    An optimizer that evaluates other weights than it trains implements `forge_core.protocols.HasEvaluationWeights`.
+    Counters that it keeps in its groups it names in an attribute `group_state`, a sequence of keys.
     """
 
     kind = "optimizer"
     resumes_as = "flag"
+
+    groups: tuple[ParameterGroup, ...] = ()
+    """Other settings for some parameters, by pattern of their names."""
 
     def build(self, context: BuildContext, parameters: NamedParameters) -> torch.optim.Optimizer:
         raise NotImplementedError

@@ -258,6 +258,33 @@ class ParallelStage(Protocol):
         ...
 
 
+@runtime_checkable
+class HasEvaluationWeights(Protocol):
+    """An optimizer whose weights for evaluation are others than those it trains, such as their average.
+
+    Evaluation runs between `eval()` and `train()`. A checkpoint holds both kinds: training goes on from the one, and
+    generation, export and `[checkpoint.load]` take the other.
+    """
+
+    def eval(self) -> None:
+        """Put the weights for evaluation into the parameters."""
+        ...
+
+    def train(self) -> None:
+        """Put back the weights that were there before `eval()`, to the bit."""
+        ...
+
+    def evaluation_weights(self) -> Mapping[Tensor, Tensor]:
+        """By parameter, sharded like it; parameters that are evaluated as they are may be left out. For a checkpoint,
+        which copies them. Changes nothing."""
+        ...
+
+    def load_evaluation_weights(self, weights: Mapping[Tensor, Tensor]) -> None:
+        """Take back what a checkpoint has of them, after state and parameters were loaded. An optimizer that derives
+        them from its state ignores the call."""
+        ...
+
+
 class StepOutput(NamedTuple):
     """What an executor gives back for one step (or one evaluation batch). On device, nothing waited for."""
 

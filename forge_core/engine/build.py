@@ -20,9 +20,10 @@ from forge_core.data.packing import WindowPacking
 from forge_core.data.windows import StreamWindows
 from forge_core.engine.auxiliary import Auxiliary
 from forge_core.engine.folder import TOKENIZER
+from forge_core.engine.groups import apply_settings, check_groups, check_modes
 from forge_core.engine.hooks import HookRunner, collect_hooks
 from forge_core.engine.outline import Outline
-from forge_core.engine.parameters import NamedParameters, check_groups
+from forge_core.engine.parameters import NamedParameters
 from forge_core.engine.rates import Rates
 from forge_core.engine.splitting import SplittingExecutor
 from forge_core.errors import JobError, Problem
@@ -131,7 +132,9 @@ def assemble(
     """Build what needs a model in memory, and put all of it together."""
     parameters = NamedParameters.of(built.model, built.outline.roles)
     optimizer = context.plugins.build_optimizer(job.optimizer, context, parameters)
+    check_modes(optimizer)
     check_groups(optimizer.param_groups, parameters)
+    apply_settings(optimizer, job.optimizer.groups, built.outline)
     return Run(
         job=job,
         context=context,

@@ -10,7 +10,7 @@ from typing import Any
 
 from forge_core.checkpoint.tensors import stored_tensors
 from forge_core.checkpoint.whole import Stored, batches, read_whole, tensor_bytes
-from forge_core.engine.state import MODEL
+from forge_core.engine.state import evaluated_names
 from forge_core.errors import CheckpointError
 
 SUFFIX = ".safetensors"
@@ -21,7 +21,8 @@ SHARD_BYTES = 5 * 10**9
 def export_weights(
     checkpoint: Path, manifest: Mapping[str, Any], output: Path, shard_bytes: int = SHARD_BYTES
 ) -> list[Path]:
-    """Write parameters and persistent buffers under their names in the model, tied ones once; gives the files.
+    """Write parameters and persistent buffers under their names in the model, tied ones once, as they are evaluated;
+    gives the files.
 
     `output` is a file if it ends in `.safetensors`. Else it is a folder: files of at most `shard_bytes`, or one tensor,
     and an index, named as on the Hugging Face hub. Only one file's tensors are in memory at a time. The metadata of
@@ -32,7 +33,8 @@ def export_weights(
     """
     if output.exists():
         raise CheckpointError(f"{output} exists already; choose another --output, or remove it")
-    stored = {name: entry for name, entry in stored_tensors(checkpoint).items() if name.startswith(MODEL)}
+    entries = stored_tensors(checkpoint)
+    stored = {name: entries[name] for name in evaluated_names(entries).values()}
     one_file = output.suffix == SUFFIX
     shards = [list(stored)] if one_file else batches(stored, stored, shard_bytes)
     unfinished = output.with_name(f"{output.name}.tmp")
@@ -51,6 +53,11 @@ def export_weights(
     return [output / name for name in names]
 
 
+def _in_model(name: str) -> str:
+    """What a parameter or buffer is called in the model, by its name in the checkpoint (`model.` or `evaluation.`)."""
+    return name.partition(".")[2]
+
+
 def _names(count: int) -> list[str]:
     if count == 1:
         return [f"model{SUFFIX}"]
@@ -65,13 +72,13 @@ def _write(path: Path, checkpoint: Path, names: list[str], stored: Stored, metad
     from safetensors.torch import save_file
 
     tensors = read_whole(checkpoint, names, stored)
-    save_file({name.removeprefix(MODEL): tensor for name, tensor in tensors.items()}, path, metadata)
+    save_file({_in_model(name): tensor for name, tensor in tensors.items()}, path, metadata)
     path.chmod(0o644)  # it is made for its owner alone
 
 
 def _write_index(folder: Path, shards: Mapping[str, list[str]], stored: Stored) -> str:
     name = f"model{SUFFIX}.index.json"
-    where = {tensor.removeprefix(MODEL): file for file, tensors in shards.items() for tensor in tensors}
+    where = {_in_model(tensor): file for file, tensors in shards.items() for tensor in tensors}
     index = {"metadata": {"total_size": tensor_bytes(stored, stored)}, "weight_map": where}
     (folder / name).write_text(json.dumps(index, indent=1) + "\n")
     return name

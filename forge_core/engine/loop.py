@@ -31,7 +31,7 @@ from forge_core.errors import CheckpointError, NonFiniteError
 from forge_core.launch.meeting import current_meeting
 from forge_core.launch.phases import Phases
 from forge_core.parallel.mesh import any_rank, global_rank, pipeline_group
-from forge_core.protocols import Batch, Logger
+from forge_core.protocols import Batch, HasEvaluationWeights, Logger
 
 
 class Loop:
@@ -242,16 +242,16 @@ class Loop:
 
     @contextmanager
     def _evaluation_mode(self) -> Iterator[None]:
-        """Model and optimizer in evaluation mode: some optimizers keep other weights for it."""
+        """Model and optimizer in evaluation mode."""
         model, optimizer = self.built.model, self.built.optimizer
         model.eval()
-        if hasattr(optimizer, "eval"):
+        if isinstance(optimizer, HasEvaluationWeights):
             optimizer.eval()
         try:
             with torch.no_grad():
                 yield
         finally:
-            if hasattr(optimizer, "train"):
+            if isinstance(optimizer, HasEvaluationWeights):
                 optimizer.train()
             model.train()
 

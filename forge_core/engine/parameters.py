@@ -68,14 +68,17 @@ class NamedParameters(Sequence[NamedParameter]):
     def groups(self, decay: float, no_decay: Collection[Role] = ("norm", "bias", "embedding")) -> list[dict[str, Any]]:
         """Parameter groups for a `torch.optim.Optimizer`: one with `weight_decay=decay`, one without.
 
-        Each has `params`, `names` (the same order) and `weight_decay`; empty groups are left out.
+        Each has `params`, `names` (the same order) and `weight_decay`. There are always both, so that pipeline ranks,
+        which have other parameters, have the same groups.
         """
-        split = ((decay, self.without_roles(no_decay)), (0.0, self.with_roles(no_decay)))
         return [
-            {"params": [p.parameter for p in part], "names": [p.name for p in part], "weight_decay": weight_decay}
-            for weight_decay, part in split
-            if len(part)
+            self.without_roles(no_decay).group(weight_decay=decay),
+            self.with_roles(no_decay).group(weight_decay=0.0),
         ]
+
+    def group(self, **settings: Any) -> dict[str, Any]:
+        """All of these as one parameter group for a `torch.optim.Optimizer`: `params`, `names`, and the settings."""
+        return {"params": [p.parameter for p in self], "names": [p.name for p in self], **settings}
 
 
 def roles_of(model: Model) -> dict[str, Role]:
@@ -113,24 +116,3 @@ def _derive_role(name: str, module: nn.Module, parameter: nn.Parameter) -> Role:
     if parameter.ndim <= 1 or "norm" in kind:
         return "norm"
     return "matrix" if parameter.ndim == 2 else "stack"
-
-
-def check_groups(groups: Sequence[Mapping[str, Any]], parameters: NamedParameters) -> None:
-    """Every parameter must be in exactly one group.
-
-    Raises:
-        ForgeError: names the parameters that the optimizer left out or would step twice.
-    """
-    seen = [id(parameter) for group in groups for parameter in group["params"]]
-    counts = {p.name: seen.count(id(p.parameter)) for p in parameters} if len(set(seen)) != len(seen) else None
-    present = set(seen)
-    missing = [p.name for p in parameters if id(p.parameter) not in present]
-    if missing:
-        raise ForgeError(f"the optimizer left out {_some(missing)}; every parameter must be in one of its groups")
-    if counts:
-        twice = [name for name, count in counts.items() if count > 1]
-        raise ForgeError(f"the optimizer has {_some(twice)} in more than one group")
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

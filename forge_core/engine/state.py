@@ -1,13 +1,14 @@
 """Everything a run must remember, to and from a checkpoint.
 
-Tensors are `model.<parameter or buffer>` and `optimizer.<parameter>.<slot>`; all else is plain types in the manifest.
+Tensors are `model.<parameter or buffer>`, `optimizer.<parameter>.<slot>` and, where an optimizer evaluates other
+weights than it trains, `evaluation.<parameter>`; all else is plain types in the manifest.
 Hyper-parameters come from the job, never from a checkpoint. Randomness inside a step is seeded from (seed, step), so no
 generator's state needs keeping.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from forge_core.components import Plugin, TrainingHook, state_fields
 from forge_core.errors import CheckpointError
 from forge_core.parallel.initialise import ties
 from forge_core.parallel.mesh import gather_objects
+from forge_core.protocols import HasEvaluationWeights
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
 
 MODEL = "model."
 """Starts the name of every parameter and persistent buffer in a checkpoint."""
+EVALUATION = "evaluation."
+"""Starts the names of parameters as they are evaluated, where they are trained otherwise."""
 
 
 @define(kw_only=True)
@@ -73,6 +77,9 @@ def gather_state(
             tensors[f"optimizer.{name}.{slot}"] = value
         else:
             scalars.setdefault(name, {})[slot] = value
+    if isinstance(optimizer, HasEvaluationWeights):
+        weights = optimizer.evaluation_weights()
+        tensors |= {EVALUATION + name: weights[p].detach() for name, p in _named(optimizer) if p in weights}
     if pipeline is not None:
         scalars = {name: slots for part in gather_objects(scalars, pipeline) for name, slots in part.items()}
     extras: dict[str, dict[str, Any]] = {}
@@ -111,16 +118,29 @@ def restore_state(
     tensors = {MODEL + name: tensor for name, tensor in model_tensors(model).items()}
     tensors |= {f"optimizer.{name}.{slot}": tensor for (name, slot), tensor in slots.items()}
     tensors |= {f"{owner}.{name}": tensor for owner, held_ in held.items() for name, tensor in held_.items()}
+    evaluated = _empty_evaluated(optimizer, stored)
+    tensors |= {EVALUATION + name: tensor for name, (_, tensor) in evaluated.items()}
     load_tensors(folder, tensors)
     _fill_optimizer(optimizer, slots, manifest["optimizer"])
+    if isinstance(optimizer, HasEvaluationWeights) and evaluated:
+        optimizer.load_evaluation_weights(dict(evaluated.values()))
     for owner, tensors_ in held.items():
         own[owner].load_state_dict({**manifest["extras"][owner], **tensors_})
     return Progress(**manifest["progress"])
 
 
 def load_model(folder: Path, model: Model) -> None:
-    """Only the weights of a checkpoint."""
-    load_tensors(folder, {MODEL + name: tensor for name, tensor in model_tensors(model).items()})
+    """Only the weights of a checkpoint, as they are evaluated."""
+    where = evaluated_names(stored_tensors(folder))
+    load_tensors(folder, {where.get(name, MODEL + name): tensor for name, tensor in model_tensors(model).items()})
+
+
+def evaluated_names(stored: Iterable[str]) -> dict[str, str]:
+    """Name of each parameter and buffer in the model -> that of its weights for evaluation in a checkpoint, which are
+    those that are trained where there are no others."""
+    found = {name.removeprefix(MODEL): name for name in stored if name.startswith(MODEL)}
+    others = {name.removeprefix(EVALUATION): name for name in stored if name.startswith(EVALUATION)}
+    return found | others
 
 
 def holders(
@@ -149,6 +169,19 @@ def _empty_held(owner: str, stored: Mapping[str, tuple[torch.Size, torch.dtype]]
         name.removeprefix(prefix): torch.empty(size, dtype=dtype)
         for name, (size, dtype) in stored.items()
         if name.startswith(prefix)
+    }
+
+
+def _empty_evaluated(
+    optimizer: torch.optim.Optimizer, stored: Collection[str]
+) -> dict[str, tuple[nn.Parameter, Tensor]]:
+    """Memory for the weights for evaluation that a checkpoint has and the optimizer wants."""
+    if not isinstance(optimizer, HasEvaluationWeights):
+        return {}
+    return {
+        name: (parameter, torch.empty_like(parameter, requires_grad=False))
+        for name, parameter in _named(optimizer)
+        if EVALUATION + name in stored
     }
 
 

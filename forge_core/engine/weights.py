@@ -13,7 +13,7 @@ from forge_core.checkpoint.manager import load_tensors, stored_tensors
 from forge_core.config.job import LoadSection
 from forge_core.config.suggest import did_you_mean
 from forge_core.engine.outline import Outline
-from forge_core.engine.state import MODEL, model_tensors
+from forge_core.engine.state import evaluated_names, model_tensors
 from forge_core.errors import CheckpointError, JobError, Problem
 from forge_core.protocols import Model
 
@@ -58,7 +58,9 @@ def load_weights(folder: Path, section: LoadSection, model: Model, outline: Outl
         JobError: a pattern fits no name.
         CheckpointError: a selected tensor has another shape there, or is missing although `strict`.
     """
-    stored = {n.removeprefix(MODEL): shape for n, (shape, _) in stored_tensors(folder).items() if n.startswith(MODEL)}
+    entries = stored_tensors(folder)
+    where = evaluated_names(entries)
+    stored = {name: entries[full][0] for name, full in where.items()}
     names = _names(outline.tensors, outline.ties)
     _check_patterns(section, names, stored)
     selection = select(section, names, stored)
@@ -69,7 +71,7 @@ def load_weights(folder: Path, section: LoadSection, model: Model, outline: Outl
             "strict = false to let them keep their initial values"
         )
     own = model_tensors(model)
-    load_tensors(folder, {MODEL + name: own[name] for name in selection.loaded if name in own})
+    load_tensors(folder, {where[name]: own[name] for name in selection.loaded if name in own})
     return selection
 
 

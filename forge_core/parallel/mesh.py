@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 from collections.abc import Sequence
@@ -136,6 +137,13 @@ def _all_reduce_along(dimensions: Sequence[str], tensor: torch.Tensor, mesh: Dev
         if _size(mesh, name) > 1:
             dist.all_reduce(tensor, group=mesh.get_group(name))
     return tensor
+
+
+def place_of(rank: int, mesh: DeviceMesh) -> dict[str, int]:
+    """Coordinates of a global rank: ranks are arranged row by row."""
+    names = mesh.mesh_dim_names or ()
+    below = [math.prod(mesh.shape[number + 1 :]) for number in range(len(names))]
+    return {name: rank // below[number] % mesh.shape[number] for number, name in enumerate(names)}
 
 
 def local_part(tensor: Any) -> torch.Tensor:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
@@ -15,6 +14,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from forge_core.errors import ForgeError
+from forge_core.parallel.mesh import place_of
 
 NODE = 8
 """GPUs of a node; ranks are numbered node by node."""
@@ -97,19 +97,9 @@ class Line:
 def line_of(group: dist.ProcessGroup, mesh: DeviceMesh) -> Line:
     """How the ranks of a group lie in the mesh and on nodes."""
     ranks = dist.get_process_group_ranks(group)
-    places = [_place(rank, mesh) for rank in ranks]
+    places = [place_of(rank, mesh) for rank in ranks]
     varying = [name for name in places[0] if len({place[name] for place in places}) > 1]
     return Line(" x ".join(varying) or "none", len(ranks), _fewest_on_a_node(ranks))
-
-
-def _place(rank: int, mesh: DeviceMesh) -> Mapping[str, int]:
-    """Coordinates of a rank: ranks are arranged row by row."""
-    names, sizes = mesh.mesh_dim_names or (), mesh.shape
-    place = {}
-    for number, name in enumerate(names):
-        below = math.prod(sizes[number + 1 :])
-        place[name] = rank // below % sizes[number]
-    return place
 
 
 def _fewest_on_a_node(ranks: Sequence[int]) -> int:

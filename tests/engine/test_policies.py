@@ -193,6 +193,12 @@ class Switching(torch.optim.SGD):
     def train(self):
         self.mode = "train"
 
+    def evaluation_weights(self):
+        return {}
+
+    def load_evaluation_weights(self, weights):
+        pass
+
     def step(self, closure=None):
         assert self.mode == "train"
         return super().step(closure)

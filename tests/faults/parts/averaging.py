@@ -48,6 +48,12 @@ class AveragingOptimizer(torch.optim.Optimizer):
         parameter.sub_(state["momentum"], alpha=rate)
         state["average"].lerp_(parameter, 1 / updates)
 
+    def evaluation_weights(self) -> dict[torch.Tensor, torch.Tensor]:
+        return {parameter: state["average"] for parameter, state in self.state.items()}
+
+    def load_evaluation_weights(self, weights: dict[torch.Tensor, torch.Tensor]) -> None:
+        """The state has them."""
+
     def eval(self) -> None:
         self._swap()
 

@@ -1,0 +1,118 @@
+"""What is asked of an optimizer, and the settings that `[[optimizer.groups]]` gives it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+from forge_core.config.suggest import did_you_mean
+from forge_core.errors import ForgeError, JobError, Problem
+from forge_core.protocols import HasEvaluationWeights
+
+if TYPE_CHECKING:
+    import torch
+
+    from forge_core.components import ParameterGroup
+    from forge_core.engine.outline import Outline
+    from forge_core.engine.parameters import NamedParameters
+
+Group = dict[str, Any]
+"""As in `torch.optim.Optimizer.param_groups`."""
+
+
+def check_groups(groups: Sequence[Mapping[str, Any]], parameters: NamedParameters) -> None:
+    """Every parameter must be in exactly one group.
+
+    Raises:
+        ForgeError: names the parameters that the optimizer left out or would step twice.
+    """
+    seen = [id(parameter) for group in groups for parameter in group["params"]]
+    counts = {p.name: seen.count(id(p.parameter)) for p in parameters} if len(set(seen)) != len(seen) else None
+    present = set(seen)
+    missing = [p.name for p in parameters if id(p.parameter) not in present]
+    if missing:
+        raise ForgeError(f"the optimizer left out {_some(missing)}; every parameter must be in one of its groups")
+    if counts:
+        twice = [name for name, count in counts.items() if count > 1]
+        raise ForgeError(f"the optimizer has {_some(twice)} in more than one group")
+
+
+def check_modes(optimizer: torch.optim.Optimizer) -> None:
+    """An optimizer with modes must say what its weights for evaluation are, or checkpoints would lack them.
+
+    Raises:
+        ForgeError: it has `eval()`, but not all of `forge_core.protocols.HasEvaluationWeights`.
+    """
+    if hasattr(optimizer, "eval") and not isinstance(optimizer, HasEvaluationWeights):
+        needed = ("train", "evaluation_weights", "load_evaluation_weights")
+        lacking = ", ".join(name for name in needed if not hasattr(optimizer, name))
+        raise ForgeError(
+            f"{type(optimizer).__name__} has eval(), but not {lacking}; checkpoints and exports need the weights that "
+            "are evaluated: see forge_core.protocols.HasEvaluationWeights"
+        )
+
+
+def apply_settings(optimizer: torch.optim.Optimizer, tables: Sequence[ParameterGroup], outline: Outline) -> None:
+    """Divide the groups of `optimizer`, in place, so that each parameter has the settings of the first table that fits.
+
+    Every table makes a group of every group, empty ones too: pipeline ranks, which have other parameters, have the same
+    groups.
+
+    Args:
+        outline: of the whole model; a pattern that fits none of its parameters is a mistake.
+
+    Raises:
+        JobError: a pattern fits nothing, or a setting is none of the optimizer's.
+    """
+    if not tables:
+        return
+    ties = outline.ties.items()
+    names = {name: (name, *(other for other, first in ties if first == name)) for name in outline.sizes}
+    problems = [*_unfitting(tables, names), *_unknown(tables, optimizer.param_groups, names)]
+    if problems:
+        raise JobError(problems)
+    optimizer.param_groups[:] = [part for group in optimizer.param_groups for part in _divide(group, tables, names)]
+
+
+def _divide(group: Group, tables: Sequence[ParameterGroup], names: Mapping[str, Sequence[str]]) -> Iterator[Group]:
+    chosen = [_first_fitting(tables, names.get(name, (name,))) for name in group["names"]]
+    for number, settings in enumerate([{}, *(table.values() for table in tables)]):
+        own = [index for index, table in enumerate(chosen) if table == number - 1]
+        part = {key: [group[key][index] for index in own] for key in ("params", "names")}
+        yield group | part | {key: value for key, value in settings.items() if key in group}
+
+
+def _first_fitting(tables: Sequence[ParameterGroup], names: Sequence[str]) -> int:
+    """Number of the table; -1 if none fits."""
+    return next((number for number, table in enumerate(tables) if _fits(names, table)), -1)
+
+
+def _fits(names: Iterable[str], table: ParameterGroup) -> bool:
+    return any(fnmatchcase(name, table.match) for name in names)
+
+
+def _unfitting(tables: Sequence[ParameterGroup], names: Mapping[str, Sequence[str]]) -> Iterator[Problem]:
+    known = [name for all_names in names.values() for name in all_names]
+    for number, table in enumerate(tables):
+        if not _fits(known, table):
+            hint = did_you_mean(table.match, known)
+            yield Problem(f"optimizer.groups.{number}.match", f"{table.match!r} fits no parameter of the model{hint}")
+
+
+def _unknown(
+    tables: Sequence[ParameterGroup], groups: Sequence[Group], names: Mapping[str, Sequence[str]]
+) -> Iterator[Problem]:
+    """Settings that no group has of those whose parameters a table fits."""
+    for number, table in enumerate(tables):
+        fitted = [group for group in groups if any(_fits(names.get(name, (name,)), table) for name in group["names"])]
+        known = {key for group in fitted for key in group} - {"params", "names", "param_names"}
+        for key in table.values():
+            if fitted and key not in known:
+                path = f"optimizer.groups.{number}" + ("" if key in ("lr", "weight_decay") else ".settings")
+                allowed = ", ".join(sorted(known))
+                yield Problem(f"{path}.{key}", f"is no setting of these parameters; they have {allowed}")
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

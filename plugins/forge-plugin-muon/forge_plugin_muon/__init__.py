@@ -1,0 +1,5 @@
+"""Muon, orthogonalised momentum for matrices: type `muon` of kind `optimizer`."""
+
+from forge_plugin_muon.muon import Muon
+
+__all__ = ["Muon"]

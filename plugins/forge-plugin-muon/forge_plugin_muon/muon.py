@@ -1,0 +1,80 @@
+"""The component `muon`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from attrs import field, frozen
+from attrs.validators import ge, gt, le
+
+from forge_core.components import OptimizerComponent, SchedulerComponent, when_resumed
+
+if TYPE_CHECKING:
+    import torch
+
+    from forge_core.context import BuildContext
+    from forge_core.engine.parameters import NamedParameters
+
+MATRICES = ("matrix", "stack", "fused")
+"""Roles whose parameters are orthogonalised."""
+
+
+def _betas(_: object, attribute: Any, betas: tuple[float, float]) -> None:
+    if not all(0 <= beta < 1 for beta in betas):
+        raise ValueError(f"each must be >= 0 and < 1, got {list(betas)}")
+
+
+def _momentum(_: object, attribute: Any, value: float | SchedulerComponent) -> None:
+    if not isinstance(value, SchedulerComponent) and not 0 <= value < 1:
+        raise ValueError(f"must be >= 0 and < 1, or a schedule, got {value}")
+
+
+@frozen(kw_only=True)
+class Muon(OptimizerComponent):
+    """Momentum, orthogonalised by a Newton-Schulz iteration (Jordan et al. 2024, "Muon: An optimizer for hidden layers
+    in neural networks"), for the matrices of hidden layers; AdamW for embeddings, head, norms, biases and routers.
+
+    A parameter that stacks matrices, such as those of experts, has each of them orthogonalised by itself; one that
+    fuses several is taken as one matrix. The result does not depend on the layout: every matrix is worked on as a
+    whole, by one of the ranks that share it.
+
+    State: of a matrix, one tensor like it; of other parameters, that of AdamW.
+    """
+
+    lr: float = field(default=0.02, validator=gt(0))
+    """Base learning rate of matrices; the schedule multiplies it."""
+    momentum: float | SchedulerComponent = field(default=0.95, validator=_momentum)
+    """Decay of the average of the gradient. A table makes it a schedule."""
+    nesterov: bool = True
+    """Whether the present gradient counts once more, with weight 1 - momentum."""
+    weight_decay: float = field(default=0.1, validator=ge(0))
+    """Each step takes lr x this of a weight away."""
+    scaling: Literal["original", "match_rms_adamw"] = "original"
+    """Factor on the rate of a matrix. original: √max(1, rows / columns), as Jordan has it. match_rms_adamw:
+    0.2 √max(rows, columns), which makes updates as large as AdamW's, so that its rate and decay can be taken over
+    (Liu et al. 2025, "Muon is Scalable for LLM Training", section 2.2)."""
+    ns_steps: int = field(default=5, validator=[ge(1), le(99)])
+    """Steps of the Newton-Schulz iteration."""
+    ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315)
+    """Of its polynomial a X + b (X Xᵀ) X + c (X Xᵀ)² X; these are Jordan's."""
+    ns_dtype: Literal["bf16", "fp32"] = "bf16"
+    """Dtype of the iteration. bf16 is what is published, and drifts by some 1e-4 with the order of sums. fp32: float32,
+    or that of the parameters if it is wider."""
+    ns_eps: float = field(default=1e-7, validator=gt(0))
+    """Least norm by which a matrix is divided before the iteration."""
+
+    adam_lr: float = field(default=3e-4, validator=gt(0))
+    """Base learning rate of all other parameters."""
+    adam_betas: tuple[float, float] = field(default=(0.9, 0.95), validator=_betas)
+    """Decay of AdamW's averages of the gradient and of its square."""
+    adam_eps: float = field(default=1e-8, validator=gt(0))
+    """Added to the root of AdamW's averaged square."""
+    adam_weight_decay: float = field(default=0.1, validator=ge(0))
+    """Weight decay of the head and of routers; norms, biases and embeddings are spared."""
+    fused: bool = field(default=True, metadata=when_resumed("safe"))
+    """One kernel for AdamW's whole update. false: torch's loop over parameters."""
+
+    def build(self, context: BuildContext, parameters: NamedParameters) -> torch.optim.Optimizer:
+        from forge_plugin_muon.optimizer import MuonOptimizer
+
+        return MuonOptimizer(self, context, parameters)

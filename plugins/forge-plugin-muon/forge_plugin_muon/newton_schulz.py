@@ -1,0 +1,46 @@
+"""The Newton-Schulz iteration on many matrices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+TOGETHER = 1 << 24
+"""Elements that are worked on at a time at most, or one matrix: so much memory is needed three times over."""
+
+
+def orthogonalise(
+    matrices: Sequence[Tensor], coefficients: tuple[float, float, float], steps: int, eps: float
+) -> list[Tensor]:
+    """Each matrix (rows, columns) with its singular values brought near to 1 (Jordan et al. 2024): by
+    X <- a X + b (X Xᵀ) X + c (X Xᵀ)² X, from X divided by its norm. Those of one shape are worked on together.
+
+    Args:
+        matrices: of one dtype, in which all is computed; left as they are.
+        eps: least norm to divide by.
+    """
+    found: dict[int, Tensor] = {}
+    alike: dict[torch.Size, list[int]] = {}
+    for number, matrix in enumerate(matrices):
+        alike.setdefault(matrix.shape, []).append(number)
+    for shape, numbers in alike.items():
+        count = max(1, TOGETHER // max(1, shape.numel()))
+        for start in range(0, len(numbers), count):
+            part = numbers[start : start + count]
+            stack = torch.stack([matrices[number] for number in part])
+            found.update(zip(part, _iterate(stack, coefficients, steps, eps).unbind(), strict=True))
+    return [found[number] for number in range(len(matrices))]
+
+
+def _iterate(x: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
+    """(n, rows, columns), which it may overwrite. Tall matrices are transposed: their Gram matrix is smaller then."""
+    a, b, c = coefficients
+    tall = x.shape[1] > x.shape[2]
+    x = x.mT.contiguous() if tall else x
+    x = x.div_(torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=eps))
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x

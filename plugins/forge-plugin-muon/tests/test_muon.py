@@ -1,0 +1,215 @@
+"""Muon against torch's, and against itself under every layout."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from attrs import define, frozen
+from torch.distributed.tensor import DTensor
+
+from forge_core.components import ParameterGroup, SchedulerComponent, TrainingHook
+from forge_core.data.loader import TrainLoader
+from forge_core.engine.build import build_context, build_run
+from forge_core.engine.step import Stepper
+from forge_core.plugins.catalog import Catalog
+from forge_core.testing import TinyModel, tiny_job
+from forge_core.testing.processes import run_on_ranks
+from forge_plugin_muon import Muon
+from forge_plugin_muon.newton_schulz import orthogonalise
+from forge_plugin_parallel import FSDP, ContextParallel, PipelineParallel, TensorParallel
+from forge_plugin_transformer import GroupedQueryAttention, Transformer
+
+JORDAN = (3.4445, -4.7750, 2.0315)
+
+
+def run_of(folder, stages=None, **changes):
+    job = tiny_job(str(folder), Catalog.installed(), parallel=stages or {}, **changes)
+    return build_run(job, build_context(job, Catalog.installed(), None))
+
+
+def draw(name, shape, step):
+    """A gradient, the same in every process."""
+    generator = torch.Generator().manual_seed(sum(map(ord, name)) + 1000 * step)
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("scaling", ["original", "match_rms_adamw"])
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_matrices_are_stepped_as_by_torch_and_the_rest_as_by_adamw(tmp_path, scaling, nesterov):
+    component = Muon(lr=0.03, scaling=scaling, nesterov=nesterov, weight_decay=0.2, adam_lr=0.01)
+    run = run_of(tmp_path, optimizer=component, model=TinyModel(layers=3))
+    twin = dict(copy.deepcopy(run.model).named_parameters())
+    roles = {item.name: item.role for item in run.parameters}
+    matrices = [name for name, role in roles.items() if role == "matrix"]
+    assert len(matrices) == 6
+    muon = torch.optim.Muon(
+        [twin[n] for n in matrices], lr=0.03, weight_decay=0.2, nesterov=nesterov, adjust_lr_fn=scaling
+    )
+    groups = [
+        {"params": [twin[n] for n, role in roles.items() if n not in matrices and decays(role)], "weight_decay": 0.1},
+        {"params": [twin[n] for n, role in roles.items() if n not in matrices and not decays(role)], "weight_decay": 0},
+    ]
+    adam = torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.95), fused=True)
+    for step in range(5):
+        for item in run.parameters:
+            item.parameter.grad = draw(item.name, item.parameter.shape, step).float()
+            twin[item.name].grad = item.parameter.grad.clone()
+        run.optimizer.step()
+        muon.step()
+        adam.step()
+    for item in run.parameters:
+        torch.testing.assert_close(item.parameter, twin[item.name], rtol=0, atol=0)
+
+
+def decays(role):
+    return role not in ("norm", "bias", "embedding")
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (4, 12), (12, 4)])
+def test_singular_values_go_through_the_polynomial(shape):
+    """In exact arithmetic, the iteration changes nothing but singular values, each by the polynomial."""
+    matrices = [draw(f"matrix {number}", shape, 0) for number in range(3)]
+    for matrix, found in zip(matrices, orthogonalise(matrices, JORDAN, 5, 1e-7), strict=True):
+        left, values, right = torch.linalg.svd(matrix, full_matrices=False)
+        values = values / values.norm()
+        for _ in range(5):
+            values = JORDAN[0] * values + JORDAN[1] * values**3 + JORDAN[2] * values**5
+        torch.testing.assert_close(found, left @ values.diag() @ right, rtol=1e-9, atol=1e-9)
+
+
+def test_many_matrices_are_worked_on_in_parts(monkeypatch):
+    matrices = [draw(f"matrix {number}", (4, 6), 0) for number in range(5)]
+    together = orthogonalise(matrices, JORDAN, 5, 1e-7)
+    monkeypatch.setattr("forge_plugin_muon.newton_schulz.TOGETHER", 50)
+    torch.testing.assert_close(orthogonalise(matrices, JORDAN, 5, 1e-7), together)
+
+
+# --- layouts -----------------------------------------------------------------------------------------------------
+
+
+MODEL = Transformer(
+    dim=16, layers=2, vocab_size=32, attention=GroupedQueryAttention(heads=4, kv_heads=2), tie_embeddings=True
+)
+LAYOUTS = {
+    "replicate2": (2, {}),
+    "fsdp2": (2, {"fsdp": FSDP()}),
+    "tp2": (2, {"tp": TensorParallel(degree=2)}),
+    "pp2": (2, {"pp": PipelineParallel(degree=2, schedule="gpipe")}),
+    "fsdp4": (4, {"fsdp": FSDP()}),
+    "hsdp 2x2": (4, {"fsdp": FSDP(shard=2, replicate=2)}),
+    "fsdp2 x tp2": (4, {"fsdp": FSDP(), "tp": TensorParallel(degree=2)}),
+    "fsdp2 x pp2": (4, {"fsdp": FSDP(), "pp": PipelineParallel(degree=2, schedule="gpipe")}),
+    "fsdp2 x cp2": (4, {"fsdp": FSDP(), "cp": ContextParallel(degree=2)}),
+    "replicate2 x tp2": (4, {"tp": TensorParallel(degree=2)}),
+}
+
+
+def trained(folder, stages):
+    """This rank's weights after three steps, whole, and how many of its matrices it has orthogonalised itself."""
+    sizes = {"seq_len": 16, "global_batch_size": 8, "micro_batch_size": 2, "precision": "fp64"}
+    run = run_of(folder, stages, optimizer=Muon(ns_dtype="fp32", lr=0.1), model=MODEL, **sizes)
+    stepper, loader = Stepper(run), TrainLoader(run.job, run.datasets, run.context)
+    for step in range(3):
+        _, sums = stepper.gradients(loader.next_step(), step)
+        decided = SimpleNamespace(grad_norm=stepper.norm(), requests=SimpleNamespace(skip=""))
+        stepper.update(decided, sums["loss_sum"])
+    loader.close()
+    weights = {item.name: whole(item.parameter) for item in run.parameters}
+    return weights, len(run.optimizer.matrices.owned(range(len(weights))))
+
+
+def whole(parameter):
+    return (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach().clone()
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """Every layout's weights and shares of the work, of all ranks; layouts of as many ranks in the same processes."""
+    folder = tmp_path_factory.mktemp("runs")
+    results = {"one process": [trained(folder, {})]}
+    for ranks in (2, 4):
+        names = [name for name, (wanted, _) in LAYOUTS.items() if wanted == ranks]
+        by_rank = run_on_ranks(ranks, lambda rank: [trained(folder, LAYOUTS[n][1]) for n in names], timeout=120)  # noqa: B023
+        results |= dict(zip(names, zip(*by_rank, strict=True), strict=True))
+    return results
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_layout_changes_nothing(found, name):
+    ((expected, _),) = found["one process"]
+    merged = {}
+    for weights, _ in found[name]:
+        for key in merged.keys() & weights.keys():
+            torch.testing.assert_close(weights[key], merged[key], rtol=0, atol=0)
+        merged |= weights
+    assert merged.keys() == expected.keys()
+    for key, weight in expected.items():
+        torch.testing.assert_close(merged[key], weight, rtol=1e-9, atol=1e-10, msg=f"{name}: {key}")
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_ranks_divide_the_work(found, name):
+    """Each matrix is orthogonalised by one rank alone, and no rank does twice its share."""
+    ((_, all_of_them),) = found["one process"]
+    shares = [share for _, share in found[name]]
+    assert sum(shares) == all_of_them == 14
+    assert max(shares) < 2 * all_of_them / len(shares)
+
+
+# --- training ----------------------------------------------------------------------------------------------------
+
+
+def test_an_interrupted_run_equals_the_whole(make_job, train, lines):
+    settings = {"optimizer": Muon(lr=0.02), "checkpoint": {"interval": 3}, "precision": "bf16"}
+    whole_run = train(make_job(steps=6, job={"name": "whole"}, **settings))
+    train(make_job(steps=3, job={"name": "cut"}, **settings))
+    continued = train(make_job(steps=6, job={"name": "cut"}, **settings))
+    assert [record["loss"] for record in lines(continued)] == [record["loss"] for record in lines(whole_run)]
+
+
+def test_momentum_may_follow_a_schedule(make_job, train):
+    seen = []
+
+    @define(kw_only=True, slots=False)
+    class Watch(TrainingHook):
+        def on_step_end(self, context):
+            seen.append(context.optimizer.param_groups[0]["momentum"])
+
+    train(make_job(optimizer=Muon(momentum=Falling())), Watch())
+    assert seen == [0.9, 0.8, 0.7, 0.6]
+
+
+@frozen(kw_only=True)
+class Falling(SchedulerComponent):
+    def build(self, context):
+        return lambda step, total: round(0.9 - 0.1 * step, 3)
+
+
+def test_patterns_change_the_rate_of_both_kinds(make_job, build):
+    run = build(make_job(optimizer=Muon(groups=(ParameterGroup(match="layers.0.*", lr=0.5),))))
+    rates = {name: group["lr"] for group in run.optimizer.param_groups for name in group["names"]}
+    assert rates["layers.0.up.weight"] == rates["layers.0.up.bias"] == 0.5
+    assert (rates["layers.1.up.weight"], rates["layers.1.up.bias"]) == (0.02, 3e-4)
+
+
+def test_a_frozen_matrix_stays_and_trains_once_it_is_unfrozen(make_job, build):
+    run = build(make_job(optimizer=Muon()))
+    items = {item.name: item.parameter for item in run.parameters}
+    frozen_one, other = items["layers.0.up.weight"], items["layers.0.down.weight"]
+    before = frozen_one.detach().clone(), other.detach().clone()
+    other.grad = torch.ones_like(other)
+    run.optimizer.step()
+    assert torch.equal(frozen_one, before[0])
+    assert not torch.equal(other, before[1])
+    frozen_one.grad = torch.ones_like(frozen_one)
+    run.optimizer.step()
+    assert not torch.equal(frozen_one, before[0])
+
+
+@pytest.mark.parametrize("momentum", [1.0, -0.1])
+def test_a_momentum_that_cannot_be_is_refused(momentum):
+    with pytest.raises(ValueError, match="must be >= 0 and < 1, or a schedule"):
+        Muon(momentum=momentum)

@@ -1,0 +1,130 @@
+"""`[[optimizer.groups]]`: other settings for some parameters."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from attrs import define, frozen
+
+from forge_core import load_job
+from forge_core.components import OptimizerComponent, ParameterGroup, SchedulerComponent, TrainingHook
+from forge_core.engine.build import build_context, build_run
+from forge_core.errors import ForgeError, JobError
+from forge_core.testing import TinyAdamW, TinyModel, tiny_job
+from forge_core.testing.processes import run_on_ranks
+from forge_plugin_parallel import PipelineParallel
+
+TABLES = (
+    ParameterGroup(match="layers.0.*", lr=0.5),
+    ParameterGroup(match="layers.*.up.*", lr=0.25, weight_decay=0.0, settings={"eps": 0.125}),
+)
+
+
+def settings_of(optimizer):
+    return {name: group for group in optimizer.param_groups for name in group["names"]}
+
+
+def test_a_parameter_has_the_settings_of_the_first_table_that_fits(make_job, build):
+    found = settings_of(build(make_job(optimizer=TinyAdamW(lr=1e-2, groups=TABLES))).optimizer)
+    seen = {name: (group["lr"], group["weight_decay"], group["eps"]) for name, group in found.items()}
+    assert seen["layers.0.up.weight"] == (0.5, 0.1, 1e-5)
+    assert seen["layers.1.up.weight"] == seen["layers.1.up.bias"] == (0.25, 0.0, 0.125)
+    assert seen["layers.1.down.weight"] == (1e-2, 0.1, 1e-5)
+    assert seen["embedding.weight"] == (1e-2, 0.0, 1e-5)
+
+
+def test_a_job_file_gives_them_and_the_update_obeys(tmp_path, monkeypatch, catalog, train):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "job.toml").write_text(
+        """
+        [train]
+        steps = 2
+        global_batch_size = 4
+        seq_len = 8
+        [model]
+        type = "forge_core.testing:TinyModel"
+        [[data.sources]]
+        type = "forge_core.testing:Numbers"
+        [optimizer]
+        type = "forge_core.testing:TinyAdamW"
+        [[optimizer.groups]]
+        match = "layers.*"
+        lr = 0.0
+        """
+    )
+    keep = Keep()
+    train(load_job("job.toml"), keep)
+    first, second = keep.seen
+    assert all(torch.equal(first[name], second[name]) == name.startswith("layers.") for name in first)
+
+
+@define(kw_only=True, slots=False)
+class Keep(TrainingHook):
+    """Weights after each step, and the rates with which they were made."""
+
+    def __attrs_post_init__(self):
+        self.seen, self.rates = [], []  # no fields: those would be state
+
+    def on_step_end(self, context):
+        self.seen.append({name: p.detach().clone() for name, p in context.model.named_parameters()})
+        self.rates.append([group["lr"] for group in context.optimizer.param_groups if group["params"]])
+
+
+def test_the_schedule_multiplies_every_rate(make_job, train):
+    keep = Keep()
+    train(make_job(optimizer=TinyAdamW(lr=1.0, groups=TABLES), scheduler=Halving()), keep)
+    assert keep.rates[0] == [1.0, 0.5, 0.25, 1.0, 0.5, 0.25]
+    assert keep.rates[1] == [rate / 2 for rate in keep.rates[0]]
+
+
+@frozen(kw_only=True)
+class Halving(SchedulerComponent):
+    def build(self, context):
+        return lambda step, total: 0.5**step
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        (ParameterGroup(match="layer.*", lr=1.0), r"optimizer\.groups\.0\.match: 'layer\.\*' fits no parameter"),
+        (
+            ParameterGroup(match="head.*", settings={"momentum": 0.9}),
+            r"optimizer\.groups\.0\.settings\.momentum: is no setting of these parameters; they have .*betas.*lr",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(make_job, build, table, message):
+    with pytest.raises(JobError, match=message):
+        build(make_job(optimizer=TinyAdamW(groups=(table,))))
+
+
+def test_every_rank_of_a_pipeline_has_the_same_groups(tmp_path, catalog):
+    tables = (ParameterGroup(match="embedding.*", lr=0.5), ParameterGroup(match="layers.3.*", lr=0.25))
+    stages = {"pp": PipelineParallel(degree=2, schedule="gpipe")}
+    optimizer = TinyAdamW(groups=tables)
+    job = tiny_job(str(tmp_path), catalog, optimizer=optimizer, model=TinyModel(layers=4), parallel=stages)
+
+    def rates(rank):
+        return [group["lr"] for group in build_run(job, build_context(job, catalog, None)).optimizer.param_groups]
+
+    first, last = run_on_ranks(2, rates)
+    assert first == last == [1e-2, 0.5, 0.25, 1e-2, 0.5, 0.25]
+
+
+def test_modes_without_weights_for_evaluation_are_refused(make_job, build):
+    with pytest.raises(ForgeError, match=r"HalfDone has eval\(\), but not evaluation_weights, load_evaluation_weights"):
+        build(make_job(optimizer=HalfDoneComponent()))
+
+
+class HalfDone(torch.optim.SGD):
+    def eval(self):
+        pass
+
+    def train(self):
+        pass
+
+
+@frozen(kw_only=True)
+class HalfDoneComponent(OptimizerComponent):
+    def build(self, context, parameters):
+        return HalfDone(parameters.groups(0.0), lr=0.1)
