@@ -281,7 +281,7 @@ class HasEvaluationWeights(Protocol):
 
     def load_evaluation_weights(self, weights: Mapping[Tensor, Tensor]) -> None:
         """Take back what a checkpoint has of them, after state and parameters were loaded. An optimizer that derives
-        them from its state ignores the call."""
+        them from those ignores the call."""
         ...
 
 

@@ -71,15 +71,16 @@ def gather_state(
         pipeline: the ranks that hold different layers. Collective over them.
     """
     tensors = {f"model.{name}": tensor for name, tensor in model_tensors(model).items()}
+    evaluated = optimizer.evaluation_weights() if isinstance(optimizer, HasEvaluationWeights) else {}
     scalars: dict[str, dict[str, Any]] = {}
-    for name, slot, value in _optimizer_slots(optimizer):
-        if isinstance(value, Tensor):
-            tensors[f"optimizer.{name}.{slot}"] = value
-        else:
-            scalars.setdefault(name, {})[slot] = value
-    if isinstance(optimizer, HasEvaluationWeights):
-        weights = optimizer.evaluation_weights()
-        tensors |= {EVALUATION + name: weights[p].detach() for name, p in _named(optimizer) if p in weights}
+    for name, parameter in _named(optimizer):
+        if parameter in evaluated:
+            tensors[EVALUATION + name] = evaluated[parameter]
+        for slot, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor):
+                tensors[f"optimizer.{name}.{slot}"] = value
+            else:
+                scalars.setdefault(name, {})[slot] = value
     if pipeline is not None:
         scalars = {name: slots for part in gather_objects(scalars, pipeline) for name, slots in part.items()}
     extras: dict[str, dict[str, Any]] = {}
@@ -188,12 +189,6 @@ def _empty_evaluated(
 def _named(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, nn.Parameter]]:
     for group in optimizer.param_groups:
         yield from zip(group["names"], group["params"], strict=True)
-
-
-def _optimizer_slots(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, str, Any]]:
-    for name, parameter in _named(optimizer):
-        for slot, value in optimizer.state.get(parameter, {}).items():
-            yield name, slot, value
 
 
 def _group_state(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

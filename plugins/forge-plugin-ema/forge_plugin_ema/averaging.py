@@ -1,0 +1,78 @@
+"""An optimizer that averages the weights after each of its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from forge_core.errors import ForgeError
+from forge_core.parallel.mesh import local_part
+from forge_core.protocols import HasEvaluationWeights
+
+if TYPE_CHECKING:
+    from forge_plugin_ema.ema import EMA
+
+AVERAGES = "averages"
+"""Key of the averages, by parameter, in the optimizer's state. They are not in the parameters' own: optimizers take a
+parameter that has any state for one that they have stepped before."""
+
+
+def with_average(optimizer: torch.optim.Optimizer, ema: EMA) -> torch.optim.Optimizer:
+    """The same optimizer, which from now on averages too: its class is derived from the one it had.
+
+    Raises:
+        ForgeError: the optimizer has weights for evaluation already.
+    """
+    if isinstance(optimizer, HasEvaluationWeights):
+        name = type(optimizer).__name__
+        raise ForgeError(f"plugins.ema: {name} has weights of its own for evaluation; leave out one of the two")
+    kind: Any = type(optimizer)
+    optimizer.__class__ = type(f"Averaged{kind.__name__}", (Averaging, kind), {"ema": ema})
+    return optimizer
+
+
+class Averaging(torch.optim.Optimizer):
+    """What is added to an optimizer's class; see `forge_core.protocols.HasEvaluationWeights`."""
+
+    ema: EMA
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> Any:  # type: ignore[override]
+        averages = self._averages
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.requires_grad and parameter not in averages:
+                    averages[parameter] = parameter.detach().clone()
+        result = super().step(closure)  # type: ignore[arg-type]
+        share: Any = 1 - self.ema.next_decay()
+        if getattr(self, "found_inf", None) is not None:  # the device alone knows whether there was an update
+            share = share * (1 - self.found_inf)  # type: ignore[attr-defined]
+        if averages:
+            weights = [local_part(parameter.detach()) for parameter in averages]
+            torch._foreach_lerp_([local_part(average) for average in averages.values()], weights, share)
+        return result
+
+    @torch.no_grad()
+    def eval(self) -> None:
+        """Exchange parameters and averages, in place."""
+        for parameter, average in self._averages.items():
+            weights = parameter.detach().clone()
+            parameter.copy_(average)
+            average.copy_(weights)
+
+    def train(self) -> None:
+        self.eval()
+
+    def evaluation_weights(self) -> dict[Tensor, Tensor]:
+        return dict(self._averages)
+
+    def load_evaluation_weights(self, weights: Mapping[Tensor, Tensor]) -> None:
+        self._averages.update(weights)
+
+    @property
+    def _averages(self) -> dict[Tensor, Tensor]:
+        averages: dict[Tensor, Tensor] = self.state[AVERAGES]  # type: ignore[index]
+        return averages

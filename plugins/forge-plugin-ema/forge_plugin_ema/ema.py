@@ -1,0 +1,46 @@
+"""The plugin `ema`."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import TYPE_CHECKING
+
+from attrs import define, field
+from attrs.validators import ge, gt, lt
+
+from forge_core import Plugin, hookimpl
+
+if TYPE_CHECKING:
+    import torch
+
+
+@define(kw_only=True, slots=False)
+class EMA(Plugin):
+    """Keeps an exponential moving average of the weights (Polyak and Juditsky 1992), whatever the optimizer:
+    average <- decay x average + (1 - decay) x weights after each update, from the initial weights on.
+
+    Evaluation, generation, export and other runs take the average; training goes on with its own weights.
+
+    State: one tensor like each trained parameter, split over ranks like it.
+    """
+
+    decay: float = field(default=0.999, validator=[gt(0), lt(1)])
+    """Share of the average that an update leaves. It remembers about 1 / (1 - decay) updates."""
+    warmup: bool = True
+    """Whether the first updates count more, so that initial weights are soon forgotten: the decay is at most
+    (1 + n) / (10 + n) after n updates."""
+    updates: int = field(default=0, init=False, validator=ge(0))
+    """Updates averaged so far."""
+
+    @hookimpl(wrapper=True)
+    def forge_build_optimizer(self) -> Generator[None, torch.optim.Optimizer, torch.optim.Optimizer]:
+        from forge_plugin_ema.averaging import with_average
+
+        optimizer = yield
+        return with_average(optimizer, self)
+
+    def next_decay(self) -> float:
+        """Of the update that is about to be averaged, which is counted."""
+        decay = min(self.decay, (1 + self.updates) / (10 + self.updates)) if self.warmup else self.decay
+        self.updates += 1
+        return decay

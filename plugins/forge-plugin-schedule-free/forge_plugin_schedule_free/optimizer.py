@@ -1,0 +1,67 @@
+"""The optimizers of `schedulefree`, whose two kinds of weights are exchanged exactly and reach checkpoints.
+
+In the paper's letters: parameters are y while training; x is their average, which is evaluated, and z is in the state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import schedulefree
+import torch
+from torch import Tensor
+
+
+class ExactModes(torch.optim.Optimizer):
+    """`forge_core.protocols.HasEvaluationWeights` for an optimizer of the package.
+
+    The package computes y from x again after an evaluation, which rounds. Here y is kept meanwhile, so that evaluations
+    leave no trace in training.
+    """
+
+    group_state = ("k", "weight_sum", "lr_max")
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._trained: dict[Tensor, Tensor] = {}
+        for group in self.param_groups:
+            group["train_mode"] = True
+
+    @torch.no_grad()
+    def eval(self) -> None:
+        if self._trained:
+            return
+        for parameter, average in self._averages():
+            self._trained[parameter] = parameter.detach().clone()
+            parameter.copy_(average)
+
+    @torch.no_grad()
+    def train(self) -> None:
+        for parameter, trained in self._trained.items():
+            parameter.copy_(trained)
+        self._trained.clear()
+
+    def evaluation_weights(self) -> dict[Tensor, Tensor]:
+        return dict(self._averages())
+
+    def load_evaluation_weights(self, weights: Mapping[Tensor, Tensor]) -> None:
+        """They follow from the parameters and the state."""
+
+    @torch.no_grad()
+    def _averages(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """x = y + (1 - 1/β)(z - y), of the parameters that have been stepped."""
+        for group in self.param_groups:
+            beta = group["betas"][0] if "betas" in group else group["momentum"]
+            for parameter in group["params"]:
+                z = self.state[parameter].get("z") if parameter in self.state else None
+                if z is not None:
+                    yield parameter, torch.lerp(parameter.detach(), z, 1 - 1 / beta)
+
+
+class AdamWScheduleFree(ExactModes, schedulefree.AdamWScheduleFree):  # type: ignore[misc]
+    """See `schedulefree.AdamWScheduleFree`."""
+
+
+class SGDScheduleFree(ExactModes, schedulefree.SGDScheduleFree):  # type: ignore[misc]
+    """See `schedulefree.SGDScheduleFree`."""

@@ -1,0 +1,125 @@
+"""Schedule-Free optimizers against the package that they are built on, and where the average is taken."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import schedulefree
+import torch
+from safetensors.torch import load_file
+
+from forge_core.cli import main
+from forge_core.components import ParameterGroup
+from forge_core.engine.build import build_context, build_run
+from forge_core.testing import tiny_job
+from forge_core.testing.processes import run_on_ranks
+from forge_plugin_parallel import FSDP, PipelineParallel
+from forge_plugin_schedule_free import ScheduleFreeAdamW, ScheduleFreeSGD
+
+COMPONENTS = [
+    ScheduleFreeAdamW(lr=0.01, warmup_steps=3, weight_decay=0.1),
+    ScheduleFreeAdamW(betas=(0.95, 0.99), foreach=False, weight_lr_power=1.0),
+    ScheduleFreeSGD(lr=0.5, momentum=0.8, r=1.0),
+]
+
+
+def package(component, groups):
+    kinds = {ScheduleFreeAdamW: schedulefree.AdamWScheduleFree, ScheduleFreeSGD: schedulefree.SGDScheduleFree}
+    own = ("lr", "betas", "eps", "momentum", "warmup_steps", "r", "weight_lr_power", "foreach")
+    options = {name: getattr(component, name) for name in own if hasattr(component, name)}
+    return kinds[type(component)](groups, **options)
+
+
+def draw(name, shape, step):
+    generator = torch.Generator().manual_seed(sum(map(ord, name)) + 1000 * step)
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("component", COMPONENTS, ids=lambda component: type(component).__name__)
+def test_it_steps_and_averages_as_the_package(make_job, build, component):
+    run = build(make_job(optimizer=component))
+    twin = dict(copy.deepcopy(run.model).named_parameters())
+    spared = ("norm", "bias", "embedding")
+    decayed = [twin[p.name] for p in run.parameters if p.role not in spared]
+    rest = [twin[p.name] for p in run.parameters if p.role in spared]
+    theirs = package(
+        component,
+        [{"params": decayed, "weight_decay": component.weight_decay}, {"params": rest, "weight_decay": 0.0}],
+    )
+    theirs.train()
+    for step in range(6):
+        for item in run.parameters:
+            item.parameter.grad = draw(item.name, item.parameter.shape, step).float()
+            twin[item.name].grad = item.parameter.grad.clone()
+        run.optimizer.step()
+        theirs.step()
+    assert all(torch.equal(item.parameter, twin[item.name]) for item in run.parameters)
+    run.optimizer.eval()
+    theirs.eval()
+    assert all(torch.equal(item.parameter, twin[item.name]) for item in run.parameters)
+
+
+def test_an_evaluation_leaves_no_trace(make_job, build):
+    run = build(make_job(optimizer=COMPONENTS[0]))
+    for step in range(2):
+        for item in run.parameters:
+            item.parameter.grad = draw(item.name, item.parameter.shape, step).float()
+        run.optimizer.step()
+    before = {item.name: item.parameter.detach().clone() for item in run.parameters}
+    run.optimizer.eval()
+    assert not all(torch.equal(item.parameter, before[item.name]) for item in run.parameters)
+    run.optimizer.train()
+    assert all(torch.equal(item.parameter, before[item.name]) for item in run.parameters)
+
+
+@pytest.mark.parametrize("component", COMPONENTS, ids=lambda component: type(component).__name__)
+def test_an_interrupted_run_equals_the_whole_and_exports_its_average(make_job, train, lines, tmp_path, component):
+    settings = {"optimizer": component, "eval": {"interval": 2}, "micro_batch_size": 2}
+    whole = train(make_job(steps=6, job={"name": "whole"}, **settings))
+    train(make_job(steps=3, job={"name": "cut"}, **settings))
+    cut = train(make_job(steps=6, job={"name": "cut"}, **settings))
+    assert lines(cut)[-1]["loss"] == lines(whole)[-1]["loss"]
+    assert cut.evaluation["eval/loss"] == whole.evaluation["eval/loss"]
+    weights = []
+    for folder in (whole.folder, cut.folder):
+        path = tmp_path / f"{folder.name}.safetensors"
+        assert main(["checkpoints", str(folder), "export", "--output", str(path)]) == 0
+        weights.append(load_file(path))
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+@pytest.mark.parametrize("ranks", [2])
+@pytest.mark.parametrize("stages", [{"fsdp": FSDP()}, {"pp": PipelineParallel(degree=2, schedule="gpipe")}], ids=str)
+def test_a_layout_changes_nothing(tmp_path, catalog, ranks, stages):
+    groups = (ParameterGroup(match="embedding.*", lr=0.02),)
+    component = ScheduleFreeAdamW(lr=0.01, warmup_steps=2, groups=groups)
+
+    def weights(stages):
+        job = tiny_job(str(tmp_path), catalog, optimizer=component, parallel=stages, precision="fp64")
+        run = build_run(job, build_context(job, catalog, None))
+        for step in range(3):
+            for item in run.parameters:
+                item.parameter.grad = torch.full_like(item.parameter, 1.0 + step)
+            run.optimizer.step()
+        average = run.optimizer.evaluation_weights()
+        counters = [(group["k"], group["weight_sum"]) for group in run.optimizer.param_groups]
+        return {item.name: whole(average[item.parameter]) for item in run.parameters}, counters
+
+    ((expected, counters),) = run_on_ranks(1, lambda rank: weights({}))
+    merged = {}
+    for found, own in run_on_ranks(ranks, lambda rank: weights(stages)):
+        assert own == counters
+        merged |= found
+    assert merged.keys() == expected.keys()
+    for name, weight in expected.items():
+        torch.testing.assert_close(merged[name], weight, rtol=1e-12, atol=1e-13)
+
+
+def whole(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.clone()
+
+
+def test_a_first_beta_of_zero_is_refused():
+    with pytest.raises(ValueError, match="the first must be > 0"):
+        ScheduleFreeAdamW(betas=(0.0, 0.9))
