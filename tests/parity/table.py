@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Iterator
 
 import torch
-from curves import Curve, Difference, train
+from forge_core.testing.curves import Curve, Difference, train
 from layouts import ROWS, Row
 
 from forge_core.testing.processes import run_on_ranks

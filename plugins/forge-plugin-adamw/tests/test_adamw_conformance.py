@@ -1,0 +1,15 @@
+"""`adamw` keeps the contracts of its kind."""
+
+from __future__ import annotations
+
+from forge_core.testing.suites import OptimizerSuite
+from forge_plugin_adamw import AdamW
+
+
+class TestAdamW(OptimizerSuite):
+    component = AdamW(lr=1e-2, eps=1e-5)
+
+
+class TestLoopedAdamW(OptimizerSuite):
+    component = AdamW(lr=1e-2, eps=1e-5, fused=False)
+    layouts = ("fsdp2",)
