@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
+import torch.distributed.fsdp  # noqa: F401  before ranks are forked, since most layouts take it, and it takes a while
 
 from forge_core.config.job import Job
 from forge_core.testing import Numbers, SplittableModel
@@ -98,6 +99,6 @@ class ParitySuite(Suite):
 
     def _run(self, folder: Path, ranks: int, names: Sequence[str]) -> dict[str, Any]:
         jobs = [self.parity_job(folder, LAYOUTS[name]) for name in names]
+        expected = train(self.parity_job(folder, None), self.catalog)  # first: what it imports, the ranks inherit
         found = run_on_ranks(ranks, lambda rank: [train(job, self.catalog) for job in jobs], timeout=120)[0]
-        expected = train(self.parity_job(folder, None), self.catalog)
         return {name: (curve, expected) for name, curve in zip(names, found, strict=True)}

@@ -1,0 +1,18 @@
+"""`cosine` and `linear` keep the contracts of their kind."""
+
+from __future__ import annotations
+
+from forge_core.testing.suites import SchedulerSuite
+from forge_plugin_schedules import Cosine, Linear
+
+
+class TestCosine(SchedulerSuite):
+    component = Cosine(warmup_steps=10, min_ratio=0.1)
+
+
+class TestCosineOfItsOwnLength(SchedulerSuite):
+    component = Cosine(decay_steps=50)
+
+
+class TestLinear(SchedulerSuite):
+    component = Linear(warmup_steps=3)
