@@ -86,8 +86,15 @@ def train(job: Job, catalog: Catalog | None = None) -> Curve:
 
 
 def _step_context(run: Run, step: int, norm: Tensor) -> StepContext:
-    live = {"job": run.job, "model": run.model, "optimizer": run.optimizer}
-    return StepContext(**live, tokenizer=None, folder=None, step=step + 1, grad_norm=norm)
+    return StepContext(
+        job=run.job,
+        model=run.model,
+        optimizer=run.optimizer,
+        tokenizer=run.context.tokenizer,
+        folder=None,
+        step=step + 1,
+        grad_norm=norm,
+    )
 
 
 def _held_out_loss(run: Run) -> float:

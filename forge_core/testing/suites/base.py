@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from forge_core.checkpoint.manager import stored_tensors
 from forge_core.checkpoint.manifest import read_manifest
 from forge_core.checkpoint.whole import read_whole
-from forge_core.components import Component, TrainingHook
+from forge_core.components import TrainingHook
 from forge_core.config.job import Job
 from forge_core.context import BuildContext
 from forge_core.engine.build import build_context
@@ -28,8 +29,8 @@ from forge_core.testing import tiny_job
 class Suite:
     """Tests of one component. A subclass gives the component, and pytest finds it if its name starts with `Test`:
 
-        class TestLion(OptimizerSuite):
-            component = Lion(lr=1e-3)
+    class TestLion(OptimizerSuite):
+        component = Lion(lr=1e-3)
     """
 
     component: ClassVar[Any]
@@ -75,8 +76,6 @@ def _installed() -> Catalog:
 class Stop(TrainingHook):
     """Asks to stop after a step."""
 
-    resumes_as = "safe"
-
     step: int
 
     def on_step_end(self, context: StepContext) -> None:
@@ -117,13 +116,10 @@ def some(names: list[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
-def no_error(call: Callable[[], Any], what: str) -> Any:
-    """What `call` gives.
-
-    Raises:
-        AssertionError: it raises; says in the course of what.
-    """
+@contextmanager
+def explained(what: str) -> Iterator[None]:
+    """Any exception within becomes an AssertionError that begins with `what`."""
     try:
-        return call()
+        yield
     except Exception as error:
         raise AssertionError(f"{what}: {type(error).__name__}: {error}") from error

@@ -20,7 +20,7 @@ from forge_core.data.loader import TrainLoader
 from forge_core.engine.build import build_datasets, build_tokenizer
 from forge_core.engine.state import Progress
 from forge_core.protocols import IGNORED_LABEL, Batch, Dataset, Documents, Stream
-from forge_core.testing.suites.base import Suite, no_error
+from forge_core.testing.suites.base import Suite, explained
 
 Sample = Mapping[str, np.ndarray]
 
@@ -56,8 +56,8 @@ class DatasetSuite(Suite):
         pairs = zip(_samples(first), _samples(second), strict=True)
         for number, (one, other) in enumerate(pairs):
             assert _equal(one, other), (
-                f"built twice, its sequence {number} differs: {_shown(one)} and {_shown(other)}; read in a fixed order, "
-                "and draw nothing from a generator that is not seeded from the job"
+                f"built twice, its sequence {number} differs: {_shown(one)} and {_shown(other)}; read in a fixed "
+                "order, and draw nothing from a generator that is not seeded from the job"
             )
 
     def test_reading_a_sequence_changes_nothing(self, tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ class DatasetSuite(Suite):
         )
 
     def test_labels_are_shifted_and_of_the_length_of_the_job(self, tmp_path: Path) -> None:
-        """`labels[t]` is the target of position t, which is the next token: the dataset shifts, and nothing else does."""
+        """`labels[t]` is the target of position t, the next token: the dataset shifts, and nothing else does."""
         job = self._job(tmp_path)
         context = self._context(job)
         for number, sample in enumerate(_samples(self._build(job, context))):
@@ -117,7 +117,8 @@ class DatasetSuite(Suite):
         whole, _ = self._load(job, self.steps)
         cut = self.steps // 2
         first, position = self._load(job, cut)
-        text = no_error(lambda: json.dumps(position), f"the position {position} is not plain JSON")
+        with explained(f"the position {position} is not plain JSON"):
+            text = json.dumps(position)
         rest, _ = self._load(job, self.steps - cut, Progress(step=cut, samples=json.loads(text)))
         self._compare([*first, *rest], whole, f"a run that continues after step {cut}", "keep all of it in `position`")
 
@@ -126,7 +127,8 @@ class DatasetSuite(Suite):
         job = self._job(tmp_path)
         alone, _ = self._load(job, self.steps)
         with_workers = attrs.evolve(job, data=attrs.evolve(job.data, workers=2))
-        found, _ = no_error(lambda: self._load(with_workers, self.steps), "loading by two worker processes fails")
+        with explained("loading by two worker processes fails"):
+            found, _ = self._load(with_workers, self.steps)
         self._compare(found, alone, "with data.workers = 2, the run", "share nothing between reads")
 
     # --- documents -----------------------------------------------------------------------------------------------
@@ -155,7 +157,8 @@ class DatasetSuite(Suite):
                 assert _equal(sample, alone[lane][number][0]), (
                     f"lane {lane} gives another sequence {number} when the lanes are read in turns"
                 )
-                position = json.loads(no_error(lambda p=position: json.dumps(p), f"lane {lane}: position is no JSON"))
+                with explained(f"lane {lane}: its position {position} is not plain JSON"):
+                    position = json.loads(json.dumps(position))
                 if number < 5:
                     following = next(stream.read(lane, position))[0]
                     assert _equal(following, alone[lane][number + 1][0]), (

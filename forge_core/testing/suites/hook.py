@@ -16,7 +16,7 @@ from forge_core.components import Plugin, TrainingHook
 from forge_core.config.job import Job
 from forge_core.engine.hooks import EVENTS
 from forge_core.engine.trainer import Summary
-from forge_core.testing.suites.base import Stop, Suite, losses_of, no_error, saved_state, some, state_differences
+from forge_core.testing.suites.base import Stop, Suite, explained, losses_of, saved_state, some, state_differences
 
 STEPS = 6
 
@@ -53,9 +53,11 @@ class HookSuite(Suite):
         self.train(self._job(tmp_path, hook, "run"))
         before = hook.state_dict()
         plain = {name: value for name, value in before.items() if not isinstance(value, Tensor)}
-        no_error(lambda: to_json(plain), "its state cannot be saved; keep numbers, strings, lists, dicts or tensors")
+        with explained("its state cannot be saved; keep numbers, strings, lists, dicts or tensors"):
+            to_json(plain)
         fresh = self.make(tmp_path)
-        no_error(lambda: fresh.load_state_dict(before), "load_state_dict does not take what state_dict gave")
+        with explained("load_state_dict does not take what state_dict gave"):
+            fresh.load_state_dict(before)
         lost = _unequal(fresh.state_dict(), before)
         assert not lost, f"after load_state_dict, {some(lost)} of the state is not what state_dict gave"
 
@@ -94,7 +96,9 @@ class HookSuite(Suite):
         table = "plugins" if isinstance(hook, Plugin) else "hooks"
         changes: dict[str, Any] = {} if hook is None else {table: {"tested": hook}}
         where = {"name": name, "output": str(folder)}
-        return self.tiny_job(folder, steps=STEPS, eval={"interval": 2}, checkpoint={"interval": 2}, job=where, **changes)
+        return self.tiny_job(
+            folder, steps=STEPS, eval={"interval": 2}, checkpoint={"interval": 2}, job=where, **changes
+        )
 
 
 def _weights_that_differ(found: Summary, expected: Summary) -> list[str]:

@@ -12,7 +12,7 @@ import pytest
 
 from forge_core.components import LoggerComponent
 from forge_core.protocols import Logger
-from forge_core.testing.suites.base import Stop, Suite, losses_of, no_error
+from forge_core.testing.suites.base import Stop, Suite, explained, losses_of
 
 
 def training_line(step: int) -> dict[str, Any]:
@@ -24,12 +24,12 @@ def training_line(step: int) -> dict[str, Any]:
 class LoggerSuite(Suite):
     """Records of every form, a clean end, a continued run, and training that does not notice.
 
-        class TestJsonLines(LoggerSuite):
-            component = JsonLines()
+    class TestJsonLines(LoggerSuite):
+        component = JsonLines()
 
-            def recorded_steps(self, folder):
-                lines = (folder / "metrics.jsonl").read_text().splitlines()
-                return [json.loads(line)["step"] for line in lines]
+        def recorded_steps(self, folder):
+            lines = (folder / "metrics.jsonl").read_text().splitlines()
+            return [json.loads(line)["step"] for line in lines]
     """
 
     component: ClassVar[LoggerComponent]
@@ -50,16 +50,19 @@ class LoggerSuite(Suite):
         ]
         for record in records:
             given = copy.deepcopy(record)
-            no_error(lambda r=given: logger.log(r), f"log fails with {record}, and a run would end")
+            with explained(f"log fails with {record}, and a run would end"):
+                logger.log(given)
             same = given.keys() == record.keys() and repr(given) == repr(record)
             assert same, f"log changed the record {record} into {given}; other loggers get the same one: copy it"
-        no_error(logger.close, "close fails")
+        with explained("close fails"):
+            logger.close()
 
     def test_it_can_end_without_a_line(self, tmp_path: Path) -> None:
         """As when a run fails in its first step; and when no step was left to do."""
         for step in (0, 5):
             logger = self._started(tmp_path / str(step), step)
-            no_error(logger.close, f"close fails after start({step}) and no record")
+            with explained(f"close fails after start({step}) and no record"):
+                logger.close()
 
     def test_it_flushes_at_any_time(self, tmp_path: Path) -> None:
         """`flush`, where there is one, is called before each checkpoint: with and without new records."""
@@ -68,10 +71,12 @@ class LoggerSuite(Suite):
         if flush is None:
             logger.close()
             pytest.skip("it keeps no records in memory")
-        no_error(flush, "flush fails before the first record")
+        with explained("flush fails before the first record"):
+            flush()
         logger.log(training_line(1))
         for _ in range(2):
-            no_error(flush, "flush fails")
+            with explained("flush fails"):
+                flush()
         logger.close()
 
     def test_a_continued_run_drops_what_is_stale(self, tmp_path: Path) -> None:
@@ -99,10 +104,8 @@ class LoggerSuite(Suite):
         for name, loggers in (("without", {}), ("with", {"tested": self.make(tmp_path)})):
             changes: Mapping[str, Any] = {"steps": 4, "eval": {"interval": 2}, "job": self._names(tmp_path, name)}
             self.train(self.tiny_job(tmp_path, **changes, loggers=loggers), Stop(step=2))
-            summary = no_error(
-                lambda c=changes, given=loggers: self.train(self.tiny_job(tmp_path, **c, loggers=given)),
-                f"a run that continues fails {name} the logger",
-            )
+            with explained(f"a run that continues fails {name} the logger"):
+                summary = self.train(self.tiny_job(tmp_path, **changes, loggers=loggers))
             losses.append(losses_of(summary))
         assert losses[0] == losses[1], f"without the logger, losses are {losses[0]}, with it {losses[1]}"
         steps = self.recorded_steps(tmp_path / "with")
@@ -116,5 +119,6 @@ class LoggerSuite(Suite):
         component = self.make(folder)
         context = self.context(self.tiny_job(folder, loggers={"tested": component}), folder)
         logger = context.build(component)
-        no_error(lambda: logger.start(step), f"start({step}) fails")
+        with explained(f"start({step}) fails"):
+            logger.start(step)
         return logger

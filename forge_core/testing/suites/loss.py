@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from forge_core.components import LossComponent
 from forge_core.modules import LinearHead
 from forge_core.protocols import IGNORED_LABEL, Batch, LossOutput
-from forge_core.testing.suites.base import no_error
+from forge_core.testing.suites.base import explained
 from forge_core.testing.suites.parity import ParitySuite
 from forge_core.testing.tiny import VOCABULARY
 
@@ -26,11 +26,11 @@ IGNORED = ((0, slice(0, 5)), (1, slice(None)), (3, slice(7, 9)))
 class LossSuite(ParitySuite):
     """Sum and count, ignored labels, independence of micro-batches, gradients, and one curve under every layout.
 
-        class TestSmoothed(LossSuite):
-            component = Smoothed(smoothing=0.1)
+    class TestSmoothed(LossSuite):
+        component = Smoothed(smoothing=0.1)
 
-            def objective(self, logits, labels):
-                return 0.9 * self.reported(logits, labels) - 0.1 * logits.log_softmax(-1).mean(-1)
+        def objective(self, logits, labels):
+            return 0.9 * self.reported(logits, labels) - 0.1 * logits.log_softmax(-1).mean(-1)
     """
 
     component: ClassVar[LossComponent]
@@ -40,8 +40,8 @@ class LossSuite(ParitySuite):
     """Largest error of float32 results, relative to the largest value."""
 
     def objective(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """What is differentiated, written plainly: (N, V) float64 logits and (N,) labels of valid positions, to the (N,)
-        values whose sum the loss must give. By default, what is reported."""
+        """What is differentiated, written plainly: (N, V) float64 logits and (N,) labels of valid positions, to
+        (N,) values whose sum the loss must give. By default, what is reported."""
         return self.reported(logits, labels)
 
     def reported(self, logits: Tensor, labels: Tensor) -> Tensor:
@@ -103,10 +103,13 @@ class LossSuite(ParitySuite):
         output = self._loss(tmp_path, case)
         found = (output.sum.item(), output.count.item())
         assert found == (0, 0), f"with all labels ignored, sum and count are {found}, and must be 0; do not divide"
-        no_error(output.sum.backward, "with all labels ignored, `sum` cannot be differentiated; make it of the logits")
+        with explained("with all labels ignored, `sum` cannot be differentiated; make it of the logits"):
+            output.sum.backward()
         for name, tensor in (("hidden states", case.hidden), ("head", case.head.weight)):
             zero = tensor.grad is not None and bool((tensor.grad == 0).all())
-            assert zero, f"with all labels ignored, the gradient of the {name} is {_largest(tensor.grad)}, and must be 0"
+            assert zero, (
+                f"with all labels ignored, the gradient of the {name} is {_largest(tensor.grad)}, and must be 0"
+            )
 
     def test_it_does_not_depend_on_micro_batches(self, tmp_path: Path) -> None:
         """Sequence by sequence, sums, counts and gradients add up to those of all at once."""
@@ -152,15 +155,18 @@ class LossSuite(ParitySuite):
             case = Case.random(dtype)
             output = self._loss(tmp_path, case, precision={torch.bfloat16: "bf16", torch.float64: "fp64"}.get(dtype))
             for name, tensor in (("sum", output.sum), ("per_sequence", output.per_sequence[0])):
-                assert tensor.dtype == wide, f"with hidden states in {dtype}, `{name}` is {tensor.dtype}; it must be {wide}"
-            no_error(output.sum.backward, f"with hidden states in {dtype}, the backward pass fails")
+                assert tensor.dtype == wide, (
+                    f"with hidden states in {dtype}, `{name}` is {tensor.dtype}; it must be {wide}"
+                )
+            with explained(f"with hidden states in {dtype}, the backward pass fails"):
+                output.sum.backward()
 
     def test_it_evaluates_without_gradients(self, tmp_path: Path) -> None:
         """Under `no_grad`, the same numbers."""
         case = Case.random()
         expected = self._loss(tmp_path, case).sum.item()
-        with torch.no_grad():
-            found = no_error(lambda: self._loss(tmp_path, case).sum.item(), "it fails under torch.no_grad()")
+        with torch.no_grad(), explained("it fails under torch.no_grad()"):
+            found = self._loss(tmp_path, case).sum.item()
         assert _near(found, expected, self.tolerance), f"under no_grad, `sum` is {found:.6g} and not {expected:.6g}"
 
     # --- surroundings --------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from forge_core.errors import ForgeError
 from forge_core.parallel.initialise import check_finite, materialise
 from forge_core.protocols import Batch, Head, Model
 from forge_core.testing.layouts import LAYOUTS
-from forge_core.testing.suites.base import no_error
+from forge_core.testing.suites.base import explained
 from forge_core.testing.suites.parity import ParitySuite
 
 B, S = 2, 8
@@ -84,8 +84,8 @@ class ModelSuite(ParitySuite):
         assert not other, f"{other[0]} is {model.state_dict()[other[0]].dtype}; parameters are stored in float32"  # type: ignore[attr-defined]
         dtype = model(self._batch(model)).dtype
         assert dtype == torch.bfloat16, (
-            f'with precision = "bf16", hidden states are {dtype}; give embeddings in context.dtype, and cast parameters '
-            "to the dtype of what reaches them (forge_core.modules does)"
+            f'with precision = "bf16", hidden states are {dtype}; give embeddings in context.dtype, and cast '
+            "parameters to the dtype of what reaches them (forge_core.modules does)"
         )
 
     # --- initial values ------------------------------------------------------------------------------------------
@@ -109,7 +109,8 @@ class ModelSuite(ParitySuite):
     def test_what_it_declares_is_there(self, tmp_path: Path) -> None:
         """Names and patterns in its roles, ties, plans and units are of parameters and modules that it has."""
         model = self._bare(tmp_path)
-        no_error(lambda: roles_of(model), "parameter_roles is wrong")
+        with explained("parameter_roles is wrong"):
+            roles_of(model)
         known = [name for name, _ in _module(model).named_modules()]
         for method, names in _declared(model):
             for name in names:
@@ -154,7 +155,8 @@ class ModelSuite(ParitySuite):
     def test_a_cache_changes_nothing(self, tmp_path: Path) -> None:
         """Decoding in pieces gives what forward gives at once, also for rows with padding on the left."""
         model = self._model(tmp_path)
-        if not isinstance(model, protocols.Generates):
+        can_generate = isinstance(model, protocols.Generates)
+        if not can_generate:
             pytest.skip("it has no new_cache and decode, so it cannot generate")
         model.eval()
         ids = self._batch(model)["input_ids"]
@@ -165,7 +167,8 @@ class ModelSuite(ParitySuite):
         cache, found = model.new_cache(B, S), []
         for piece in (slice(0, 4), slice(4, 5), slice(5, 8)):
             batch = {"input_ids": shifted[:, piece], "positions": positions[:, piece].clamp(min=-1)}
-            found.append(no_error(lambda b=batch: model.decode(b, cache), "decode fails"))
+            with explained("decode fails"):
+                found.append(model.decode(batch, cache))
         hidden = torch.cat(found, dim=1)
         for row, left in enumerate(padding.tolist()):
             error = _error(hidden[row, left:], expected[row, : S - left])
@@ -190,7 +193,8 @@ class ModelSuite(ParitySuite):
 
     def _bare(self, folder: Path, **changes: Any) -> Model:
         job = self.tiny_job(folder, **{"model": self.make(folder), "precision": "fp64", **changes})
-        return no_error(lambda: build_bare_model(job, self.context(job))[0], "the model cannot be built")
+        with explained("the model cannot be built"):
+            return build_bare_model(job, self.context(job))[0]
 
     def _model(self, folder: Path, seed: int = 42, **changes: Any) -> Any:
         model = self._bare(folder, **changes)

@@ -13,7 +13,7 @@ from forge_core.components import OptimizerComponent
 from forge_core.engine.parameters import NamedParameter, NamedParameters, check_groups
 from forge_core.protocols import Role
 from forge_core.testing import TinyModel
-from forge_core.testing.suites.base import Stop, losses_of, no_error, some, state_differences
+from forge_core.testing.suites.base import Stop, explained, losses_of, some, state_differences
 from forge_core.testing.suites.parity import ParitySuite
 
 SHAPES: Mapping[str, tuple[Role, tuple[int, ...]]] = {
@@ -53,7 +53,9 @@ class OptimizerSuite(ParitySuite):
             problem.set_gradients()
             problem.optimizer.step()
         after = problem.distances()
-        worse = [f"{name} ({before[name]:.4g} -> {after[name]:.4g})" for name in before if not after[name] < before[name]]
+        worse = [
+            f"{name} ({before[name]:.4g} -> {after[name]:.4g})" for name in before if not after[name] < before[name]
+        ]
         assert not worse, (
             f"after {self.steps} updates on a quadratic, these are no closer to its minimum: {some(worse)}; they must "
             "be stepped, against the gradient, with a rate that is neither too low nor too high (give the suite "
@@ -89,7 +91,8 @@ class OptimizerSuite(ParitySuite):
     def test_every_parameter_is_in_one_group(self, tmp_path: Path) -> None:
         """Frozen ones included. Each group has `lr`, and the names of its parameters, by which state is saved."""
         parameters, optimizer = self._on_a_model(tmp_path, frozen="layers.0")
-        no_error(lambda: check_groups(optimizer.param_groups, parameters), "the optimizer's groups are not complete")
+        with explained("the optimizer's groups are not complete"):
+            check_groups(optimizer.param_groups, parameters)
         names = {id(item.parameter): item.name for item in parameters}
         for number, group in enumerate(optimizer.param_groups):
             assert "lr" in group, f"group {number} has no `lr`, which the engine multiplies by the schedule"
@@ -130,7 +133,8 @@ class OptimizerSuite(ParitySuite):
         for without in (list(SHAPES), missing, [], missing):
             before = problem.weights()
             problem.set_gradients(without)
-            no_error(problem.optimizer.step, f"an update fails if {some(without)} have no gradient (`grad` is None)")
+            with explained(f"an update fails if {some(without)} have no gradient (`grad` is None)"):
+                problem.optimizer.step()
             moved = [name for name in problem.moved_since(before) if name in without]
             assert not moved, f"{some(moved)} moved without a gradient; pass over parameters whose `grad` is None"
 
@@ -140,14 +144,16 @@ class OptimizerSuite(ParitySuite):
         start = problem.weights()
         for _ in range(2):
             problem.set_gradients(["layers.0.wide.weight"])
-            no_error(problem.optimizer.step, "an update fails while a parameter is frozen")
+            with explained("an update fails while a parameter is frozen"):
+                problem.optimizer.step()
         assert "layers.0.wide.weight" not in problem.moved_since(start), (
             "a frozen parameter (requires_grad = False) moved; pass over parameters whose `grad` is None"
         )
         problem.parameters["layers.0.wide.weight"].requires_grad_(True)
         for _ in range(2):
             problem.set_gradients()
-            no_error(problem.optimizer.step, "an update fails once a frozen parameter was unfrozen")
+            with explained("an update fails once a frozen parameter was unfrozen"):
+                problem.optimizer.step()
         assert "layers.0.wide.weight" in problem.moved_since(start), (
             "a parameter that was frozen when the optimizer was built does not train once it is unfrozen; put every "
             "parameter into a group, and look at its gradient when it is stepped"
@@ -213,5 +219,3 @@ class Quadratic:
         found = {name: (weight - self._aims[name]).norm().item() for name, weight in self.weights().items()}
         getattr(self.optimizer, "train", lambda: None)()
         return found
-
-

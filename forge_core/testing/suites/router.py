@@ -13,7 +13,7 @@ from forge_core.components import RouterComponent
 from forge_core.errors import ForgeError
 from forge_core.parallel.initialise import check_finite, materialise
 from forge_core.protocols import Model
-from forge_core.testing.suites.base import Suite, no_error
+from forge_core.testing.suites.base import Suite, explained
 
 TOKENS = 24
 
@@ -112,7 +112,8 @@ class RouterSuite(Suite):
         return torch.randn(TOKENS, self.dim, generator=torch.Generator().manual_seed(5))
 
     def _said(self, router: nn.Module, tokens: Tensor) -> Iterator[tuple[str, Tensor]]:
-        said = no_error(lambda: self.route(router, tokens), f"it fails on tokens of shape {tuple(tokens.shape)}")
+        with explained(f"it fails on tokens of shape {tuple(tokens.shape)}"):
+            said = self.route(router, tokens)
         return _tensors(said, "what it says")
 
 

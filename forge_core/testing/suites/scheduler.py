@@ -11,14 +11,14 @@ from forge_core.components import SchedulerComponent
 from forge_core.config.job import Job
 from forge_core.parallel.layout import Layout
 from forge_core.protocols import Schedule
-from forge_core.testing.suites.base import Suite, no_error
+from forge_core.testing.suites.base import Suite, explained
 
 
 class SchedulerSuite(Suite):
     """A pure function (step, total steps) -> a finite, plain number, for runs of every length that the component takes.
 
-        class TestRex(SchedulerSuite):
-            component = Rex()
+    class TestRex(SchedulerSuite):
+        component = Rex()
     """
 
     component: ClassVar[SchedulerComponent]
@@ -31,7 +31,8 @@ class SchedulerSuite(Suite):
         for total in self._totals(tmp_path):
             schedule = self._build(tmp_path, total)
             for step in range(total):
-                value = no_error(lambda s=step, t=total: schedule(s, t), f"schedule(step={step}, total={total}) fails")
+                with explained(f"schedule(step={step}, total={total}) fails"):
+                    value = schedule(step, total)
                 assert type(value) in (int, float), (
                     f"schedule(step={step}, total={total}) gives {value!r} of type {type(value).__name__}; give a "
                     "Python float, which can be written to metrics as it is"
@@ -58,7 +59,8 @@ class SchedulerSuite(Suite):
         before = [schedule(step, self.total_steps) for step in range(self.total_steps)]
         longer = 2 * self.total_steps
         for step in range(longer):
-            no_error(lambda s=step: schedule(s, longer), f"schedule(step={step}, total={longer}) fails")
+            with explained(f"schedule(step={step}, total={longer}) fails"):
+                schedule(step, longer)
         after = [schedule(step, self.total_steps) for step in range(self.total_steps)]
         assert after == before, f"asking for a run of {longer} steps changed what one of {self.total_steps} steps gives"
 

@@ -16,15 +16,15 @@ from forge_core.parallel.layout import MESH_DIMENSIONS
 from forge_core.testing import Numbers, SplittableModel
 from forge_core.testing.curves import Curve, Difference, train
 from forge_core.testing.processes import run_on_ranks
-from forge_core.testing.suites.base import Suite, no_error
+from forge_core.testing.suites.base import Suite, explained
 
 
 class StageSuite(Suite):
     """Names of parameters stay, and a run comes to the same as without the stage.
 
-        class TestTensorParallel(StageSuite):
-            component = TensorParallel(degree=2)
-            ranks = 2
+    class TestTensorParallel(StageSuite):
+        component = TensorParallel(degree=2)
+        ranks = 2
     """
 
     component: ClassVar[ParallelComponent]
@@ -109,7 +109,8 @@ class StageSuite(Suite):
     def _on_ranks(self, folder: Path, function: Any) -> list[Any]:
         job = self._job(folder)
         what = f"it fails on {self.ranks} rank{'s' if self.ranks > 1 else ''}"
-        return no_error(lambda: run_on_ranks(self.ranks, lambda rank: function(job), timeout=120), what)
+        with explained(what):
+            return run_on_ranks(self.ranks, lambda rank: function(job), timeout=120)
 
     def _names(self, job: Job) -> tuple[list[str], list[str], str]:
         """Names of parameters before and after all stages of a job, and what its stage says of itself."""
@@ -124,5 +125,3 @@ class StageSuite(Suite):
             if type(stage.component) is type(self.make(Path())) and hasattr(built, "describe"):
                 said = built.describe()
         return before, [name for name, _ in model.named_parameters()], said
-
-

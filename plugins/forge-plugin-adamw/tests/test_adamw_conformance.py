@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from forge_core.testing.distribution import check_distribution
 from forge_core.testing.suites import OptimizerSuite
 from forge_plugin_adamw import AdamW
+
+
+def test_the_distribution():
+    check_distribution("forge-plugin-adamw")
 
 
 class TestAdamW(OptimizerSuite):

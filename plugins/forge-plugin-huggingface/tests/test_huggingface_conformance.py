@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import json
 
+from forge_core.testing.distribution import check_distribution
 from forge_core.testing.suites import DatasetSuite
 from forge_plugin_huggingface import HuggingFace
 from forge_plugin_text import Bytes
+
+
+def test_the_distribution():
+    check_distribution("forge-plugin-huggingface")
 
 
 def write_rows(folder):

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
+from forge_core.testing.distribution import check_distribution
 from forge_core.testing.suites import DatasetSuite
 from forge_plugin_memmap import Memmap
+
+
+def test_the_distribution():
+    check_distribution("forge-plugin-memmap")
 
 
 class TestMemmap(DatasetSuite):

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from forge_core.testing.distribution import check_distribution
 from forge_core.testing.suites import StageSuite
 from forge_plugin_parallel import FSDP, ActivationCheckpointing, ContextParallel, PipelineParallel, TensorParallel
 from forge_plugin_transformer import GroupedQueryAttention, Transformer
+
+
+def test_the_distribution():
+    check_distribution("forge-plugin-parallel")
 
 
 class TestFSDP(StageSuite):

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from forge_core.testing.distribution import check_distribution
 from forge_core.testing.suites import HookSuite
 from forge_plugin_samples import Samples
 from forge_plugin_text import Bytes
 from forge_plugin_transformer import GroupedQueryAttention, Transformer
+
+
+def test_the_distribution():
+    check_distribution("forge-plugin-samples")
 
 
 class TestSamples(HookSuite):

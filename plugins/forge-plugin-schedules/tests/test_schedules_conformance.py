@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from forge_core.testing.distribution import check_distribution
 from forge_core.testing.suites import SchedulerSuite
 from forge_plugin_schedules import Cosine, Linear
+
+
+def test_the_distribution():
+    check_distribution("forge-plugin-schedules")
 
 
 class TestCosine(SchedulerSuite):

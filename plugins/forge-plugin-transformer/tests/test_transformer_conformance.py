@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from forge_core.testing.distribution import check_distribution
 from forge_core.testing.suites import ModelSuite
 from forge_plugin_transformer import GELU, GroupedQueryAttention, LayerNorm, Transformer
+
+
+def test_the_distribution():
+    check_distribution("forge-plugin-transformer")
 
 
 class TestTransformer(ModelSuite):
