@@ -214,7 +214,7 @@ def _check_ids(number: int, ids: np.ndarray, labels: np.ndarray, context: BuildC
 
 def _check_documents(name: str, documents: Documents) -> None:
     total = len(documents)
-    whole = documents.tokens(0, total)
+    whole = documents.tokens(0, total).copy()
     assert whole.dtype == np.int64, f"{name}tokens are {whole.dtype}, not int64"
     assert whole.shape == (total,), f"{name}tokens(0, {total}) has the shape {whole.shape}"
     middle = total // 2

@@ -11,7 +11,6 @@ import attrs
 import torch
 from torch import Tensor
 
-from forge_core.checkpoint.manifest import to_json
 from forge_core.components import Plugin, TrainingHook
 from forge_core.config.job import Job
 from forge_core.engine.hooks import EVENTS
@@ -50,11 +49,9 @@ class HookSuite(Suite):
     def test_its_state_is_plain_and_comes_back(self, tmp_path: Path) -> None:
         """`state_dict` gives tensors and plain types, and what `load_state_dict` makes of it has the same state."""
         hook = self.make(tmp_path)
-        self.train(self._job(tmp_path, hook, "run"))
+        with explained("a run with it fails; its state must be numbers, strings, lists, dicts or tensors"):
+            self.train(self._job(tmp_path, hook, "run"))
         before = hook.state_dict()
-        plain = {name: value for name, value in before.items() if not isinstance(value, Tensor)}
-        with explained("its state cannot be saved; keep numbers, strings, lists, dicts or tensors"):
-            to_json(plain)
         fresh = self.make(tmp_path)
         with explained("load_state_dict does not take what state_dict gave"):
             fresh.load_state_dict(before)

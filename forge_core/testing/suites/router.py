@@ -39,8 +39,7 @@ class RouterSuite(Suite):
 
     def test_it_is_a_module_on_the_meta_device(self, tmp_path: Path) -> None:
         """As all of a model: memory and values come later."""
-        with torch.device("meta"):
-            router = self._build(tmp_path)
+        router = self._build(tmp_path)
         assert isinstance(router, nn.Module), f"build gave a {type(router).__name__}; a router is a torch.nn.Module"
         placed = [name for name, tensor in router.state_dict().items() if tensor.device.type != "meta"]
         assert not placed, f"{placed[0]} has memory; make parameters with torch.empty(…) and no device"
@@ -94,11 +93,11 @@ class RouterSuite(Suite):
 
     def _build(self, folder: Path) -> nn.Module:
         context = self.context(self.tiny_job(folder)).at("layers.0.router", layer=0)
-        return context.build(self.make(folder), dim=self.dim, experts=self.experts)
+        with torch.device("meta"):
+            return context.build(self.make(folder), dim=self.dim, experts=self.experts)
 
     def _ready(self, folder: Path, seed: int = 0) -> nn.Module:
-        with torch.device("meta"):
-            router = self._build(folder)
+        router = self._build(folder)
         torch.manual_seed(seed)
         model = cast(Model, router)
         try:
