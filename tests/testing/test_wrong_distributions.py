@@ -101,19 +101,37 @@ PLUGIN = '@define(kw_only=True, slots=False)\nclass Odd(Plugin):\n    """Odd."""
 @pytest.mark.parametrize(
     ("source", "told"),
     [
-        ("1 / 0", "cannot load scheduler 'forge-plugin-odd/tested' from forge-plugin-odd 1.0 (odd:Odd): ZeroDivision"),
+        ("1 / 0", "cannot load scheduler 'tested' from forge-plugin-odd 1.0 (odd:Odd): ZeroDivision"),
         ("import torch\n" + CLASS + BUILD, "importing it imports torch, which makes checking a job slow; import torch"),
         ("class Odd(OptimizerComponent):\n    pass", "is not a subclass of SchedulerComponent"),
         ("class Odd(SchedulerComponent):\n    x: int = 1", "is not an attrs class; decorate it with @attrs.frozen"),
         ("@frozen(kw_only=True)\nclass Odd(SchedulerComponent):\n" + BUILD, "(odd:Odd): the class has no docstring"),
         (CLASS, "it does not implement build(self, context), as SchedulerComponent asks"),
-        (CLASS + BUILD.replace("context", "context, dim"), "build cannot be called: missing a required argument: 'dim'; it"),
-        (CLASS + BUILD + "    def problems(self, job):\n        return ()\n", "problems cannot be called: too many positional"),
+        (
+            CLASS + BUILD.replace("context", "context, dim"),
+            "build cannot be called: missing a required argument: 'dim'; it",
+        ),
+        (
+            CLASS + BUILD + "    def problems(self, job):\n        return ()\n",
+            "problems cannot be called: too many positional",
+        ),
         (CLASS + "    x: float = 1.0\n" + BUILD, "x: has no documentation; put a string under the field"),
-        (CLASS + "    x = field(default=1.0)\n    'X.'\n" + BUILD, "x: has no type; annotate it, as in `x: float = 1.0`"),
-        (CLASS.replace("kw_only=True", "") + "    x: int = 1\n    'X.'\n" + BUILD, "x: is positional; decorate the class"),
-        (CLASS + "    x: Tensor = 1\n    'X.'\n" + BUILD, "name 'Tensor' is not defined; import the types of fields outside"),
-        (CLASS + "    x: int | None = 3\n    'X.'\n" + BUILD, "x: may be None, which TOML cannot say, so None must be its"),
+        (
+            CLASS + "    x = field(default=1.0)\n    'X.'\n" + BUILD,
+            "x: has no type; annotate it, as in `x: float = 1.0`",
+        ),
+        (
+            CLASS.replace("kw_only=True", "") + "    x: int = 1\n    'X.'\n" + BUILD,
+            "x: is positional; decorate the class",
+        ),
+        (
+            CLASS + "    x: Tensor = 1\n    'X.'\n" + BUILD,
+            "name 'Tensor' is not defined; import the types of fields outside",
+        ),
+        (
+            CLASS + "    x: int | None = 3\n    'X.'\n" + BUILD,
+            "x: may be None, which TOML cannot say, so None must be its",
+        ),
         (CLASS + "    x: complex = 1j\n    'X.'\n" + BUILD, "written to TOML, it cannot be read back: "),
         (
             CLASS + "    x: float = field(default=1.0, converter=lambda x: x + 1)\n    'X.'\n" + BUILD,
@@ -124,7 +142,7 @@ PLUGIN = '@define(kw_only=True, slots=False)\nclass Odd(Plugin):\n    """Odd."""
             'it cannot be made for a trial: x: must be > 99, got 2; give samples={"tested": {…}} with keys that work',
         ),
     ],
-)  # fmt: skip
+)
 def test_components_that_are_wrong_are_told(problems, source, told):
     assert told in problems(source, scheduler="Odd")
 
@@ -142,7 +160,8 @@ def test_hooks_that_do_not_fit_are_told(problems, method, told):
 
 
 def test_events_that_do_not_exist_are_told(problems):
-    source = '@define(kw_only=True, slots=False)\nclass Odd(TrainingHook):\n    """Odd."""\n    def on_step(self, context): ...'
+    head = '@define(kw_only=True, slots=False)\nclass Odd(TrainingHook):\n    """Odd."""\n'
+    source = head + "    def on_step(self, context): ..."
     assert "there is no event on_step, so it is never called; did you mean on_step_end?" in problems(source, hook="Odd")
 
 
@@ -151,7 +170,8 @@ def test_all_problems_are_told_at_once(problems):
     first, *lines = said.splitlines()
     assert first == "forge-plugin-odd has 3 problems:"
     assert [line.partition(": ")[2] or line for line in lines] == [
-        '- it requires forge-run, without an upper bound, and the next version may break it; write "forge-run>=0.1,<0.2"',
+        "- it requires forge-run, without an upper bound, and the next version may break it; write "
+        '"forge-run>=0.1,<0.2"',
         "it does not implement build(self, context), as SchedulerComponent asks",
         "x: has no documentation; put a string under the field: meaning, unit, what 0 or None stand for",
     ]

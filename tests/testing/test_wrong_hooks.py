@@ -74,8 +74,18 @@ STATE, SAME = "test_its_state_is_plain_and_comes_back", "test_it_changes_trainin
 @pytest.mark.parametrize(
     ("check", "hook", "attributes", "told"),
     [
-        ("test_its_events_exist", Misspelt(), {}, "there is no event on_stepend; did you mean on_step_end? There are on_"),
-        (STATE, NotPlain(), {}, "a run with it fails; its state must be numbers, strings, lists, dicts or tensors: CheckpointError"),
+        (
+            "test_its_events_exist",
+            Misspelt(),
+            {},
+            "there is no event on_stepend; did you mean on_step_end? There are on_",
+        ),
+        (
+            STATE,
+            NotPlain(),
+            {},
+            "its state must be numbers, strings, lists, dicts or tensors: CheckpointError: could not",
+        ),
         (STATE, Loses(), {}, "after load_state_dict, count of the state is not what state_dict gave"),
         (
             "test_a_run_that_continues_equals_one_that_was_not_interrupted",
@@ -85,9 +95,14 @@ STATE, SAME = "test_its_state_is_plain_and_comes_back", "test_it_changes_trainin
         ),
         (SAME, Nudges(), {}, "a run without it differs in the losses, model.embedding.weight"),
         (SAME, Doubles(), {}, "One that is to change training says so with `changes_training = True`"),
-        (SAME, Watches(), {"changes_training": True}, "changes_training is set, and a run without it comes to the same"),
+        (
+            SAME,
+            Watches(),
+            {"changes_training": True},
+            "changes_training is set, and a run without it comes to the same",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_is_wrong_is_told(refusal, check, hook, attributes, told):
     assert told in refusal(HookSuite, check, hook, **attributes)
 

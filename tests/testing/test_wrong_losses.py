@@ -74,15 +74,12 @@ def needs_gradients(right, head, hidden, batch):
 
 def of_the_rank(right, head, hidden, batch):
     output = right(head, hidden, batch)
-    return output._replace(
-        sum=output.sum * (1 + torch.distributed.get_rank() if torch.distributed.is_initialized() else 1)
-    )
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    return output._replace(sum=output.sum * (1 + rank))
 
 
-SUM, SEQUENCES = (
-    "test_it_gives_sum_and_count_of_the_valid_positions",
-    "test_sums_of_sequences_add_up_to_what_is_reported",
-)
+SUM = "test_it_gives_sum_and_count_of_the_valid_positions"
+SEQUENCES = "test_sums_of_sequences_add_up_to_what_is_reported"
 EMPTY = "test_a_batch_without_valid_labels_gives_zero_and_zero_gradients"
 
 
@@ -93,19 +90,51 @@ EMPTY = "test_a_batch_without_valid_labels_gives_zero_and_zero_gradients"
         (SUM, altered(count=lambda output: output.count + 1), "`count` is 30, and 29 labels are not ignored"),
         (SUM, altered(sum=lambda output: output.sum[None]), "`sum` has the shape (1,); it is a scalar"),
         (SUM, component_of(lambda right, *inputs: tuple(right(*inputs))), "returns a LossOutput, and this one a tuple"),
-        (SEQUENCES, altered(per_sequence=lambda o: (o.per_sequence[0].sum()[None], o.per_sequence[1])), "shape (1,), for 4"),
+        (
+            SEQUENCES,
+            altered(per_sequence=lambda o: (o.per_sequence[0].sum()[None], o.per_sequence[1])),
+            "shape (1,), for 4",
+        ),
         (SEQUENCES, altered(per_sequence=lambda o: (o.per_sequence[0] + 0 * o.sum, o.per_sequence[1])), "not detached"),
-        (SEQUENCES, altered(per_sequence=lambda o: (2 * o.per_sequence[0], o.per_sequence[1])), "the sums of per_sequence: o"),
-        (SEQUENCES, altered(per_sequence=lambda o: (o.per_sequence[0], 1 + o.per_sequence[1])), "the counts of per_sequence"),
-        ("test_ignored_positions_do_not_matter", component_of(every_label), "of positions whose label is -100; leave these"),
+        (
+            SEQUENCES,
+            altered(per_sequence=lambda o: (2 * o.per_sequence[0], o.per_sequence[1])),
+            "the sums of per_sequence: o",
+        ),
+        (
+            SEQUENCES,
+            altered(per_sequence=lambda o: (o.per_sequence[0], 1 + o.per_sequence[1])),
+            "the counts of per_sequence",
+        ),
+        (
+            "test_ignored_positions_do_not_matter",
+            component_of(every_label),
+            "of positions whose label is -100; leave these",
+        ),
         (EMPTY, component_of(constant_if_empty), "`sum` cannot be differentiated; make it of the logits: RuntimeError"),
         (EMPTY, component_of(nan_if_empty), "with all labels ignored, sum and count are (nan, 0.0), and must be 0"),
-        ("test_it_does_not_depend_on_micro_batches", component_of(of_the_batch), "sum over positions, each by itself: off"),
-        ("test_gradients_are_those_of_the_objective_in_float64", component_of(half_gradient), "the hidden states: off by"),
-        ("test_results_are_wide", component_of(narrow), "in torch.bfloat16, `sum` is torch.bfloat16; it must be torch.float32"),
-        ("test_it_evaluates_without_gradients", component_of(needs_gradients), "it fails under torch.no_grad(): RuntimeError"),
+        (
+            "test_it_does_not_depend_on_micro_batches",
+            component_of(of_the_batch),
+            "sum over positions, each by itself: off",
+        ),
+        (
+            "test_gradients_are_those_of_the_objective_in_float64",
+            component_of(half_gradient),
+            "the hidden states: off by",
+        ),
+        (
+            "test_results_are_wide",
+            component_of(narrow),
+            "in torch.bfloat16, `sum` is torch.bfloat16; it must be torch.float32",
+        ),
+        (
+            "test_it_evaluates_without_gradients",
+            component_of(needs_gradients),
+            "it fails under torch.no_grad(): RuntimeError",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_is_wrong_is_told(refusal, check, component, told):
     assert told in refusal(LossSuite, check, component)
 

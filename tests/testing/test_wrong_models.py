@@ -178,7 +178,11 @@ DECLARED, INITIAL = "test_what_it_declares_is_there", "test_every_tensor_is_init
         ("test_forward_is_the_sum_of_its_parts", NoTuple, "embed gives a Tensor; what travels is a tuple of tensors"),
         ("test_forward_is_the_sum_of_its_parts", OtherKeys, "keys ['layer0', 'layer1'], which must be ['0', '1']"),
         ("test_the_head_is_a_head", BareHead, "`head` is a Linear without logits, whole and vocab_shard"),
-        ("test_parameters_are_float32_and_activations_of_the_job", Wide, "hidden states are torch.float32; give embeddings"),
+        (
+            "test_parameters_are_float32_and_activations_of_the_job",
+            Wide,
+            "hidden states are torch.float32; give embeddings",
+        ),
         (INITIAL, Uninitialised, "Scale.init_parameter did not fill norm.weight"),
         (INITIAL, RandomBuffer, "the initial values of table depend on torch's default generator"),
         (INITIAL, Unseeded, "another seed gives the same initial values; draw them with `fill`"),
@@ -190,7 +194,7 @@ DECLARED, INITIAL = "test_what_it_declares_is_there", "test_every_tensor_is_init
         ("test_documents_of_a_row_do_not_see_each_other", MeanOfTheRow, "attention must not leave a document"),
         ("test_a_cache_changes_nothing", MeanOfTheRow, "differ by"),
     ],
-)  # fmt: skip
+)
 def test_what_is_wrong_is_told(refusal, check, network, told):
     assert told in refusal(ModelSuite, check, component_of(network))
 

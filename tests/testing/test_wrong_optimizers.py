@@ -134,14 +134,26 @@ def misnamed(parameters, lr):
         ("test_every_parameter_is_in_one_group", component_of(without_norms), "left out norm.weight; every parameter"),
         ("test_every_parameter_is_in_one_group", component_of(nameless), "group 0 has `names` None for the parameters"),
         ("test_every_parameter_is_in_one_group", component_of(misnamed), "make groups with parameters.groups(…)"),
-        ("test_zero_grad_reaches_every_parameter", using(KeepsSomeGradients), "leaves the gradients of embedding.weight"),
+        (
+            "test_zero_grad_reaches_every_parameter",
+            using(KeepsSomeGradients),
+            "leaves the gradients of embedding.weight",
+        ),
         ("test_the_rate_is_read_from_the_groups", using(OwnRate), "with `lr` = 0 in every group, an update moves"),
         ("test_missing_gradients_are_passed_over", using(NeedsGradients), "an update fails if embedding.weight, "),
         ("test_missing_gradients_are_passed_over", using(AlwaysDecays), "moved without a gradient; pass over"),
-        ("test_a_frozen_parameter_stays_and_trains_once_unfrozen", using(AlwaysDecays), "a frozen parameter (requires_"),
-        ("test_a_frozen_parameter_stays_and_trains_once_unfrozen", using(OnlyTrainable), "not train once it is unfrozen"),
+        (
+            "test_a_frozen_parameter_stays_and_trains_once_unfrozen",
+            using(AlwaysDecays),
+            "a frozen parameter (requires_",
+        ),
+        (
+            "test_a_frozen_parameter_stays_and_trains_once_unfrozen",
+            using(OnlyTrainable),
+            "not train once it is unfrozen",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_is_wrong_is_told(refusal, check, component, told):
     assert told in refusal(OptimizerSuite, check, component)
 

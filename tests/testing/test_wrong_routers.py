@@ -105,7 +105,11 @@ FINITE = "test_what_it_says_is_finite_and_of_every_token"
     [
         ("test_it_is_a_module_on_the_meta_device", lambda dim, experts: len, "build gave a builtin_function_or_method"),
         ("test_it_is_a_module_on_the_meta_device", OnTheCPU, "gate.weight has memory"),
-        ("test_its_initial_values_are_its_own", Unseeded, "the initial values of noise depend on the default generator"),
+        (
+            "test_its_initial_values_are_its_own",
+            Unseeded,
+            "the initial values of noise depend on the default generator",
+        ),
         (FINITE, OutOfRange, "what it says['ids'] has ids from 1 to 8; there are experts 0 to 7"),
         (FINITE, Infinite, "what it says['weights'] has values that are not finite"),
         (FINITE, OfSomeTokens, "has the shape (5, 2) for 24 tokens and 8 experts"),
@@ -114,6 +118,6 @@ FINITE = "test_what_it_says_is_finite_and_of_every_token"
         ("test_gradients_reach_it", Deaf, "nothing that it says is differentiable"),
         ("test_gradients_reach_it", HalfDeaf, "no gradient reaches unused.weight"),
     ],
-)  # fmt: skip
+)
 def test_what_is_wrong_is_told(refusal, check, router, told):
     assert told in refusal(RouterSuite, check, component_of(router))

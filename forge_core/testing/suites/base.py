@@ -36,7 +36,8 @@ class Suite:
     component: ClassVar[Any]
     """The component, with the settings to test."""
     job: ClassVar[Mapping[str, Any]] = {}
-    """What else the job around it says, as `forge_core.testing.tiny_job` takes it: `{"seq_len": 32}`."""
+    """What else the job around it says, as `forge_core.testing.tiny_job` takes it: `{"seq_len": 32}`. It runs on the
+    CPU if this does not say otherwise."""
 
     def make(self, folder: Path) -> Any:
         """The component. Override it where one needs files, which belong into `folder`, or where each run needs an
@@ -52,7 +53,7 @@ class Suite:
 
     def tiny_job(self, folder: Path, **changes: Any) -> Job:
         """The job around a component, with changes that win over `job`. Runs go to `folder`."""
-        merged = dict(self.job)
+        merged = {"device": "cpu", **self.job}
         for name, value in changes.items():
             both = isinstance(value, Mapping) and isinstance(merged.get(name), Mapping)
             merged[name] = {**merged[name], **value} if both else value

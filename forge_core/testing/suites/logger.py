@@ -17,8 +17,8 @@ from forge_core.testing.suites.base import Stop, Suite, explained, losses_of
 
 def training_line(step: int) -> dict[str, Any]:
     """A record as the engine makes one for a step."""
-    numbers = {"loss": 3.0 / step, "lr": 1e-3, "grad_norm": 0.5, "tokens": 32 * step, "step_time": 0.01}
-    return {"step": step, **numbers}
+    numbers = {"loss": 3.0 / step, "lr": 1e-3, "tokens": 32 * step, "tokens_per_second": 3200.0}
+    return {"step": step, **numbers, "step_seconds": 0.01, "data_wait": 0.1, "grad_norm": 0.5}
 
 
 class LoggerSuite(Suite):
