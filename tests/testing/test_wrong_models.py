@@ -210,14 +210,14 @@ def test_what_is_wrong_is_told(refusal, check, network, told):
         (WrongPlan, "tp2", "cannot train under tp2: rank "),
     ],
 )
-def test_layouts_that_differ_are_told(refusal, tmp_path, network, layout, told):
+def test_layouts_that_differ_are_told(refusal, network, layout, told):
     check = "test_every_layout_trains_like_one_process"
-    assert told in refusal(ModelSuite, check, component_of(network), layout, tmp_path, layouts=(layout,))
+    assert told in refusal(ModelSuite, check, component_of(network), layout, layouts=(layout,))
 
 
-def test_a_layout_whose_protocol_the_model_lacks_is_skipped(tmp_path):
+def test_a_layout_whose_protocol_the_model_lacks_is_skipped():
     class TestRight(ModelSuite):
         component = component_of(Network)
 
     with pytest.raises(pytest.skip.Exception, match="cp2: the model is not a HasSequenceMixers"):
-        TestRight().test_every_layout_trains_like_one_process("cp2", tmp_path)
+        TestRight().test_every_layout_trains_like_one_process("cp2")

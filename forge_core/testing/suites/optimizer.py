@@ -75,10 +75,10 @@ class OptimizerSuite(ParitySuite):
 
     def test_a_run_that_continues_equals_one_that_was_not_interrupted(self, tmp_path: Path) -> None:
         """Losses, weights and state, to the bit; also where every step is saved."""
-        whole = self.train(self._job(tmp_path, name="whole", steps=8))
+        whole = self.train(self._job(tmp_path, name="whole", steps=6))
         saved_often = {"interval": 1, "keep": 1}
-        self.train(self._job(tmp_path, name="parts", steps=8, checkpoint=saved_often), Stop(step=3))
-        parts = self.train(self._job(tmp_path, name="parts", steps=8, checkpoint=saved_often))
+        self.train(self._job(tmp_path, name="parts", steps=6, checkpoint=saved_often), Stop(step=3))
+        parts = self.train(self._job(tmp_path, name="parts", steps=6, checkpoint=saved_often))
         differ = state_differences(parts, whole)
         assert losses_of(parts) == losses_of(whole), (
             f"a run that stopped after step 3 and continued has the losses {losses_of(parts)}, one that did not stop "

@@ -51,9 +51,8 @@ class ParitySuite(Suite):
 
     def test_every_layout_trains_like_one_process(self, layout: str) -> None:
         """Loss, gradient norm, gradients, weights and evaluation, from the same initial weights."""
-        case = LAYOUTS[layout]
-        if missing := case.missing(self.catalog):
-            pytest.skip(f"{layout}: no installed distribution offers the stage {' or '.join(missing)}")
+        if why := self.cannot_have(layout):
+            pytest.skip(f"{layout}: {why}")
         found, expected = self._curves(layout)
         difference = Difference.between(found, expected)
         near = max(difference.loss, difference.norm, difference.gradient, difference.evaluation)
@@ -63,6 +62,11 @@ class ParitySuite(Suite):
             f"{self.loss_tolerance:g} and for weights {self.weights_tolerance:g}. What is computed from a part of a "
             "parameter, a gradient or the batch must be summed over the ranks that share it"
         )
+
+    def cannot_have(self, layout: str) -> str:
+        """Why a layout cannot be tried; empty if it can."""
+        missing = LAYOUTS[layout].missing(self.catalog)
+        return f"no installed distribution offers the stage {' or '.join(missing)}" if missing else ""
 
     def _what(self) -> str:
         return type(self).__name__
@@ -83,8 +87,8 @@ class ParitySuite(Suite):
 
     def _run_together(self, ranks: int, wanted: str) -> dict[str, Any]:
         """The curves of all layouts of so many ranks. After an error, each is run by itself, to tell which fails."""
-        names = [name for name in self.layouts if LAYOUTS[name].ranks == ranks] or [wanted]
-        names = [name for name in names if not LAYOUTS[name].missing(self.catalog)]
+        names = [name for name in {**dict.fromkeys(self.layouts), wanted: None} if LAYOUTS[name].ranks == ranks]
+        names = [name for name in names if not self.cannot_have(name)]
         with tempfile.TemporaryDirectory() as folder:
             try:
                 return self._run(Path(folder), ranks, names)
