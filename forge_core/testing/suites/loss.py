@@ -41,7 +41,8 @@ class LossSuite(ParitySuite):
 
     def objective(self, logits: Tensor, labels: Tensor) -> Tensor:
         """What is differentiated, written plainly: (N, V) float64 logits and (N,) labels of valid positions, to
-        (N,) values whose sum the loss must give. By default, what is reported."""
+        (N,) values whose sum the loss must give. By default, what is reported. Where it depends on more of the batch:
+        that is always the one of `Case.random()`, of whose positions these are the valid ones."""
         return self.reported(logits, labels)
 
     def reported(self, logits: Tensor, labels: Tensor) -> Tensor:

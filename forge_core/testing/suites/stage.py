@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from torch import nn
 
@@ -61,25 +61,26 @@ class StageSuite(Suite):
     def test_it_keeps_the_names_of_parameters(self, tmp_path: Path) -> None:
         """By these, optimizers, checkpoints and initial values know them. Ranks that share a model's layers out have
         all of them together."""
-        ranks = self._on_ranks(tmp_path, self._names)
-        whole = set(ranks[0][0])
-        for rank, (_, after, _) in enumerate(ranks):
-            new = sorted(set(after) - whole)
+        ranks = [names for names, _ in self._found(tmp_path)]
+        whole = set(ranks[0].before)
+        for rank, names in enumerate(ranks):
+            new = sorted(set(names.after) - whole)
             assert not new, f"rank {rank} has parameters that the bare model has not: {', '.join(new[:3])}"
-        lost = sorted(whole - {name for _, after, _ in ranks for name in after})
+        lost = sorted(whole - {name for names in ranks for name in names.after})
         assert not lost, f"no rank has {', '.join(lost[:3])} any more"
-        if not self.make(tmp_path).drops_parameters:
-            for rank, (_, after, _) in enumerate(ranks):
-                lacking = sorted(whole - set(after))
-                fix = "a stage that leaves each rank some of them sets `drops_parameters`"
-                assert not lacking, f"rank {rank} lacks {', '.join(lacking[:3])}; {fix}"
-        for _, _, said in ranks:
+        for rank, names in enumerate(ranks):
+            lacking = [] if self.make(tmp_path).drops_parameters else sorted(whole - set(names.after))
+            fix = "a stage that leaves each rank some of them sets `drops_parameters`"
+            assert not lacking, f"rank {rank} lacks {', '.join(lacking[:3])}; {fix}"
+            said = names.described
             assert isinstance(said, str), f"describe() gives a {type(said).__name__}; it is a text for the plan"
 
     def test_a_run_comes_to_the_same_as_without_it(self, tmp_path: Path) -> None:
         """Loss, gradient norm, gradients, weights and evaluation, from the same initial weights."""
-        expected = train(self._job(tmp_path, parallel=False), self.catalog)
-        found: Sequence[Curve] = self._on_ranks(tmp_path, lambda job: train(job, self.catalog))
+        expected = self._trained(self._job(tmp_path, parallel=False))
+        found = [curve for _, curve in self._found(tmp_path)]
+        if isinstance(found[0], AssertionError):
+            raise AssertionError(str(found[0])) from found[0]
         difference = Difference.between(found[0], expected)
         assert difference.initial == 0, (
             f"initial values differ by {difference.initial:.3g} from those of a run without it; they are drawn after "
@@ -106,22 +107,44 @@ class StageSuite(Suite):
             changes |= {"parallel": {name: component}, "micro_batch_size": self.micro_batch_size}
         return self.tiny_job(folder, **changes)
 
-    def _on_ranks(self, folder: Path, function: Any) -> list[Any]:
-        job = self._job(folder)
-        what = f"it fails on {self.ranks} rank{'s' if self.ranks > 1 else ''}"
-        with explained(what):
-            return run_on_ranks(self.ranks, lambda rank: function(job), timeout=120)
+    def _found(self, folder: Path) -> list[tuple[Names, Any]]:
+        """What each rank found: names, and the curve or why there is none. The ranks are started once."""
+        cls = type(self)
+        if "_ranks" not in vars(cls):
+            job = self._job(folder)
+            try:
+                cls._ranks = self._on_ranks(lambda rank: (self._names(job), self._trained(job)))
+            except AssertionError as error:
+                failed = error  # the name of an exception ends with its clause
+                cls._ranks = self._on_ranks(lambda rank: (self._names(job), failed))
+        return cls._ranks
 
-    def _names(self, job: Job) -> tuple[list[str], list[str], str]:
-        """Names of parameters before and after all stages of a job, and what its stage says of itself."""
+    _ranks: ClassVar[list[tuple[Names, Any]]]
+
+    def _on_ranks(self, function: Callable[[int], Any]) -> list[Any]:
+        with explained(f"it fails on {self.ranks} rank{'s' if self.ranks > 1 else ''}"):
+            return run_on_ranks(self.ranks, function, timeout=120)
+
+    def _trained(self, job: Job) -> Curve:
+        return train(job, self.catalog)
+
+    def _names(self, job: Job) -> Names:
         context: BuildContext = self.context(job)
         model, _ = build_bare_model(job, context)
         before = [name for name, _ in model.named_parameters()]
-        said = ""
+        described: Any = ""
         for stage in stages_of(job, context):
             built = context.plugins.build_parallel_stage(stage.component, context)
             model = built.apply(model)
             assert isinstance(model, nn.Module), f"apply gave a {type(model).__name__}; return the model"
-            if type(stage.component) is type(self.make(Path())) and hasattr(built, "describe"):
-                said = built.describe()
-        return before, [name for name, _ in model.named_parameters()], said
+            if stage.component in job.parallel.values() and hasattr(built, "describe"):
+                described = built.describe()
+        return Names(before, [name for name, _ in model.named_parameters()], described)
+
+
+class Names(NamedTuple):
+    """Names of parameters, and what the stage says of itself."""
+
+    before: list[str]
+    after: list[str]
+    described: Any
