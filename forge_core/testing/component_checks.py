@@ -77,7 +77,7 @@ def method_problems(cls: type[Component], base: type[Component]) -> Iterator[str
         own = getattr(cls, name)
         if name.startswith("_"):
             continue
-        if own is asked and "NotImplementedError" in asked.__code__.co_names:
+        if own is asked and "NotImplementedError" in asked.__code__.co_names:  # the base leaves it to others
             parameters = ", ".join(inspect.signature(asked).parameters)
             yield f"it does not implement {name}({parameters}), as {base.__name__} asks"
         elif inspect.isfunction(own) and own is not asked and (why := _refusal(own, asked)):

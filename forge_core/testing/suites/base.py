@@ -29,8 +29,10 @@ from forge_core.testing import tiny_job
 class Suite:
     """Tests of one component. A subclass gives the component, and pytest finds it if its name starts with `Test`:
 
-    class TestLion(OptimizerSuite):
-        component = Lion(lr=1e-3)
+        class TestLion(OptimizerSuite):
+            component = Lion(lr=1e-3)
+
+    Suites use no fixtures but pytest's own.
     """
 
     component: ClassVar[Any]

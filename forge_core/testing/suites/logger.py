@@ -24,12 +24,14 @@ def training_line(step: int) -> dict[str, Any]:
 class LoggerSuite(Suite):
     """Records of every form, a clean end, a continued run, and training that does not notice.
 
-    class TestJsonLines(LoggerSuite):
-        component = JsonLines()
+        class TestTable(LoggerSuite):
+            component = Table()
 
-        def recorded_steps(self, folder):
-            lines = (folder / "metrics.jsonl").read_text().splitlines()
-            return [json.loads(line)["step"] for line in lines]
+            def recorded_steps(self, folder):
+                lines = (folder / "table.csv").read_text().splitlines()[1:]
+                return [int(line.partition(",")[0]) for line in lines]
+
+    Without `recorded_steps`, it is not seen whether a continued run drops what is stale.
     """
 
     component: ClassVar[LoggerComponent]

@@ -26,11 +26,13 @@ IGNORED = ((0, slice(0, 5)), (1, slice(None)), (3, slice(7, 9)))
 class LossSuite(ParitySuite):
     """Sum and count, ignored labels, independence of micro-batches, gradients, and one curve under every layout.
 
-    class TestSmoothed(LossSuite):
-        component = Smoothed(smoothing=0.1)
+        class TestSmoothed(LossSuite):
+            component = Smoothed(smoothing=0.1)
 
-        def objective(self, logits, labels):
-            return 0.9 * self.reported(logits, labels) - 0.1 * logits.log_softmax(-1).mean(-1)
+            def objective(self, logits, labels):
+                return 0.9 * self.reported(logits, labels) - 0.1 * logits.log_softmax(-1).mean(-1)
+
+    The plain cross-entropy needs no `objective`.
     """
 
     component: ClassVar[LossComponent]

@@ -17,8 +17,10 @@ from forge_core.testing.suites.base import Suite, explained
 class SchedulerSuite(Suite):
     """A pure function (step, total steps) -> a finite, plain number, for runs of every length that the component takes.
 
-    class TestRex(SchedulerSuite):
-        component = Rex()
+        class TestRex(SchedulerSuite):
+            component = Rex()
+
+    For the learning rate or any other scalar.
     """
 
     component: ClassVar[SchedulerComponent]
