@@ -16,7 +16,8 @@ from forge_core.cli.layout import columns
 from forge_core.cli.probe import Probe
 from forge_core.config.suggest import did_you_mean
 from forge_core.errors import ExitCode, JobError
-from forge_core.plugins.catalog import PREFIX, Catalog, Distribution, Offer, declared_entry_points
+from forge_core.plugins.catalog import Catalog, Offer
+from forge_core.plugins.stale import stale_entries
 
 WORKERS = 4
 """Components that `--check` loads at a time."""
@@ -49,7 +50,8 @@ def command(argv: list[str]) -> int:
     catalog = Catalog.installed()
     offers = select(catalog, options.name, options.kind)
     rows = [row_of(offer, catalog, probe) for offer, probe in zip(offers, _probes(offers, options.check), strict=True)]
-    stale = list(stale_entries(offers, catalog)) if options.check else []
+    distributions = {offer.distribution.name: offer.distribution for offer in offers}
+    stale = list(stale_entries(distributions.values(), catalog)) if options.check else []
     print(json.dumps([asdict(row) for row in rows], indent=2) if options.json else "\n".join(_lines(rows, stale)))
     failed = stale or any(row.check and row.check.error for row in rows)
     return ExitCode.FAILED if failed else ExitCode.FINISHED
@@ -93,22 +95,6 @@ def row_of(offer: Offer, catalog: Catalog, probe: Probe | None = None) -> Row:
         ", ".join(map(str, others)),
         probe,
     )
-
-
-def stale_entries(offers: Iterable[Offer], catalog: Catalog) -> Iterable[str]:
-    """Entry points that the sources of editable installs have gained since they were installed."""
-    distributions: dict[str, Distribution] = {offer.distribution.name: offer.distribution for offer in offers}
-    for distribution in distributions.values():
-        source = distribution.editable_path
-        if source is None or not (source / "pyproject.toml").is_file():
-            continue
-        known = {(o.kind, o.type) for o in catalog.all_offers() if o.distribution == distribution}
-        for group, entries in declared_entry_points(source / "pyproject.toml").items():
-            kind = group.removeprefix(PREFIX)
-            gained = [type_ for type_ in entries if group.startswith(PREFIX) and (kind, type_) not in known]
-            if gained:
-                fix = f"pip install --no-deps -e {source}"
-                yield f"{distribution}: {kind} {', '.join(gained)} came after it was installed; refresh with: {fix}"
 
 
 def _lines(rows: list[Row], stale: list[str]) -> Iterable[str]:

@@ -18,13 +18,27 @@ from forge_core.config.job import Job
 from forge_core.engine.build import Run, build_context, build_run
 from forge_core.engine.trainer import Summary, Trainer
 from forge_core.plugins.catalog import Catalog
-from forge_core.testing import tiny_job
+from forge_core.plugins.manager import Plugins
+from forge_core.testing import catalogs, tiny_job
 
 
 @pytest.fixture(scope="session")
 def catalog() -> Catalog:
     """Everything installed, scanned once."""
     return Catalog.installed()
+
+
+@pytest.fixture
+def catalog_of() -> Callable[..., Catalog]:
+    """A catalog of the core's own components and given ones, and of nothing else (`catalogs.catalog_of`). The other
+    fixtures take it where a test module has a fixture `catalog` that returns one."""
+    return catalogs.catalog_of
+
+
+@pytest.fixture
+def plugins_with() -> Callable[..., Plugins]:
+    """The active plugins of a job, over such a catalog (`catalogs.plugins_with`)."""
+    return catalogs.plugins_with
 
 
 @pytest.fixture

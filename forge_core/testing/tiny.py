@@ -45,6 +45,19 @@ class TinyModel(ModelComponent):
 
 
 @frozen(kw_only=True)
+class SplittableModel(ModelComponent):
+    """`TinyModel` for every layout that needs no attention: tensor parallel can split it too."""
+
+    dim: int = 16
+    layers: int = 2
+
+    def build(self, context: BuildContext) -> Model:
+        from forge_core.testing.tiny_model import SplittableNetwork
+
+        return SplittableNetwork(self.dim, self.layers, VOCABULARY, context.dtype)
+
+
+@frozen(kw_only=True)
 class PenalisedModel(TinyModel):
     """`TinyModel` with an auxiliary loss of weight 10 in each unit ("token", "sequence", "layer") at each layer."""
 

@@ -1,4 +1,4 @@
-"""What the components `TinyModel` and `PenalisedModel` build."""
+"""What the components `TinyModel`, `SplittableModel` and `PenalisedModel` build."""
 
 from __future__ import annotations
 
@@ -61,6 +61,41 @@ class TinyNetwork(nn.Module):
 
     def parameter_roles(self) -> Mapping[str, Role]:
         return {"embedding.weight": "embedding", "head.weight": "head"}
+
+
+class Pair(nn.Module):
+    """W₂ relu(W₁ x), as a module of its own, which tensor parallel can give all positions."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.up, self.down = Linear(dim, 2 * dim, bias=True, std=0.2), Linear(2 * dim, dim, std=0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.relu(self.up(x)))
+
+
+class SplittableLayer(nn.Module):
+    """x + W₂ relu(W₁ x)."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.pair = Pair(dim)
+
+    def forward(self, carry: Carry, batch: Batch) -> Carry:
+        (x,) = carry
+        return (x + self.pair(x),)
+
+
+class SplittableNetwork(TinyNetwork):
+    """`TinyNetwork` with a tensor-parallel plan."""
+
+    def __init__(self, dim: int, layers: int, vocabulary: int, dtype: torch.dtype) -> None:
+        super().__init__(dim, 0, 0.0, vocabulary, dtype)
+        self.layers = nn.ModuleDict({str(i): SplittableLayer(dim) for i in range(layers)})
+
+    def tensor_parallel_plan(self) -> Mapping[str, str]:
+        layer = {"layers.*.up": "column", "layers.*.down": "row", "layers.*.pair": "whole_input"}
+        return {"embedding": "vocab_embedding", **layer, "norm": "sequence", "head": "vocab_head"}
 
 
 PENALTY = 10.0

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from forge_core.cli.explain import explain
-from forge_core.cli.plugins import select, stale_entries
+from forge_core.cli.plugins import select
 from forge_core.errors import ExitCode, JobError
 from forge_core.plugins.catalog import Catalog, Distribution, Offer
+from forge_core.plugins.stale import stale_entries
 
 Run = Callable[..., tuple[int, str, str]]
 Python = Callable[..., subprocess.CompletedProcess[str]]
@@ -137,7 +138,7 @@ class TestPlugins:
         (tmp_path / "pyproject.toml").write_text('[project.entry-points."forge.optimizer"]\nold = "a:B"\nnew = "a:C"\n')
         url = json.dumps({"url": tmp_path.as_uri(), "dir_info": {"editable": True}})
         offer = Offer("optimizer", "old", "a:B", Distribution("forge-plugin-mine", "0.1", (), url))
-        assert list(stale_entries([offer], Catalog([offer]))) == [
+        assert list(stale_entries([offer.distribution], Catalog([offer]))) == [
             "forge-plugin-mine 0.1: optimizer new came after it was installed; "
             f"refresh with: pip install --no-deps -e {tmp_path}"
         ]

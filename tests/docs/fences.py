@@ -31,7 +31,7 @@ PAGES = [
     *sorted((ROOT / "plugins").glob("*/README.md")),
 ]
 
-NEED_EXAMPLE = (ROOT / "docs" / "writing-a-plugin.md", EXAMPLE / "README.md")
+NEED_EXAMPLE = (ROOT / "docs" / "writing-a-plugin.md", ROOT / "docs" / "testing.md", EXAMPLE / "README.md")
 """Pages on which the example plugin is installed."""
 
 LOOKS = re.compile(r"forge-run (check|explain|plan|plugins|schema|--help|--version)\b")

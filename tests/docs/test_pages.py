@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -40,6 +43,7 @@ TINY = [
     fence for fence in JOBS if fence.is_whole_job and fence.table["model"]["type"].startswith("forge_core.testing:")
 ]
 WITH_COMMANDS = sorted({fence.page for fence in ALL if fence.commands})
+WITH_TESTS = sorted({fence.page for fence in ALL if fence.title.startswith("test_")})
 PROJECTS = [tomllib.loads(path.read_text())["project"] for path in sorted(ROOT.glob("plugins/*/pyproject.toml"))]
 
 
@@ -118,6 +122,16 @@ def test_commands_print_what_the_page_shows(page: Path, visit: Callable, install
             assert fences.agrees(shown, real), (
                 f"{fence}: $ {command}\n{real}\npython {fences.__file__} renews the pages"
             )
+
+
+@pytest.mark.parametrize("page", WITH_TESTS, ids=lambda page: str(page.relative_to(ROOT)))
+def test_tests_that_a_page_shows_pass(page: Path, visit: Callable, installed_example: Path) -> None:
+    visit(page)
+    environment = os.environ | {"PYTHONPATH": str(installed_example)}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", "."]
+    files = [fence.title for fence in ALL if fence.page == page and fence.title.startswith("test_")]
+    done = subprocess.run([*command, *files], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
 
 
 @pytest.mark.parametrize("project", PROJECTS, ids=lambda project: project["name"])

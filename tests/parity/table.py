@@ -15,9 +15,9 @@ import warnings
 from collections.abc import Iterator
 
 import torch
-from curves import Curve, Difference, train
 from layouts import ROWS, Row
 
+from forge_core.testing.curves import Curve, Difference, train
 from forge_core.testing.processes import run_on_ranks
 
 HEAD = ("layout", "with", "loss", "norm", "gradients", "weights", "evaluation", "fp32 loss")

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import SimpleNamespace
+import math
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from attrs import frozen
 from torch import Tensor
 
+from forge_core.config.job import Job
 from forge_core.data.held_out import evaluation_batches
 from forge_core.data.loader import TrainLoader
-from forge_core.engine.build import build_context, build_run
+from forge_core.engine.build import Run, build_context, build_run
+from forge_core.engine.hooks import StepContext
 from forge_core.engine.step import Stepper
 from forge_core.parallel.mesh import all_reduce_tokens, gather_objects, pipeline_group
 from forge_core.plugins.catalog import Catalog
-
-STEPS = 5
 
 
 @frozen
@@ -33,7 +33,7 @@ class Curve:
     weights: Mapping[str, Tensor]
     """After the last step."""
     evaluation: float
-    """Held-out loss at the end."""
+    """Held-out loss at the end; 0 where nothing is held out."""
 
 
 @frozen
@@ -54,41 +54,62 @@ class Difference:
         error = {name: found.weights[name] - expected.weights[name] for name in expected.initial}
         return cls(
             initial=_largest(found.initial, expected.initial),
-            loss=max(abs(a - b) for a, b in zip(found.losses, expected.losses, strict=True)),
-            norm=max(abs(a - b) for a, b in zip(found.norms, expected.norms, strict=True)),
+            loss=_worst(abs(a - b) for a, b in zip(found.losses, expected.losses, strict=True)),
+            norm=_worst(abs(a - b) for a, b in zip(found.norms, expected.norms, strict=True)),
             gradient=_largest(found.gradients, expected.gradients),
-            weights=_norm(error) / _norm(update),
-            evaluation=abs(found.evaluation - expected.evaluation),
+            weights=_worst([_norm(error) / _norm(update)]),
+            evaluation=_worst([abs(found.evaluation - expected.evaluation)]),
         )
 
 
-def train(job: Any) -> Curve:
-    """Train a job from the start; collective."""
-    context = build_context(job, Catalog.installed(), None)
+def train(job: Job, catalog: Catalog | None = None) -> Curve:
+    """Train a job from the start; collective. `catalog`: by default, everything installed."""
+    context = build_context(job, catalog or Catalog.installed(), None)
     run = build_run(job, context)
     stepper, loader = Stepper(run), TrainLoader(job, run.datasets, context)
     pipeline = pipeline_group(context.mesh)
     initial = _whole({item.name: item.parameter.detach() for item in run.parameters}, pipeline)
-    losses, norms, gradients = [], [], {}
+    losses, norms, gradients = [], [], dict[str, Tensor]()
     for step in range(job.train.steps):
         run.rates.apply(step, 0)
         _, sums = stepper.gradients(loader.next_step(), step)
         norm = stepper.norm()
         if step == 0:
-            gradients = _whole({item.name: item.parameter.grad for item in run.parameters}, pipeline)
-        stepper.update(SimpleNamespace(grad_norm=norm, requests=SimpleNamespace(skip="")), sums["loss_sum"])
+            there = {item.name: item.parameter.grad for item in run.parameters if item.parameter.grad is not None}
+            gradients = _whole(there, pipeline)
+        stepper.update(_step_context(run, step, norm), sums["loss_sum"])
         losses.append((sums["loss_sum"] / sums["count"]).item())
         norms.append(norm.item())
     loader.close()
     weights = _whole({item.name: item.parameter.detach() for item in run.parameters}, pipeline)
-    return Curve(losses, norms, initial, gradients, weights, _held_out_loss(job, run))
+    return Curve(losses, norms, initial, gradients, weights, _held_out_loss(run))
 
 
-def _held_out_loss(job: Any, run: Any) -> float:
+def _step_context(run: Run, step: int, norm: Tensor) -> StepContext:
+    return StepContext(
+        job=run.job,
+        model=run.model,
+        optimizer=run.optimizer,
+        tokenizer=run.context.tokenizer,
+        folder=None,
+        step=step + 1,
+        grad_norm=norm,
+    )
+
+
+def _held_out_loss(run: Run) -> float:
+    """As the run loop evaluates: some optimizers keep other weights for it."""
+    if run.held_out is None:
+        return 0.0
     total = torch.zeros(2, dtype=torch.float64)
-    for batch in evaluation_batches(run.held_out, 0, job, run.context):
+    assert isinstance(run.model, torch.nn.Module)
+    run.model.eval()
+    getattr(run.optimizer, "eval", lambda: None)()
+    for batch in evaluation_batches(run.held_out, 0, run.job, run.context):
         output = run.executor.evaluate([batch])
         total += torch.stack([output.loss_sum.double(), output.count.double()])
+    getattr(run.optimizer, "train", lambda: None)()
+    run.model.train()
     all_reduce_tokens(total, run.context.mesh)
     return (total[0] / total[1]).item()
 
@@ -104,9 +125,14 @@ def _whole(tensors: Mapping[str, Any], pipeline: Any) -> dict[str, Tensor]:
 
 
 def _largest(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
-    assert found.keys() == expected.keys()
-    return max((found[name] - expected[name]).abs().max().item() for name in expected)
+    assert found.keys() == expected.keys(), f"not both have {', '.join(sorted(found.keys() ^ expected.keys()))}"
+    return _worst((found[name] - expected[name]).abs().max().item() for name in expected)
+
+
+def _worst(differences: Iterable[float]) -> float:
+    """The largest; one that is not a number counts as infinite, as every comparison with it would be false."""
+    return max((math.inf if math.isnan(value) else value for value in differences), default=0.0)
 
 
 def _norm(tensors: Mapping[str, Tensor]) -> float:
-    return sum(tensor.square().sum().item() for tensor in tensors.values()) ** 0.5
+    return math.sqrt(sum(tensor.square().sum().item() for tensor in tensors.values()))

@@ -1,0 +1,26 @@
+"""Values of a job file, read from plain tables."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+
+from forge_core.config.structure import INVALID, structure
+from forge_core.config.tree import Origin, annotate
+from forge_core.plugins.catalog import Catalog
+
+
+def read_value(value: Any, type_: Any, catalog: Catalog) -> Any:
+    """What a job file gives a field of `type_` in which `value`, of the plain types of TOML, stands.
+
+    Raises:
+        ValueError: it is no such value; tells every problem.
+    """
+    holder = attrs.make_class("Holder", {"value": attrs.field(type=type_)}, frozen=True)
+    read, findings = structure(annotate({"value": value}, {}, Origin("")), holder, catalog)
+    problems = [f"{problem.path.removeprefix('value.')}: {problem.message}" for problem in findings.problems]
+    problems += [f"{unknown.table.removeprefix('value.')}: unknown key {unknown.key!r}" for unknown in findings.unknown]
+    if problems or read is INVALID:
+        raise ValueError("; ".join(problems))
+    return read.value

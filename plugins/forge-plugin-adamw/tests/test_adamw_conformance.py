@@ -1,0 +1,20 @@
+"""`adamw` keeps the contracts of its kind."""
+
+from __future__ import annotations
+
+from forge_core.testing.distribution import check_distribution
+from forge_core.testing.suites import OptimizerSuite
+from forge_plugin_adamw import AdamW
+
+
+def test_the_distribution():
+    check_distribution("forge-plugin-adamw")
+
+
+class TestAdamW(OptimizerSuite):
+    component = AdamW(lr=1e-2, eps=1e-5)
+
+
+class TestLoopedAdamW(OptimizerSuite):
+    component = AdamW(lr=1e-2, eps=1e-5, fused=False)
+    layouts = ("fsdp2",)

@@ -1,0 +1,17 @@
+"""`compile` keeps the contracts of its kind."""
+
+from __future__ import annotations
+
+import torch._dynamo.backends.common  # noqa: F401  imported once, and not by each process
+
+from forge_core.testing.distribution import check_distribution
+from forge_core.testing.suites import StageSuite
+from forge_plugin_compile import Compile
+
+
+def test_the_distribution():
+    check_distribution("forge-plugin-compile")
+
+
+class TestCompile(StageSuite):
+    component = Compile(backend="aot_eager")

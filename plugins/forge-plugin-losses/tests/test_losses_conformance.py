@@ -1,0 +1,24 @@
+"""`chunked_cross_entropy` keeps the contracts of its kind."""
+
+from __future__ import annotations
+
+from forge_core.testing.distribution import check_distribution
+from forge_core.testing.suites import LossSuite
+from forge_plugin_losses import ChunkedCrossEntropy
+
+
+def test_the_distribution():
+    check_distribution("forge-plugin-losses")
+
+
+class TestChunkedCrossEntropy(LossSuite):
+    component = ChunkedCrossEntropy(chunk_tokens=5)
+    variants = (ChunkedCrossEntropy(chunk_tokens=1), ChunkedCrossEntropy(chunk_tokens=1000))
+
+
+class TestChunkedCrossEntropyWithZLoss(LossSuite):
+    component = ChunkedCrossEntropy(chunk_tokens=7, z_loss=1e-2)
+    layouts = ("tp2",)
+
+    def objective(self, logits, labels):
+        return self.reported(logits, labels) + 1e-2 * logits.logsumexp(-1).square()

@@ -1,0 +1,21 @@
+"""`samples` keeps the contracts of its kind."""
+
+from __future__ import annotations
+
+from forge_core.testing.distribution import check_distribution
+from forge_core.testing.suites import HookSuite
+from forge_plugin_samples import Samples
+from forge_plugin_text import Bytes
+from forge_plugin_transformer import GroupedQueryAttention, Transformer
+
+
+def test_the_distribution():
+    check_distribution("forge-plugin-samples")
+
+
+class TestSamples(HookSuite):
+    component = Samples(every_eval=True, max_tokens=5)
+    job = {
+        "model": Transformer(dim=16, layers=1, attention=GroupedQueryAttention(heads=2)),
+        "data": {"tokenizer": Bytes()},
+    }

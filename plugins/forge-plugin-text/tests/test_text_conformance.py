@@ -1,0 +1,37 @@
+"""`text` and `python_stdlib` keep the contracts of their kind."""
+
+from __future__ import annotations
+
+import pytest
+
+from forge_core.testing.distribution import check_distribution
+from forge_core.testing.suites import DatasetSuite
+from forge_plugin_text import Bytes, PythonStdlib, Text
+
+
+def test_the_distribution():
+    check_distribution("forge-plugin-text")
+
+
+class TestText(DatasetSuite):
+    job = {"data": {"tokenizer": Bytes()}}
+
+    def make(self, folder):
+        for number in range(6):
+            (folder / f"{number}.txt").write_text(f"the text of document {number}, " * (number + 1))
+        return Text(path=f"{folder}/*.txt", held_out_every=3)
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    """A cache that tests share: it takes a while to tokenise the standard library."""
+    return tmp_path_factory.mktemp("cache")
+
+
+class TestPythonStdlib(DatasetSuite):
+    @pytest.fixture(autouse=True)
+    def cache(self, kept, monkeypatch):
+        monkeypatch.setenv("FORGE_CACHE", str(kept))
+
+    job = {"data": {"tokenizer": Bytes()}}
+    component = PythonStdlib(held_out_every=2)

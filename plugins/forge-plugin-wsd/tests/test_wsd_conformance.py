@@ -1,0 +1,19 @@
+"""`wsd` keeps the contracts of its kind."""
+
+from __future__ import annotations
+
+from forge_core.testing.distribution import check_distribution
+from forge_core.testing.suites import SchedulerSuite
+from forge_plugin_wsd import WSD
+
+
+def test_the_distribution():
+    check_distribution("forge-plugin-wsd")
+
+
+class TestWSD(SchedulerSuite):
+    component = WSD(warmup_steps=10)
+
+
+class TestWSDOfFixedDecay(SchedulerSuite):
+    component = WSD(decay_steps=20, shape="linear", min_ratio=0.1)
