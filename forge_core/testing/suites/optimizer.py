@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from forge_core.components import OptimizerComponent
-from forge_core.engine.parameters import NamedParameter, NamedParameters, check_groups
+from forge_core.engine.groups import check_groups
+from forge_core.engine.parameters import NamedParameter, NamedParameters
 from forge_core.protocols import Role
 from forge_core.testing import TinyModel
 from forge_core.testing.suites.base import Stop, explained, losses_of, some, state_differences

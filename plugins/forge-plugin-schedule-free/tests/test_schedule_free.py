@@ -10,11 +10,6 @@ import torch
 from safetensors.torch import load_file
 
 from forge_core.cli import main
-from forge_core.components import ParameterGroup
-from forge_core.engine.build import build_context, build_run
-from forge_core.testing import tiny_job
-from forge_core.testing.processes import run_on_ranks
-from forge_plugin_parallel import FSDP, PipelineParallel
 from forge_plugin_schedule_free import ScheduleFreeAdamW, ScheduleFreeSGD
 
 COMPONENTS = [
@@ -87,37 +82,6 @@ def test_an_interrupted_run_equals_the_whole_and_exports_its_average(make_job, t
         assert main(["checkpoints", str(folder), "export", "--output", str(path)]) == 0
         weights.append(load_file(path))
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
-
-
-@pytest.mark.parametrize("ranks", [2])
-@pytest.mark.parametrize("stages", [{"fsdp": FSDP()}, {"pp": PipelineParallel(degree=2, schedule="gpipe")}], ids=str)
-def test_a_layout_changes_nothing(tmp_path, catalog, ranks, stages):
-    groups = (ParameterGroup(match="embedding.*", lr=0.02),)
-    component = ScheduleFreeAdamW(lr=0.01, warmup_steps=2, groups=groups)
-
-    def weights(stages):
-        job = tiny_job(str(tmp_path), catalog, optimizer=component, parallel=stages, precision="fp64")
-        run = build_run(job, build_context(job, catalog, None))
-        for step in range(3):
-            for item in run.parameters:
-                item.parameter.grad = torch.full_like(item.parameter, 1.0 + step)
-            run.optimizer.step()
-        average = run.optimizer.evaluation_weights()
-        counters = [(group["k"], group["weight_sum"]) for group in run.optimizer.param_groups]
-        return {item.name: whole(average[item.parameter]) for item in run.parameters}, counters
-
-    ((expected, counters),) = run_on_ranks(1, lambda rank: weights({}))
-    merged = {}
-    for found, own in run_on_ranks(ranks, lambda rank: weights(stages)):
-        assert own == counters
-        merged |= found
-    assert merged.keys() == expected.keys()
-    for name, weight in expected.items():
-        torch.testing.assert_close(merged[name], weight, rtol=1e-12, atol=1e-13)
-
-
-def whole(tensor):
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.clone()
 
 
 def test_a_first_beta_of_zero_is_refused():

@@ -1,0 +1,16 @@
+"""`muon` keeps the contracts of its kind."""
+
+from __future__ import annotations
+
+from forge_core.testing.distribution import check_distribution
+from forge_core.testing.suites import OptimizerSuite
+from forge_plugin_muon import Muon
+
+
+def test_the_distribution():
+    check_distribution("forge-plugin-muon")
+
+
+class TestMuon(OptimizerSuite):
+    component = Muon(lr=0.02, adam_lr=1e-2, adam_eps=1e-5)
+    parity_component = Muon(lr=0.02, adam_lr=1e-2, adam_eps=1e-5, ns_dtype="fp32")

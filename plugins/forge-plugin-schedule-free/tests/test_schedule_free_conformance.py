@@ -1,0 +1,21 @@
+"""The Schedule-Free optimizers keep the contracts of their kind."""
+
+from __future__ import annotations
+
+from forge_core.testing.distribution import check_distribution
+from forge_core.testing.suites import OptimizerSuite
+from forge_plugin_schedule_free import ScheduleFreeAdamW, ScheduleFreeSGD
+
+
+def test_the_distribution():
+    check_distribution("forge-plugin-schedule-free")
+
+
+class TestScheduleFreeAdamW(OptimizerSuite):
+    component = ScheduleFreeAdamW(lr=1e-2, eps=1e-5, warmup_steps=2)
+    moves_at_rate_zero = True
+
+
+class TestScheduleFreeSGD(OptimizerSuite):
+    component = ScheduleFreeSGD(lr=0.5)
+    moves_at_rate_zero = True
