@@ -61,7 +61,7 @@ STYLE: dict[str, Any] = {
 def draw(history: History, path: Path, *, title: str, total_steps: int, clip_norm: float) -> None:
     """Write `make_figure` to a PNG file, which is replaced in one go: a viewer never sees half of it."""
     unfinished = path.with_name(f".{path.name}.unfinished")
-    with _quiet(), style.context(["default", STYLE]):
+    with quiet_style():
         figure = make_figure(history, title=title, total_steps=total_steps, clip_norm=clip_norm)
         figure.savefig(unfinished, format="png")
     unfinished.replace(path)
@@ -75,10 +75,8 @@ def make_figure(history: History, *, title: str, total_steps: int, clip_norm: fl
         total_steps: length of the whole run.
         clip_norm: norm down to which larger gradients are scaled; 0: never.
     """
-    with _quiet(), style.context(["default", STYLE]):
-        layout = ConstrainedLayoutEngine(rect=(0.005, 0.005, 0.99, 0.895), wspace=0.04, hspace=0.08)
-        figure = Figure(figsize=(13, 8), dpi=120, layout=layout)
-        FigureCanvasAgg(figure)
+    with quiet_style():
+        figure = new_figure((13, 8))
         _heading(figure, history, title, total_steps)
         (loss, held_out), (rate, norm) = figure.subplots(2, 2, sharex=True)
         _loss(loss, history)
@@ -87,6 +85,21 @@ def make_figure(history: History, *, title: str, total_steps: int, clip_norm: fl
         _gradient_norm(norm, history, clip_norm)
         _step_axes([rate, norm], history.step)
         return figure
+
+
+@contextmanager
+def quiet_style() -> Iterator[None]:
+    """Within this context, matplotlib draws in the style of all pictures."""
+    with _quiet(), style.context(["default", STYLE]):
+        yield
+
+
+def new_figure(size: tuple[float, float], heading: float = 0.095) -> Figure:
+    """An empty picture of a size in inches. `heading`: share of its height that is left free at the top."""
+    layout = ConstrainedLayoutEngine(rect=(0.005, 0.005, 0.99, 0.99 - heading), wspace=0.04, hspace=0.08)
+    figure = Figure(figsize=size, dpi=120, layout=layout)
+    FigureCanvasAgg(figure)
+    return figure
 
 
 def _heading(figure: Figure, history: History, title: str, total_steps: int) -> None:

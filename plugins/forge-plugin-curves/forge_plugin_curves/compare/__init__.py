@@ -1,0 +1,1 @@
+"""`forge-run compare`: runs of several jobs and settings, side by side."""
