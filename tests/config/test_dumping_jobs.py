@@ -80,6 +80,7 @@ def test_types_are_qualified_and_none_is_left_out(load: Callable[..., Job], smal
         "lr": 0.01,
         "momentum": 0.9,
         "nesterov": True,
+        "groups": [],
     }
     assert table["loggers"]["console"]["type"] == "forge-run/console"
     assert "seed" not in table["data"]
