@@ -1,7 +1,7 @@
 """`forge-run new-plugin`: a distribution to begin with, for each kind of the core.
 
-The templates are distributions themselves, in `templates/KIND`, with what all kinds share in `templates/every`. Names in
-them stand for what is given: `template_name` for the type, `TemplateName` for the class, `template-name` for the
+The templates are distributions themselves, in `templates/KIND`, with what all kinds share in `templates/every`. Names
+in them stand for what is given: `template_name` for the type, `TemplateName` for the class, `template-name` for the
 distribution.
 """
 
@@ -99,11 +99,9 @@ def check_name(kind: str, name: str, templates: Mapping[Path, str]) -> None:
         JobError: says what is allowed.
     """
     if not TYPE.fullmatch(name):
-        plain = "_".join(re.findall(r"[a-z0-9]+", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower())).lstrip(
-            "0123456789_"
-        )
         allowed = "small letters, digits and single underscores between them, a letter first"
-        raise _refused(f"{name!r} is no name for a type: {allowed}" + (f"; take {plain!r}" if plain else ""))
+        hint = f"; take {plain!r}" if (plain := _plain(name)) else ""
+        raise _refused(f"{name!r} is no name for a type: {allowed}{hint}")
     if keyword.iskeyword(name):
         raise _refused(f"{name!r} is a keyword of Python, and would be the name of a module; take 'my_{name}'")
     if len(name) > LONGEST:
@@ -113,6 +111,12 @@ def check_name(kind: str, name: str, templates: Mapping[Path, str]) -> None:
     for used, what in ((name in modules, f"a module {name!r}"), (class_name(name) in words, f"a {class_name(name)!r}")):
         if used:
             raise _refused(f"{name!r} cannot be told from {what} that a new {kind} has already; take 'my_{name}'")
+
+
+def _plain(name: str) -> str:
+    """The nearest name that is allowed: `MyOptimizer-2` -> `my_optimizer_2`."""
+    words = re.findall(r"[a-z0-9]+", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower())
+    return "_".join(words).lstrip("0123456789_")
 
 
 def class_name(name: str) -> str:
