@@ -88,8 +88,8 @@ def check_kind(kind: str, catalog: Catalog) -> None:
     if owners:
         why = f"kind {kind!r} is declared by {' and '.join(owners)}, and there are templates for kinds of {CORE} only"
         raise _refused(f"{why}; see how that distribution documents it")
-    hint = did_you_mean(kind, kinds())
-    raise _refused(f"there is no kind {kind!r}{hint}. Kinds: {', '.join(kinds())}")
+    hint = did_you_mean(kind, kinds()) or f". Kinds: {', '.join(kinds())}"
+    raise _refused(f"there is no kind {kind!r}{hint}")
 
 
 def check_name(kind: str, name: str, templates: Mapping[Path, str]) -> None:

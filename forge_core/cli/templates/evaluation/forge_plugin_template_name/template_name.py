@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 
 @frozen(kw_only=True)
 class TemplateName(EvaluationComponent):
-    """The share of held-out sequences whose mean loss is below a bound. Logs `eval/template_name`, from 0 to 1, and
-    nothing where the data has no held-out part.
+    """The share of held-out sequences whose mean loss is below a bound.
+
+    Logs `eval/template_name`, from 0 to 1; nothing where the data has no held-out part.
     """
 
     below: float = field(default=1.0, validator=gt(0))

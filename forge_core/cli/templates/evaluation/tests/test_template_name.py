@@ -17,9 +17,10 @@ def share(make_job, train):
     """Bound -> what a run logs in its last evaluation."""
 
     def run(below):
-        job = make_job(evaluations={"template_name": TemplateName(below=below)}, steps=4, eval={"interval": 4})
+        job = make_job(evaluations={"share": TemplateName(below=below)}, steps=4, eval={"interval": 4})
         records = map(json.loads, (train(job).folder / "metrics.jsonl").read_text().splitlines())
-        return [record["eval/template_name"] for record in records if "eval/template_name" in record][-1]
+        key = "eval/template_name"
+        return [record[key] for record in records if key in record][-1]
 
     return run
 

@@ -1,4 +1,4 @@
-"""template_name keeps the contracts of plugins, trains like the core's executor, and does what it says."""
+"""template_name keeps the contracts of plugins, and trains like the core's executor."""
 
 from forge_plugin_template_name import TemplateName
 from torch.profiler import profile

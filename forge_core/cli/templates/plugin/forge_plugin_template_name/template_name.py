@@ -30,7 +30,7 @@ class TemplateName(Plugin):
         fitting = [parameter for name, parameter in model.named_parameters() if fnmatchcase(name, self.match)]
         if not fitting:
             names = ", ".join(name for name, _ in model.named_parameters())
-            raise JobError(f"template_name: no parameter fits match = {self.match!r}; there are {names}")
+            raise JobError(f"no parameter fits match = {self.match!r}; there are {names}")
         for parameter in fitting:
             parameter.requires_grad_(False)
         return model
