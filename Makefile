@@ -1,4 +1,5 @@
 # make run: from nothing to a trained model.  make test: from nothing to a green suite.
+# make test-all: likewise, with what is tried in turn otherwise (every kind of `forge-run new-plugin`).
 PYTHON ?= python3
 # Installed only if the environment has no torch yet; set TORCH to choose another build.
 TORCH ?= torch==2.13.0
@@ -9,12 +10,15 @@ STAMP := $(VENV)/.installed
 # Threads that wait must not spin: a busy neighbour would slow them down several times over.
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: run test lint types contracts tests docs venv wheels clean
+.PHONY: run test test-all lint types contracts tests docs venv wheels clean
 
 run: $(STAMP)
 	$(BIN)/forge-run configs/quickstart.toml
 
 test: lint types contracts tests docs
+
+test-all: export FORGE_NEW_PLUGIN = all
+test-all: test
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 from attrs import asdict, field, frozen
 
@@ -17,10 +14,7 @@ from forge_core.cli.probe import Probe
 from forge_core.config.suggest import did_you_mean
 from forge_core.errors import ExitCode, JobError
 from forge_core.plugins.catalog import Catalog, Offer
-from forge_core.plugins.stale import stale_entries
-
-WORKERS = 4
-"""Components that `--check` loads at a time."""
+from forge_core.plugins.stale import left_overs
 
 
 @frozen
@@ -37,6 +31,20 @@ class Row:
     conflict: str = ""
     """Other distributions that offer the same type of the same kind."""
     check: Probe | None = field(default=None)
+    """What loading it showed, with `--check`."""
+    distribution_problems: Sequence[str] = ()
+    """What is wrong with its distribution as it is installed, with `--check`."""
+
+    @property
+    def problems(self) -> Iterable[str]:
+        """A line for each thing that is wrong; of a row that was not loaded, only conflicts are known."""
+        if self.conflict:
+            yield f"conflict: {self.kind} {self.type!r} of {self.distribution} is also offered by {self.conflict}"
+        if self.check and self.check.error:
+            yield f"error: {self.check.error}"
+        if self.check:
+            yield from (f"problem: {problem}" for problem in self.check.problems)
+        yield from self.distribution_problems
 
 
 def command(argv: list[str]) -> int:
@@ -44,17 +52,21 @@ def command(argv: list[str]) -> int:
     parser = argparse.ArgumentParser("forge-run plugins", description=command.__doc__)
     parser.add_argument("name", nargs="?", metavar="NAME", help="a distribution or a type")
     parser.add_argument("--kind", help="only components of this kind (`kind` lists the kinds themselves)")
-    parser.add_argument("--check", action="store_true", help="load each one, in a process of its own")
+    check = "load each one in a process of its own, and look at it; exit code 1 if anything is wrong"
+    parser.add_argument("--check", action="store_true", help=check)
     parser.add_argument("--json", action="store_true", help="as JSON")
     options = parser.parse_args(argv)
     catalog = Catalog.installed()
     offers = select(catalog, options.name, options.kind)
-    rows = [row_of(offer, catalog, probe) for offer, probe in zip(offers, _probes(offers, options.check), strict=True)]
-    distributions = {offer.distribution.name: offer.distribution for offer in offers}
-    stale = list(stale_entries(distributions.values(), catalog)) if options.check else []
-    print(json.dumps([asdict(row) for row in rows], indent=2) if options.json else "\n".join(_lines(rows, stale)))
-    failed = stale or any(row.check and row.check.error for row in rows)
-    return ExitCode.FAILED if failed else ExitCode.FINISHED
+    rows = checked(offers, catalog) if options.check else [row_of(offer, catalog) for offer in offers]
+    problems = list(dict.fromkeys(problem for row in rows for problem in row.problems))
+    left = [f"stale: {line}" for line in left_overs()] if options.check and options.name is None else []
+    if options.json:
+        print("\n".join(left), end="\n" if left else "", file=sys.stderr)
+        print(json.dumps([asdict(row) for row in rows], indent=2))
+    else:
+        print("\n".join([table(rows), *problems, *left]))
+    return ExitCode.FAILED if options.check and (problems or left) else ExitCode.FINISHED
 
 
 def select(catalog: Catalog, name: str | None = None, kind: str | None = None) -> list[Offer]:
@@ -81,7 +93,9 @@ def _demand(found: list[Offer], message: str, word: str, known: set[str]) -> Non
         raise JobError(f"forge-run plugins: {message}{did_you_mean(word, known)}")
 
 
-def row_of(offer: Offer, catalog: Catalog, probe: Probe | None = None) -> Row:
+def row_of(
+    offer: Offer, catalog: Catalog, probe: Probe | None = None, distribution_problems: Sequence[str] = ()
+) -> Row:
     """An offer as it is shown."""
     distribution = offer.distribution
     others = [o.distribution for o in catalog.offers(offer.kind) if o.type == offer.type and o != offer]
@@ -94,42 +108,28 @@ def row_of(offer: Offer, catalog: Catalog, probe: Probe | None = None) -> Row:
         str(distribution.editable_path or ""),
         ", ".join(map(str, others)),
         probe,
+        distribution_problems,
     )
 
 
-def _lines(rows: list[Row], stale: list[str]) -> Iterable[str]:
-    checked = any(row.check for row in rows)
-    head = ["KIND", "TYPE", "DISTRIBUTION", "VERSION", *(["LOADS"] if checked else []), "TARGET"]
-    yield columns([head, *(_cells(row, checked) for row in rows)])
-    for row in rows:
-        if row.conflict:
-            yield f"conflict: {row.kind} {row.type!r} of {row.distribution} is also offered by {row.conflict}"
-    for row in rows:
-        if row.check and row.check.error:
-            yield f"error: {row.check.error}"
-    yield from (f"stale: {line}" for line in stale)
+def checked(offers: Sequence[Offer], catalog: Catalog) -> list[Row]:
+    """Offers with what is found when they are loaded, and when their distributions are looked at."""
+    from forge_core.cli.plugin_checks import distribution_problems, probes
+
+    distributions = {offer.distribution.name: offer.distribution for offer in offers}
+    found = {name: list(distribution_problems(each, catalog)) for name, each in distributions.items()}
+    pairs = zip(offers, probes(offers), strict=True)
+    return [row_of(offer, catalog, probe, found[offer.distribution.name]) for offer, probe in pairs]
 
 
-def _cells(row: Row, checked: bool) -> list[str]:
+def table(rows: Sequence[Row]) -> str:
+    """Rows in columns, with how long each took to load where that was tried."""
+    loaded = any(row.check for row in rows)
+    head = ["KIND", "TYPE", "DISTRIBUTION", "VERSION", *(["LOADS"] if loaded else []), "TARGET"]
+    return columns([head, *map(_cells, rows)])
+
+
+def _cells(row: Row) -> list[str]:
     version = f"{row.version} (editable)" if row.editable else row.version
-    loads = [row.check.verdict] if checked and row.check else []
+    loads = [row.check.verdict] if row.check else []
     return [row.kind, row.type, row.distribution, version, *loads, row.target]
-
-
-def _probes(offers: list[Offer], wanted: bool) -> list[Probe | None]:
-    if not wanted:
-        return [None] * len(offers)
-    with ThreadPoolExecutor(WORKERS) as pool:
-        return list(pool.map(_probe, offers))
-
-
-def _probe(offer: Offer) -> Probe:
-    """Load an entry point in a process of its own, so that neither its failure nor its imports touch another."""
-    arguments = [sys.executable, "-m", "forge_core.cli.probe", offer.kind, offer.qualified]
-    done = subprocess.run(arguments, capture_output=True, text=True, check=False)
-    try:
-        answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    except (IndexError, json.JSONDecodeError):
-        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        return Probe(f"loading {offer.kind} {offer.qualified} ended the process: {last}")
-    return Probe(**answer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Sequence
 
 from attrs import asdict, frozen
 
@@ -17,9 +18,12 @@ class Probe:
     """What loading an entry point showed."""
 
     error: str = ""
+    """Why it cannot be loaded."""
     seconds: float = 0.0
     torch: bool = False
     """Whether loading it imported torch, which makes checking a job slow."""
+    problems: Sequence[str] = ()
+    """What is wrong with what was loaded, each with its fix: as `forge_core.testing.check_distribution` tells it."""
 
     @property
     def verdict(self) -> str:
@@ -29,19 +33,19 @@ class Probe:
 
 
 def probe(kind: str, qualified: str) -> Probe:
-    """Load what `qualified` names, as a job that names it would."""
+    """Load what `qualified` names, as a job that names it would, and look at it."""
     catalog = Catalog.installed()
+    [offer] = (offer for offer in catalog.offers(kind) if offer.qualified == qualified)
     start = time.perf_counter()
     try:
-        if kind in ("kind", "command"):
-            [offer] = (offer for offer in catalog.offers(kind) if offer.qualified == qualified)
-            catalog.kind_base(offer.type) if kind == "kind" else catalog.load_offer(offer)
-        else:
-            catalog.load(kind, qualified)
+        target = catalog.load_target(offer)
     except PluginError as error:
         return Probe(str(error))
-    return Probe("", round(time.perf_counter() - start, 3), "torch" in sys.modules)
+    seconds, torch = round(time.perf_counter() - start, 3), "torch" in sys.modules
+    from forge_core.testing.inspection import target_problems  # late: what it imports must not count as loaded here
+
+    return Probe("", seconds, torch, list(target_problems(offer, target, torch, catalog, None)))
 
 
 if __name__ == "__main__":
-    print(json.dumps(asdict(probe(*sys.argv[1:3]))))
+    print("\n" + json.dumps(asdict(probe(*sys.argv[1:3]))))

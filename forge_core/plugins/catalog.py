@@ -111,7 +111,7 @@ class Catalog:
         offers: list[Offer] = []
         distributions: dict[str, Distribution] = {}
         for dist in metadata.distributions():
-            if PREFIX not in (dist.read_text("entry_points.txt") or "") or not _has_metadata(dist):
+            if PREFIX not in (dist.read_text("entry_points.txt") or "") or not has_metadata(dist):
                 continue
             found = Distribution.of(dist)
             if _normalise(found.name) in distributions:  # an older copy further down sys.path
@@ -201,6 +201,16 @@ class Catalog:
             PluginError: it cannot be imported; names distribution, version, entry point and cause.
         """
         return self._load_offer(offer)
+
+    def load_target(self, offer: Offer) -> Any:
+        """What an entry point names, seen to be what its group asks for: a base class, a component, or any object.
+
+        Raises:
+            PluginError: it cannot be imported, or is something else.
+        """
+        if offer.kind == "kind":
+            return self.kind_base(offer.type)
+        return self.load_offer(offer) if offer.kind == "command" else self.load(offer.kind, offer.qualified)
 
     def type_of(self, cls: type) -> str:
         """How the resolved job spells a class: `distribution/type`, or the path it was loaded from."""
@@ -320,8 +330,8 @@ class Catalog:
         return sys.modules[name]
 
 
-def _has_metadata(dist: metadata.Distribution) -> bool:
-    """An uninstall that was interrupted leaves folders without."""
+def has_metadata(dist: metadata.Distribution) -> bool:
+    """Whether a folder is that of a distribution: an uninstall that was interrupted leaves others."""
     return bool(dist.read_text("METADATA") or dist.read_text("PKG-INFO"))
 
 

@@ -1,10 +1,12 @@
-"""Editable installs whose sources have gained entry points since they were installed."""
+"""Installs that are not what they seem: sources that have changed since, and what others have left behind."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from importlib import metadata
+from pathlib import Path
 
-from forge_core.plugins.catalog import PREFIX, Catalog, Distribution, declared_entry_points
+from forge_core.plugins.catalog import PREFIX, Catalog, Distribution, declared_entry_points, has_metadata
 
 
 def stale_entries(distributions: Iterable[Distribution], catalog: Catalog) -> Iterator[str]:
@@ -20,3 +22,22 @@ def stale_entries(distributions: Iterable[Distribution], catalog: Catalog) -> It
             if gained:
                 fix = f"pip install --no-deps -e {source}"
                 yield f"{distribution}: {kind} {', '.join(gained)} came after it was installed; refresh with: {fix}"
+
+
+def left_overs() -> Iterator[str]:
+    """What the catalog passes over: folders that an interrupted uninstall has left, and copies of a distribution that
+    another one earlier on the path hides."""
+    seen: dict[str, tuple[str, Path]] = {}
+    for dist in metadata.distributions():
+        entries = [entry for entry in dist.entry_points if entry.group.startswith(PREFIX)]
+        place = Path(str(dist.locate_file(""))).resolve()
+        if not entries:
+            continue
+        if not has_metadata(dist):
+            names = ", ".join(f"{entry.group.removeprefix(PREFIX)} {entry.name}" for entry in entries)
+            yield f"an uninstall in {place} was interrupted, and {names} is left; delete its .dist-info folder"
+            continue
+        version, first = seen.setdefault(dist.metadata["Name"], (dist.version, place))
+        if first != place:
+            hidden = f"{dist.metadata['Name']} {dist.version} in {place} is hidden by {version} in {first}"
+            yield f"{hidden}; uninstall one of them"

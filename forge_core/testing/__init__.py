@@ -1,6 +1,7 @@
 """What plugin authors and our own tests need to try a component: a tiny model, tiny data, a job around them."""
 
-from forge_core.testing.documents import ListedDocuments, RandomDocuments
+from forge_core.testing.documents import ListedDocuments, RandomDocuments, Sentences
+from forge_core.testing.routed import RoutedModel
 from forge_core.testing.tiny import Numbers, PenalisedModel, SplittableModel, TinyAdamW, TinyModel, tiny_job
 
 __all__ = [
@@ -8,6 +9,8 @@ __all__ = [
     "Numbers",
     "PenalisedModel",
     "RandomDocuments",
+    "RoutedModel",
+    "Sentences",
     "SplittableModel",
     "TinyAdamW",
     "TinyModel",

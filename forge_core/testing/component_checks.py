@@ -27,13 +27,13 @@ from forge_core.testing.tables import read_value
 
 
 def component_problems(
-    cls: type[Component], base: type[Component], offer: Offer, catalog: Catalog, sample: Mapping[str, Any]
+    cls: type[Component], base: type[Component], offer: Offer, catalog: Catalog, sample: Mapping[str, Any] | None
 ) -> Iterator[str]:
     """Everything that is wrong with a component class, each with its fix.
 
     Args:
         base: of its kind.
-        sample: keys with which it can be made.
+        sample: keys with which it can be made; None: they are not known, and whether its defaults do is no problem.
     """
     if not (vars(cls).get("__doc__") or "").strip():
         yield "the class has no docstring, which `forge-run explain` shows; say what it does, with its source"
@@ -49,9 +49,10 @@ def component_problems(
     yield from field_problems(cls, fields)
     component = None
     try:
-        component = read_value({"type": offer.qualified, **_with_required(fields, sample)}, base, catalog)
+        component = read_value({"type": offer.qualified, **_with_required(fields, sample or {})}, base, catalog)
     except ValueError as error:
-        yield f'it cannot be made for a trial: {error}; give samples={{"{offer.type}": {{…}}}} with keys that work'
+        if sample is not None:
+            yield f'it cannot be made for a trial: {error}; give samples={{"{offer.type}": {{…}}}} with keys that work'
     if component is not None:
         yield from instance_problems(component, base, offer, catalog)
 

@@ -1,4 +1,4 @@
-"""Tokenised documents in memory, for tests of packings and of what reads packed batches."""
+"""Documents in memory, for tests of packings, of tokenizers, and of what reads packed batches."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from attrs import field, frozen
 from attrs.validators import ge
 
 from forge_core.components import DatasetComponent
+from forge_core.errors import JobError
 from forge_core.testing.tiny import VOCABULARY
 
 if TYPE_CHECKING:
@@ -81,3 +82,32 @@ class RandomDocuments(DatasetComponent):
         documents = [generator.integers(0, END, length).tolist() for length in lengths]
         held_out = ListedDocuments(documents[self.count :]) if self.held_out else None
         return ListedDocuments(documents[: self.count], held_out=held_out)
+
+
+@frozen(kw_only=True)
+class Sentences(DatasetComponent):
+    """Sentences of a few words, encoded by the job's tokenizer: for trials of tokenizers. They take 17 characters."""
+
+    count: int = field(default=60, validator=ge(1))
+    """Sentences to train on."""
+    held_out: int = field(default=6, validator=ge(0))
+    """Sentences that are held out."""
+
+    def documents(self) -> list[str]:
+        return [sentence(number) for number in range(self.count)]
+
+    def build(self, context: BuildContext) -> ListedDocuments:
+        tokenizer = context.tokenizer
+        if tokenizer is None:
+            raise JobError("Sentences is text, and the job has no tokenizer; give it a table [data.tokenizer]")
+        held = [sentence(number) for number in range(self.count, self.count + self.held_out)]
+        held_out = ListedDocuments(tokenizer.encode_batch(held), tokenizer.end_of_text) if held else None
+        return ListedDocuments(tokenizer.encode_batch(self.documents()), tokenizer.end_of_text, held_out=held_out)
+
+
+WHO, WHAT, WHERE = ("a hen", "the fox", "one owl"), ("sits", "sings", "waits", "naps"), ("here", "at home", "on top")
+
+
+def sentence(number: int) -> str:
+    """`the fox sings here`."""
+    return f"{WHO[number % 3]} {WHAT[number // 3 % 4]} {WHERE[number // 12 % 3]}"

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib import metadata
+from typing import Any
 
-from packaging.requirements import Requirement
+from packaging.requirements import InvalidRequirement, Requirement
 from packaging.version import Version
 
-from forge_core.components import Component
 from forge_core.errors import PluginError
 from forge_core.plugins.catalog import CORE, Catalog, Distribution, Offer, check_requirement, core_version
 from forge_core.plugins.stale import stale_entries
@@ -54,43 +54,59 @@ def _names() -> str:
 
 def requirement_problems(distribution: Distribution) -> Iterator[str]:
     """What is wrong with its requirement on the core."""
-    running = Version(core_version())
-    fix = f'"{CORE}>={running.major}.{running.minor},<{running.major}.{running.minor + 1}"'
-    lines = [Requirement(line) for line in distribution.requires]
-    found = [line for line in lines if line.name.lower().replace("_", "-") == CORE]
-    if not found:
-        yield f"it does not require {CORE}, so an installer may pair it with any; add {fix} to `dependencies`"
-    for line in found:
-        if not any(specifier.operator in BOUNDS for specifier in line.specifier):
-            yield f"it requires {line}, without an upper bound, and the next version may break it; write {fix}"
+    yield from bound_problems(distribution)
     try:
         check_requirement(distribution)
     except PluginError as error:
         yield str(error)
 
 
+def bound_problems(distribution: Distribution) -> Iterator[str]:
+    """What its requirement on the core lacks, whether or not the running one fits: that is seen when it is loaded."""
+    running = Version(core_version())
+    fix = f'"{CORE}>={running.major}.{running.minor},<{running.major}.{running.minor + 1}"'
+    try:
+        lines = [Requirement(line) for line in distribution.requires]
+    except InvalidRequirement:  # which `check_requirement` tells
+        return
+    found = [line for line in lines if line.name.lower().replace("_", "-") == CORE]
+    if not found:
+        yield f"it does not require {CORE}, so an installer may pair it with any; add {fix} to `dependencies`"
+    for line in found:
+        if not any(specifier.operator in BOUNDS for specifier in line.specifier):
+            yield f"it requires {line}, without an upper bound, and the next version may break it; write {fix}"
+
+
 def offer_problems(offer: Offer, catalog: Catalog, samples: Samples) -> Iterator[str]:
     """What is wrong with an entry point and what it names."""
-    what = f"{offer.kind} {offer.type!r} ({offer.value})"
     before = "torch" in sys.modules
     try:
-        target = _load(offer, catalog)
+        target = catalog.load_target(offer)
     except PluginError as error:
         yield str(error)
         return
-    if "torch" in sys.modules and not before and offer.kind != "command":
+    imported_torch = "torch" in sys.modules and not before
+    yield from target_problems(offer, target, imported_torch, catalog, samples.get(offer.type, {}))
+
+
+def target_problems(
+    offer: Offer, target: Any, imported_torch: bool, catalog: Catalog, sample: Mapping[str, Any] | None
+) -> Iterator[str]:
+    """What is wrong with what an entry point names.
+
+    Args:
+        target: what it names, loaded.
+        imported_torch: whether loading it did.
+        sample: see `component_problems`.
+    """
+    what = f"{offer.kind} {offer.type!r} ({offer.value})"
+    if imported_torch and offer.kind != "command":
         fix = "import torch inside `build`, or under TYPE_CHECKING, and no module that needs it at the top"
         yield f"{what}: importing it imports torch, which makes checking a job slow; {fix}"
     if offer.kind not in ("kind", "command"):
         base = catalog.kind_base(offer.kind)
-        for problem in component_problems(target, base, offer, catalog, samples.get(offer.type, {})):
+        for problem in component_problems(target, base, offer, catalog, sample):
             yield f"{what}: {problem}"
-
-
-def _load(offer: Offer, catalog: Catalog) -> type[Component]:
-    if offer.kind == "kind":
-        return catalog.kind_base(offer.type)
-    return catalog.load_offer(offer) if offer.kind == "command" else catalog.load(offer.kind, offer.qualified)
 
 
 if __name__ == "__main__":

@@ -13,10 +13,11 @@ from forge_core.cli.explain import explain
 from forge_core.cli.plugins import select
 from forge_core.errors import ExitCode, JobError
 from forge_core.plugins.catalog import Catalog, Distribution, Offer
-from forge_core.plugins.stale import stale_entries
+from forge_core.plugins.stale import left_overs, stale_entries
 
 Run = Callable[..., tuple[int, str, str]]
 Python = Callable[..., subprocess.CompletedProcess[str]]
+REQUIRES = "Requires-Dist: forge-run>=0.1,<0.2\n"
 
 
 class TestCheck:
@@ -131,6 +132,7 @@ class TestPlugins:
                 "editable": "",
                 "conflict": "",
                 "check": None,
+                "distribution_problems": [],
             }
         ]
 
@@ -159,7 +161,7 @@ class TestPluginsCheck:
         (tmp_path / "dying_one.py").write_text("import os\nos._exit(3)\n")
         info = tmp_path / "forge_plugin_probe-1.0.dist-info"
         info.mkdir()
-        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: forge-plugin-probe\nVersion: 1.0\n")
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: forge-plugin-probe\nVersion: 1.0\n" + REQUIRES)
         targets = {
             "good": "good_one:Good",
             "heavy": "heavy_one:Good",
@@ -189,6 +191,44 @@ class TestPluginsCheck:
         assert head.split() == ["KIND", "TYPE", "DISTRIBUTION", "VERSION", "LOADS", "TARGET"]
         assert row.split() == ["optimizer", "absent", "forge-plugin-probe", "1.0", "error", "no_one:Good"]
         assert error.startswith("error: cannot load optimizer 'absent'")
+
+    def test_what_is_wrong_with_distributions_and_components_is_told_once(self, python: Python, site: Path) -> None:
+        rival = site / "forge_plugin_rival-2.0.dist-info"
+        rival.mkdir()
+        (rival / "METADATA").write_text("Metadata-Version: 2.1\nName: forge-plugin-rival\nVersion: 2.0\n")
+        (rival / "entry_points.txt").write_text("[forge.optimizer]\ngood = good_one:Good\nother = good_one:Good\n")
+        done = python("-m", "forge_core", "plugins", "forge-plugin-rival", "--check", path=site)
+        assert done.returncode == ExitCode.FAILED
+        missing = "the class has no docstring, which `forge-run explain` shows; say what it does, with its source"
+        unbuilt = "it does not implement build(self, context, parameters), as OptimizerComponent asks"
+        *_, conflict, silent, empty, unbound, silent_too, empty_too = done.stdout.splitlines()
+        assert conflict == (
+            "conflict: optimizer 'good' of forge-plugin-rival is also offered by forge-plugin-probe 1.0"
+        )
+        assert [silent, empty] == [f"problem: optimizer 'good' (good_one:Good): {text}" for text in (missing, unbuilt)]
+        assert unbound.startswith("problem: forge-plugin-rival 2.0: it does not require forge-run, so an installer may")
+        assert silent_too == silent.replace("'good'", "'other'")
+        assert empty_too == empty.replace("'good'", "'other'")
+
+    def test_where_nothing_is_wrong_it_succeeds(self, python: Python) -> None:
+        done = python("-m", "forge_core", "plugins", "forge-plugin-wsd", "--check")
+        assert done.returncode == ExitCode.FINISHED, done.stdout
+        head, row = done.stdout.splitlines()
+        assert row.split()[:3] == ["scheduler", "wsd", "forge-plugin-wsd"]
+
+    def test_what_the_catalog_passes_over_is_told(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name, version in (("first", "2.0"), ("second", "1.0"), ("third", "")):
+            info = tmp_path / name / "forge_plugin_twice.dist-info"
+            info.mkdir(parents=True)
+            (info / "entry_points.txt").write_text("[forge.loss]\ntwice = twice:Twice\n")
+            if version:
+                (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: forge-plugin-twice\nVersion: {version}\n")
+        for name in ("third", "second", "first"):
+            monkeypatch.syspath_prepend(str(tmp_path / name))
+        assert list(left_overs()) == [
+            f"forge-plugin-twice 1.0 in {tmp_path}/second is hidden by 2.0 in {tmp_path}/first; uninstall one of them",
+            f"an uninstall in {tmp_path}/third was interrupted, and loss twice is left; delete its .dist-info folder",
+        ]
 
     def test_listing_does_not_import_them(self, python: Python, site: Path) -> None:
         done = python("-m", "forge_core", "plugins", "dying", path=site)

@@ -350,7 +350,7 @@ PLUGINS: dict[str, dict[str, dict[str, Any]]] = {
     "forge-plugin-odd": {"scheduler": {"odd": AdamW}},
     "forge-plugin-soap": {"optimizer": {"soap": AdamW}},
 }
-COMMANDS = ("check", "explain", "plugins", "schema")
+COMMANDS = ("check", "explain", "new-plugin", "plugins", "schema")
 REQUIRES = {"forge-plugin-soap": ("forge-run>=2.0,<3",)}
 
 
@@ -359,7 +359,7 @@ def make_catalog() -> Catalog:
     core = Distribution("forge-run", "0.1.0")
     offers = [_offer("kind", base.kind, base, core) for base in KINDS]
     offers += [_offer(kind, type_, cls, core) for kind, types in CORE.items() for type_, cls in types.items()]
-    offers += [Offer("command", name, f"forge_core.cli.{name}:command", core) for name in COMMANDS]
+    offers += [Offer("command", name, f"forge_core.cli.{name.replace('-', '_')}:command", core) for name in COMMANDS]
     distributions = [core]
     for name, kinds in PLUGINS.items():
         distributions.append(Distribution(name, "0.2.0", REQUIRES.get(name, ())))

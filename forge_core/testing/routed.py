@@ -1,0 +1,38 @@
+"""A model with experts, for routers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from attrs import field, frozen
+from attrs.validators import ge
+
+from forge_core.components import ModelComponent, RouterComponent
+from forge_core.testing.tiny import VOCABULARY
+
+if TYPE_CHECKING:
+    from forge_core.context import BuildContext
+    from forge_core.protocols import Model
+
+
+@frozen(kw_only=True)
+class RoutedModel(ModelComponent):
+    """`TinyModel` with experts in each layer, for routers that map tokens (N, D) to a pair: weights and numbers of
+    experts, (N, K) each. Every expert computes every token, which only so small a model can afford.
+    """
+
+    router: RouterComponent
+    """What assigns tokens to experts."""
+    experts: int = field(default=4, validator=ge(1))
+    """How many there are in a layer."""
+    dim: int = 16
+    layers: int = 2
+
+    def build(self, context: BuildContext) -> Model:
+        from forge_core.testing.routed_model import RoutedNetwork
+
+        routers = [
+            context.at(f"layers.{number}", layer=number).build(self.router, dim=self.dim, experts=self.experts)
+            for number in range(self.layers)
+        ]
+        return RoutedNetwork(self.dim, self.experts, routers, VOCABULARY, context.dtype)
