@@ -41,8 +41,8 @@ def children(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def key_fields(cls: type) -> dict[str, Attribute]:
-    """The fields of an attrs class that are keys of a job, by key; state of hooks and plugins is none. Those of its bases
-    come last."""
+    """The fields of an attrs class that are keys of a job, by key, with those of its bases last. State of hooks and
+    plugins is none."""
     own_first = sorted(attrs.fields(cls), key=lambda field: field.inherited)
     return {f.alias or f.name: f for f in own_first if f.init}
 
