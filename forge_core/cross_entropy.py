@@ -4,18 +4,26 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from forge_core.protocols import IGNORED_LABEL, LossOutput
-from forge_core.vocab_parallel import vocab_cross_entropy
+from forge_core.vocab_parallel import vocab_cross_entropy, vocab_mean
 
 if TYPE_CHECKING:
     from forge_core.engine.auxiliary import Auxiliary
     from forge_core.protocols import Batch, Head, LossFunction
 
 
-def cross_entropy_loss(z_loss: float, auxiliary: Auxiliary | None) -> LossFunction:
-    """The loss `cross_entropy`. `auxiliary`: where a z-loss (Σ logsumexp²) is logged, unweighted, if there is one."""
+def cross_entropy_loss(
+    auxiliary: Auxiliary | None, *, label_smoothing: float = 0.0, z_loss: float = 0.0
+) -> LossFunction:
+    """The loss `cross_entropy`. `auxiliary`: where smoothing (the cross-entropy with an even distribution) and z-loss
+    (Σ logsumexp²) are logged, unweighted, if anywhere."""
+
+    def log(name: str, value: Tensor) -> None:
+        if auxiliary is not None:
+            auxiliary.metric(name, value, unit="token")
 
     def loss(head: Head, hidden: Tensor, batch: Batch) -> LossOutput:
         labels = batch["labels"]
@@ -25,9 +33,13 @@ def cross_entropy_loss(z_loss: float, auxiliary: Auxiliary | None) -> LossFuncti
         losses, logsumexp = vocab_cross_entropy(logits, labels.where(valid, 0), head.vocab_shard)
         losses = losses.where(valid, 0)
         objective = losses.sum()
-        if auxiliary is not None and z_loss:
+        if label_smoothing:
+            uniform = (logsumexp - vocab_mean(logits, head.vocab_shard)).where(valid, 0).sum()
+            log("loss/uniform", uniform)
+            objective = torch.lerp(objective, uniform, label_smoothing)
+        if z_loss:
             squares = logsumexp.square().where(valid, 0).sum()
-            auxiliary.metric("loss/z_loss", squares, unit="token")
+            log("loss/z_loss", squares)
             objective = objective + z_loss * squares
         return loss_output(objective, losses, valid)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from attrs import field, frozen
-from attrs.validators import ge
+from attrs.validators import and_, ge, lt
 
 from forge_core.components import LossComponent
 
@@ -22,6 +22,9 @@ class CrossEntropy(LossComponent):
     `chunked_cross_entropy` (forge-plugin-losses) is the same objective in a fraction of the memory.
     """
 
+    label_smoothing: float = field(default=0.0, validator=and_(ge(0), lt(1)))
+    """Share of the target that is spread evenly over the vocabulary (Szegedy et al. 2016). What the model has of that
+    even part is logged unweighted as `loss/uniform`; the reported loss does not contain it."""
     z_loss: float = field(default=0.0, validator=ge(0))
     """Weight of log(Z)² in the objective, Z the softmax's normaliser, which keeps logits from drifting (PaLM, Chowdhery
     et al. 2022, section 5, uses 1e-4). Logged unweighted as `loss/z_loss`; the reported loss does not contain it."""
@@ -29,4 +32,4 @@ class CrossEntropy(LossComponent):
     def build(self, context: BuildContext) -> LossFunction:
         from forge_core.cross_entropy import cross_entropy_loss
 
-        return cross_entropy_loss(self.z_loss, context.auxiliary if self.z_loss else None)
+        return cross_entropy_loss(context.auxiliary, label_smoothing=self.label_smoothing, z_loss=self.z_loss)

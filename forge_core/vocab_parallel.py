@@ -44,6 +44,14 @@ def vocab_cross_entropy(logits: Tensor, labels: Tensor, shard: VocabShard | None
     return _CrossEntropy.apply(logits, labels, shard)
 
 
+def vocab_mean(logits: Tensor, shard: VocabShard | None) -> Tensor:
+    """The mean logit of the whole vocabulary: (…, V), or this rank's slice of V, -> (…), float32 or wider.
+
+    One collective.
+    """
+    return _Mean.apply(logits, shard)
+
+
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which a loss over values of `dtype` is computed: float32, or float64 for float64."""
     return torch.promote_types(dtype, torch.float32)
@@ -56,6 +64,15 @@ def combine_logsumexp(local: Tensor, shard: VocabShard | None) -> Tensor:
     parts = [torch.empty_like(local) for _ in range(dist.get_world_size(shard.group))]
     dist.all_gather(parts, local.contiguous(), group=shard.group)
     return torch.stack(parts).logsumexp(0)
+
+
+def combine_mean(total: Tensor, size: int, shard: VocabShard | None) -> tuple[Tensor, Tensor]:
+    """The mean over the whole vocabulary, and its size (), from the sum over each rank's slice of `size`. Not
+    differentiable."""
+    sums = torch.cat([total.flatten(), total.new_tensor([size])])
+    if shard is not None:
+        dist.all_reduce(sums, group=shard.group)
+    return sums[:-1].view_as(total) / sums[-1], sums[-1]
 
 
 def combine_gathered(local: Tensor, inside: Tensor, shard: VocabShard | None) -> Tensor:
@@ -110,6 +127,22 @@ class _Gather(torch.autograd.Function):
         index, inside = ctx.saved_tensors
         zeros = grad.new_zeros(ctx.shape)
         return zeros.scatter_(-1, index.unsqueeze(-1), grad.where(inside, 0).unsqueeze(-1)), None, None
+
+
+class _Mean(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, shard: VocabShard | None) -> Tensor:
+        total = logits.sum(-1, dtype=accumulation_dtype(logits.dtype))
+        mean, size = combine_mean(total, logits.shape[-1], shard)
+        ctx.save_for_backward(size)
+        ctx.shape, ctx.dtype = logits.shape, logits.dtype
+        return mean
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (size,) = ctx.saved_tensors
+        return (grad / size).to(ctx.dtype).unsqueeze(-1).expand(ctx.shape), None
 
 
 class _CrossEntropy(torch.autograd.Function):

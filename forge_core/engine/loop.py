@@ -161,6 +161,7 @@ class Loop:
         """All that a checkpoint holds. Taking it changes nothing."""
         run = self.built
         self.progress.samples = self.loader.state()
+        self.progress.schedule = run.rates.factor(self.progress.step - 1) if self.progress.step else None
         holders, pipeline = (run.hooks.hooks, run.context.plugins.active), pipeline_group(run.context.mesh)
         state = gather_state(run.model, run.optimizer, self.progress, *holders, pipeline)
         values = {"tokens": self.progress.tokens, "job": dump_job(self.job, run.context.plugins.catalog)}

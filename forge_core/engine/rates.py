@@ -36,10 +36,14 @@ class Rates:
             if not any(name in group for group in self._groups):
                 raise ForgeError(f"optimizer.{name} is a schedule, but the optimizer has no group with a key {name!r}")
 
+    def factor(self, step: int) -> float:
+        """What the schedule of the learning rate gives for the update after `step` completed steps."""
+        return self._schedule(step, self._total)
+
     def apply(self, step: int, tokens: int) -> float:
         """Set everything for the update after `step` completed steps and `tokens` positions fed; gives the first
         group's rate."""
-        factor = self._schedule(step, self._total) * lr_factor(self._job, step, tokens)
+        factor = self.factor(step) * lr_factor(self._job, step, tokens)
         for group, base in zip(self._groups, self._base, strict=True):
             group["lr"] = base * factor
             for name, schedule in self._scheduled.items():

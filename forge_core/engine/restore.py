@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from forge_core.errors import CheckpointError
 if TYPE_CHECKING:
     from forge_core.components import Plugin, TrainingHook
     from forge_core.engine.build import Run
+    from forge_core.engine.rates import Rates
 
 
 def continue_run(start: Start, run: Run, provenance: Mapping[str, Any]) -> tuple[Progress, str]:
@@ -36,7 +38,7 @@ def continue_run(start: Start, run: Run, provenance: Mapping[str, Any]) -> tuple
     told += [f"changed since then:\n{describe_changes(start.changes)}"] if start.changes else []
     if run.job.checkpoint.load is not None:
         told.append("[checkpoint.load] has no effect: it is for a run that has no checkpoint yet")
-    return progress, "\n".join([*told, *notes])
+    return progress, "\n".join([*told, *notes, *check_schedule(progress, run.rates)])
 
 
 def check_extras(start: Start, own: Mapping[str, TrainingHook | Plugin]) -> Iterator[str]:
@@ -68,6 +70,18 @@ def check_sources(start: Start, run: Run) -> list[str]:
         fix = f"to continue all the same, run the same command with {FLAG}"
         raise CheckpointError(f"the data is not that of {start.checkpoint}: {'; '.join(changes)}; {fix}")
     return changes
+
+
+def check_schedule(progress: Progress, rates: Rates) -> Iterator[str]:
+    """Whether updates that were made already would have another rate by the present schedule, in words: a decay that
+    begins before the checkpoint, say, makes the rate jump here."""
+    before = progress.schedule
+    if before is None:
+        return
+    now, following = rates.factor(progress.step - 1), rates.factor(progress.step)
+    if not math.isclose(now, before, rel_tol=1e-6, abs_tol=1e-9):
+        seen = f"update {progress.step} had {before:.4g} of the base rate and would have {now:.4g} by this job"
+        yield f"the schedule is another one for updates that were made already: {seen}; the next has {following:.4g}"
 
 
 def take_weights(start: Start, run: Run, provenance: Mapping[str, Any]) -> str:

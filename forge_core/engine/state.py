@@ -46,6 +46,8 @@ class Progress:
     skipped: int = 0
     """Updates that were skipped."""
     skipped_in_a_row: int = 0
+    schedule: float | None = None
+    """What the schedule gave for the last update; None before the first."""
     samples: dict[str, Any] = field(factory=dict)
     """Where the order of samples is (see `SampleOrder.state`); empty before the first."""
 

@@ -21,7 +21,7 @@ from forge_core.losses import CrossEntropy
 from forge_core.modules import LinearHead
 from forge_core.protocols import Head, LossOutput, VocabShard
 from forge_core.testing.processes import run_on_ranks
-from forge_core.vocab_parallel import vocab_cross_entropy, vocab_gather, vocab_logsumexp
+from forge_core.vocab_parallel import vocab_cross_entropy, vocab_gather, vocab_logsumexp, vocab_mean
 
 VOCAB, DIM = 37, 12
 
@@ -42,14 +42,17 @@ def make_batch(ignored: float = 0.3) -> tuple[Tensor, dict[str, Tensor]]:
     return hidden, {"labels": labels.masked_fill(torch.rand(3, 5) < ignored, -100)}
 
 
-def build(z_loss: float = 0.0) -> tuple[Callable[..., LossOutput], Auxiliary]:
+def build(z_loss: float = 0.0, label_smoothing: float = 0.0) -> tuple[Callable[..., LossOutput], Auxiliary]:
     auxiliary = Auxiliary(torch.device("cpu"))
-    return CrossEntropy(z_loss=z_loss).build(SimpleNamespace(auxiliary=auxiliary)), auxiliary
+    return CrossEntropy(z_loss=z_loss, label_smoothing=label_smoothing).build(
+        SimpleNamespace(auxiliary=auxiliary)
+    ), auxiliary
 
 
-def reference(logits: Tensor, labels: Tensor, z_loss: float = 0.0) -> Tensor:
+def reference(logits: Tensor, labels: Tensor, z_loss: float = 0.0, label_smoothing: float = 0.0) -> Tensor:
     """torch's own cross-entropy plus the z-loss, summed over valid positions."""
-    plain = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum", ignore_index=-100)
+    settings: dict[str, Any] = {"reduction": "sum", "ignore_index": -100, "label_smoothing": label_smoothing}
+    plain = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), **settings)
     return plain + z_loss * logits.logsumexp(-1)[labels != -100].square().sum()
 
 
@@ -59,12 +62,13 @@ def gradients(objective: Tensor, *inputs: Tensor) -> list[Tensor]:
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("z_loss", [0.0, 1e-2])
-def test_value_and_gradients_equal_the_float64_reference(z_loss: float, bias: bool) -> None:
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.2])
+def test_value_and_gradients_equal_the_float64_reference(z_loss: float, bias: bool, label_smoothing: float) -> None:
     head, (hidden, batch) = make_head(bias=bias), make_batch()
     hidden.requires_grad_()
-    loss, _ = build(z_loss)
+    loss, _ = build(z_loss, label_smoothing)
     output = loss(head, hidden, batch)
-    expected = reference(head(hidden), batch["labels"], z_loss)
+    expected = reference(head(hidden), batch["labels"], z_loss, label_smoothing)
     torch.testing.assert_close(output.sum, expected, rtol=1e-12, atol=0)
     torch.testing.assert_close(
         gradients(output.sum, hidden, *head.parameters()),
@@ -124,7 +128,7 @@ def test_z_loss_is_in_the_objective_and_in_the_metrics_but_not_in_the_reported_l
 def test_all_labels_ignored_gives_exact_zeros_and_a_valid_backward(z_loss: float) -> None:
     head, (hidden, batch) = make_head(), make_batch(ignored=1.0)
     hidden.requires_grad_()
-    output = build(z_loss)[0](head, hidden, batch)
+    output = build(z_loss, label_smoothing=0.1)[0](head, hidden, batch)
     assert output.sum == 0
     assert output.count == 0
     assert all(not gradient.any() for gradient in gradients(output.sum, hidden, head.weight))
@@ -147,7 +151,22 @@ def test_any_head_will_do() -> None:
     torch.testing.assert_close(output.sum, reference(Capped().logits(hidden), batch["labels"]))
 
 
-def test_negative_z_loss_is_refused_by_name() -> None:
+def test_smoothing_is_in_the_objective_and_in_the_metrics_but_not_in_the_reported_loss() -> None:
+    head, (hidden, batch) = make_head(), make_batch()
+    loss, auxiliary = build(label_smoothing=0.25)
+    valid = batch["labels"] != -100
+    auxiliary.begin_step(valid.sum(), sequences=3, micro_batches=1)
+    output = loss(head, hidden, batch)
+    plain = build()[0](head, hidden, batch)
+    uniform = -head(hidden).log_softmax(-1).mean(-1)[valid]
+    torch.testing.assert_close(output.sum, 0.75 * plain.sum + 0.25 * uniform.sum())
+    torch.testing.assert_close(output.per_sequence, plain.per_sequence)
+    assert auxiliary.totals()["loss/uniform"].item() == pytest.approx(uniform.mean().item())
+
+
+def test_values_out_of_range_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="label_smoothing"):
+        CrossEntropy(label_smoothing=1.0)
     with pytest.raises(ValueError, match="z_loss"):
         CrossEntropy(z_loss=-1.0)
     with pytest.raises(FrozenInstanceError):
@@ -162,12 +181,12 @@ def test_reading_the_component_needs_no_torch() -> None:
 # --- vocabulary-parallel --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("vocab_reduction", ["logsumexp", "gather"])
+@pytest.mark.parametrize("vocab_reduction", ["logsumexp", "gather", "mean"])
 def test_unsharded_reductions_pass_gradcheck(vocab_reduction: str) -> None:
     logits = torch.randn(4, VOCAB, dtype=torch.float64, requires_grad=True)
     labels = torch.randint(0, VOCAB, (4,))
-    function = {"logsumexp": vocab_logsumexp, "gather": lambda x, s: vocab_gather(x, labels, s)}[vocab_reduction]
-    assert torch.autograd.gradcheck(lambda x: function(x, None), (logits,))
+    functions = {"logsumexp": vocab_logsumexp, "gather": lambda x, s: vocab_gather(x, labels, s), "mean": vocab_mean}
+    assert torch.autograd.gradcheck(lambda x: functions[vocab_reduction](x, None), (logits,))
 
 
 def sharded_results(rank: int) -> dict[str, Any]:
@@ -182,6 +201,7 @@ def sharded_results(rank: int) -> dict[str, Any]:
     outputs = {
         "logsumexp": vocab_logsumexp(local, shard),
         "gather": vocab_gather(local, labels, shard),
+        "mean": vocab_mean(local, shard),
         "cross_entropy": vocab_cross_entropy(local, labels, shard)[0],
         "normaliser": vocab_cross_entropy(local, labels, shard)[1],
     }
@@ -199,6 +219,7 @@ def test_sharded_reductions_equal_the_unsharded_ones_with_their_gradients() -> N
         expected = {
             "logsumexp": logits.logsumexp(-1),
             "gather": gathered,
+            "mean": logits.mean(-1),
             "cross_entropy": logits.logsumexp(-1) - gathered,
             "normaliser": logits.logsumexp(-1),
         }
@@ -215,7 +236,7 @@ def sharded_loss(rank: int) -> dict[str, Tensor]:
     head = LinearHead(DIM, stop - start).double()
     head.weight.data.copy_(whole.weight[start:stop])
     head.vocab_shard = VocabShard(dist.group.WORLD, start, stop - start)
-    output = build(z_loss=1e-2)[0](head, hidden.requires_grad_(), batch)
+    output = build(z_loss=1e-2, label_smoothing=0.1)[0](head, hidden.requires_grad_(), batch)
     to_hidden, to_weight = gradients(output.sum, hidden, head.weight)
     return {"sum": output.sum.detach(), "hidden": to_hidden, "weight": to_weight}
 
@@ -223,7 +244,7 @@ def sharded_loss(rank: int) -> dict[str, Tensor]:
 def test_sharded_head_gives_the_same_loss_and_its_part_of_the_gradients() -> None:
     first, second = run_on_ranks(2, sharded_loss)
     head, (hidden, batch) = make_head(), make_batch()
-    expected = reference(head(hidden.requires_grad_()), batch["labels"], 1e-2)
+    expected = reference(head(hidden.requires_grad_()), batch["labels"], 1e-2, 0.1)
     to_hidden, to_weight = gradients(expected, hidden, head.weight)
     torch.testing.assert_close(first["sum"], expected.detach())
     torch.testing.assert_close(second["sum"], expected.detach())

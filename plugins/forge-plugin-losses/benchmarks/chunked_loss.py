@@ -34,7 +34,7 @@ def plain(head: LinearHead, hidden: Tensor, labels: Tensor) -> Tensor:
 
 
 def core(head: LinearHead, hidden: Tensor, labels: Tensor) -> Tensor:
-    return cross_entropy_loss(0.0, None)(head, hidden[None], {"labels": labels[None]}).sum
+    return cross_entropy_loss(None)(head, hidden[None], {"labels": labels[None]}).sum
 
 
 class Loop(torch.autograd.Function):
@@ -73,7 +73,7 @@ def builtin(head: LinearHead, hidden: Tensor, labels: Tensor) -> Tensor:
 
 
 def ours(chunk: int) -> Contender:
-    loss = chunked_loss(chunk, 0.0, None)
+    loss = chunked_loss(chunk, None)
     return lambda head, hidden, labels: loss(head, hidden[None], {"labels": labels[None]}).sum
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from attrs import field, frozen
-from attrs.validators import ge
+from attrs.validators import and_, ge, lt
 
 from forge_core.components import LossComponent, when_resumed
 
@@ -25,6 +25,9 @@ class ChunkedCrossEntropy(LossComponent):
 
     chunk_tokens: int = field(default=0, validator=ge(0), metadata=when_resumed("safe"))
     """Positions whose logits exist at a time. 0: 512 on the CPU, as measured (see the README), 4096 elsewhere."""
+    label_smoothing: float = field(default=0.0, validator=and_(ge(0), lt(1)))
+    """Share of the target that is spread evenly over the vocabulary (Szegedy et al. 2016). What the model has of that
+    even part is logged unweighted as `loss/uniform`; the reported loss does not contain it."""
     z_loss: float = field(default=0.0, validator=ge(0))
     """Weight of log(Z)² in the objective, Z the softmax's normaliser, which keeps logits from drifting (PaLM, Chowdhery
     et al. 2022, section 5, uses 1e-4). Logged unweighted as `loss/z_loss`; the reported loss does not contain it."""
@@ -42,4 +45,4 @@ class ChunkedCrossEntropy(LossComponent):
         from forge_plugin_losses.chunked import chunked_loss, default_chunk_tokens
 
         chunk_tokens = self.chunk_tokens or default_chunk_tokens(context.device)
-        return chunked_loss(chunk_tokens, self.z_loss, context.auxiliary if self.z_loss else None)
+        return chunked_loss(chunk_tokens, context.auxiliary, label_smoothing=self.label_smoothing, z_loss=self.z_loss)

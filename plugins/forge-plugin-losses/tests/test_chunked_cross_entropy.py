@@ -60,13 +60,16 @@ def make_batch(ignored: float = 0.3, dtype: torch.dtype = torch.float64) -> tupl
     return hidden, {"labels": labels.masked_fill(torch.rand(BATCH, SEQUENCE) < ignored, -100)}
 
 
-def make_loss(chunk_tokens: int = 4, z_loss: float = 0.0, auxiliary: Auxiliary | None = None) -> LossFunction:
+def make_loss(
+    chunk_tokens: int = 4, z_loss: float = 0.0, auxiliary: Auxiliary | None = None, label_smoothing: float = 0.0
+) -> LossFunction:
     context = SimpleNamespace(auxiliary=auxiliary or Auxiliary(torch.device("cpu")))
-    return ChunkedCrossEntropy(chunk_tokens=chunk_tokens, z_loss=z_loss).build(context)
+    return ChunkedCrossEntropy(chunk_tokens=chunk_tokens, z_loss=z_loss, label_smoothing=label_smoothing).build(context)
 
 
-def reference(logits: Tensor, labels: Tensor, z_loss: float = 0.0) -> Tensor:
-    plain = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum", ignore_index=-100)
+def reference(logits: Tensor, labels: Tensor, z_loss: float = 0.0, label_smoothing: float = 0.0) -> Tensor:
+    settings = {"reduction": "sum", "ignore_index": -100, "label_smoothing": label_smoothing}
+    plain = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), **settings)
     return plain + z_loss * logits.logsumexp(-1)[labels != -100].square().sum()
 
 
@@ -75,12 +78,13 @@ def gradients(objective: Tensor, hidden: Tensor, head: LinearHead) -> list[Tenso
 
 
 @every_head
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.2])
 @pytest.mark.parametrize("z_loss", [0.0, 1e-2])
-def test_value_and_gradients_equal_the_float64_reference(head_name: str, z_loss: float) -> None:
+def test_value_and_gradients_equal_the_float64_reference(head_name: str, z_loss: float, label_smoothing: float) -> None:
     head, (hidden, batch) = make_head(head_name), make_batch()
-    output = make_loss(z_loss=z_loss)(head, hidden, batch)
+    output = make_loss(z_loss=z_loss, label_smoothing=label_smoothing)(head, hidden, batch)
     with head.whole():
-        expected = reference(head.logits(hidden), batch["labels"], z_loss)
+        expected = reference(head.logits(hidden), batch["labels"], z_loss, label_smoothing)
     torch.testing.assert_close(output.sum, expected, rtol=1e-12, atol=0)
     torch.testing.assert_close(
         gradients(output.sum, hidden, head), gradients(expected, hidden, head), rtol=1e-9, atol=1e-12
@@ -92,12 +96,12 @@ def test_value_and_gradients_equal_the_float64_reference(head_name: str, z_loss:
 def test_narrow_dtypes_stay_close_to_float64(head_name: str, dtype: torch.dtype, value: float, gradient: float) -> None:
     """Within `value` of the loss and `gradient` of each gradient's norm, from weights rounded alike."""
     head, (hidden, batch) = make_head(head_name, torch.float32), make_batch(dtype=dtype)
-    output = make_loss(z_loss=1e-3)(head, hidden, batch)
+    output = make_loss(z_loss=1e-3, label_smoothing=0.1)(head, hidden, batch)
     exact_head, exact_hidden = make_head(head_name), hidden.detach().double().requires_grad_()
     for exact, parameter in zip(exact_head.parameters(), head.parameters(), strict=True):
         exact.data = parameter.data.to(dtype).double()
     with exact_head.whole():
-        expected = reference(exact_head.logits(exact_hidden), batch["labels"], 1e-3)
+        expected = reference(exact_head.logits(exact_hidden), batch["labels"], 1e-3, 0.1)
     assert {t.dtype for t in (output.sum, output.count, *output.per_sequence)} == {torch.float32}
     torch.testing.assert_close(output.sum.double(), expected, rtol=value, atol=0)
     for narrow, wide in zip(
@@ -117,12 +121,16 @@ def test_bfloat16_gradient_of_well_predicted_labels_is_not_lost_to_rounding() ->
     torch.testing.assert_close(gradient[0, 0, 0].double(), expected, rtol=2**-7, atol=0)
 
 
-@given(chunk=st.integers(1, 2 * BATCH * SEQUENCE), z_loss=st.sampled_from([0.0, 0.1]))
+@given(
+    chunk=st.integers(1, 2 * BATCH * SEQUENCE),
+    z_loss=st.sampled_from([0.0, 0.1]),
+    label_smoothing=st.sampled_from([0.0, 0.3]),
+)
 @settings(max_examples=25, deadline=None)
-def test_the_chunk_size_changes_nothing(chunk: int, z_loss: float) -> None:
+def test_the_chunk_size_changes_nothing(chunk: int, z_loss: float, label_smoothing: float) -> None:
     head, (hidden, batch) = make_head(), make_batch()
-    whole = make_loss(BATCH * SEQUENCE, z_loss)(head, hidden, batch)
-    output = make_loss(chunk, z_loss)(head, hidden, batch)
+    whole = make_loss(BATCH * SEQUENCE, z_loss, label_smoothing=label_smoothing)(head, hidden, batch)
+    output = make_loss(chunk, z_loss, label_smoothing=label_smoothing)(head, hidden, batch)
     torch.testing.assert_close(output.sum, whole.sum, rtol=1e-12, atol=0)
     torch.testing.assert_close(
         gradients(output.sum, hidden, head), gradients(whole.sum, hidden, head), rtol=1e-9, atol=0
@@ -133,7 +141,7 @@ def test_the_chunk_size_changes_nothing(chunk: int, z_loss: float) -> None:
 @pytest.mark.parametrize("z_loss", [0.0, 1e-2])
 def test_all_labels_ignored_gives_exact_zeros_and_a_valid_backward(head_name: str, z_loss: float) -> None:
     head, (hidden, batch) = make_head(head_name), make_batch(ignored=1.0)
-    output = make_loss(z_loss=z_loss)(head, hidden, batch)
+    output = make_loss(z_loss=z_loss, label_smoothing=0.1)(head, hidden, batch)
     assert output.sum == 0
     assert output.count == 0
     assert all(not gradient.any() for gradient in gradients(output.sum, hidden, head))
@@ -142,11 +150,12 @@ def test_all_labels_ignored_gives_exact_zeros_and_a_valid_backward(head_name: st
 def test_reports_are_those_of_the_core_loss() -> None:
     head, (hidden, batch) = make_head(), make_batch()
     outputs: list[LossOutput] = []
-    for component in (CrossEntropy(z_loss=0.5), ChunkedCrossEntropy(z_loss=0.5, chunk_tokens=4)):
+    settings = {"z_loss": 0.5, "label_smoothing": 0.1}
+    for component in (CrossEntropy(**settings), ChunkedCrossEntropy(chunk_tokens=4, **settings)):
         auxiliary = Auxiliary(torch.device("cpu"))
         auxiliary.begin_step((batch["labels"] != -100).sum(), sequences=BATCH, micro_batches=1)
         outputs.append(component.build(SimpleNamespace(auxiliary=auxiliary))(head, hidden, batch))
-        outputs[-1] = (*outputs[-1], auxiliary.totals()["loss/z_loss"])
+        outputs[-1] = (*outputs[-1], *(auxiliary.totals()[f"loss/{name}"] for name in ("z_loss", "uniform")))
     torch.testing.assert_close(outputs[0], outputs[1])
 
 
@@ -242,10 +251,12 @@ def test_gathers_the_head_once_for_all_chunks(head_name: str) -> None:
 
 
 def test_a_run_has_the_same_curve_as_with_the_loss_of_the_core(make_job: Any, train: Any, lines: Any) -> None:
-    curves = []
-    for loss in (CrossEntropy(z_loss=1e-3), ChunkedCrossEntropy(z_loss=1e-3, chunk_tokens=5)):
+    curves, settings = [], {"z_loss": 1e-3, "label_smoothing": 0.1}
+    for loss in (CrossEntropy(**settings), ChunkedCrossEntropy(chunk_tokens=5, **settings)):
         job = make_job(steps=4, micro_batch_size=2, loss=loss, job={"name": type(loss).__name__})
-        curves.append([(line["loss"], line["grad_norm"], line["loss/z_loss"]) for line in lines(train(job))])
+        curves.append(
+            [(line["loss"], line["grad_norm"], line["loss/z_loss"], line["loss/uniform"]) for line in lines(train(job))]
+        )
     assert curves[1] == [pytest.approx(line, rel=1e-5) for line in curves[0]]
 
 
@@ -259,7 +270,7 @@ def test_a_replaced_logits_method_is_honoured() -> None:
 
 
 def test_bad_keys_are_refused_by_name() -> None:
-    for keys in ({"chunk_tokens": -1}, {"z_loss": -0.1}):
+    for keys in ({"chunk_tokens": -1}, {"z_loss": -0.1}, {"label_smoothing": 1.0}):
         with pytest.raises(ValueError, match=next(iter(keys))):
             ChunkedCrossEntropy(**keys)
 
@@ -275,7 +286,7 @@ def test_importing_the_plugin_needs_no_torch() -> None:
 def test_a_split_vocabulary_gives_the_same_loss_and_each_rank_its_part_of_the_gradients() -> None:
     parts = run_on_ranks(2, sharded_loss)
     head, (hidden, batch) = make_head(), make_batch()
-    expected = reference(head(hidden), batch["labels"], 1e-2)
+    expected = reference(head(hidden), batch["labels"], 1e-2, 0.1)
     to_hidden, to_weight = gradients(expected, hidden, head)
     for part in parts:
         torch.testing.assert_close(part["sum"], expected.detach())
@@ -289,6 +300,6 @@ def sharded_loss(rank: int) -> dict[str, Tensor]:
     head = LinearHead(DIM, stop - start).double()
     head.weight.data.copy_(whole.weight[start:stop])
     head.vocab_shard = VocabShard(dist.group.WORLD, start, stop - start)
-    output = make_loss(z_loss=1e-2)(head, hidden, batch)
+    output = make_loss(z_loss=1e-2, label_smoothing=0.1)(head, hidden, batch)
     to_hidden, to_weight = gradients(output.sum, hidden, head)
     return {"sum": output.sum.detach(), "hidden": to_hidden, "weight": to_weight}

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from attrs import field, frozen
 from attrs.validators import and_, ge, le
 
+from forge_core.components import when_resumed
 from forge_core.errors import Problem
 from forge_core.schedules import WarmupComponent, progress, warmup
 
@@ -33,18 +34,19 @@ DECAY_FRACTION = 0.2
 class WSD(WarmupComponent):
     """Warm up, stay at the base rate, decay at the end (Hu et al. 2024, MiniCPM).
 
-    The stable phase has no end built in: a run can be prolonged, or decayed from any checkpoint, without having known
-    its length beforehand. Hägele et al. 2024 find the decay `sqrt`, that is 1 - sqrt(progress), over 20 % of the run
-    to match a cosine of the same length.
+    The stable phase has no end built in: a run can be prolonged, or decayed from any checkpoint of that phase, without
+    having known its length beforehand. The keys of the decay are therefore safe to change when a run continues: nothing
+    that was done before it depends on them. Hägele et al. 2024 find the decay `sqrt`, that is 1 - sqrt(progress), over
+    20 % of the run to match a cosine of the same length.
     """
 
-    decay_steps: int = field(default=0, validator=ge(0))
+    decay_steps: int = field(default=0, validator=ge(0), metadata=when_resumed("safe"))
     """Updates of the decay, which ends with the run; 0: `decay_fraction` of the run."""
-    decay_fraction: float = field(default=DECAY_FRACTION, validator=and_(ge(0), le(1)))
-    """Share of the run that decays; give this or `decay_steps`."""
-    shape: Literal["linear", "cosine", "sqrt"] = "sqrt"
+    decay_fraction: float = field(default=DECAY_FRACTION, validator=and_(ge(0), le(1)), metadata=when_resumed("safe"))
+    """Share of the run that decays, 0 for none; give this or `decay_steps`."""
+    shape: Literal["linear", "cosine", "sqrt"] = field(default="sqrt", metadata=when_resumed("safe"))
     """How the rate falls; `sqrt` is 1 - sqrt(progress)."""
-    min_ratio: float = field(default=0.0, validator=and_(ge(0), le(1)))
+    min_ratio: float = field(default=0.0, validator=and_(ge(0), le(1)), metadata=when_resumed("safe"))
     """What the decay leads to, as a share of the base rate."""
 
     def length_of_decay(self, total: int) -> int:
@@ -63,7 +65,7 @@ class WSD(WarmupComponent):
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
         yield from super().problems(job, layout)
-        if self.decay_steps and self.decay_fraction != DECAY_FRACTION:
+        if self.decay_steps and self.decay_fraction not in (0, DECAY_FRACTION):
             message = f"decay_steps = {self.decay_steps} sets the length of the decay; drop one of them"
             yield Problem("decay_fraction", message)
         decay, total = self.length_of_decay(job.train.steps), job.train.steps

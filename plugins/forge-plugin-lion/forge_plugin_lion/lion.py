@@ -1,0 +1,51 @@
+"""The component `lion`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from attrs import field, frozen
+from attrs.validators import ge, gt
+
+from forge_core.components import OptimizerComponent
+
+if TYPE_CHECKING:
+    import torch
+
+    from forge_core.context import BuildContext
+    from forge_core.engine.parameters import NamedParameters
+
+
+def _betas(_: object, attribute: Any, betas: tuple[float, float]) -> None:
+    if not all(0 <= beta < 1 for beta in betas):
+        raise ValueError(f"each must be >= 0 and < 1, got {list(betas)}")
+
+
+@frozen(kw_only=True)
+class Lion(OptimizerComponent):
+    """Sign of an interpolated momentum, with decoupled weight decay (Chen et al. 2023, algorithm 2).
+
+    State: one tensor like each parameter, half of Adam's. Every element moves by the rate, so that the rate is three
+    to ten times smaller than AdamW's, and the weight decay as many times larger (there, section 5). Weight decay spares
+    norms, biases and embeddings.
+    """
+
+    lr: float = field(default=1e-4, validator=gt(0))
+    """Base learning rate; the schedule multiplies it."""
+    betas: tuple[float, float] = field(default=(0.9, 0.99), validator=_betas)
+    """Weight of the momentum where it is interpolated with the gradient for the update, and its decay from step to
+    step."""
+    weight_decay: float = field(default=0.3, validator=ge(0))
+    """Each step takes lr x this of a weight away."""
+    decay_embeddings: bool = False
+    """Also decay embeddings (a tied head is one)."""
+    cautious: bool = False
+    """Move only the elements whose update agrees in sign with their gradient, and those of a parameter the further, the
+    fewer they are: its elements over (those that agree + 1) times (Liang et al. 2024, "Cautious Optimizers")."""
+
+    def build(self, context: BuildContext, parameters: NamedParameters) -> torch.optim.Optimizer:
+        from forge_plugin_lion.optimizer import LionOptimizer
+
+        spared = ("norm", "bias") if self.decay_embeddings else ("norm", "bias", "embedding")
+        groups = parameters.groups(self.weight_decay, spared)
+        return LionOptimizer(groups, lr=self.lr, betas=self.betas, cautious=self.cautious)

@@ -1,0 +1,206 @@
+"""Lion as a `torch.optim.Optimizer`.
+
+With gradient g, momentum m and parameter p, a step of the paper is
+
+    u = sign(β₁ m + (1 - β₁) g);  p ← p - lr (λ p + u);  m ← β₂ m + (1 - β₂) g
+
+The cautious variant takes s φ u for u, where φ is 1 where u g > 0 and else 0, and s = dim(p) / (Σφ + 1). The sum is
+over the whole parameter, however it is split.
+
+These are five cheap passes over memory, whose speed is all that counts on a CPU. There a step goes through the
+parameters in blocks that stay in the cache from the first pass to the last. Elsewhere each pass is one kernel for many
+parameters.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.tensor import DTensor
+
+from forge_core.parallel.mesh import local_part
+
+CPU_BLOCK = 1 << 17
+"""Elements of a block for each thread: half a MiB of each float32 tensor. Half and twice as many are as fast."""
+KERNEL_ELEMENTS = 1 << 26
+"""Elements that one kernel goes over elsewhere, or one tensor: the update of so many exists at a time."""
+
+
+class LionOptimizer(torch.optim.Optimizer):
+    """Lion (Chen et al. 2023, algorithm 2), with its cautious variant (Liang et al. 2024, algorithm 1).
+
+    State: `exp_avg`, like each parameter. Parameters without a gradient are left as they are.
+
+    Args:
+        groups: may each have an `lr`, `betas`, `weight_decay` and `cautious` of their own.
+        lr: how far every element moves.
+        betas: β₁ of the update and β₂ of the momentum.
+        weight_decay: each step takes lr x this of a parameter away.
+        cautious: move only elements whose update agrees in sign with their gradient.
+    """
+
+    def __init__(
+        self,
+        groups: Iterable[Any],
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        cautious: bool = False,
+    ) -> None:
+        self._scratch = _Scratch()
+        super().__init__(groups, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "cautious": cautious})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update of every parameter that has a gradient. Where parameters are split and the update is cautious,
+        collective over the ranks that share them."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            parts = [self._part(parameter) for parameter in parameters]
+            if group["cautious"]:
+                scales = self._scales(parameters, parts, group["betas"][0])
+                parts = [part._replace(scale=scale) for part, scale in zip(parts, scales, strict=True)]
+            for batch in _batches(parts):
+                self._update(batch, **{key: group[key] for key in ("lr", "betas", "weight_decay")})
+        return loss
+
+    def _part(self, parameter: nn.Parameter) -> _Part:
+        state = self.state[parameter]
+        if not state:
+            state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        return _Part(local_part(parameter), local_part(parameter.grad), local_part(state["exp_avg"]))
+
+    def _update(self, parts: Sequence[_Part], lr: float, betas: tuple[float, float], weight_decay: float) -> None:
+        parameters, gradients, momenta, scales = (list(column) for column in zip(*parts, strict=True))
+        updates = self._directions(gradients, momenta, betas[0])
+        if scales[0] is not None:
+            torch._foreach_mul_(updates, self._agreement(updates, gradients))
+            torch._foreach_mul_(updates, scales)
+        if weight_decay:
+            torch._foreach_mul_(parameters, 1 - lr * weight_decay)
+        torch._foreach_add_(parameters, updates, alpha=-lr)
+        torch._foreach_lerp_(momenta, gradients, 1 - betas[1])
+
+    def _directions(self, gradients: Sequence[Tensor], momenta: Sequence[Tensor], beta: float) -> list[Tensor]:
+        """sign(β m + (1 - β) g). The sign lets both be divided by 1 - β, which makes one cheap pass of it."""
+        updates = self._scratch.each("add", gradients, momenta, alpha=beta / (1 - beta))
+        torch._foreach_sign_(updates)
+        return updates
+
+    def _agreement(self, updates: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
+        """1 where an update and its gradient have the same sign, else 0. Comparisons take several times as long."""
+        agreement = self._scratch.each("mul", updates, gradients)
+        torch._foreach_sign_(agreement)
+        torch._foreach_clamp_min_(agreement, 0)
+        return agreement
+
+    def _scales(self, parameters: Sequence[nn.Parameter], parts: Sequence[_Part], beta: float) -> list[Tensor]:
+        """dim(p) / (Σφ + 1) of each parameter, in its dtype."""
+        counts = []
+        for part in parts:
+            dtype = torch.promote_types(part.parameter.dtype, torch.float32)
+            count = torch.zeros((), dtype=torch.float64, device=part.parameter.device)
+            for batch in _batches([part]):
+                gradients, momenta = [piece.gradient for piece in batch], [piece.momentum for piece in batch]
+                agreement = self._agreement(self._directions(gradients, momenta, beta), gradients)
+                count += sum(agrees.sum(dtype=dtype) for agrees in agreement)
+            counts.append(count)
+        _add_over_ranks(parameters, counts)
+        pairs = zip(parameters, counts, strict=True)
+        return [(parameter.numel() / (count + 1)).to(parameter.dtype) for parameter, count in pairs]
+
+
+class _Part(NamedTuple):
+    """What a rank has of a parameter, or a block of it."""
+
+    parameter: Tensor
+    gradient: Tensor
+    momentum: Tensor
+    scale: Tensor | None = None
+    """() how much further than the rate elements move that move; None: all move, by the rate."""
+
+
+class _Scratch:
+    """Memory for what does not outlive a batch.
+
+    On a CPU it is kept from step to step: the system takes longer to supply fresh pages than a pass over them. The
+    allocators of other devices do that by themselves.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[str, torch.dtype], Tensor] = {}
+
+    def each(self, operation: str, first: Sequence[Tensor], second: Sequence[Tensor], **keys: Any) -> list[Tensor]:
+        """`torch.<operation>` of each pair, good until the same operation is asked for again."""
+        if first[0].device.type != "cpu":
+            return list(getattr(torch, f"_foreach_{operation}")(first, second, **keys))
+        results = self._like(operation, first)
+        for one, other, result in zip(first, second, results, strict=True):
+            getattr(torch, operation)(one, other, out=result, **keys)
+        return results
+
+    def _like(self, name: str, tensors: Sequence[Tensor]) -> list[Tensor]:
+        dtype, sizes = tensors[0].dtype, [tensor.numel() for tensor in tensors]
+        if any(tensor.dtype != dtype for tensor in tensors):
+            return [torch.empty_like(tensor) for tensor in tensors]
+        kept = self._kept.get((name, dtype))
+        if kept is None or kept.numel() < sum(sizes):
+            kept = self._kept[name, dtype] = torch.empty(sum(sizes), dtype=dtype)
+        flat = kept[: sum(sizes)].split(sizes)
+        return [memory.view(tensor.shape) for memory, tensor in zip(flat, tensors, strict=True)]
+
+
+def _add_over_ranks(parameters: Sequence[nn.Parameter], counts: Sequence[Tensor]) -> None:
+    """Add each count over the ranks among which its parameter is split, in place."""
+    split: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = defaultdict(list)
+    for parameter, count in zip(parameters, counts, strict=True):
+        if isinstance(parameter, DTensor):
+            placements = enumerate(parameter.placements)
+            groups = tuple(parameter.device_mesh.get_group(i) for i, at in placements if not at.is_replicate())
+            split[groups].append(count)
+    for groups, own in split.items():
+        total = torch.stack(own)
+        for group in groups:
+            dist.all_reduce(total, group=group)
+        torch._foreach_copy_(own, list(total.unbind()))
+
+
+def _batches(parts: Iterable[_Part]) -> Iterator[list[_Part]]:
+    """What to go over at a time."""
+    batch: list[_Part] = []
+    room = 0
+    for part in parts:
+        limit = _limit(part.parameter.device)
+        for piece in _pieces(part, limit):
+            size = piece.parameter.numel()
+            if batch and size > room:
+                yield batch
+                batch = []
+            room = (room if batch else limit) - size
+            batch.append(piece)
+    if batch:
+        yield batch
+
+
+def _limit(device: torch.device) -> int:
+    return CPU_BLOCK * torch.get_num_threads() if device.type == "cpu" else KERNEL_ELEMENTS
+
+
+def _pieces(part: _Part, limit: int) -> Iterator[_Part]:
+    """A part of a CPU in views of at most `limit` elements, if its tensors are laid out alike; others whole."""
+    tensors = part[:3]
+    if part.parameter.device.type != "cpu" or not all(tensor.is_contiguous() for tensor in tensors):
+        yield part
+        return
+    for pieces in zip(*(tensor.view(-1).split(limit) for tensor in tensors), strict=True):
+        parameter, gradient, momentum = pieces
+        yield _Part(parameter, gradient, momentum, part.scale)

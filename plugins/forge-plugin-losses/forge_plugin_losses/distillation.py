@@ -1,0 +1,109 @@
+"""The component `distillation`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from attrs import define, field, frozen
+from attrs.validators import and_, ge, gt, le
+
+from forge_core.components import TrainingHook
+from forge_core.errors import CheckpointError, JobError, Problem
+from forge_plugin_losses.chunked_cross_entropy import ChunkedCrossEntropy
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from forge_core.config.job import Job
+    from forge_core.context import BuildContext
+    from forge_core.parallel.layout import Layout
+    from forge_core.protocols import LossFunction
+
+WHOLE = {"tp": "vocabulary", "pp": "layers", "cp": "sequences"}
+"""Mesh dimensions that split what a teacher has whole."""
+
+
+@frozen(kw_only=True)
+class Distillation(ChunkedCrossEntropy):
+    """Cross-entropy with the labels, mixed with the divergence from a frozen teacher (Hinton, Vinyals and Dean 2015).
+
+    With weight a, temperature T, teacher p and student q, both softened by T, a position's objective is
+    (1 - a) cross-entropy + a T² KL(p || q). The teacher runs forward, without gradients, in the compute dtype. It is
+    whole on every rank and in no checkpoint. The reported loss is the student's cross-entropy with the labels;
+    evaluations do not run the teacher.
+    """
+
+    teacher: str
+    """A checkpoint, or a run folder or job file, of which the newest checkpoint is taken. Its vocabulary and tokenizer
+    are those of the student."""
+    weight: float = field(default=0.5, validator=and_(ge(0), le(1)))
+    """Share of the divergence in the objective; label smoothing and z-loss belong to the rest. It is logged unweighted
+    as `loss/distillation`."""
+    temperature: float = field(default=1.0, validator=gt(0))
+    """What the logits of both are divided by; higher ones show more of what the teacher holds likely besides."""
+
+    def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        yield from super().problems(job, layout)
+        for dimension, what in WHOLE.items():
+            if getattr(layout, dimension) > 1:
+                message = f"a teacher needs whole {what}, which parallel.{dimension} splits; use replicate or fsdp"
+                yield Problem("teacher", message)
+        if not Path(self.teacher).exists():
+            message = (
+                f"{self.teacher} does not exist; give a checkpoint, a run folder, or a job file whose run is there"
+            )
+            yield Problem("teacher", message)
+
+    def training_hooks(self, job: Job) -> Iterable[TrainingHook]:
+        return [SameTeacher(teacher=self.teacher)]
+
+    def build(self, context: BuildContext) -> LossFunction:
+        from forge_core.engine.trained import load_trained
+        from forge_plugin_losses.chunked import default_chunk_tokens
+        from forge_plugin_losses.distilled import distillation_loss
+
+        teacher = load_trained(Path(self.teacher), context)
+        theirs = teacher.manifest["provenance"].get("tokenizer")
+        if context.tokenizer is not None and theirs not in (None, context.tokenizer.fingerprint()):
+            seen = f"{teacher.checkpoint} was trained with another tokenizer: its ids mean other texts"
+            raise JobError([Problem("loss.teacher", f"{seen}; train both with the same one")])
+        return distillation_loss(
+            teacher.model,
+            super().build(context),
+            self.chunk_tokens or default_chunk_tokens(context.device),
+            context.auxiliary,
+            weight=self.weight,
+            temperature=self.temperature,
+            label_smoothing=self.label_smoothing,
+            z_loss=self.z_loss,
+        )
+
+
+@define(kw_only=True, slots=False)
+class SameTeacher(TrainingHook):
+    """See that a run that continues learns from the checkpoint that it learnt from before, though its run folder has
+    got newer ones since."""
+
+    resumes_as = "safe"
+    teacher: str
+    checkpoint: str = field(init=False, default="")
+
+    def on_train_begin(self, context: Any) -> None:
+        from forge_core.engine.trained import find_trained
+
+        found = str(find_trained(Path(self.teacher))[0])
+        was, self.checkpoint = self.checkpoint, found
+        if was and was != found:
+            fix = f'name it in the job, loss.teacher = "{was}", and continue with --resume-with-changes'
+            raise CheckpointError(
+                f"the teacher {self.teacher} was {was} when this run began, and is {found} now; {fix}"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"teacher": self.teacher, "checkpoint": self.checkpoint}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if state["teacher"] == self.teacher:
+            self.checkpoint = state["checkpoint"]

@@ -1,0 +1,110 @@
+"""What the component `distillation` builds: cross-entropy and divergence from a teacher, chunk by chunk.
+
+With the temperature T, student logits l and teacher logits t, and p = softmax(t/T), q = softmax(l/T), the divergence
+T² KL(p || q) has the gradient T (q - p) with respect to l. Shape suffixes as in `chunked`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from forge_core.errors import ForgeError
+from forge_core.protocols import IGNORED_LABEL
+from forge_plugin_losses.chunked import chunked
+from forge_plugin_losses.objectives import Chunk, CrossEntropyObjective, Objective
+from forge_plugin_losses.workspace import Workspace
+
+if TYPE_CHECKING:
+    from forge_core.engine.auxiliary import Auxiliary
+    from forge_core.protocols import Batch, Head, LossFunction, LossOutput, Model
+
+
+def distillation_loss(
+    teacher: Model,
+    plain: LossFunction,
+    chunk_tokens: int,
+    auxiliary: Auxiliary,
+    *,
+    weight: float,
+    temperature: float,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+) -> LossFunction:
+    """
+    Args:
+        teacher: frozen, in evaluation mode, on the device of the batches.
+        plain: the loss without a teacher, for evaluations.
+        auxiliary: where the divergence is logged, unweighted.
+        weight: share of the divergence in the objective.
+
+    Raises:
+        ForgeError: when called, if the vocabularies of the two are not of one size.
+    """
+
+    def objective(head: Head, batch: Batch, workspace: Workspace) -> Objective:
+        labels_T = batch["labels"].flatten()
+        with torch.no_grad():
+            hidden = teacher(dict(batch))
+        hidden_TD = hidden.flatten(0, -2)
+        cross_entropy = CrossEntropyObjective(
+            labels_T=labels_T, shard=None, workspace=workspace, label_smoothing=label_smoothing, z_loss=z_loss
+        )
+        return DistillationObjective(
+            cross_entropy=cross_entropy,
+            valid_T=labels_T != IGNORED_LABEL,
+            teacher_logits=lambda rows: teacher.head.logits(hidden_TD[rows]),
+            weight=weight,
+            temperature=temperature,
+            workspace=workspace,
+        )
+
+    taught = chunked(objective, chunk_tokens, auxiliary)
+
+    def loss(head: Head, hidden: Tensor, batch: Batch) -> LossOutput:
+        return (taught if torch.is_grad_enabled() else plain)(head, hidden, batch)
+
+    return loss
+
+
+@frozen(kw_only=True)
+class DistillationObjective:
+    """(1 - a) times the cross-entropy's objective, plus a T² KL(p || q)."""
+
+    cross_entropy: CrossEntropyObjective
+    valid_T: Tensor
+    teacher_logits: Callable[[slice], Tensor]
+    """The teacher's logits (C, V) of some positions."""
+    weight: float
+    temperature: float
+    workspace: Workspace
+
+    @torch.no_grad()
+    def chunk(self, logits_CV: Tensor, rows: slice) -> Chunk:
+        hard = self.cross_entropy.chunk(logits_CV, rows)
+        soft_C, gradient_CV = self._divergence(logits_CV, self.teacher_logits(rows), self.valid_T[rows])
+        objective = torch.lerp(hard.objective, soft_C.sum(), self.weight)
+        metrics = {**hard.metrics, "loss/distillation": soft_C.sum()}
+
+        def gradient() -> Tensor:
+            return hard.gradient_CV().mul_(1 - self.weight).add_(gradient_CV, alpha=self.weight)
+
+        return Chunk(objective, hard.losses_C, metrics, gradient)
+
+    def _divergence(self, student_CV: Tensor, teacher_CV: Tensor, valid_C: Tensor) -> tuple[Tensor, Tensor]:
+        """T² KL(p || q) of each position, 0 where it is not valid, and its gradient with respect to the student."""
+        if teacher_CV.shape != student_CV.shape:
+            seen = (
+                f"the teacher's logits are over {teacher_CV.shape[-1]} words, the student's over {student_CV.shape[-1]}"
+            )
+            raise ForgeError(f"loss.teacher: {seen}; distillation needs one vocabulary")
+        q_log_CV = (self.workspace.widened("wide", student_CV) / self.temperature).log_softmax(-1)
+        p_log_CV = (self.workspace.widened("teacher", teacher_CV) / self.temperature).log_softmax(-1)
+        p_CV = p_log_CV.exp()
+        divergence_C = p_log_CV.sub_(q_log_CV).mul_(p_CV).sum(-1).mul_(self.temperature**2).where(valid_C, 0)
+        gradient_CV = q_log_CV.exp_().sub_(p_CV).mul_((self.temperature * valid_C)[:, None])
+        return divergence_C, gradient_CV

@@ -1,0 +1,84 @@
+"""The component `sequential`."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import attrs
+from attrs import field, frozen
+from attrs.validators import ge, min_len, optional
+
+from forge_core.components import SchedulerComponent
+from forge_core.errors import Problem
+
+if TYPE_CHECKING:
+    from forge_core.config.job import Job
+    from forge_core.context import BuildContext
+    from forge_core.parallel.layout import Layout
+    from forge_core.protocols import Schedule
+
+
+@frozen(kw_only=True)
+class SequentialPart:
+    """`[[scheduler.parts]]`: one of the schedules."""
+
+    schedule: SchedulerComponent
+    """Any schedule. It sees a run of its own: its first update is the part's first, and it ends where the part ends."""
+    scale: float = field(default=1.0, validator=ge(0))
+    """What its factors are multiplied by, to go on from where the part before it ended, say."""
+    until: int | None = field(default=None, validator=optional(ge(1)))
+    """Updates of the run after which the next part begins. The last part has none: it ends with the run."""
+
+
+@frozen(kw_only=True)
+class Sequential(SchedulerComponent):
+    """Schedules one after the other."""
+
+    parts: tuple[SequentialPart, ...] = field(validator=min_len(1))
+    """In order; each but the last says `until` when."""
+
+    def build(self, context: BuildContext) -> Schedule:
+        schedules: list[Schedule] = [context.build(part.schedule) for part in self.parts]
+        ends = [part.until for part in self.parts if part.until is not None]
+
+        def schedule(step: int, total: int) -> float:
+            number = bisect_right(ends, step)
+            start, end = ([0, *ends, total][place] for place in (number, number + 1))
+            return self.parts[number].scale * schedules[number](step - start, end - start)
+
+        return schedule
+
+    def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        found = list(self._problems_of_ends(job.train.steps))
+        return found or self._problems_of_parts(job, layout)
+
+    def _problems_of_ends(self, total: int) -> Iterator[Problem]:
+        for number, part in enumerate(self.parts[:-1]):
+            if part.until is None:
+                yield Problem(f"parts.{number}.until", "is missing: each part but the last says when it ends")
+        last = f"parts.{len(self.parts) - 1}.until"
+        if self.parts[-1].until is not None:
+            yield Problem(last, f"is {self.parts[-1].until}, but the last part ends with the run; leave it out")
+        ends = [(f"parts.{n}.until", part.until) for n, part in enumerate(self.parts[:-1]) if part.until is not None]
+        for (_, before), (path, until) in pairwise([("", 0), *ends]):
+            if until <= before:
+                yield Problem(path, f"{until} must be more than {before}, where the part begins")
+        for path, until in ends:
+            if until >= total:
+                message = f"{until} leaves nothing for the next part; train.steps is {total}"
+                yield Problem(path, f"{message}; end this part earlier, or drop those after it")
+
+    def _problems_of_parts(self, job: Job, layout: Layout) -> Iterator[Problem]:
+        """What is wrong of a part in a run of its length, unless it is in the whole run: of that the core tells."""
+        ends = [0, *(part.until or job.train.steps for part in self.parts)]
+        for number, (part, (start, end)) in enumerate(zip(self.parts, pairwise(ends), strict=True)):
+            short = attrs.evolve(job, train=attrs.evolve(job.train, steps=end - start))
+            if not list(part.schedule.problems(job, layout)):
+                for problem in part.schedule.problems(short, layout):
+                    yield Problem(
+                        f"parts.{number}.schedule.{problem.path}",
+                        f"{problem.message} (in this part, which has {end - start} updates)",
+                    )

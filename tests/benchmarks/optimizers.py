@@ -1,0 +1,174 @@
+"""Step time and memory of each optimizer against the best public implementation, in one run.
+
+    OMP_NUM_THREADS=2 OMP_WAIT_POLICY=passive python tests/benchmarks/optimizers.py [--millions 10 100] [--only lion …]
+
+All step the same parameters, of a decoder's shapes, with the same gradients. They take turns, each round in another
+order, so that a busy neighbour slows all of them; times are medians, ratios those of the medians. `state` is what an
+optimizer keeps, `step` what it needs beyond that during a step, both in bytes a parameter. The reference of a ratio is
+the fastest other implementation. To compare another optimizer, add it to CONTENDERS.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import random
+import re
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import lion_pytorch
+import torch
+from attrs import define, field
+from lion_pytorch.cautious_lion import Lion as CautiousLion
+from lion_pytorch.foreach import Lion as ForeachLion
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from forge_core.components import OptimizerComponent
+from forge_core.engine.parameters import NamedParameter, NamedParameters
+from forge_plugin_adamw import AdamW
+from forge_plugin_lion import Lion
+
+Make = Callable[[NamedParameters], torch.optim.Optimizer]
+
+
+def ours(component: OptimizerComponent, device: str = "cpu") -> Make:
+    context: Any = SimpleNamespace(device=torch.device(device), mesh=None)
+    return lambda parameters: component.build(context, parameters)
+
+
+def public(make: Callable[..., torch.optim.Optimizer], **keys: Any) -> Make:
+    """Another implementation, with the groups of `NamedParameters.groups`."""
+    return lambda parameters: make(parameters.groups(0.1), lr=1e-4, **keys)
+
+
+CONTENDERS: Mapping[str, Mapping[str, Make]] = {
+    "adamw": {
+        "forge": ours(AdamW(lr=1e-4)),
+        "torch fused": public(torch.optim.AdamW, fused=True),
+        "torch foreach": public(torch.optim.AdamW, foreach=True),
+    },
+    "lion": {
+        "forge": ours(Lion(lr=1e-4)),
+        "lion-pytorch": public(lion_pytorch.Lion),
+        "lion-pytorch foreach": public(ForeachLion),
+    },
+    "lion, cautious": {
+        "forge": ours(Lion(lr=1e-4, cautious=True)),
+        "lion-pytorch": public(CautiousLion),
+    },
+}
+"""For each optimizer its implementations: `forge` and the others."""
+
+
+def decoder(millions: int, device: str) -> NamedParameters:
+    """Parameters of a decoder with about so many million of them, each with a gradient."""
+    dim, vocabulary = (256, 8192) if millions < 50 else (768, 16384)
+    named = {"embedding.weight": ((vocabulary, dim), "embedding"), "head.weight": ((vocabulary, dim), "head")}
+    a_layer = 12 * dim * dim
+    for layer in range(max(1, round((millions * 1e6 - 2 * vocabulary * dim) / a_layer))):
+        named |= {f"layers.{layer}.attention.{name}": ((dim, dim), "matrix") for name in "qkvo"}
+        named |= {f"layers.{layer}.ffn.{name}": ((8 * dim // 3, dim), "matrix") for name in ("gate", "up")}
+        named[f"layers.{layer}.ffn.down"] = ((dim, 8 * dim // 3), "matrix")
+        named |= {f"layers.{layer}.{name}_norm.weight": ((dim,), "norm") for name in ("attention", "ffn")}
+    parameters = []
+    for name, (shape, role) in named.items():
+        parameter = nn.Parameter(torch.randn(shape, device=device) / dim**0.5)
+        parameter.grad = torch.randn_like(parameter)
+        parameters.append(NamedParameter(name, parameter, role))  # type: ignore[arg-type]
+    return NamedParameters(parameters)
+
+
+@define
+class Contender:
+    """An implementation, and what was measured of it."""
+
+    name: str
+    optimizer: torch.optim.Optimizer
+    step_bytes: float = 0.0
+    seconds: list[float] = field(factory=list)
+
+    @property
+    def state_bytes(self) -> int:
+        leaves = tree_leaves(list(self.optimizer.state.values()))
+        return sum(leaf.numel() * leaf.element_size() for leaf in leaves if isinstance(leaf, torch.Tensor))
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+    def time(self, device: str) -> None:
+        _wait(device)
+        started = time.perf_counter()
+        self.optimizer.step()
+        _wait(device)
+        self.seconds.append(time.perf_counter() - started)
+
+
+def _wait(device: str) -> None:
+    if device != "cpu":
+        torch.cuda.synchronize()
+
+
+def peak_growth(call: Callable[[], Any], device: str) -> float:
+    """Bytes by which memory grows at most during `call`: the resident set on a CPU, else what torch has allocated."""
+    if device != "cpu":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        call()
+        return torch.cuda.max_memory_allocated() - before
+    ctypes.CDLL(None).malloc_trim(0)  # give back what earlier calls freed
+    Path("/proc/self/clear_refs").write_text("5")  # reset the high-water mark
+    before = _resident("VmRSS")
+    call()
+    return _resident("VmHWM") - before
+
+
+def _resident(key: str) -> int:
+    match = re.search(rf"{key}:\s+(\d+)", Path("/proc/self/status").read_text())
+    assert match
+    return 1024 * int(match[1])
+
+
+def measure(implementations: Mapping[str, Make], parameters: NamedParameters, rounds: int, device: str) -> None:
+    contenders = [Contender(name, make(parameters)) for name, make in implementations.items()]
+    for contender in contenders:
+        contender.optimizer.step()  # makes the state
+        contender.step_bytes = peak_growth(contender.optimizer.step, device)
+    for _ in range(rounds):
+        for contender in random.sample(contenders, len(contenders)):
+            contender.time(device)
+    report(contenders, sum(item.parameter.numel() for item in parameters))
+
+
+def report(contenders: Iterable[Contender], count: int) -> None:
+    by_name = {contender.name: contender for contender in contenders}
+    reference = min(other.median for name, other in by_name.items() if name != "forge")
+    print("| implementation | ms | of the best other | state | step |\n|---|---|---|---|---|")
+    for name, one in by_name.items():
+        ratio, state, step = one.median / reference, one.state_bytes / count, one.step_bytes / count
+        print(f"| {name} | {one.median * 1e3:.1f} | {ratio:.2f} | {state:.1f} | {step:.1f} |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--millions", type=int, nargs="+", default=[10, 100], help="parameters")
+    parser.add_argument("--only", nargs="+", default=list(CONTENDERS), choices=list(CONTENDERS))
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--device", default="cpu")
+    arguments = parser.parse_args()
+    for millions in arguments.millions:
+        parameters = decoder(millions, arguments.device)
+        count = sum(item.parameter.numel() for item in parameters)
+        for name in arguments.only:
+            print(f"\n{name}, {count / 1e6:.1f} million parameters, {torch.get_num_threads()} threads")
+            measure(CONTENDERS[name], parameters, arguments.rounds, arguments.device)
+
+
+if __name__ == "__main__":
+    main()
