@@ -22,3 +22,12 @@ class TestChunkedCrossEntropyWithZLoss(LossSuite):
 
     def objective(self, logits, labels):
         return self.reported(logits, labels) + 1e-2 * logits.logsumexp(-1).square()
+
+
+class TestSmoothedChunkedCrossEntropy(LossSuite):
+    component = ChunkedCrossEntropy(chunk_tokens=5, label_smoothing=0.1)
+    layouts = ("tp2",)
+
+    def objective(self, logits, labels):
+        uniform = -logits.log_softmax(-1).mean(-1)
+        return 0.9 * self.reported(logits, labels) + 0.1 * uniform

@@ -1,14 +1,17 @@
-"""`cosine` and `linear` keep the contracts of their kind."""
+"""The schedules keep the contracts of their kind."""
 
 from __future__ import annotations
 
 from forge_core.testing.distribution import check_distribution
 from forge_core.testing.suites import SchedulerSuite
-from forge_plugin_schedules import Cosine, Linear
+from forge_plugin_schedules import Cosine, InverseSqrt, Linear, NoSchedule, Sequential
+from forge_plugin_schedules.sequential import SequentialPart
 
 
 def test_the_distribution():
-    check_distribution("forge-plugin-schedules")
+    check_distribution(
+        "forge-plugin-schedules", samples={"sequential": {"parts": [{"schedule": {"type": "linear"}, "until": 5}]}}
+    )
 
 
 class TestCosine(SchedulerSuite):
@@ -21,3 +24,20 @@ class TestCosineOfItsOwnLength(SchedulerSuite):
 
 class TestLinear(SchedulerSuite):
     component = Linear(warmup_steps=3)
+
+
+class TestInverseSqrt(SchedulerSuite):
+    component = InverseSqrt(warmup_steps=10)
+
+
+class TestNoSchedule(SchedulerSuite):
+    component = NoSchedule()
+
+
+class TestSequential(SchedulerSuite):
+    component = Sequential(
+        parts=(
+            SequentialPart(schedule=Linear(warmup_steps=3), until=20),
+            SequentialPart(schedule=Cosine(min_ratio=0.1), scale=0.5),
+        )
+    )

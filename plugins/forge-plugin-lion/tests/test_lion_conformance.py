@@ -1,0 +1,20 @@
+"""`lion` keeps the contracts of its kind."""
+
+from __future__ import annotations
+
+from forge_core.testing.distribution import check_distribution
+from forge_core.testing.suites import OptimizerSuite
+from forge_plugin_lion import Lion
+
+
+def test_the_distribution():
+    check_distribution("forge-plugin-lion")
+
+
+class TestLion(OptimizerSuite):
+    component = Lion(lr=3e-3)
+
+
+class TestCautiousLion(OptimizerSuite):
+    component = Lion(lr=3e-3, cautious=True)
+    layouts = ("fsdp2",)

@@ -1,0 +1,19 @@
+"""`rex` keeps the contracts of its kind."""
+
+from __future__ import annotations
+
+from forge_core.testing.distribution import check_distribution
+from forge_core.testing.suites import SchedulerSuite
+from forge_plugin_rex import REX
+
+
+def test_the_distribution():
+    check_distribution("forge-plugin-rex")
+
+
+class TestREX(SchedulerSuite):
+    component = REX(warmup_steps=5)
+
+
+class TestPolynomialREX(SchedulerSuite):
+    component = REX(power=0.5, min_ratio=0.1)
