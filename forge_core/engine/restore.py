@@ -78,10 +78,11 @@ def check_schedule(progress: Progress, rates: Rates) -> Iterator[str]:
     before = progress.schedule
     if before is None:
         return
-    now, following = rates.factor(progress.step - 1), rates.factor(progress.step)
+    now = rates.factor(progress.step - 1)
     if not math.isclose(now, before, rel_tol=1e-6, abs_tol=1e-9):
         seen = f"update {progress.step} had {before:.4g} of the base rate and would have {now:.4g} by this job"
-        yield f"the schedule is another one for updates that were made already: {seen}; the next has {following:.4g}"
+        following = f"the next has {rates.factor(progress.step):.4g}"
+        yield f"the schedule is another one for updates that were made already: {seen}; {following}"
 
 
 def take_weights(start: Start, run: Run, provenance: Mapping[str, Any]) -> str:

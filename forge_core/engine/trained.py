@@ -21,10 +21,10 @@ from forge_core.engine.build import build_bare_model
 from forge_core.engine.resume import locate
 from forge_core.engine.state import load_model
 from forge_core.errors import CheckpointError
-from forge_core.parallel.initialise import allocate
+from forge_core.parallel.initialise import allocate, materialise
 from forge_core.parallel.layout import Layout
 from forge_core.plugins.manager import Plugins
-from forge_core.protocols import Initialises, Model, Role
+from forge_core.protocols import Model, Role
 
 COMPUTED_IN: frozenset[Role] = frozenset(("embedding", "head", "matrix", "stack", "fused"))
 """Roles of parameters that are cast to the compute dtype wherever they are used."""
@@ -84,22 +84,15 @@ def load_trained(source: Path, context: BuildContext) -> TrainedModel:
     )
     with unset_fake_temporarily():  # on the meta device, like the run's own model
         model, outline = build_bare_model(job, own)
-    _fill(model, checkpoint, context.device)
+    if detect_fake_mode() is not None:
+        allocate(model, torch.device("cpu"))  # the device that is planned for need not exist
+    else:
+        materialise(model, context.device, job.job.seed)  # for the buffers, which a checkpoint need not have
+        load_model(checkpoint, model)
+    assert isinstance(model, nn.Module)
     for name, parameter in model.named_parameters():
         if outline.roles[name] in COMPUTED_IN:
             parameter.data = parameter.data.to(context.dtype)
         parameter.requires_grad_(False)
     model.eval()
     return TrainedModel(model=model, checkpoint=checkpoint, manifest=manifest)
-
-
-def _fill(model: Model, checkpoint: Path, device: torch.device) -> None:
-    assert isinstance(model, nn.Module)
-    planning = detect_fake_mode() is not None
-    home = torch.device("cpu") if planning else device  # the device that is planned for need not exist
-    allocate(model, home)
-    for module in model.modules():
-        if isinstance(module, Initialises):
-            module.init_buffers(home)
-    if not planning:
-        load_model(checkpoint, model)
