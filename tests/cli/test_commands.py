@@ -213,7 +213,7 @@ class TestPluginsCheck:
     def test_where_nothing_is_wrong_it_succeeds(self, python: Python) -> None:
         done = python("-m", "forge_core", "plugins", "forge-plugin-wsd", "--check")
         assert done.returncode == ExitCode.FINISHED, done.stdout
-        head, row = done.stdout.splitlines()
+        _, row = done.stdout.splitlines()
         assert row.split()[:3] == ["scheduler", "wsd", "forge-plugin-wsd"]
 
     def test_what_the_catalog_passes_over_is_told(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
