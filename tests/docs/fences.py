@@ -34,8 +34,8 @@ PAGES = [
 NEED_EXAMPLE = (ROOT / "docs" / "writing-a-plugin.md", ROOT / "docs" / "testing.md", EXAMPLE / "README.md")
 """Pages on which the example plugin is installed."""
 
-LOOKS = re.compile(r"forge-run (check|explain|plan|plugins|schema|--help|--version)\b")
-"""Commands that take a moment, or half a minute, and change nothing."""
+LOOKS = re.compile(r"forge-run (check|explain|plan|new-plugin|plugins|schema|--help|--version)\b")
+"""Commands that take a moment, or half a minute, and change nothing but that they write new files."""
 
 FENCE = re.compile(r'^```(?P<language>\w+)(?: title="(?P<title>[^"]+)")?\n(?P<text>.*?)^```$', re.MULTILINE | re.DOTALL)
 INCLUDE = re.compile(r"^--8<--\n(?P<path>.+)\n--8<--\n", re.MULTILINE)

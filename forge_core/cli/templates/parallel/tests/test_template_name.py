@@ -20,7 +20,7 @@ def test_every_nth_layer_runs_again_in_the_backward_pass(build, make_job):
     run = build(make_job(parallel={"template_name": TemplateName(every=2)}))
     calls = []
     for name, layer in run.model.layers.items():
-        layer.down.register_forward_hook(lambda *_, name=name: calls.append(name))
+        layer.up.register_forward_hook(lambda *_, name=name: calls.append(name))
     ids = torch.arange(8).unsqueeze(0)
     run.model({"input_ids": ids}).sum().backward()
     assert calls == ["0", "1", "0"]
