@@ -29,7 +29,8 @@ class TemplateName(DatasetComponent):
     def build(self, context: BuildContext) -> Documents:
         from forge_plugin_template_name.letters import LetterDocuments
 
-        held_out, training = [], []
+        held_out: list[str] = []
+        training: list[str] = []
         for number, line in enumerate(self._lines(), 1):
             (training if number % self.hold_out_every else held_out).append(line)
         if not held_out:
