@@ -132,9 +132,9 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-def start(*arguments: str) -> subprocess.Popen[bytes]:
-    """The command in a process of its own, slowly."""
-    command = [sys.executable, "-c", SLOW, "prepare-data", *ARGUMENTS, TOKENIZER, "--tokenizer.seconds=0.03"]
+def start(*arguments: str, seconds: float = 0.03) -> subprocess.Popen[bytes]:
+    """The command in a process of its own, which takes so long for each document."""
+    command = [sys.executable, "-c", SLOW, "prepare-data", *ARGUMENTS, TOKENIZER, f"--tokenizer.seconds={seconds}"]
     command += arguments
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
 
@@ -179,7 +179,7 @@ def test_after_sigkill_it_goes_on_and_no_worker_stays_behind(prepare: Prepare) -
 
 
 def test_an_interrupt_ends_it_with_the_way_to_go_on(here: Path) -> None:
-    process = start("--workers=2")
+    process = start("--workers=2", seconds=0.3)
     wait_for_more_than(0, process)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
@@ -188,7 +188,7 @@ def test_an_interrupt_ends_it_with_the_way_to_go_on(here: Path) -> None:
 
 
 def test_a_worker_that_is_killed_ends_it_with_the_way_to_go_on(here: Path) -> None:
-    process = start("--workers=2")
+    process = start("--workers=2", seconds=0.3)
     wait_for_more_than(0, process)
     for child in children(process):
         os.kill(child, signal.SIGKILL)
