@@ -14,7 +14,7 @@ from forge_core.testing.suites import LossSuite
 
 def component_of(change):
     """The core's cross-entropy, whose output and inputs `change(right, head, hidden, batch)` alters."""
-    right = cross_entropy_loss(0.0, None)
+    right = cross_entropy_loss(None)
 
     @frozen(kw_only=True)
     class Wrong(LossComponent):
