@@ -252,6 +252,11 @@ class TokenizerComponent(Component):
         """The tokenizer that `Tokenizer.save(folder)` wrote: a continued run or `generate` uses it unchanged."""
         raise NotImplementedError
 
+    def expected_vocab_size(self) -> int | None:
+        """`vocab_size` of the tokenizer, where that is known before any document is read; else None. By it a job is
+        checked: whether ranks can share the embedding table of a model that takes the tokenizer's size."""
+        return None
+
 
 @frozen(kw_only=True)
 class ParallelComponent(Component):
@@ -284,6 +289,14 @@ class ParallelComponent(Component):
     def degrees(self) -> Mapping[str, int | str]:
         """Mesh dimensions that this stage asks for, with their size, or `"auto"` for what is left over."""
         return {}
+
+    def model_problems(self, model: Model, layout: Layout) -> Iterable[Problem]:
+        """Why this stage cannot be applied to `model`, which is whole, on the meta device, and unchanged by any stage.
+
+        Asked when a job is checked, where there is no process group, and again before any stage is applied; paths are
+        relative to this component's table.
+        """
+        return ()
 
     def build(self, context: BuildContext) -> ParallelStage:
         raise NotImplementedError

@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
+    from forge_core.auxiliary import Auxiliary
     from forge_core.components import Component
     from forge_core.config.job import Job
-    from forge_core.engine.auxiliary import Auxiliary
     from forge_core.parallel.layout import Layout
     from forge_core.plugins.manager import Plugins
     from forge_core.protocols import Tokenizer

@@ -11,7 +11,7 @@ from forge_core.protocols import IGNORED_LABEL, LossOutput
 from forge_core.vocab_parallel import vocab_cross_entropy, vocab_mean
 
 if TYPE_CHECKING:
-    from forge_core.engine.auxiliary import Auxiliary
+    from forge_core.auxiliary import Auxiliary
     from forge_core.protocols import Batch, Head, LossFunction
 
 

@@ -185,10 +185,11 @@ class HasTensorParallelPlan(Protocol):
 
 @runtime_checkable
 class HasSequenceMixers(Protocol):
-    def sequence_mixers(self) -> Sequence[str]:
-        """Names of the modules through which positions see each other, and nothing else in the model does. Each maps
-        queries (B, S, H, E), keys and values (B, S, K, E), and the batch to (B, S, H, E), causally and within documents
-        where the batch has `document_ids`; one that looks at many positions can be put in its place."""
+    def sequence_mixers(self) -> Mapping[str, int]:
+        """Names of the modules through which positions see each other, and nothing else in the model does, each with K,
+        the number of its key/value heads on all ranks. It maps queries (B, S, H, E), keys and values (B, S, K, E), and
+        the batch to (B, S, H, E), causally and within documents where the batch has `document_ids`; one that looks at
+        many positions can be put in its place."""
         ...
 
 

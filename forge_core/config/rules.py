@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from forge_core.components import Component
+from forge_core.components import Component, ParallelComponent
 from forge_core.config.job import Job
 from forge_core.config.mixture import mixture_problems
 from forge_core.config.suggest import did_you_mean
@@ -26,7 +26,8 @@ def check_rules(job: Job, catalog: Catalog, world_size: int = 1, with_data: bool
         with_data: whether what the job reads must be there.
     """
     layout, problems = _plan(job, world_size)
-    if not problems:
+    planned = not problems
+    if planned:
         problems += batch_problems(job, layout)
     problems += _core_problems(job)
     problems += _order_problems(job, catalog)
@@ -35,7 +36,10 @@ def check_rules(job: Job, catalog: Catalog, world_size: int = 1, with_data: bool
         if not with_data and path.startswith(READS):
             continue
         problems += _component_problems(path, component, job, layout, catalog)
-    return problems + _plugin_problems(job, layout, catalog)
+    wrong_plugins = _plugin_problems(job, layout, catalog)
+    if planned and not wrong_plugins:
+        problems += [problem for problem in _model_problems(job, layout, catalog) if problem not in problems]
+    return problems + wrong_plugins
 
 
 def _plan(job: Job, world_size: int) -> tuple[Layout, list[Problem]]:
@@ -84,6 +88,15 @@ def _component_problems(path: str, component: Component, job: Job, layout: Layou
     except Exception as error:
         who = f"{component.kind} {catalog.type_of(type(component))!r}"
         return [Problem(path, f"problems() of {who} failed: {_tell(error)}")]
+
+
+def _model_problems(job: Job, layout: Layout, catalog: Catalog) -> list[Problem]:
+    """What stages have to say of the model; it is built only if one could have anything."""
+    if all(type(stage).model_problems is ParallelComponent.model_problems for stage in job.parallel.values()):
+        return []
+    from forge_core.parallel.bare_model import fitting_problems
+
+    return fitting_problems(job, layout, catalog)
 
 
 def _plugin_problems(job: Job, layout: Layout, catalog: Catalog) -> list[Problem]:

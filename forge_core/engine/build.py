@@ -9,8 +9,8 @@ from pathlib import Path
 import attrs
 import torch
 from attrs import frozen
-from torch import nn
 
+from forge_core.auxiliary import Auxiliary
 from forge_core.components import DatasetComponent, PackingComponent, TrainingHook
 from forge_core.config.job import Job
 from forge_core.config.mixture import is_drawn
@@ -18,7 +18,6 @@ from forge_core.context import BuildContext
 from forge_core.data.held_out import held_out
 from forge_core.data.packing import WindowPacking
 from forge_core.data.windows import StreamWindows
-from forge_core.engine.auxiliary import Auxiliary
 from forge_core.engine.folder import TOKENIZER
 from forge_core.engine.groups import apply_settings, check_groups, check_modes
 from forge_core.engine.hooks import HookRunner, collect_hooks
@@ -27,6 +26,7 @@ from forge_core.engine.parameters import NamedParameters
 from forge_core.engine.rates import Rates
 from forge_core.engine.splitting import SplittingExecutor
 from forge_core.errors import JobError, Problem
+from forge_core.parallel.bare_model import DTYPES, bare_model
 from forge_core.parallel.initialise import check_finite, materialise
 from forge_core.parallel.layout import batch_problems, plan_layout
 from forge_core.parallel.mesh import choose_device, make_mesh, world_size
@@ -44,8 +44,6 @@ from forge_core.protocols import (
     Stream,
     Tokenizer,
 )
-
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 
 @frozen
@@ -234,11 +232,7 @@ def build_model(job: Job, context: BuildContext) -> BuiltModel:
 
 def build_bare_model(job: Job, context: BuildContext) -> tuple[Model, Outline]:
     """The whole model, on the meta device."""
-    with torch.device("meta"):
-        model = context.plugins.build_model(job.model, context)
-    assert isinstance(model, nn.Module)
-    if context.dtype == torch.float64:
-        model.double()
+    model = bare_model(job, context)
     return model, Outline.of(model, job.train.seq_len)
 
 

@@ -13,10 +13,10 @@ from torch import nn
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from forge_core.auxiliary import Auxiliary
 from forge_core.config.job import JobSection
 from forge_core.config.load import parse_job
 from forge_core.context import BuildContext
-from forge_core.engine.auxiliary import Auxiliary
 from forge_core.engine.build import build_bare_model
 from forge_core.engine.resume import locate
 from forge_core.engine.state import load_model

@@ -84,14 +84,24 @@ def with_owner(job: Job, layout: Layout, catalog: Catalog) -> Mapping[str, Paral
     return {**job.parallel, "replicate": stage}
 
 
+def model_problems(model: Model, stages: Mapping[str, ParallelComponent], layout: Layout) -> Iterator[Problem]:
+    """Why stages cannot be applied to the whole model, all that each has to say."""
+    for name, stage in stages.items():
+        yield from (problem.below(f"parallel.{name}") for problem in stage.model_problems(model, layout))
+
+
 def apply_stages(
     model: Model, stages: Sequence[OrderedStage], context: BuildContext
 ) -> tuple[Model, list[ParallelStage]]:
     """Build and apply each stage in order.
 
     Raises:
+        JobError: some cannot be applied to this model.
         ForgeError: a stage changed the name of a parameter, or lost a hook or parametrisation that was there before.
     """
+    problems = list(model_problems(model, {stage.name: stage.component for stage in stages}, context.layout))
+    if problems:
+        raise JobError(problems)
     built = []
     for stage in stages:
         names, modules, hooks = _names(model), _modules(model), _hooks(model)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import attrs
 import torch
 from attrs import frozen
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from forge_core.auxiliary import Auxiliary
 from forge_core.config.job import Job
 from forge_core.context import BuildContext
-from forge_core.engine.auxiliary import Auxiliary
 from forge_core.engine.build import (
     BuiltModel,
     Run,
@@ -23,12 +21,11 @@ from forge_core.engine.build import (
     stages_of,
 )
 from forge_core.engine.hooks import HookRunner
-from forge_core.errors import JobError
 from forge_core.parallel.initialise import allocate
-from forge_core.parallel.stages import OrderedStage, apply_stages
+from forge_core.parallel.stages import apply_stages
 from forge_core.planning.meter import MeteredLoss
 from forge_core.plugins.catalog import Catalog
-from forge_core.protocols import Initialises, Model, ParallelStage
+from forge_core.protocols import Initialises, Model
 
 CPU = torch.device("cpu")
 
@@ -59,7 +56,7 @@ def fake_run(job: Job, catalog: Catalog, device: torch.device) -> FakeRun:
     choosing = attrs.evolve(context, device=device)
     model, outline = build_bare_model(job, choosing)  # outside of the mode: within it, meshes cannot be sliced
     stages = stages_of(job, context)
-    model, built = _apply(job, model, stages, context, choosing)
+    model, built = apply_stages(model, stages, context)
     with mode:
         _give_memory(model)
         loss = MeteredLoss(context.plugins.build_loss(job.loss, choosing))
@@ -72,22 +69,6 @@ def _context(job: Job, catalog: Catalog, mode: FakeTensorMode) -> BuildContext:
     tokenizer = None if getattr(job.model, "vocab_size", 0) else build_tokenizer(job, context)
     with mode:
         return attrs.evolve(context, auxiliary=Auxiliary(CPU), tokenizer=tokenizer)
-
-
-def _apply(
-    job: Job, model: Model, stages: Sequence[OrderedStage], context: BuildContext, choosing: BuildContext
-) -> tuple[Model, list[ParallelStage]]:
-    """Apply the stages; if one cannot, find out which others cannot either."""
-    try:
-        return apply_stages(model, stages, context)
-    except JobError as error:
-        problems = dict.fromkeys(error.problems)
-        for stage in stages:
-            try:
-                apply_stages(build_bare_model(job, choosing)[0], [stage], context)
-            except JobError as another:
-                problems |= dict.fromkeys(another.problems)
-        raise JobError(problems) from error
 
 
 def _give_memory(model: Model) -> None:

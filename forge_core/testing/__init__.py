@@ -2,7 +2,15 @@
 
 from forge_core.testing.documents import ListedDocuments, RandomDocuments, Sentences
 from forge_core.testing.routed import RoutedModel
-from forge_core.testing.tiny import Numbers, PenalisedModel, SplittableModel, TinyAdamW, TinyModel, tiny_job
+from forge_core.testing.tiny import (
+    Numbers,
+    PenalisedModel,
+    SplittableModel,
+    TinyAdamW,
+    TinyModel,
+    job_problems,
+    tiny_job,
+)
 
 __all__ = [
     "ListedDocuments",
@@ -14,5 +22,6 @@ __all__ = [
     "SplittableModel",
     "TinyAdamW",
     "TinyModel",
+    "job_problems",
     "tiny_job",
 ]

@@ -17,6 +17,8 @@ from forge_core.config.job import (
     JobSection,
     TrainSection,
 )
+from forge_core.config.rules import check_rules
+from forge_core.plugins.catalog import Catalog
 
 if TYPE_CHECKING:
     import numpy as np
@@ -152,3 +154,8 @@ def tiny_job(output: str, catalog: Any = None, **changes: Any) -> Job:
             train[name] = value
     built = {name: kinds[name](**values) for name, values in sections.items()}
     return complete(Job(train=TrainSection(**train), **built, **fields), catalog)
+
+
+def job_problems(job: Job, ranks: int = 1) -> list[str]:
+    """What the check of a job has to say when it is to run on so many ranks."""
+    return [str(problem) for problem in check_rules(job, Catalog.installed(), ranks)]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from forge_core.engine.auxiliary import Auxiliary, Recomputing, Unit
+from forge_core.auxiliary import Auxiliary, Recomputing, Unit
 from forge_core.modules import Embedding, Linear, LinearHead
 from forge_core.protocols import Batch, Carry, Role
 

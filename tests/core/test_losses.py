@@ -16,7 +16,7 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.nn import functional as F
 
-from forge_core.engine.auxiliary import Auxiliary
+from forge_core.auxiliary import Auxiliary
 from forge_core.losses import CrossEntropy
 from forge_core.modules import LinearHead
 from forge_core.protocols import Head, LossOutput, VocabShard

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -32,10 +34,10 @@ path = "nowhere"
 """
 
 
-def plan(folder: Path, *arguments: str) -> int:
+def plan(folder: Path, *arguments: str, command: str = "plan") -> int:
     leave_group()
     (folder / "job.toml").write_text(JOB)
-    return main(["plan", str(folder / "job.toml"), *arguments])
+    return main([command, str(folder / "job.toml"), *arguments])
 
 
 def test_it_needs_neither_data_nor_ranks(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -61,16 +63,40 @@ def test_without_a_gpu_there_are_no_times(tmp_path: Path, capsys: pytest.Capture
     assert "at least" not in capsys.readouterr().out
 
 
-def test_all_that_cannot_be_built_is_told(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    assert (
-        plan(tmp_path, "--world-size=9", "--parallel.tp.degree=3", "--train.seq_len=255", "--parallel.pp.degree=3") == 2
+@pytest.mark.parametrize("command", ["plan", "check"])
+def test_all_that_is_impossible_is_told_at_once(tmp_path: Path, capsys: pytest.CaptureFixture, command: str) -> None:
+    """What keys, the layout, the batch, and the model itself make impossible, in one answer."""
+    stages = (
+        "tp.degree=3",
+        "cp.degree=2",
+        'cp.method="ulysses"',
+        "pp.degree=5",
+        'float8.exclude=["layers.*.ffn.left"]',
     )
+    settings = [*(f"--parallel.{key}" for key in stages), "--train.seq_len=255", "--model.vocab_size=510"]
+    settings += ["--train.global_batch_size=6", "--model.attention.heads=3", "--model.attention.head_dim=16"]
+    assert plan(tmp_path, "--world-size=30", *settings, "--model.ffn.hidden=176", command=command) == 2
     seen = capsys.readouterr().err
-    assert "model.attention.kv_heads: 4 does not divide by the tensor-parallel degree 3" in seen
-    assert plan(tmp_path, "--world-size=4", "--parallel.tp.degree=4", "--model.vocab_size=510") == 2
-    assert "embedding.weight has 510 rows, which 4 ranks cannot share equally" in capsys.readouterr().err
-    assert plan(tmp_path, "--world-size=8", "--parallel.pp.degree=8") == 2
-    assert "8 stages, but the model has 4 layers" in capsys.readouterr().err
+    for problem in (
+        "parallel.tp.degree: layers.0.ffn.gate.weight has 176 rows, which 3 ranks cannot share equally",
+        "parallel.cp.method: each of 3 tensor-parallel ranks has 1 key/value heads, which 2 ranks cannot share equally",
+        "parallel.cp.degree: 2 pieces x tp 3 = 6 do not divide train.seq_len = 255",
+        "parallel.pp.degree: 5 stages, but the model has 4 layers",
+        "parallel.pp.schedule: 1f1b needs a micro-batch for each of the 5 stages, and there are 3",
+        "parallel.float8.exclude: 'layers.*.ffn.left' fits no linear layer",
+    ):
+        assert problem in seen
+    assert "embedding.weight" not in seen, "510 rows are 170 for each of three"
+    assert plan(tmp_path, "--world-size=7", "--parallel.tp.degree=2", command=command) == 2
+    assert "tp 2 = 2 does not divide the 7 ranks" in capsys.readouterr().err
+
+
+def test_a_check_without_such_stages_imports_no_torch(tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_text(JOB.replace('path = "nowhere"', 'path = "data"'))
+    job = f"{str(tmp_path / 'job.toml')!r}, '--world-size=4', '--parallel.fsdp.shard=4'"
+    code = f"import sys; from forge_core.cli import main; main(['check', {job}]); print('torch' in sys.modules)"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert told.stdout.splitlines()[-1] == "False"
 
 
 def test_what_does_not_fit_is_said(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

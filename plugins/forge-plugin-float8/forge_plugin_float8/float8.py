@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from forge_core.config.job import Job
     from forge_core.context import BuildContext
     from forge_core.parallel.layout import Layout
-    from forge_core.protocols import ParallelStage
+    from forge_core.protocols import Model, ParallelStage
 
 MULTIPLE = 16
 """Of which the sizes of a float8 product must be multiples, except for its rows."""
@@ -71,6 +71,11 @@ class Float8(ParallelComponent):
             yield Problem("all_gather", "does not go with tensor parallel: what tp splits is gathered as it is")
         if job.train.device == "cpu":
             yield Problem("all_gather", NO_GLOO)
+
+    def model_problems(self, model: Model, layout: Layout) -> Iterable[Problem]:
+        from forge_plugin_float8.choice import model_problems
+
+        return model_problems(model, self.exclude, layout)
 
     def build(self, context: BuildContext) -> ParallelStage:
         from forge_plugin_float8.stage import Float8Stage

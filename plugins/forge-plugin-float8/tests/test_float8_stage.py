@@ -26,12 +26,13 @@ from forge_core.parallel.layout import Layout
 from forge_core.parallel.replicate import Replicate
 from forge_core.parallel.stages import order_stages
 from forge_core.plugins.catalog import Catalog
-from forge_core.testing import Numbers, TinyModel, tiny_job
+from forge_core.testing import Numbers, TinyModel, job_problems, tiny_job
 from forge_core.testing.processes import run_on_ranks
 from forge_core.testing.tiny_model import TinyNetwork
 from forge_plugin_compile import Compile
 from forge_plugin_float8 import Float8
-from forge_plugin_float8.stage import _short, multiplies_float8
+from forge_plugin_float8.choice import short
+from forge_plugin_float8.stage import multiplies_float8
 from forge_plugin_parallel import FSDP, ActivationCheckpointing, ContextParallel, PipelineParallel, TensorParallel
 from forge_plugin_transformer import GroupedQueryAttention, SwiGLU, Transformer
 
@@ -202,7 +203,7 @@ def test_sizes_that_no_float8_product_takes_are_left_out(tmp_path):
 
 def test_numbers_are_put_together():
     names = ["a.0.b.1", "a.1.b.1", "head", "a.2.c", "a.10.b.1", "a.11.b.1", "a.3.c", "x2.y"]
-    assert _short(names) == "a.0-1,10-11.b.1, head, a.2-3.c, x2.y"
+    assert short(names) == "a.0-1,10-11.b.1, head, a.2-3.c, x2.y"
 
 
 class Odd(Linear):
@@ -343,11 +344,12 @@ class TestWhatIsRefused:
     def test_a_part_that_no_float8_product_takes(self, tmp_path):
         model = transformer(attention=GroupedQueryAttention(heads=4, kv_heads=2))
 
-        def build(rank):
-            with pytest.raises(JobError, match=r"layers\.0\.attention\.k has 16 rows, 8 for each of 2 tensor-parallel"):
-                built(tmp_path, {"float8": Float8(), **TP2}, model=model)
-
-        run_on_ranks(2, build)
+        wanted = job("x", {"float8": Float8(), **TP2}, model=model)
+        [problem] = job_problems(wanted, 2)
+        assert problem == (
+            "parallel.float8: layers.0-1.attention.k, layers.0-1.attention.v: 16 rows, 8 for each of 2 tensor-parallel "
+            "ranks, but a float8 product takes multiples of 16; exclude them, or lower the degree"
+        )
 
 
 @pytest.mark.parametrize(("capability", "has"), [((8, 0), False), ((8, 9), True), ((9, 0), True)])

@@ -51,6 +51,18 @@ class Auto(TokenizerComponent):
 
     def build(self, context: BuildContext, documents: Callable[[], Iterable[str]]) -> PretrainedTokenizer:
         """Raises `JobError` where `problems` finds one, or transformers cannot load the tokenizer."""
+        return self._pretrained()
+
+    def expected_vocab_size(self) -> int | None:
+        """None if the tokenizer is on the hub."""
+        if not Path(self.path).expanduser().is_dir():
+            return None
+        try:
+            return self._pretrained().vocab_size
+        except JobError:  # the run tells
+            return None
+
+    def _pretrained(self) -> PretrainedTokenizer:
         from forge_plugin_huggingface.pretrained import load_pretrained
 
         template = _read(self.chat_template) if self.chat_template else None

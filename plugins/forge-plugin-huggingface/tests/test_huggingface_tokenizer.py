@@ -67,6 +67,12 @@ def test_the_end_of_text_is_the_tokenizers_own_unless_another_is_named(pretraine
     assert auto(folder, end_of_text="<|eot_id|>").end_of_text == 5
 
 
+def test_the_size_of_the_vocabulary_is_known_where_the_tokenizer_is_here(pretrained, auto) -> None:
+    folder = pretrained()
+    assert Auto(path=folder).expected_vocab_size() == auto(folder).vocab_size
+    assert Auto(path="organisation/on-the-hub").expected_vocab_size() is None
+
+
 def test_a_tokenizer_without_end_of_text_is_an_error_that_lists_the_candidates(pretrained, auto) -> None:
     folder = pretrained(eos_token=None)
     candidates = "'<|endoftext|>', '<|im_start|>', "

@@ -28,7 +28,7 @@ from forge_plugin_losses.projections import Projection, projection_of
 from forge_plugin_losses.workspace import Workspace
 
 if TYPE_CHECKING:
-    from forge_core.engine.auxiliary import Auxiliary
+    from forge_core.auxiliary import Auxiliary
     from forge_core.protocols import Batch, Head, LossFunction, LossOutput
 
 MakeObjective = Callable[["Head", "Batch", Workspace], Objective]

@@ -20,7 +20,7 @@ from forge_plugin_losses.objectives import Chunk, CrossEntropyObjective, Objecti
 from forge_plugin_losses.workspace import Workspace
 
 if TYPE_CHECKING:
-    from forge_core.engine.auxiliary import Auxiliary
+    from forge_core.auxiliary import Auxiliary
     from forge_core.protocols import Batch, Head, LossFunction, LossOutput, Model
 
 

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.nn import functional as F
 
+from forge_core.auxiliary import Auxiliary
 from forge_core.checkpoint.tensors import stored_tensors
 from forge_core.cli import main
-from forge_core.engine.auxiliary import Auxiliary
 from forge_core.engine.build import build_context
 from forge_core.engine.trained import load_trained
 from forge_core.engine.trainer import Trainer

@@ -39,6 +39,13 @@ class PreparedTokenizer(TokenizerComponent):
 
         return load_kept(folder)
 
+    def expected_vocab_size(self) -> int | None:
+        try:
+            prepared = read_prepared(self.path)
+        except JobError:  # `problems` tells
+            return None
+        return prepared.manifest["tokenizer"]["vocab_size"] if prepared else None
+
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
         return self._folder_problems()
 

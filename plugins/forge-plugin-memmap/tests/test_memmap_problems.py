@@ -13,6 +13,7 @@ import pytest
 from forge_core.data.token_file import TokenFileWriter
 from forge_core.errors import JobError
 from forge_core.plugins.catalog import Catalog
+from forge_plugin_memmap import PreparedTokenizer
 
 Find = Callable[..., list[str]]
 
@@ -231,6 +232,12 @@ def test_a_folder_stands_for_both_splits(prepared: None, open_documents: Callabl
     assert documents.tokens(0, 99).tolist() == [2, 2, 2, 0, 4, 4, 4, 0]
     assert documents.held_out.tokens(0, 99).tolist() == [1, 1, 0, 3, 3, 0]
     assert open_documents(path="data/train-*.bin").held_out is None
+
+
+def test_the_size_of_the_vocabulary_is_in_the_folder(prepared: None) -> None:
+    tokenizer = PreparedTokenizer(path="data")
+    assert tokenizer.expected_vocab_size() == tokenizer.build(None, list).vocab_size
+    assert PreparedTokenizer(path="nowhere").expected_vocab_size() is None
 
 
 def test_held_out_shards_are_not_trained_on_by_mistake(prepared: None, problems: Find) -> None:

@@ -10,12 +10,13 @@ from attrs.validators import ge
 
 from forge_core.components import ParallelComponent
 from forge_core.errors import Problem
+from forge_core.protocols import HasSequenceMixers
 
 if TYPE_CHECKING:
     from forge_core.config.job import Job
     from forge_core.context import BuildContext
     from forge_core.parallel.layout import Layout
-    from forge_core.protocols import ParallelStage
+    from forge_core.protocols import Model, ParallelStage
 
 
 @frozen(kw_only=True)
@@ -47,6 +48,23 @@ class ContextParallel(ParallelComponent):
         if job.train.seq_len % split:
             why = f"{pieces} pieces" if layout.tp == 1 else f"{pieces} pieces x tp {layout.tp} = {split}"
             yield Problem("degree", f"{why} do not divide train.seq_len = {job.train.seq_len}; change one of them")
+
+    def model_problems(self, model: Model, layout: Layout) -> Iterable[Problem]:
+        if layout.cp == 1:
+            return
+        if not isinstance(model, HasSequenceMixers):
+            seen = f"{type(model).__name__} has no sequence_mixers(), so its sequences cannot be split"
+            yield Problem("", f"{seen}; leave the stage out")
+        elif self.method == "ulysses":
+            for heads in dict.fromkeys(model.sequence_mixers().values()):
+                yield from self._heads_problems(heads, layout)
+
+    def _heads_problems(self, heads: int, layout: Layout) -> Iterable[Problem]:
+        left = heads // layout.tp
+        if heads % layout.tp == 0 and left % layout.cp:
+            who = f"each of {layout.tp} tensor-parallel ranks has" if layout.tp > 1 else "the model has"
+            seen = f"{who} {left} key/value heads, which {layout.cp} ranks cannot share equally"
+            yield Problem("method", f'{seen}; take "ring" or "all_gather", or another degree')
 
     def build(self, context: BuildContext) -> ParallelStage:
         from forge_plugin_parallel.cp_stage import ContextParallelStage

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from forge_core.errors import JobError
 from forge_core.protocols import HasSequenceMixers
 from forge_plugin_parallel.collectives import all_gather, all_to_all
 from forge_plugin_parallel.ring import Piece, attend, ring_attention
@@ -43,16 +42,10 @@ class ContextParallelStage:
         self._method = component.method
 
     def apply(self, model: Model) -> Model:
-        """Put attention over all ranks' positions in the place of the model's own.
-
-        Raises:
-            JobError: the model does not say what lets its positions see each other.
-        """
+        """Put attention over all ranks' positions in the place of the model's own."""
         if self._ranks == 1:
             return model
-        if not isinstance(model, HasSequenceMixers):
-            seen = f"{type(model).__name__} has no sequence_mixers()"
-            raise JobError(f"parallel.cp: {seen}, so its sequences cannot be split; leave the stage out")
+        assert isinstance(model, HasSequenceMixers)
         assert isinstance(model, nn.Module)
         for name in model.sequence_mixers():
             parent, _, key = name.rpartition(".")
@@ -146,15 +139,6 @@ class Exchange(nn.Module):
         return batch
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
-        """
-        Raises:
-            JobError: the heads cannot be shared equally.
-        """
-        ranks = dist.get_world_size(self.group)
-        if k.shape[2] % ranks:
-            raise JobError(
-                f"parallel.cp: {k.shape[2]} key/value heads cannot be shared by {ranks} ranks; take another method"
-            )
         q, k, v = (all_to_all(tensor, 2, 1, self.group) for tensor in (q, k, v))
         return all_to_all(self.mixer(q, k, v, _whole(batch)), 1, 2, self.group)
 

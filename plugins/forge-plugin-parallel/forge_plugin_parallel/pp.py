@@ -11,12 +11,13 @@ from attrs.validators import deep_iterable, ge
 from forge_core.components import ParallelComponent
 from forge_core.errors import Problem
 from forge_core.parallel.layout import micro_batches
+from forge_core.protocols import HasEnds
 
 if TYPE_CHECKING:
     from forge_core.config.job import Job
     from forge_core.context import BuildContext
     from forge_core.parallel.layout import Layout
-    from forge_core.protocols import ParallelStage
+    from forge_core.protocols import Model, ParallelStage
 
 ONE_STAGE = ("gpipe", "1f1b")
 """Schedules in which each rank has one stage."""
@@ -87,12 +88,6 @@ class PipelineParallel(ParallelComponent):
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
         if self.layers and len(self.layers) != self.stages:
             yield Problem("layers", f"has {len(self.layers)} entries, and there are {self.stages} stages")
-        layers = getattr(job.model, "layers", None)
-        if isinstance(layers, int) and layers < self.stages:
-            seen = f"{self.stages} stages, but the model has {layers} layers"
-            yield Problem("degree", f"{seen}; lower it or stages_per_rank")
-        elif isinstance(layers, int) and self.layers and sum(self.layers) != layers:
-            yield Problem("layers", f"adds up to {sum(self.layers)} layers, but the model has {layers}")
         wanted = {**dict.fromkeys(ONE_STAGE, 1), **dict.fromkeys(V_SHAPED, 2)}.get(self.schedule)
         if wanted and self.stages_per_rank not in (0, wanted):
             seen = f"{self.stages_per_rank}, but {self.schedule} has {wanted} a rank"
@@ -110,6 +105,19 @@ class PipelineParallel(ParallelComponent):
         if self.degree > 1 and self.schedule in FILLED and count < self.stages:
             seen = f"{self.schedule} needs a micro-batch for each of the {self.stages} stages, and there are {count}"
             yield Problem("schedule", f"{seen}; {fix}")
+
+    def model_problems(self, model: Model, layout: Layout) -> Iterable[Problem]:
+        if layout.pp == 1:
+            return
+        if not isinstance(model, HasEnds):
+            seen = f"{type(model).__name__} has no ends(), so it cannot be cut"
+            yield Problem("", f"{seen}; leave the stage out, or add ends() to the model")
+        layers = len(model.layers)
+        if layers < self.stages:
+            seen = f"{self.stages} stages, but the model has {layers} layers"
+            yield Problem("degree", f"{seen}; lower it or stages_per_rank")
+        elif self.layers and sum(self.layers) != layers:
+            yield Problem("layers", f"adds up to {sum(self.layers)} layers, but the model has {layers}")
 
     def build(self, context: BuildContext) -> ParallelStage:
         from forge_plugin_parallel.pp_stage import PipelineParallelStage, WholeStage

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from forge_core.errors import ForgeError, JobError
+from forge_core.errors import ForgeError
 from forge_core.parallel.initialise import ties
 from forge_core.parallel.mesh import group_timeout
 from forge_core.parallel.replicate_stage import sum_gradients
@@ -50,15 +50,9 @@ class PipelineParallelStage:
         """Of parameters that several ranks have, these ranks."""
 
     def apply(self, model: Model) -> Model:
-        """Leave this rank the modules of its sections, and let `model(batch, carry, section)` compute one of them.
-
-        Raises:
-            JobError: the model cannot be cut, or not like this.
-        """
+        """Leave this rank the modules of its sections, and let `model(batch, carry, section)` compute one of them."""
         assert isinstance(model, nn.Module)
-        if not isinstance(model, HasEnds):
-            seen = f"{type(model).__name__} has no ends()"
-            raise JobError(f"parallel.pp: {seen}, so it cannot be cut; leave the stage out, or add ends() to the model")
+        assert isinstance(model, HasEnds)
         layers: nn.ModuleDict = model.layers
         self.sections = sections(list(layers), self._layer_counts(model))
         kept = [self._modules_of(model, rank) for rank in range(self.ranks)]
@@ -102,20 +96,12 @@ class PipelineParallelStage:
     # --- cutting ---------------------------------------------------------------------------------------------------
 
     def _layer_counts(self, model: HasEnds) -> Sequence[int]:
-        """
-        Raises:
-            JobError: there are fewer layers than stages, or the job's counts do not add up to them.
-        """
-        layers, stages = model.layers, len(self.owners)  # type: ignore[attr-defined]
-        given = self._component.layers
-        if len(layers) < stages:
-            seen = f"the model has {len(layers)} layers, too few for {stages} stages"
-            raise JobError(f"parallel.pp: {seen}; lower degree or stages_per_rank")
-        if given and sum(given) != len(layers):
-            raise JobError(f"parallel.pp.layers: {sum(given)} layers in all, but the model has {len(layers)}")
+        if self._component.layers:
+            return self._component.layers
         _, end = model.ends()
         last = sum(_cost(model.get_submodule(name)) for name in end)  # type: ignore[attr-defined]
-        return given or balance([_cost(layer) for layer in layers.values()], stages, last=last)
+        costs = [_cost(layer) for layer in model.layers.values()]  # type: ignore[attr-defined]
+        return balance(costs, len(self.owners), last=last)
 
     def _modules_of(self, model: Any, rank: int) -> set[str]:
         """Names of the modules that a rank keeps: layers, and those of the ends."""

@@ -11,7 +11,7 @@ import torch
 from attrs import frozen
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from forge_core.engine.auxiliary import Recomputing
+from forge_core.auxiliary import Recomputing
 
 if TYPE_CHECKING:
     from forge_core.context import BuildContext

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from forge_core.config.job import Job
     from forge_core.context import BuildContext
     from forge_core.parallel.layout import Layout
-    from forge_core.protocols import ParallelStage
+    from forge_core.protocols import Model, ParallelStage
 
 
 @frozen(kw_only=True)
@@ -45,6 +45,11 @@ class TensorParallel(ParallelComponent):
         if self.sequence_parallel and job.train.seq_len % self.degree:
             seen = f"{self.degree} does not divide train.seq_len = {job.train.seq_len}"
             yield Problem("degree", f"{seen}; change one, or set sequence_parallel = false")
+
+    def model_problems(self, model: Model, layout: Layout) -> Iterable[Problem]:
+        from forge_plugin_parallel.tp_plan import plan_problems
+
+        return plan_problems(model, self.degree)
 
     def build(self, context: BuildContext) -> ParallelStage:
         from forge_plugin_parallel.tp_stage import TensorParallelStage

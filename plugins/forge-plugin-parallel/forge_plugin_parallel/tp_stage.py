@@ -10,9 +10,8 @@ vocabulary of this rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,12 +21,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from forge_core.errors import JobError
 from forge_core.parallel.initialise import ties
 from forge_core.parallel.mesh import local_part
 from forge_core.parallel.replicate_stage import sum_gradients
 from forge_core.protocols import HasTensorParallelPlan, MatrixShard, VocabShard
 from forge_plugin_parallel.collectives import all_gather, all_reduce, fan_out, gather_equal, reduce_scatter
+from forge_plugin_parallel.tp_plan import INPUT, MATRICES, SPLIT, ways_of
 
 if TYPE_CHECKING:
     from forge_core.context import BuildContext
@@ -36,16 +35,6 @@ if TYPE_CHECKING:
 
 SEQUENCE = 1
 """Dimension of the sequence in activations (B, S, D)."""
-SPLIT: Mapping[str, Mapping[str, int | None]] = {
-    "column": {"weight": 0, "bias": 0},
-    "row": {"weight": 1, "bias": None},
-    "vocab_embedding": {"weight": 0},
-    "vocab_head": {"weight": 0, "bias": 0},
-}
-"""Dimension along which a way splits each parameter; None, and every parameter of other ways: whole on each rank."""
-MATRICES = ("column", "row")
-WHOLE = ("sequence", "replicate")
-INPUT = "whole_input"
 
 
 class TensorParallelStage:
@@ -62,18 +51,15 @@ class TensorParallelStage:
         """Parameters whose gradients each rank has a part of."""
 
     def apply(self, model: Model) -> Model:
-        """Split the modules that the model's plan names.
-
-        Raises:
-            JobError: the model has no plan, the plan leaves out a module with parameters, or a size does not divide.
-        """
-        assert isinstance(model, nn.Module)
+        """Split the modules that the model's plan names."""
         if self._ranks == 1:
             return model
-        ways = _ways(model)
+        assert isinstance(model, HasTensorParallelPlan)
+        assert isinstance(model, nn.Module)
+        ways = ways_of(model)
         for name, module in list(model.named_modules()):
             if name in ways:
-                self._split(name, module, ways[name])
+                self._split(module, ways[name])
         _tie_again(model)
         for name, module in model.named_modules():
             if name in ways and (ways[name] == INPUT or next(module.parameters(), None) is not None):
@@ -88,16 +74,11 @@ class TensorParallelStage:
 
     # --- parameters ------------------------------------------------------------------------------------------------
 
-    def _split(self, name: str, module: nn.Module, way: str) -> None:
+    def _split(self, module: nn.Module, way: str) -> None:
         for key, parameter in list(module.named_parameters(recurse=False)):
             if isinstance(parameter, DTensor):  # tied to one that is split already
                 continue
             dimension = SPLIT.get(way, {}).get(key)
-            if dimension is not None and parameter.shape[dimension] % self._ranks:
-                seen = f"{name}.{key} has {parameter.shape[dimension]} {'columns' if dimension else 'rows'}"
-                raise JobError(
-                    f"parallel.tp: {seen}, which {self._ranks} ranks cannot share equally; change the degree"
-                )
             placement: Placement = Replicate() if dimension is None else Shard(dimension)
             split = nn.Parameter(_distribute(parameter, self._mesh, placement), parameter.requires_grad)
             module.register_parameter(key, split)
@@ -144,30 +125,6 @@ class TensorParallelStage:
     def _leave_partial(self, x: Tensor) -> Tensor:
         """(B, S, D), a part of a sum -> (B, s, D), the sum."""
         return reduce_scatter(x, SEQUENCE, self._group) if self._sequence_parallel else all_reduce(x, self._group)
-
-
-def _ways(model: nn.Module) -> dict[str, str]:
-    """How each module is split, by name.
-
-    Raises:
-        JobError: the model has no plan, or the plan does not name a module that has parameters.
-    """
-    if not isinstance(model, HasTensorParallelPlan):
-        seen = f"{type(model).__name__} has no tensor_parallel_plan()"
-        raise JobError(f"parallel.tp: {seen}, so it cannot be split; leave the stage out, or add a plan to the model")
-    plan = model.tensor_parallel_plan()
-    ways: dict[str, str] = {}
-    for name, module in model.named_modules():
-        way = next((way for pattern, way in plan.items() if fnmatchcase(name, pattern)), None)
-        if way is not None:
-            ways[name] = way
-        elif next(module.parameters(recurse=False), None) is not None:
-            seen = f"the plan of {type(model).__name__} does not name {name}, which has parameters"
-            raise JobError(f"parallel.tp: {seen}")
-    if unknown := set(ways.values()) - {*SPLIT, *WHOLE, INPUT}:
-        known = ", ".join((*SPLIT, *WHOLE, INPUT))
-        raise JobError(f"parallel.tp: the plan has {', '.join(sorted(unknown))}; there are {known}")
-    return ways
 
 
 def _distribute(parameter: Tensor, mesh: DeviceMesh, placement: Placement) -> DTensor:

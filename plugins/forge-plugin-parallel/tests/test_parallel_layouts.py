@@ -14,10 +14,11 @@ from forge_core.engine.trainer import Trainer
 from forge_core.errors import JobError
 from forge_core.parallel.layout import Layout
 from forge_core.plugins.catalog import Catalog
-from forge_core.testing import Numbers, TinyModel, tiny_job
+from forge_core.testing import Numbers, SplittableModel, TinyModel, job_problems, tiny_job
 from forge_core.testing.processes import run_on_ranks
 from forge_plugin_parallel import FSDP, ContextParallel, TensorParallel
 from forge_plugin_parallel.fsdp_stage import _precision
+from forge_plugin_text import Bytes, Text
 from forge_plugin_transformer import GroupedQueryAttention, SwiGLU, Transformer
 
 FSDP2 = {"fsdp": FSDP()}
@@ -117,20 +118,63 @@ def test_half_precision_stays_close(tmp_path):
     assert found == pytest.approx(expected, rel=2e-2)
 
 
+class BadlyPlannedModel(SplittableModel):
+    def build(self, context):
+        model = super().build(context)
+        model.tensor_parallel_plan = lambda: {"embedding": "vocab_embedding", "head": "diagonal"}
+        return model
+
+
 class TestWhatIsRefused:
     def test_a_model_without_a_plan(self, tmp_path):
-        def build(rank):
-            with pytest.raises(JobError, match=r"TinyNetwork has no tensor_parallel_plan\(\), so it cannot be split"):
-                train(tmp_path, TP2, model=TinyModel(layers=2))
-
-        run_on_ranks(2, build)
+        [problem] = job_problems(job(tmp_path, TP2, model=TinyModel(layers=2)), 2)
+        assert problem.startswith(
+            "parallel.tp: TinyNetwork has no tensor_parallel_plan(), so it cannot be split; leave"
+        )
 
     def test_sizes_that_do_not_divide(self, tmp_path):
-        def build(rank):
-            with pytest.raises(JobError, match=r"layers\.0\.ffn\.gate\.weight has 33 rows, which 2 ranks cannot share"):
-                train(tmp_path, TP2, model=transformer(ffn=SwiGLU(hidden=33)))
+        found = job_problems(job(tmp_path, TP2, model=transformer(vocab_size=31, ffn=SwiGLU(hidden=33))), 2)
+        sizes = [
+            "embedding.weight has 31 rows",
+            "layers.0.ffn.gate.weight has 33 rows",
+            "layers.0.ffn.up.weight has 33 rows",
+            "layers.0.ffn.down.weight has 33 columns",
+            "head.weight has 31 rows",
+        ]
+        fix = "which 2 ranks cannot share equally; change one of them"
+        assert found == [f"parallel.tp.degree: {seen}, {fix}" for seen in sizes]
+        assert not job_problems(job(tmp_path, TP2, model=transformer(vocab_size=32, ffn=SwiGLU(hidden=34))), 2)
 
-        run_on_ranks(2, build)
+    def test_a_vocabulary_that_is_the_tokenizers(self, tmp_path):
+        text = tmp_path / "text.txt"
+        text.write_text("some text")
+        data = {"sources": (Text(path=str(text)),), "tokenizer": Bytes()}
+        found = job_problems(job(tmp_path, TP2, model=transformer(vocab_size=0), data=data), 2)
+        assert [problem.partition(",")[0] for problem in found] == [
+            "parallel.tp.degree: embedding.weight has 257 rows",
+            "parallel.tp.degree: head.weight has 257 rows",
+        ]
+
+    def test_a_plan_that_leaves_a_module_out(self, tmp_path):
+        found = job_problems(job(tmp_path, TP2, model=BadlyPlannedModel()), 2)
+        assert found == [
+            "parallel.tp: the plan of SplittableNetwork has diagonal; there are column, row, vocab_embedding, "
+            "vocab_head, sequence, replicate, whole_input",
+            "parallel.tp: the plan of SplittableNetwork does not name 'layers.0.pair.up', which has parameters",
+            "parallel.tp: the plan of SplittableNetwork does not name 'layers.0.pair.down', which has parameters",
+            "parallel.tp: the plan of SplittableNetwork does not name 'norm', which has parameters",
+        ]
+
+    def test_they_are_refused_too_by_ranks_that_were_not_checked(self, tmp_path):
+        """All that stages have to say, at once."""
+        stages = {**TP2, "cp": ContextParallel(degree=2, method="ulysses")}
+
+        def build(rank):
+            with pytest.raises(JobError) as caught:
+                train(tmp_path, stages, model=transformer(vocab_size=33))
+            return [problem.path for problem in caught.value.problems]
+
+        assert run_on_ranks(4, build) == [["parallel.tp.degree", "parallel.tp.degree", "parallel.cp.method"]] * 4
 
     def test_a_sequence_that_does_not_divide(self, tmp_path):
         stage = TensorParallel(degree=3)
@@ -143,13 +187,8 @@ class TestWhatIsRefused:
         assert str(problem).startswith("reduce_every_micro_batch: each rank has one micro-batch a step")
 
     def test_a_model_that_does_not_say_what_mixes_positions(self, tmp_path):
-        def build(rank):
-            with pytest.raises(
-                JobError, match=r"TinyNetwork has no sequence_mixers\(\), so its sequences cannot be split"
-            ):
-                train(tmp_path, {"cp": ContextParallel(degree=2)}, model=TinyModel(layers=2))
-
-        run_on_ranks(2, build)
+        [problem] = job_problems(job(tmp_path, {"cp": ContextParallel(degree=2)}, model=TinyModel(layers=2)), 2)
+        assert problem.startswith("parallel.cp: TinyNetwork has no sequence_mixers(), so its sequences cannot be split")
 
     def test_pieces_that_do_not_divide(self, tmp_path):
         trained = job(tmp_path, {})
@@ -162,9 +201,11 @@ class TestWhatIsRefused:
     def test_heads_that_cannot_be_exchanged(self, tmp_path):
         stages = {"cp": ContextParallel(degree=2, method="ulysses")}
         model = transformer(attention=GroupedQueryAttention(heads=4, kv_heads=1))
-
-        def build(rank):
-            with pytest.raises(JobError, match="1 key/value heads cannot be shared by 2 ranks"):
-                train(tmp_path, stages, model=model)
-
-        run_on_ranks(2, build)
+        [problem] = job_problems(job(tmp_path, stages, model=model), 2)
+        assert problem == (
+            "parallel.cp.method: the model has 1 key/value heads, which 2 ranks cannot share equally; "
+            'take "ring" or "all_gather", or another degree'
+        )
+        [problem] = job_problems(job(tmp_path, {**stages, **TP2}), 4)
+        assert "each of 2 tensor-parallel ranks has 1 key/value heads, which 2 ranks cannot share" in problem
+        assert not job_problems(job(tmp_path, stages), 2)

@@ -69,6 +69,10 @@ class BPE(TokenizerComponent):
     def load(self, context: BuildContext, folder: Path) -> JsonTokenizer:
         return TokenizerFile(path="", end_of_text=self.end_of_text).load(context, folder)
 
+    def expected_vocab_size(self) -> int:
+        """As many as asked for; a small corpus gives fewer."""
+        return self.vocab_size
+
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
         special = self._special()
         if len(set(special)) < len(special) or not all(special):

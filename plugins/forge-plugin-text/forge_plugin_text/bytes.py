@@ -47,3 +47,6 @@ class Bytes(TokenizerComponent):
 
     def load(self, context: BuildContext, folder: Path) -> ByteTokenizer:
         return ByteTokenizer()
+
+    def expected_vocab_size(self) -> int:
+        return ByteTokenizer.vocab_size

@@ -41,6 +41,12 @@ class TokenizerFile(TokenizerComponent):
 
         return self._open(folder / FILE_NAME)
 
+    def expected_vocab_size(self) -> int | None:
+        try:
+            return self._open(Path(self.path)).vocab_size
+        except JobError:  # `problems` tells
+            return None
+
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
         try:
             self._end_of_text(Path(self.path), _read(Path(self.path)))

@@ -85,6 +85,16 @@ def test_a_saved_tokenizer_is_loaded_unchanged(tmp_path: Path, component) -> Non
     assert (loaded.vocab_size, loaded.end_of_text) == (tokenizer.vocab_size, tokenizer.end_of_text)
 
 
+def test_the_size_of_a_vocabulary_is_known_before_a_text_is_read(tmp_path: Path, bpe: JsonTokenizer) -> None:
+    bpe.save(tmp_path)
+    file = TokenizerFile(path=str(tmp_path / "tokenizer.json"))
+    assert file.expected_vocab_size() == bpe.vocab_size
+    assert Bytes().expected_vocab_size() == Bytes().build(NOWHERE, documents).vocab_size
+    trained = BPE(vocab_size=270, special_tokens=(SPECIAL[1],))
+    assert trained.expected_vocab_size() == trained.build(NOWHERE, documents).vocab_size
+    assert TokenizerFile(path="nowhere").expected_vocab_size() is None
+
+
 def test_bytes_are_the_bytes_of_utf8() -> None:
     tokenizer = Bytes().build(NOWHERE, documents)
     assert tokenizer.encode("ä!") == [0xC3, 0xA4, 0x21]

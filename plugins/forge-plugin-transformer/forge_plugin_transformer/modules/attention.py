@@ -141,8 +141,8 @@ class GroupedQueryAttention(nn.Module):
         normed = isinstance(self.q_norm, RMSNorm)
         return plan | ({"q_norm": "replicate", "k_norm": "replicate"} if normed else {})
 
-    def sequence_mixers(self) -> Sequence[str]:
-        return ["core"]
+    def sequence_mixers(self) -> Mapping[str, int]:
+        return {"core": self.k.out_features // self.head_dim}
 
     def backend_choices(self, seq_len: int) -> Sequence[tuple[str, str, str]]:
         if not isinstance(self.core, AttentionCore):  # a stage has put another in its place

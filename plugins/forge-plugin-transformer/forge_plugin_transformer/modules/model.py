@@ -115,8 +115,8 @@ class TransformerModel(nn.Module):
                 plan[name] = "sequence"
         return plan | {"norm": "sequence", "head": "vocab_head"}
 
-    def sequence_mixers(self) -> Sequence[str]:
-        return list(chain.from_iterable(parts.sequence_mixers(name, part) for name, part in self._parts()))
+    def sequence_mixers(self) -> Mapping[str, int]:
+        return dict(chain.from_iterable(parts.sequence_mixers(name, part).items() for name, part in self._parts()))
 
     def ends(self) -> tuple[Sequence[str], Sequence[str]]:
         return ["embedding"], ["norm", "head"]

@@ -49,9 +49,10 @@ def tensor_parallel_plan(name: str, part: nn.Module) -> dict[str, str]:
     return {f"{name}.{key}" if key else name: how for key, how in plan.items()}
 
 
-def sequence_mixers(name: str, part: nn.Module) -> list[str]:
-    """The part's modules that let positions see each other, with names below `name`."""
-    return [f"{name}.{key}" for key in part.sequence_mixers()] if isinstance(part, HasSequenceMixers) else []
+def sequence_mixers(name: str, part: nn.Module) -> dict[str, int]:
+    """The part's modules that let positions see each other, with names below `name`, and their key/value heads."""
+    mixers = part.sequence_mixers() if isinstance(part, HasSequenceMixers) else {}
+    return {f"{name}.{key}": heads for key, heads in mixers.items()}
 
 
 def float8_exempt(name: str, part: nn.Module) -> list[str]:

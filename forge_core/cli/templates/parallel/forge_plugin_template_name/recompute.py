@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from forge_core.engine.auxiliary import Recomputing
+from forge_core.auxiliary import Recomputing
 
 if TYPE_CHECKING:
-    from forge_core.engine.auxiliary import Auxiliary
+    from forge_core.auxiliary import Auxiliary
     from forge_core.protocols import Batch, Carry, Model
 
 

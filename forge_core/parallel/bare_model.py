@@ -1,0 +1,84 @@
+"""The whole model of a job, on the meta device, and whether the job's stages can be applied to it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+import torch
+from attrs import frozen
+from torch import nn
+
+from forge_core.auxiliary import Auxiliary
+from forge_core.context import BuildContext
+from forge_core.errors import JobError, Problem
+from forge_core.parallel.layout import Layout
+from forge_core.parallel.stages import model_problems
+from forge_core.plugins.catalog import Catalog
+from forge_core.plugins.manager import Plugins
+from forge_core.protocols import Model, Tokenizer
+
+if TYPE_CHECKING:
+    from forge_core.config.job import Job
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+
+
+def bare_model(job: Job, context: BuildContext) -> Model:
+    """The whole model, without memory, as no stage has changed it."""
+    with torch.device("meta"):
+        model = context.plugins.build_model(job.model, context)
+    assert isinstance(model, nn.Module)
+    if context.dtype == torch.float64:
+        model.double()
+    return model
+
+
+def fitting_problems(job: Job, layout: Layout, catalog: Catalog) -> list[Problem]:
+    """What stages have to say of the model, and the model of itself; it is built on the meta device, and no data are
+    read.
+
+    Nothing where that cannot be known ahead: where only the data tell the size of its vocabulary, or where it needs
+    other ranks to be built. The run tells then.
+    """
+    tokenizer = _tokenizer(job)
+    refused: list[list[Problem]] = []
+    for device in ("cuda", "cpu") if job.train.device == "auto" else (job.train.device,):
+        try:
+            model = bare_model(job, _context(job, layout, catalog, torch.device(device), tokenizer))
+        except JobError as error:
+            refused.append(list(error.problems))
+        except Exception:
+            return []
+        else:
+            return list(model_problems(model, job.parallel, layout))
+    if job.data.tokenizer is not None and tokenizer is None:
+        return []
+    return [problem for problem in refused[0] if all(problem in others for others in refused)]
+
+
+@frozen
+class _ExpectedTokenizer:
+    """Stands in for the tokenizer that a run will have."""
+
+    vocab_size: int
+
+
+def _tokenizer(job: Job) -> Tokenizer | None:
+    size = job.data.tokenizer.expected_vocab_size() if job.data.tokenizer else None
+    return cast("Tokenizer", _ExpectedTokenizer(size)) if size else None
+
+
+def _context(
+    job: Job, layout: Layout, catalog: Catalog, device: torch.device, tokenizer: Tokenizer | None
+) -> BuildContext:
+    """Without a mesh: no process group is needed to look at a job."""
+    return BuildContext(
+        job=job,
+        plugins=Plugins.activate(job, catalog),
+        layout=layout,
+        mesh=None,
+        device=device,
+        dtype=DTYPES[job.train.precision],
+        auxiliary=Auxiliary(torch.device("cpu")),
+        tokenizer=tokenizer,
+    )

@@ -1,0 +1,110 @@
+"""Which linear layers of a model are computed in float8."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Iterator, Mapping, Sequence
+
+from torch import nn
+
+from forge_core.config.suggest import did_you_mean
+from forge_core.errors import Problem
+from forge_core.modules import Linear
+from forge_core.parallel.layout import Layout
+from forge_core.protocols import HasFloat8Exemptions, HasTensorParallelPlan, Model
+from forge_plugin_float8.float8 import MULTIPLE
+
+NOT_A_MULTIPLE = f"sizes are no multiples of {MULTIPLE}"
+OWN_WAY = "it computes in its own way"
+NUMBER = re.compile(r"(?<=\.)(\d+)(?=\.|$)")
+"""Of a module in a list, in its name."""
+
+
+def linear_layers(model: Model) -> dict[str, nn.Module]:
+    """Every linear layer, by name."""
+    assert isinstance(model, nn.Module)
+    return {name: module for name, module in model.named_modules() if isinstance(module, Linear | nn.Linear)}
+
+
+def choose(model: Model, exclude: Sequence[str]) -> tuple[Sequence[str], Mapping[str, Sequence[str]]]:
+    """Names of the linear layers that are changed, and of those that keep their precision, by the reason.
+
+    Args:
+        exclude: patterns of names of layers that keep it besides the head and those that the model exempts.
+    """
+    head = set(model.head.modules())  # type: ignore[attr-defined]
+    exempt = model.float8_exempt() if isinstance(model, HasFloat8Exemptions) else ()
+    changed: list[str] = []
+    left: dict[str, list[str]] = {}
+    for name, module in linear_layers(model).items():
+        reason = _reason(module, module in head or _fits(name, exempt), _fits(name, exclude))
+        (left.setdefault(reason, []) if reason else changed).append(name)
+    return changed, left
+
+
+def model_problems(model: Model, exclude: Sequence[str], layout: Layout) -> Iterator[Problem]:
+    """Why a model cannot be computed in float8 like this."""
+    names = list(linear_layers(model))
+    for pattern in exclude:
+        if not fnmatch.filter(names, pattern):
+            yield Problem("exclude", f"{pattern!r} fits no linear layer{did_you_mean(pattern, names)}")
+    changed, left = choose(model, exclude)
+    if not changed:
+        why = "; ".join(f"{short(names)}: {reason}" for reason, names in left.items())
+        seen = f"{type(model).__name__} has no linear layer to compute in float8" + (f" ({why})" if why else "")
+        yield Problem("", f"{seen}; leave the stage out")
+    if layout.tp > 1 and isinstance(model, HasTensorParallelPlan):
+        yield from _part_problems(model, changed, layout.tp)
+
+
+def _part_problems(model: HasTensorParallelPlan, changed: Sequence[str], ranks: int) -> Iterator[Problem]:
+    """Which layers are changed must not depend on the layout, so a part that no float8 product takes is an error.
+
+    It is one on emulated devices too, so that a job which runs there runs on others.
+    """
+    assert isinstance(model, nn.Module)
+    plan = model.tensor_parallel_plan()
+    sizes: dict[tuple[int, str], list[str]] = {}
+    for name in changed:
+        way = next((way for pattern, way in plan.items() if fnmatch.fnmatchcase(name, pattern)), None)
+        if way in ("column", "row"):
+            size = model.get_parameter(f"{name}.weight").shape[way == "row"]
+            if size % (MULTIPLE * ranks):
+                sizes.setdefault((size, "columns" if way == "row" else "rows"), []).append(name)
+    for (size, what), names in sizes.items():
+        seen = f"{short(names)}: {size} {what}, {size / ranks:g} for each of {ranks} tensor-parallel ranks"
+        fix = f"a float8 product takes multiples of {MULTIPLE}; exclude them, or lower the degree"
+        yield Problem("", f"{seen}, but {fix}")
+
+
+def _reason(module: nn.Module, exempt: bool, excluded: bool) -> str:
+    if exempt or excluded:
+        return "exempt" if exempt else "excluded"
+    if type(module).forward not in (Linear.forward, nn.Linear.forward) or "forward" in vars(module):
+        return OWN_WAY
+    return NOT_A_MULTIPLE if any(size % MULTIPLE for size in module.weight.shape) else ""  # type: ignore[union-attr]
+
+
+def _fits(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def short(names: Sequence[str]) -> str:
+    """Names that differ in their first number only are put together: `layers.0-3,5.ffn.up`."""
+    numbers: dict[tuple[str, str], list[int]] = {}
+    for name in names:
+        before, *rest = NUMBER.split(name, maxsplit=1)
+        numbers.setdefault((before, "".join(rest[1:])), []).extend(int(number) for number in rest[:1])
+    return ", ".join(f"{before}{_ranges(found)}{after}" for (before, after), found in numbers.items())
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """`0-3,5`."""
+    ranges: list[list[int]] = []
+    for number in sorted(numbers):
+        if ranges and number == ranges[-1][-1] + 1:
+            ranges[-1] = [ranges[-1][0], number]
+        else:
+            ranges.append([number])
+    return ",".join("-".join(str(end) for end in ends) for ends in ranges)

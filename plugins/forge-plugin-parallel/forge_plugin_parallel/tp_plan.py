@@ -1,0 +1,66 @@
+"""How the modules of a model are to be split over tensor-parallel ranks, by the model's own plan."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from forge_core.errors import Problem
+from forge_core.protocols import HasTensorParallelPlan, Model
+
+SPLIT: Mapping[str, Mapping[str, int | None]] = {
+    "column": {"weight": 0, "bias": 0},
+    "row": {"weight": 1, "bias": None},
+    "vocab_embedding": {"weight": 0},
+    "vocab_head": {"weight": 0, "bias": 0},
+}
+"""Dimension along which a way splits each parameter; None, and every parameter of other ways: whole on each rank."""
+MATRICES = ("column", "row")
+WHOLE = ("sequence", "replicate")
+INPUT = "whole_input"
+NUMBER = re.compile(r"\d+")
+
+
+def ways_of(model: HasTensorParallelPlan) -> dict[str, str]:
+    """How each module that the model's plan names is split, by the module's name."""
+    assert isinstance(model, nn.Module)
+    plan = model.tensor_parallel_plan()
+    fits = {
+        name: next((way for pattern, way in plan.items() if fnmatchcase(name, pattern)), None)
+        for name, _ in model.named_modules()
+    }
+    return {name: way for name, way in fits.items() if way is not None}
+
+
+def plan_problems(model: Model, ranks: int) -> Iterator[Problem]:
+    """Why `ranks` ranks cannot share a model; of parameters whose names differ in numbers only, the first one's."""
+    if ranks == 1:
+        return
+    kind = type(model).__name__
+    if not isinstance(model, HasTensorParallelPlan):
+        seen = f"{kind} has no tensor_parallel_plan(), so it cannot be split"
+        yield Problem("", f"{seen}; leave the stage out, or add a plan to the model")
+        return
+    ways = ways_of(model)
+    if unknown := set(ways.values()) - {*SPLIT, *WHOLE, INPUT}:
+        known = ", ".join((*SPLIT, *WHOLE, INPUT))
+        yield Problem("", f"the plan of {kind} has {', '.join(sorted(unknown))}; there are {known}")
+    found: dict[str, Problem] = {}
+    for name, parameter in model.named_parameters():
+        module, _, key = name.rpartition(".")
+        if module not in ways:
+            problem = Problem("", f"the plan of {kind} does not name {module!r}, which has parameters")
+            found.setdefault(NUMBER.sub("*", module), problem)
+        elif message := _size_message(name, parameter.shape, SPLIT.get(ways[module], {}).get(key), ranks):
+            found.setdefault(NUMBER.sub("*", name), Problem("degree", message))
+    yield from found.values()
+
+
+def _size_message(name: str, shape: Sequence[int], dimension: int | None, ranks: int) -> str:
+    if dimension is None or shape[dimension] % ranks == 0:
+        return ""
+    seen = f"{name} has {shape[dimension]} {'columns' if dimension else 'rows'}"
+    return f"{seen}, which {ranks} ranks cannot share equally; change one of them"
