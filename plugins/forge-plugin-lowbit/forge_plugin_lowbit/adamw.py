@@ -109,8 +109,8 @@ class AdamWFloat8(_QuantisedAdamW):
 
 @frozen(kw_only=True)
 class AdamWBF16(_LowBitAdamW):
-    """AdamW with moments in bfloat16, rounded stochastically: up or down with probabilities that make the mean exact, so
-    that small changes are not lost (Gupta et al. 2015). Parameters, and the update itself, are float32.
+    """AdamW with moments in bfloat16, rounded stochastically: up or down with probabilities that make the mean exact,
+    so that small changes are not lost (Gupta et al. 2015). Parameters, and the update itself, are float32.
 
     Rounding is a function of the job's seed, the parameter's name, its updates so far, and the element, so it is the
     same after a restart and under every layout. State: two bfloat16 tensors like each parameter, and a count.

@@ -7,7 +7,7 @@ blocks do not depend on how the parameter is split, as long as no block is.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from forge_core.errors import JobError, Problem
+from forge_core.parallel.mesh import local_part
 
 if TYPE_CHECKING:
     from forge_core.engine.parameters import NamedParameter
@@ -33,6 +34,11 @@ class Blocks:
     rows: int
     """So many rows together are a whole number of blocks."""
 
+    @classmethod
+    def of(cls, shape: Sequence[int], size: int) -> Blocks:
+        """Those of a parameter (…, rows, columns)."""
+        return cls(size, size // math.gcd(size, shape[-1]))
+
     def shrunk(self, shape: Sequence[int], factor: int) -> tuple[int, ...]:
         """Shape of a tensor (…, rows, columns), or of a part of it, that has one number for `factor` elements of it."""
         *others, rows, columns = shape
@@ -48,39 +54,42 @@ class Blocks:
 
 
 def blocks_of(shape: Sequence[int], size: int) -> Blocks | None:
-    """The blocks of a parameter (…, rows, columns); None if it has fewer dimensions, or its elements are no whole number
-    of blocks."""
+    """The blocks of a parameter (…, rows, columns); None if it has fewer dimensions, or is no whole number of blocks."""
     if len(shape) < 2 or not math.prod(shape):
         return None
-    rows = size // math.gcd(size, shape[-1])
-    return Blocks(size, rows) if shape[-2] % rows == 0 else None
+    found = Blocks.of(shape, size)
+    return found if shape[-2] % found.rows == 0 else None
 
 
-def check_whole(item: NamedParameter, blocks: Blocks) -> None:
+def check_whole(blocks: Mapping[NamedParameter, Blocks]) -> None:
     """Stages must leave each rank whole blocks.
 
     Raises:
         JobError: they do not; says which size of blocks they would leave whole.
     """
-    parameter: DTensor = item.parameter  # type: ignore[assignment]
-    if not isinstance(parameter, DTensor) or not parameter.to_local().numel():
+    cut = [item for item, found in blocks.items() if _is_cut(item.parameter, found)]
+    if not cut:
         return
-    for chunk in parameter.__create_chunk_list__():  # type: ignore[attr-defined]
-        if not blocks.cuts_none(chunk.offsets, chunk.sizes, parameter.shape[-1]):
-            part = f"{list(chunk.sizes)} at {list(chunk.offsets)} of {item.name}, {list(parameter.shape)}"
-            seen = f"a rank has {part}, which is not made of whole blocks of {blocks.size} elements"
-            raise JobError([Problem("optimizer.block_size", f"{seen}; {_fix(parameter, blocks, chunk)}")])
+    parameter, size = cut[0].parameter, blocks[cut[0]].size
+    part = f"{list(local_part(parameter).shape)} of {cut[0].name}, {list(parameter.shape)}"
+    more = f", and so with {len(cut) - 1} more" if len(cut) > 1 else ""
+    seen = f"a rank has {part}, which is not made of whole blocks of {size} elements{more}"
+    raise JobError([Problem("optimizer.block_size", f"{seen}; {_fix([item.parameter for item in cut], size)}")])
 
 
-def _fix(parameter: Tensor, blocks: Blocks, chunk: object) -> str:
-    size = blocks.size // 2
-    exclude = "add the parameter to optimizer.exclude"
-    while size >= SMALLEST:
-        smaller = blocks_of(parameter.shape, size)
-        if smaller and smaller.cuts_none(chunk.offsets, chunk.sizes, parameter.shape[-1]):  # type: ignore[attr-defined]
-            return f"set it to {size}, or {exclude}"
+def _is_cut(parameter: Tensor, blocks: Blocks) -> bool:
+    if not isinstance(parameter, DTensor) or not local_part(parameter).numel():
+        return False
+    chunks = parameter.__create_chunk_list__()  # type: ignore[attr-defined]
+    return not all(blocks.cuts_none(chunk.offsets, chunk.sizes, parameter.shape[-1]) for chunk in chunks)
+
+
+def _fix(cut: Sequence[Tensor], size: int) -> str:
+    while size > SMALLEST:
         size //= 2
-    return exclude
+        if not any(_is_cut(parameter, Blocks.of(parameter.shape, size)) for parameter in cut):
+            return f"set it to {size}, or add such parameters to optimizer.exclude"
+    return "add such parameters to optimizer.exclude"
 
 
 def split_like(parameter: Tensor, blocks: Blocks, factor: int, dtype: torch.dtype) -> Tensor:

@@ -7,33 +7,48 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-Place = tuple[tuple[int, int], ...]
-"""Of a part of a tensor, along each dimension: its first index there, and how far apart neighbours lie in the whole, row by
-row."""
+Place = tuple[tuple[int, int, int], ...]
+"""Of the elements of a part of a tensor, as nested loops, the outermost first: the first index, how many there are, and
+how far apart they lie in the whole, counted row by row. What lies together in the whole is one loop."""
 
 WORD = 0xFFFFFFFF
 
 
 def place_of_part(parameter: Tensor) -> Place:
     """Where this rank's part of a parameter lies in the whole."""
-    offsets: Sequence[int] = [0] * parameter.ndim
-    if hasattr(parameter, "to_local") and parameter.to_local().numel():
-        (chunk,) = parameter.__create_chunk_list__()  # type: ignore[attr-defined]
-        offsets = chunk.offsets
-    strides = torch.empty(parameter.shape, device="meta").stride()
-    return tuple(zip(offsets, strides, strict=True))
+    if not hasattr(parameter, "to_local"):
+        return ((0, parameter.numel(), 1),)
+    if not parameter.to_local().numel():
+        return ((0, 0, 1),)
+    (chunk,) = parameter.__create_chunk_list__()  # type: ignore[attr-defined]
+    return place_of(chunk.offsets, chunk.sizes, parameter.shape)
 
 
-def random_bits(shape: Sequence[int], place: Place, key: Tensor) -> Tensor:
-    """32 bits for each element of a part of a tensor, in int64: equal under every division into parts.
+def place_of(offsets: Sequence[int], sizes: Sequence[int], shape: Sequence[int]) -> Place:
+    """Where a part of a tensor of a shape lies in it."""
+    loops: list[tuple[int, int, int]] = []
+    stride, together = 1, False
+    for offset, size, whole in zip(reversed(offsets), reversed(sizes), reversed(shape), strict=True):
+        if together:  # all of what is inside this dimension
+            _, inner, inner_stride = loops.pop()
+            loops.append((offset * inner, size * inner, inner_stride))
+        else:
+            loops.append((offset, size, stride))
+        stride *= whole
+        together = size == whole
+    return tuple(reversed(loops))
+
+
+def random_bits(place: Place, key: Tensor) -> Tensor:
+    """(elements of the part,) int64 of 32 random bits each: those of an element are the same in every division.
 
     Args:
         key: (2,) int64, of 32 bits each. Another key gives other bits.
     """
-    number: Tensor = torch.zeros((), dtype=torch.int64, device=key.device)
-    for size, (offset, stride) in zip(shape, place, strict=True):
-        along = torch.arange(offset, offset + size, device=key.device) * stride
-        number = number.unsqueeze(-1) + along
+    number: Tensor = torch.zeros((1,), dtype=torch.int64, device=key.device)
+    for first, count, stride in place:
+        along = (torch.arange(count, device=key.device) + first) * stride
+        number = (number.unsqueeze(-1) + along).view(-1)
     return _mix(_mix((number & WORD) ^ key[0]) ^ (number >> 32) ^ key[1])
 
 
