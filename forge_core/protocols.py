@@ -287,8 +287,8 @@ class HasEvaluationWeights(Protocol):
 
 @runtime_checkable
 class PlacesState(Protocol):
-    """An optimizer that keeps state otherwise than the default has it (`forge_core.engine.state.empty_slot`): split like
-    its parameter where it has that shape, else whole on every rank."""
+    """An optimizer whose state is kept otherwise than by default (`forge_core.engine.state.empty_slot`), which is split
+    like its parameter where it has that shape, else whole on every rank."""
 
     def empty_slot(self, parameter: Tensor, slot: str, size: torch.Size, dtype: torch.dtype) -> Tensor | None:
         """Memory for what a checkpoint has of a parameter's state: a tensor of this size, a DTensor where ranks have

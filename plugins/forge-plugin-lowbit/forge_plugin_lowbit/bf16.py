@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from forge_core.parallel.whole_matrices import own_box
 from forge_plugin_lowbit.arithmetic import adamw
 from forge_plugin_lowbit.optimizer import STEP
-from forge_plugin_lowbit.rounding import Place, place_of_part, random_bits, round_with
+from forge_plugin_lowbit.rounding import Place, place_of, random_bits, round_with
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -29,8 +30,12 @@ class BF16Moments:
     def __init__(self, component: AdamWBF16, context: BuildContext, parameters: NamedParameters) -> None:
         self._stochastic = component.stochastic_rounding
         self._seed = context.job.job.seed
-        self._names = {item.parameter: item.name for item in parameters}
-        self._places = {item.parameter: place_of_part(item.parameter) for item in parameters}
+        self._names: dict[Tensor, str] = {item.parameter: item.name for item in parameters}
+        self._places: dict[Tensor, Place] = {}
+        for item in parameters:
+            box = own_box(item.parameter, context.mesh)
+            offsets, sizes = [side.start for side in box], [side.stop - side.start for side in box]
+            self._places[item.parameter] = place_of(offsets, sizes, item.parameter.shape)
 
     def empty(self, parameter: Tensor) -> dict[str, Tensor]:
         return {slot: torch.empty_like(parameter, dtype=torch.bfloat16, requires_grad=False) for slot in MOMENTS}

@@ -17,8 +17,11 @@ from torch.distributed.tensor import DTensor
 
 from forge_core.errors import JobError, Problem
 from forge_core.parallel.mesh import local_part
+from forge_core.parallel.whole_matrices import own_box
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from forge_core.engine.parameters import NamedParameter
 
 SMALLEST = 8
@@ -54,42 +57,41 @@ class Blocks:
 
 
 def blocks_of(shape: Sequence[int], size: int) -> Blocks | None:
-    """The blocks of a parameter (…, rows, columns); None if it has fewer dimensions, or is no whole number of blocks."""
+    """The blocks of a parameter (…, rows, columns); None if it has fewer dimensions, or its rows are no whole number of
+    them."""
     if len(shape) < 2 or not math.prod(shape):
         return None
     found = Blocks.of(shape, size)
     return found if shape[-2] % found.rows == 0 else None
 
 
-def check_whole(blocks: Mapping[NamedParameter, Blocks]) -> None:
+def check_whole(blocks: Mapping[NamedParameter, Blocks], mesh: DeviceMesh | None) -> None:
     """Stages must leave each rank whole blocks.
 
     Raises:
         JobError: they do not; says which size of blocks they would leave whole.
     """
-    cut = [item for item, found in blocks.items() if _is_cut(item.parameter, found)]
+    cut = [item.parameter for item, found in blocks.items() if _is_cut(item.parameter, found, mesh)]
     if not cut:
         return
-    parameter, size = cut[0].parameter, blocks[cut[0]].size
-    part = f"{list(local_part(parameter).shape)} of {cut[0].name}, {list(parameter.shape)}"
+    name, size = next((item.name, found.size) for item, found in blocks.items() if item.parameter is cut[0])
+    part = f"{list(local_part(cut[0]).shape)} of {name}, {list(cut[0].shape)}"
     more = f", and so with {len(cut) - 1} more" if len(cut) > 1 else ""
     seen = f"a rank has {part}, which is not made of whole blocks of {size} elements{more}"
-    raise JobError([Problem("optimizer.block_size", f"{seen}; {_fix([item.parameter for item in cut], size)}")])
+    fix = "add such parameters to optimizer.exclude"
+    for smaller in (size >> shift for shift in range(1, size.bit_length()) if size >> shift >= SMALLEST):
+        if not any(_is_cut(parameter, Blocks.of(parameter.shape, smaller), mesh) for parameter in cut):
+            fix = f"set it to {smaller}, or {fix}"
+            break
+    raise JobError([Problem("optimizer.block_size", f"{seen}; {fix}")])
 
 
-def _is_cut(parameter: Tensor, blocks: Blocks) -> bool:
-    if not isinstance(parameter, DTensor) or not local_part(parameter).numel():
+def _is_cut(parameter: Tensor, blocks: Blocks, mesh: DeviceMesh | None) -> bool:
+    box = own_box(parameter, mesh)
+    if any(side.start == side.stop for side in box):
         return False
-    chunks = parameter.__create_chunk_list__()  # type: ignore[attr-defined]
-    return not all(blocks.cuts_none(chunk.offsets, chunk.sizes, parameter.shape[-1]) for chunk in chunks)
-
-
-def _fix(cut: Sequence[Tensor], size: int) -> str:
-    while size > SMALLEST:
-        size //= 2
-        if not any(_is_cut(parameter, Blocks.of(parameter.shape, size)) for parameter in cut):
-            return f"set it to {size}, or add such parameters to optimizer.exclude"
-    return "add such parameters to optimizer.exclude"
+    offsets, sizes = [side.start for side in box], [side.stop - side.start for side in box]
+    return not blocks.cuts_none(offsets, sizes, parameter.shape[-1])
 
 
 def split_like(parameter: Tensor, blocks: Blocks, factor: int, dtype: torch.dtype) -> Tensor:

@@ -8,7 +8,7 @@ from functools import cache
 import torch
 from attrs import frozen
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from forge_plugin_lowbit.arithmetic import quant_utils, subclass_4bit, subclass_8bit, subclass_fp8
 
@@ -38,7 +38,9 @@ class Format:
 
 @cache
 def _table(values: Values, device: torch.device) -> Tensor:
-    return torch.tensor(values(), dtype=torch.float32, device=device)
+    with unset_fake_temporarily():  # torchao makes a list of a tensor, which a fake one does not allow
+        numbers = values()
+    return torch.tensor(numbers, dtype=torch.float32, device=device)
 
 
 def _read_8(codes: Tensor, scales: Tensor, table: Tensor) -> Tensor:

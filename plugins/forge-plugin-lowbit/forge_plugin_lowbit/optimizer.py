@@ -45,7 +45,7 @@ class LowBitAdamW(torch.optim.Optimizer):
         defaults = {"lr": component.lr, "betas": component.betas, "eps": component.eps}
         super().__init__(parameters.groups(component.weight_decay), defaults)
         self._moments = moments
-        self._names = {item.parameter: item.name for item in parameters}
+        self._names: dict[Tensor, str] = {item.parameter: item.name for item in parameters}
         self._compile = component.compile
         self._compiled: dict[Callable[..., None], Callable[..., None]] = {}
 

@@ -44,7 +44,7 @@ def quantised(
         small = item.parameter.numel() < component.min_size
         if found is not None and not small and not any(fnmatchcase(item.name, p) for p in component.exclude):
             blocks[item] = found
-    check_whole(blocks)
+    check_whole(blocks, context.mesh)
     moments = QuantisedMoments(format, {item.parameter: found for item, found in blocks.items()})
     return LowBitAdamW(component, parameters, moments)
 

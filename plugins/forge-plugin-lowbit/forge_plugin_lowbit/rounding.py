@@ -14,16 +14,6 @@ how far apart they lie in the whole, counted row by row. What lies together in t
 WORD = 0xFFFFFFFF
 
 
-def place_of_part(parameter: Tensor) -> Place:
-    """Where this rank's part of a parameter lies in the whole."""
-    if not hasattr(parameter, "to_local"):
-        return ((0, parameter.numel(), 1),)
-    if not parameter.to_local().numel():
-        return ((0, 0, 1),)
-    (chunk,) = parameter.__create_chunk_list__()  # type: ignore[attr-defined]
-    return place_of(chunk.offsets, chunk.sizes, parameter.shape)
-
-
 def place_of(offsets: Sequence[int], sizes: Sequence[int], shape: Sequence[int]) -> Place:
     """Where a part of a tensor of a shape lies in it."""
     loops: list[tuple[int, int, int]] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from types import SimpleNamespace
 
+import attrs
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
@@ -23,6 +24,7 @@ from forge_core.engine.state import Progress, gather_state
 from forge_core.engine.step import Stepper
 from forge_core.engine.trainer import Trainer
 from forge_core.errors import JobError
+from forge_core.planning.plan import make_plan
 from forge_core.plugins.catalog import Catalog
 from forge_core.testing import TinyAdamW, TinyModel, tiny_job
 from forge_core.testing.processes import run_on_ranks
@@ -360,6 +362,22 @@ def test_patterns_change_rates(make_job, build):
     run = build(make_job(optimizer=AdamW8bit(groups=(ParameterGroup(match="layers.0.*", lr=0.5),), **EAGER)))
     rates = {name: group["lr"] for group in run.optimizer.param_groups for name in group["names"]}
     assert (rates["layers.0.up.weight"], rates["layers.1.up.weight"]) == (0.5, 3e-4)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_plan_knows_the_size_of_the_moments(tmp_path, name):
+    """Played on shapes, with the update that is compiled in a run."""
+    optimizer = attrs.evolve(OPTIMIZERS[name], compile=True)
+    settings = {"model": MODEL, "parallel": {"fsdp": FSDP()}, **SIZES}
+    job = tiny_job(str(tmp_path), Catalog.installed(), optimizer=optimizer, **settings)
+    ranks = make_plan(job, Catalog.installed(), 4).ranks
+    assert not ranks[0].failure
+    run = run_of(tmp_path, optimizer=OPTIMIZERS[name], model=MODEL, **SIZES)
+    for item in run.parameters:
+        item.parameter.grad = torch.zeros_like(item.parameter)
+    run.optimizer.step()
+    moments = sum(t.nbytes for state in run.optimizer.state.values() for t in state.values() if t.ndim)
+    assert ranks[0].optimizer == pytest.approx(moments / 4, rel=0.02)
 
 
 def test_a_frozen_parameter_stays_and_trains_once_it_is_unfrozen(make_job, build):

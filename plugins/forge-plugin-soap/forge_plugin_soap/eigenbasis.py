@@ -14,8 +14,8 @@ def first_basis(matrix: Tensor) -> Tensor:
 
 
 def next_basis(matrix: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
-    """A basis that is nearer to the eigenvectors of `matrix`, by one step of the power method; and the order in which it
-    has the columns of `basis`, the largest estimated eigenvalue first."""
+    """A basis that is nearer to the eigenvectors of `matrix`, by one step of the power method; and the order in which
+    it has the columns of `basis`, the largest estimated eigenvalue first."""
     product = matrix @ basis
     order = torch.argsort((basis * product).sum(0), descending=True, stable=True)
     return orthonormal(product[:, order]), order

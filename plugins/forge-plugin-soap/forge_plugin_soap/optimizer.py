@@ -56,7 +56,7 @@ class SOAPOptimizer(torch.optim.Optimizer):
         self.param_groups += adam.param_groups
         adam.state = self.state
         self._max_dim = component.max_dim
-        self._numbers = {item.parameter: number for number, item in enumerate(matrices)}
+        self._numbers: dict[Tensor, int] = {item.parameter: number for number, item in enumerate(matrices)}
         frequency = component.precondition_frequency
         self.matrices = WholeMatrices(
             [item.parameter for item in matrices], context, lambda shape: _cost(shape, self._max_dim, frequency)

@@ -46,7 +46,8 @@ class Preconditioner:
     @classmethod
     def of(cls, slots: Mapping[str, Any], suffix: str) -> Preconditioner:
         """From what `slots` gave."""
-        return cls(*(slots.get(field.name + suffix) for field in attrs.fields(cls)))
+        tensors: Any = (slots.get(field.name + suffix) for field in attrs.fields(cls))
+        return cls(*tensors)
 
     def slots(self, suffix: str) -> dict[str, Tensor]:
         """What there is, by name."""

@@ -26,8 +26,9 @@ def _betas(_: object, attribute: Any, betas: tuple[float, float]) -> None:
 
 @frozen(kw_only=True)
 class SOAP(OptimizerComponent):
-    """Adam, run in the eigenbasis of Shampoo's preconditioner (Vyas et al. 2024, "SOAP: Improving and Stabilizing Shampoo
-    using Adam", algorithm 3), for the matrices of hidden layers; AdamW for embeddings, head, norms, biases and routers.
+    """Adam, run in the eigenbasis of Shampoo's preconditioner (Vyas et al. 2024, "SOAP: Improving and Stabilizing
+    Shampoo using Adam", algorithm 3), for the matrices of hidden layers; AdamW for embeddings, head, norms, biases and
+    routers.
 
     A parameter that stacks matrices, such as those of experts, has each of them treated by itself; one that fuses
     several is taken as one matrix. The first gradient of a matrix only starts its preconditioner. The result does not

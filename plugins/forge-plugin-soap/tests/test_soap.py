@@ -54,8 +54,8 @@ def optimizer_of(component, tmp_path, **shapes):
 @pytest.mark.parametrize("max_dim", [10000, 8])
 @pytest.mark.parametrize("beta", [None, 0.9])
 def test_matrices_are_stepped_as_by_pytorch_optimizer(tmp_path, max_dim, beta):
-    """Where no eigenvalue is zero, and the basis is determined: the larger side of a matrix that is not square has zeros
-    in the first steps, so there the reference is given ours, once it is seen to be one."""
+    """The larger side of a matrix that is not square has eigenvalues of zero at first, and no one basis. The reference
+    is therefore given ours, once it is seen to be one."""
     component = SOAP(
         lr=0.02,
         weight_decay=0.1,
@@ -151,7 +151,7 @@ def test_the_basis_comes_to_the_eigenvectors():
     basis = first_basis(draw("other", (6, 6), 0) @ draw("other", (6, 6), 0).mT)
     for _ in range(200):
         basis, _ = next_basis(matrix, basis)
-    values, vectors = torch.linalg.eigh(matrix)
+    _, vectors = torch.linalg.eigh(matrix)
     torch.testing.assert_close((basis.mT @ vectors.flip(1)).abs(), torch.eye(6, dtype=torch.float64), atol=1e-6, rtol=0)
     torch.testing.assert_close(
         basis, first_basis(matrix) * (basis * first_basis(matrix)).sum(0).sign(), atol=1e-6, rtol=0
