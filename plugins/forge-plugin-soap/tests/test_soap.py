@@ -19,6 +19,8 @@ from forge_core.engine.build import build_context, build_run
 from forge_core.engine.parameters import NamedParameter, NamedParameters
 from forge_core.engine.step import Stepper
 from forge_core.engine.trainer import Trainer
+from forge_core.parallel.mesh import leave_group
+from forge_core.planning.plan import make_plan
 from forge_core.plugins.catalog import Catalog
 from forge_core.testing import TinyModel, tiny_job
 from forge_core.testing.processes import run_on_ranks
@@ -281,6 +283,21 @@ def test_an_interrupted_run_equals_the_whole(make_job, train, lines):
 def test_it_learns(make_job, train, lines):
     records = lines(train(make_job(optimizer=SOAP(lr=0.02), steps=40, global_batch_size=16)))
     assert records[-1]["loss"] < 0.5 * records[0]["loss"]
+
+
+def test_a_plan_knows_the_size_of_the_state(tmp_path):
+    """The owners' shares differ; the first rank's is some part of it."""
+    settings = {"optimizer": OPTIMIZER, "model": MODEL, **SIZES}
+    leave_group()  # of an earlier test: a plan is made by a process of its own
+    job = tiny_job(str(tmp_path), Catalog.installed(), parallel={"fsdp": FSDP()}, **settings)
+    plan = make_plan(job, Catalog.installed(), 2)
+    assert not plan.ranks[0].failure
+    run = run_of(tmp_path, **settings)
+    for item in run.parameters:
+        item.parameter.grad = torch.zeros_like(item.parameter)
+    run.optimizer.step()
+    state = sum(t.nbytes for s in run.optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor))
+    assert 0.3 * state < plan.ranks[0].optimizer < 0.7 * state
 
 
 def test_patterns_change_the_rate_of_both_kinds(make_job, build):
