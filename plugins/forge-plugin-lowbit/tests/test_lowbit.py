@@ -139,7 +139,14 @@ OPTIMIZERS = {
     "adamw_bf16": AdamWBF16(lr=0.05, **EAGER),
 }
 SIZES = {"seq_len": 16, "global_batch_size": 8, "micro_batch_size": 2, "precision": "fp64"}
-PAIRS = [(layout, name) for layout in LAYOUTS for name in OPTIMIZERS if not ("tp2" in layout and "rows" in name)]
+UNDER = {
+    "adamw_8bit": LAYOUTS,
+    "adamw_8bit, blocks of two rows": ("fsdp4", "hsdp 2x2"),  # tp would cut them
+    "adamw_4bit": ("fsdp2", "tp2", "fsdp2 x tp2"),
+    "adamw_float8": ("fsdp2", "tp2", "fsdp2 x tp2"),
+    "adamw_bf16": LAYOUTS,
+}
+PAIRS = [(layout, name) for layout in LAYOUTS for name in OPTIMIZERS if layout in UNDER[name]]
 
 
 def trained(folder, stages, optimizer):
