@@ -45,6 +45,8 @@ class _LowBitAdamW(OptimizerComponent):
 
 @frozen(kw_only=True)
 class _QuantisedAdamW(_LowBitAdamW):
+    """The keys of those whose moments are codes."""
+
     min_size: int = field(default=4096, validator=ge(1), metadata=when_resumed("impossible"))
     """Parameters with fewer elements keep float32 moments."""
     exclude: tuple[str, ...] = field(default=(), metadata=when_resumed("impossible"))

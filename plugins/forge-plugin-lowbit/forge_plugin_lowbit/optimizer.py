@@ -89,7 +89,8 @@ class LowBitAdamW(torch.optim.Optimizer):
         if not self._compile or isinstance(local_part(parameter.detach()), FakeTensor):
             return function
         if function not in self._compiled:
-            self._compiled[function] = torch.compile(function, fullgraph=True)
+            # From the first for any size: another kernel later on would round otherwise, and a restart begins anew.
+            self._compiled[function] = torch.compile(function, fullgraph=True, dynamic=True)
         return self._compiled[function]
 
     def empty_slot(self, parameter: Tensor, slot: str, size: torch.Size, dtype: torch.dtype) -> Tensor:
