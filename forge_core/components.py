@@ -161,7 +161,8 @@ class OptimizerComponent(Component):
     Its `lr` is the base rate: the engine multiplies it by the schedule before each step. A field that holds a
     `SchedulerComponent` and is named like a key of the parameter groups is written there each step.
 
-    An optimizer that evaluates other weights than it trains implements `forge_core.protocols.HasEvaluationWeights`.
+    An optimizer that evaluates other weights than it trains implements `forge_core.protocols.HasEvaluationWeights`; one
+    whose state is neither split like its parameter nor whole on every rank, `forge_core.protocols.PlacesState`.
     Counters that it keeps in its groups it names in an attribute `group_state`, a sequence of keys.
     """
 

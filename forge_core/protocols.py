@@ -286,6 +286,25 @@ class HasEvaluationWeights(Protocol):
         ...
 
 
+@runtime_checkable
+class PlacesState(Protocol):
+    """An optimizer whose state is kept otherwise than by default (`forge_core.engine.state.empty_slot`), which is split
+    like its parameter where it has that shape, else whole on every rank."""
+
+    def empty_slot(self, parameter: Tensor, slot: str, size: torch.Size, dtype: torch.dtype) -> Tensor | None:
+        """Memory for what a checkpoint has of a parameter's state: a tensor of this size, a DTensor where ranks have
+        parts of it. None: this rank keeps none of it.
+
+        Args:
+            parameter: one of the optimizer's.
+            size, dtype: as the checkpoint has it.
+
+        Raises:
+            CheckpointError: the checkpoint's state does not fit this optimizer.
+        """
+        ...
+
+
 class StepOutput(NamedTuple):
     """What an executor gives back for one step (or one evaluation batch). On device, nothing waited for."""
 

@@ -21,7 +21,7 @@ from forge_core.components import Plugin, TrainingHook, state_fields
 from forge_core.errors import CheckpointError
 from forge_core.parallel.initialise import ties
 from forge_core.parallel.mesh import gather_objects
-from forge_core.protocols import HasEvaluationWeights
+from forge_core.protocols import HasEvaluationWeights, PlacesState
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -202,7 +202,8 @@ def _group_state(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 def _empty_slots(
     optimizer: torch.optim.Optimizer, stored: Mapping[str, tuple[torch.Size, torch.dtype]], trained: Collection[str]
 ) -> dict[tuple[str, str], Tensor]:
-    """Memory for every stored slot: sharded like its parameter where it has its shape, else whole on every rank."""
+    """Memory for every stored slot that this rank keeps."""
+    own = optimizer.empty_slot if isinstance(optimizer, PlacesState) else None
     slots: dict[tuple[str, str], Tensor] = {}
     known = dict(_named(optimizer))
     for full, (size, dtype) in stored.items():
@@ -214,11 +215,18 @@ def _empty_slots(
         if name not in known:
             raise CheckpointError(f"the checkpoint has optimizer state of {name}, which this job does not train")
         parameter = known[name]
-        if size == parameter.shape:
-            slots[name, slot] = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-        else:
-            slots[name, slot] = torch.empty(size, dtype=dtype, device="cpu" if not size else parameter.device)
+        memory = own(parameter, slot, size, dtype) if own else empty_slot(parameter, size, dtype)
+        if memory is not None:
+            slots[name, slot] = memory
     return slots
+
+
+def empty_slot(parameter: Tensor, size: torch.Size, dtype: torch.dtype) -> Tensor:
+    """Memory for state as it is kept by default: split like its parameter where it has its shape, else whole on every
+    rank, and numbers on the host."""
+    if size == parameter.shape:
+        return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+    return torch.empty(size, dtype=dtype, device=parameter.device if size else "cpu")
 
 
 def _fill_optimizer(

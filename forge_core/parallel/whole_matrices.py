@@ -214,6 +214,11 @@ def _matrices(
             )
 
 
+def own_box(parameter: Tensor, mesh: DeviceMesh | None) -> Box:
+    """What this rank holds of a parameter; on a plan's fake tensors too."""
+    return _box(parameter, mesh, place_of(dist.get_rank(), mesh) if mesh is not None else {})
+
+
 def _box(parameter: Any, mesh: DeviceMesh | None, place: Mapping[str, int]) -> Box:
     """What the rank at a place of the mesh holds of a parameter. Splits are made as `torch.chunk` makes them."""
     ranges = [(0, size) for size in parameter.shape]

@@ -1,0 +1,129 @@
+"""The components `adamw_8bit`, `adamw_4bit`, `adamw_float8` and `adamw_bf16`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from attrs import field, frozen
+from attrs.validators import ge, gt
+
+from forge_core.components import OptimizerComponent, when_resumed
+
+if TYPE_CHECKING:
+    import torch
+
+    from forge_core.context import BuildContext
+    from forge_core.engine.parameters import NamedParameters
+
+
+def _betas(_: object, attribute: Any, betas: tuple[float, float]) -> None:
+    if not all(0 <= beta < 1 for beta in betas):
+        raise ValueError(f"each must be >= 0 and < 1, got {list(betas)}")
+
+
+def _block_size(_: object, attribute: Any, size: int) -> None:
+    if size < 8 or size & (size - 1):
+        raise ValueError(f"must be a power of two, 8 at least, got {size}")
+
+
+@frozen(kw_only=True)
+class _LowBitAdamW(OptimizerComponent):
+    """The keys that all of them have."""
+
+    lr: float = field(default=3e-4, validator=gt(0))
+    """Base learning rate; the schedule multiplies it."""
+    betas: tuple[float, float] = field(default=(0.9, 0.95), validator=_betas)
+    """Decay of the averages of the gradient and of its square."""
+    eps: float = field(default=1e-8, validator=gt(0))
+    """Added to the root of the averaged square."""
+    weight_decay: float = field(default=0.1, validator=ge(0))
+    """Each step takes lr x this of a weight away."""
+    compile: bool = field(default=True, metadata=when_resumed("safe"))
+    """Whether the update of a parameter is compiled to one kernel. false: many small operations, which are slow and for
+    a moment take several times the memory of the largest parameter."""
+
+
+@frozen(kw_only=True)
+class _QuantisedAdamW(_LowBitAdamW):
+    """The keys of those whose moments are codes."""
+
+    min_size: int = field(default=4096, validator=ge(1), metadata=when_resumed("impossible"))
+    """Parameters with fewer elements keep float32 moments."""
+    exclude: tuple[str, ...] = field(default=(), metadata=when_resumed("impossible"))
+    """Patterns of names of parameters that keep float32 moments (`embedding.*`)."""
+
+
+@frozen(kw_only=True)
+class AdamW8bit(_QuantisedAdamW):
+    """AdamW with moments of 8 bits (Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization"), as torchao
+    computes it: each block of elements has a float32 scale, and each element a code into a table of values whose
+    spacing grows with their size. Parameters, and the update itself, are float32.
+
+    State: of parameters of two or more dimensions, two bytes an element and two scales a block. The rest keep float32
+    moments: vectors, small parameters, and those whose elements are no whole number of blocks. Blocks are of the whole
+    parameter, so the result does not depend on the layout.
+    """
+
+    block_size: int = field(default=256, validator=_block_size, metadata=when_resumed("impossible"))
+    """Elements that share a scale; a power of two."""
+
+    def build(self, context: BuildContext, parameters: NamedParameters) -> torch.optim.Optimizer:
+        from forge_plugin_lowbit.formats import EIGHT_BIT
+        from forge_plugin_lowbit.quantised import quantised
+
+        return quantised(self, EIGHT_BIT, context, parameters)
+
+
+@frozen(kw_only=True)
+class AdamW4bit(_QuantisedAdamW):
+    """AdamW with moments of 4 bits (Li et al. 2023, "Memory Efficient Optimizers with 4-bit States"), as torchao
+    computes it: as `adamw_8bit`, with two codes a byte and a table of 16 values.
+
+    State: of parameters of two or more dimensions, one byte an element and two scales a block; else as `adamw_8bit`.
+    """
+
+    block_size: int = field(default=128, validator=_block_size, metadata=when_resumed("impossible"))
+    """Elements that share a scale; a power of two."""
+
+    def build(self, context: BuildContext, parameters: NamedParameters) -> torch.optim.Optimizer:
+        from forge_plugin_lowbit.formats import FOUR_BIT
+        from forge_plugin_lowbit.quantised import quantised
+
+        return quantised(self, FOUR_BIT, context, parameters)
+
+
+@frozen(kw_only=True)
+class AdamWFloat8(_QuantisedAdamW):
+    """AdamW with moments in float8 (e4m3), as torchao computes it: as `adamw_8bit`, with numbers in place of codes.
+
+    State: of parameters of two or more dimensions, two bytes an element and two scales a block; else as `adamw_8bit`.
+    """
+
+    block_size: int = field(default=256, validator=_block_size, metadata=when_resumed("impossible"))
+    """Elements that share a scale; a power of two."""
+
+    def build(self, context: BuildContext, parameters: NamedParameters) -> torch.optim.Optimizer:
+        from forge_plugin_lowbit.formats import FLOAT8
+        from forge_plugin_lowbit.quantised import quantised
+
+        return quantised(self, FLOAT8, context, parameters)
+
+
+@frozen(kw_only=True)
+class AdamWBF16(_LowBitAdamW):
+    """AdamW with moments in bfloat16, rounded stochastically: up or down with probabilities that make the mean exact,
+    so that small changes are not lost (Gupta et al. 2015). Parameters, and the update itself, are float32.
+
+    Rounding is a function of the job's seed, the parameter's name, its updates so far, and the element, so it is the
+    same after a restart and under every layout. State: two bfloat16 tensors like each parameter, and a count.
+    """
+
+    stochastic_rounding: bool = True
+    """false: to the nearest. The averaged square then stands still where it should change by less than 1/512 of
+    itself, as it does with `betas[1]` above 0.998."""
+
+    def build(self, context: BuildContext, parameters: NamedParameters) -> torch.optim.Optimizer:
+        from forge_plugin_lowbit.bf16 import BF16Moments
+        from forge_plugin_lowbit.optimizer import LowBitAdamW
+
+        return LowBitAdamW(self, parameters, BF16Moments(self, context, parameters))

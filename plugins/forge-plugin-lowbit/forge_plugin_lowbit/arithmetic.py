@@ -1,0 +1,51 @@
+"""What this plugin takes from torchao, and AdamW by it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import Tensor
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """torchao, while imported, warns of each of its kernels that are for other devices than this machine's."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+with _without_warnings():
+    from torchao.optim import quant_utils, subclass_4bit, subclass_8bit, subclass_fp8
+    from torchao.optim.adam import single_param_adam
+
+__all__ = ["adamw", "quant_utils", "subclass_4bit", "subclass_8bit", "subclass_fp8"]
+
+
+def adamw(
+    parameter: Tensor,
+    gradient: Tensor,
+    step: Tensor,
+    average: Tensor,
+    square: Tensor,
+    lr: Tensor,
+    weight_decay: Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+) -> None:
+    """torchao's AdamW, in place and in float32.
+
+    Args:
+        step: (), updates of the parameter, this one included.
+        average, square: the moments: of the gradient, and of its square.
+        lr, weight_decay: (), float32.
+    """
+    single_param_adam(
+        parameter, gradient, step, average, square, None, lr, beta1, beta2, weight_decay, eps, True, False
+    )

@@ -1,0 +1,104 @@
+"""What the components of this plugin build: AdamW over moments that are kept in fewer bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from forge_core.errors import CheckpointError
+from forge_core.parallel.mesh import local_part
+
+if TYPE_CHECKING:
+    from forge_core.engine.parameters import NamedParameters
+    from forge_plugin_lowbit.adamw import _LowBitAdamW
+
+STEP = "step"
+
+
+class Moments(Protocol):
+    """How moments are kept: as plain tensors or DTensors of them, so that checkpoints can hold them."""
+
+    def empty(self, parameter: Tensor) -> Mapping[str, Tensor]:
+        """Memory for them by slot, with any content. Zeros mean moments that are zero."""
+        ...
+
+    def update(self, parameter: Tensor) -> Callable[..., None]:
+        """One step of AdamW on one rank's part of a parameter: a function of (parameter, gradient, step, *inputs,
+        *settings), the last as `forge_plugin_lowbit.arithmetic.adamw` has them. Equal for as many parameters as can be:
+        it is compiled."""
+        ...
+
+    def inputs(self, parameter: Tensor, state: Mapping[str, Tensor]) -> tuple[Any, ...]:
+        """What `update` takes of this rank's state, whose tensors it changes in place; those of the parameter's shape
+        are flat where that is."""
+        ...
+
+
+class LowBitAdamW(torch.optim.Optimizer):
+    """See `AdamW8bit` and `AdamWBF16`. The update is computed in float32 whatever the parameters' dtype."""
+
+    def __init__(self, component: _LowBitAdamW, parameters: NamedParameters, moments: Moments) -> None:
+        defaults = {"lr": component.lr, "betas": component.betas, "eps": component.eps}
+        super().__init__(parameters.groups(component.weight_decay), defaults)
+        self._moments = moments
+        self._names: dict[Tensor, str] = {item.parameter: item.name for item in parameters}
+        self._compile = component.compile
+        self._compiled: dict[Callable[..., None], Callable[..., None]] = {}
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update every parameter that has a gradient. Each rank updates its own parts; nothing is sent."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            # Tensors, since a compiled function is made anew for other numbers.
+            rates = torch.tensor([group["lr"], group["weight_decay"]], dtype=torch.float32).unbind()
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._step(parameter, (*rates, *group["betas"], group["eps"]))
+        return loss
+
+    def _step(self, parameter: Tensor, settings: Sequence[Any]) -> None:
+        state = self.state[parameter]
+        if not state:
+            state[STEP] = torch.tensor(0.0)
+            state |= {slot: tensor.zero_() for slot, tensor in self._moments.empty(parameter).items()}
+        state[STEP] += 1
+        own = local_part(parameter.detach())
+        if not own.numel():
+            return
+        parts = {slot: local_part(tensor) for slot, tensor in state.items()}
+        tensors = [own, local_part(parameter.grad), *(parts.values())]
+        if all(tensor.is_contiguous() for tensor in tensors):  # flat, so that one kernel does for all shapes
+            own, gradient = (tensor.view(-1) for tensor in tensors[:2])
+            parts = {slot: tensor.view(-1) if tensor.ndim else tensor for slot, tensor in parts.items()}
+        else:
+            gradient = tensors[1]
+        inputs = self._moments.inputs(parameter, parts)
+        self._function(parameter)(own, gradient, parts[STEP], *inputs, *settings)
+
+    def _function(self, parameter: Tensor) -> Callable[..., None]:
+        """The update, compiled where that is wanted and there is anything to compute."""
+        function = self._moments.update(parameter)
+        if not self._compile or isinstance(local_part(parameter.detach()), FakeTensor):
+            return function
+        if function not in self._compiled:
+            # From the first for any size: another kernel later on would round otherwise, and a restart begins anew.
+            self._compiled[function] = torch.compile(function, fullgraph=True, dynamic=True)
+        return self._compiled[function]
+
+    def empty_slot(self, parameter: Tensor, slot: str, size: torch.Size, dtype: torch.dtype) -> Tensor:
+        """See `forge_core.protocols.PlacesState`."""
+        known = {STEP: torch.tensor(0.0), **self._moments.empty(parameter)}
+        memory = known.get(slot)
+        if memory is None or (memory.shape, memory.dtype) != (size, dtype):
+            seen = f"{slot}, {list(size)} of {dtype}"
+            wanted = ", ".join(f"{name}: {list(tensor.shape)} of {tensor.dtype}" for name, tensor in known.items())
+            raise CheckpointError(f"the checkpoint's state of {self._names[parameter]} has {seen}; wanted are {wanted}")
+        return memory

@@ -1,0 +1,429 @@
+"""The low-bit optimizers against torchao's, and against themselves under every layout."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+
+import attrs
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+from torchao.optim import AdamW4bit as TorchaoAdamW4bit
+from torchao.optim import AdamW8bit as TorchaoAdamW8bit
+from torchao.optim import AdamWFp8 as TorchaoAdamWFp8
+from torchao.optim import _AdamW as TorchaoAdamW
+
+from forge_core.checkpoint.tensors import stored_tensors
+from forge_core.checkpoint.whole import read_whole
+from forge_core.components import ParameterGroup
+from forge_core.data.loader import TrainLoader
+from forge_core.engine.build import build_context, build_run
+from forge_core.engine.differences import compare_tensors
+from forge_core.engine.state import Progress, gather_state
+from forge_core.engine.step import Stepper
+from forge_core.engine.trainer import Trainer
+from forge_core.errors import JobError
+from forge_core.parallel.mesh import leave_group
+from forge_core.planning.plan import make_plan
+from forge_core.plugins.catalog import Catalog
+from forge_core.testing import TinyAdamW, TinyModel, tiny_job
+from forge_core.testing.processes import run_on_ranks
+from forge_plugin_lowbit import AdamW4bit, AdamW8bit, AdamWBF16, AdamWFloat8
+from forge_plugin_lowbit.rounding import place_of, random_bits, round_with
+from forge_plugin_parallel import FSDP, ContextParallel, PipelineParallel, TensorParallel
+from forge_plugin_transformer import GroupedQueryAttention, Transformer
+
+QUANTISED = {AdamW8bit: TorchaoAdamW8bit, AdamW4bit: TorchaoAdamW4bit, AdamWFloat8: TorchaoAdamWFp8}
+EAGER = {"compile": False}
+
+
+def run_of(folder, stages=None, **changes):
+    job = tiny_job(str(folder), Catalog.installed(), parallel=stages or {}, **changes)
+    return build_run(job, build_context(job, Catalog.installed(), None))
+
+
+def draw(name, shape, step):
+    """A gradient, the same in every process."""
+    generator = torch.Generator().manual_seed(sum(map(ord, name)) + 1000 * step)
+    return torch.randn(shape, generator=generator)
+
+
+def set_gradients(run, twin, step):
+    for item in run.parameters:
+        item.parameter.grad = draw(item.name, item.parameter.shape, step)
+        twin[item.name].grad = item.parameter.grad.clone()
+
+
+# --- numbers -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("component", QUANTISED)
+def test_every_step_is_torchaos(tmp_path, component):
+    """To the bit; the matrices (128, 64) of the model have blocks of several rows."""
+    run = run_of(tmp_path, model=TinyModel(dim=64), optimizer=component(lr=0.01, **EAGER))
+    twin = dict(copy.deepcopy(run.model).named_parameters())
+    decayed, spared = ([twin[name] for name in group["names"]] for group in run.optimizer.param_groups)
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": spared, "weight_decay": 0.0}]
+    reference = QUANTISED[component](groups, lr=0.01, betas=(0.9, 0.95), block_size=component().block_size)
+    with torch.compiler.set_stance("force_eager"):
+        for step in range(4):
+            set_gradients(run, twin, step)
+            run.optimizer.step()
+            reference.step()
+    for item in run.parameters:
+        torch.testing.assert_close(item.parameter, twin[item.name], rtol=0, atol=0)
+    quantised = [item for item in run.parameters if "exp_avg_scale" in run.optimizer.state[item.parameter]]
+    assert len(quantised) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("component", [AdamW8bit, AdamWBF16])
+def test_a_compiled_step_is_an_eager_one(tmp_path, component):
+    """But for the order in which a kernel does its arithmetic."""
+    weights = []
+    for compiled in (True, False):
+        run = run_of(tmp_path, model=TinyModel(dim=64, layers=1), optimizer=component(lr=0.01, compile=compiled))
+        for step in range(3):
+            for item in run.parameters:
+                item.parameter.grad = draw(item.name, item.parameter.shape, step)
+            run.optimizer.step()
+        weights.append([item.parameter.detach() for item in run.parameters])
+    torch.testing.assert_close(*weights, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("component", [AdamW8bit, AdamWBF16])
+def test_an_interrupted_run_with_compiled_steps_equals_the_whole(make_job, train, component):
+    """The second half compiles anew, as a process of its own does."""
+    settings = {"optimizer": component(), "model": TinyModel(dim=64), "checkpoint": {"interval": 3}}
+    whole_run = train(make_job(steps=6, job={"name": "whole"}, **settings))
+    train(make_job(steps=3, job={"name": "cut"}, **settings))
+    torch.compiler.reset()
+    continued = train(make_job(steps=6, job={"name": "cut"}, **settings))
+    ends = [summary.folder / "checkpoints/step-6" for summary in (continued, whole_run)]
+    assert compare_tensors(*ends).equal == len(stored_tensors(ends[0]))
+
+
+@pytest.mark.parametrize(
+    ("component", "most"), [(AdamW8bit, 2.04), (AdamWFloat8, 2.04), (AdamW4bit, 1.07), (AdamWBF16, 4.01)]
+)
+def test_moments_take_as_many_bytes_as_promised(tmp_path, component, most):
+    run = run_of(tmp_path, model=TinyModel(dim=64), optimizer=component(**EAGER))
+    item = next(item for item in run.parameters if item.role == "matrix")
+    item.parameter.grad = torch.ones_like(item.parameter)
+    run.optimizer.step()
+    state = run.optimizer.state[item.parameter]
+    assert sum(value.nbytes for value in state.values() if value.ndim) / item.parameter.numel() < most
+
+
+def test_small_and_excluded_parameters_keep_float32_moments(tmp_path):
+    optimizer = AdamW8bit(exclude=("layers.0.*",), min_size=64 * 128, **EAGER)
+    run = run_of(tmp_path, model=TinyModel(dim=64), optimizer=optimizer)
+    for item in run.parameters:
+        item.parameter.grad = torch.ones_like(item.parameter)
+    run.optimizer.step()
+    dtypes = {item.name: run.optimizer.state[item.parameter]["exp_avg"].dtype for item in run.parameters}
+    assert {name for name, dtype in dtypes.items() if dtype == torch.uint8} == {
+        name for name in dtypes if name.startswith("layers.1.") and name.endswith(".weight")
+    }
+
+
+# --- layouts -----------------------------------------------------------------------------------------------------
+
+
+MODEL = Transformer(
+    dim=16, layers=2, vocab_size=32, attention=GroupedQueryAttention(heads=4, kv_heads=2), tie_embeddings=True
+)
+LAYOUTS = {
+    "replicate2": (2, {}),
+    "fsdp2": (2, {"fsdp": FSDP()}),
+    "tp2": (2, {"tp": TensorParallel(degree=2)}),
+    "pp2": (2, {"pp": PipelineParallel(degree=2, schedule="gpipe")}),
+    "fsdp4": (4, {"fsdp": FSDP()}),
+    "hsdp 2x2": (4, {"fsdp": FSDP(shard=2, replicate=2)}),
+    "fsdp2 x tp2": (4, {"fsdp": FSDP(), "tp": TensorParallel(degree=2)}),
+    "fsdp2 x pp2": (4, {"fsdp": FSDP(), "pp": PipelineParallel(degree=2, schedule="gpipe")}),
+    "fsdp2 x cp2": (4, {"fsdp": FSDP(), "cp": ContextParallel(degree=2)}),
+}
+OPTIMIZERS = {
+    "adamw_8bit": AdamW8bit(lr=0.05, block_size=8, min_size=1, **EAGER),
+    "adamw_8bit, blocks of two rows": AdamW8bit(lr=0.05, block_size=32, min_size=1, **EAGER),
+    "adamw_4bit": AdamW4bit(lr=0.05, block_size=8, min_size=1, **EAGER),
+    "adamw_float8": AdamWFloat8(lr=0.05, block_size=8, min_size=1, **EAGER),
+    "adamw_bf16": AdamWBF16(lr=0.05, **EAGER),
+}
+SIZES = {"seq_len": 16, "global_batch_size": 8, "micro_batch_size": 2, "precision": "fp64"}
+UNDER = {
+    "adamw_8bit": LAYOUTS,
+    "adamw_8bit, blocks of two rows": ("fsdp4", "hsdp 2x2"),  # tp would cut them
+    "adamw_4bit": ("fsdp2", "tp2", "fsdp2 x tp2"),
+    "adamw_float8": ("fsdp2", "tp2", "fsdp2 x tp2"),
+    "adamw_bf16": LAYOUTS,
+}
+PAIRS = [(layout, name) for layout in LAYOUTS for name in OPTIMIZERS if layout in UNDER[name]]
+
+
+def trained(folder, stages, optimizer):
+    """This rank's weights and moments after three steps, whole."""
+    run = run_of(folder, stages, optimizer=optimizer, model=MODEL, **SIZES)
+    stepper, loader = Stepper(run), TrainLoader(run.job, run.datasets, run.context)
+    for step in range(3):
+        _, sums = stepper.gradients(loader.next_step(), step)
+        decided = SimpleNamespace(grad_norm=stepper.norm(), requests=SimpleNamespace(skip=""))
+        stepper.update(decided, sums["loss_sum"])
+    loader.close()
+    tensors = gather_state(run.model, run.optimizer, Progress(), {}, {}).tensors
+    return {name: whole(tensor) for name, tensor in tensors.items()}
+
+
+def whole(tensor):
+    if isinstance(tensor, DTensor):
+        tensor = tensor.float().full_tensor() if tensor.dtype.itemsize == 1 else tensor.full_tensor()
+    return tensor.detach().double()
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """Weights and moments of every optimizer under every layout, of all ranks together."""
+    folder = tmp_path_factory.mktemp("runs")
+    results = {("one process", name): trained(folder, {}, optimizer) for name, optimizer in OPTIMIZERS.items()}
+    for ranks in (2, 4):
+        pairs = [(layout, name) for layout, name in PAIRS if LAYOUTS[layout][0] == ranks]
+        by_rank = run_on_ranks(
+            ranks,
+            lambda rank: [trained(folder, LAYOUTS[layout][1], OPTIMIZERS[name]) for layout, name in pairs],  # noqa: B023
+            timeout=200,
+        )
+        for pair, parts in zip(pairs, zip(*by_rank, strict=True), strict=True):
+            results[pair] = {key: tensor for part in parts for key, tensor in part.items()}
+    return results
+
+
+@pytest.mark.parametrize(("layout", "name"), PAIRS)
+def test_a_layout_changes_nothing(found, layout, name):
+    """Codes, scales and rounded moments too."""
+    expected, seen = found["one process", name], found[layout, name]
+    assert seen.keys() == expected.keys()
+    assert name == "adamw_bf16" or any(key.endswith("_scale") for key in seen)
+    for key, tensor in expected.items():
+        torch.testing.assert_close(seen[key], tensor, rtol=1e-6, atol=1e-9, msg=f"{layout}, {name}: {key}")
+
+
+TP = {"tp": TensorParallel(degree=2)}
+CHAIN = ["one process", "fsdp4", "tp2", "pp2", "fsdp2 x tp2", "one process"]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """Folder of the last checkpoint of every optimizer, of a run with a step under each layout of the chain, and of one
+    in one process."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+
+    def train(which, layout, steps):
+        ranks, stages = LAYOUTS.get(layout, (1, {}))
+        jobs = [
+            tiny_job(
+                str(folder / which / name), model=MODEL, optimizer=optimizer, parallel=stages, steps=steps, **SIZES
+            )
+            for name, optimizer in OPTIMIZERS.items()
+            if "rows" not in name
+        ]
+        run_on_ranks(ranks, lambda rank: [Trainer(job, echo=len).run().step for job in jobs], timeout=120)
+
+    for number, layout in enumerate(CHAIN, 1):
+        train("chain", layout, number)
+    train("one", "one process", len(CHAIN))
+    return lambda which, name: folder / which / name / f"run/checkpoints/step-{len(CHAIN)}"
+
+
+@pytest.mark.parametrize("name", ["adamw_8bit", "adamw_4bit", "adamw_float8", "adamw_bf16"])
+def test_a_run_continues_under_every_layout(checkpoints, name):
+    chain, one = checkpoints("chain", name), checkpoints("one", name)
+    stored = stored_tensors(one)
+    assert stored == stored_tensors(chain)
+    seen, expected = read_whole(chain, stored, stored), read_whole(one, stored, stored)
+    for key, tensor in expected.items():
+        torch.testing.assert_close(seen[key].double(), tensor.double(), rtol=1e-6, atol=1e-9, msg=key)
+
+
+@pytest.mark.parametrize(
+    ("block_size", "first"),
+    [(32, "[16, 8] of layers.0.attention.o.weight, [16, 16]"), (256, "[8, 16] of layers.0.attention.q")],
+)
+def test_a_stage_that_cuts_blocks_is_refused_with_a_size_that_it_does_not_cut(tmp_path, block_size, first):
+    def refused(rank):
+        with pytest.raises(JobError) as error:
+            trained(tmp_path, TP, AdamW8bit(block_size=block_size, min_size=1, **EAGER))
+        return str(error.value)
+
+    (message, _) = run_on_ranks(2, refused)
+    assert f"optimizer.block_size: a rank has {first}" in message
+    assert f"which is not made of whole blocks of {block_size} elements, and so with" in message
+    assert "; set it to 8, or add such parameters to optimizer.exclude" in message
+
+
+def test_parameters_whose_blocks_are_cut_may_be_excluded(tmp_path):
+    optimizer = AdamW8bit(block_size=32, min_size=1, exclude=("*.o.weight",), **EAGER)
+    (state, _) = run_on_ranks(2, lambda rank: trained(tmp_path, TP, optimizer))
+    assert "optimizer.layers.0.attention.o.weight.exp_avg_scale" not in state
+    assert "optimizer.layers.0.attention.q.weight.exp_avg_scale" in state
+
+
+# --- stochastic rounding -----------------------------------------------------------------------------------------
+
+
+def test_rounding_gives_a_neighbour_and_the_mean_is_exact():
+    x = torch.tensor([1.0, 1.001, -3.1415927, 1e-30, 0.0, 65504.0])
+    bits = random_bits(((0, 20000 * len(x), 1),), torch.tensor([1, 2])).view(20000, -1) & 0xFFFF
+    rounded = round_with(x.expand(20000, -1).contiguous(), bits)
+    low = (x.view(torch.int32) & -0x10000).view(torch.float32)
+    high = ((x.view(torch.int32) & -0x10000) + 0x10000).view(torch.float32)
+    high = torch.where(x == low, low, high)
+    assert bool(((rounded == low) | (rounded == high)).all())
+    spread = (high - low).abs() / 2 / 20000**0.5
+    assert bool(((rounded.double().mean(0) - x).abs() <= 5 * spread).all())
+
+
+def test_rounding_leaves_what_is_not_finite():
+    x = torch.tensor([float("inf"), -float("inf"), float("nan")])
+    rounded = round_with(x, torch.full((3,), 0xFFFF))
+    assert rounded[:2].tolist() == [float("inf"), -float("inf")]
+    assert bool(rounded[2].isnan())
+
+
+def test_random_bits_differ_by_key_and_place_and_are_even():
+    count = 2**18
+    one, other = (random_bits(((0, count, 1),), torch.tensor(key)) for key in ([7, 7], [7, 8]))
+    far = random_bits(((2**34, count, 1),), torch.tensor([7, 7]))
+    for found in (one, other, far):
+        ones = torch.stack([((found >> bit) & 1).double().mean() for bit in range(32)])
+        assert bool(((ones - 0.5).abs() < 5 * 0.5 / count**0.5).all())
+    assert (one == other).sum() < 5
+    assert (one == far).sum() < 5
+
+
+@pytest.mark.parametrize(
+    ("shape", "offsets", "sizes", "loops"),
+    [
+        ((12, 10), (3, 0), (4, 10), 1),
+        ((12, 10), (0, 4), (12, 3), 2),
+        ((12, 10), (3, 4), (5, 3), 2),
+        ((4, 6, 5), (1, 0, 0), (2, 6, 5), 1),
+        ((4, 6, 5), (0, 2, 0), (4, 3, 5), 2),
+        ((4, 6, 5), (1, 2, 1), (2, 3, 2), 3),
+        ((30,), (7,), (9,), 1),
+    ],
+)
+def test_a_part_has_the_random_bits_that_it_has_in_the_whole(shape, offsets, sizes, loops):
+    key, box = torch.tensor([3, 4]), tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))
+    everything = random_bits(place_of([0] * len(shape), shape, shape), key).view(shape)
+    place = place_of(offsets, sizes, shape)
+    assert len(place) == loops
+    assert torch.equal(random_bits(place, key).view(sizes), everything[box])
+
+
+def test_small_changes_are_kept_only_by_stochastic_rounding(tmp_path):
+    """With beta2 = 0.999, an averaged square that is 1 moves towards a square of 0.81 by 0.0002, a twentieth of the
+    distance to the next bfloat16 below."""
+    seen = {}
+    for stochastic in (True, False):
+        optimizer = AdamWBF16(betas=(0.9, 0.999), stochastic_rounding=stochastic, **EAGER)
+        run = run_of(tmp_path, model=TinyModel(dim=64), optimizer=optimizer)
+        weight = next(item.parameter for item in run.parameters if item.role == "matrix")
+        weight.grad = torch.full_like(weight, 0.9)
+        run.optimizer.step()
+        run.optimizer.state[weight]["exp_avg_sq"].fill_(1.0)
+        for _ in range(100):
+            run.optimizer.step()
+        seen[stochastic] = run.optimizer.state[weight]["exp_avg_sq"].double().mean().item()
+    assert seen[False] == 1.0
+    assert seen[True] == pytest.approx(0.81 + 0.19 * 0.999**100, abs=1e-3)
+
+
+def test_to_nearest_is_torchaos_rounding(tmp_path):
+    """torchao rounds moments to the nearest where it keeps them in bfloat16, which is with parameters in bfloat16."""
+    run = run_of(tmp_path, optimizer=AdamWBF16(stochastic_rounding=False, lr=0.01, weight_decay=0, **EAGER))
+    weight = next(item.parameter for item in run.parameters if item.role == "matrix")
+    twin = torch.nn.Parameter(weight.detach().bfloat16())
+    reference = TorchaoAdamW([twin], lr=0.01, betas=(0.9, 0.95), weight_decay=0)
+    for step in range(3):
+        weight.grad = draw("weight", weight.shape, step).bfloat16().float()
+        twin.grad = weight.grad.bfloat16()
+        run.optimizer.step()
+        with torch.compiler.set_stance("force_eager"):
+            reference.step()
+    for slot in ("exp_avg", "exp_avg_sq"):
+        assert torch.equal(run.optimizer.state[weight][slot], reference.state[twin][slot])
+
+
+# --- training ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "optimizer", [AdamW8bit(**EAGER), AdamW4bit(**EAGER), AdamWFloat8(**EAGER), AdamWBF16(**EAGER)]
+)
+def test_an_interrupted_run_equals_the_whole(make_job, train, lines, optimizer):
+    settings = {"optimizer": optimizer, "model": TinyModel(dim=64), "checkpoint": {"interval": 3}, "precision": "bf16"}
+    whole_run = train(make_job(steps=6, job={"name": "whole"}, **settings))
+    train(make_job(steps=3, job={"name": "cut"}, **settings))
+    continued = train(make_job(steps=6, job={"name": "cut"}, **settings))
+    assert [record["loss"] for record in lines(continued)] == [record["loss"] for record in lines(whole_run)]
+    ends = [summary.folder / "checkpoints/step-6" for summary in (continued, whole_run)]
+    assert compare_tensors(*ends).equal == len(stored_tensors(ends[0]))
+
+
+def test_8_bits_train_as_well_as_32(make_job, train, lines):
+    settings = {"model": TinyModel(dim=64), "steps": 30, "global_batch_size": 16}
+    full = lines(train(make_job(optimizer=TinyAdamW(lr=3e-3), job={"name": "full"}, **settings)))
+    low = lines(train(make_job(optimizer=AdamW8bit(lr=3e-3, eps=1e-5, **EAGER), job={"name": "low"}, **settings)))
+    assert full[-1]["loss"] < 0.7 * full[0]["loss"]
+    assert low[-1]["loss"] == pytest.approx(full[-1]["loss"], rel=0.03)
+
+
+def test_patterns_change_rates(make_job, build):
+    run = build(make_job(optimizer=AdamW8bit(groups=(ParameterGroup(match="layers.0.*", lr=0.5),), **EAGER)))
+    rates = {name: group["lr"] for group in run.optimizer.param_groups for name in group["names"]}
+    assert (rates["layers.0.up.weight"], rates["layers.1.up.weight"]) == (0.5, 3e-4)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_plan_knows_the_size_of_the_moments(tmp_path, name):
+    """Played on shapes, with the update that is compiled in a run."""
+    optimizer = attrs.evolve(OPTIMIZERS[name], compile=True)
+    settings = {"model": MODEL, "parallel": {"fsdp": FSDP()}, **SIZES}
+    job = tiny_job(str(tmp_path), Catalog.installed(), optimizer=optimizer, **settings)
+    leave_group()  # of an earlier test: a plan is made by a process of its own
+    ranks = make_plan(job, Catalog.installed(), 4).ranks
+    assert not ranks[0].failure
+    run = run_of(tmp_path, optimizer=OPTIMIZERS[name], model=MODEL, **SIZES)
+    for item in run.parameters:
+        item.parameter.grad = torch.zeros_like(item.parameter)
+    run.optimizer.step()
+    moments = sum(t.nbytes for state in run.optimizer.state.values() for t in state.values() if t.ndim)
+    assert ranks[0].optimizer == pytest.approx(moments / 4, rel=0.02)
+
+
+def test_a_frozen_parameter_stays_and_trains_once_it_is_unfrozen(make_job, build):
+    run = build(make_job(model=TinyModel(dim=64), optimizer=AdamW8bit(**EAGER)))
+    items = {item.name: item.parameter for item in run.parameters}
+    frozen_one, other = items["layers.0.up.weight"], items["layers.0.down.weight"]
+    before = frozen_one.detach().clone(), other.detach().clone()
+    other.grad = torch.ones_like(other)
+    run.optimizer.step()
+    assert torch.equal(frozen_one, before[0])
+    assert not torch.equal(other, before[1])
+    frozen_one.grad = torch.ones_like(frozen_one)
+    run.optimizer.step()
+    assert not torch.equal(frozen_one, before[0])
+
+
+def test_a_pattern_that_fits_nothing_is_refused(make_job, build):
+    with pytest.raises(JobError, match=r"optimizer\.exclude\.0.*'embeding\.\*' fits no parameter"):
+        build(make_job(optimizer=AdamW8bit(exclude=("embeding.*",))))
+
+
+@pytest.mark.parametrize("size", [0, 4, 96])
+def test_blocks_that_cannot_be_are_refused(size):
+    with pytest.raises(ValueError, match="must be a power of two, 8 at least"):
+        AdamW4bit(block_size=size)

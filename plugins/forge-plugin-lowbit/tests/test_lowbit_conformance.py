@@ -1,0 +1,32 @@
+"""The low-bit optimizers keep the contracts of their kind."""
+
+from __future__ import annotations
+
+from forge_core.testing.distribution import check_distribution
+from forge_core.testing.suites import OptimizerSuite
+from forge_plugin_lowbit import AdamW4bit, AdamW8bit, AdamWBF16, AdamWFloat8
+
+SETTINGS = {"lr": 1e-2, "eps": 1e-5, "compile": False}
+BLOCKS = {"min_size": 1, "block_size": 8}
+
+
+def test_the_distribution():
+    check_distribution("forge-plugin-lowbit")
+
+
+class TestAdamW8bit(OptimizerSuite):
+    component = AdamW8bit(**SETTINGS, **BLOCKS)
+
+
+class TestAdamW4bit(OptimizerSuite):
+    component = AdamW4bit(**SETTINGS, **BLOCKS)
+    layouts = ("fsdp2",)
+
+
+class TestAdamWFloat8(OptimizerSuite):
+    component = AdamWFloat8(**SETTINGS, **BLOCKS)
+    layouts = ("fsdp2",)
+
+
+class TestAdamWBF16(OptimizerSuite):
+    component = AdamWBF16(**SETTINGS)

@@ -1,0 +1,71 @@
+"""The component `soap`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from attrs import field, frozen
+from attrs.validators import ge, gt, lt, optional
+
+from forge_core.components import OptimizerComponent, when_resumed
+
+if TYPE_CHECKING:
+    import torch
+
+    from forge_core.context import BuildContext
+    from forge_core.engine.parameters import NamedParameters
+
+MATRICES = ("matrix", "stack", "fused")
+"""Roles whose parameters are preconditioned."""
+
+
+def _betas(_: object, attribute: Any, betas: tuple[float, float]) -> None:
+    if not all(0 <= beta < 1 for beta in betas):
+        raise ValueError(f"each must be >= 0 and < 1, got {list(betas)}")
+
+
+@frozen(kw_only=True)
+class SOAP(OptimizerComponent):
+    """Adam, run in the eigenbasis of Shampoo's preconditioner (Vyas et al. 2024, "SOAP: Improving and Stabilizing
+    Shampoo using Adam", algorithm 3), for the matrices of hidden layers; AdamW for embeddings, head, norms, biases and
+    routers.
+
+    A parameter that stacks matrices, such as those of experts, has each of them treated by itself; one that fuses
+    several is taken as one matrix. The first gradient of a matrix only starts its preconditioner. The result does not
+    depend on the layout: every matrix is worked on as a whole, by one of the ranks that share it.
+
+    State: of a matrix (m, n), two tensors like it and two each of (m, m) and (n, n), all on the rank that works on it;
+    of other parameters, that of AdamW.
+    """
+
+    lr: float = field(default=3e-3, validator=gt(0))
+    """Base learning rate; the schedule multiplies it."""
+    betas: tuple[float, float] = field(default=(0.95, 0.95), validator=_betas)
+    """Decay of the averages of the gradient and, in the eigenbasis, of its square."""
+    preconditioner_beta: float | None = field(default=None, validator=optional([ge(0), lt(1)]))
+    """Decay of the averages of G Gᵀ and Gᵀ G, whose eigenvectors are the basis. None: the second of `betas`."""
+    eps: float = field(default=1e-8, validator=gt(0))
+    """Added to the root of the averaged square."""
+    weight_decay: float = field(default=0.01, validator=ge(0))
+    """Each step takes lr x this of a weight away."""
+    precondition_frequency: int = field(default=10, validator=ge(1))
+    """Updates between two corrections of the eigenbasis, each by a step of the power method and a QR decomposition.
+    More often is better and slower (section 6.3 of the paper)."""
+    max_dim: int = field(default=10000, validator=ge(1), metadata=when_resumed("impossible"))
+    """Sides of a matrix longer than this keep their own basis."""
+
+    adam_lr: float | None = field(default=None, validator=optional(gt(0)))
+    """Base learning rate of all other parameters. None: `lr`."""
+    adam_betas: tuple[float, float] = field(default=(0.9, 0.95), validator=_betas)
+    """Decay of AdamW's averages of the gradient and of its square."""
+    adam_eps: float = field(default=1e-8, validator=gt(0))
+    """Added to the root of AdamW's averaged square."""
+    adam_weight_decay: float = field(default=0.01, validator=ge(0))
+    """Weight decay of the head and of routers; norms, biases and embeddings are spared."""
+    fused: bool = field(default=True, metadata=when_resumed("safe"))
+    """One kernel for AdamW's whole update. false: torch's loop over parameters."""
+
+    def build(self, context: BuildContext, parameters: NamedParameters) -> torch.optim.Optimizer:
+        from forge_plugin_soap.optimizer import SOAPOptimizer
+
+        return SOAPOptimizer(self, context, parameters)

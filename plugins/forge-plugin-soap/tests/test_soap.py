@@ -1,0 +1,340 @@
+"""SOAP against pytorch-optimizer's, and against itself under every layout."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from pytorch_optimizer import SOAP as ReferenceSOAP
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from forge_core.checkpoint.tensors import stored_tensors
+from forge_core.checkpoint.whole import read_whole
+from forge_core.components import ParameterGroup
+from forge_core.data.loader import TrainLoader
+from forge_core.engine.build import build_context, build_run
+from forge_core.engine.parameters import NamedParameter, NamedParameters
+from forge_core.engine.step import Stepper
+from forge_core.engine.trainer import Trainer
+from forge_core.parallel.mesh import leave_group
+from forge_core.planning.plan import make_plan
+from forge_core.plugins.catalog import Catalog
+from forge_core.testing import TinyModel, tiny_job
+from forge_core.testing.processes import run_on_ranks
+from forge_plugin_parallel import FSDP, ContextParallel, PipelineParallel, TensorParallel
+from forge_plugin_soap import SOAP
+from forge_plugin_soap.eigenbasis import first_basis, next_basis, orthonormal
+from forge_plugin_transformer import GroupedQueryAttention, Transformer
+
+
+def run_of(folder, stages=None, **changes):
+    job = tiny_job(str(folder), Catalog.installed(), parallel=stages or {}, **changes)
+    return build_run(job, build_context(job, Catalog.installed(), None))
+
+
+def draw(name, shape, step):
+    """A gradient, the same in every process."""
+    generator = torch.Generator().manual_seed(sum(map(ord, name)) + 1000 * step)
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def optimizer_of(component, tmp_path, **shapes):
+    """The component over parameters of given shapes, in float64: matrices and stacks."""
+    job = tiny_job(str(tmp_path), Catalog.installed(), optimizer=component)
+    roles = {2: "matrix", 3: "stack"}
+    named = [NamedParameter(n, nn.Parameter(draw(n, s, 9)), roles[len(s)]) for n, s in shapes.items()]
+    context = build_context(job, Catalog.installed(), None)
+    return component.build(context, NamedParameters(named)), {item.name: item.parameter for item in named}
+
+
+# --- numbers -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("max_dim", [10000, 8])
+@pytest.mark.parametrize("beta", [None, 0.9])
+def test_matrices_are_stepped_as_by_pytorch_optimizer(tmp_path, max_dim, beta):
+    """The larger side of a matrix that is not square has eigenvalues of zero at first, and no one basis. The reference
+    is therefore given ours, once it is seen to be one."""
+    component = SOAP(
+        lr=0.02,
+        weight_decay=0.1,
+        precondition_frequency=4,
+        max_dim=max_dim,
+        betas=(0.9, 0.95),
+        preconditioner_beta=beta,
+    )
+    shapes = {"square": (8, 8), "wide": (6, 12), "tall": (12, 6)}
+    optimizer, parameters = optimizer_of(component, tmp_path, **shapes)
+    twins = {name: nn.Parameter(parameter.detach().clone()) for name, parameter in parameters.items()}
+    reference = ReferenceSOAP(
+        twins.values(),
+        lr=0.02,
+        betas=(0.9, 0.95),
+        shampoo_beta=beta,
+        weight_decay=0.1,
+        precondition_frequency=4,
+        max_precondition_dim=max_dim,
+    )
+    for step in range(14):
+        for name, parameter in parameters.items():
+            parameter.grad = draw(name, parameter.shape, step)
+            twins[name].grad = parameter.grad.clone()
+        optimizer.step()
+        reference.step()
+        if step == 0:
+            for name, parameter in parameters.items():
+                share_bases(optimizer.state[parameter], reference.state[twins[name]])
+    for name, parameter in parameters.items():
+        torch.testing.assert_close(parameter, twins[name], rtol=2e-5, atol=2e-5, msg=name)
+
+
+def share_bases(state, reference):
+    """pytorch-optimizer decomposes in float32; and of eigenvectors with one eigenvalue any rotation will do."""
+    for number, side in enumerate(("left", "right")):
+        basis = state.get(f"{side}_basis")
+        if basis is None:
+            assert len(reference["Q"][number]) == 0
+            continue
+        matrix = reference["GG"][number]
+        torch.testing.assert_close(state[side], matrix)
+        torch.testing.assert_close(basis.mT @ basis, torch.eye(len(basis), dtype=basis.dtype))
+        values = (basis.mT @ matrix @ basis).diagonal()
+        torch.testing.assert_close(basis @ values.diag() @ basis.mT, matrix, rtol=1e-9, atol=1e-9)
+        theirs = reference["Q"][number]
+        torch.testing.assert_close(values, (theirs.mT @ matrix @ theirs).diagonal(), rtol=1e-9, atol=1e-9)
+        reference["Q"][number] = basis.clone()
+
+
+def test_all_else_is_stepped_by_adamw(tmp_path):
+    run = run_of(tmp_path, optimizer=SOAP(lr=0.03, adam_weight_decay=0.2), model=TinyModel(layers=3))
+    twin = dict(copy.deepcopy(run.model).named_parameters())
+    rest = {item.name: item.role for item in run.parameters if item.role != "matrix"}
+    spared = [name for name, role in rest.items() if role in ("norm", "bias", "embedding")]
+    groups = [
+        {"params": [twin[name] for name in rest if name not in spared], "weight_decay": 0.2},
+        {"params": [twin[name] for name in spared], "weight_decay": 0},
+    ]
+    adam = torch.optim.AdamW(groups, lr=0.03, betas=(0.9, 0.95), fused=True)
+    before = copy.deepcopy(run.model.state_dict())
+    for step in range(3):
+        for item in run.parameters:
+            item.parameter.grad = draw(item.name, item.parameter.shape, step).float()
+            twin[item.name].grad = item.parameter.grad.clone()
+        run.optimizer.step()
+        adam.step()
+    for item in run.parameters:
+        if item.name in rest:
+            torch.testing.assert_close(item.parameter, twin[item.name], rtol=0, atol=0)
+        else:
+            assert not torch.equal(item.parameter, before[item.name])
+
+
+def test_stacked_matrices_are_treated_one_by_one(tmp_path):
+    component = SOAP(precondition_frequency=2)
+    stacked, one = optimizer_of(component, tmp_path, stack=(3, 6, 4))
+    single, many = optimizer_of(component, tmp_path, a=(6, 4), b=(6, 4), c=(6, 4))
+    for number, parameter in enumerate(many.values()):
+        parameter.data.copy_(one["stack"].data[number])
+    for step in range(6):
+        one["stack"].grad = draw("stack", (3, 6, 4), step)
+        for number, parameter in enumerate(many.values()):
+            parameter.grad = one["stack"].grad[number].clone()
+        stacked.step()
+        single.step()
+    torch.testing.assert_close(one["stack"].detach(), torch.stack([p.detach() for p in many.values()]))
+
+
+def test_the_basis_comes_to_the_eigenvectors():
+    factor = draw("factor", (6, 20), 0)
+    matrix = factor @ factor.mT
+    basis = first_basis(draw("other", (6, 6), 0) @ draw("other", (6, 6), 0).mT)
+    for _ in range(200):
+        basis, _ = next_basis(matrix, basis)
+    _, vectors = torch.linalg.eigh(matrix)
+    torch.testing.assert_close((basis.mT @ vectors.flip(1)).abs(), torch.eye(6, dtype=torch.float64), atol=1e-6, rtol=0)
+    torch.testing.assert_close(
+        basis, first_basis(matrix) * (basis * first_basis(matrix)).sum(0).sign(), atol=1e-6, rtol=0
+    )
+
+
+@pytest.mark.parametrize("rank", [0, 1, 4, 8])
+def test_rounding_errors_choose_no_direction(rank):
+    """Of columns of which only some are independent, the others are replaced the same way whatever the errors are."""
+    columns = draw("some", (8, rank), 0) @ draw("mix", (rank, 8), 0)
+    exact = orthonormal(columns)
+    torch.testing.assert_close(exact.mT @ exact, torch.eye(8, dtype=torch.float64))
+    for seed in range(3):
+        error = columns * (draw("error", (8, 8), seed).sign() * 2e-16)
+        torch.testing.assert_close(orthonormal(columns + error), exact, rtol=0, atol=1e-11)
+
+
+# --- layouts -----------------------------------------------------------------------------------------------------
+
+
+MODEL = Transformer(
+    dim=16, layers=2, vocab_size=32, attention=GroupedQueryAttention(heads=4, kv_heads=2), tie_embeddings=True
+)
+LAYOUTS = {
+    "replicate2": (2, {}),
+    "fsdp2": (2, {"fsdp": FSDP()}),
+    "tp2": (2, {"tp": TensorParallel(degree=2)}),
+    "pp2": (2, {"pp": PipelineParallel(degree=2, schedule="gpipe")}),
+    "fsdp4": (4, {"fsdp": FSDP()}),
+    "hsdp 2x2": (4, {"fsdp": FSDP(shard=2, replicate=2)}),
+    "fsdp2 x tp2": (4, {"fsdp": FSDP(), "tp": TensorParallel(degree=2)}),
+    "fsdp2 x pp2": (4, {"fsdp": FSDP(), "pp": PipelineParallel(degree=2, schedule="gpipe")}),
+    "fsdp2 x cp2": (4, {"fsdp": FSDP(), "cp": ContextParallel(degree=2)}),
+    "replicate2 x tp2": (4, {"tp": TensorParallel(degree=2)}),
+}
+SIZES = {"seq_len": 16, "global_batch_size": 8, "micro_batch_size": 2, "precision": "fp64"}
+OPTIMIZER = SOAP(lr=0.02, precondition_frequency=2)
+
+
+def trained(folder, stages):
+    """This rank's weights after five steps, whole, and of how many matrices it has state."""
+    run = run_of(folder, stages, optimizer=OPTIMIZER, model=MODEL, **SIZES)
+    stepper, loader = Stepper(run), TrainLoader(run.job, run.datasets, run.context)
+    for step in range(5):
+        _, sums = stepper.gradients(loader.next_step(), step)
+        decided = SimpleNamespace(grad_norm=stepper.norm(), requests=SimpleNamespace(skip=""))
+        stepper.update(decided, sums["loss_sum"])
+    loader.close()
+    weights = {item.name: whole(item.parameter) for item in run.parameters}
+    return weights, sum("left" in state for state in run.optimizer.state.values())
+
+
+def whole(parameter):
+    return (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach().clone()
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """Every layout's weights and shares of the work, of all ranks; layouts of as many ranks in the same processes."""
+    folder = tmp_path_factory.mktemp("runs")
+    results = {"one process": [trained(folder, {})]}
+    for ranks in (2, 4):
+        names = [name for name, (wanted, _) in LAYOUTS.items() if wanted == ranks]
+        by_rank = run_on_ranks(ranks, lambda rank: [trained(folder, LAYOUTS[n][1]) for n in names], timeout=120)  # noqa: B023
+        results |= dict(zip(names, zip(*by_rank, strict=True), strict=True))
+    return results
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_layout_changes_nothing(found, name):
+    ((expected, _),) = found["one process"]
+    merged = {}
+    for weights, _ in found[name]:
+        for key in merged.keys() & weights.keys():
+            torch.testing.assert_close(weights[key], merged[key], rtol=0, atol=0)
+        merged |= weights
+    assert merged.keys() == expected.keys()
+    for key, weight in expected.items():
+        torch.testing.assert_close(merged[key], weight, rtol=1e-7, atol=1e-8, msg=f"{name}: {key}")
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_ranks_divide_work_and_state(found, name):
+    """One rank alone has the state of a matrix, and none has twice its share."""
+    ((_, all_of_them),) = found["one process"]
+    shares = [share for _, share in found[name]]
+    assert sum(shares) == all_of_them == 14
+    assert max(shares) < 2 * all_of_them / len(shares)
+
+
+CHAIN = ["one process", "fsdp4", "tp2", "pp2", "fsdp2 x tp2", "one process"]
+
+
+def test_a_run_continues_under_every_layout(tmp_path):
+    """A step under each, from the checkpoint of the one before."""
+
+    def train(which, layout, steps):
+        ranks, stages = LAYOUTS.get(layout, (1, {}))
+        job = tiny_job(str(tmp_path / which), model=MODEL, optimizer=OPTIMIZER, parallel=stages, steps=steps, **SIZES)
+        run_on_ranks(ranks, lambda rank: Trainer(job, echo=len).run().step, timeout=60)
+
+    for number, layout in enumerate(CHAIN, 1):
+        train("chain", layout, number)
+    train("one", "one process", len(CHAIN))
+    chain, one = (tmp_path / which / f"run/checkpoints/step-{len(CHAIN)}" for which in ("chain", "one"))
+    stored = stored_tensors(one)
+    assert stored == stored_tensors(chain)
+    assert stored["optimizer.layers.0.ffn.up.weight.left_basis"][0] == (256, 256)
+    seen, expected = read_whole(chain, stored, stored), read_whole(one, stored, stored)
+    for key, tensor in expected.items():
+        if not key.endswith("_basis"):  # which of an eigenvector and its opposite is found is left to rounding
+            torch.testing.assert_close(seen[key], tensor, rtol=1e-6, atol=1e-7, msg=key)
+
+
+# --- training ----------------------------------------------------------------------------------------------------
+
+
+def test_an_interrupted_run_equals_the_whole(make_job, train, lines):
+    optimizer = SOAP(lr=0.02, precondition_frequency=2)
+    settings = {"optimizer": optimizer, "checkpoint": {"interval": 3}, "precision": "bf16"}
+    whole_run = train(make_job(steps=6, job={"name": "whole"}, **settings))
+    train(make_job(steps=3, job={"name": "cut"}, **settings))
+    continued = train(make_job(steps=6, job={"name": "cut"}, **settings))
+    assert [record["loss"] for record in lines(continued)] == [record["loss"] for record in lines(whole_run)]
+
+
+def test_it_learns(make_job, train, lines):
+    records = lines(train(make_job(optimizer=SOAP(lr=0.02), steps=40, global_batch_size=16)))
+    assert records[-1]["loss"] < 0.5 * records[0]["loss"]
+
+
+def test_a_plan_knows_the_size_of_the_state(tmp_path):
+    """The owners' shares differ; the first rank's is some part of it."""
+    settings = {"optimizer": OPTIMIZER, "model": MODEL, **SIZES}
+    leave_group()  # of an earlier test: a plan is made by a process of its own
+    job = tiny_job(str(tmp_path), Catalog.installed(), parallel={"fsdp": FSDP()}, **settings)
+    plan = make_plan(job, Catalog.installed(), 2)
+    assert not plan.ranks[0].failure
+    run = run_of(tmp_path, **settings)
+    for item in run.parameters:
+        item.parameter.grad = torch.zeros_like(item.parameter)
+    run.optimizer.step()
+    state = sum(t.nbytes for s in run.optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor))
+    assert 0.3 * state < plan.ranks[0].optimizer < 0.7 * state
+
+
+def test_patterns_change_the_rate_of_both_kinds(make_job, build):
+    run = build(make_job(optimizer=SOAP(adam_lr=1e-3, groups=(ParameterGroup(match="layers.0.*", lr=0.5),))))
+    rates = {name: group["lr"] for group in run.optimizer.param_groups for name in group["names"]}
+    assert rates["layers.0.up.weight"] == rates["layers.0.up.bias"] == 0.5
+    assert (rates["layers.1.up.weight"], rates["layers.1.up.bias"]) == (3e-3, 1e-3)
+
+
+def test_a_frozen_matrix_stays_and_trains_once_it_is_unfrozen(make_job, build):
+    """From its second gradient on, as all do."""
+    run = build(make_job(optimizer=SOAP()))
+    items = {item.name: item.parameter for item in run.parameters}
+    frozen_one, other = items["layers.0.up.weight"], items["layers.0.down.weight"]
+    before = frozen_one.detach().clone(), other.detach().clone()
+    other.grad = draw("other", other.shape, 0).float()
+    run.optimizer.step()
+    run.optimizer.step()
+    assert torch.equal(frozen_one, before[0])
+    assert not torch.equal(other, before[1])
+    frozen_one.grad = draw("frozen", frozen_one.shape, 0).float()
+    run.optimizer.step()
+    assert torch.equal(frozen_one, before[0])
+    run.optimizer.step()
+    assert not torch.equal(frozen_one, before[0])
+
+
+def test_a_gradient_of_zeros_does_no_harm(tmp_path):
+    optimizer, parameters = optimizer_of(SOAP(precondition_frequency=1, weight_decay=0), tmp_path, a=(6, 4))
+    before = parameters["a"].detach().clone()
+    for _ in range(4):
+        parameters["a"].grad = torch.zeros(6, 4, dtype=torch.float64)
+        optimizer.step()
+    assert torch.equal(parameters["a"], before)
+
+
+@pytest.mark.parametrize("beta", [1.0, -0.1])
+def test_a_decay_that_cannot_be_is_refused(beta):
+    with pytest.raises(ValueError, match="preconditioner_beta"):
+        SOAP(preconditioner_beta=beta)

@@ -1,0 +1,15 @@
+"""`soap` keeps the contracts of its kind."""
+
+from __future__ import annotations
+
+from forge_core.testing.distribution import check_distribution
+from forge_core.testing.suites import OptimizerSuite
+from forge_plugin_soap import SOAP
+
+
+def test_the_distribution():
+    check_distribution("forge-plugin-soap")
+
+
+class TestSOAP(OptimizerSuite):
+    component = SOAP(lr=0.02, precondition_frequency=2, adam_lr=1e-2, adam_eps=1e-5)
