@@ -22,29 +22,71 @@ from types import SimpleNamespace
 from typing import Any
 
 import lion_pytorch
+import pytorch_optimizer
+import schedulefree
 import torch
+import torchao.optim
 from attrs import define, field
 from lion_pytorch.cautious_lion import Lion as CautiousLion
 from lion_pytorch.foreach import Lion as ForeachLion
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from forge_core.components import OptimizerComponent
 from forge_core.engine.parameters import NamedParameter, NamedParameters
 from forge_plugin_adamw import AdamW
 from forge_plugin_lion import Lion
+from forge_plugin_lowbit import AdamW4bit, AdamW8bit, AdamWBF16, AdamWFloat8
+from forge_plugin_muon import Muon
+from forge_plugin_schedule_free import ScheduleFreeAdamW, ScheduleFreeSGD
+from forge_plugin_soap import SOAP
 
 Make = Callable[[NamedParameters], torch.optim.Optimizer]
 
 
 def ours(component: OptimizerComponent, device: str = "cpu") -> Make:
-    context: Any = SimpleNamespace(device=torch.device(device), mesh=None)
+    job = SimpleNamespace(job=SimpleNamespace(seed=1))
+    context: Any = SimpleNamespace(device=torch.device(device), mesh=None, job=job)
     return lambda parameters: component.build(context, parameters)
 
 
 def public(make: Callable[..., torch.optim.Optimizer], **keys: Any) -> Make:
     """Another implementation, with the groups of `NamedParameters.groups`."""
     return lambda parameters: make(parameters.groups(0.1), lr=1e-4, **keys)
+
+
+class Both:
+    """An optimizer of matrices, and torch's fused AdamW of the rest."""
+
+    def __init__(self, make: Callable[..., torch.optim.Optimizer], parameters: NamedParameters, **keys: Any) -> None:
+        matrices = [item.parameter for item in parameters if item.role == "matrix"]
+        others = NamedParameters([item for item in parameters if item.role != "matrix"])
+        adam = torch.optim.AdamW(others.groups(0.1), lr=1e-4, fused=True)
+        self._optimizers = make(matrices, lr=1e-4, weight_decay=0.1, **keys), adam
+
+    @property
+    def state(self) -> Mapping[Tensor, Any]:
+        return {parameter: state for each in self._optimizers for parameter, state in each.state.items()}
+
+    def step(self) -> None:
+        for optimizer in self._optimizers:
+            optimizer.step()
+
+
+def of_matrices(make: Callable[..., torch.optim.Optimizer], **keys: Any) -> Make:
+    """Another implementation, for the matrices alone."""
+    return lambda parameters: Both(make, parameters, **keys)  # type: ignore[return-value]
+
+
+def averaging(make: Callable[..., torch.optim.Optimizer], **keys: Any) -> Make:
+    """Another implementation that has to be told that it trains."""
+
+    def made(parameters: NamedParameters) -> torch.optim.Optimizer:
+        optimizer = make(parameters.groups(0.1), lr=1e-4, **keys)
+        optimizer.train()  # type: ignore[attr-defined]
+        return optimizer
+
+    return made
 
 
 CONTENDERS: Mapping[str, Mapping[str, Make]] = {
@@ -61,6 +103,38 @@ CONTENDERS: Mapping[str, Mapping[str, Make]] = {
     "lion, cautious": {
         "forge": ours(Lion(lr=1e-4, cautious=True)),
         "lion-pytorch": public(CautiousLion),
+    },
+    "muon": {
+        "forge": ours(Muon(lr=1e-4)),
+        "torch": of_matrices(torch.optim.Muon),
+    },
+    "soap": {
+        "forge": ours(SOAP(lr=1e-4)),
+        "pytorch-optimizer": of_matrices(pytorch_optimizer.SOAP),
+    },
+    "schedule_free_adamw": {
+        "forge": ours(ScheduleFreeAdamW(lr=1e-4)),
+        "schedulefree": averaging(schedulefree.AdamWScheduleFree),
+    },
+    "schedule_free_sgd": {
+        "forge": ours(ScheduleFreeSGD(lr=1e-4)),
+        "schedulefree": averaging(schedulefree.SGDScheduleFree, momentum=0.9),
+    },
+    "adamw_8bit": {
+        "forge": ours(AdamW8bit(lr=1e-4)),
+        "torchao": public(torchao.optim.AdamW8bit),
+    },
+    "adamw_4bit": {
+        "forge": ours(AdamW4bit(lr=1e-4)),
+        "torchao": public(torchao.optim.AdamW4bit),
+    },
+    "adamw_float8": {
+        "forge": ours(AdamWFloat8(lr=1e-4)),
+        "torchao": public(torchao.optim.AdamWFp8),
+    },
+    "adamw_bf16": {
+        "forge": ours(AdamWBF16(lr=1e-4)),
+        "torch fused, float32": public(torch.optim.AdamW, fused=True),
     },
 }
 """For each optimizer its implementations: `forge` and the others."""

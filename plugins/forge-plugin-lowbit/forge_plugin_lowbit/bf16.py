@@ -11,8 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from forge_core.parallel.whole_matrices import own_box
 from forge_plugin_lowbit.arithmetic import adamw
-from forge_plugin_lowbit.optimizer import STEP
-from forge_plugin_lowbit.rounding import Place, place_of, random_bits, round_with
+from forge_plugin_lowbit.optimizer import STEP, contiguous_like
+from forge_plugin_lowbit.rounding import place_of, random_bits, round_with
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -31,20 +31,24 @@ class BF16Moments:
         self._stochastic = component.stochastic_rounding
         self._seed = context.job.job.seed
         self._names: dict[Tensor, str] = {item.parameter: item.name for item in parameters}
-        self._places: dict[Tensor, Place] = {}
+        self._places: dict[Tensor, Tensor] = {}
         for item in parameters:
             box = own_box(item.parameter, context.mesh)
             offsets, sizes = [side.start for side in box], [side.stop - side.start for side in box]
-            self._places[item.parameter] = place_of(offsets, sizes, item.parameter.shape)
+            place = place_of(offsets, sizes, item.parameter.shape)
+            self._places[item.parameter] = torch.tensor(place, device=context.device)
 
     def empty(self, parameter: Tensor) -> dict[str, Tensor]:
-        return {slot: torch.empty_like(parameter, dtype=torch.bfloat16, requires_grad=False) for slot in MOMENTS}
+        return {slot: contiguous_like(parameter, torch.bfloat16) for slot in MOMENTS}
 
     def update(self, parameter: Tensor) -> Callable[..., None]:
         return adamw_stochastic if self._stochastic else adamw
 
+    def shape(self, parameter: Tensor) -> tuple[int, ...]:
+        return (-1,)
+
     def inputs(self, parameter: Tensor, state: Mapping[str, Tensor]) -> tuple[Any, ...]:
-        moments = tuple(state[slot] for slot in MOMENTS)
+        moments = tuple(state[slot].view(-1) for slot in MOMENTS)
         if not self._stochastic:
             return moments
         return *moments, self._key(parameter, state[STEP]), self._places[parameter]
@@ -65,12 +69,12 @@ def adamw_stochastic(
     average: Tensor,
     square: Tensor,
     key: Tensor,
-    place: Place,
+    place: Tensor,
     *settings: Any,
 ) -> None:
     """AdamW over moments in float32, which are then rounded."""
     average_32, square_32 = average.float(), square.float()
     adamw(parameter, gradient, step, average_32, square_32, *settings)
-    bits = random_bits(place, key).view(average.shape)
+    bits = random_bits(place, key, average.shape[0])
     average.copy_(round_with(average_32, bits & 0xFFFF))
     square.copy_(round_with(square_32, bits >> 16))

@@ -17,14 +17,18 @@ Values = Callable[[], tuple[float, ...]]
 
 @frozen
 class Format:
-    """How the elements of a moment are kept."""
+    """How the elements of a moment are kept.
+
+    Elements are (blocks, size of a block), their codes (blocks, codes of a block), and scales (blocks,): a compiled
+    kernel then knows the size of a block, and does for any number of them.
+    """
 
     dtype: torch.dtype
     """Of codes."""
     packed: int
     """Elements to a code."""
     read: Callable[[Tensor, Tensor, Tensor], Tensor]
-    """(codes, scales, table) -> the elements in float32; all of one dimension."""
+    """(codes, scales, table) -> the elements in float32."""
     write: Callable[[Tensor, Tensor, Tensor, Tensor], None]
     """(elements, codes, scales, table): put float32 elements into codes and scales."""
     values: tuple[Values, Values]
@@ -48,29 +52,29 @@ def _read_8(codes: Tensor, scales: Tensor, table: Tensor) -> Tensor:
 
 
 def _write_8(elements: Tensor, codes: Tensor, scales: Tensor, table: Tensor) -> None:
-    scaled, scale = quant_utils.scale_tensor(elements, elements.numel() // scales.numel())
+    scaled, scale = quant_utils.scale_tensor(elements, elements.shape[1])
     codes.copy_(quant_utils.quantize_8bit_with_qmap(scaled, table))
     scales.copy_(scale)
 
 
 def _read_4(codes: Tensor, scales: Tensor, table: Tensor) -> Tensor:
-    apart = torch.stack([codes >> 4, codes & 0b1111], dim=-1).view(-1)
+    apart = torch.stack([codes >> 4, codes & 0b1111], dim=-1).flatten(1)
     return quant_utils.dequant_with_qmap(apart, table, scales)
 
 
 def _write_4(elements: Tensor, codes: Tensor, scales: Tensor, table: Tensor) -> None:
-    scaled, scale = quant_utils.scale_tensor(elements, elements.numel() // scales.numel())
+    scaled, scale = quant_utils.scale_tensor(elements, elements.shape[1])
     apart = quant_utils.quantize_4bit_with_qmap(scaled, table)
-    codes.copy_((apart[::2] << 4) | apart[1::2])
+    codes.copy_((apart[:, ::2] << 4) | apart[:, 1::2])
     scales.copy_(scale)
 
 
 def _read_float8(codes: Tensor, scales: Tensor, table: Tensor) -> Tensor:
-    return (codes.float().view(scales.numel(), -1) * scales.view(-1, 1)).view(-1)
+    return codes.float() * scales.view(-1, 1)
 
 
 def _write_float8(elements: Tensor, codes: Tensor, scales: Tensor, table: Tensor) -> None:
-    found, scale = subclass_fp8.quantize_fp8(elements, elements.numel() // scales.numel())
+    found, scale = subclass_fp8.quantize_fp8(elements, elements.shape[1])
     codes.copy_(found)
     scales.copy_(scale)
 

@@ -29,12 +29,15 @@ class Moments(Protocol):
     def update(self, parameter: Tensor) -> Callable[..., None]:
         """One step of AdamW on one rank's part of a parameter: a function of (parameter, gradient, step, *inputs,
         *settings), the last as `forge_plugin_lowbit.arithmetic.adamw` has them. Equal for as many parameters as can be:
-        it is compiled."""
+        it is compiled, for any size of the first dimension."""
+        ...
+
+    def shape(self, parameter: Tensor) -> tuple[int, ...]:
+        """In which shape `update` takes a part of the parameter and its gradient."""
         ...
 
     def inputs(self, parameter: Tensor, state: Mapping[str, Tensor]) -> tuple[Any, ...]:
-        """What `update` takes of this rank's state, whose tensors it changes in place; those of the parameter's shape
-        are flat where that is."""
+        """What `update` takes of this rank's state, whose tensors it changes in place."""
         ...
 
 
@@ -74,24 +77,17 @@ class LowBitAdamW(torch.optim.Optimizer):
         if not own.numel():
             return
         parts = {slot: local_part(tensor) for slot, tensor in state.items()}
-        tensors = [own, local_part(parameter.grad), *(parts.values())]
-        if all(tensor.is_contiguous() for tensor in tensors):  # flat, so that one kernel does for all shapes
-            own, gradient = (tensor.view(-1) for tensor in tensors[:2])
-            parts = {slot: tensor.view(-1) if tensor.ndim else tensor for slot, tensor in parts.items()}
-        else:
-            gradient = tensors[1]
-        inputs = self._moments.inputs(parameter, parts)
-        self._function(parameter)(own, gradient, parts[STEP], *inputs, *settings)
-
-    def _function(self, parameter: Tensor) -> Callable[..., None]:
-        """The update, compiled where that is wanted and there is anything to compute."""
-        function = self._moments.update(parameter)
-        if not self._compile or isinstance(local_part(parameter.detach()), FakeTensor):
-            return function
-        if function not in self._compiled:
-            # From the first for any size: another kernel later on would round otherwise, and a restart begins anew.
-            self._compiled[function] = torch.compile(function, fullgraph=True, dynamic=True)
-        return self._compiled[function]
+        shape = self._moments.shape(parameter)
+        weights, gradient = own.contiguous().view(shape), local_part(parameter.grad).reshape(shape)
+        function, inputs = self._moments.update(parameter), self._moments.inputs(parameter, parts)
+        if self._compile and not isinstance(own, FakeTensor):
+            if function not in self._compiled:
+                self._compiled[function] = torch.compile(function, fullgraph=True)
+            function = self._compiled[function]
+            _for_any_length(weights, gradient, *inputs)
+        function(weights, gradient, parts[STEP], *inputs, *settings)
+        if not own.is_contiguous():
+            own.copy_(weights.view(own.shape))
 
     def empty_slot(self, parameter: Tensor, slot: str, size: torch.Size, dtype: torch.dtype) -> Tensor:
         """See `forge_core.protocols.PlacesState`."""
@@ -102,3 +98,17 @@ class LowBitAdamW(torch.optim.Optimizer):
             wanted = ", ".join(f"{name}: {list(tensor.shape)} of {tensor.dtype}" for name, tensor in known.items())
             raise CheckpointError(f"the checkpoint's state of {self._names[parameter]} has {seen}; wanted are {wanted}")
         return memory
+
+
+def contiguous_like(parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    """Memory of the parameter's shape, split like it."""
+    return torch.empty_like(parameter, dtype=dtype, requires_grad=False, memory_format=torch.contiguous_format)
+
+
+def _for_any_length(weights: Tensor, *inputs: Any) -> None:
+    """Tell the compiler from the first that other parameters have other numbers of rows, and differ in no other way: it
+    would make another kernel later on, which may round otherwise, and a run that continues begins anew."""
+    rows = weights.shape[0]
+    for tensor in (weights, *inputs):
+        if rows > 1 and isinstance(tensor, Tensor) and tensor.shape[:1] == (rows,):
+            torch._dynamo.mark_dynamic(tensor, 0)

@@ -13,7 +13,7 @@ from forge_core.errors import JobError, Problem
 from forge_core.parallel.mesh import gather_objects, pipeline_group
 from forge_plugin_lowbit.arithmetic import adamw
 from forge_plugin_lowbit.blocks import Blocks, blocks_of, check_whole, split_like
-from forge_plugin_lowbit.optimizer import LowBitAdamW
+from forge_plugin_lowbit.optimizer import LowBitAdamW, contiguous_like
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -67,7 +67,7 @@ class QuantisedMoments:
     def empty(self, parameter: Tensor) -> dict[str, Tensor]:
         blocks = self._blocks.get(parameter)
         if blocks is None:
-            return {slot: torch.empty_like(parameter, dtype=torch.float32, requires_grad=False) for slot in MOMENTS}
+            return {slot: contiguous_like(parameter, torch.float32) for slot in MOMENTS}
         codes = {slot: split_like(parameter, blocks, self._format.packed, self._format.dtype) for slot in MOMENTS}
         scales = {slot + SCALE: split_like(parameter, blocks, blocks.size, torch.float32) for slot in MOMENTS}
         return codes | scales
@@ -75,10 +75,15 @@ class QuantisedMoments:
     def update(self, parameter: Tensor) -> Callable[..., None]:
         return self._quantised if parameter in self._blocks else adamw
 
+    def shape(self, parameter: Tensor) -> tuple[int, ...]:
+        return (-1, self._blocks[parameter].size) if parameter in self._blocks else (-1,)
+
     def inputs(self, parameter: Tensor, state: Mapping[str, Tensor]) -> tuple[Any, ...]:
         if parameter not in self._blocks:
-            return tuple(state[slot] for slot in MOMENTS)
-        parts = tuple(state[slot + kind].view(-1) for slot in MOMENTS for kind in ("", SCALE))
+            return tuple(state[slot].view(-1) for slot in MOMENTS)
+        codes = self._blocks[parameter].size // self._format.packed
+        shapes = {"": (-1, codes), SCALE: (-1,)}
+        parts = tuple(state[slot + kind].view(shape) for slot in MOMENTS for kind, shape in shapes.items())
         return *parts, *self._format.tables(parts[0])
 
 
@@ -97,11 +102,11 @@ def _over(format: Format) -> Callable[..., None]:
         square_table: Tensor,
         *settings: Any,
     ) -> None:
-        average = format.read(average_codes, average_scales, average_table).view(parameter.shape)
-        square = format.read(square_codes, square_scales, square_table).view(parameter.shape)
+        average = format.read(average_codes, average_scales, average_table)
+        square = format.read(square_codes, square_scales, square_table)
         adamw(parameter, gradient, step, average, square, *settings)
-        format.write(average.view(-1), average_codes, average_scales, average_table)
-        format.write(square.view(-1), square_codes, square_scales, square_table)
+        format.write(average, average_codes, average_scales, average_table)
+        format.write(square, square_codes, square_scales, square_table)
 
     return update
 

@@ -29,16 +29,19 @@ def place_of(offsets: Sequence[int], sizes: Sequence[int], shape: Sequence[int])
     return tuple(reversed(loops))
 
 
-def random_bits(place: Place, key: Tensor) -> Tensor:
-    """(elements of the part,) int64 of 32 random bits each: those of an element are the same in every division.
+def random_bits(place: Tensor, key: Tensor, count: int) -> Tensor:
+    """(count,) int64 of 32 random bits each: those of an element are the same in every division.
 
     Args:
+        place: (loops, 3) int64, a `Place` of `count` elements.
         key: (2,) int64, of 32 bits each. Another key gives other bits.
     """
-    number: Tensor = torch.zeros((1,), dtype=torch.int64, device=key.device)
-    for first, count, stride in place:
-        along = (torch.arange(count, device=key.device) + first) * stride
-        number = (number.unsqueeze(-1) + along).view(-1)
+    left = torch.arange(count, device=key.device)
+    number = torch.zeros_like(left)
+    for first, inner, stride in place[1:].flip(0).unbind():
+        number = number + (left % inner + first) * stride
+        left = left // inner
+    number = number + (left + place[0, 0]) * place[0, 2]
     return _mix(_mix((number & WORD) ^ key[0]) ^ (number >> 32) ^ key[1])
 
 

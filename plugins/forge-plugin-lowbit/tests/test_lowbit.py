@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import math
 from types import SimpleNamespace
 
 import attrs
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 from torchao.optim import AdamW4bit as TorchaoAdamW4bit
 from torchao.optim import AdamW8bit as TorchaoAdamW8bit
@@ -90,6 +92,31 @@ def test_a_compiled_step_is_an_eager_one(tmp_path, component):
             run.optimizer.step()
         weights.append([item.parameter.detach() for item in run.parameters])
     torch.testing.assert_close(*weights, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_one_compiled_kernel_does_for_parameters_of_all_sizes(tmp_path):
+    run = run_of(tmp_path, model=TinyModel(dim=64), optimizer=AdamW8bit(min_size=1))
+    for item in run.parameters:
+        item.parameter.grad = torch.ones_like(item.parameter)
+    torch._dynamo.reset()
+    counters.clear()
+    run.optimizer.step()
+    assert len({item.parameter.numel() for item in run.parameters}) == 4
+    assert counters["stats"]["unique_graphs"] == 2, "one for codes, one for float32 moments"
+
+
+@pytest.mark.slow
+def test_a_compiled_kernel_has_the_random_bits_of_an_eager_one():
+    @torch.compile(fullgraph=True)
+    def compiled(elements, place, key):
+        return random_bits(place, key, elements.shape[0])
+
+    for shape, offsets, sizes in (((12, 10), (3, 4), (5, 3)), ((14, 20), (0, 5), (14, 10))):
+        place, elements = place_of(offsets, sizes, shape), torch.empty(math.prod(sizes))
+        torch._dynamo.mark_dynamic(elements, 0)
+        found = compiled(elements, torch.tensor(place), torch.tensor([3, 4]))
+        assert torch.equal(found, bits_of(place, [3, 4]))
 
 
 @pytest.mark.slow
@@ -273,9 +300,13 @@ def test_parameters_whose_blocks_are_cut_may_be_excluded(tmp_path):
 # --- stochastic rounding -----------------------------------------------------------------------------------------
 
 
+def bits_of(place, key):
+    return random_bits(torch.tensor(place), torch.tensor(key), math.prod(count for _, count, _ in place))
+
+
 def test_rounding_gives_a_neighbour_and_the_mean_is_exact():
     x = torch.tensor([1.0, 1.001, -3.1415927, 1e-30, 0.0, 65504.0])
-    bits = random_bits(((0, 20000 * len(x), 1),), torch.tensor([1, 2])).view(20000, -1) & 0xFFFF
+    bits = bits_of([(0, 20000 * len(x), 1)], [1, 2]).view(20000, -1) & 0xFFFF
     rounded = round_with(x.expand(20000, -1).contiguous(), bits)
     low = (x.view(torch.int32) & -0x10000).view(torch.float32)
     high = ((x.view(torch.int32) & -0x10000) + 0x10000).view(torch.float32)
@@ -294,8 +325,8 @@ def test_rounding_leaves_what_is_not_finite():
 
 def test_random_bits_differ_by_key_and_place_and_are_even():
     count = 2**18
-    one, other = (random_bits(((0, count, 1),), torch.tensor(key)) for key in ([7, 7], [7, 8]))
-    far = random_bits(((2**34, count, 1),), torch.tensor([7, 7]))
+    one, other = (bits_of([(0, count, 1)], key) for key in ([7, 7], [7, 8]))
+    far = bits_of([(2**34, count, 1)], [7, 7])
     for found in (one, other, far):
         ones = torch.stack([((found >> bit) & 1).double().mean() for bit in range(32)])
         assert bool(((ones - 0.5).abs() < 5 * 0.5 / count**0.5).all())
@@ -316,11 +347,11 @@ def test_random_bits_differ_by_key_and_place_and_are_even():
     ],
 )
 def test_a_part_has_the_random_bits_that_it_has_in_the_whole(shape, offsets, sizes, loops):
-    key, box = torch.tensor([3, 4]), tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))
-    everything = random_bits(place_of([0] * len(shape), shape, shape), key).view(shape)
+    key, box = [3, 4], tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))
+    everything = bits_of(place_of([0] * len(shape), shape, shape), key).view(shape)
     place = place_of(offsets, sizes, shape)
     assert len(place) == loops
-    assert torch.equal(random_bits(place, key).view(sizes), everything[box])
+    assert torch.equal(bits_of(place, key).view(sizes), everything[box])
 
 
 def test_small_changes_are_kept_only_by_stochastic_rounding(tmp_path):
