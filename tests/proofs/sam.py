@@ -1,0 +1,81 @@
+"""Sharpness-aware minimisation (Foret et al. 2021): follows the gradient of the worst point near the weights.
+
+    [executor]
+    type = "./sam.py:SAM"
+    radius = 0.05
+"""
+
+from __future__ import annotations
+
+import torch
+from attrs import field, frozen
+from attrs.validators import gt
+
+from forge_core import ExecutorComponent, Problem, default_type
+from forge_core.auxiliary import Recomputing
+from forge_core.engine.gradients import global_norm
+
+
+@frozen(kw_only=True)
+class SAM(ExecutorComponent):
+    """Goes `radius` along the normalised gradient, takes the gradient there, and comes back to the bit. The step then
+    uses that one. It costs a second forward and backward pass; losses and metrics are those of the first."""
+
+    resumes_as = "flag"  # unlike other executors, it changes what is learned
+
+    radius: float = field(default=0.05, validator=gt(0))
+    """Length of the way, over all parameters together."""
+    inner: ExecutorComponent = default_type("plain")
+    """What runs each of the two passes."""
+
+    def problems(self, job, layout):
+        if layout.pp > 1:
+            yield Problem("", "runs a step twice, and parallel.pp brings an executor of its own; leave one of them out")
+
+    def build(self, context, model, loss, stages):
+        inner = context.build(self.inner, model=model, loss=loss, stages=stages)
+        return SharpnessAware(inner, model, stages, context, self.radius)
+
+
+class SharpnessAware:
+    """See `forge_core.protocols.Executor`."""
+
+    def __init__(self, inner, model, stages, context, radius: float) -> None:
+        self._inner, self._model, self._stages = inner, model, stages
+        self._context, self._radius = context, radius
+        self.evaluate = inner.evaluate
+
+    def train_step(self, batches, denominator):
+        random = torch.get_rng_state(), self._cuda_state()
+        output = self._inner.train_step(batches, denominator)
+        self._complete()
+        trained = [parameter for parameter in self._model.parameters() if parameter.grad is not None]
+        weights = [parameter.detach().clone() for parameter in trained]
+        with torch.no_grad():
+            way = self._radius / global_norm(trained).clamp(min=1e-12)
+            for parameter in trained:
+                parameter.add_(parameter.grad * way)
+                parameter.grad = None
+        self._replay(random)
+        with Recomputing(self._context.auxiliary):  # its metrics count once
+            self._inner.train_step(batches, denominator)
+        with torch.no_grad():
+            for parameter, weight in zip(trained, weights, strict=True):
+                parameter.copy_(weight)
+        return output
+
+    def _complete(self) -> None:
+        """What the engine does after a step: stages add up what they left partial."""
+        for stage in reversed(self._stages):
+            if hasattr(stage, "complete_gradients"):
+                stage.complete_gradients(self._model)
+
+    def _cuda_state(self):
+        device = self._context.device
+        return torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+    def _replay(self, random) -> None:
+        """The second pass drops what the first did."""
+        torch.set_rng_state(random[0])
+        if random[1] is not None:
+            torch.cuda.set_rng_state(random[1], self._context.device)
