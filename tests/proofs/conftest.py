@@ -50,8 +50,12 @@ def job_files(tmp_path: Path) -> Callable[[str, str], list[str]]:
 
 @pytest.fixture
 def job_of(job_files: Callable[[str, str], list[str]], catalog: Catalog) -> Callable[..., Job]:
-    """The same, read; with overrides as on the command line."""
-    return lambda name, text="", *overrides: load_job(*job_files(name, text), overrides=overrides, catalog=catalog)
+    """The same, read; with overrides as on the command line, for so many ranks."""
+
+    def read(name: str, text: str = "", *overrides: str, ranks: int = 1) -> Job:
+        return load_job(*job_files(name, text), overrides=overrides, catalog=catalog, world_size=ranks)
+
+    return read
 
 
 @pytest.fixture

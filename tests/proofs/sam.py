@@ -46,17 +46,13 @@ class SharpnessAware:
         self.evaluate = inner.evaluate
 
     def train_step(self, batches, denominator):
-        random = torch.get_rng_state(), self._cuda_state()
-        output = self._inner.train_step(batches, denominator)
+        devices = [self._context.device] if self._context.device.type == "cuda" else []
+        with torch.random.fork_rng(devices):  # the second pass draws the same dropout
+            output = self._inner.train_step(batches, denominator)
         self._complete()
         trained = [parameter for parameter in self._model.parameters() if parameter.grad is not None]
         weights = [parameter.detach().clone() for parameter in trained]
-        with torch.no_grad():
-            way = self._radius / global_norm(trained).clamp(min=1e-12)
-            for parameter in trained:
-                parameter.add_(parameter.grad * way)
-                parameter.grad = None
-        self._replay(random)
+        self._move(trained)
         with Recomputing(self._context.auxiliary):  # its metrics count once
             self._inner.train_step(batches, denominator)
         with torch.no_grad():
@@ -70,12 +66,9 @@ class SharpnessAware:
             if hasattr(stage, "complete_gradients"):
                 stage.complete_gradients(self._model)
 
-    def _cuda_state(self):
-        device = self._context.device
-        return torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-
-    def _replay(self, random) -> None:
-        """The second pass drops what the first did."""
-        torch.set_rng_state(random[0])
-        if random[1] is not None:
-            torch.cuda.set_rng_state(random[1], self._context.device)
+    @torch.no_grad()
+    def _move(self, parameters) -> None:
+        scale = self._radius / global_norm(parameters).clamp(min=1e-12)
+        for parameter in parameters:
+            parameter.add_(parameter.grad * scale)
+            parameter.grad = None

@@ -101,7 +101,7 @@ def test_a_run_that_stops_and_continues_is_the_same_to_the_bit(adapted, job_of, 
 def test_two_ranks_train_like_one(job_of, catalog):
     text = ADAPTED.replace("checkpoint.load", "#")
     expected = curves.train(job_of("one", text), catalog)
-    sharded = job_of("two", f"{text}\n[parallel.fsdp]\n")
+    sharded = job_of("two", f"{text}\n[parallel.fsdp]\n", ranks=2)
     for found in run_on_ranks(2, lambda rank: curves.train(sharded, catalog)):
         difference = Difference.between(found, expected)
         assert max(difference.initial, difference.loss, difference.norm, difference.gradient) < 1e-9
