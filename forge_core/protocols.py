@@ -324,8 +324,13 @@ class Executor(Protocol):
         (the valid tokens of the global batch, a device scalar) before backward, so reductions are plain sums."""
         ...
 
-    def evaluate(self, batches: Sequence[Batch]) -> StepOutput:
-        """Forward only, without gradients."""
+    def evaluate(self, batches: Sequence[Batch], measure: LossFunction | None = None) -> StepOutput:
+        """Forward only, without gradients.
+
+        Args:
+            measure: what takes the place of the job's loss, such as a count of right guesses. Of its output,
+                `per_sequence` is what comes back.
+        """
         ...
 
 
