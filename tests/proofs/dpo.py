@@ -49,7 +49,8 @@ class DPO(LossComponent):
 
     def problems(self, job, layout):
         if not Path(self.reference).exists():
-            yield Problem("reference", f"{self.reference} does not exist; give a checkpoint, a run folder or a job file")
+            fix = "give a checkpoint, a run folder or a job file"
+            yield Problem("reference", f"{self.reference} does not exist; {fix}")
         if layout.cp > 1:
             yield Problem("", "compares whole answers, which parallel.cp splits; leave it out")
 
@@ -104,15 +105,12 @@ class Pairs(DatasetComponent):
         for number, pair in enumerate(pairs, 1):
             answers = [encode(context.tokenizer, pair["prompt"], pair[kind], half) for kind in ("chosen", "rejected")]
             if None in answers:
-                seen = f"{self.path}, line {number}, is longer than the {half} tokens that an answer has with its prompt"
-                raise JobError([Problem("path", f"{seen}; raise train.seq_len, which is two of these")])
+                seen = f"{self.path}, line {number}, does not fit: a prompt with an answer has {half} tokens"
+                raise JobError([Problem("path", f"{seen}; raise train.seq_len, which is twice that")])
             (chosen, chosen_labels), (rejected, rejected_labels) = answers
-            rows.append({
-                "input_ids": np.concatenate([chosen, rejected]),
-                "labels": np.concatenate([chosen_labels, rejected_labels]),
-                "document_ids": np.repeat([0, 1], half),
-                "positions": np.tile(np.arange(half), 2),
-            })
+            ids, labels = np.concatenate([chosen, rejected]), np.concatenate([chosen_labels, rejected_labels])
+            apart = {"document_ids": np.repeat([0, 1], half), "positions": np.tile(np.arange(half), 2)}
+            rows.append({"input_ids": ids, "labels": labels, **apart})
         cut = len(rows) - self.keep_out
         return Rows(rows[:cut], Rows(rows[cut:]) if self.keep_out else None)
 

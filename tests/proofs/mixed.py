@@ -27,8 +27,8 @@ class Mixed(ModelComponent):
     """Blocks of two kinds in any order. Nothing but the window and causality tells positions apart."""
 
     blocks: tuple[Literal["window", "linear"], ...] = field(default=("window", "linear"), validator=min_len(1))
-    """Kind of each layer. window: softmax attention to the nearest positions. linear: attention to all positions before,
-    with the kernel elu(x) + 1 (Katharopoulos et al. 2020), at a cost that does not grow with their number."""
+    """Kind of each layer. window: softmax attention to the nearest positions. linear: attention to all earlier ones, with
+    the kernel elu(x) + 1 (Katharopoulos et al. 2020), at a cost that does not grow with their number."""
     dim: int = field(default=256, validator=gt(0))
     """D."""
     heads: int = field(default=4, validator=gt(0))
@@ -44,7 +44,8 @@ class Mixed(ModelComponent):
 
     def build(self, context):
         mixers = [SlidingWindow(self.window) if kind == "window" else LinearAttention() for kind in self.blocks]
-        return Network([Block(self.dim, self.heads, mixer) for mixer in mixers], self.dim, self.vocab_size, context.dtype)
+        blocks = [Block(self.dim, self.heads, mixer) for mixer in mixers]
+        return Network(blocks, self.dim, self.vocab_size, context.dtype)
 
 
 class Network(nn.Module):
@@ -146,7 +147,7 @@ class LinearAttention(nn.Module):
             pairs = (number == number.mT).tril()
             outputs.append(q @ k.mT * pairs @ v + q @ sums * (number == of[..., None, None]))
             last = number[:, :, -1, 0]
-            goes_on = (number == last[..., None, None])
+            goes_on = number == last[..., None, None]
             sums = sums * (of == last)[..., None, None] + (k * goes_on).mT @ v
             of = last
         y = torch.cat(outputs, dim=2)

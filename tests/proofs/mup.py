@@ -6,7 +6,9 @@
 
     [plugins.mup]
     type = "./mup.py:MuP"
-    base.dim = 256              # [model] as it was when the rates were tuned, where it differed
+    base.dim = 256              # as it was when the rates were tuned
+
+It acts where parameters are drawn, where logits are made, and on the groups of whatever optimizer is built.
 """
 
 from __future__ import annotations

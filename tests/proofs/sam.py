@@ -3,6 +3,8 @@
     [executor]
     type = "./sam.py:SAM"
     radius = 0.05
+
+It leaves running micro-batches to another executor, and so works with every stage but one that brings its own.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ HALVES = slice(0, 16), slice(16, 32)
 
 
 def log_p(model, answer):
-    logits = model.head.logits(model(dict(input_ids=answer["input_ids"])))
+    logits = model.head.logits(model({"input_ids": answer["input_ids"]}))
     return -cross_entropy(logits[0], answer["labels"][0], ignore_index=-100, reduction="sum")
 
 
@@ -128,5 +128,5 @@ def test_two_ranks_train_like_one(preferences, catalog):
 
 def test_an_answer_that_does_not_fit_is_told(preferences, build, tmp_path):
     job = preferences("dpo", "--train.seq_len=16")
-    with pytest.raises(JobError, match=r"data\.sources\.0\.path: .*pairs\.jsonl, line 2, is longer than the 8 tokens"):
+    with pytest.raises(JobError, match=r"data\.sources\.0\.path: .*pairs\.jsonl, line 2, does not fit: a prompt with an answer has 8 tokens"):
         build(job)
