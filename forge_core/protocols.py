@@ -250,7 +250,8 @@ class ParallelStage(Protocol):
     `complete_gradients`.
     `complete_gradients(model)` is called once a step after the last backward, last stage first, by a stage that leaves
     gradients partial or owns their reduction.
-    `executor(model, loss, stages)` is for a stage that runs the micro-batches itself.
+    `executor(model, loss, stages)` is for a stage that runs the micro-batches itself; its component says so
+    (`ParallelComponent.brings_executor`).
     `counted_elsewhere(model)` gives parameters that other pipeline ranks have too and count in the global norm.
     """
 
