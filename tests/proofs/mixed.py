@@ -27,8 +27,8 @@ class Mixed(ModelComponent):
     """Blocks of two kinds in any order. Nothing but the window and causality tells positions apart."""
 
     blocks: tuple[Literal["window", "linear"], ...] = field(default=("window", "linear"), validator=min_len(1))
-    """Kind of each layer. window: softmax attention to the nearest positions. linear: attention to all earlier ones, with
-    the kernel elu(x) + 1 (Katharopoulos et al. 2020), at a cost that does not grow with their number."""
+    """Kind of each layer. window: softmax attention to the nearest positions. linear: attention to all earlier ones,
+    with the kernel elu(x) + 1 (Katharopoulos et al. 2020), at a cost that does not grow with their number."""
     dim: int = field(default=256, validator=gt(0))
     """D."""
     heads: int = field(default=4, validator=gt(0))

@@ -13,7 +13,7 @@ import torch
 from attrs import field, frozen
 from attrs.validators import gt
 
-from forge_core import ExecutorComponent, Problem, default_type
+from forge_core import ExecutorComponent, default_type
 from forge_core.auxiliary import Recomputing
 from forge_core.engine.gradients import global_norm
 
@@ -29,10 +29,6 @@ class SAM(ExecutorComponent):
     """Length of the way, over all parameters together."""
     inner: ExecutorComponent = default_type("plain")
     """What runs each of the two passes."""
-
-    def problems(self, job, layout):
-        if layout.pp > 1:
-            yield Problem("", "runs a step twice, and parallel.pp brings an executor of its own; leave one of them out")
 
     def build(self, context, model, loss, stages):
         inner = context.build(self.inner, model=model, loss=loss, stages=stages)

@@ -76,10 +76,11 @@ def test_both_passes_drop_the_same(job_of, train, records):
     assert records("sam", "loss") == pytest.approx(records("plain", "loss"), rel=1e-9)
 
 
-def test_what_modules_attach_counts_once_in_metrics(job_of, train, records):
-    penalised = "--model.type=forge_core.testing:PenalisedModel"
-    train(job_of("sam", SAM, penalised))
-    train(job_of("plain", SAM.replace("executor", "#"), penalised))
+@pytest.mark.parametrize("recompute", ["false", "true"])
+def test_what_modules_attach_counts_once_in_metrics(recompute, job_of, train, records):
+    penalised = ("--model.type=forge_core.testing:PenalisedModel", f"--model.recompute={recompute}")
+    train(job_of("sam", SAM, *penalised))
+    train(job_of("plain", SAM.replace("executor", "#"), *penalised))
     for key in ("aux/forwards.0", "aux/token"):
         assert records("sam", key)[0] == records("plain", key)[0]
 
@@ -99,5 +100,5 @@ LAYOUTS = [("replicate",), ("fsdp",), ("tp", "--parallel.tp.degree=2")]
 
 
 def test_a_pipeline_is_refused(job_of):
-    with pytest.raises(JobError, match=r"executor: runs a step twice, and parallel\.pp brings an executor of its own"):
+    with pytest.raises(JobError, match=r"executor: .*sam\.py:SAM' would not be used: parallel\.pp brings an executor"):
         job_of("pp", SAM + "parallel.pp.degree = 2\n", ranks=2)
