@@ -38,7 +38,8 @@ class LoRA(Plugin):
     """Freezes the model, and adds alpha / rank B A to each chosen matrix, where only A and B are trained.
 
     They are parameters of their own beside the matrix: `X.weight` stays `X.weight`, and there are `X.lora.a.weight`
-    (rank, in) and `X.lora.b.weight` (out, rank). B starts at zero, so training starts from the model as it was.
+    (rank, in) and `X.lora.b.weight` (out, rank). B starts at zero, so training starts from the model as it was. No plan
+    names them, so the stage `tp` refuses them.
     """
 
     resumes_as = "impossible"

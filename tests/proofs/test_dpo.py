@@ -1,4 +1,4 @@
-"""`dpo.py`: the loss and its gradient against the formula, from a run; what it learns; two ranks."""
+"""`dpo.py` and `pairs.py`: the loss and its gradient against the formula, from a run; what it learns; two ranks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ type = "PROOFS/dpo.py:DPO"
 reference = "PLACE/runs/base"
 beta = 0.5
 [[data.sources]]
-type = "PROOFS/dpo.py:Pairs"
+type = "PROOFS/pairs.py:Pairs"
 path = "PLACE/pairs.jsonl"
 keep_out = 2
 """

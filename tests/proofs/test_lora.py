@@ -110,6 +110,12 @@ def test_two_ranks_train_like_one(job_of, catalog):
     assert changed == {name for name in expected.weights if ".lora." in name}
 
 
+def test_a_stage_that_cannot_split_them_says_so(job_of):
+    text = 'model.type = "forge_core.testing:SplittableModel"\n' + ADAPTED.replace("checkpoint.load", "#")
+    with pytest.raises(JobError, match=r"parallel\.tp: the plan of SplittableNetwork does not name .*\.lora\.b'"):
+        job_of("tp", f"{text}\n[parallel.tp]\ndegree = 2\n", ranks=2)
+
+
 def test_a_pattern_that_fits_nothing_is_refused(job_of, build):
     job = job_of("wrong", ADAPTED.replace("checkpoint.load", "#").replace("rank = 2", 'match = "blocks.*"'))
     with pytest.raises(JobError, match=r"'blocks\.\*' fits no matrix of the layers; there are layers\.0\.up"):
