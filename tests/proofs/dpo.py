@@ -20,7 +20,7 @@ from attrs import field, frozen
 from attrs.validators import gt
 from torch.nn.functional import logsigmoid
 
-from forge_core import LossComponent, Problem
+from forge_core import ForgeError, JobError, LossComponent, Problem
 from forge_core.cross_entropy import loss_output
 from forge_core.engine.trained import load_trained
 from forge_core.protocols import IGNORED_LABEL
@@ -48,9 +48,15 @@ class DPO(LossComponent):
             yield Problem("", "compares whole answers, which parallel.cp splits; leave it out")
 
     def build(self, context):
-        reference = load_trained(Path(self.reference), context).model
+        trained = load_trained(Path(self.reference), context)
+        reference, theirs = trained.model, trained.manifest["provenance"].get("tokenizer")
+        if context.tokenizer is not None and theirs not in (None, context.tokenizer.fingerprint()):
+            fix = "take one that was trained with this job's"
+            raise JobError([Problem("loss.reference", f"{trained.checkpoint} has another tokenizer; {fix}")])
 
         def loss(head, hidden, batch):
+            if "document_ids" not in batch:
+                raise ForgeError("loss: DPO compares two documents of a sequence, and the data has no document_ids")
             valid = batch["labels"] != IGNORED_LABEL
             chosen = batch["document_ids"] == 0
             log_p = log_probabilities(head, hidden, batch)

@@ -76,8 +76,10 @@ def merge(source: str, target: str) -> None:
     """Read a file that `checkpoints … export` wrote, and write it with every W + alpha / rank B A in the place of W."""
     with safe_open(source, "pt") as file:
         metadata, weights = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    plugins = tomllib.loads(metadata["job"])["plugins"].values()
-    settings = next(table for table in plugins if table["type"].endswith(":LoRA"))
+    plugins = tomllib.loads(metadata["job"]).get("plugins", {}).values()
+    settings = next((table for table in plugins if table["type"].endswith(":LoRA")), None)
+    if settings is None:
+        sys.exit(f"{source} has no adapters: the job that trained it names no LoRA under [plugins]")
     for name in [name.removesuffix(A) for name in weights if name.endswith(A)]:
         update = weights.pop(name + B) @ weights.pop(name + A)
         weights[f"{name}.weight"] += settings["alpha"] / settings["rank"] * update

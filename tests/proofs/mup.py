@@ -17,7 +17,7 @@ import attrs
 from attrs import define, field
 from attrs.validators import min_len
 
-from forge_core import Plugin, Problem, hookimpl
+from forge_core import JobError, Plugin, Problem, hookimpl
 from forge_core.engine.parameters import NamedParameters
 from forge_core.protocols import Initialises
 
@@ -34,7 +34,7 @@ class MuP(Plugin):
     - all else (embeddings, head, norms, biases) stays as it is.
 
     A decoupled weight decay, which is multiplied by the rate, is divided by r: what it takes away stays the same. Base
-    rates may differ by role, as the optimizer has them. `lr` of `[[optimizer.groups]]` is taken as it is written.
+    rates may differ by role, as the optimizer has them. What `[[optimizer.groups]]` sets is taken as it is written.
     Attention should keep the width of its heads, and have more of them.
     """
 
@@ -52,6 +52,8 @@ class MuP(Plugin):
         base = attrs.evolve(component, **self.base).build(context)
         inputs = {item.name: item.parameter.shape[-1] for item in NamedParameters.of(base)}
         hidden = NamedParameters.of(model).with_roles(HIDDEN)
+        if missing := [item.name for item in hidden if item.name not in inputs]:
+            raise JobError([Problem("plugins.mup.base", f"lacks {missing[0]}; it may be narrower, and nothing else")])
         self.ratios = {item.name: inputs[item.name] / item.parameter.shape[-1] for item in hidden}
         for name, ratio in self.ratios.items():
             module, _, key = name.rpartition(".")

@@ -31,6 +31,14 @@ class Pairs(DatasetComponent):
     keep_out: int = field(default=0, validator=ge(0))
     """How many of the last pairs are for evaluation only."""
 
+    def problems(self, job, layout):
+        if not Path(self.path).is_file():
+            yield Problem("path", f"there is no file {self.path!r}")
+        if job.data.tokenizer is None:
+            yield Problem("", "answers are text; add [data.tokenizer]")
+        if job.train.seq_len % 2:
+            yield Problem("", f"a pair has two equal halves; make train.seq_len = {job.train.seq_len} even")
+
     def documents(self):
         for line in Path(self.path).read_text().splitlines():
             yield from json.loads(line).values()
@@ -48,7 +56,7 @@ class Pairs(DatasetComponent):
             ids, labels = np.concatenate([chosen, rejected]), np.concatenate([chosen_labels, rejected_labels])
             apart = {"document_ids": np.repeat([0, 1], half), "positions": np.tile(np.arange(half), 2)}
             rows.append({"input_ids": ids, "labels": labels, **apart})
-        cut = len(rows) - self.keep_out
+        cut = max(0, len(rows) - self.keep_out)
         return Rows(rows[:cut], Rows(rows[cut:]) if self.keep_out else None)
 
 
@@ -59,8 +67,8 @@ def encode(tokenizer, prompt: str, answer: str, length: int) -> tuple[np.ndarray
     missing = length + 1 - len(ids)
     if missing < 0:
         return None
-    labels = [IGNORED_LABEL] * (len(before) - 1) + ids[len(before) :] + [IGNORED_LABEL] * missing
-    return np.array(ids + [tokenizer.end_of_text] * missing)[:-1], np.array(labels)
+    targets = [IGNORED_LABEL] * len(before) + ids[len(before) :] + [IGNORED_LABEL] * missing
+    return np.array(ids + [tokenizer.end_of_text] * missing)[:-1], np.array(targets[1:])
 
 
 @frozen

@@ -21,8 +21,9 @@ from forge_core.testing.curves import Difference
 from forge_core.testing.processes import run_on_ranks
 from forge_core.testing.suites.base import Stop, losses_of, state_differences
 
+FILE = Path(__file__).with_name("lora.py")
+LOAD = 'checkpoint.load = {{ path = "{base}", exclude = ["*.lora.*"] }}\n'
 ADAPTED = """
-checkpoint.load = {{ path = "{base}", exclude = ["*.lora.*"] }}
 train.steps = 8
 train.precision = "fp64"
 optimizer.lr = 3e-3
@@ -42,7 +43,7 @@ start = 7
 def adapted(job_files, run_folder):
     """Of a model that another run has trained, by the command line."""
     assert main(job_files("base", 'train = { steps = 20, precision = "fp64" }')) == 0
-    text = ADAPTED.format(base=run_folder("base"))
+    text = LOAD.format(base=run_folder("base")) + ADAPTED
     assert main(job_files("adapted", text)) == 0
     return text
 
@@ -75,8 +76,7 @@ def test_it_starts_where_the_model_was(adapted, records, job_of, train):
 
 def test_merged_weights_give_the_logits_of_the_adapted_model(adapted, run_folder, tmp_path, job_of, catalog):
     exported(run_folder("adapted"), tmp_path / "adapted.safetensors")
-    plugin = Path(__file__).with_name("lora.py")
-    subprocess.run([sys.executable, plugin, "adapted.safetensors", "merged.safetensors"], cwd=tmp_path, check=True)
+    subprocess.run([sys.executable, FILE, "adapted.safetensors", "merged.safetensors"], cwd=tmp_path, check=True)
     job = job_of("again", 'train.precision = "fp64"')
     context = build_context(job, catalog, None)
     plain, _ = build_bare_model(job, context)
@@ -90,6 +90,13 @@ def test_merged_weights_give_the_logits_of_the_adapted_model(adapted, run_folder
     assert (logits - base.head.logits(base(batch))).abs().max() > 1e-3
 
 
+def test_a_file_without_adapters_is_not_merged(train, job_of, tmp_path, catalog):
+    exported(train(job_of("base")).folder, tmp_path / "base.safetensors")
+    lora = sys.modules[catalog.load("plugin", f"{FILE}:LoRA").__module__]
+    with pytest.raises(SystemExit, match=r"base\.safetensors has no adapters: the job that trained it names no LoRA"):
+        lora.merge(str(tmp_path / "base.safetensors"), str(tmp_path / "merged.safetensors"))
+
+
 def test_a_run_that_stops_and_continues_is_the_same_to_the_bit(adapted, job_of, train, run_folder):
     whole = train(job_of("whole", adapted))
     train(job_of("parts", adapted), Stop(step=3))
@@ -99,9 +106,8 @@ def test_a_run_that_stops_and_continues_is_the_same_to_the_bit(adapted, job_of, 
 
 
 def test_two_ranks_train_like_one(job_of, catalog):
-    text = ADAPTED.replace("checkpoint.load", "#")
-    expected = curves.train(job_of("one", text), catalog)
-    sharded = job_of("two", f"{text}\n[parallel.fsdp]\n", ranks=2)
+    expected = curves.train(job_of("one", ADAPTED), catalog)
+    sharded = job_of("two", f"{ADAPTED}\n[parallel.fsdp]\n", ranks=2)
     for found in run_on_ranks(2, lambda rank: curves.train(sharded, catalog)):
         difference = Difference.between(found, expected)
         assert max(difference.initial, difference.loss, difference.norm, difference.gradient) < 1e-9
@@ -111,12 +117,12 @@ def test_two_ranks_train_like_one(job_of, catalog):
 
 
 def test_a_stage_that_cannot_split_them_says_so(job_of):
-    text = 'model.type = "forge_core.testing:SplittableModel"\n' + ADAPTED.replace("checkpoint.load", "#")
+    text = 'model.type = "forge_core.testing:SplittableModel"\n' + ADAPTED
     with pytest.raises(JobError, match=r"parallel\.tp: the plan of SplittableNetwork does not name .*\.lora\.b'"):
         job_of("tp", f"{text}\n[parallel.tp]\ndegree = 2\n", ranks=2)
 
 
 def test_a_pattern_that_fits_nothing_is_refused(job_of, build):
-    job = job_of("wrong", ADAPTED.replace("checkpoint.load", "#").replace("rank = 2", 'match = "blocks.*"'))
+    job = job_of("wrong", ADAPTED.replace("rank = 2", 'match = "blocks.*"'))
     with pytest.raises(JobError, match=r"'blocks\.\*' fits no matrix of the layers; there are layers\.0\.up"):
         build(job)

@@ -99,3 +99,8 @@ def test_two_ranks_train_like_one(job_of, catalog):
 def test_a_key_that_the_model_lacks_is_refused(job_of):
     with pytest.raises(JobError, match=r"plugins\.mup\.base\.width: unknown key of the model, which has dim, layers"):
         job_of("wrong", MUP.replace("base.dim", "base.width"))
+
+
+def test_a_base_of_another_depth_is_refused(job_of, build):
+    with pytest.raises(JobError, match=r"plugins\.mup\.base: lacks layers\.1\.up\.weight; it may be narrower"):
+        build(job_of("shallow", MUP.replace("base.dim = 16", "base.layers = 1")))
