@@ -30,19 +30,22 @@ class _Attach(torch.autograd.Function):
 
 
 class Recomputing(AbstractContextManager):
-    """Marks the recomputation of a checkpointed region, in which metrics must not count again.
+    """Marks the recomputation of a checkpointed region, or any other second forward pass, in which metrics must not
+    count again. One may lie within another.
 
     A class and not a generator: zero-bubble schedules enter one object many times.
     """
 
     def __init__(self, auxiliary: Auxiliary) -> None:
         self._auxiliary = auxiliary
+        self._before: list[bool] = []
 
     def __enter__(self) -> None:
+        self._before.append(self._auxiliary.recomputing)
         self._auxiliary.recomputing = True
 
     def __exit__(self, *exc: object) -> None:
-        self._auxiliary.recomputing = False
+        self._auxiliary.recomputing = self._before.pop()
 
 
 class Auxiliary:

@@ -282,6 +282,11 @@ class ParallelComponent(Component):
         from the forward pass to the end of the step."""
         return False
 
+    @property
+    def brings_executor(self) -> bool:
+        """Whether its stage runs the micro-batches itself (`executor`), so that no other can be asked for."""
+        return False
+
     def micro_batches_alive(self, count: int) -> float:
         """Of how many of a step's `count` micro-batches this stage lets a rank keep activations at the same time, at
         the most; a fraction where a rank keeps those of some layers only."""

@@ -250,7 +250,8 @@ class ParallelStage(Protocol):
     `complete_gradients`.
     `complete_gradients(model)` is called once a step after the last backward, last stage first, by a stage that leaves
     gradients partial or owns their reduction.
-    `executor(model, loss, stages)` is for a stage that runs the micro-batches itself.
+    `executor(model, loss, stages)` is for a stage that runs the micro-batches itself; its component says so
+    (`ParallelComponent.brings_executor`).
     `counted_elsewhere(model)` gives parameters that other pipeline ranks have too and count in the global norm.
     """
 
@@ -324,8 +325,13 @@ class Executor(Protocol):
         (the valid tokens of the global batch, a device scalar) before backward, so reductions are plain sums."""
         ...
 
-    def evaluate(self, batches: Sequence[Batch]) -> StepOutput:
-        """Forward only, without gradients."""
+    def evaluate(self, batches: Sequence[Batch], measure: LossFunction | None = None) -> StepOutput:
+        """Forward only, without gradients.
+
+        Args:
+            measure: what takes the place of the job's loss, such as a count of right guesses. Of its output,
+                `per_sequence` is what comes back.
+        """
         ...
 
 

@@ -214,7 +214,8 @@ class Job:
     loss: LossComponent = default_type("forge-run/cross_entropy")
     """`[loss]`: the objective; by default the plain cross-entropy."""
     executor: ExecutorComponent = default_type("forge-run/plain")
-    """`[executor]`: how the micro-batches of a step are run; a pipeline stage brings its own."""
+    """`[executor]`: how the micro-batches of a step are run; left out where a stage, such as a pipeline, brings its
+    own."""
     checkpoint: CheckpointSection = CheckpointSection()
     """`[checkpoint]`: when and where states are saved."""
     eval: EvalSection = EvalSection()

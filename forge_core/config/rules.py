@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import attrs
+
 from forge_core.components import Component, ParallelComponent
 from forge_core.config.job import Job
 from forge_core.config.mixture import mixture_problems
@@ -31,6 +33,7 @@ def check_rules(job: Job, catalog: Catalog, world_size: int = 1, with_data: bool
         problems += batch_problems(job, layout)
     problems += _core_problems(job)
     problems += _order_problems(job, catalog)
+    problems += _executor_problems(job, catalog)
     problems += _load_problems(job) if with_data else ()
     for path, component in walk_components(job):
         if not with_data and path.startswith(READS):
@@ -66,6 +69,16 @@ def _order_problems(job: Job, catalog: Catalog) -> list[Problem]:
     except JobError as error:
         return list(error.problems)
     return []
+
+
+def _executor_problems(job: Job, catalog: Catalog) -> Iterator[Problem]:
+    given = catalog.type_of(type(job.executor))
+    if given == attrs.fields(type(job)).executor.default.type:
+        return
+    for name, stage in job.parallel.items():
+        if stage.brings_executor:
+            seen = f"{given!r} would not be used: parallel.{name} brings an executor of its own"
+            yield Problem("executor", f"{seen}; leave one of them out")
 
 
 def _load_problems(job: Job) -> Iterator[Problem]:

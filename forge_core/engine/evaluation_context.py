@@ -26,7 +26,11 @@ class EvaluationContext:
     build: BuildContext
     step: int
     model: Model
+    """What this rank has of it, as stages left it. `executor` runs it, and knows what they have put around it and which
+    ranks have what; called by itself, it may compute something else, or keep weights that change later."""
     executor: Executor
+    """`executor.evaluate([batch])` gives the job's loss, and `executor.evaluate([batch], measure)` whatever `measure`
+    makes of head, hidden states and batch, under every layout."""
     held_out: Dataset | None
     """Held-out sequences of all sources together, in a fixed order."""
     phases: Phases = field(factory=Phases)

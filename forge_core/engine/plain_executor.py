@@ -27,21 +27,21 @@ class PlainExecutor:
         outputs = []
         for number, batch in enumerate(batches, 1):
             with around(self._stages, self._model, backward=True, last=number == len(batches)):
-                output = self._forward(batch)
+                output = self._forward(batch, self._loss)
                 (output.sum / denominator).backward()
             outputs.append(output._replace(sum=output.sum.detach()))
         return combine(outputs)
 
     @torch.no_grad()
-    def evaluate(self, batches: Sequence[Batch]) -> StepOutput:
+    def evaluate(self, batches: Sequence[Batch], measure: LossFunction | None = None) -> StepOutput:
         outputs = []
         for number, batch in enumerate(batches, 1):
             with around(self._stages, self._model, backward=False, last=number == len(batches)):
-                outputs.append(self._forward(batch))
+                outputs.append(self._forward(batch, measure or self._loss))
         return combine(outputs)
 
-    def _forward(self, batch: Batch) -> LossOutput:
-        return self._loss(self._model.head, self._model(batch), batch)
+    def _forward(self, batch: Batch, loss: LossFunction) -> LossOutput:
+        return loss(self._model.head, self._model(batch), batch)
 
 
 def combine(outputs: Sequence[LossOutput]) -> StepOutput:

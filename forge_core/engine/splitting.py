@@ -7,7 +7,7 @@ from functools import reduce
 
 from torch import Tensor
 
-from forge_core.protocols import Batch, Executor, StepOutput
+from forge_core.protocols import Batch, Executor, LossFunction, StepOutput
 
 
 class SplittingExecutor:
@@ -20,8 +20,8 @@ class SplittingExecutor:
     def train_step(self, batches: Sequence[Batch], denominator: Tensor) -> StepOutput:
         return self._executor.train_step([self._split(batch) for batch in batches], denominator)
 
-    def evaluate(self, batches: Sequence[Batch]) -> StepOutput:
-        return self._executor.evaluate([self._split(batch) for batch in batches])
+    def evaluate(self, batches: Sequence[Batch], measure: LossFunction | None = None) -> StepOutput:
+        return self._executor.evaluate([self._split(batch) for batch in batches], measure)
 
     def _split(self, batch: Batch) -> Batch:
         return reduce(lambda part, split: split(part), self._splits, batch)

@@ -10,7 +10,7 @@ import pytest
 from attrs import define, frozen
 from job_parts import make_catalog
 
-from forge_core.components import OptimizerComponent, ParallelComponent, Plugin
+from forge_core.components import ExecutorComponent, OptimizerComponent, ParallelComponent, Plugin
 from forge_core.config.job import Job
 from forge_core.config.rules import check_rules
 from forge_core.errors import JobError, Problem
@@ -36,6 +36,16 @@ class Torn(ParallelComponent):
         raise RuntimeError("no degrees today")
 
 
+@frozen(kw_only=True)
+class Runs(ParallelComponent):
+    brings_executor = True
+
+
+@frozen(kw_only=True)
+class Other(ExecutorComponent):
+    """Not the default."""
+
+
 @define(kw_only=True, slots=False)
 class Failing(Plugin):
     @hookimpl
@@ -57,6 +67,14 @@ def test_a_failure_in_the_degrees_of_a_stage_is_told(load: Load) -> None:
     assert check_rules(job, make_catalog())[0] == Problem(
         "parallel", "the layout cannot be planned: RuntimeError: no degrees today"
     )
+
+
+def test_an_executor_beside_a_stage_that_brings_one_is_refused(load: Load) -> None:
+    job = attrs.evolve(load(), parallel={"pipeline": Runs()})
+    assert check_rules(job, make_catalog()) == []
+    (found,) = check_rules(attrs.evolve(job, executor=Other()), make_catalog())
+    assert found.path == "executor"
+    assert "Other' would not be used: parallel.pipeline brings an executor of its own" in found.message
 
 
 def test_a_failure_in_a_plugins_rule_names_the_plugin(load: Load) -> None:

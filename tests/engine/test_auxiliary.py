@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from forge_core.auxiliary import Auxiliary, Recomputing
 from forge_core.data.loader import TrainLoader
 from forge_core.engine.step import Stepper, metrics
 from forge_core.testing import Numbers, PenalisedModel
@@ -67,3 +68,14 @@ def test_evaluation_neither_counts_nor_penalises(make_job, build):
     before = {name: value.item() for name, value in run.context.auxiliary.totals().items()}
     run.executor.evaluate(batches)
     assert {name: value.item() for name, value in run.context.auxiliary.totals().items()} == before
+
+
+def test_a_recomputation_within_another_does_not_end_it():
+    auxiliary = Auxiliary(torch.device("cpu"))
+    auxiliary.begin_step(torch.tensor(1), sequences=1, micro_batches=1)
+    with Recomputing(auxiliary):
+        with Recomputing(auxiliary):
+            auxiliary.metric("seen", torch.ones(()))
+        auxiliary.metric("seen", torch.ones(()))
+    auxiliary.metric("seen", torch.ones(()))
+    assert auxiliary.totals()["seen"] == 1

@@ -76,12 +76,12 @@ class PipelineExecutor:
         return self._shared(outputs, batches)
 
     @torch.no_grad()
-    def evaluate(self, batches: Sequence[Batch]) -> StepOutput:
+    def evaluate(self, batches: Sequence[Batch], measure: LossFunction | None = None) -> StepOutput:
         shapes = self._carry_of(batches[0])
         outputs = []
         with around(self._stages, self._model, backward=False, last=True):
             for batch in map(self._prepared, batches):
-                outputs += self._pass_through(batch, shapes)
+                outputs += self._pass_through(batch, shapes, measure or self._loss)
         return self._shared(outputs, batches)
 
     # --- training --------------------------------------------------------------------------------------------------
@@ -120,7 +120,7 @@ class PipelineExecutor:
 
     # --- evaluation ------------------------------------------------------------------------------------------------
 
-    def _pass_through(self, batch: Batch, shapes: Shapes) -> list[LossOutput]:
+    def _pass_through(self, batch: Batch, shapes: Shapes, loss: LossFunction) -> list[LossOutput]:
         """One micro-batch through all stages, forward only; the loss on the rank of the last stage."""
         owners, rank = self._pipeline.owners, self._pipeline.rank
         carry: Any = ()
@@ -132,7 +132,7 @@ class PipelineExecutor:
                 if not section.last and owners[number + 1] != rank:
                     for tensor in carry:
                         dist.send(tensor.contiguous(), group_dst=owners[number + 1], group=self._pipeline.group)
-        return [self._loss(self._model.head, carry, batch)] if rank == self._last else []
+        return [loss(self._model.head, carry, batch)] if rank == self._last else []
 
     def _receive(self, shapes: Shapes, rank: int) -> Carry:
         carry = tuple(torch.empty(size, dtype=dtype, device=self._device) for size, dtype in shapes)

@@ -67,6 +67,10 @@ class PipelineParallel(ParallelComponent):
     def splits_backward(self) -> bool:
         return self.degree > 1 and self.schedule in SPLIT_BACKWARD
 
+    @property
+    def brings_executor(self) -> bool:
+        return self.degree > 1
+
     def micro_batches_alive(self, count: int) -> float:
         """As the orders of torch's schedules have it, for the rank that keeps the most."""
         if self.degree == 1:

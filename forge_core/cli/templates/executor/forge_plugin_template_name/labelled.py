@@ -27,21 +27,21 @@ class LabelledExecutor:
         outputs = []
         for number, batch in enumerate(batches, 1):
             with around(self._stages, self._model, backward=True, last=number == len(batches)):
-                output = self._forward(batch, number)
+                output = self._forward(batch, number, self._loss)
                 with record_function(f"{self._label} {number} backward"):
                     (output.sum / denominator).backward()
             outputs.append(output._replace(sum=output.sum.detach()))
         return combine(outputs)
 
     @torch.no_grad()
-    def evaluate(self, batches: Sequence[Batch]) -> StepOutput:
-        """Forward of each."""
+    def evaluate(self, batches: Sequence[Batch], measure: LossFunction | None = None) -> StepOutput:
+        """Forward of each, to what the loss makes of it, or another measure."""
         outputs = []
         for number, batch in enumerate(batches, 1):
             with around(self._stages, self._model, backward=False, last=number == len(batches)):
-                outputs.append(self._forward(batch, number))
+                outputs.append(self._forward(batch, number, measure or self._loss))
         return combine(outputs)
 
-    def _forward(self, batch: Batch, number: int) -> LossOutput:
+    def _forward(self, batch: Batch, number: int, loss: LossFunction) -> LossOutput:
         with record_function(f"{self._label} {number} forward"):
-            return self._loss(self._model.head, self._model(batch), batch)
+            return loss(self._model.head, self._model(batch), batch)
