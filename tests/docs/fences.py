@@ -2,9 +2,9 @@
 
 A fenced block with a `title` is a file of that name, in a folder that a page has to itself. A `console` block shows
 commands and, to the letter, what they print in that folder; `…` stands for anything. Commands that only look, such as
-`$ forge-run check job.toml`, are run and compared, others are only shown; but on the pages of `docs/ten-minutes`, whose
-jobs train in a moment, all are run. `python tests/docs/fences.py [PAGE …]` writes into the pages, or into those that are
-named, what they print today, but for blocks with `…`.
+`$ forge-run check job.toml`, are run and compared, others are only shown; on the pages of `docs/ten-minutes`, whose jobs
+train in a moment, all are run. `python tests/docs/fences.py` writes into the pages what they print today, but for
+blocks with `…`; given some pages, into these.
 """
 
 from __future__ import annotations

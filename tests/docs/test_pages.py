@@ -133,7 +133,8 @@ def test_commands_print_what_the_page_shows(page: Path, visit: Callable, install
 @pytest.mark.parametrize("page", WITH_TESTS, ids=lambda page: str(page.relative_to(ROOT)))
 def test_tests_that_a_page_shows_pass(page: Path, visit: Callable, installed_example: Path) -> None:
     visit(page)
-    run_tests([fence.title for fence in ALL if fence.page == page and fence.title.startswith("test_")], installed_example)
+    files = [fence.title for fence in ALL if fence.page == page and fence.title.startswith("test_")]
+    run_tests(files, installed_example)
 
 
 def test_tests_of_the_pages_of_kinds_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
