@@ -80,7 +80,7 @@ def plugin_kind_rows(catalog: Catalog) -> list[Row]:
 
 
 def asked_of(base: type) -> list[Callable[..., Any]]:
-    """The methods of a base class that its components must have: those that do nothing but raise NotImplementedError."""
+    """The methods of a base class that its components must have: those that only raise NotImplementedError."""
     own = [member for member in vars(base).values() if inspect.isfunction(member)]
     return [method for method in own if "raise NotImplementedError" in inspect.getsource(method)]
 

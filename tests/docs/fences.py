@@ -2,8 +2,8 @@
 
 A fenced block with a `title` is a file of that name, in a folder that a page has to itself. A `console` block shows
 commands and, to the letter, what they print in that folder; `…` stands for anything. Commands that only look, such as
-`$ forge-run check job.toml`, are run and compared, others are only shown; on the pages of `docs/ten-minutes`, whose jobs
-train in a moment, all are run. `python tests/docs/fences.py` writes into the pages what they print today, but for
+`$ forge-run check job.toml`, are run and compared, others are only shown; but on `RUN_ALL`, where jobs train in a
+moment, all are run. `python tests/docs/fences.py` writes into the pages what they print today, but for
 blocks with `…`; given some pages, into these.
 """
 
@@ -41,6 +41,7 @@ NEED_EXAMPLE = (ROOT / "docs" / "writing-a-plugin.md", ROOT / "docs" / "testing.
 """Pages on which the example plugin is installed."""
 
 TEN_MINUTES = ROOT / "docs" / "ten-minutes"
+RUN_ALL = (*sorted(TEN_MINUTES.glob("*.md")), ROOT / "docs" / "publishing.md")
 """Pages of which every command is run."""
 
 TRAINS = re.compile(r"forge-run \S+\.toml$")
@@ -100,8 +101,7 @@ class Fence:
             return []
         shown = re.split(r"^\$ ", self.text, flags=re.MULTILINE)[1:]
         pairs = [(command, output) for command, _, output in (part.partition("\n") for part in shown)]
-        every = self.page.parent == TEN_MINUTES
-        return pairs if every or all(LOOKS.match(command) for command, _ in pairs) else []
+        return pairs if self.page in RUN_ALL or all(LOOKS.match(command) for command, _ in pairs) else []
 
 
 def fences(page: Path) -> Iterator[Fence]:
