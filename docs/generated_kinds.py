@@ -163,8 +163,8 @@ def _hook_row(hook: str, method: Callable[..., Any]) -> Row:
     options = getattr(method, f"{PROJECT}_spec")
     names = ", ".join(f"`{name}`" for name in inspect.signature(method).parameters if name != "self")
     purpose = one_paragraph(inspect.getdoc(method) or "")
-    if options["warn_on_impl"]:
-        purpose = f"{purpose} Deprecated: {options['warn_on_impl']}"
+    notices = [options["warn_on_impl"], *(options["warn_on_impl_args"] or {}).values()]
+    purpose = " ".join([purpose, *(f"To go: {notice}." for notice in notices if notice)])
     return hook_link(hook), names or "none", FIRST if options["firstresult"] else EVERY, purpose
 
 

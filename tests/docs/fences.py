@@ -171,7 +171,7 @@ def _refresh(page: Path, installed: Path | None) -> None:
         for block in blocks:
             if block.commands and "…" not in block.text:
                 outputs = [(command, printed(command, Path(folder), installed)) for command, _ in block.commands]
-                today = "".join(f"$ {command}\n{output}\n" for command, output in outputs)
+                today = "".join(f"$ {command}\n" + (f"{output}\n" if output else "") for command, output in outputs)
                 text = text.replace(f"```console\n{block.text}```", f"```console\n{today}```")
     if text != page.read_text():
         page.write_text(text)

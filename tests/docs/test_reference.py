@@ -92,7 +92,9 @@ def test_a_hook_that_is_to_go_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -
     options = generated_kinds.ForgeHooks.forge_build_loss.forge_spec
     notice = forge_core.deprecated("the hook forge_build_loss", "9.0", "do without")
     monkeypatch.setitem(options, "warn_on_impl", notice)
-    assert f"Deprecated: {notice}" in generated.hooks("")
+    monkeypatch.setitem(options, "warn_on_impl_args", {"context": "the argument context is going"})
+    [row] = [line for line in generated.hooks("").splitlines() if "[`forge_build_loss`]" in line]
+    assert row.endswith(f"To go: {notice}. To go: the argument context is going. |")
 
 
 def test_every_event_is_listed() -> None:
