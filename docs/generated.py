@@ -5,6 +5,11 @@ A page asks for them in comments of one line:
     <!-- generated: sections -->                  the core's own tables of a job, with their keys
     <!-- generated: components -->                every installed component by kind, with its keys
     <!-- generated: distributions -->             what each installed distribution offers
+    <!-- generated: kinds -->                     every kind of the core: base class, what to implement, hook, suite
+    <!-- generated: kind optimizer -->            the same of one kind
+    <!-- generated: plugin_kinds -->              every kind that an installed plugin declares
+    <!-- generated: hooks -->                     every hook of the core
+    <!-- generated: events -->                    every event of a run, for training hooks
     <!-- generated: screen forge-run --help -->   a command and what it prints
 """
 
@@ -18,6 +23,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import redirect_stdout
 from typing import Any
 
+from generated_kinds import event_rows, facts, hook_rows, kind_rows, plugin_kind_rows
 from mkdocs.exceptions import PluginError
 
 from forge_core.cli import main
@@ -32,9 +38,10 @@ COMMENT = re.compile(r"^<!-- generated: (\w+) ?(.*?) -->$", re.MULTILINE)
 NO_COMPONENTS = ("kind", "command")
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
+def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     """Called by mkdocs for every page: put what was asked for in place of each comment."""
-    return COMMENT.sub(lambda match: MAKERS[match[1]](match[2]), markdown)
+    root = "../" * page.file.src_uri.count("/")
+    return COMMENT.sub(lambda match: MAKERS[match[1]](match[2]).replace("](/", f"]({root}"), markdown)
 
 
 def sections(_: str) -> str:
@@ -88,9 +95,35 @@ def _distribution(distribution: Distribution, catalog: Catalog) -> Sequence[str]
     kinds: dict[str, list[str]] = {}
     for offer in catalog.all_offers():
         if offer.distribution == distribution and offer.kind not in NO_COMPONENTS:
-            link = f"[`{offer.type}`](reference/keys.md#{offer.kind}.{offer.type})"
+            link = f"[`{offer.type}`](/reference/keys.md#{offer.kind}.{offer.type})"
             kinds.setdefault(offer.kind, []).append(link)
     return f"`{distribution.name}`", "; ".join(f"{kind} {', '.join(types)}" for kind, types in kinds.items())
+
+
+def kinds(_: str) -> str:
+    """Every kind of the core."""
+    head = ("kind", "base class", "to implement", "hook around it", "suite")
+    return table(head, kind_rows(Catalog.installed()))
+
+
+def kind(name: str) -> str:
+    """The same of one kind, a fact in a row, and what is installed of it."""
+    return table((f"kind `{name}`", ""), facts(name, Catalog.installed()))
+
+
+def plugin_kinds(_: str) -> str:
+    """Every kind that an installed plugin declares."""
+    return table(("kind", "what for", "to implement", "declared by"), plugin_kind_rows(Catalog.installed()))
+
+
+def hooks(_: str) -> str:
+    """Every hook of the core."""
+    return table(("hook", "arguments", "result", "when, and what for"), hook_rows())
+
+
+def events(_: str) -> str:
+    """Every event of a run."""
+    return table(("event", "arguments", "when"), event_rows())
 
 
 def screen(command: str) -> str:
@@ -155,5 +188,10 @@ MAKERS = {
     "sections": sections,
     "components": components,
     "distributions": distributions,
+    "kinds": kinds,
+    "kind": kind,
+    "plugin_kinds": plugin_kinds,
+    "hooks": hooks,
+    "events": events,
     "screen": screen,
 }

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from forge_core.config.dump import dump_job
     from forge_core.config.job import Job
     from forge_core.config.load import load_job
+    from forge_core.deprecation import ForgeDeprecation, deprecated, deprecated_key
     from forge_core.engine.trainer import Trainer
     from forge_core.errors import ForgeError, JobError, PluginError, Problem
     from forge_core.hookspecs import hookimpl, hookspec
@@ -46,12 +47,15 @@ if TYPE_CHECKING:
 _COMPONENTS = "forge_core.components"
 _HOMES = {
     "Catalog": "forge_core.plugins.catalog",
+    "ForgeDeprecation": "forge_core.deprecation",
     "ForgeError": "forge_core.errors",
     "Job": "forge_core.config.job",
     "JobError": "forge_core.errors",
     "PluginError": "forge_core.errors",
     "Problem": "forge_core.errors",
     "Trainer": "forge_core.engine.trainer",
+    "deprecated": "forge_core.deprecation",
+    "deprecated_key": "forge_core.deprecation",
     "dump_job": "forge_core.config.dump",
     "hookimpl": "forge_core.hookspecs",
     "hookspec": "forge_core.hookspecs",
@@ -65,6 +69,7 @@ __all__ = [
     "DatasetComponent",
     "EvaluationComponent",
     "ExecutorComponent",
+    "ForgeDeprecation",
     "ForgeError",
     "Job",
     "JobError",
@@ -85,6 +90,8 @@ __all__ = [
     "TrainingHook",
     "__version__",
     "default_type",
+    "deprecated",
+    "deprecated_key",
     "dump_job",
     "hookimpl",
     "hookspec",

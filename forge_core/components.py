@@ -370,31 +370,32 @@ class TrainingHook(Component):
     may_skip: ClassVar[bool] = False
 
     def on_train_begin(self, context: TrainContext) -> None:
-        """Everything is built and, if the run continues, restored; no step has run."""
+        """Everything is built and, if the run continues, restored; no step of this process has run."""
 
     def on_step_begin(self, context: StepContext) -> None:
         """Before the micro-batches of a step."""
 
     def on_gradients(self, context: StepContext) -> None:
-        """Gradients of the whole step are complete, not yet clipped."""
+        """The gradients of the whole step are complete on every rank, their norm is known, and nothing is clipped."""
 
     def on_step_end(self, context: StepContext) -> None:
-        """After the update."""
+        """After the update, or after it was skipped."""
 
     def on_eval_end(self, context: StepContext, metrics: Mapping[str, float]) -> None:
-        """After all evaluations of a step."""
+        """After all evaluations of a step, with their metrics."""
 
     def on_checkpoint_save(self, context: CheckpointContext) -> None:
-        """A checkpoint was committed."""
+        """A checkpoint was committed; with `checkpoint.async_save` at the end of a later step, `context.step` being the
+        one that was saved."""
 
     def on_checkpoint_load(self, context: CheckpointContext) -> None:
-        """A checkpoint was restored."""
+        """A checkpoint was restored, before anything else."""
 
     def on_train_end(self, context: TrainContext) -> None:
-        """The loop ended without an exception."""
+        """The loop ended without an error, or only its last save failed."""
 
     def on_exception(self, context: TrainContext, error: BaseException) -> None:
-        """The loop ended with `error`, which is raised on after this."""
+        """The loop ended with `error`, which is raised on afterwards."""
 
     def state_dict(self) -> dict[str, Any]:
         """State to save: by default the `field(init=False)` fields."""

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 
 PROJECT = "forge"
 hookspec = pluggy.HookspecMarker(PROJECT)
+"""Marks a specification. One that is to go says so: `warn_on_impl=deprecated(…)`, `warn_on_impl_args={name: …}`."""
 hookimpl = pluggy.HookimplMarker(PROJECT)
 """Marks a method of a `Plugin` as the implementation of the hook of that name."""
 

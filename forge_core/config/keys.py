@@ -14,6 +14,7 @@ from forge_core.config.leaves import Mismatch
 from forge_core.config.structure import resolved_fields
 from forge_core.config.validators import Demand, demands
 from forge_core.config.walk import default_of
+from forge_core.deprecation import deprecation_of
 from forge_core.errors import PluginError
 
 
@@ -54,8 +55,15 @@ def keys_of(cls: type) -> list[Key]:
     except Mismatch as mismatch:
         raise PluginError(str(mismatch)) from mismatch
     return [
-        Key(key, f.type, _default(f), tuple(demands(f.validator)), docs.get(f.name, "")) for key, f in fields.items()
+        Key(key, f.type, _default(f), tuple(demands(f.validator)), _doc(f, docs.get(f.name, "")))
+        for key, f in fields.items()
     ]
+
+
+def _doc(f: Attribute, text: str) -> str:
+    warning = deprecation_of(f)
+    notice = "" if warning is None else str(warning)
+    return " ".join(filter(None, [text, f"{notice[:1].upper()}{notice[1:]}." if notice else ""]))
 
 
 def _default(f: Attribute) -> Any:

@@ -38,6 +38,7 @@ from forge_core.config.leaves import SCALARS, Mismatch, distance, fits, is_enum,
 from forge_core.config.tree import Node, Origin, flag
 from forge_core.config.validators import complaint, plain_message
 from forge_core.config.walk import default_of, key_fields
+from forge_core.deprecation import deprecation_of
 from forge_core.errors import PluginError, Problem
 from forge_core.plugins.catalog import Catalog, UnknownTypeError
 
@@ -70,6 +71,8 @@ class Findings:
     unknown: list[UnknownKey] = field(factory=list)
     tables: dict[str, type] = field(factory=dict)
     """Class of every table that the job has or could have, by path."""
+    deprecated: list[Problem] = field(factory=list)
+    """What is said of keys that are to go and are not at their defaults."""
     missing: list[str] = field(factory=list)
     """Distributions to install, for types that no installed one offers."""
 
@@ -236,6 +239,7 @@ class _Structurer:
         given = {key: self.read(self._reader(f, table[key], cls), key) for key, f in fields.items() if key in table}
         values = {key: given[key] if key in given else self._default(f, key, cls) for key, f in fields.items()}
         refused = [key for key in given if self._refused(key, fields, values)]
+        self._note_deprecated(given, fields)
         values |= {key: self._substitute(fields[key], key, cls) for key in refused}
         _demand_valid(values.values())
         try:
@@ -244,6 +248,14 @@ class _Structurer:
             if refused:  # it may only be due to the substitutes
                 raise Noted from None
             raise Mismatch(plain_message(error)) from error
+
+    def _note_deprecated(self, given: Mapping[str, Any], fields: Mapping[str, Attribute]) -> None:
+        """A resolved job has every key: those at their defaults are not worth a word."""
+        for key, value in given.items():
+            warning = deprecation_of(fields[key])
+            if warning is not None and value != default_of(fields[key]):
+                path = ".".join([*self._path, key])
+                self.findings.deprecated.append(Problem(path, str(warning), str(self._root.origin_of(path))))
 
     def _reader(self, f: Attribute, value: Any, cls: type) -> Callable[[], Any]:
         base = component_in(f.type)

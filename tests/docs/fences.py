@@ -2,15 +2,19 @@
 
 A fenced block with a `title` is a file of that name, in a folder that a page has to itself. A `console` block shows
 commands and, to the letter, what they print in that folder; `…` stands for anything. Commands that only look, such as
-`$ forge-run check job.toml`, are run and compared, others are only shown. `python tests/docs/fences.py` writes into the
-pages what they print today, but for blocks with `…`.
+`$ forge-run check job.toml`, are run and compared, others are only shown; but on `RUN_ALL`, where jobs train in a
+moment, all are run. `python tests/docs/fences.py` writes into the pages what they print today, but for
+blocks with `…`; given some pages, into these.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import math
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -21,6 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from attrs import frozen
+
+from forge_core.cli import main
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "docs" / "examples" / "forge-plugin-signsgd"
@@ -33,6 +39,13 @@ PAGES = [
 
 NEED_EXAMPLE = (ROOT / "docs" / "writing-a-plugin.md", ROOT / "docs" / "testing.md", EXAMPLE / "README.md")
 """Pages on which the example plugin is installed."""
+
+TEN_MINUTES = ROOT / "docs" / "ten-minutes"
+RUN_ALL = (*sorted(TEN_MINUTES.glob("*.md")), ROOT / "docs" / "publishing.md")
+"""Pages of which every command is run."""
+
+TRAINS = re.compile(r"forge-run \S+\.toml$")
+"""Such a command is run in this process: a new one would spend most of its time on importing torch."""
 
 LOOKS = re.compile(r"forge-run (check|explain|plan|new-plugin|plugins|schema|--help|--version)\b")
 """Commands that take a moment, or half a minute, and change nothing but that they write new files."""
@@ -84,9 +97,11 @@ class Fence:
     @property
     def commands(self) -> list[tuple[str, str]]:
         """Commands of a `console` block that are to be run, each with what the page shows."""
-        shown = re.split(r"^\$ ", self.text, flags=re.MULTILINE)[1:] if self.language == "console" else []
+        if self.language != "console":
+            return []
+        shown = re.split(r"^\$ ", self.text, flags=re.MULTILINE)[1:]
         pairs = [(command, output) for command, _, output in (part.partition("\n") for part in shown)]
-        return pairs if all(LOOKS.match(command) for command, _ in pairs) else []
+        return pairs if self.page in RUN_ALL or all(LOOKS.match(command) for command, _ in pairs) else []
 
 
 def fences(page: Path) -> Iterator[Fence]:
@@ -120,6 +135,8 @@ def install_example(target: Path) -> Path:
 
 def printed(command: str, folder: Path, installed: Path | None = None) -> str:
     """What a command prints in `folder`, errors included. `installed`: further packages (see `install_example`)."""
+    if TRAINS.match(command):
+        return _trained(command, folder)
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = os.environ | {"PATH": path, "PYTHONPATH": str(installed or ""), "COLUMNS": "100"}
     done = subprocess.run(
@@ -131,6 +148,13 @@ def printed(command: str, folder: Path, installed: Path | None = None) -> str:
         text=True,
     )
     return done.stdout.rstrip("\n")
+
+
+def _trained(command: str, folder: Path) -> str:
+    output = io.StringIO()
+    with contextlib.chdir(folder), contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+        main(shlex.split(command)[1:])
+    return output.getvalue().rstrip("\n")
 
 
 def agrees(shown: str, real: str) -> bool:
@@ -147,7 +171,7 @@ def _refresh(page: Path, installed: Path | None) -> None:
         for block in blocks:
             if block.commands and "…" not in block.text:
                 outputs = [(command, printed(command, Path(folder), installed)) for command, _ in block.commands]
-                today = "".join(f"$ {command}\n{output}\n" for command, output in outputs)
+                today = "".join(f"$ {command}\n" + (f"{output}\n" if output else "") for command, output in outputs)
                 text = text.replace(f"```console\n{block.text}```", f"```console\n{today}```")
     if text != page.read_text():
         page.write_text(text)
@@ -156,5 +180,6 @@ def _refresh(page: Path, installed: Path | None) -> None:
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as target:
         example = install_example(Path(target))
-        for page in PAGES:
+        named = [Path(name).resolve() for name in sys.argv[1:]]
+        for page in named or PAGES:
             _refresh(page, example if page in NEED_EXAMPLE else None)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import fences
 import pytest
-from fences import ALL, BROKEN, EXAMPLE, NEED_EXAMPLE, ROOT, Fence
+from fences import ALL, BROKEN, EXAMPLE, NEED_EXAMPLE, ROOT, TEN_MINUTES, Fence
 
 from forge_core import Catalog, JobError, Problem, Trainer, load_job
 
@@ -40,10 +40,16 @@ CHECKPOINTS = ("runs/base/checkpoints/step-1000",)
 
 JOBS = [fence for fence in ALL if fence.is_job]
 TINY = [
-    fence for fence in JOBS if fence.is_whole_job and fence.table["model"]["type"].startswith("forge_core.testing:")
+    fence
+    for fence in JOBS
+    if fence.is_whole_job
+    and fence.table["model"]["type"].startswith("forge_core.testing:")
+    and fence.page.parent != TEN_MINUTES  # whose jobs are run by their commands
 ]
 WITH_COMMANDS = sorted({fence.page for fence in ALL if fence.commands})
-WITH_TESTS = sorted({fence.page for fence in ALL if fence.title.startswith("test_")})
+WITH_TESTS = sorted({fence.page for fence in ALL if fence.title.startswith("test_")} - set(TEN_MINUTES.iterdir()))
+KINDS = sorted(set(TEN_MINUTES.glob("*.md")) - {TEN_MINUTES / "index.md"})
+"""Pages of one kind each."""
 PROJECTS = [tomllib.loads(path.read_text())["project"] for path in sorted(ROOT.glob("plugins/*/pyproject.toml"))]
 
 
@@ -127,11 +133,32 @@ def test_commands_print_what_the_page_shows(page: Path, visit: Callable, install
 @pytest.mark.parametrize("page", WITH_TESTS, ids=lambda page: str(page.relative_to(ROOT)))
 def test_tests_that_a_page_shows_pass(page: Path, visit: Callable, installed_example: Path) -> None:
     visit(page)
-    environment = os.environ | {"PYTHONPATH": str(installed_example)}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", "."]
     files = [fence.title for fence in ALL if fence.page == page and fence.title.startswith("test_")]
-    done = subprocess.run([*command, *files], env=environment, capture_output=True, text=True)
+    run_tests(files, installed_example)
+
+
+def test_tests_of_the_pages_of_kinds_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All in one process, each page in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+    for page in KINDS:
+        fences.write_files([fence for fence in ALL if fence.page == page], tmp_path / page.stem)
+    run_tests([page.stem for page in KINDS])
+
+
+def run_tests(paths: list[str], installed: Path | None = None) -> None:
+    environment = os.environ | {"PYTHONPATH": str(installed or "")}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", ".", *paths]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("page", KINDS, ids=lambda page: page.stem)
+def test_the_page_of_a_kind_shows_a_component_a_job_its_output_and_a_test(page: Path) -> None:
+    blocks = [fence for fence in ALL if fence.page == page]
+    assert [fence.title for fence in blocks if fence.is_whole_job] == ["job.toml"]
+    assert any(fence.commands for fence in blocks)
+    [test] = [fence.title for fence in blocks if fence.title.startswith("test_")]
+    assert test.removeprefix("test_") in [fence.title for fence in blocks]
 
 
 @pytest.mark.parametrize("project", PROJECTS, ids=lambda project: project["name"])

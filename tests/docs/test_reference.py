@@ -1,0 +1,172 @@
+"""The reference has every kind, hook and event; and what the pages and templates tell authors to import is in it."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+from fences import ALL, EXAMPLE, ROOT, TEN_MINUTES
+
+import forge_core
+from forge_core.cli.new_plugin import kinds as kinds_with_template
+from forge_core.engine.hooks import EVENTS
+from forge_core.testing import suites
+
+sys.path.insert(0, str(ROOT / "docs"))
+
+import generated
+import generated_kinds
+
+DOCS = ROOT / "docs"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+KINDS = sorted(PROJECT["entry-points"]["forge.kind"])
+
+
+class Page:
+    """What mkdocs hands to the hook, as far as it is used."""
+
+    def __init__(self, path: str) -> None:
+        self.file = self
+        self.src_uri = path
+
+
+@functools.cache
+def made(path: str) -> str:
+    """A page with its generated parts."""
+    return generated.on_page_markdown((DOCS / path).read_text(), page=Page(path))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_is_in_the_reference_and_has_a_page_with_its_facts(kind: str, catalog) -> None:
+    base = catalog.kind_base(kind).__name__
+    [row] = [line for line in made("reference/components.md").splitlines() if line.startswith(f"| [`{kind}`]")]
+    assert f"(../ten-minutes/{kind}.md)" in row
+    assert f"[`{base}`]" in row
+    page = made(f"ten-minutes/{kind}.md")
+    assert f"[`{base}`](../" in page
+    assert f"forge-run new-plugin {kind} " in page
+    for place in (DOCS / "ten-minutes" / "index.md", ROOT / "mkdocs.yml"):
+        assert f"{kind}.md" in place.read_text(), f"{place} does not lead to the page of {kind}"
+
+
+def test_every_kind_has_a_template() -> None:
+    assert kinds_with_template() == KINDS
+    assert {page.stem for page in TEN_MINUTES.glob("*.md")} == {*KINDS, "index"}
+
+
+def test_every_suite_is_told_of_a_kind_and_listed() -> None:
+    table = made("reference/components.md")
+    testing = (DOCS / "testing.md").read_text()
+    for name in suites.__all__:
+        assert f"[`{name}`](../testing.md#" in table
+        assert f"| `{name}` |" in testing
+        assert f"members: [{name}]" in testing
+
+
+def test_what_is_to_be_implemented_is_told_with_types_and_what_comes_back() -> None:
+    rows = {row[0]: row[2] for row in generated_kinds.kind_rows(generated.Catalog.installed())}
+    tokenizer = rows["[`tokenizer`](/ten-minutes/tokenizer.md)"]
+    assert tokenizer.count("[`Tokenizer`](/reference/protocols.md#forge_core.protocols.Tokenizer)") == 2
+    assert "folder: `Path`" in tokenizer
+
+
+def test_every_hook_is_listed_with_its_arguments() -> None:
+    rows = [line for line in made("reference/hooks.md").splitlines() if line.startswith("| [`forge_")]
+    names = [name for name in vars(generated_kinds.ForgeHooks) if name.startswith("forge_")]
+    assert [row.partition("`")[2].partition("`")[0] for row in rows] == names
+    [optimizer] = [row for row in rows if "`forge_build_optimizer`" in row]
+    assert "| `component`, `context`, `parameters` | of the first that does not give None |" in optimizer
+    [validate] = [row for row in rows if "`forge_validate_job`" in row]
+    assert "| of all together |" in validate
+
+
+def test_a_hook_that_is_to_go_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = generated_kinds.ForgeHooks.forge_build_loss.forge_spec
+    notice = forge_core.deprecated("the hook forge_build_loss", "9.0", "do without")
+    monkeypatch.setitem(options, "warn_on_impl", notice)
+    monkeypatch.setitem(options, "warn_on_impl_args", {"context": "the argument context is going"})
+    [row] = [line for line in generated.hooks("").splitlines() if "[`forge_build_loss`]" in line]
+    assert row.endswith(f"To go: {notice}. To go: the argument context is going. |")
+
+
+def test_every_event_is_listed() -> None:
+    page = made("training-hooks.md")
+    rows = [line for line in page.splitlines() if line.startswith("| `on_")]
+    assert [row.split("`")[1] for row in rows] == list(EVENTS)
+
+
+# --- what is public ----------------------------------------------------------------------------------------------
+
+REFERENCE = re.compile(r"^::: (?P<target>[\w.]+)\n(?:    options:\n(?P<options>(?:      .*\n)*))?", re.MULTILINE)
+MEMBERS = re.compile(r"members: \[(.*)\]")
+
+
+def documented() -> tuple[set[str], set[str]]:
+    """Modules that the reference has as a whole, and single names that it has."""
+    modules, names = set(), set()
+    for page in DOCS.rglob("*.md"):
+        for match in REFERENCE.finditer(page.read_text()):
+            members = MEMBERS.search(match["options"] or "")
+            names.add(match["target"])
+            if members:
+                names |= {f"{match['target']}.{name.strip()}" for name in members[1].split(",")}
+            else:
+                modules.add(match["target"])
+    return modules, names
+
+
+def imported(source: str) -> Iterator[tuple[str, str]]:
+    """Names that a source takes from the core, each with its module."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("forge_core"):
+            yield from ((str(node.module), alias.name) for alias in node.names)
+
+
+def sources() -> Iterator[tuple[str, str]]:
+    """What authors are shown: templates, the example, and the blocks of the pages."""
+    for folder in (ROOT / "forge_core" / "cli" / "templates", EXAMPLE):
+        yield from ((str(path.relative_to(ROOT)), path.read_text()) for path in sorted(folder.rglob("*.py")))
+    yield from ((str(fence), fence.text) for fence in ALL if fence.language == "python")
+
+
+def test_authors_are_shown_public_names_only() -> None:
+    modules, names = documented()
+    private = []
+    for where, source in sources():
+        for module, name in imported(source):
+            thing = getattr(import_module(module), name)
+            home = getattr(thing, "__module__", module)
+            if module == "forge_core" and name in forge_core.__all__:
+                continue
+            if not {module, home} & modules and not {f"{module}.{name}", f"{home}.{name}"} & names:
+                private.append(f"{where}: {module}.{name}")
+    assert private == [], "put these into docs/reference/, or do without them"
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    modules, names = documented()
+    missing = []
+    for name in forge_core.__all__:
+        home = forge_core._HOMES.get(name, forge_core._COMPONENTS)
+        if name != "__version__" and home not in modules and f"{home}.{name}" not in names:
+            missing.append(f"{home}.{name}")
+    assert missing == []
+
+
+def test_the_workflow_that_releases_finds_the_version_of_a_distribution(installed_example: Path) -> None:
+    [workflow] = [fence.text for fence in ALL if fence.title.endswith("release.yml")]
+    [line] = [line for line in workflow.splitlines() if "--version" in line]
+    command = line.partition("run: ")[2].replace("forge-plugin-restarts", EXAMPLE.name)
+    command = command.replace("forge-run", f"{sys.executable} -m forge_core")
+    environment = {"PYTHONPATH": str(installed_example), "PATH": "/usr/bin:/bin", "GITHUB_REF_NAME": "v0.1.0"}
+    assert subprocess.run(["bash", "-c", command], env=environment).returncode == 0
+    environment["GITHUB_REF_NAME"] = "v0.2.0"
+    assert subprocess.run(["bash", "-c", command], env=environment).returncode == 1
