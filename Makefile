@@ -10,7 +10,7 @@ STAMP := $(VENV)/.installed
 # Threads that wait must not spin: a busy neighbour would slow them down several times over.
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: run test test-all lint types contracts tests docs venv wheels clean
+.PHONY: run test test-all lint types contracts tests docs venv wheels alone clean
 
 run: $(STAMP)
 	$(BIN)/forge-run configs/quickstart.toml
@@ -42,6 +42,10 @@ wheels: $(STAMP)
 	for project in . plugins/*/; do \
 		$(BIN)/pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist $$project || exit 1; \
 	done
+
+# Each distribution's wheel by itself; takes minutes.
+alone: wheels
+	OMP_NUM_THREADS=1 $(BIN)/python tests/alone.py
 
 venv: $(STAMP)
 

@@ -1,7 +1,8 @@
 """Each distribution by itself: its wheel in an environment that has forge-run and the wheel's own requirements only.
 
-    make alone                              # the wheels, and then every distribution
-    python tests/alone.py forge-plugin-muon # this one, from the wheels in dist/
+    make alone                               # the wheels, and then every distribution
+    python tests/alone.py forge-plugin-muon  # this one, from the wheels in dist/
+    python tests/alone.py --today            # one, in turn by the day
 
 There `forge-run plugins NAME --check` must find nothing wrong, its suite must pass, and a job must run that names each
 component which needs no key.
@@ -16,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -54,7 +56,9 @@ print(json.dumps(found))
 
 
 def main() -> None:
-    names = sys.argv[1:] or sorted(path.name for path in (ROOT / "plugins").iterdir())
+    known = sorted(path.name for path in (ROOT / "plugins").iterdir())
+    today = known[datetime.now(UTC).toordinal() % len(known)]
+    names = [today] if sys.argv[1:] == ["--today"] else sys.argv[1:] or known
     with tempfile.TemporaryDirectory() as folder:
         base = Environment(Path(folder) / "base")
         core = wheel_of("forge_run")
@@ -72,11 +76,9 @@ def try_alone(name: str, base: Environment, folder: Path) -> str:
     own.pip("install", "--quiet", str(wheel_of(name.replace("-", "_"))))
     added = sorted(own.installed() - before)
     own.run("-m", "forge_core", "plugins", name, "--check")
-    jobs = list(own.jobs(name))
-    for kind, type_ in jobs:
-        own.train(kind, type_, name)
+    trained = [type_ for kind, type_ in own.jobs(name) if own.train(kind, type_, name)]
     suite = own.suite(name)
-    return f"installed {', '.join(added)}; jobs with {', '.join(type_ for _, type_ in jobs) or 'none'}; {suite}"
+    return f"installed {', '.join(added)}; jobs with {', '.join(trained) or 'none'}; {suite}"
 
 
 def wheel_of(distribution: str) -> Path:
@@ -120,13 +122,16 @@ class Environment:
         """Kind and type of the components that a job can name without a key."""
         yield from map(tuple, json.loads(self.run("-c", OFFERS.format(name=name, kinds=[*PLACES, "model"]))))
 
-    def train(self, kind: str, type_: str, distribution: str) -> None:
-        """Run a job with a component."""
+    def train(self, kind: str, type_: str, distribution: str) -> bool:
+        """Run a job with a component; whether it needs no more than its defaults."""
         place = PLACES.get(kind, kind)
         tables = TABLES | {place: f'[{place}]\ntype = "{distribution}/{type_}"\n'}
         path = self.folder / f"{kind}-{type_}.toml"
         path.write_text(JOB.format(name=f"{kind}-{type_}", tables="".join(tables.values())))
+        if subprocess.run([str(self.python), "-m", "forge_core", "check", path], cwd=self.folder).returncode:
+            return False
         self.run("-m", "forge_core", "run", path.name)
+        return True
 
     def suite(self, name: str) -> str:
         """Run what holds the distribution to its kinds' contracts; gives pytest's last line."""

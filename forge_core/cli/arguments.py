@@ -7,17 +7,20 @@ from collections.abc import Sequence
 
 
 def parse_job_arguments(
-    parser: argparse.ArgumentParser, argv: Sequence[str]
+    parser: argparse.ArgumentParser, argv: Sequence[str], files: str = "job files, layered from left to right"
 ) -> tuple[argparse.Namespace, list[str], list[str]]:
     """Parse `[OPTIONS] JOB.toml … [--section.key=value …]`.
 
     Every argument that starts with `--` and is no option of the parser is an override.
 
+    Args:
+        files: what the job files are, for the help.
+
     Returns:
         The options, the job files, and the overrides, in order.
     """
     parser.allow_abbrev = False
-    parser.add_argument("files", nargs="+", metavar="JOB.toml", help="job files, layered from left to right")
+    parser.add_argument("files", nargs="+", metavar="JOB.toml", help=files)
     parser.add_argument_group("overrides", "--section.key=value …: a key of the job, its value written as in TOML")
     options = {option for action in parser._actions for option in action.option_strings}
     overrides: list[str] = []

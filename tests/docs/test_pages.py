@@ -23,6 +23,7 @@ global_batch_size = 8
 seq_len = 64
 [model]
 type = "transformer"
+vocab_size = 320
 [optimizer]
 type = "forge_core.testing:TinyAdamW"
 [data.tokenizer]

@@ -31,7 +31,7 @@ def command(argv: list[str]) -> int:
     add("--set", action="append", default=[], metavar="KEY=A,B", help="values to try for a key; may come several times")
     add("--out", required=True, metavar="DIR", help="folder for runs, logs, table and picture")
     add("--nproc", type=int, default=1, metavar="N", help="ranks of each run (1)")
-    options, files, overrides = parse_job_arguments(parser, argv)
+    options, files, overrides = parse_job_arguments(parser, argv, "jobs to compare, each in a file of its own")
     from forge_plugin_curves.compare.grid import check_jobs, trials_of
     from forge_plugin_curves.compare.results import rows_of
 
