@@ -128,7 +128,8 @@ class Environment:
         tables = TABLES | {place: f'[{place}]\ntype = "{distribution}/{type_}"\n'}
         path = self.folder / f"{kind}-{type_}.toml"
         path.write_text(JOB.format(name=f"{kind}-{type_}", tables="".join(tables.values())))
-        if subprocess.run([str(self.python), "-m", "forge_core", "check", path], cwd=self.folder).returncode:
+        check = [str(self.python), "-m", "forge_core", "check", str(path)]
+        if subprocess.run(check, cwd=self.folder, capture_output=True).returncode:
             return False
         self.run("-m", "forge_core", "run", path.name)
         return True
