@@ -3,6 +3,7 @@
 from forge_core.testing.documents import ListedDocuments, RandomDocuments, Sentences
 from forge_core.testing.routed import RoutedModel
 from forge_core.testing.tiny import (
+    TINY_JOB,
     Numbers,
     PenalisedModel,
     SplittableModel,
@@ -13,6 +14,7 @@ from forge_core.testing.tiny import (
 )
 
 __all__ = [
+    "TINY_JOB",
     "ListedDocuments",
     "Numbers",
     "PenalisedModel",

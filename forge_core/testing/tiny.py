@@ -30,6 +30,20 @@ if TYPE_CHECKING:
 
 VOCABULARY = 32
 
+TINY_JOB = """
+[train]
+steps = 4
+global_batch_size = 4
+seq_len = 8
+[model]
+type = "forge_core.testing:TinyModel"
+[[data.sources]]
+type = "forge_core.testing:Numbers"
+[optimizer]
+type = "forge_core.testing:TinyAdamW"
+"""
+"""A job file around the components of this module; what follows it belongs to `[optimizer]`."""
+
 
 @frozen(kw_only=True)
 class TinyModel(ModelComponent):

@@ -2,7 +2,7 @@
 
     python tests/benchmarks/optimizer_comparison.py --out runs/optimizers
 
-Each has three learning rates to choose from, a factor of three apart around a usual one for small models, and all else
+Each has five learning rates to choose from, a factor of three apart around a usual one for small models, and all else
 at its defaults. The rate with the lowest held-out loss in one run then runs with three other seeds. All see the same
 tokens in the same order. Rates decay to a tenth along a cosine after a tenth of warm-up, but for the Schedule-Free
 optimizers, which have the same warm-up and no decay. The program goes on where it was interrupted.
@@ -58,8 +58,8 @@ OPTIMIZERS = {
     "AdamW, float8": ('type = "adamw_float8"\ncompile = false', 3e-3, COSINE),
     "AdamW, bf16 moments": ('type = "adamw_bf16"\ncompile = false', 3e-3, COSINE),
     "AdamW + EMA": ('type = "adamw"\n[plugins.ema]\ndecay = 0.98', 3e-3, COSINE),
-    "Lion": ('type = "lion"', 3e-4, COSINE),
-    "Lion, cautious": ('type = "lion"\ncautious = true', 3e-4, COSINE),
+    "Lion": ('type = "lion"', 1e-3, COSINE),
+    "Lion, cautious": ('type = "lion"\ncautious = true', 1e-3, COSINE),
     "Muon": ('type = "muon"\nadam_lr = 3e-3', 2e-2, COSINE),
     "SOAP": ('type = "soap"', 3e-3, COSINE),
     "Schedule-Free AdamW": ('type = "schedule_free_adamw"\nwarmup_steps = 25', 1e-2, ""),
@@ -70,7 +70,7 @@ OPTIMIZERS = {
 
 def rates(middle: float) -> Iterator[float]:
     """What is tried."""
-    return (float(f"{middle * factor:.3g}") for factor in (1 / 3, 1, 3))
+    return (float(f"{middle * factor:.3g}") for factor in (1 / 9, 1 / 3, 1, 3, 9))
 
 
 def write_job(name: str, folder: Path, lr: float) -> Path:

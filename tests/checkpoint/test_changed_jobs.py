@@ -29,7 +29,7 @@ from forge_core.config.load import load_job
 from forge_core.config.walk import key_fields
 from forge_core.engine.changes import SECTIONS, job_changes, text_changes
 from forge_core.errors import CheckpointError
-from forge_core.testing import Numbers, TinyAdamW, TinyModel
+from forge_core.testing import TINY_JOB, Numbers, TinyAdamW, TinyModel
 
 
 @define(kw_only=True, slots=False)
@@ -426,24 +426,11 @@ def test_the_first_party_components_say_which_keys_are_safe(catalog, tmp_path):
 
 def test_the_command_line_has_the_flag(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "job.toml").write_text(
-        """
-        [train]
-        steps = 2
-        global_batch_size = 4
-        seq_len = 8
-        [model]
-        type = "forge_core.testing:TinyModel"
-        [[data.sources]]
-        type = "forge_core.testing:Numbers"
-        [optimizer]
-        type = "forge_core.testing:TinyAdamW"
-        """
-    )
+    (tmp_path / "job.toml").write_text(TINY_JOB)
     assert main(["job.toml"]) == 0
-    changed = ["--train.steps=3", "--optimizer.lr=0.5"]
+    changed = ["--train.steps=6", "--optimizer.lr=0.5"]
     assert main(["job.toml", *changed]) == 1
     err = capsys.readouterr().err
     assert "need --resume-with-changes:\n    optimizer.lr: 0.01 -> 0.5" in err
     assert main(["job.toml", *changed, "--resume-with-changes"]) == 0
-    assert "finished at step 3" in capsys.readouterr().out
+    assert "finished at step 6" in capsys.readouterr().out

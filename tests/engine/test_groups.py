@@ -10,7 +10,7 @@ from forge_core import load_job
 from forge_core.components import OptimizerComponent, ParameterGroup, SchedulerComponent, TrainingHook
 from forge_core.engine.build import build_context, build_run
 from forge_core.errors import ForgeError, JobError
-from forge_core.testing import TinyAdamW, TinyModel, tiny_job
+from forge_core.testing import TINY_JOB, TinyAdamW, TinyModel, tiny_job
 from forge_core.testing.processes import run_on_ranks
 from forge_plugin_parallel import PipelineParallel
 
@@ -33,29 +33,16 @@ def test_a_parameter_has_the_settings_of_the_first_table_that_fits(make_job, bui
     assert seen["embedding.weight"] == (1e-2, 0.0, 1e-5)
 
 
+GROUPS = '[[optimizer.groups]]\nmatch = "layers.*"\nlr = 0.0\n'
+
+
 def test_a_job_file_gives_them_and_the_update_obeys(tmp_path, monkeypatch, catalog, train):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "job.toml").write_text(
-        """
-        [train]
-        steps = 2
-        global_batch_size = 4
-        seq_len = 8
-        [model]
-        type = "forge_core.testing:TinyModel"
-        [[data.sources]]
-        type = "forge_core.testing:Numbers"
-        [optimizer]
-        type = "forge_core.testing:TinyAdamW"
-        [[optimizer.groups]]
-        match = "layers.*"
-        lr = 0.0
-        """
-    )
+    (tmp_path / "job.toml").write_text(TINY_JOB + GROUPS)
     keep = Keep()
     train(load_job("job.toml"), keep)
-    first, second = keep.seen
-    assert all(torch.equal(first[name], second[name]) == name.startswith("layers.") for name in first)
+    first, *_, last = keep.seen
+    assert all(torch.equal(first[name], last[name]) == name.startswith("layers.") for name in first)
 
 
 @define(kw_only=True, slots=False)

@@ -11,27 +11,15 @@ from matplotlib.image import imread
 
 from forge_core.cli import main
 from forge_core.errors import JobError
+from forge_core.testing import TINY_JOB
 from forge_plugin_curves.compare.grid import read_setting, trials_of
 from forge_plugin_curves.compare.results import read_outcome, rows_of
-
-JOB = """
-[train]
-steps = 4
-global_batch_size = 4
-seq_len = 8
-[model]
-type = "forge_core.testing:TinyModel"
-[[data.sources]]
-type = "forge_core.testing:Numbers"
-[optimizer]
-type = "forge_core.testing:TinyAdamW"
-"""
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "job.toml").write_text(JOB)
+    (tmp_path / "job.toml").write_text(TINY_JOB)
     return tmp_path
 
 
@@ -59,7 +47,7 @@ def test_a_grid_is_run_once_and_the_best_is_first(folder, capfd):
 @pytest.mark.slow
 def test_a_run_that_fails_is_named_and_the_others_are_compared(folder, capfd):
     (folder / "failing.toml").write_text(
-        JOB
+        TINY_JOB
         + """
 [hooks.failing]
 type = "./failing.py:Failing"

@@ -3,45 +3,41 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from forge_core.engine.parameters import NamedParameter, NamedParameters
+from forge_core.engine.matrix_optimizer import MatrixOptimizer, divide
 from forge_core.engine.state import empty_slot
 from forge_core.parallel.mesh import local_part
 from forge_core.parallel.whole_matrices import Matrix, WholeMatrices
 from forge_plugin_soap.preconditioner import Preconditioner
-from forge_plugin_soap.soap import MATRICES
 
 if TYPE_CHECKING:
     from forge_core.context import BuildContext
+    from forge_core.engine.parameters import NamedParameters
     from forge_plugin_soap.soap import SOAP
 
 GROUP_KEYS = ("lr", "weight_decay", "betas", "eps", "precondition_frequency")
 STEP = "step"
 
 
-class SOAPOptimizer(torch.optim.Optimizer):
-    """Groups with a key `precondition_frequency` are of matrices. The others are stepped by torch's AdamW, which shares
-    groups and state with this optimizer.
+class SOAPOptimizer(MatrixOptimizer):
+    """See `forge_plugin_soap.SOAP`.
 
     The owner of a matrix has its state, in slots `exp_avg`, `left`, …; of the third matrix that a parameter stacks, in
     `exp_avg-2`, `left-2`, …. All ranks count the gradients of a parameter, in `step`.
 
     Args:
-        parameters: all of a model. Those with the roles `matrix`, `stack` and `fused`, of two or three dimensions, are
-            preconditioned.
-
-    Attributes:
-        matrices: who works on which of them.
+        parameters: all of a model.
     """
 
+    matrix_key = "precondition_frequency"
+
     def __init__(self, component: SOAP, context: BuildContext, parameters: NamedParameters) -> None:
-        matrices = NamedParameters([item for item in parameters if _is_matrix(item)])
-        others = NamedParameters([item for item in parameters if not _is_matrix(item)])
+        matrices, others = divide(parameters)
         adam = torch.optim.AdamW(
             others.groups(component.adam_weight_decay),
             component.adam_lr or component.lr,
@@ -50,35 +46,16 @@ class SOAPOptimizer(torch.optim.Optimizer):
             fused=component.fused,
         )
         beta = component.betas[1] if component.preconditioner_beta is None else component.preconditioner_beta
-        own = matrices.group(**{key: getattr(component, key) for key in GROUP_KEYS}, preconditioner_beta=beta)
-        super().__init__([own], {"fused": component.fused})
-        self._adam = adam
-        self.param_groups += adam.param_groups
-        adam.state = self.state
-        self._max_dim = component.max_dim
-        self._numbers: dict[Tensor, int] = {item.parameter: number for number, item in enumerate(matrices)}
-        frequency = component.precondition_frequency
-        self.matrices = WholeMatrices(
-            [item.parameter for item in matrices], context, lambda shape: _cost(shape, self._max_dim, frequency)
+        settings = {key: getattr(component, key) for key in GROUP_KEYS} | {"preconditioner_beta": beta}
+        self._max_dim, frequency = component.max_dim, component.precondition_frequency
+        whole = WholeMatrices(
+            [item.parameter for item in matrices], context, lambda shape: _cost(shape, component.max_dim, frequency)
         )
-        self._owned = {(m.parameter, m.item) for m in self.matrices.owned(self._numbers.values())}
+        super().__init__(matrices, settings, whole, adam)
+        self._owned = {(m.parameter, m.item) for m in whole.owned(self.numbers.values())}
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update every parameter that has a gradient. Collective over the ranks that share matrices."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            if "precondition_frequency" in group:
-                self._step_matrices(group)
-        self._adam.param_groups = [group for group in self.param_groups if "precondition_frequency" not in group]
-        self._adam.step()
-        return loss
-
-    def _step_matrices(self, group: dict[str, Any]) -> None:
-        trained = {self._numbers[p]: p for p in group["params"] if p.grad is not None}
+    def step_matrices(self, group: dict[str, Any]) -> None:
+        trained = {self.numbers[p]: p for p in group["params"] if p.grad is not None}
         for parameter in trained.values():
             self.state[parameter][STEP] = self.state[parameter].get(STEP, 0) + 1
 
@@ -113,16 +90,12 @@ class SOAPOptimizer(torch.optim.Optimizer):
 
     def empty_slot(self, parameter: Tensor, slot: str, size: torch.Size, dtype: torch.dtype) -> Tensor | None:
         """See `forge_core.protocols.PlacesState`."""
-        if parameter not in self._numbers:
+        if parameter not in self.numbers:
             return empty_slot(parameter, size, dtype)
         _, _, item = slot.partition("-")
-        if (self._numbers[parameter], int(item) if item else None) in self._owned:
+        if (self.numbers[parameter], int(item) if item else None) in self._owned:
             return torch.empty(size, dtype=dtype, device=parameter.device)
         return None
-
-
-def _is_matrix(item: NamedParameter) -> bool:
-    return item.role in MATRICES and item.parameter.ndim in (2, 3)
 
 
 def _debias(betas: tuple[float, float], updates: int) -> float:

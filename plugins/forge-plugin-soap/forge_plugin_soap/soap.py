@@ -15,9 +15,6 @@ if TYPE_CHECKING:
     from forge_core.context import BuildContext
     from forge_core.engine.parameters import NamedParameters
 
-MATRICES = ("matrix", "stack", "fused")
-"""Roles whose parameters are preconditioned."""
-
 
 def _betas(_: object, attribute: Any, betas: tuple[float, float]) -> None:
     if not all(0 <= beta < 1 for beta in betas):
