@@ -170,7 +170,7 @@ class Contender:
     @property
     def state_bytes(self) -> int:
         leaves = tree_leaves(list(self.optimizer.state.values()))
-        return sum(leaf.numel() * leaf.element_size() for leaf in leaves if isinstance(leaf, torch.Tensor))
+        return sum(bytes_of(leaf) for leaf in leaves if isinstance(leaf, Tensor))
 
     @property
     def median(self) -> float:
@@ -182,6 +182,13 @@ class Contender:
         self.optimizer.step()
         _wait(device)
         self.seconds.append(time.perf_counter() - started)
+
+
+def bytes_of(tensor: Tensor) -> int:
+    """Of what holds its values, which for torchao's quantised tensors are other tensors."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        return sum(bytes_of(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
+    return tensor.numel() * tensor.element_size()
 
 
 def _wait(device: str) -> None:
