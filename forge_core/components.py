@@ -5,14 +5,14 @@ it configures. It imports nothing heavy: torch and everything else that a run ne
 a job file can be checked on a login node in a fraction of a second.
 
     @frozen(kw_only=True)
-    class Lion(OptimizerComponent):
-        '''Sign of an interpolated momentum (Chen et al. 2023, algorithm 2).'''
+    class SignSGD(OptimizerComponent):
+        '''Steps by the sign of the gradient (Bernstein et al. 2018, algorithm 1).'''
 
         lr: float = field(default=1e-4, validator=gt(0))
 
         def build(self, context, parameters):
-            from forge_plugin_lion.optimizer import LionOptimizer
-            return LionOptimizer(parameters.groups(), lr=self.lr)
+            from sign_sgd.optimizer import SignSGDOptimizer
+            return SignSGDOptimizer(parameters.groups(), lr=self.lr)
 
 What `build` must return is described by the protocols in `forge_core.protocols`.
 """

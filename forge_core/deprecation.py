@@ -23,10 +23,15 @@ KEY = "deprecated"
 
 
 class ForgeDeprecation(FutureWarning):
-    """Something that a job or a plugin uses will be removed. Shown by default, since who runs a job must know."""
+    """Something that a job or a plugin uses will be removed. Shown by default, since who runs a job must know.
 
-    removed_in: str
-    """The version of the distribution that removes it."""
+    Attributes:
+        removed_in: the version of the distribution that removes it.
+    """
+
+    def __init__(self, message: str, removed_in: str) -> None:
+        super().__init__(message)
+        self.removed_in = removed_in
 
 
 def deprecated(what: str, removed_in: str, instead: str) -> ForgeDeprecation:
@@ -37,9 +42,8 @@ def deprecated(what: str, removed_in: str, instead: str) -> ForgeDeprecation:
         removed_in: version of the distribution that removes it.
         instead: what to do, as a command: `implement forge_build_y`.
     """
-    warning = ForgeDeprecation(f"{what} is deprecated, and version {removed_in} removes it; {instead}")
-    warning.removed_in = removed_in
-    return warning
+    message = f"{what} is deprecated, and version {removed_in} removes it; {instead}"
+    return ForgeDeprecation(message, removed_in)
 
 
 def deprecated_key(removed_in: str, instead: str) -> dict[str, Any]:

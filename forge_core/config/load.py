@@ -14,7 +14,6 @@ from forge_core.config.rules import check_rules
 from forge_core.config.structure import INVALID, Findings, structure
 from forge_core.config.tree import Node, Origin, annotate
 from forge_core.config.unknown import explain_unknown
-from forge_core.deprecation import ForgeDeprecation
 from forge_core.errors import JobError, Problem
 from forge_core.launch.world import join_world
 from forge_core.plugins.catalog import CORE, Catalog
@@ -50,8 +49,8 @@ def load_job(
     if problems:
         problems.sort(key=lambda problem: _place(root, problem))
         raise JobError([*problems, *to_install(findings)])
-    for notice in findings.deprecated:
-        warnings.warn(ForgeDeprecation(str(notice)), stacklevel=1)  # its place is in the text, and not in the code
+    for warning in findings.deprecated:
+        warnings.warn(warning, stacklevel=1)  # its place is in the text, and not in the code
     return job
 
 

@@ -38,7 +38,7 @@ from forge_core.config.leaves import SCALARS, Mismatch, distance, fits, is_enum,
 from forge_core.config.tree import Node, Origin, flag
 from forge_core.config.validators import complaint, plain_message
 from forge_core.config.walk import default_of, key_fields
-from forge_core.deprecation import deprecation_of
+from forge_core.deprecation import ForgeDeprecation, deprecation_of
 from forge_core.errors import PluginError, Problem
 from forge_core.plugins.catalog import Catalog, UnknownTypeError
 
@@ -71,8 +71,8 @@ class Findings:
     unknown: list[UnknownKey] = field(factory=list)
     tables: dict[str, type] = field(factory=dict)
     """Class of every table that the job has or could have, by path."""
-    deprecated: list[Problem] = field(factory=list)
-    """What is said of keys that are to go and are not at their defaults."""
+    deprecated: list[ForgeDeprecation] = field(factory=list)
+    """Of keys that are to go and are not at their defaults, with their places."""
     missing: list[str] = field(factory=list)
     """Distributions to install, for types that no installed one offers."""
 
@@ -255,7 +255,8 @@ class _Structurer:
             warning = deprecation_of(fields[key])
             if warning is not None and value != default_of(fields[key]):
                 path = ".".join([*self._path, key])
-                self.findings.deprecated.append(Problem(path, str(warning), str(self._root.origin_of(path))))
+                notice = Problem(path, str(warning), str(self._root.origin_of(path)))
+                self.findings.deprecated.append(ForgeDeprecation(str(notice), warning.removed_in))
 
     def _reader(self, f: Attribute, value: Any, cls: type) -> Callable[[], Any]:
         base = component_in(f.type)

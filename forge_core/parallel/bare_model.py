@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from attrs import frozen
 from torch import nn
 
 from forge_core.auxiliary import Auxiliary
@@ -37,18 +36,21 @@ def fitting_problems(job: Job, layout: Layout, catalog: Catalog) -> list[Problem
     """What stages have to say of the model, and the model of itself; it is built on the meta device, and no data are
     read.
 
-    Nothing where that cannot be known ahead: where only the data tell the size of its vocabulary, or where it needs
-    other ranks to be built. The run tells then.
+    Nothing where that cannot be known ahead, since only the data tell what the model needs to know of the tokenizer.
+    The run tells then. On a device that is chosen when a run starts, what is wrong on each of them.
     """
     tokenizer = _tokenizer(job)
     refused: list[list[Problem]] = []
     for device in ("cuda", "cpu") if job.train.device == "auto" else (job.train.device,):
         try:
             model = bare_model(job, _context(job, layout, catalog, torch.device(device), tokenizer))
+        except _NotKnownYet:
+            return []
         except JobError as error:
             refused.append(list(error.problems))
-        except Exception:
-            return []
+        except Exception as error:
+            seen = f"building it failed: {type(error).__name__}: {error}"
+            refused.append([Problem("model", f"{seen}; a model is built on the meta device, without other ranks")])
         else:
             return list(model_problems(model, job.parallel, layout))
     if job.data.tokenizer is not None and tokenizer is None:
@@ -56,16 +58,23 @@ def fitting_problems(job: Job, layout: Layout, catalog: Catalog) -> list[Problem
     return [problem for problem in refused[0] if all(problem in others for others in refused)]
 
 
-@frozen
-class _ExpectedTokenizer:
-    """Stands in for the tokenizer that a run will have."""
+class _NotKnownYet(Exception):
+    """Something is asked of a tokenizer that is not there yet."""
 
-    vocab_size: int
+
+class _TokenizerToBe:
+    """Stands in for the tokenizer that a run will have, and has what is known of it."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+
+    def __getattr__(self, name: str) -> Any:
+        raise _NotKnownYet(name)
 
 
 def _tokenizer(job: Job) -> Tokenizer | None:
     size = job.data.tokenizer.expected_vocab_size() if job.data.tokenizer else None
-    return cast("Tokenizer", _ExpectedTokenizer(size)) if size else None
+    return cast("Tokenizer", _TokenizerToBe(size)) if size else None
 
 
 def _context(
