@@ -172,6 +172,13 @@ class OptimizerComponent(Component):
     groups: tuple[ParameterGroup, ...] = ()
     """Other settings for some parameters, by pattern of their names."""
 
+    @property
+    def parameter_dtype(self) -> Literal["fp32", "bf16"]:
+        """The dtype in which parameters live from one step to the next; float64 in place of float32 with
+        `train.precision = "fp64"`. bf16 halves their memory, and is for an optimizer whose small updates are not lost
+        in it, as by stochastic rounding. Gradients add up in float32 all the same."""
+        return "fp32"
+
     def build(self, context: BuildContext, parameters: NamedParameters) -> torch.optim.Optimizer:
         raise NotImplementedError
 

@@ -130,10 +130,15 @@ def _fake(parameter: nn.Parameter, device: torch.device, dtype: torch.dtype | No
     return nn.Parameter(torch.empty(local.shape, dtype=dtype or local.dtype, device=device), parameter.requires_grad)
 
 
-def parameter_bytes(model: Model, trained: bool = False) -> Bytes:
-    """This rank's parameters, as they are now; tied ones once. `trained`: only those that get gradients."""
-    wanted = [parameter for parameter in model.parameters() if parameter.requires_grad or not trained]
-    return sum(local_part(parameter).numel() * parameter.element_size() for parameter in wanted)
+def parameter_bytes(model: Model) -> Bytes:
+    """This rank's parameters, as they are now; tied ones once."""
+    return sum(local_part(parameter).numel() * parameter.element_size() for parameter in model.parameters())
+
+
+def gradient_bytes(model: Model) -> Bytes:
+    """Gradients of this rank's parameters while they add up: in float32 or wider, whatever parameters are kept in."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return sum(local_part(p).numel() * torch.promote_types(p.dtype, torch.float32).itemsize for p in trained)
 
 
 # --- what there is -----------------------------------------------------------------------------------------------

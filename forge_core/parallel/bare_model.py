@@ -23,12 +23,15 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 
 def bare_model(job: Job, context: BuildContext) -> Model:
-    """The whole model, without memory, as no stage has changed it."""
+    """The whole model, without memory, as no stage has changed it; parameters have the dtype that they are kept in."""
     with torch.device("meta"):
         model = context.plugins.build_model(job.model, context)
     assert isinstance(model, nn.Module)
     if context.dtype == torch.float64:
         model.double()
+    elif job.optimizer.parameter_dtype == "bf16":
+        for parameter in model.parameters():
+            parameter.data = parameter.data.bfloat16()
     return model
 
 

@@ -114,12 +114,17 @@ def materialise(model: Model, device: torch.device, seed: int, home: torch.devic
 
 
 def allocate(model: Model, device: torch.device, home: torch.device | None = None) -> None:
-    """Give a model on the meta device memory on `device`, to its parameters on `home`; its values are arbitrary."""
+    """Give a model on the meta device memory on `device`, to its parameters on `home`; its values are arbitrary.
+
+    From now on, gradients add up in float32 or wider, whatever parameters are kept in.
+    """
     assert isinstance(model, nn.Module)
     model.to_empty(device=home or device)
     if home is not None:
         _move_buffers(model, device)
     _tie(model)
+    for parameter in model.parameters():
+        parameter.grad_dtype = torch.promote_types(parameter.dtype, torch.float32)
 
 
 def _move_buffers(model: nn.Module, device: torch.device) -> None:
@@ -183,11 +188,16 @@ def _reset(module: nn.Module, name: str, own: list[tuple[str, nn.Parameter]], de
 def _whole_copy(module: nn.Module, device: torch.device) -> Any:
     whole = copy.copy(module)
     whole._parameters = {
-        key: None if p is None else nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device=device))
+        key: None if p is None else nn.Parameter(torch.empty(p.shape, dtype=_drawn_in(p.dtype), device=device))
         for key, p in module._parameters.items()
     }
     whole._buffers = {key: None if b is None else torch.zeros_like(b) for key, b in module._buffers.items()}
     return whole
+
+
+def _drawn_in(dtype: torch.dtype) -> torch.dtype:
+    """Values do not depend on whether parameters are kept in fewer bits, but for rounding."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 def check_finite(model: Model) -> None:

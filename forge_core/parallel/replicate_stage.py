@@ -44,9 +44,10 @@ def sum_gradients(parameters: Iterable[nn.Parameter], reduce: Callable[[Tensor],
     for bucket in _buckets([parameter for parameter in parameters if parameter.requires_grad]):
         for parameter in bucket:
             if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+                parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
         gradients = [local_part(parameter.grad) for parameter in bucket]
-        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        dtype = torch.promote_types(bucket[0].dtype, torch.float32)
+        flat = torch.cat([gradient.reshape(-1).to(dtype) for gradient in gradients])
         reduce(flat)
         parts = flat.split([gradient.numel() for gradient in gradients])
         torch._foreach_copy_(gradients, [part.view_as(g) for part, g in zip(parts, gradients, strict=True)])

@@ -204,7 +204,8 @@ class _Rank:
     def _update_by_zeros(self) -> None:
         """Without a step, gradients are as large as what they are of."""
         for item in self._run.parameters:
-            item.parameter.grad = torch.zeros_like(item.parameter) if item.parameter.requires_grad else None
+            p = item.parameter
+            p.grad = torch.zeros_like(p, dtype=p.grad_dtype) if p.requires_grad else None
         self._gradients = Meter().storages.assign(_gradients(self._run), Purpose.GRADIENTS)
         self._run.optimizer.step()
 

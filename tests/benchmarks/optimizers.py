@@ -89,6 +89,8 @@ def averaging(make: Callable[..., torch.optim.Optimizer], **keys: Any) -> Make:
     return made
 
 
+NARROW = "adamw_bf16, bf16 parameters"
+
 CONTENDERS: Mapping[str, Mapping[str, Make]] = {
     "adamw": {
         "forge": ours(AdamW(lr=1e-4)),
@@ -136,11 +138,15 @@ CONTENDERS: Mapping[str, Mapping[str, Make]] = {
         "forge": ours(AdamWBF16(lr=1e-4)),
         "torch fused, float32": public(torch.optim.AdamW, fused=True),
     },
+    NARROW: {
+        "forge": ours(AdamWBF16(lr=1e-4, parameter_dtype="bf16")),
+        "torchao": public(torchao.optim._AdamW, bf16_stochastic_round=True),
+    },
 }
 """For each optimizer its implementations: `forge` and the others."""
 
 
-def decoder(millions: int, device: str) -> NamedParameters:
+def decoder(millions: int, device: str, dtype: torch.dtype = torch.float32) -> NamedParameters:
     """Parameters of a decoder with about so many million of them, each with a gradient."""
     dim, vocabulary = (256, 8192) if millions < 50 else (768, 16384)
     named = {"embedding.weight": ((vocabulary, dim), "embedding"), "head.weight": ((vocabulary, dim), "head")}
@@ -152,7 +158,7 @@ def decoder(millions: int, device: str) -> NamedParameters:
         named |= {f"layers.{layer}.{name}_norm.weight": ((dim,), "norm") for name in ("attention", "ffn")}
     parameters = []
     for name, (shape, role) in named.items():
-        parameter = nn.Parameter(torch.randn(shape, device=device) / dim**0.5)
+        parameter = nn.Parameter((torch.randn(shape, device=device) / dim**0.5).to(dtype))
         parameter.grad = torch.randn_like(parameter)
         parameters.append(NamedParameter(name, parameter, role))  # type: ignore[arg-type]
     return NamedParameters(parameters)
@@ -244,9 +250,9 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     arguments = parser.parse_args()
     for millions in arguments.millions:
-        parameters = decoder(millions, arguments.device)
-        count = sum(item.parameter.numel() for item in parameters)
         for name in arguments.only:
+            parameters = decoder(millions, arguments.device, torch.bfloat16 if name == NARROW else torch.float32)
+            count = sum(item.parameter.numel() for item in parameters)
             print(f"\n{name}, {count / 1e6:.1f} million parameters, {torch.get_num_threads()} threads")
             measure(CONTENDERS[name], parameters, arguments.rounds, arguments.device)
 

@@ -111,7 +111,7 @@ class OptimizerSuite(ParitySuite):
         """Also those of an inner optimizer."""
         parameters, optimizer = self._on_a_model(tmp_path)
         for item in parameters:
-            item.parameter.grad = torch.ones_like(item.parameter)
+            item.parameter.grad = torch.ones_like(item.parameter, dtype=item.parameter.grad_dtype)
         optimizer.zero_grad(set_to_none=True)
         left = [item.name for item in parameters if item.parameter.grad is not None]
         assert not left, f"zero_grad(set_to_none=True) leaves the gradients of {some(left)}, which would add up forever"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from typing import TYPE_CHECKING
 
 from attrs import define, field
 from attrs.validators import ge, gt, lt
 
-from forge_core import Plugin, hookimpl
+from forge_core import Job, Plugin, Problem, hookimpl
 
 if TYPE_CHECKING:
     import torch
@@ -31,6 +31,12 @@ class EMA(Plugin):
     (1 + n) / (10 + n) after n updates."""
     updates: int = field(default=0, init=False, validator=ge(0))
     """Updates averaged so far."""
+
+    @hookimpl
+    def forge_validate_job(self, job: Job) -> Iterable[Problem]:
+        if job.optimizer.parameter_dtype == "bf16":
+            seen = "an average of parameters in bf16 would be kept in bf16, where its small changes are lost"
+            yield Problem("plugins.ema", f"{seen}; keep parameters in float32, or leave the plugin out")
 
     @hookimpl(wrapper=True)
     def forge_build_optimizer(self) -> Generator[None, torch.optim.Optimizer, torch.optim.Optimizer]:

@@ -25,8 +25,8 @@ from torch.distributed.tensor import DTensor
 
 from forge_core.parallel.mesh import local_part
 
-CPU_BLOCK = 1 << 17
-"""Elements of a block for each thread: half a MiB of each float32 tensor. Half and twice as many are as fast."""
+CPU_BLOCK = 1 << 18
+"""Elements of a block for each thread: a MiB of each float32 tensor. Twice as many are as fast."""
 KERNEL_ELEMENTS = 1 << 26
 """Elements that one kernel goes over elsewhere, or one tensor: the update of so many exists at a time."""
 
@@ -196,9 +196,10 @@ def _limit(device: torch.device) -> int:
 
 
 def _pieces(part: _Part, limit: int) -> Iterator[_Part]:
-    """A part of a CPU in views of at most `limit` elements, if its tensors are laid out alike; others whole."""
+    """A large part of a CPU in views of `limit` elements, if its tensors are laid out alike; others whole."""
     tensors = part[:3]
-    if part.parameter.device.type != "cpu" or not all(tensor.is_contiguous() for tensor in tensors):
+    large = part.parameter.device.type == "cpu" and part.parameter.numel() > limit
+    if not (large and all(tensor.is_contiguous() for tensor in tensors)):
         yield part
         return
     for pieces in zip(*(tensor.view(-1).split(limit) for tensor in tensors), strict=True):

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, Literal
 
 from attrs import field, frozen
 from attrs.validators import ge, gt
 
 from forge_core.components import OptimizerComponent, when_resumed
+from forge_core.errors import Problem
 
 if TYPE_CHECKING:
     import torch
 
+    from forge_core.config.job import Job
     from forge_core.context import BuildContext
     from forge_core.engine.parameters import NamedParameters
+    from forge_core.parallel.layout import Layout
 
 
 def _betas(_: object, attribute: Any, betas: tuple[float, float]) -> None:
@@ -38,9 +42,17 @@ class _LowBitAdamW(OptimizerComponent):
     """Added to the root of the averaged square."""
     weight_decay: float = field(default=0.1, validator=ge(0))
     """Each step takes lr x this of a weight away."""
+    parameter_dtype: Literal["fp32", "bf16"] = "fp32"
+    """What parameters are kept in. bf16: half the memory; each update is computed in float32, and its result rounded
+    stochastically, so that updates too small for bfloat16 count in the mean."""
     compile: bool = field(default=True, metadata=when_resumed("safe"))
     """Whether the update of a parameter is compiled to one kernel. false: many small operations, which are slow and for
     a moment take several times the memory of the largest parameter."""
+
+    def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        if self.parameter_dtype == "bf16" and job.train.precision == "fp64":
+            seen = 'train.precision = "fp64" keeps everything in float64'
+            yield Problem("parameter_dtype", f"{seen}; leave one of the two out")
 
 
 @frozen(kw_only=True)
@@ -57,7 +69,7 @@ class _QuantisedAdamW(_LowBitAdamW):
 class AdamW8bit(_QuantisedAdamW):
     """AdamW with moments of 8 bits (Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization"), as torchao
     computes it: each block of elements has a float32 scale, and each element a code into a table of values whose
-    spacing grows with their size. Parameters, and the update itself, are float32.
+    spacing grows with their size. The update itself is computed in float32.
 
     State: of parameters of two or more dimensions, two bytes an element and two scales a block. The rest keep float32
     moments: vectors, small parameters, and those whose elements are no whole number of blocks. Blocks are of the whole
@@ -112,7 +124,7 @@ class AdamWFloat8(_QuantisedAdamW):
 @frozen(kw_only=True)
 class AdamWBF16(_LowBitAdamW):
     """AdamW with moments in bfloat16, rounded stochastically: up or down with probabilities that make the mean exact,
-    so that small changes are not lost (Gupta et al. 2015). Parameters, and the update itself, are float32.
+    so that small changes are not lost (Gupta et al. 2015). The update itself is computed in float32.
 
     Rounding is a function of the job's seed, the parameter's name, its updates so far, and the element, so it is the
     same after a restart and under every layout. State: two bfloat16 tensors like each parameter, and a count.
@@ -125,5 +137,7 @@ class AdamWBF16(_LowBitAdamW):
     def build(self, context: BuildContext, parameters: NamedParameters) -> torch.optim.Optimizer:
         from forge_plugin_lowbit.bf16 import BF16Moments
         from forge_plugin_lowbit.optimizer import LowBitAdamW
+        from forge_plugin_lowbit.rounding import Rounding
 
-        return LowBitAdamW(self, parameters, BF16Moments(self, context, parameters))
+        rounding = Rounding(context, parameters)
+        return LowBitAdamW(self, parameters, BF16Moments(rounding, self.stochastic_rounding), rounding)

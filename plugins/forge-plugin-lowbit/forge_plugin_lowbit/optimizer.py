@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from forge_core.errors import CheckpointError
 from forge_core.parallel.mesh import local_part
+from forge_plugin_lowbit.rounding import Rounding, random_bits, round_with
 
 if TYPE_CHECKING:
     from forge_core.engine.parameters import NamedParameters
@@ -42,13 +43,21 @@ class Moments(Protocol):
 
 
 class LowBitAdamW(torch.optim.Optimizer):
-    """See `AdamW8bit` and `AdamWBF16`. The update is computed in float32 whatever the parameters' dtype."""
+    """See `AdamW8bit` and `AdamWBF16`. The update is computed in float32 whatever the parameters' dtype.
 
-    def __init__(self, component: _LowBitAdamW, parameters: NamedParameters, moments: Moments) -> None:
+    Args:
+        rounding: of parameters that are kept in bfloat16.
+    """
+
+    def __init__(
+        self, component: _LowBitAdamW, parameters: NamedParameters, moments: Moments, rounding: Rounding
+    ) -> None:
         defaults = {"lr": component.lr, "betas": component.betas, "eps": component.eps}
         super().__init__(parameters.groups(component.weight_decay), defaults)
         self._moments = moments
+        self._rounding = rounding
         self._names: dict[Tensor, str] = {item.parameter: item.name for item in parameters}
+        self._rounded: dict[Callable[..., None], Callable[..., None]] = {}
         self._compile = component.compile
         self._compiled: dict[Callable[..., None], Callable[..., None]] = {}
 
@@ -80,6 +89,9 @@ class LowBitAdamW(torch.optim.Optimizer):
         shape = self._moments.shape(parameter)
         weights, gradient = own.contiguous().view(shape), local_part(parameter.grad).reshape(shape)
         function, inputs = self._moments.update(parameter), self._moments.inputs(parameter, parts)
+        if own.dtype == torch.bfloat16:
+            function = self._rounded.setdefault(function, rounded(function))
+            inputs = (*self._rounding.of(parameter, parts[STEP], "parameters"), *inputs)
         if self._compile and not isinstance(own, FakeTensor):
             if function not in self._compiled:
                 self._compiled[function] = torch.compile(function, fullgraph=True)
@@ -98,6 +110,18 @@ class LowBitAdamW(torch.optim.Optimizer):
             wanted = ", ".join(f"{name}: {list(tensor.shape)} of {tensor.dtype}" for name, tensor in known.items())
             raise CheckpointError(f"the checkpoint's state of {self._names[parameter]} has {seen}; wanted are {wanted}")
         return memory
+
+
+def rounded(update: Callable[..., None]) -> Callable[..., None]:
+    """An update of a parameter that is kept in bfloat16: in float32, then rounded stochastically."""
+
+    def step(parameter: Tensor, gradient: Tensor, step: Tensor, key: Tensor, place: Tensor, *rest: Any) -> None:
+        wide = parameter.float()
+        update(wide, gradient, step, *rest)
+        bits = random_bits(place, key, wide.numel()).view(wide.shape)
+        parameter.copy_(round_with(wide, bits & 0xFFFF))
+
+    return step
 
 
 def contiguous_like(parameter: Tensor, dtype: torch.dtype) -> Tensor:

@@ -14,6 +14,7 @@ from forge_core.parallel.mesh import gather_objects, pipeline_group
 from forge_plugin_lowbit.arithmetic import adamw
 from forge_plugin_lowbit.blocks import Blocks, blocks_of, check_whole, split_like
 from forge_plugin_lowbit.optimizer import LowBitAdamW, contiguous_like
+from forge_plugin_lowbit.rounding import Rounding
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -46,7 +47,7 @@ def quantised(
             blocks[item] = found
     check_whole(blocks, context.mesh)
     moments = QuantisedMoments(format, {item.parameter: found for item, found in blocks.items()})
-    return LowBitAdamW(component, parameters, moments)
+    return LowBitAdamW(component, parameters, moments, Rounding(context, parameters))
 
 
 class QuantisedMoments:

@@ -2,16 +2,48 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from forge_core.parallel.whole_matrices import own_box
+
+if TYPE_CHECKING:
+    from forge_core.context import BuildContext
+    from forge_core.engine.parameters import NamedParameters
 
 Place = tuple[tuple[int, int, int], ...]
 """Of the elements of a part of a tensor, as nested loops, the outermost first: the first index, how many there are, and
 how far apart they lie in the whole, counted row by row. What lies together in the whole is one loop."""
 
 WORD = 0xFFFFFFFF
+
+
+class Rounding:
+    """What determines the random bits of each update of each parameter: the job's seed, the parameter's name, the
+    number of the update, and the places of its elements."""
+
+    def __init__(self, context: BuildContext, parameters: NamedParameters) -> None:
+        self._seed = context.job.job.seed
+        self._names: dict[Tensor, str] = {item.parameter: item.name for item in parameters}
+        self._places: dict[Tensor, Tensor] = {}
+        for item in parameters:
+            box = own_box(item.parameter, context.mesh)
+            offsets, sizes = [side.start for side in box], [side.stop - side.start for side in box]
+            place = place_of(offsets, sizes, item.parameter.shape)
+            self._places[item.parameter] = torch.tensor(place, device=context.device)
+
+    def of(self, parameter: Tensor, step: Tensor, purpose: str) -> tuple[Tensor, Tensor]:
+        """Key and place, as `random_bits` takes them. Each `purpose` has bits of its own."""
+        number = 0 if isinstance(step, FakeTensor) else int(step)
+        text = f"{self._seed}:{purpose}:{number}:{self._names[parameter]}"
+        digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+        halves = [int.from_bytes(half, "little") for half in (digest[:4], digest[4:])]
+        return torch.tensor(halves).to(parameter.device, non_blocking=True), self._places[parameter]
 
 
 def place_of(offsets: Sequence[int], sizes: Sequence[int], shape: Sequence[int]) -> Place:

@@ -72,6 +72,9 @@ class FSDP(ParallelComponent):
         if self.reduce_every_micro_batch and layout.pp > 1:
             why = "a pipeline's micro-batches overlap, and are reduced together at the end of the step"
             yield Problem("reduce_every_micro_batch", f"{why}; leave it out")
+        if self.reduce_every_micro_batch and job.optimizer.parameter_dtype == "bf16":
+            why = "with parameters in bf16, gradients that are reduced one by one would add up in bf16"
+            yield Problem("reduce_every_micro_batch", f"{why}; leave it out")
         splitting = [name for name, stage in job.parallel.items() if stage.splits_backward]
         if self.reshard_after_forward is True and splitting:
             why = f"parallel.{splitting[0]} computes gradients of weights apart from the backward pass"

@@ -40,8 +40,9 @@ class FSDPStage:
         self._component = component
         self._reshards, self._pipelined = component.reshards(context.layout), context.layout.pp > 1
         self._mesh = data_mesh(context)
-        self._precision = _precision(context.dtype)
+        self._precision = _precision(context.dtype, context.job.optimizer.parameter_dtype == "bf16")
         self._offload = OffloadPolicy()
+        self._owns_gradients = False
         if component.offload:
             self._offload = CPUOffloadPolicy(pin_memory=context.device.type == "cuda")
             self.parameter_device = torch.device("cpu")
@@ -69,6 +70,9 @@ class FSDPStage:
     def micro_batch(self, model: Model, *, backward: bool, last: bool) -> Iterator[None]:
         """Without a backward pass, nobody else would free the root; weights that change meanwhile would go unseen."""
         assert isinstance(model, FSDPModule)
+        if not self._owns_gradients:
+            _own_gradients(model)
+            self._owns_gradients = True
         if backward:
             model.set_requires_gradient_sync(last or self._component.reduce_every_micro_batch)
             model.set_is_last_backward(last)
@@ -125,8 +129,17 @@ def _prefetch(units: Sequence[FSDPModule], ahead: int) -> None:
         unit.set_modules_to_backward_prefetch(list(reversed(units[max(0, number - ahead) : number])))
 
 
-def _precision(dtype: torch.dtype) -> MixedPrecisionPolicy:
-    """Parameters are gathered in the compute dtype and gradients reduced in float32 or wider."""
-    if dtype == torch.promote_types(dtype, torch.float32):
+def _own_gradients(model: nn.Module) -> None:
+    """torch adds up in float32 what it has not reduced yet, and then keeps gradients in the dtype of parameters."""
+    for parameter in model.parameters():
+        parameter.grad_dtype = parameter.dtype
+
+
+def _precision(dtype: torch.dtype, narrow: bool) -> MixedPrecisionPolicy:
+    """Parameters are gathered in the narrower of the dtype they are kept in (`narrow`: bfloat16) and the compute dtype.
+    Gradients are reduced in float32 or wider."""
+    wide = torch.promote_types(dtype, torch.float32)
+    gathered = torch.bfloat16 if narrow else dtype
+    if gathered == wide:
         return MixedPrecisionPolicy(cast_forward_inputs=False)
-    return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    return MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=wide, cast_forward_inputs=False)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from forge_core.engine.memory import (
     Bytes,
     device_memory,
+    gradient_bytes,
     kept_bytes,
     optimizer_bytes,
     parameter_bytes,
@@ -105,7 +106,7 @@ def _agreed(numbers: list[int]) -> list[int]:
 
 
 def _state(model: Model, context: BuildContext) -> dict[str, Bytes]:
-    sizes = {"weights": parameter_bytes(model), "gradients": parameter_bytes(model, trained=True)}
+    sizes = {"weights": parameter_bytes(model), "gradients": gradient_bytes(model)}
     sizes["optimizer"] = optimizer_bytes(model, context)
     shards = _shards(context)
     if shards == 1:

@@ -96,6 +96,9 @@ class PipelineParallel(ParallelComponent):
         if wanted and self.stages_per_rank not in (0, wanted):
             seen = f"{self.stages_per_rank}, but {self.schedule} has {wanted} a rank"
             yield Problem("stages_per_rank", f"{seen}; leave it out, or take another schedule")
+        if self.splits_backward and job.optimizer.parameter_dtype == "bf16":
+            seen = f"{self.schedule} adds gradients up by itself, and with parameters in bf16 it would do so in bf16"
+            yield Problem("schedule", f"{seen}; take another schedule")
         if job.train.global_batch_size % layout.data_parallel == 0:
             yield from self._micro_batch_problems(micro_batches(job, layout)[0])
 

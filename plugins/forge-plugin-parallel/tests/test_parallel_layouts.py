@@ -90,9 +90,11 @@ def test_a_model_without_units_is_sharded_by_its_layers(tmp_path):
 
 
 def test_in_half_precision_gradients_are_reduced_in_float32():
-    policy = _precision(torch.bfloat16)
-    assert (policy.param_dtype, policy.reduce_dtype) == (torch.bfloat16, torch.float32)
-    assert _precision(torch.float64).reduce_dtype is None, "whatever the gradients have"
+    for dtype, narrow in ((torch.bfloat16, False), (torch.bfloat16, True), (torch.float32, True)):
+        policy = _precision(dtype, narrow)
+        assert (policy.param_dtype, policy.reduce_dtype) == (torch.bfloat16, torch.float32)
+    for dtype in (torch.float32, torch.float64):
+        assert _precision(dtype, narrow=False).reduce_dtype is None, "whatever the gradients have"
 
 
 def test_an_evaluation_sees_weights_that_change_outside_of_steps(tmp_path):

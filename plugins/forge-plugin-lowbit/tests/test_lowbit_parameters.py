@@ -1,0 +1,286 @@
+"""Parameters in bfloat16, which updates round stochastically."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+from torchao.optim import _AdamW as TorchaoAdamW
+
+from forge_core.checkpoint.tensors import stored_tensors
+from forge_core.engine.build import build_context, build_run
+from forge_core.engine.differences import compare_tensors
+from forge_core.parallel.mesh import leave_group
+from forge_core.parallel.whole_matrices import own_box
+from forge_core.planning.plan import make_plan
+from forge_core.plugins.catalog import Catalog
+from forge_core.testing import TinyModel, job_problems, tiny_job
+from forge_core.testing.curves import train as train_curve
+from forge_core.testing.processes import run_on_ranks
+from forge_core.testing.suites import OptimizerSuite
+from forge_plugin_ema import EMA
+from forge_plugin_lowbit import AdamW4bit, AdamW8bit, AdamWBF16, AdamWFloat8
+from forge_plugin_parallel import FSDP, ContextParallel, PipelineParallel, TensorParallel
+from forge_plugin_transformer import GroupedQueryAttention, Transformer
+
+NARROW = {"parameter_dtype": "bf16", "compile": False}
+OPTIMIZERS = [AdamWBF16(**NARROW), AdamW8bit(**NARROW), AdamW4bit(**NARROW), AdamWFloat8(**NARROW)]
+MODEL = Transformer(
+    dim=16, layers=2, vocab_size=32, attention=GroupedQueryAttention(heads=4, kv_heads=2), tie_embeddings=True
+)
+LAYOUTS = {
+    "replicate2": (2, {}),
+    "fsdp2": (2, {"fsdp": FSDP()}),
+    "tp2": (2, {"tp": TensorParallel(degree=2)}),
+    "pp2": (2, {"pp": PipelineParallel(degree=2, schedule="1f1b")}),
+    "hsdp 2x2": (4, {"fsdp": FSDP(shard=2, replicate=2)}),
+    "fsdp2 x tp2": (4, {"fsdp": FSDP(), "tp": TensorParallel(degree=2)}),
+    "fsdp2 x pp2": (4, {"fsdp": FSDP(), "pp": PipelineParallel(degree=2, schedule="1f1b")}),
+    "fsdp2 x cp2": (4, {"fsdp": FSDP(), "cp": ContextParallel(degree=2)}),
+}
+SIZES = {"seq_len": 16, "global_batch_size": 8, "micro_batch_size": 2, "precision": "fp32"}
+
+
+def run_of(folder, stages=None, **changes):
+    job = tiny_job(str(folder), Catalog.installed(), parallel=stages or {}, **changes)
+    return build_run(job, build_context(job, Catalog.installed(), None))
+
+
+class TestAdamWBF16WithNarrowParameters(OptimizerSuite):
+    component = AdamWBF16(lr=1e-2, eps=1e-5, **NARROW)
+    layouts = ()  # they are compared in float64; see below
+
+
+# --- numbers -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_all_parameters_are_kept_in_16_bits(tmp_path, optimizer):
+    run = run_of(tmp_path, model=MODEL, optimizer=optimizer, precision="bf16")
+    assert {item.parameter.dtype for item in run.parameters} == {torch.bfloat16}
+    wide = run_of(tmp_path, model=MODEL, optimizer=AdamWBF16(compile=False), precision="bf16")
+    for narrow, item in zip(run.parameters, wide.parameters, strict=True):
+        assert torch.equal(narrow.parameter, item.parameter.bfloat16()), "the same initial values, but for rounding"
+
+
+def test_an_update_is_torchaos_rounded_to_a_neighbour_and_exact_in_the_mean(tmp_path):
+    """An update of a hundredth of what bfloat16 can tell apart. To the nearest, nothing would ever move."""
+    run = run_of(tmp_path, model=TinyModel(dim=256), optimizer=AdamWBF16(lr=1e-2, weight_decay=0.1, **NARROW))
+    weight = next(item.parameter for item in run.parameters if item.role == "matrix")
+    lr = 1e-4
+    run.optimizer.param_groups[0]["lr"] = lr
+    with torch.no_grad():
+        weight.fill_(3.0)
+    twin = torch.nn.Parameter(weight.detach().float())
+    reference = TorchaoAdamW([twin], lr=lr, betas=(0.9, 0.95), weight_decay=0.1)
+    weight.grad, twin.grad = torch.full_like(twin, 0.5), torch.full_like(twin, 0.5)
+    run.optimizer.step()
+    with torch.compiler.set_stance("force_eager"):
+        reference.step()
+    exact, step = twin[0, 0].double().item(), 2.0**-6
+    assert 0 < 3 - exact < step / 50
+    assert weight.unique().tolist() == [3 - step, 3.0]
+    share = (3 - exact) / step
+    spread = step * math.sqrt(share * (1 - share) / weight.numel())
+    assert abs(weight.double().mean().item() - exact) < 5 * spread
+
+
+def test_parameters_and_moments_have_random_bits_of_their_own(tmp_path):
+    """Else the rounding of a weight would go with that of its average."""
+    run = run_of(tmp_path, optimizer=AdamWBF16(**NARROW))
+    item = run.parameters[0]
+    keys = [
+        run.optimizer._rounding.of(item.parameter, torch.tensor(float(step)), purpose)[0].tolist()
+        for step in (1, 2)
+        for purpose in ("rounding", "parameters")
+    ]
+    assert len({tuple(key) for key in keys}) == 4
+
+
+@pytest.mark.slow
+def test_a_compiled_step_is_an_eager_one(tmp_path):
+    """To a neighbour: where a kernel's arithmetic differs in the last bit of float32, rounding may."""
+    weights = []
+    for compiled in (True, False):
+        optimizer = AdamW8bit(lr=0.01, parameter_dtype="bf16", compile=compiled)
+        run = run_of(tmp_path, model=TinyModel(dim=64, layers=1), optimizer=optimizer)
+        for step in range(3):
+            for item in run.parameters:
+                item.parameter.grad = draw(item.name, item.parameter.shape, step).float()
+            run.optimizer.step()
+        weights.append([item.parameter.detach() for item in run.parameters])
+    torch.testing.assert_close(*weights, rtol=2**-7, atol=1e-5)
+    same = [(a == b).double().mean().item() for a, b in zip(*weights, strict=True)]
+    assert min(same) > 0.99
+
+
+# --- gradients ---------------------------------------------------------------------------------------------------
+
+
+def gradients_of(folder, stages, micro_batch_size):
+    """Whole gradients of a step over 64 sequences, in one line, and their dtypes."""
+    sizes = SIZES | {"global_batch_size": 64, "micro_batch_size": micro_batch_size, "steps": 1}
+    job = tiny_job(
+        str(folder), Catalog.installed(), parallel=stages, optimizer=AdamWBF16(**NARROW), model=MODEL, **sizes
+    )
+    gradients = train_curve(job).gradients
+    return torch.cat([gradients[name].double().flatten() for name in sorted(gradients)]), {
+        gradient.dtype for gradient in gradients.values()
+    }
+
+
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@pytest.mark.parametrize("layout", ["one process", "replicate2", "fsdp2", "tp2"])
+def test_gradients_add_up_in_float32(tmp_path, layout):
+    """Those of single micro-batches have 8 bits, and so has what fsdp keeps of their sum. Of 64 of them that makes half
+    a percent; adding up in bfloat16 would make one."""
+    expected, _ = gradients_of(tmp_path, {}, 64)
+    ranks, stages = LAYOUTS.get(layout, (1, {}))
+    for found, dtypes in run_on_ranks(ranks, lambda rank: gradients_of(tmp_path, stages, 1)):
+        assert dtypes == {torch.bfloat16 if layout == "fsdp2" else torch.float32}
+        assert ((found - expected).norm() / expected.norm()).item() < 7e-3
+
+
+def test_gradients_that_would_add_up_in_16_bits_are_refused(tmp_path):
+    settings = {"optimizer": AdamW8bit(**NARROW), "model": MODEL, **SIZES, "micro_batch_size": 1}
+    zero_bubble = PipelineParallel(degree=2, schedule="interleaved_zero_bubble", stages_per_rank=1)
+    job = tiny_job(str(tmp_path), parallel={"pp": zero_bubble}, **settings)
+    assert any("parallel.pp.schedule: interleaved_zero_bubble adds gradients up" in p for p in job_problems(job, 2))
+    job = tiny_job(str(tmp_path), parallel={"fsdp": FSDP(reduce_every_micro_batch=True)}, **settings)
+    assert "would add up in bf16; leave it out" in " ".join(job_problems(job, 2))
+
+
+# --- layouts -----------------------------------------------------------------------------------------------------
+
+
+def draw(name, shape, step):
+    """A gradient, the same in every process."""
+    generator = torch.Generator().manual_seed(sum(map(ord, name)) + 1000 * step)
+    return torch.randn(shape, generator=generator).bfloat16()
+
+
+def stepped(folder, stages, optimizer):
+    """Whole weights after updates by gradients that are the same under every layout."""
+    run = run_of(folder, stages, optimizer=optimizer, model=MODEL, **SIZES)
+    for step in range(3):
+        for item in run.parameters:
+            gradient = draw(item.name, item.parameter.shape, step)
+            if isinstance(item.parameter, DTensor):
+                mesh, placements = item.parameter.device_mesh, item.parameter.placements
+                part = gradient[own_box(item.parameter, run.context.mesh)].contiguous()
+                gradient = DTensor.from_local(
+                    part, mesh, placements, shape=gradient.shape, stride=gradient.stride(), run_check=False
+                )
+            item.parameter.grad = gradient.to(item.parameter.grad_dtype)
+        run.optimizer.step()
+    return {item.name: whole(item.parameter.detach()) for item in run.parameters}
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory):
+    folder, found = tmp_path_factory.mktemp("runs"), {}
+    optimizers = {"bf16": AdamWBF16(**NARROW), "8bit": AdamW8bit(min_size=1, block_size=8, **NARROW)}
+    for name, optimizer in optimizers.items():
+        found["one process", name] = stepped(folder, {}, optimizer)
+    for ranks in (2, 4):
+        cases = [(layout, name) for layout in LAYOUTS if LAYOUTS[layout][0] == ranks for name in optimizers]
+        by_rank = run_on_ranks(
+            ranks,
+            lambda rank: [stepped(folder, LAYOUTS[layout][1], optimizers[name]) for layout, name in cases],  # noqa: B023
+        )
+        for case, parts in zip(cases, zip(*by_rank, strict=True), strict=True):
+            found[case] = {name: weight for part in parts for name, weight in part.items()}
+    return found
+
+
+@pytest.mark.parametrize("name", ["bf16", "8bit"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rounding_is_the_same_under_every_layout(weights, layout, name):
+    """To the bit."""
+    expected = weights["one process", name]
+    assert weights[layout, name].keys() == expected.keys()
+    assert [key for key, weight in expected.items() if not torch.equal(weights[layout, name][key], weight)] == []
+
+
+def curve_of(folder, stages):
+    changes = {"optimizer": AdamWBF16(lr=0.01, **NARROW), "model": MODEL, "steps": 8, **SIZES}
+    return train_curve(tiny_job(str(folder), Catalog.installed(), parallel=stages, **changes)).losses
+
+
+def test_every_layout_trains_alike(tmp_path):
+    """As far as rounding lets it: gradients differ in their last bits, and fsdp rounds them."""
+    expected = curve_of(tmp_path, {})
+    assert expected[-1] < 0.95 * expected[0]
+    for ranks in (2, 4):
+        layouts = [stages for size, stages in LAYOUTS.values() if size == ranks]
+        for found in run_on_ranks(ranks, lambda rank: [curve_of(tmp_path, stages) for stages in layouts]):  # noqa: B023
+            for curve in found:
+                assert curve == pytest.approx(expected, rel=5e-3)
+
+
+# --- runs --------------------------------------------------------------------------------------------------------
+
+
+def test_it_trains_as_well_as_32_bits(make_job, train, lines):
+    settings = {"model": TinyModel(dim=64), "steps": 30, "global_batch_size": 16}
+    full = lines(train(make_job(optimizer=AdamWBF16(lr=3e-3, compile=False), job={"name": "full"}, **settings)))
+    narrow = lines(train(make_job(optimizer=AdamWBF16(lr=3e-3, **NARROW), job={"name": "narrow"}, **settings)))
+    assert full[-1]["loss"] < 0.7 * full[0]["loss"]
+    assert narrow[-1]["loss"] == pytest.approx(full[-1]["loss"], rel=0.03)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_an_interrupted_run_equals_the_whole(make_job, train, lines, optimizer):
+    settings = {"optimizer": optimizer, "model": TinyModel(dim=64), "checkpoint": {"interval": 3}, "precision": "bf16"}
+    whole_run = train(make_job(steps=6, job={"name": "whole"}, **settings))
+    train(make_job(steps=3, job={"name": "cut"}, **settings))
+    continued = train(make_job(steps=6, job={"name": "cut"}, **settings))
+    assert [record["loss"] for record in lines(continued)] == [record["loss"] for record in lines(whole_run)]
+    ends = [summary.folder / "checkpoints/step-6" for summary in (continued, whole_run)]
+    assert compare_tensors(*ends).equal == len(stored_tensors(ends[0]))
+    assert {dtype for name, (_, dtype) in stored_tensors(ends[0]).items() if name.startswith("model.")} == {
+        torch.bfloat16
+    }
+
+
+def test_a_checkpoint_of_float32_may_be_continued(make_job, train):
+    """And the other way round."""
+    settings = {"model": TinyModel(dim=64), "checkpoint": {"interval": 3}}
+    one = train(make_job(steps=3, optimizer=AdamWBF16(compile=False), **settings))
+    start = dict(read(one.folder / "checkpoints/step-3"))
+    train(make_job(steps=4, optimizer=AdamWBF16(lr=1e-30, **NARROW), **settings), resume_with_changes=True)
+    narrow = dict(read(one.folder / "checkpoints/step-4"))
+    assert all(torch.equal(narrow[name], weight.bfloat16()) for name, weight in start.items())
+    train(make_job(steps=5, optimizer=AdamWBF16(lr=1e-30, compile=False), **settings), resume_with_changes=True)
+    wide = dict(read(one.folder / "checkpoints/step-5"))
+    assert all(torch.equal(wide[name], weight.float()) for name, weight in narrow.items())
+
+
+def read(checkpoint):
+    from forge_core.checkpoint.whole import read_whole
+
+    stored = {name: entry for name, entry in stored_tensors(checkpoint).items() if name.startswith("model.")}
+    return read_whole(checkpoint, stored, stored)
+
+
+def test_a_plan_counts_two_bytes_a_parameter(tmp_path):
+    plans = {}
+    for dtype in ("fp32", "bf16"):
+        optimizer = AdamWBF16(parameter_dtype=dtype)
+        job = tiny_job(str(tmp_path), Catalog.installed(), model=MODEL, optimizer=optimizer, **SIZES)
+        leave_group()
+        plans[dtype] = make_plan(job, Catalog.installed(), 1).ranks[0]
+    assert plans["bf16"].weights * 2 == plans["fp32"].weights
+    assert plans["bf16"].gradients == plans["fp32"].gradients
+
+
+def test_what_cannot_be_done_with_them_is_refused(tmp_path):
+    job = tiny_job(str(tmp_path), optimizer=AdamWBF16(**NARROW), precision="fp64")
+    assert any("optimizer.parameter_dtype: train.precision" in problem for problem in job_problems(job))
+    job = tiny_job(str(tmp_path), optimizer=AdamWBF16(**NARROW), plugins={"ema": EMA()})
+    assert any("plugins.ema: an average of parameters in bf16" in problem for problem in job_problems(job))
