@@ -18,7 +18,7 @@ from pathlib import Path
 
 BASE = """\
 [train]
-steps = 250
+steps = 800
 global_batch_size = 8
 seq_len = 128
 precision = "fp32"
@@ -45,11 +45,11 @@ vocab_size = 1024
 type = "chunked_cross_entropy"
 
 [eval]
-interval = 125
+interval = 400
 [evaluations.held_out]
 sequences = 128
 """
-COSINE = '[scheduler]\ntype = "cosine"\nwarmup_steps = 25\nmin_ratio = 0.1\n'
+COSINE = '[scheduler]\ntype = "cosine"\nwarmup_steps = 80\nmin_ratio = 0.1\n'
 TUNING_SEED, SEEDS = 10, (1, 2, 3)
 OPTIMIZERS = {
     "AdamW": ('type = "adamw"', 3e-3, COSINE),
@@ -57,13 +57,14 @@ OPTIMIZERS = {
     "AdamW, 4-bit": ('type = "adamw_4bit"\ncompile = false', 3e-3, COSINE),
     "AdamW, float8": ('type = "adamw_float8"\ncompile = false', 3e-3, COSINE),
     "AdamW, bf16 moments": ('type = "adamw_bf16"\ncompile = false', 3e-3, COSINE),
+    "AdamW, bf16 parameters": ('type = "adamw_bf16"\nparameter_dtype = "bf16"\ncompile = false', 3e-3, COSINE),
     "AdamW + EMA": ('type = "adamw"\n[plugins.ema]\ndecay = 0.98', 3e-3, COSINE),
-    "Lion": ('type = "lion"', 1e-3, COSINE),
-    "Lion, cautious": ('type = "lion"\ncautious = true', 1e-3, COSINE),
+    "Lion": ('type = "lion"', 3e-3, COSINE),
+    "Lion, cautious": ('type = "lion"\ncautious = true', 3e-3, COSINE),
     "Muon": ('type = "muon"\nadam_lr = 3e-3', 2e-2, COSINE),
     "SOAP": ('type = "soap"', 3e-3, COSINE),
-    "Schedule-Free AdamW": ('type = "schedule_free_adamw"\nwarmup_steps = 25', 1e-2, ""),
-    "Schedule-Free SGD": ('type = "schedule_free_sgd"\nwarmup_steps = 25', 3.0, ""),
+    "Schedule-Free AdamW": ('type = "schedule_free_adamw"\nwarmup_steps = 80', 1e-2, ""),
+    "Schedule-Free SGD": ('type = "schedule_free_sgd"\nwarmup_steps = 80', 3.0, ""),
 }
 """By name: its table, the middle one of its learning rates, and its schedule."""
 
