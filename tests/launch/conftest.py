@@ -10,19 +10,12 @@ from pathlib import Path
 
 import pytest
 
-JOB = """
+from forge_core.testing import TINY_JOB
+
+JOB = f"""
 [job]
 name = "tiny"
-[train]
-steps = 6
-global_batch_size = 4
-seq_len = 8
-[model]
-type = "forge_core.testing:TinyModel"
-[[data.sources]]
-type = "forge_core.testing:Numbers"
-[optimizer]
-type = "forge_core.testing:TinyAdamW"
+{TINY_JOB.replace("steps = 4", "steps = 6")}
 [checkpoint]
 interval = 2
 """

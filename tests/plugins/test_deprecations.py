@@ -28,6 +28,7 @@ from forge_core.config.keys import keys_of
 from forge_core.deprecation import deprecation_of
 from forge_core.hookspecs import PROJECT, ForgeHooks
 from forge_core.plugins.catalog import CORE, Catalog, core_version
+from forge_core.testing import TINY_JOB
 from forge_core.testing.catalogs import catalog_of, plugins_with
 
 
@@ -100,20 +101,10 @@ class Decay(SchedulerComponent):
         return lambda step, total: 1.0
 
 
-JOB = """
-[train]
-steps = 1
-global_batch_size = 1
-seq_len = 8
-[model]
-type = "forge_core.testing:TinyModel"
-[optimizer]
-type = "forge_core.testing:TinyAdamW"
+SCHEDULER = """
 [scheduler]
 type = "decay"
 floor = {floor}
-[[data.sources]]
-type = "forge_core.testing:Numbers"
 """
 
 
@@ -123,7 +114,7 @@ def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
 
     def read(floor: float) -> Job:
-        Path("job.toml").write_text(JOB.format(floor=floor))
+        Path("job.toml").write_text(SCHEDULER.format(floor=floor) + TINY_JOB)
         return load_job("job.toml", catalog=catalog_of({"scheduler": {"decay": Decay}}))
 
     return read
@@ -132,7 +123,7 @@ def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 def test_who_sets_a_key_that_is_to_go_is_told_where(load):
     with pytest.warns(ForgeDeprecation) as told:
         assert load(0.5).scheduler.floor == 0.5
-    text = "job.toml:12: scheduler.floor: this key is deprecated, and version 0.9 removes it; set min_ratio"
+    text = "job.toml:4: scheduler.floor: this key is deprecated, and version 0.9 removes it; set min_ratio"
     assert [str(warning.message) for warning in told] == [text]
 
 
@@ -159,8 +150,8 @@ def test_the_command_line_shows_it(tmp_path, monkeypatch, capsys):
         "    def build(self, context):\n"
         "        return lambda step, total: 1.0\n"
     )
-    Path("job.toml").write_text(JOB.format(floor=0.5).replace('"decay"', '"./decay.py:Decay"'))
-    with pytest.warns(ForgeDeprecation, match="job.toml:12: scheduler.floor: this key is deprecated"):
+    Path("job.toml").write_text(SCHEDULER.format(floor=0.5).replace('"decay"', '"./decay.py:Decay"') + TINY_JOB)
+    with pytest.warns(ForgeDeprecation, match="job.toml:4: scheduler.floor: this key is deprecated"):
         assert main(["check", "job.toml"]) == 0
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from types import SimpleNamespace
 
 import attrs
 import pytest
@@ -19,11 +18,8 @@ from torchao.optim import _AdamW as TorchaoAdamW
 from forge_core.checkpoint.tensors import stored_tensors
 from forge_core.checkpoint.whole import read_whole
 from forge_core.components import ParameterGroup
-from forge_core.data.loader import TrainLoader
-from forge_core.engine.build import build_context, build_run
 from forge_core.engine.differences import compare_tensors
 from forge_core.engine.state import Progress, gather_state
-from forge_core.engine.step import Stepper
 from forge_core.engine.trainer import Trainer
 from forge_core.errors import JobError
 from forge_core.parallel.mesh import leave_group
@@ -31,6 +27,7 @@ from forge_core.planning.plan import make_plan
 from forge_core.plugins.catalog import Catalog
 from forge_core.testing import TinyAdamW, TinyModel, tiny_job
 from forge_core.testing.processes import run_on_ranks
+from forge_core.testing.runs import advance, draw, tiny_run
 from forge_plugin_lowbit import AdamW4bit, AdamW8bit, AdamWBF16, AdamWFloat8
 from forge_plugin_lowbit.rounding import place_of, random_bits, round_with
 from forge_plugin_parallel import FSDP, ContextParallel, PipelineParallel, TensorParallel
@@ -40,20 +37,9 @@ QUANTISED = {AdamW8bit: TorchaoAdamW8bit, AdamW4bit: TorchaoAdamW4bit, AdamWFloa
 EAGER = {"compile": False}
 
 
-def run_of(folder, stages=None, **changes):
-    job = tiny_job(str(folder), Catalog.installed(), parallel=stages or {}, **changes)
-    return build_run(job, build_context(job, Catalog.installed(), None))
-
-
-def draw(name, shape, step):
-    """A gradient, the same in every process."""
-    generator = torch.Generator().manual_seed(sum(map(ord, name)) + 1000 * step)
-    return torch.randn(shape, generator=generator)
-
-
 def set_gradients(run, twin, step):
     for item in run.parameters:
-        item.parameter.grad = draw(item.name, item.parameter.shape, step)
+        item.parameter.grad = draw(item.name, item.parameter.shape, step).float()
         twin[item.name].grad = item.parameter.grad.clone()
 
 
@@ -63,7 +49,7 @@ def set_gradients(run, twin, step):
 @pytest.mark.parametrize("component", QUANTISED)
 def test_every_step_is_torchaos(tmp_path, component):
     """To the bit; the matrices (128, 64) of the model have blocks of several rows."""
-    run = run_of(tmp_path, model=TinyModel(dim=64), optimizer=component(lr=0.01, **EAGER))
+    run = tiny_run(tmp_path, model=TinyModel(dim=64), optimizer=component(lr=0.01, **EAGER))
     twin = dict(copy.deepcopy(run.model).named_parameters())
     decayed, spared = ([twin[name] for name in group["names"]] for group in run.optimizer.param_groups)
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": spared, "weight_decay": 0.0}]
@@ -85,10 +71,10 @@ def test_a_compiled_step_is_an_eager_one(tmp_path, component):
     """But for the order in which a kernel does its arithmetic."""
     weights = []
     for compiled in (True, False):
-        run = run_of(tmp_path, model=TinyModel(dim=64, layers=1), optimizer=component(lr=0.01, compile=compiled))
+        run = tiny_run(tmp_path, model=TinyModel(dim=64, layers=1), optimizer=component(lr=0.01, compile=compiled))
         for step in range(3):
             for item in run.parameters:
-                item.parameter.grad = draw(item.name, item.parameter.shape, step)
+                item.parameter.grad = draw(item.name, item.parameter.shape, step).float()
             run.optimizer.step()
         weights.append([item.parameter.detach() for item in run.parameters])
     torch.testing.assert_close(*weights, rtol=1e-4, atol=1e-5)
@@ -96,7 +82,7 @@ def test_a_compiled_step_is_an_eager_one(tmp_path, component):
 
 @pytest.mark.slow
 def test_one_compiled_kernel_does_for_parameters_of_all_sizes(tmp_path):
-    run = run_of(tmp_path, model=TinyModel(dim=64), optimizer=AdamW8bit(min_size=1))
+    run = tiny_run(tmp_path, model=TinyModel(dim=64), optimizer=AdamW8bit(min_size=1))
     for item in run.parameters:
         item.parameter.grad = torch.ones_like(item.parameter)
     torch._dynamo.reset()
@@ -136,7 +122,7 @@ def test_an_interrupted_run_with_compiled_steps_equals_the_whole(make_job, train
     ("component", "most"), [(AdamW8bit, 2.04), (AdamWFloat8, 2.04), (AdamW4bit, 1.07), (AdamWBF16, 4.01)]
 )
 def test_moments_take_as_many_bytes_as_promised(tmp_path, component, most):
-    run = run_of(tmp_path, model=TinyModel(dim=64), optimizer=component(**EAGER))
+    run = tiny_run(tmp_path, model=TinyModel(dim=64), optimizer=component(**EAGER))
     item = next(item for item in run.parameters if item.role == "matrix")
     item.parameter.grad = torch.ones_like(item.parameter)
     run.optimizer.step()
@@ -146,7 +132,7 @@ def test_moments_take_as_many_bytes_as_promised(tmp_path, component, most):
 
 def test_small_and_excluded_parameters_keep_float32_moments(tmp_path):
     optimizer = AdamW8bit(exclude=("layers.0.*",), min_size=64 * 128, **EAGER)
-    run = run_of(tmp_path, model=TinyModel(dim=64), optimizer=optimizer)
+    run = tiny_run(tmp_path, model=TinyModel(dim=64), optimizer=optimizer)
     for item in run.parameters:
         item.parameter.grad = torch.ones_like(item.parameter)
     run.optimizer.step()
@@ -193,13 +179,8 @@ PAIRS = [(layout, name) for layout in LAYOUTS for name in OPTIMIZERS if layout i
 
 def trained(folder, stages, optimizer):
     """This rank's weights and moments after three steps, whole."""
-    run = run_of(folder, stages, optimizer=optimizer, model=MODEL, **SIZES)
-    stepper, loader = Stepper(run), TrainLoader(run.job, run.datasets, run.context)
-    for step in range(3):
-        _, sums = stepper.gradients(loader.next_step(), step)
-        decided = SimpleNamespace(grad_norm=stepper.norm(), requests=SimpleNamespace(skip=""))
-        stepper.update(decided, sums["loss_sum"])
-    loader.close()
+    run = tiny_run(folder, parallel=stages, optimizer=optimizer, model=MODEL, **SIZES)
+    advance(run, 3)
     tensors = gather_state(run.model, run.optimizer, Progress(), {}, {}).tensors
     return {name: whole(tensor) for name, tensor in tensors.items()}
 
@@ -360,7 +341,7 @@ def test_small_changes_are_kept_only_by_stochastic_rounding(tmp_path):
     seen = {}
     for stochastic in (True, False):
         optimizer = AdamWBF16(betas=(0.9, 0.999), stochastic_rounding=stochastic, **EAGER)
-        run = run_of(tmp_path, model=TinyModel(dim=64), optimizer=optimizer)
+        run = tiny_run(tmp_path, model=TinyModel(dim=64), optimizer=optimizer)
         weight = next(item.parameter for item in run.parameters if item.role == "matrix")
         weight.grad = torch.full_like(weight, 0.9)
         run.optimizer.step()
@@ -374,7 +355,7 @@ def test_small_changes_are_kept_only_by_stochastic_rounding(tmp_path):
 
 def test_to_nearest_is_torchaos_rounding(tmp_path):
     """torchao rounds moments to the nearest where it keeps them in bfloat16, which is with parameters in bfloat16."""
-    run = run_of(tmp_path, optimizer=AdamWBF16(stochastic_rounding=False, lr=0.01, weight_decay=0, **EAGER))
+    run = tiny_run(tmp_path, optimizer=AdamWBF16(stochastic_rounding=False, lr=0.01, weight_decay=0, **EAGER))
     weight = next(item.parameter for item in run.parameters if item.role == "matrix")
     twin = torch.nn.Parameter(weight.detach().bfloat16())
     reference = TorchaoAdamW([twin], lr=0.01, betas=(0.9, 0.95), weight_decay=0)
@@ -427,7 +408,7 @@ def test_a_plan_knows_the_size_of_the_moments(tmp_path, name):
     leave_group()  # of an earlier test: a plan is made by a process of its own
     ranks = make_plan(job, Catalog.installed(), 4).ranks
     assert not ranks[0].failure
-    run = run_of(tmp_path, optimizer=OPTIMIZERS[name], model=MODEL, **SIZES)
+    run = tiny_run(tmp_path, optimizer=OPTIMIZERS[name], model=MODEL, **SIZES)
     for item in run.parameters:
         item.parameter.grad = torch.zeros_like(item.parameter)
     run.optimizer.step()

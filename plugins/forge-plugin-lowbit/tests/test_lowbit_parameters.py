@@ -10,7 +10,6 @@ from torch.distributed.tensor import DTensor
 from torchao.optim import _AdamW as TorchaoAdamW
 
 from forge_core.checkpoint.tensors import stored_tensors
-from forge_core.engine.build import build_context, build_run
 from forge_core.engine.differences import compare_tensors
 from forge_core.parallel.mesh import leave_group
 from forge_core.parallel.whole_matrices import own_box
@@ -19,6 +18,7 @@ from forge_core.plugins.catalog import Catalog
 from forge_core.testing import TinyModel, job_problems, tiny_job
 from forge_core.testing.curves import train as train_curve
 from forge_core.testing.processes import run_on_ranks
+from forge_core.testing.runs import draw, tiny_run, whole
 from forge_core.testing.suites import OptimizerSuite
 from forge_plugin_ema import EMA
 from forge_plugin_lowbit import AdamW4bit, AdamW8bit, AdamWBF16, AdamWFloat8
@@ -43,11 +43,6 @@ LAYOUTS = {
 SIZES = {"seq_len": 16, "global_batch_size": 8, "micro_batch_size": 2, "precision": "fp32"}
 
 
-def run_of(folder, stages=None, **changes):
-    job = tiny_job(str(folder), Catalog.installed(), parallel=stages or {}, **changes)
-    return build_run(job, build_context(job, Catalog.installed(), None))
-
-
 class TestAdamWBF16WithNarrowParameters(OptimizerSuite):
     component = AdamWBF16(lr=1e-2, eps=1e-5, **NARROW)
     layouts = ()  # they are compared in float64; see below
@@ -58,16 +53,16 @@ class TestAdamWBF16WithNarrowParameters(OptimizerSuite):
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_all_parameters_are_kept_in_16_bits(tmp_path, optimizer):
-    run = run_of(tmp_path, model=MODEL, optimizer=optimizer, precision="bf16")
+    run = tiny_run(tmp_path, model=MODEL, optimizer=optimizer, precision="bf16")
     assert {item.parameter.dtype for item in run.parameters} == {torch.bfloat16}
-    wide = run_of(tmp_path, model=MODEL, optimizer=AdamWBF16(compile=False), precision="bf16")
+    wide = tiny_run(tmp_path, model=MODEL, optimizer=AdamWBF16(compile=False), precision="bf16")
     for narrow, item in zip(run.parameters, wide.parameters, strict=True):
         assert torch.equal(narrow.parameter, item.parameter.bfloat16()), "the same initial values, but for rounding"
 
 
 def test_an_update_is_torchaos_rounded_to_a_neighbour_and_exact_in_the_mean(tmp_path):
     """An update of a hundredth of what bfloat16 can tell apart. To the nearest, nothing would ever move."""
-    run = run_of(tmp_path, model=TinyModel(dim=256), optimizer=AdamWBF16(lr=1e-2, weight_decay=0.1, **NARROW))
+    run = tiny_run(tmp_path, model=TinyModel(dim=256), optimizer=AdamWBF16(lr=1e-2, weight_decay=0.1, **NARROW))
     weight = next(item.parameter for item in run.parameters if item.role == "matrix")
     lr = 1e-4
     run.optimizer.param_groups[0]["lr"] = lr
@@ -89,7 +84,7 @@ def test_an_update_is_torchaos_rounded_to_a_neighbour_and_exact_in_the_mean(tmp_
 
 def test_parameters_and_moments_have_random_bits_of_their_own(tmp_path):
     """Else the rounding of a weight would go with that of its average."""
-    run = run_of(tmp_path, optimizer=AdamWBF16(**NARROW))
+    run = tiny_run(tmp_path, optimizer=AdamWBF16(**NARROW))
     item = run.parameters[0]
     keys = [
         run.optimizer._rounding.of(item.parameter, torch.tensor(float(step)), purpose)[0].tolist()
@@ -105,7 +100,7 @@ def test_a_compiled_step_is_an_eager_one(tmp_path):
     weights = []
     for compiled in (True, False):
         optimizer = AdamW8bit(lr=0.01, parameter_dtype="bf16", compile=compiled)
-        run = run_of(tmp_path, model=TinyModel(dim=64, layers=1), optimizer=optimizer)
+        run = tiny_run(tmp_path, model=TinyModel(dim=64, layers=1), optimizer=optimizer)
         for step in range(3):
             for item in run.parameters:
                 item.parameter.grad = draw(item.name, item.parameter.shape, step).float()
@@ -131,10 +126,6 @@ def gradients_of(folder, stages, micro_batch_size):
     }
 
 
-def whole(tensor):
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 @pytest.mark.parametrize("layout", ["one process", "replicate2", "fsdp2", "tp2"])
 def test_gradients_add_up_in_float32(tmp_path, layout):
     """Those of single micro-batches have 8 bits, and so has what fsdp keeps of their sum. Of 64 of them that makes half
@@ -158,18 +149,12 @@ def test_gradients_that_would_add_up_in_16_bits_are_refused(tmp_path):
 # --- layouts -----------------------------------------------------------------------------------------------------
 
 
-def draw(name, shape, step):
-    """A gradient, the same in every process."""
-    generator = torch.Generator().manual_seed(sum(map(ord, name)) + 1000 * step)
-    return torch.randn(shape, generator=generator).bfloat16()
-
-
 def stepped(folder, stages, optimizer):
     """Whole weights after updates by gradients that are the same under every layout."""
-    run = run_of(folder, stages, optimizer=optimizer, model=MODEL, **SIZES)
+    run = tiny_run(folder, parallel=stages, optimizer=optimizer, model=MODEL, **SIZES)
     for step in range(3):
         for item in run.parameters:
-            gradient = draw(item.name, item.parameter.shape, step)
+            gradient = draw(item.name, item.parameter.shape, step).bfloat16()
             if isinstance(item.parameter, DTensor):
                 mesh, placements = item.parameter.device_mesh, item.parameter.placements
                 part = gradient[own_box(item.parameter, run.context.mesh)].contiguous()
@@ -178,7 +163,7 @@ def stepped(folder, stages, optimizer):
                 )
             item.parameter.grad = gradient.to(item.parameter.grad_dtype)
         run.optimizer.step()
-    return {item.name: whole(item.parameter.detach()) for item in run.parameters}
+    return {item.name: whole(item.parameter) for item in run.parameters}
 
 
 @pytest.fixture(scope="module")

@@ -53,9 +53,13 @@ class MuonOptimizer(MatrixOptimizer):
         gradients = [local_part(parameter.grad) for parameter in trained]
         averages = [local_part(self._average(parameter)) for parameter in trained]
         torch._foreach_lerp_(averages, gradients, 1 - group["momentum"])
-        wanted = torch._foreach_lerp(gradients, averages, group["momentum"]) if group["nesterov"] else averages
-        dtype = self._dtype if self._dtype == torch.bfloat16 else torch.promote_types(self._dtype, wanted[0].dtype)
-        parts = {self.numbers[p]: part.to(dtype) for p, part in zip(trained, wanted, strict=True)}
+        narrow = self._dtype == torch.bfloat16
+        dtype = self._dtype if narrow else torch.promote_types(self._dtype, averages[0].dtype)
+        share = group["momentum"] if group["nesterov"] else 1.0
+        parts = {
+            self.numbers[parameter]: torch.lerp(gradient, average, share).to(dtype)
+            for parameter, gradient, average in zip(trained, gradients, averages, strict=True)
+        }
 
         def orthogonal(matrices: Sequence[Tensor]) -> Sequence[Tensor]:
             return orthogonalise(matrices, group["ns_coefficients"], group["ns_steps"], group["ns_eps"])

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import copy
-from types import SimpleNamespace
 
 import pytest
 import torch
 from attrs import define, frozen
-from torch.distributed.tensor import DTensor
 
 from forge_core.components import ParameterGroup, SchedulerComponent, TrainingHook
-from forge_core.data.loader import TrainLoader
-from forge_core.engine.build import build_context, build_run
-from forge_core.engine.step import Stepper
-from forge_core.plugins.catalog import Catalog
-from forge_core.testing import TinyModel, tiny_job
+from forge_core.testing import TinyModel
 from forge_core.testing.processes import run_on_ranks
+from forge_core.testing.runs import advance, draw, tiny_run, whole
 from forge_plugin_muon import Muon
 from forge_plugin_muon.newton_schulz import orthogonalise
 from forge_plugin_parallel import FSDP, ContextParallel, PipelineParallel, TensorParallel
@@ -25,22 +20,11 @@ from forge_plugin_transformer import GroupedQueryAttention, Transformer
 JORDAN = (3.4445, -4.7750, 2.0315)
 
 
-def run_of(folder, stages=None, **changes):
-    job = tiny_job(str(folder), Catalog.installed(), parallel=stages or {}, **changes)
-    return build_run(job, build_context(job, Catalog.installed(), None))
-
-
-def draw(name, shape, step):
-    """A gradient, the same in every process."""
-    generator = torch.Generator().manual_seed(sum(map(ord, name)) + 1000 * step)
-    return torch.randn(shape, generator=generator, dtype=torch.float64)
-
-
 @pytest.mark.parametrize("scaling", ["original", "match_rms_adamw"])
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_matrices_are_stepped_as_by_torch_and_the_rest_as_by_adamw(tmp_path, scaling, nesterov):
     component = Muon(lr=0.03, scaling=scaling, nesterov=nesterov, weight_decay=0.2, adam_lr=0.01)
-    run = run_of(tmp_path, optimizer=component, model=TinyModel(layers=3))
+    run = tiny_run(tmp_path, optimizer=component, model=TinyModel(layers=3))
     twin = dict(copy.deepcopy(run.model).named_parameters())
     roles = {item.name: item.role for item in run.parameters}
     matrices = [name for name, role in roles.items() if role == "matrix"]
@@ -106,19 +90,10 @@ LAYOUTS = {
 def trained(folder, stages):
     """This rank's weights after three steps, whole, and how many of its matrices it has orthogonalised itself."""
     sizes = {"seq_len": 16, "global_batch_size": 8, "micro_batch_size": 2, "precision": "fp64"}
-    run = run_of(folder, stages, optimizer=Muon(ns_dtype="fp32", lr=0.1), model=MODEL, **sizes)
-    stepper, loader = Stepper(run), TrainLoader(run.job, run.datasets, run.context)
-    for step in range(3):
-        _, sums = stepper.gradients(loader.next_step(), step)
-        decided = SimpleNamespace(grad_norm=stepper.norm(), requests=SimpleNamespace(skip=""))
-        stepper.update(decided, sums["loss_sum"])
-    loader.close()
+    run = tiny_run(folder, parallel=stages, optimizer=Muon(ns_dtype="fp32", lr=0.1), model=MODEL, **sizes)
+    advance(run, 3)
     weights = {item.name: whole(item.parameter) for item in run.parameters}
     return weights, len(run.optimizer.matrices.owned(range(len(weights))))
-
-
-def whole(parameter):
-    return (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach().clone()
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from forge_core.config.load import load_job
+from forge_core.testing import TINY_JOB
 from forge_plugin_rex import REX
 
 
@@ -37,23 +38,13 @@ def test_warmup_and_floor_are_those_of_other_schedules():
 
 def test_it_is_named_in_a_job_file(tmp_path, catalog, train, lines, make_job):
     path = tmp_path / "job.toml"
-    path.write_text(f"""
+    path.write_text(f"""{TINY_JOB}
+lr = 0.01
 [job]
 output = "{tmp_path}"
-[train]
-steps = 4
-global_batch_size = 4
-seq_len = 8
-[model]
-type = "forge_core.testing:TinyModel"
-[optimizer]
-type = "forge_core.testing:TinyAdamW"
-lr = 0.01
 [scheduler]
 type = "rex"
 power = 2.0
-[[data.sources]]
-type = "forge_core.testing:Numbers"
 """)
     found = lines(train(load_job(path, catalog=catalog)))
     assert [line["lr"] for line in found] == pytest.approx([0.01 * (1 - p) ** 2 for p in (0, 0.25, 0.5, 0.75)])

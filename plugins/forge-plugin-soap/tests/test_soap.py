@@ -3,42 +3,28 @@
 from __future__ import annotations
 
 import copy
-from types import SimpleNamespace
 
 import pytest
 import torch
 from pytorch_optimizer import SOAP as ReferenceSOAP
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from forge_core.checkpoint.tensors import stored_tensors
 from forge_core.checkpoint.whole import read_whole
 from forge_core.components import ParameterGroup
-from forge_core.data.loader import TrainLoader
-from forge_core.engine.build import build_context, build_run
+from forge_core.engine.build import build_context
 from forge_core.engine.parameters import NamedParameter, NamedParameters
-from forge_core.engine.step import Stepper
 from forge_core.engine.trainer import Trainer
 from forge_core.parallel.mesh import leave_group
 from forge_core.planning.plan import make_plan
 from forge_core.plugins.catalog import Catalog
 from forge_core.testing import TinyModel, tiny_job
 from forge_core.testing.processes import run_on_ranks
+from forge_core.testing.runs import advance, draw, tiny_run, whole
 from forge_plugin_parallel import FSDP, ContextParallel, PipelineParallel, TensorParallel
 from forge_plugin_soap import SOAP
 from forge_plugin_soap.eigenbasis import first_basis, next_basis, orthonormal
 from forge_plugin_transformer import GroupedQueryAttention, Transformer
-
-
-def run_of(folder, stages=None, **changes):
-    job = tiny_job(str(folder), Catalog.installed(), parallel=stages or {}, **changes)
-    return build_run(job, build_context(job, Catalog.installed(), None))
-
-
-def draw(name, shape, step):
-    """A gradient, the same in every process."""
-    generator = torch.Generator().manual_seed(sum(map(ord, name)) + 1000 * step)
-    return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
 def optimizer_of(component, tmp_path, **shapes):
@@ -109,7 +95,7 @@ def share_bases(state, reference):
 
 
 def test_all_else_is_stepped_by_adamw(tmp_path):
-    run = run_of(tmp_path, optimizer=SOAP(lr=0.03, adam_weight_decay=0.2), model=TinyModel(layers=3))
+    run = tiny_run(tmp_path, optimizer=SOAP(lr=0.03, adam_weight_decay=0.2), model=TinyModel(layers=3))
     twin = dict(copy.deepcopy(run.model).named_parameters())
     rest = {item.name: item.role for item in run.parameters if item.role != "matrix"}
     spared = [name for name, role in rest.items() if role in ("norm", "bias", "embedding")]
@@ -195,19 +181,10 @@ OPTIMIZER = SOAP(lr=0.02, precondition_frequency=2)
 
 def trained(folder, stages):
     """This rank's weights after five steps, whole, and of how many matrices it has state."""
-    run = run_of(folder, stages, optimizer=OPTIMIZER, model=MODEL, **SIZES)
-    stepper, loader = Stepper(run), TrainLoader(run.job, run.datasets, run.context)
-    for step in range(5):
-        _, sums = stepper.gradients(loader.next_step(), step)
-        decided = SimpleNamespace(grad_norm=stepper.norm(), requests=SimpleNamespace(skip=""))
-        stepper.update(decided, sums["loss_sum"])
-    loader.close()
+    run = tiny_run(folder, parallel=stages, optimizer=OPTIMIZER, model=MODEL, **SIZES)
+    advance(run, 5)
     weights = {item.name: whole(item.parameter) for item in run.parameters}
     return weights, sum("left" in state for state in run.optimizer.state.values())
-
-
-def whole(parameter):
-    return (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach().clone()
 
 
 @pytest.fixture(scope="module")
@@ -292,7 +269,7 @@ def test_a_plan_knows_the_size_of_the_state(tmp_path):
     job = tiny_job(str(tmp_path), Catalog.installed(), parallel={"fsdp": FSDP()}, **settings)
     plan = make_plan(job, Catalog.installed(), 2)
     assert not plan.ranks[0].failure
-    run = run_of(tmp_path, **settings)
+    run = tiny_run(tmp_path, **settings)
     for item in run.parameters:
         item.parameter.grad = torch.zeros_like(item.parameter)
     run.optimizer.step()
