@@ -1,4 +1,4 @@
-"""Auxiliary losses and metrics that arise inside modules.
+"""Auxiliary losses, metrics and counts that arise inside modules.
 
 A module attaches an auxiliary loss where it arises, and the gradient joins the backward pass there: nothing needs to be
 carried to the loss, so it works the same in every pipeline stage, under recomputation and under compile.
@@ -8,12 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 Unit = Literal["token", "sequence", "layer"]
+
+
+class Count(NamedTuple):
+    """What tells one count from others."""
+
+    name: str
+    row: int
+    """Number of the layer."""
 
 
 class _Attach(torch.autograd.Function):
@@ -64,19 +72,26 @@ class Auxiliary:
         }
         self._sums: dict[str, Tensor] = {}
         self._units: dict[str, Unit | None] = {}
+        self._counts: dict[Count, Tensor] = {}
+        self._counted: Mapping[Count, Tensor] = {}
 
     def begin_step(self, tokens: Tensor, sequences: int, micro_batches: int) -> None:
         """Start a training step: `tokens` valid and `sequences` in the global batch, `micro_batches` over all ranks."""
         self._scale["token"].copy_(1.0 / tokens.clamp(min=1).double())
         self._scale["sequence"].fill_(1.0 / max(sequences, 1))
         self._scale["layer"].fill_(1.0 / max(micro_batches, 1))
-        for total in self._sums.values():
+        for total in (*self._sums.values(), *self._counts.values()):
             total.zero_()
         self.active = True
 
-    def end_step(self) -> None:
-        """Training forward passes are over: until the next `begin_step`, nothing counts."""
+    def end_step(self, counted: Mapping[Count, Tensor]) -> None:
+        """Training forward passes are over: until the next `begin_step`, nothing counts.
+
+        Args:
+            counted: the counts of all ranks together.
+        """
         self.active = False
+        self._counted = counted
 
     def attach(self, x: Tensor, value: Tensor, *, unit: Unit, name: str, weight: float = 1.0) -> Tensor:
         """Add `weight * value / count(unit)` to the training objective; gives `x`, to be used in its place.
@@ -101,6 +116,27 @@ class Auxiliary:
         if self.active:
             self._add(name, value, unit)
 
+    def count(self, name: str, row: int, values: Tensor) -> None:
+        """Add `values` (n,) to what this step counts under `name`: of each of n things, such as the tokens of experts.
+
+        Args:
+            row: tells the counts of one name apart: the number of the layer.
+        """
+        if not self.active or self.recomputing:
+            return
+        count = Count(name, row)
+        if count not in self._counts:
+            self._counts[count] = torch.zeros(values.shape, device=self.device, dtype=torch.float64)
+        self._counts[count].add_(values.detach())
+
+    def forget_counted_unless(self, kept: Tensor) -> None:
+        """Make all that was counted in the last step zero, unless `kept` (), a device flag, is true."""
+        self._counted = {name: values * kept for name, values in self._counted.items()}
+
+    def counted(self, name: str, row: int) -> Tensor:
+        """(n,) what was counted in the last step that is over, by all ranks together; float64."""
+        return self._counted[Count(name, row)]
+
     def _add(self, name: str, value: Tensor, unit: Unit | None) -> None:
         if self.recomputing:
             return
@@ -110,12 +146,13 @@ class Auxiliary:
             self._units[name] = unit
         self._sums[name].add_(value.detach())
 
-    def totals(self) -> Mapping[str, Tensor]:
-        """This rank's share of each metric of the step: sums already divided by their global count; still to be added
-        up over the token dimensions. Device scalars."""
-        return dict(self._scaled())
+    def totals(self) -> dict[str | Count, Tensor]:
+        """This rank's share of each metric of the step, (), already divided by its global count, and of each count,
+        (n,); still to be added up over the token dimensions."""
+        return dict(self._shares())
 
-    def _scaled(self) -> Iterator[tuple[str, Tensor]]:
+    def _shares(self) -> Iterator[tuple[str | Count, Tensor]]:
         for name, (total,) in self._sums.items():
             unit = self._units[name]
             yield name, total * self._scale[unit] if unit else total.clone()
+        yield from self._counts.items()

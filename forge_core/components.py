@@ -121,12 +121,23 @@ class ModelComponent(Component):
 
 @frozen(kw_only=True)
 class RouterComponent(Component):
-    """Builds the module that assigns tokens to experts."""
+    """Builds the module that assigns tokens to experts.
+
+    The module maps `(x (B, S, D), batch)` to the weights and the numbers of K experts for each token, both (B, S, K).
+    The weights are float32 or wider; a number of -1 means no expert, and a module that gives such says so by an
+    attribute `leaves_out = True`. Its attribute `experts_per_token` is how many a token has, in the mean. Losses attach
+    to the weights (`context.auxiliary.attach`).
+    """
 
     kind = "router"
 
+    def expert_problems(self, experts: int) -> Iterable[Problem]:
+        """Mistakes that show once the number of experts is known; paths are relative to this component's table."""
+        return ()
+
     def build(self, context: BuildContext, dim: int, experts: int) -> nn.Module:
-        """Args: `dim`, width of a token; `experts`, how many routed experts there are."""
+        """Args: `dim`, width of a token; `experts`, how many routed experts there are. `context.layer` is the layer's
+        number."""
         raise NotImplementedError
 
 

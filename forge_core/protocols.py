@@ -194,6 +194,27 @@ class HasSequenceMixers(Protocol):
 
 
 @runtime_checkable
+class HasExpertStacks(Protocol):
+    def expert_stacks(self) -> Sequence[str]:
+        """Names of modules all of whose parameters, their own and their children's, stack experts on dimension 0. Each
+        maps (rows (M, D), counts (E,)) to (M, D): rows are ordered by expert, `counts[e]` of them are for expert e.
+        With fewer experts, given those of a range alone, it computes their rows, which is how ranks share them."""
+        ...
+
+
+@runtime_checkable
+class ChangesWithUpdates(Protocol):
+    """A module with buffers that change from update to update by what was seen in the step, such as the bias by which a
+    router balances its experts."""
+
+    def after_update(self) -> None:
+        """Change them. Called once after each update, on every rank, when `context.auxiliary.counted` has what all
+        ranks counted in the step; not after a step whose update was skipped. Where only the device knows whether it
+        was, all counts are zero if so."""
+        ...
+
+
+@runtime_checkable
 class HasEnds(Protocol):
     """A model that can be cut between any two of its layers. Where it is, `layers` has those of this rank alone, and
     modules of an end that another rank has are replaced by ones without parameters. Tied modules are never parted."""
@@ -477,7 +498,11 @@ class Logger(Protocol):
         whatever there is is stale."""
 
     def log(self, record: Mapping[str, Any]) -> None:
-        """One line: `step` and numbers. Training lines have `loss`, …; evaluation lines have keys `eval/…`."""
+        """One line: `step` and numbers. Training lines have `loss`, …; evaluation lines have keys `eval/…`.
+
+        What modules counted is in a training line under `counts`: {name: {row: list of numbers}}, `row` being a layer's
+        number as a string.
+        """
 
     def close(self) -> None:
         """The run ended, in whatever way. Called exactly once."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from forge_core.auxiliary import Count
 from forge_core.engine.build import Run
 from forge_core.engine.hooks import StepContext
 from forge_core.metrics.flops import peak_flops
@@ -31,7 +32,9 @@ class Recorder:
         self.last_loss: float | None = None
         self.last_evaluation: Mapping[str, float] = {}
 
-    def step(self, context: StepContext, tokens: int, rate: float, waited: float, scalars: dict[str, Tensor]) -> None:
+    def step(
+        self, context: StepContext, tokens: int, rate: float, waited: float, scalars: dict[str | Count, Tensor]
+    ) -> None:
         """Queue a step's line; `scalars` are on the device and the same on every rank, as is what hooks logged.
         `waited`: seconds that the step waited for data."""
         seconds, speed = self._clock.tick(self._tokens)

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from forge_core.auxiliary import Count
 from forge_core.config.mixture import source_names
 from forge_core.engine.build import Run
 from forge_core.engine.gradients import clip, global_norm
@@ -23,10 +24,13 @@ from forge_core.parallel.mesh import (
     part_of_step,
     pipeline_group,
 )
-from forge_core.protocols import IGNORED_LABEL, Batch, StepOutput
+from forge_core.protocols import IGNORED_LABEL, Batch, ChangesWithUpdates, StepOutput
 
 AUXILIARY = "auxiliary:"
 """Marks what modules attached among the reduced sums."""
+
+Sums = Mapping[str | Count, Tensor]
+"""What a step adds up over the token ranks: sums (), and what modules counted (n,)."""
 
 
 class Stepper:
@@ -40,7 +44,9 @@ class Stepper:
         self._counted = [parameter for parameter in self._parameters if id(parameter) not in elsewhere]
         self._mesh = run.context.mesh
         self._pipeline = pipeline_group(run.context.mesh)
-        self._auxiliary_names: list[str] | None = None
+        self._attached: dict[str | Count, torch.Size] | None = None
+        assert isinstance(run.model, torch.nn.Module)
+        self._changing = [module for module in run.model.modules() if isinstance(module, ChangesWithUpdates)]
         self._source_names = source_names(run.job)
         self._part = part_of_step(run.context.mesh, run.context.layout)
         count, _ = micro_batches(run.job, run.context.layout)
@@ -63,7 +69,7 @@ class Stepper:
         why = "a hook may skip it" if self._run.hooks.may_skip else f'non_finite = "{self._job.train.non_finite}"'
         return f"one, to decide on the update ({why})"
 
-    def gradients(self, batches: Sequence[Batch], step: int) -> tuple[StepOutput, dict[str, Tensor]]:
+    def gradients(self, batches: Sequence[Batch], step: int) -> tuple[StepOutput, Sums]:
         """Gradients of the whole step, complete on every rank; also the reduced sums that metrics are made of."""
         seed_step(self._job.job.seed, step, self._part, self._run.context.device)
         tokens = self._valid_tokens(batches)
@@ -71,7 +77,7 @@ class Stepper:
         auxiliary.begin_step(tokens, self._job.train.global_batch_size, self._micro_batches)
         output = self._run.executor.train_step(batches, tokens.clamp(min=1).to(self._loss_dtype()))
         sums = self._reduce(output, batches, auxiliary.totals())
-        auxiliary.end_step()
+        auxiliary.end_step({name: value for name, value in sums.items() if isinstance(name, Count)})
         for stage in reversed(self._run.built_stages):
             if hasattr(stage, "complete_gradients"):
                 stage.complete_gradients(self._run.model)
@@ -94,6 +100,7 @@ class Stepper:
         context.skipped = None if self._masked else self._must_skip(context, finite)
         if not context.skipped:
             self._optimizer_step(context.grad_norm, finite)
+            self._change_buffers(finite)
         self._run.optimizer.zero_grad(set_to_none=True)
         return ~finite if self._masked else None
 
@@ -111,6 +118,13 @@ class Stepper:
             optimizer.found_inf = (~finite).to(torch.float32)  # type: ignore[attr-defined]
         optimizer.step()
 
+    @torch.no_grad()
+    def _change_buffers(self, finite: Tensor) -> None:
+        if self._masked:
+            self._run.context.auxiliary.forget_counted_unless(finite)
+        for module in self._changing:
+            module.after_update()
+
     def _agreed(self, skip: bool) -> bool:
         if not self._run.hooks.may_skip or self._run.context.layout.world_size == 1:
             return skip
@@ -122,40 +136,52 @@ class Stepper:
         counts = [(batch["labels"] != IGNORED_LABEL).sum() for batch in batches]
         return all_reduce_samples(torch.stack(counts).sum(), self._mesh)
 
-    def _reduce(
-        self, output: StepOutput, batches: Sequence[Batch], auxiliary: Mapping[str, Tensor]
-    ) -> dict[str, Tensor]:
-        """One small collective: loss, counts, losses by source and auxiliary metrics, summed over the token ranks."""
-        parts = {"loss_sum": output.loss_sum, "count": output.count}
+    def _reduce(self, output: StepOutput, batches: Sequence[Batch], attached: Sums) -> Sums:
+        """One small collective over the token ranks: loss, counts, losses by source, and what modules attached."""
+        parts: dict[str | Count, Tensor] = {"loss_sum": output.loss_sum, "count": output.count}
         if len(self._source_names) > 1 and "sources" in batches[0]:
             sources = torch.cat([batch["sources"] for batch in batches])
-            for name, (total, count) in per_source(self._source_names, sources, *output.per_sequence).items():
-                parts |= {f"source_sum/{name}": total, f"source_count/{name}": count}
-        parts |= {f"{AUXILIARY}{name}": value for name, value in self._over_layers(auxiliary).items()}
-        reduced = all_reduce_tokens(torch.stack([part.detach().double() for part in parts.values()]), self._mesh)
-        return dict(zip(parts, reduced.unbind(), strict=True))
+            for source, (total, count) in per_source(self._source_names, sources, *output.per_sequence).items():
+                parts |= {f"source_sum/{source}": total, f"source_count/{source}": count}
+        for name, value in self._over_layers(attached).items():
+            parts[name if isinstance(name, Count) else f"{AUXILIARY}{name}"] = value
+        return _unflatten(all_reduce_tokens(_flatten(parts), self._mesh), parts)
 
-    def _over_layers(self, auxiliary: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    def _over_layers(self, attached: Sums) -> Sums:
         """What modules attached, summed over the pipeline's ranks. Which names there are is agreed in the first step.
 
         Raises:
             ForgeError: a name is new later on.
         """
         if self._pipeline is None:
-            return auxiliary
-        if self._auxiliary_names is None:
-            self._auxiliary_names = sorted(set().union(*gather_objects(set(auxiliary), self._pipeline)))
-        new = sorted(auxiliary.keys() - set(self._auxiliary_names))
+            return attached
+        if self._attached is None:
+            known = gather_objects({name: value.shape for name, value in attached.items()}, self._pipeline)
+            self._attached = dict(sorted((each for part in known for each in part.items()), key=str))
+        new = sorted(map(str, attached.keys() - self._attached.keys()))
         if new:
             raise ForgeError(
                 f"{new[0]} was first attached after the first step; in a pipeline, all must be in the first"
             )
-        if not self._auxiliary_names:
+        if not self._attached:
             return {}
-        none = torch.zeros((), dtype=torch.float64, device=self._run.context.device)
-        totals = torch.stack([auxiliary.get(name, none) for name in self._auxiliary_names])
+        device = self._run.context.device
+        absent = {
+            name: torch.zeros(shape, dtype=torch.float64, device=device) for name, shape in self._attached.items()
+        }
+        totals = _flatten({**absent, **attached})
         torch.distributed.all_reduce(totals, group=self._pipeline)
-        return dict(zip(self._auxiliary_names, totals.unbind(), strict=True))
+        return _unflatten(totals, absent)
+
+
+def _flatten(parts: Sums) -> Tensor:
+    """One vector, float64."""
+    return torch.cat([part.detach().double().reshape(-1) for part in parts.values()])
+
+
+def _unflatten(flat: Tensor, like: Sums) -> dict[str | Count, Tensor]:
+    pieces = flat.split([part.numel() for part in like.values()])
+    return {name: piece.view(part.shape) for (name, part), piece in zip(like.items(), pieces, strict=True)}
 
 
 def _counted_elsewhere(run: Run) -> Iterator[torch.nn.Parameter]:
@@ -164,11 +190,13 @@ def _counted_elsewhere(run: Run) -> Iterator[torch.nn.Parameter]:
             yield from stage.counted_elsewhere(run.model)
 
 
-def metrics(sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Device scalars for a step's line: means made of the reduced sums."""
-    scalars = {"loss": sums["loss_sum"] / sums["count"].clamp(min=1)}
+def metrics(sums: Sums) -> dict[str | Count, Tensor]:
+    """For a step's line, on the device: means made of the reduced sums, and what was counted."""
+    scalars: dict[str | Count, Tensor] = {"loss": sums["loss_sum"] / sums["count"].clamp(min=1)}
     for name, value in sums.items():
-        if name.startswith("source_sum/"):
+        if isinstance(name, Count):
+            scalars[name] = value
+        elif name.startswith("source_sum/"):
             source = name.removeprefix("source_sum/")
             count = sums[f"source_count/{source}"]
             scalars[SOURCE_LOSS + source] = torch.where(count > 0, value / count.clamp(min=1), ABSENT)

@@ -16,6 +16,8 @@ import torch
 from attrs import define
 from torch import Tensor
 
+from forge_core.auxiliary import Count
+
 MAX_LAG = 2
 """Steps that a line may stay behind."""
 
@@ -30,7 +32,8 @@ out."""
 @define
 class _Pending:
     record: dict[str, Any]
-    names: tuple[str, ...]
+    sizes: Mapping[str | Count, int]
+    """How many values each name has, in order."""
     values: Tensor
     arrived: torch.cuda.Event | None
 
@@ -40,8 +43,15 @@ class _Pending:
     def line(self) -> dict[str, Any]:
         if self.arrived is not None:
             self.arrived.synchronize()
-        numbers = zip(self.names, self.values.tolist(), strict=True)
-        return self.record | {name: value for name, value in numbers if not _is_absent(name, value)}
+        line, counts = dict(self.record), dict[str, dict[str, list[float]]]()
+        values = iter(self.values.tolist())
+        for name, size in self.sizes.items():
+            own = [next(values) for _ in range(size)]
+            if isinstance(name, Count):
+                counts.setdefault(name.name, {})[str(name.row)] = own
+            elif not _is_absent(name, own[0]):
+                line[name] = own[0]
+        return line | ({"counts": counts} if counts else {})
 
 
 def _is_absent(name: str, value: float) -> bool:
@@ -49,18 +59,18 @@ def _is_absent(name: str, value: float) -> bool:
 
 
 class Tracker:
-    """Collects device scalars by step and passes complete records on, in order."""
+    """Collects what a step has on the device and passes complete records on, in order."""
 
     def __init__(self, deliver: Callable[[dict[str, Any]], None]) -> None:
         """`deliver` receives each record once its numbers are on the host."""
         self._deliver = deliver
         self._pending: deque[_Pending] = deque()
 
-    def put(self, record: Mapping[str, Any], scalars: Mapping[str, Tensor]) -> None:
-        """Queue a step's line: numbers known on the host, and device scalars still to come."""
-        names = tuple(scalars)
+    def put(self, record: Mapping[str, Any], scalars: Mapping[str | Count, Tensor]) -> None:
+        """Queue a step's line: numbers known on the host, and device scalars and counts still to come."""
+        sizes = {name: tensor.numel() for name, tensor in scalars.items()}
         dtype = torch.float64 if any(t.dtype == torch.float64 for t in scalars.values()) else torch.float32
-        stacked = torch.stack([scalar.detach().to(dtype) for scalar in scalars.values()])
+        stacked = torch.cat([tensor.detach().to(dtype).reshape(-1) for tensor in scalars.values()])
         arrived = None
         if stacked.device.type == "cuda":
             host = torch.empty(stacked.shape, dtype=dtype, pin_memory=True)
@@ -68,7 +78,7 @@ class Tracker:
             arrived = torch.cuda.Event()
             arrived.record()
             stacked = host
-        self._pending.append(_Pending(dict(record), names, stacked, arrived))
+        self._pending.append(_Pending(dict(record), sizes, stacked, arrived))
         while self._pending and (len(self._pending) > MAX_LAG or self._pending[0].ready()):
             self._deliver(self._pending.popleft().line())
 

@@ -6,7 +6,7 @@ from forge_plugin_transformer.kinds import AttentionComponent, FFNComponent, Ini
 from forge_plugin_transformer.layernorm import LayerNorm
 from forge_plugin_transformer.rmsnorm import RMSNorm
 from forge_plugin_transformer.rope import LinearRope, Llama3Rope, PlainRope, YarnRope
-from forge_plugin_transformer.swiglu import SwiGLU
+from forge_plugin_transformer.swiglu import SwiGLU, default_hidden
 from forge_plugin_transformer.transformer import Transformer
 
 __all__ = [
@@ -25,4 +25,5 @@ __all__ = [
     "SwiGLU",
     "Transformer",
     "YarnRope",
+    "default_hidden",
 ]

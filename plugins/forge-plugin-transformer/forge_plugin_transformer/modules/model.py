@@ -118,6 +118,9 @@ class TransformerModel(nn.Module):
     def sequence_mixers(self) -> Mapping[str, int]:
         return dict(chain.from_iterable(parts.sequence_mixers(name, part).items() for name, part in self._parts()))
 
+    def expert_stacks(self) -> Sequence[str]:
+        return list(chain.from_iterable(parts.expert_stacks(name, part) for name, part in self._parts()))
+
     def ends(self) -> tuple[Sequence[str], Sequence[str]]:
         return ["embedding"], ["norm", "head"]
 

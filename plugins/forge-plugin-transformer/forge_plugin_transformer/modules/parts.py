@@ -8,6 +8,7 @@ from torch import nn
 
 from forge_core.protocols import (
     Batch,
+    HasExpertStacks,
     HasFloat8Exemptions,
     HasFlops,
     HasRoles,
@@ -53,6 +54,11 @@ def sequence_mixers(name: str, part: nn.Module) -> dict[str, int]:
     """The part's modules that let positions see each other, with names below `name`, and their key/value heads."""
     mixers = part.sequence_mixers() if isinstance(part, HasSequenceMixers) else {}
     return {f"{name}.{key}": heads for key, heads in mixers.items()}
+
+
+def expert_stacks(name: str, part: nn.Module) -> list[str]:
+    """The part's stacks of experts, with names below `name`."""
+    return [f"{name}.{key}" for key in part.expert_stacks()] if isinstance(part, HasExpertStacks) else []
 
 
 def float8_exempt(name: str, part: nn.Module) -> list[str]:

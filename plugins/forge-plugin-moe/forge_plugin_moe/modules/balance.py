@@ -1,0 +1,92 @@
+"""Losses that ask for equal use of experts.
+
+Shapes: B sequences, S positions of this rank, E experts, K experts of a token.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from forge_plugin_moe.modules.sequences import Sequences
+
+if TYPE_CHECKING:
+    from forge_core.context import BuildContext
+    from forge_plugin_moe.routers import TopKRouter
+
+CHOSEN = "moe/chosen"
+"""Count of the tokens that chose each expert."""
+
+
+class Balance(nn.Module):
+    """Σ f P in three forms; see `forge_plugin_moe.routers.TopKRouter`. Only P has gradients, in which all are linear:
+    parts of a sequence add up.
+
+    Buffers: `load` (E,), the last step's counts of the whole batch, if a loss needs them.
+    """
+
+    load: Tensor
+
+    def __init__(self, component: TopKRouter, context: BuildContext, experts: int) -> None:
+        super().__init__()
+        self._component = component
+        self._auxiliary, self._layer = context.auxiliary, context.layer or 0
+        self._sequences = Sequences.of(context)
+        self._share = 1 / context.layout.tp
+        self._experts = experts
+        self.counts = component.batch_balance > 0
+        """Whether choices are counted."""
+        if component.batch_balance:
+            self.register_buffer("load", torch.empty(experts, dtype=torch.float64))
+
+    def init_buffers(self, device: torch.device) -> None:
+        if self._component.batch_balance:
+            self.load.zero_()
+
+    def init_parameter(self, name: str, fill: object) -> None:
+        """There are none."""
+
+    def forward(self, weights: Tensor, probabilities: Tensor, chosen: Tensor) -> Tensor:
+        """The weights (B, S, K), with the losses attached.
+
+        Args:
+            probabilities: (B, S, E), each token's scores divided by their sum.
+            chosen: (B, S, K).
+        """
+        one = self._component
+        if not (self.counts or one.sequence_balance or one.micro_batch_balance):
+            return weights
+        found = _tally(chosen, self._experts)
+        if self.counts:
+            self._auxiliary.count(CHOSEN, self._layer, found.sum(0))
+        length = chosen.shape[1] * self._sequences.pieces
+        even = length * chosen.shape[2] / self._experts
+        mean = probabilities.sum(1) / length  # this rank's part of P
+        if one.sequence_balance:
+            value = (self._sequences.add_up(found) / even * mean).sum()
+            weights = self._attach(weights, value, "sequence", one.sequence_balance)
+        if one.batch_balance:
+            shares = self.load / self.load.mean().clamp(min=1)
+            value = (shares.to(mean) * mean).sum()
+            weights = self._attach(weights, value, "batch", one.batch_balance)
+        if one.micro_batch_balance:
+            value = (found.mean(0) / (even / self._sequences.pieces) * mean.mean(0) * self._sequences.pieces).sum()
+            weights = self._attach(weights, value, "micro_batch", one.micro_batch_balance)
+        return weights
+
+    def _attach(self, weights: Tensor, value: Tensor, what: str, weight: float) -> Tensor:
+        unit = "layer" if what == "micro_batch" else "sequence"
+        name, weight = f"moe/{what}_balance", weight * self._share
+        return self._auxiliary.attach(weights, value, unit=unit, name=name, weight=weight)
+
+    def after_update(self) -> None:
+        if self._component.batch_balance:
+            self.load.copy_(self._auxiliary.counted(CHOSEN, self._layer))
+
+
+def _tally(chosen: Tensor, experts: int) -> Tensor:
+    """How often each sequence chose each expert, (B, E), float32."""
+    flat = chosen.flatten(1)
+    return torch.zeros(len(flat), experts, device=chosen.device).scatter_add_(1, flat, torch.ones_like(flat).float())

@@ -1,0 +1,37 @@
+"""Limits on how many tokens of a sequence an expert takes.
+
+Shapes: B sequences, S positions, K choices of a token, E experts.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from forge_plugin_moe.modules.sequences import Sequences
+
+
+def largest(scores: Tensor, count: int, sequences: Sequences) -> Tensor:
+    """(B, S, E), bool: of each sequence and expert, the `count` positions with the largest scores; of equal scores, the
+    first. Scores of -inf are never among them."""
+    everywhere = sequences.gather(scores)
+    best = everywhere.argsort(dim=1, descending=True, stable=True)[:, :count]
+    taken = torch.zeros_like(everywhere, dtype=torch.bool).scatter_(1, best, True)
+    return sequences.own(taken & (everywhere > -math.inf))
+
+
+def within_capacity(weights: Tensor, chosen: Tensor, factor: float, experts: int, sequences: Sequences) -> Tensor:
+    """(B, S, K), bool: the choices that experts take, which are those with the largest weights.
+
+    Args:
+        weights, chosen: (B, S, K), of the router.
+        factor: times an even share, which is choices of a sequence / E; rounded up.
+    """
+    length = weights.shape[1] * sequences.pieces
+    capacity = max(1, math.ceil(factor * length * weights.shape[2] / experts))
+    wanted = torch.full((*weights.shape[:2], experts + 1), -math.inf, device=weights.device, dtype=weights.dtype)
+    wanted.scatter_(2, chosen.where(chosen >= 0, experts), weights.detach())
+    taken = largest(wanted[..., :experts], capacity, sequences)
+    return taken.gather(2, chosen.clamp(min=0)) & (chosen >= 0)

@@ -1,0 +1,37 @@
+"""What the component `expert_choice` builds. Shapes: B sequences, S positions, D width, E experts."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from forge_plugin_moe.modules.capacity import largest
+from forge_plugin_moe.modules.scores import LinearScores
+
+if TYPE_CHECKING:
+    from forge_core.context import BuildContext
+    from forge_core.protocols import Batch
+    from forge_plugin_moe.routers import ExpertChoice
+
+
+class ExpertChoiceRouter(LinearScores):
+    """See `forge_plugin_moe.ExpertChoice`."""
+
+    leaves_out = True
+
+    def __init__(self, component: ExpertChoice, context: BuildContext, dim: int, experts: int) -> None:
+        super().__init__(component, context, dim, experts)
+        self._factor = component.capacity_factor
+        self.experts_per_token = min(component.capacity_factor, experts)
+
+    def forward(self, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        logits = self.logits(x)
+        probabilities = logits.softmax(-1)
+        length, experts = x.shape[1] * self.sequences.pieces, logits.shape[-1]
+        taken = largest(probabilities, max(1, math.ceil(self._factor * length / experts)), self.sequences)
+        ids = torch.arange(experts, device=x.device).expand_as(taken)
+        weights = self.penalise(probabilities, logits)
+        return weights.where(taken, 0), ids.where(taken, -1)

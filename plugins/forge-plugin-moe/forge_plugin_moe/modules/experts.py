@@ -1,0 +1,78 @@
+"""Routed experts with stacked weights.
+
+Shapes: M rows, each a token for one expert, ordered by expert; E experts; D model width; H width inside an expert.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from forge_core.protocols import Fill
+from forge_plugin_transformer import InitStd
+
+GROUPED = (torch.float32, torch.bfloat16, torch.float16)
+"""What `grouped_mm` takes on a CPU. On CUDA, it takes bfloat16."""
+
+
+class StackedLinear(nn.Module):
+    """x Wₑᵀ, without a bias, for each expert e: (M, in) -> (M, out)."""
+
+    def __init__(self, experts: int, inputs: int, outputs: int, *, std: float, grouped: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(experts, outputs, inputs))
+        self.std, self.grouped = std, grouped
+
+    def init_parameter(self, name: str, fill: Fill) -> None:
+        fill.normal(self.std)
+
+    def init_buffers(self, device: torch.device) -> None:
+        """There are none."""
+
+    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+        """`ends` (E,): after which row each expert's end; int32."""
+        weight = self.weight.to(x.dtype)
+        if self.grouped:
+            return _GroupedProduct.apply(x, weight, ends)
+        sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
+        return torch.cat([F.linear(rows, own) for rows, own in zip(x.split(sizes), weight.unbind(), strict=True)])
+
+
+class _GroupedProduct(torch.autograd.Function):
+    """`grouped_mm`, whose own backward refuses gradients that are expanded or laid out by columns."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, ends)
+        return F.grouped_mm(x, weight.mT, offs=ends)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, weight, ends = ctx.saved_tensors
+        grad = grad.contiguous()
+        of_x = F.grouped_mm(grad, weight, offs=ends) if ctx.needs_input_grad[0] else None
+        of_weight = F.grouped_mm(grad.mT, x, offs=ends) if ctx.needs_input_grad[1] else None
+        return of_x, of_weight, None
+
+
+class Experts(nn.Module):
+    """downₑ(silu(gateₑ(x)) * upₑ(x)) for each expert e; see `forge_core.protocols.HasExperts`."""
+
+    def __init__(self, experts: int, dim: int, hidden: int, *, init: InitStd, grouped: bool) -> None:
+        super().__init__()
+        self.gate = StackedLinear(experts, dim, hidden, std=init.inner, grouped=grouped)
+        self.up = StackedLinear(experts, dim, hidden, std=init.inner, grouped=grouped)
+        self.down = StackedLinear(experts, hidden, dim, std=init.residual, grouped=grouped)
+
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """(M, D), ordered by expert, to (M, D). `counts` (E,): rows of each expert; they may be none."""
+        ends = counts.cumsum(0, dtype=torch.int32)
+        return self.down(F.silu(self.gate(rows, ends)) * self.up(rows, ends), ends)
+
+
+def runs_grouped(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether `grouped_mm` computes such products."""
+    if device.type == "cuda":
+        return dtype == torch.bfloat16
+    return dtype in GROUPED

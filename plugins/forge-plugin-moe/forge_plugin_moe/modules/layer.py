@@ -1,0 +1,131 @@
+"""The feed-forward part with experts.
+
+Shapes: B sequences, S positions, D model width, E experts, K experts of a token, T = B x S tokens, M = T x K rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from forge_core.modules import Linear
+from forge_core.protocols import Role
+from forge_plugin_moe.modules.capacity import within_capacity
+from forge_plugin_moe.modules.dispatch import Order, add_up, to_rows
+from forge_plugin_moe.modules.experts import Experts, runs_grouped
+from forge_plugin_moe.modules.sequences import Sequences
+from forge_plugin_transformer import InitStd, SwiGLU, default_hidden
+
+if TYPE_CHECKING:
+    from forge_core.context import BuildContext
+    from forge_core.protocols import Batch
+    from forge_plugin_moe.moe import MoE
+
+LOAD = "moe/load"
+"""Count of the tokens that each expert has computed."""
+DROPPED = "moe/dropped"
+"""Share of the choices that capacity left out, added up over layers."""
+
+
+class MoELayer(nn.Module):
+    """See `forge_plugin_moe.MoE`."""
+
+    def __init__(self, component: MoE, context: BuildContext, dim: int, init: InitStd) -> None:
+        super().__init__()
+        hidden = component.hidden or default_hidden(dim)
+        assert context.layer is not None
+        self._auxiliary, self._layer = context.auxiliary, context.layer
+        self._capacity = component.capacity_factor
+        self._sequences = Sequences.of(context)
+        self.backend, self._why = choose_backend(component.backend, context)
+        self.router = context.at("router").build(component.router, dim=dim, experts=component.experts)
+        self.experts = Experts(component.experts, dim, hidden, init=init, grouped=self.backend == "grouped_mm")
+        self.shared = self.shared_gate = None
+        if component.shared_experts:
+            shared = SwiGLU(hidden=component.shared_experts * hidden)
+            self.shared = context.at("shared").build(shared, dim=dim, init=init)
+        if component.shared_gate:
+            self.shared_gate = Linear(dim, 1, bias=False, std=init.inner)
+        self.routed = nn.Identity()
+        """What routed experts come to passes here: with tensor parallelism, a part of a sum."""
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        weights, chosen = self.router(x, batch)
+        left_out = getattr(self.router, "leaves_out", False)
+        if self._capacity:
+            kept = within_capacity(weights, chosen, self._capacity, self.experts_count, self._sequences)
+            self._count_dropped(chosen, kept)
+            weights, chosen, left_out = weights.where(kept, 0), chosen.where(kept, -1), True
+        y = self.routed(self._compute(x, weights, chosen, left_out))
+        return y if self.shared is None else y + self._shared_output(x, batch)
+
+    def _compute(self, x: Tensor, weights: Tensor, chosen: Tensor, left_out: bool) -> Tensor:
+        tokens, choices = x.flatten(0, 1), weights.shape[-1]
+        order = Order.by_expert(chosen.view(-1, choices), self.experts_count)
+        self._auxiliary.count(LOAD, self._layer, order.counts)
+        rows = to_rows(tokens, order)
+        if left_out:
+            taken = int(order.counts.sum())
+            rows = F.pad(self.experts(rows[:taken], order.counts), (0, 0, 0, len(rows) - taken))
+        else:
+            rows = self.experts(rows, order.counts)
+        return add_up(rows, weights.view(-1, choices), order).view_as(x)
+
+    def _shared_output(self, x: Tensor, batch: Batch) -> Tensor:
+        assert self.shared is not None
+        y = self.shared(x, batch)
+        return y if self.shared_gate is None else y * torch.sigmoid(self.shared_gate(x))
+
+    def _count_dropped(self, chosen: Tensor, kept: Tensor) -> None:
+        wanted = chosen >= 0
+        shares = (wanted & ~kept).sum((1, 2)) / (wanted.sum((1, 2)).clamp(min=1) * self._sequences.pieces)
+        self._auxiliary.metric(DROPPED, shares.double().sum(), unit="sequence")
+
+    @property
+    def experts_count(self) -> int:
+        """E, also where ranks share them."""
+        return self.experts.gate.weight.shape[0]
+
+    # --- what the model asks -------------------------------------------------------------------------------------
+
+    def flops(self, seq_len: int) -> float:
+        """6 for each weight that a token meets: those of its experts, of shared ones, and of the router."""
+        expert = sum(parameter[0].numel() for parameter in self.experts.parameters())
+        others = [self.router, self.shared, self.shared_gate]
+        always = sum(p.numel() for module in others if module is not None for p in module.parameters() if p.ndim > 1)
+        return 6.0 * (self.router.experts_per_token * expert + always)
+
+    def parameter_roles(self) -> Mapping[str, Role]:
+        routing = {f"router.{name}": "router" for name, _ in self.router.named_parameters()}
+        gate = {} if self.shared_gate is None else {"shared_gate.weight": "router"}
+        return {**routing, **gate, **{f"experts.{name}": "stack" for name, _ in self.experts.named_parameters()}}
+
+    def tensor_parallel_plan(self) -> Mapping[str, str]:
+        plan = {"": "whole_input", "router": "replicate", "router.*": "replicate", "routed": "partial_output"}
+        plan |= {"experts.gate": "column_stack", "experts.up": "column_stack", "experts.down": "row_stack"}
+        if self.shared is not None:
+            own = self.shared.tensor_parallel_plan()
+            plan |= {f"shared.{name}": way for name, way in own.items() if name}
+        return plan
+
+    def expert_stacks(self) -> Sequence[str]:
+        return ["experts"]
+
+    def float8_exempt(self) -> Sequence[str]:
+        return ["router", "router.*", "shared_gate"]
+
+    def backend_choices(self, seq_len: int) -> Sequence[tuple[str, str, str]]:
+        return [("experts", self.backend, self._why)]
+
+
+def choose_backend(asked: str, context: BuildContext) -> tuple[str, str]:
+    """How the products of experts are computed, and why."""
+    runs = runs_grouped(context.device, context.dtype)
+    if asked != "auto":
+        return asked, "asked for"
+    seen = f"grouped_mm {'computes' if runs else 'cannot compute'} {context.dtype} on {context.device.type}"
+    return ("grouped_mm" if runs else "loop"), seen.replace("torch.", "")

@@ -1,0 +1,49 @@
+"""What routers share that score experts by a linear function. Shapes: B sequences, S positions, D width, E experts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from forge_core.protocols import Fill
+from forge_plugin_moe.modules.sequences import Sequences
+
+if TYPE_CHECKING:
+    from forge_core.context import BuildContext
+    from forge_plugin_moe.routers import LinearRouter
+
+
+class LinearScores(nn.Module):
+    """The linear function, and the loss that keeps its values from growing."""
+
+    def __init__(self, component: LinearRouter, context: BuildContext, dim: int, experts: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(experts, dim))
+        self.auxiliary, self.layer = context.auxiliary, context.layer or 0
+        self.sequences = Sequences.of(context)
+        self._std, self._z_loss = component.init_std, component.z_loss
+        self._share = 1 / context.layout.tp
+        """Tensor-parallel ranks all compute this, and their gradients are summed."""
+
+    def init_parameter(self, name: str, fill: Fill) -> None:
+        fill.normal(self._std)
+
+    def init_buffers(self, device: torch.device) -> None:
+        """There are none."""
+
+    def logits(self, x: Tensor) -> Tensor:
+        """(B, S, D) to (B, S, E), in float32 or wider."""
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        return F.linear(x.to(dtype), self.weight.to(dtype))
+
+    def penalise(self, weights: Tensor, logits: Tensor) -> Tensor:
+        """The weights, with the z-loss attached."""
+        if not self._z_loss:
+            return weights
+        length = logits.shape[1] * self.sequences.pieces
+        value = logits.logsumexp(-1).square().sum() / length
+        name, weight = "moe/z_loss", self._z_loss * self._share
+        return self.auxiliary.attach(weights, value, unit="sequence", name=name, weight=weight)

@@ -1,0 +1,53 @@
+"""Whole sequences, of which context-parallel ranks have pieces each.
+
+Shapes: B sequences, S positions of this rank, E experts.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from attrs import frozen
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from forge_core.context import BuildContext
+
+
+@frozen
+class Sequences:
+    """Knows of the pieces on other ranks. Nothing here is differentiable."""
+
+    pieces: int
+    """Ranks that share a sequence, in equal parts."""
+    _group: dist.ProcessGroup | None
+
+    @classmethod
+    def of(cls, context: BuildContext) -> Sequences:
+        """Those of a run's layout."""
+        pieces = context.layout.cp
+        shared = context.mesh is not None and pieces > 1
+        return cls(pieces, context.mesh.get_group("cp") if shared else None)
+
+    def add_up(self, values: Tensor) -> Tensor:
+        """The sum, over the pieces of each sequence, of (B, …)."""
+        total = values.detach().clone()
+        if self._group is not None:
+            dist.all_reduce(total, group=self._group)
+        return total
+
+    def own(self, values: Tensor) -> Tensor:
+        """This rank's (B, S, …) of what `gather` gave, or of what was made of it."""
+        if self._group is None:
+            return values
+        return values.chunk(self.pieces, 1)[dist.get_rank(self._group)]
+
+    def gather(self, values: Tensor) -> Tensor:
+        """(B, S, …) of all pieces, (B, pieces x S, …), in the order of ranks."""
+        if self._group is None:
+            return values.detach()
+        parts = [torch.empty_like(values) for _ in range(self.pieces)]
+        dist.all_gather(parts, values.detach().contiguous(), group=self._group)
+        return torch.cat(parts, 1)

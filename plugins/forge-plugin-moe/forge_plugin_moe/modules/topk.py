@@ -1,0 +1,99 @@
+"""Routers in which tokens choose experts.
+
+Shapes: B sequences, S positions, D model width, E experts, K experts of a token, G groups of experts.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from forge_plugin_moe.modules.balance import CHOSEN, Balance
+from forge_plugin_moe.modules.scores import LinearScores
+
+if TYPE_CHECKING:
+    from forge_core.context import BuildContext
+    from forge_core.protocols import Batch
+    from forge_plugin_moe.routers import SigmoidTopK, SoftmaxTopK, TopKRouter
+
+
+class TopKModule(LinearScores):
+    """What both share."""
+
+    def __init__(self, component: TopKRouter, context: BuildContext, dim: int, experts: int) -> None:
+        super().__init__(component, context, dim, experts)
+        self.component = component
+        self.experts_per_token = component.top_k
+        self.balance = Balance(component, context, experts)
+
+    def select(self, preferences: Tensor) -> Tensor:
+        """(B, S, E) to the K experts that a token prefers, in its best groups, (B, S, K)."""
+        groups, best = self.component.groups, self.component.top_groups
+        if best < groups:
+            members = preferences.unflatten(-1, (groups, -1))
+            chosen = self.group_scores(members).topk(best, dim=-1).indices
+            closed = torch.ones(members.shape[:-1], dtype=torch.bool, device=members.device).scatter(-1, chosen, False)
+            preferences = members.masked_fill(closed.unsqueeze(-1), -torch.inf).flatten(-2)
+        return preferences.topk(self.component.top_k, dim=-1).indices
+
+    def group_scores(self, members: Tensor) -> Tensor:
+        """(B, S, G, E / G) to (B, S, G)."""
+        raise NotImplementedError
+
+
+class SoftmaxRouter(TopKModule):
+    """See `forge_plugin_moe.SoftmaxTopK`."""
+
+    component: SoftmaxTopK
+
+    def forward(self, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        logits = self.logits(x)
+        probabilities = logits.softmax(-1)
+        chosen = self.select(probabilities.detach())
+        if self.component.normalise == "after":
+            weights = logits.gather(-1, chosen).softmax(-1)
+        else:
+            weights = probabilities.gather(-1, chosen)
+        weights = self.penalise(weights * self.component.scaling, logits)
+        return self.balance(weights, probabilities, chosen), chosen
+
+    def group_scores(self, members: Tensor) -> Tensor:
+        """The best member's (DeepSeek-V2)."""
+        return members.amax(-1)
+
+
+class SigmoidRouter(TopKModule):
+    """See `forge_plugin_moe.SigmoidTopK`."""
+
+    component: SigmoidTopK
+    bias: Tensor
+
+    def __init__(self, component: SigmoidTopK, context: BuildContext, dim: int, experts: int) -> None:
+        super().__init__(component, context, dim, experts)
+        self.register_buffer("bias", torch.empty(experts))
+        self.balance.counts = self.balance.counts or component.bias_rate > 0
+
+    def init_buffers(self, device: torch.device) -> None:
+        self.bias.zero_()
+
+    def forward(self, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        logits = self.logits(x)
+        scores = logits.sigmoid()
+        chosen = self.select(scores.detach() + self.bias)
+        weights = scores.gather(-1, chosen)
+        if self.component.normalise:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        weights = self.penalise(weights * self.component.scaling, logits)
+        return self.balance(weights, scores / scores.sum(-1, keepdim=True), chosen), chosen
+
+    def group_scores(self, members: Tensor) -> Tensor:
+        """The two best members' together (DeepSeek-V3)."""
+        return members.topk(min(2, members.shape[-1]), dim=-1).values.sum(-1)
+
+    def after_update(self) -> None:
+        """Raise the bias of experts with less than the mean load, and lower that of others."""
+        if self.component.bias_rate:
+            load = self.auxiliary.counted(CHOSEN, self.layer)
+            self.bias += self.component.bias_rate * (load.mean() - load).sign().to(self.bias.dtype)
