@@ -176,7 +176,9 @@ class HasTensorParallelPlan(Protocol):
         """Module name pattern (`layers.*.attention.q`) -> how it is split. Every module with parameters is named.
 
         column: rows of the weight, so that outputs are split. row: columns of the weight; takes split inputs, and sums
-        over ranks. whole_input: a module that holds such a pair; its first argument arrives with all positions.
+        over ranks. column_stack, row_stack: likewise for a stack of matrices, without the sum. partial_output: a module
+        whose output is a part of a sum, which is taken there. whole_input: a module that holds such a pair; its first
+        argument arrives with all positions.
         vocab_embedding, vocab_head: rows, which stand for ids. sequence: each position by itself, with whole weights (a
         norm between such pairs). replicate: whole weights, on split features (a norm of each head).
         """

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from attrs import field, frozen
 from attrs.validators import ge
 
 from forge_core.components import ModelComponent, RouterComponent
+from forge_core.errors import Problem
 from forge_core.testing.tiny import VOCABULARY
 
 if TYPE_CHECKING:
+    from forge_core.config.job import Job
     from forge_core.context import BuildContext
+    from forge_core.parallel.layout import Layout
     from forge_core.protocols import Model
 
 
 @frozen(kw_only=True)
 class RoutedModel(ModelComponent):
-    """`TinyModel` with experts in each layer, for routers that map tokens (N, D) to a pair: weights and numbers of
-    experts, (N, K) each. Every expert computes every token, which only so small a model can afford.
+    """`TinyModel` with experts in each layer, for trying routers. Every expert computes every token, which only so
+    small a model can afford.
     """
 
     router: RouterComponent
@@ -27,6 +31,9 @@ class RoutedModel(ModelComponent):
     """How many there are in a layer."""
     dim: int = 16
     layers: int = 2
+
+    def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        yield from (problem.below("router") for problem in self.router.expert_problems(self.experts))
 
     def build(self, context: BuildContext) -> Model:
         from forge_core.testing.routed_model import RoutedNetwork

@@ -1,4 +1,4 @@
-"""What the component `RoutedModel` builds. Shapes: N tokens, D width, E experts, K experts of a token."""
+"""What `RoutedModel` builds. Shapes: B sequences, S positions, D width, E experts, K experts of a token."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from forge_core.testing.tiny_model import TinyNetwork
 
 
 class Experts(nn.Module):
-    """W₂ relu(W₁ x) of every expert, (N, D) to (N, E, D)."""
+    """W₂ relu(W₁ x) of every expert, (B, S, D) to (B, S, E, D)."""
 
     def __init__(self, dim: int, experts: int) -> None:
         super().__init__()
@@ -26,9 +26,9 @@ class Experts(nn.Module):
     def init_buffers(self, device: torch.device) -> None:
         """There are none."""
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        hidden = F.relu(torch.einsum("nd,ehd->neh", tokens, self.up.to(tokens.dtype)))
-        return torch.einsum("neh,edh->ned", hidden, self.down.to(tokens.dtype))
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = F.relu(torch.einsum("bsd,ehd->bseh", x, self.up.to(x.dtype)))
+        return torch.einsum("bseh,edh->bsed", hidden, self.down.to(x.dtype))
 
 
 class RoutedLayer(nn.Module):
@@ -40,12 +40,11 @@ class RoutedLayer(nn.Module):
 
     def forward(self, carry: Carry, batch: Batch) -> Carry:
         (x,) = carry
-        tokens = x.flatten(0, 1)
-        weights, ids = self.router(tokens)
-        every = self.experts(tokens)
-        chosen = every.gather(1, ids.unsqueeze(-1).expand(-1, -1, every.shape[-1]))
-        mixed = (weights.unsqueeze(-1).to(chosen.dtype) * chosen).sum(1)
-        return (x + mixed.view_as(x),)
+        weights, ids = self.router(x, batch)
+        every = self.experts(x)
+        chosen = every.gather(2, ids.clamp(min=0).unsqueeze(-1).expand(*ids.shape, x.shape[-1]))
+        weights = weights.where(ids >= 0, 0).to(x.dtype)
+        return (x + (weights.unsqueeze(-1) * chosen).sum(2),)
 
 
 class RoutedNetwork(TinyNetwork):

@@ -1,4 +1,4 @@
-"""What the suite of routers says of wrong ones; and that a right one passes, as no distribution here has one yet."""
+"""What the suite of routers says of wrong ones; and that a right one passes."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from forge_core.testing.suites import RouterSuite
 
 
 class TopTwo(nn.Module):
-    """Numbers and weights (N, 2) of the two best experts, which is right; subclasses alter it."""
+    """Weights and numbers (B, S, 2) of the two best experts, which is right; subclasses alter it."""
+
+    experts_per_token = 2
 
     def __init__(self, dim, experts):
         super().__init__()
         self.gate = Linear(dim, experts)
 
-    def forward(self, tokens):
-        weights, ids = self.gate(tokens).softmax(-1).topk(2)
-        return {"weights": weights, "ids": ids}
+    def forward(self, x, batch):
+        return tuple(self.gate(x).softmax(-1).topk(2))
 
 
 def component_of(router):
@@ -38,39 +39,56 @@ class TestTopTwo(RouterSuite):
 
 
 class OutOfRange(TopTwo):
-    def forward(self, tokens):
-        said = super().forward(tokens)
-        return {**said, "ids": said["ids"] + 1}
+    def forward(self, x, batch):
+        weights, experts = super().forward(x, batch)
+        return weights, experts + 1
+
+
+class Hesitant(TopTwo):
+    def forward(self, x, batch):
+        weights, experts = super().forward(x, batch)
+        return weights, experts.where(weights > weights.median(), -1)
 
 
 class Infinite(TopTwo):
-    def forward(self, tokens):
-        said = super().forward(tokens)
-        return {**said, "weights": said["weights"] / 0}
+    def forward(self, x, batch):
+        weights, experts = super().forward(x, batch)
+        return weights / 0, experts
+
+
+class Narrow(TopTwo):
+    def forward(self, x, batch):
+        weights, experts = super().forward(x, batch)
+        return weights.bfloat16(), experts
 
 
 class OfSomeTokens(TopTwo):
-    def forward(self, tokens):
-        return super().forward(tokens[:5])
+    def forward(self, x, batch):
+        return super().forward(x[:, :5], batch)
 
 
 class Silent(TopTwo):
-    def forward(self, tokens):
+    def forward(self, x, batch):
         return None
+
+
+class Modest(TopTwo):
+    experts_per_token = 1
 
 
 class Counting(TopTwo):
     calls = 0
 
-    def forward(self, tokens):
+    def forward(self, x, batch):
         self.calls += 1
-        said = super().forward(tokens)
-        return {**said, "weights": said["weights"] * self.calls}
+        weights, experts = super().forward(x, batch)
+        return weights * self.calls, experts
 
 
 class Deaf(TopTwo):
-    def forward(self, tokens):
-        return {name: tensor.detach() for name, tensor in super().forward(tokens).items()}
+    def forward(self, x, batch):
+        weights, experts = super().forward(x, batch)
+        return weights.detach(), experts
 
 
 class HalfDeaf(TopTwo):
@@ -97,7 +115,8 @@ class Unseeded(TopTwo):
         self.noise = torch.randn(3, device=device)
 
 
-FINITE = "test_what_it_says_is_finite_and_of_every_token"
+SHAPES = "test_each_token_gets_weights_and_numbers_of_experts"
+MEAN = "test_it_says_how_many_experts_a_token_has"
 
 
 @pytest.mark.parametrize(
@@ -110,12 +129,15 @@ FINITE = "test_what_it_says_is_finite_and_of_every_token"
             Unseeded,
             "the initial values of noise depend on the default generator",
         ),
-        (FINITE, OutOfRange, "what it says['ids'] has ids from 1 to 8; there are experts 0 to 7"),
-        (FINITE, Infinite, "what it says['weights'] has values that are not finite"),
-        (FINITE, OfSomeTokens, "has the shape (5, 2) for 24 tokens and 8 experts"),
-        (FINITE, Silent, "the router said nothing"),
+        (SHAPES, OutOfRange, "numbers of experts from 1 to 8; there are experts 0 to 7"),
+        (SHAPES, Hesitant, "to give -1 for none, set `leaves_out = True`"),
+        (SHAPES, Infinite, "some weights are not finite"),
+        (SHAPES, Narrow, "weights are torch.bfloat16; compute them in float32 or wider"),
+        (SHAPES, OfSomeTokens, "weights (2, 5, 2) and numbers (2, 5, 2) for tokens (2, 12)"),
+        (SHAPES, Silent, "the router said NoneType; it gives two tensors"),
+        (MEAN, Modest, "`experts_per_token` is 1, but tokens have 2 in the mean"),
         ("test_it_says_the_same_again", Counting, "asked twice in evaluation mode, it says different things"),
-        ("test_gradients_reach_it", Deaf, "nothing that it says is differentiable"),
+        ("test_gradients_reach_it", Deaf, "the weights are not differentiable"),
         ("test_gradients_reach_it", HalfDeaf, "no gradient reaches unused.weight"),
     ],
 )

@@ -1,8 +1,7 @@
-"""What every router must do, as far as its contract goes. Shapes: N tokens, D width, E experts."""
+"""What every router must do. Shapes: B sequences, S positions, D width, E experts, K experts of a token."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -12,30 +11,23 @@ from torch import Tensor, nn
 from forge_core.components import RouterComponent
 from forge_core.errors import ForgeError
 from forge_core.parallel.initialise import check_finite, materialise
-from forge_core.protocols import Model
+from forge_core.protocols import Batch, Model
 from forge_core.testing.suites.base import Suite, explained
 
-TOKENS = 24
+TOKENS = (2, 12)
+"""Sequences and positions."""
 
 
 class RouterSuite(Suite):
-    """Shapes, ids in range, finite numbers, determinism and initial values.
+    """Shapes, numbers of experts in range, finite weights, determinism and initial values.
 
-        class TestTopK(RouterSuite):
-            component = TopK(top_k=2)
-
-    A router is a module that assigns tokens to experts. What it takes and gives besides is a matter between it and the
-    feed-forward part that calls it, so `route` says how it is called; any structure of tensors may come back.
+    class TestTopK(RouterSuite):
+        component = TopK(top_k=2)
     """
 
     component: ClassVar[RouterComponent]
     dim: ClassVar[int] = 16
     experts: ClassVar[int] = 8
-
-    def route(self, router: nn.Module, tokens: Tensor) -> Any:
-        """What the router says of (N, D) tokens. Integers in it are numbers of experts; if some are not, leave these
-        out."""
-        return router(tokens)
 
     def test_it_is_a_module_on_the_meta_device(self, tmp_path: Path) -> None:
         """As all of a model: memory and values come later."""
@@ -51,20 +43,32 @@ class RouterSuite(Suite):
             same = torch.equal(tensor, second.state_dict()[name])
             assert same, f"the initial values of {name} depend on the default generator; draw them with `fill`"
 
-    def test_what_it_says_is_finite_and_of_every_token(self, tmp_path: Path) -> None:
-        """The first dimension of what has any is N, and numbers of experts lie in [0, E)."""
-        found = list(self._said(self._ready(tmp_path), self._tokens()))
-        assert found, "the router said nothing: no tensor came back"
-        for where, tensor in found:
-            if tensor.ndim:
-                told = f"{where} has the shape {tuple(tensor.shape)} for {TOKENS} tokens and {self.experts} experts"
-                assert tensor.shape[0] in (TOKENS, self.experts), f"{told}; the first dimension is of one of these"
-            if tensor.dtype.is_floating_point:
-                assert bool(torch.isfinite(tensor).all()), f"{where} has values that are not finite"
-            elif tensor.dtype != torch.bool and tensor.numel():
-                low, high = tensor.min().item(), tensor.max().item()
-                inside = low >= 0 and high < self.experts
-                assert inside, f"{where} has ids from {low} to {high}; there are experts 0 to {self.experts - 1}"
+    def test_each_token_gets_weights_and_numbers_of_experts(self, tmp_path: Path) -> None:
+        """As many of one as of the other, of experts that there are, and finite."""
+        router = self._ready(tmp_path)
+        weights, experts = self._said(router, *self._tokens())
+        told = f"weights {tuple(weights.shape)} and numbers {tuple(experts.shape)} for tokens {TOKENS}"
+        assert weights.shape == experts.shape, f"{told}; both are (sequences, positions, experts of a token)"
+        assert weights.shape[:2] == TOKENS, f"{told}; both are (sequences, positions, experts of a token)"
+        assert weights.ndim == 3, f"{told}; both are (sequences, positions, experts of a token)"
+        wide = weights.dtype == torch.promote_types(weights.dtype, torch.float32)
+        assert wide, f"weights are {weights.dtype}; compute them in float32 or wider"
+        assert bool(torch.isfinite(weights).all()), "some weights are not finite"
+        assert not experts.dtype.is_floating_point, f"numbers of experts are {experts.dtype}; give integers"
+        low, high = experts.min().item(), experts.max().item()
+        least = -1 if getattr(router, "leaves_out", False) else 0
+        inside = low >= least and high < self.experts
+        fix = "" if least else "; to give -1 for none, set `leaves_out = True` on the module"
+        assert inside, f"numbers of experts from {low} to {high}; there are experts 0 to {self.experts - 1}{fix}"
+
+    def test_it_says_how_many_experts_a_token_has(self, tmp_path: Path) -> None:
+        """By which the FLOPs of a model are counted."""
+        router = self._ready(tmp_path)
+        _, experts = self._said(router, *self._tokens())
+        seen = (experts >= 0).sum().item() / experts[..., 0].numel()
+        told = getattr(router, "experts_per_token", None)
+        assert told is not None, f"the module has no `experts_per_token`; set it ({seen:g} here)"
+        assert abs(told - seen) < 1e-6, f"`experts_per_token` is {told:g}, but tokens have {seen:g} in the mean"
 
     def test_it_says_the_same_again(self, tmp_path: Path) -> None:
         """In evaluation mode; and in training mode, once the default generator is where it was."""
@@ -74,19 +78,19 @@ class RouterSuite(Suite):
             answers = []
             for _ in range(2):
                 torch.manual_seed(0)
-                answers.append([tensor for _, tensor in self._said(router, tokens)])
+                answers.append(self._said(router, *tokens))
             same = all(torch.equal(one, other) for one, other in zip(*answers, strict=True))
             name = "training" if mode else "evaluation"
             assert same, f"asked twice in {name} mode, it says different things; keep nothing from call to call"
 
     def test_gradients_reach_it(self, tmp_path: Path) -> None:
-        """Some of what it says must be differentiable, or its parameters would never train."""
-        router, tokens = self._ready(tmp_path), self._tokens().requires_grad_()
+        """The weights must be differentiable, or its parameters would never train."""
+        router, (x, batch) = self._ready(tmp_path), self._tokens()
         if not any(parameter.requires_grad for parameter in router.parameters()):
             return
-        answers = [tensor for _, tensor in self._said(router, tokens) if tensor.requires_grad]
-        assert answers, "nothing that it says is differentiable; give weights that its parameters made"
-        sum(tensor.double().square().sum() for tensor in answers).backward()  # type: ignore[union-attr]
+        weights, _ = self._said(router, x.requires_grad_(), batch)
+        assert weights.requires_grad, "the weights are not differentiable; make them of what its parameters gave"
+        weights.double().square().sum().backward()
         for name, parameter in router.named_parameters():
             assert parameter.grad is not None, f"no gradient reaches {name}"
             assert bool(torch.isfinite(parameter.grad).all()), f"the gradient of {name} is not finite"
@@ -107,23 +111,14 @@ class RouterSuite(Suite):
             raise AssertionError(str(error)) from error
         return router
 
-    def _tokens(self) -> Tensor:
-        return torch.randn(TOKENS, self.dim, generator=torch.Generator().manual_seed(5))
+    def _tokens(self) -> tuple[Tensor, Batch]:
+        generator = torch.Generator().manual_seed(5)
+        ids = torch.randint(32, TOKENS, generator=generator)
+        return torch.randn(*TOKENS, self.dim, generator=generator), {"input_ids": ids, "labels": ids}
 
-    def _said(self, router: nn.Module, tokens: Tensor) -> Iterator[tuple[str, Tensor]]:
-        with explained(f"it fails on tokens of shape {tuple(tokens.shape)}"):
-            said = self.route(router, tokens)
-        return _tensors(said, "what it says")
-
-
-def _tensors(value: Any, where: str) -> Iterator[tuple[str, Tensor]]:
-    if isinstance(value, Tensor):
-        yield where, value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _tensors(item, f"{where}[{key!r}]")
-    elif isinstance(value, list | tuple):
-        for number, item in enumerate(value):
-            yield from _tensors(item, f"{where}[{number}]")
-    elif hasattr(value, "__dict__"):
-        yield from _tensors(vars(value), where)
+    def _said(self, router: nn.Module, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        with explained(f"it fails on tokens of shape {tuple(x.shape)}"):
+            said: Any = router(x, batch)
+        pair = isinstance(said, tuple) and len(said) == 2 and all(isinstance(part, Tensor) for part in said)
+        assert pair, f"the router said {type(said).__name__}; it gives two tensors: weights, and numbers of experts"
+        return said

@@ -38,7 +38,8 @@ class MoE(FFNComponent):
     """`[model.ffn.router]`: which experts a token goes through, and with which weights."""
     capacity_factor: float = field(default=0.0, validator=ge(0))
     """Of each sequence, an expert takes at most this times its even share of the tokens, those with the largest
-    weights; others pass it by, and are counted as `moe/dropped`. 0: as many as come."""
+    weights; others pass it by, and are counted as `moe/dropped`. 0: as many as come. In training only: what a position
+    comes to would depend on later ones."""
     shared_experts: int = field(default=0, validator=ge(0))
     """Experts that every token goes through, with weight 1: one SwiGLU of so many times `hidden`."""
     shared_gate: bool = False

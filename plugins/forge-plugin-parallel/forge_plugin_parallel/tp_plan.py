@@ -14,6 +14,8 @@ from forge_core.protocols import HasTensorParallelPlan, Model
 SPLIT: Mapping[str, Mapping[str, int | None]] = {
     "column": {"weight": 0, "bias": 0},
     "row": {"weight": 1, "bias": None},
+    "column_stack": {"weight": 1},
+    "row_stack": {"weight": 2},
     "vocab_embedding": {"weight": 0},
     "vocab_head": {"weight": 0, "bias": 0},
 }
@@ -21,6 +23,9 @@ SPLIT: Mapping[str, Mapping[str, int | None]] = {
 MATRICES = ("column", "row")
 WHOLE = ("sequence", "replicate")
 INPUT = "whole_input"
+OUTPUT = "partial_output"
+ENDS = (INPUT, OUTPUT)
+"""Of modules at which activations change, and that need not have parameters."""
 NUMBER = re.compile(r"\d+")
 
 
@@ -45,8 +50,8 @@ def plan_problems(model: Model, ranks: int) -> Iterator[Problem]:
         yield Problem("", f"{seen}; leave the stage out, or add a plan to the model")
         return
     ways = ways_of(model)
-    if unknown := set(ways.values()) - {*SPLIT, *WHOLE, INPUT}:
-        known = ", ".join((*SPLIT, *WHOLE, INPUT))
+    if unknown := set(ways.values()) - {*SPLIT, *WHOLE, *ENDS}:
+        known = ", ".join((*SPLIT, *WHOLE, *ENDS))
         yield Problem("", f"the plan of {kind} has {', '.join(sorted(unknown))}; there are {known}")
     found: dict[str, Problem] = {}
     for name, parameter in model.named_parameters():
@@ -62,5 +67,5 @@ def plan_problems(model: Model, ranks: int) -> Iterator[Problem]:
 def _size_message(name: str, shape: Sequence[int], dimension: int | None, ranks: int) -> str:
     if dimension is None or shape[dimension] % ranks == 0:
         return ""
-    seen = f"{name} has {shape[dimension]} {'columns' if dimension else 'rows'}"
+    seen = f"{name} has {shape[dimension]} {'rows' if dimension == len(shape) - 2 else 'columns'}"
     return f"{seen}, which {ranks} ranks cannot share equally; change one of them"

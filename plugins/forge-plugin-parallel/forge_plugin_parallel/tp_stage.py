@@ -26,7 +26,7 @@ from forge_core.parallel.mesh import local_part
 from forge_core.parallel.replicate_stage import sum_gradients
 from forge_core.protocols import HasTensorParallelPlan, MatrixShard, VocabShard
 from forge_plugin_parallel.collectives import all_gather, all_reduce, fan_out, gather_equal, reduce_scatter
-from forge_plugin_parallel.tp_plan import INPUT, MATRICES, SPLIT, ways_of
+from forge_plugin_parallel.tp_plan import ENDS, INPUT, MATRICES, OUTPUT, SPLIT, ways_of
 
 if TYPE_CHECKING:
     from forge_core.context import BuildContext
@@ -62,7 +62,7 @@ class TensorParallelStage:
                 self._split(module, ways[name])
         _tie_again(model)
         for name, module in model.named_modules():
-            if name in ways and (ways[name] == INPUT or next(module.parameters(), None) is not None):
+            if name in ways and (ways[name] in ENDS or next(module.parameters(), None) is not None):
                 self._run_split(module, ways[name])
         model.finish = _Finish(model.finish, self._enter)
         return model
@@ -101,6 +101,8 @@ class TensorParallelStage:
             module.matrix_shard = MatrixShard(self._group, dimension)  # type: ignore[arg-type, assignment]
         if way == INPUT:
             module.forward = _Gathered(module.forward, self._enter)
+        elif way == OUTPUT:
+            module.forward = _Summed(module.forward, self._leave_partial)
         elif way == "row":
             module.forward = _Row(module, module.forward, self._leave_partial)
         elif way == "vocab_embedding":
@@ -184,6 +186,17 @@ class _Gathered:
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         return self.forward(self.enter(x), *args, **kwargs)
+
+
+@frozen
+class _Summed:
+    """Adds up what a module gives on each rank."""
+
+    forward: Callable[..., Tensor]
+    leave: Callable[[Tensor], Tensor]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.leave(self.forward(*args, **kwargs))
 
 
 @frozen

@@ -56,7 +56,7 @@ class MoELayer(nn.Module):
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         weights, chosen = self.router(x, batch)
         left_out = getattr(self.router, "leaves_out", False)
-        if self._capacity:
+        if self._capacity and self.training:
             kept = within_capacity(weights, chosen, self._capacity, self.experts_count, self._sequences)
             self._count_dropped(chosen, kept)
             weights, chosen, left_out = weights.where(kept, 0), chosen.where(kept, -1), True
@@ -116,7 +116,8 @@ class MoELayer(nn.Module):
         return ["experts"]
 
     def float8_exempt(self) -> Sequence[str]:
-        return ["router", "router.*", "shared_gate"]
+        routing = [f"router.{name}".rstrip(".") for name, _ in self.router.named_modules()]
+        return routing if self.shared_gate is None else [*routing, "shared_gate"]
 
     def backend_choices(self, seq_len: int) -> Sequence[tuple[str, str, str]]:
         return [("experts", self.backend, self._why)]

@@ -1,10 +1,15 @@
-"""What the component builds. Shapes: N tokens, D width, E experts, K experts of a token."""
+"""What the component builds. Shapes: B sequences, S positions, D width, E experts, K experts of a token."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
 from forge_core.modules import Linear
+
+if TYPE_CHECKING:
+    from forge_core.protocols import Batch
 
 
 class Gate(nn.Module):
@@ -13,9 +18,9 @@ class Gate(nn.Module):
     def __init__(self, dim: int, experts: int, top_k: int) -> None:
         super().__init__()
         self.scores = Linear(dim, experts)
-        self.top_k = top_k
+        self.experts_per_token = top_k
 
-    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """(N, D) -> weights (N, K), whose sum is 1, and numbers of experts (N, K) int64."""
-        scores, ids = self.scores(tokens).topk(self.top_k)
-        return scores.softmax(-1), ids
+    def forward(self, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """(B, S, D) -> weights (B, S, K), whose sum is 1, and numbers of experts (B, S, K) int64."""
+        scores, experts = self.scores(x.float()).topk(self.experts_per_token)
+        return scores.softmax(-1), experts

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from attrs import field, frozen
 from attrs.validators import ge
 
-from forge_core import JobError, Problem, RouterComponent
+from forge_core import Problem, RouterComponent
 
 if TYPE_CHECKING:
     from torch import nn
@@ -22,9 +23,11 @@ class TemplateName(RouterComponent):
     top_k: int = field(default=2, validator=ge(1))
     """Experts of a token."""
 
+    def expert_problems(self, experts: int) -> Iterable[Problem]:
+        if self.top_k > experts:
+            yield Problem("top_k", f"{self.top_k}, but there are {experts} experts; lower it")
+
     def build(self, context: BuildContext, dim: int, experts: int) -> nn.Module:
         from forge_plugin_template_name.gate import Gate
 
-        if self.top_k > experts:
-            raise JobError([Problem("top_k", f"{self.top_k}, but the model has {experts} experts; lower it")])
         return Gate(dim, experts, self.top_k)

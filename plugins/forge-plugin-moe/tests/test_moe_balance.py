@@ -1,0 +1,141 @@
+"""Losses and biases that balance experts, against their equations, with weights too large to hide a mistake."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from attrs import define
+
+from forge_core.components import TrainingHook
+from forge_core.data.loader import TrainLoader
+from forge_core.engine.step import Stepper, metrics
+from forge_core.testing.runs import advance, tiny_run
+from forge_plugin_moe import MoE, SigmoidTopK, SoftmaxTopK
+from forge_plugin_transformer import GroupedQueryAttention, Transformer
+
+E, K, S, B = 4, 2, 16, 8
+SIZES = {"seq_len": S, "global_batch_size": B, "precision": "fp64"}
+
+
+def model_of(router, layers=1, **keys):
+    attention = GroupedQueryAttention(heads=2)
+    ffn = MoE(experts=E, hidden=16, router=router, **keys)
+    return Transformer(dim=16, layers=layers, vocab_size=32, attention=attention, ffn=ffn)
+
+
+def scores_of(router, logits):
+    """p of the equations, (B, S, E), and the experts chosen."""
+    if isinstance(router, SoftmaxTopK):
+        scores = logits.softmax(-1)
+        return scores, scores.topk(K).indices
+    scores = logits.sigmoid()
+    return scores / scores.sum(-1, keepdim=True), scores.topk(K).indices
+
+
+def expected_loss(which, router, logits, load):
+    """As published; `load` (E,), what the step before counted."""
+    p, chosen = scores_of(router, logits)
+    used = torch.nn.functional.one_hot(chosen, E).sum(2).double()  # (B, S, E)
+    if which == "sequence_balance":  # DeepSeek-V3, equations 17 to 20
+        f = E / (K * S) * used.sum(1)
+        return (f * p.mean(1)).sum(1).mean()
+    if which == "micro_batch_balance":  # Switch, equations 4 to 6, of the one micro-batch
+        f = used.mean((0, 1)) / K
+        return E * (f * p.mean((0, 1))).sum()
+    if which == "batch_balance":
+        f = E * load / load.sum() if load.sum() else load
+        return (f * p.mean((0, 1))).sum()
+    return logits.logsumexp(-1).square().mean()
+
+
+@pytest.mark.parametrize("which", ["sequence_balance", "batch_balance", "micro_batch_balance", "z_loss"])
+@pytest.mark.parametrize("kind", [SoftmaxTopK, SigmoidTopK])
+def test_a_loss_has_the_value_and_gradient_of_its_equation(tmp_path, which, kind):
+    gradients = {}
+    for weight in (0.0, 10.0):
+        run = tiny_run(tmp_path, model=model_of(kind(top_k=K, **{which: weight})), **SIZES)
+        router, seen = run.model.layers["0"].ffn.router, []
+        with torch.no_grad():
+            router.weight.mul_(20)
+        load = torch.arange(1.0, E + 1, dtype=torch.float64)
+        if which == "batch_balance" and weight:
+            router.balance.load.copy_(load)
+        router.register_forward_hook(lambda module, inputs, outputs, seen=seen: seen.append(inputs[0]))
+        stepper, loader = Stepper(run), TrainLoader(run.job, run.datasets, run.context)
+        _, sums = stepper.gradients(loader.next_step(), 0)
+        loader.close()
+        gradients[weight] = router.weight.grad.clone()
+    x, weights = seen[0].detach(), router.weight.detach().requires_grad_()
+    value = expected_loss(which, router.component, x @ weights.T, load)
+    value.backward()
+    assert metrics(sums)[f"moe/{which}"].item() == pytest.approx(value.item(), rel=1e-10)
+    torch.testing.assert_close(gradients[10.0] - gradients[0.0], 10 * weights.grad, rtol=1e-8, atol=1e-12)
+
+
+@pytest.mark.parametrize("which", ["sequence_balance", "batch_balance", "z_loss"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_micro_batches_change_nothing(tmp_path, which, recompute):
+    """Nor does recomputation; over three steps, so that the batch of the step before counts."""
+    from forge_plugin_parallel import ActivationCheckpointing
+
+    found = []
+    for micro_batch_size in (B, 2):
+        router = SigmoidTopK(top_k=K, bias_rate=0.01, **{which: 10.0})
+        stages = {"activation_checkpointing": ActivationCheckpointing(mode="full")} if recompute else {}
+        run = tiny_run(
+            tmp_path, model=model_of(router, layers=2), micro_batch_size=micro_batch_size, parallel=stages, **SIZES
+        )
+        advance(run, 3)
+        found.append({name: tensor.detach().clone() for name, tensor in run.model.state_dict().items()})
+    for name, tensor in found[0].items():
+        torch.testing.assert_close(found[1][name], tensor, rtol=1e-9, atol=1e-11, msg=name)
+    assert found[0]["layers.1.ffn.router.bias"].abs().max() > 0.005
+
+
+def test_a_bias_rises_for_experts_below_the_mean_and_falls_for_those_above(tmp_path):
+    run = tiny_run(tmp_path, model=model_of(SigmoidTopK(top_k=K, bias_rate=0.25)), **SIZES)
+    router = run.model.layers["0"].ffn.router
+    advance(run, 1)
+    load = run.context.auxiliary.counted("moe/chosen", 0)
+    assert load.sum() == B * S * K
+    assert torch.equal(router.bias.double(), 0.25 * (load.mean() - load).sign())
+    assert not any("bias" in item.name for item in run.parameters), "no optimizer moves it"
+
+
+@pytest.mark.parametrize(("rate", "low", "high"), [(0.0, 0.99, 1.0), (0.05, 0.0, 0.5)])
+def test_a_bias_balances(tmp_path, rate, low, high):
+    """From one that sends every token to one expert."""
+    run = tiny_run(tmp_path, model=model_of(SigmoidTopK(top_k=1, bias_rate=rate)), **SIZES)
+    run.model.layers["0"].ffn.router.bias[2] = 0.5
+    advance(run, 20)
+    load = run.context.auxiliary.counted("moe/load", 0)
+    assert load.sum() == B * S
+    assert low <= load.max() / load.sum() <= high
+
+
+@define(kw_only=True, slots=False)
+class Skip(TrainingHook):
+    may_skip = True
+
+    def on_gradients(self, context):
+        context.skip_update("to see what stays")
+
+
+def test_a_skipped_update_leaves_the_bias(make_job, train):
+    summary = train(make_job(model=model_of(SigmoidTopK(top_k=K, bias_rate=0.5)), steps=2, **SIZES), Skip())
+    from forge_core.checkpoint.tensors import stored_tensors
+    from forge_core.checkpoint.whole import read_whole
+
+    checkpoint = summary.folder / "checkpoints/step-2"
+    stored = {name: entry for name, entry in stored_tensors(checkpoint).items() if name.endswith("router.bias")}
+    assert read_whole(checkpoint, stored, stored)["model.layers.0.ffn.router.bias"].abs().max() == 0
+
+
+def test_an_interrupted_run_equals_the_whole(make_job, train, lines):
+    """Biases and the counts of the step before are in the checkpoint."""
+    router = SigmoidTopK(top_k=K, bias_rate=0.05, batch_balance=1.0)
+    settings = {"model": model_of(router, layers=2), "checkpoint": {"interval": 3}, **SIZES}
+    whole = train(make_job(steps=6, job={"name": "whole"}, **settings))
+    train(make_job(steps=3, job={"name": "cut"}, **settings))
+    cut = train(make_job(steps=6, job={"name": "cut"}, **settings))
+    assert [record["loss"] for record in lines(cut)] == [record["loss"] for record in lines(whole)]

@@ -1,0 +1,56 @@
+"""Experts and routers keep the contracts of their kinds."""
+
+from __future__ import annotations
+
+from forge_core.testing.distribution import check_distribution
+from forge_core.testing.suites import ModelSuite, RouterSuite
+from forge_core.testing.suites.parity import ParitySuite
+from forge_plugin_moe import ExpertChoice, Hash, MoE, SigmoidTopK, SoftmaxTopK
+from forge_plugin_transformer import GroupedQueryAttention, Transformer
+
+BALANCED = {"sequence_balance": 10.0, "batch_balance": 10.0, "z_loss": 10.0}
+
+
+def model_of(**keys):
+    ffn = MoE(**{"experts": 4, "hidden": 16, **keys})
+    return Transformer(dim=16, layers=2, vocab_size=32, attention=GroupedQueryAttention(heads=4, kv_heads=2), ffn=ffn)
+
+
+def test_the_distribution():
+    check_distribution("forge-plugin-moe")
+
+
+class TestSoftmaxTopK(RouterSuite):
+    component = SoftmaxTopK(top_k=3, **BALANCED)
+
+
+class TestGroupLimited(RouterSuite):
+    component = SoftmaxTopK(top_k=2, groups=4, top_groups=2, normalise="before", scaling=2.5)
+
+
+class TestSigmoidTopK(RouterSuite):
+    component = SigmoidTopK(top_k=2, groups=2, **BALANCED)
+
+
+class TestExpertChoice(RouterSuite):
+    component = ExpertChoice(capacity_factor=2.0)
+
+
+class TestHash(RouterSuite):
+    component = Hash(top_k=2)
+
+
+class TestModelWithExperts(ModelSuite):
+    component = model_of(router=SigmoidTopK(bias_rate=0.01, **BALANCED), shared_experts=1, first_dense=1)
+
+
+class TestModelWithCapacity(ParitySuite):
+    def parity_changes(self, folder):
+        return {"model": model_of(capacity_factor=1.0, router=SoftmaxTopK(z_loss=10.0))}
+
+
+class TestModelWithChoosingExperts(ParitySuite):
+    layouts = ("fsdp2", "tp2")
+
+    def parity_changes(self, folder):
+        return {"model": model_of(router=ExpertChoice())}
