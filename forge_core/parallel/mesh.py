@@ -79,6 +79,19 @@ def make_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
     return mesh
 
 
+def expert_mesh(mesh: DeviceMesh | None, layout: Layout) -> DeviceMesh:
+    """The ranks of `mesh`, with `shard` and `cp` together divided anew: into `edp`, ranks that have the same experts,
+    and `ep`, neighbours that have different ones. Collective."""
+    assert mesh is not None
+    shared = layout.shard * layout.cp
+    shape = (layout.pp, layout.replicate, shared // layout.ep, layout.ep, layout.tp)
+    ranks = torch.arange(layout.world_size, dtype=torch.int).view(shape)
+    names = ("pp", "replicate", "edp", "ep", "tp")
+    divided = DeviceMesh(mesh.device_type, ranks, mesh_dim_names=names)
+    _set_timeouts(divided)
+    return divided
+
+
 GROUP_MARGIN_S = 60.0
 """Process groups wait so much longer than the watch over the ranks, which can say more about a hang than they can."""
 

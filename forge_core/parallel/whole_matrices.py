@@ -228,21 +228,26 @@ def _box(parameter: Any, mesh: DeviceMesh | None, place: Mapping[str, int]) -> B
         # A strided one divides what the dimensions after it have left.
         for dimension, placement in sorted(splits, key=lambda item: isinstance(item[1], _StridedShard)):
             start, stop = ranges[placement.dim]  # type: ignore[attr-defined]
-            number, count = _coordinate(parameter.device_mesh.mesh_dim_names[dimension], mesh, place)  # type: ignore[index]
+            name, count = parameter.device_mesh.mesh_dim_names[dimension], parameter.device_mesh.size(dimension)  # type: ignore[index]
+            number = _coordinate(name, count, mesh, place)
             share = -(-(stop - start) // count)
             bounds = (min(stop, start + number * share), min(stop, start + (number + 1) * share))
             ranges[placement.dim] = bounds  # type: ignore[attr-defined]
     return tuple(slice(start, stop) for start, stop in ranges)
 
 
-def _coordinate(name: str, mesh: DeviceMesh, place: Mapping[str, int]) -> tuple[int, int]:
-    """Of a place along a dimension, and the size of that, which may be several of the mesh flattened (`shard_cp`)."""
+def _coordinate(name: str, size: int, mesh: DeviceMesh, place: Mapping[str, int]) -> int:
+    """Of a place along a dimension of that size, which may be several of the mesh flattened (`shard_cp`), or one of
+    those into which `expert_mesh` divides these."""
     assert mesh.mesh_dim_names is not None
     sizes = dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))
+    parts = ("shard", "cp") if name in ("edp", "ep") else name.split("_")
     number, count = 0, 1
-    for part in name.split("_"):
+    for part in parts:
         number, count = number * sizes[part] + place[part], count * sizes[part]
-    return number, count
+    if name == "ep":
+        return number % size
+    return number // (count // size)
 
 
 def _within(box: Box, item: int | None) -> Box | None:

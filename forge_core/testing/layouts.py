@@ -49,5 +49,31 @@ LAYOUTS: Mapping[str, LayoutCase] = {
     "checkpointing2": LayoutCase(ranks=2, parallel={"fsdp": {}, "activation_checkpointing": {}}),
     "compiled": LayoutCase(ranks=1, parallel={"compile": {"backend": "aot_eager"}}),
     "fsdp2_tp2": LayoutCase(ranks=4, parallel={"fsdp": {}, "tp": {"degree": 2}}, needs="HasTensorParallelPlan"),
+    "fsdp2_ep2": LayoutCase(ranks=2, parallel={"fsdp": {}, "ep": {"degree": 2}}, needs="HasExpertStacks"),
+    "fsdp4_ep2": LayoutCase(
+        ranks=4, parallel={"fsdp": {}, "ep": {"degree": 2}}, micro_batch_size=1, needs="HasExpertStacks"
+    ),
+    "fsdp4_ep4": LayoutCase(ranks=4, parallel={"fsdp": {}, "ep": {"degree": 4}}, needs="HasExpertStacks"),
+    "hsdp2x2_ep2": LayoutCase(
+        ranks=4, parallel={"fsdp": {"replicate": 2}, "ep": {"degree": 2}}, needs="HasExpertStacks"
+    ),
+    "fsdp2_tp2_ep2": LayoutCase(
+        ranks=4, parallel={"fsdp": {}, "tp": {"degree": 2}, "ep": {"degree": 2}}, needs="HasExpertStacks"
+    ),
+    "fsdp2_pp2_ep2": LayoutCase(
+        ranks=4,
+        parallel={"fsdp": {}, "pp": {"degree": 2}, "ep": {"degree": 2}},
+        micro_batch_size=1,
+        needs="HasExpertStacks",
+    ),
+    "fsdp2_cp2_ep2": LayoutCase(
+        ranks=4, parallel={"fsdp": {}, "cp": {"degree": 2}, "ep": {"degree": 2}}, needs="HasExpertStacks"
+    ),
+    "fsdp2_cp2_ep4": LayoutCase(
+        ranks=4, parallel={"fsdp": {}, "cp": {"degree": 2}, "ep": {"degree": 4}}, needs="HasExpertStacks"
+    ),
+    "checkpointing_fsdp2_ep2": LayoutCase(
+        ranks=2, parallel={"fsdp": {}, "ep": {"degree": 2}, "activation_checkpointing": {}}, needs="HasExpertStacks"
+    ),
 }
 """Layouts by name. Those of equally many ranks are tried by the same processes."""

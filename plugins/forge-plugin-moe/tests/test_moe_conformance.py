@@ -44,6 +44,16 @@ class TestModelWithExperts(ModelSuite):
     component = model_of(router=SigmoidTopK(bias_rate=0.01, **BALANCED), shared_experts=1, first_dense=1)
 
 
+EXPERTS = ("fsdp2_ep2", "fsdp4_ep2", "fsdp4_ep4", "hsdp2x2_ep2", "fsdp2_tp2_ep2", "fsdp2_pp2_ep2", "fsdp2_cp2_ep2")
+
+
+class TestExpertParallel(ParitySuite):
+    layouts = (*EXPERTS, "fsdp2_cp2_ep4", "checkpointing_fsdp2_ep2")
+
+    def parity_changes(self, folder):
+        return {"model": model_of(router=SigmoidTopK(bias_rate=0.01, **BALANCED), shared_experts=1)}
+
+
 class TestModelWithCapacity(ParitySuite):
     def parity_changes(self, folder):
         return {"model": model_of(capacity_factor=1.0, router=SoftmaxTopK(z_loss=10.0))}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -44,6 +44,18 @@ def all_to_all(x: Tensor, split: int, join: int, group: dist.ProcessGroup) -> Te
     """Every rank gives every other its part along dimension `split`; what arrives is put together along `join`.
     Backward: the same with the two exchanged."""
     return _apply(x, lambda x: _exchanged(x, split, join, group), lambda grad: _exchanged(grad, join, split, group))
+
+
+def exchange_rows(x: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    """(Σ sent, …) to (Σ received, …): so many rows go to each rank, in order, and so many come from each. Backward: the
+    same with the two exchanged."""
+    return _apply(x, lambda x: _sent(x, sent, received, group), lambda grad: _sent(grad, received, sent, group))
+
+
+def _sent(x: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    arrived = x.new_empty(sum(received), *x.shape[1:])
+    dist.all_to_all_single(arrived, x.contiguous(), list(received), list(sent), group=group)
+    return arrived
 
 
 def _apply(x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]) -> Tensor:

@@ -50,9 +50,10 @@ class FSDPStage:
     def apply(self, model: Model) -> Model:
         """Shard the units of `model`, then what is left of it."""
         assert isinstance(model, nn.Module)
+        apart = [self._shard([module], self._reshards, module.data_mesh) for module in _with_own_ranks(model)]
         units = [self._shard(modules, self._reshards) for modules in inner_units(model)]
         root = self._shard([model], reshard_after_forward=False)
-        for unit in (*units, root):
+        for unit in (*apart, *units, root):
             # Gradients are already divided by the tokens of the global batch: what is left to do is to add them up.
             unit.set_force_sum_reduction_for_comms(True)
             unit.set_gradient_divide_factor(1.0)
@@ -86,11 +87,13 @@ class FSDPStage:
         if self._pipelined:
             PipelineStage.perform_reduce_grad(SimpleNamespace(submod=model), grad_scale_factor=1)  # type: ignore[arg-type]
 
-    def _shard(self, modules: list[nn.Module], reshard_after_forward: bool) -> FSDPModule:
+    def _shard(
+        self, modules: list[nn.Module], reshard_after_forward: bool, mesh: DeviceMesh | None = None
+    ) -> FSDPModule:
         """One unit; gives its first module, which stands for it."""
         fully_shard(
             modules,
-            mesh=self._mesh,
+            mesh=mesh or self._mesh,
             mp_policy=self._precision,
             offload_policy=self._offload,
             reshard_after_forward=reshard_after_forward,
@@ -119,6 +122,11 @@ def inner_units(model: nn.Module) -> list[list[nn.Module]]:
     units = [[module for module in unit if next(module.parameters(), None) is not None] for unit in units]
     head = set(model.head.modules())  # type: ignore[union-attr, operator]
     return [unit for unit in units if unit and head.isdisjoint(unit)]
+
+
+def _with_own_ranks(model: nn.Module) -> list[nn.Module]:
+    """Modules that are on fewer data ranks than the rest, as a stage before has left them (`data_mesh`): experts."""
+    return [module for module in model.modules() if hasattr(module, "data_mesh")]
 
 
 def _prefetch(units: Sequence[FSDPModule], ahead: int) -> None:

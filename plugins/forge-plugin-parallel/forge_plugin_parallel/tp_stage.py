@@ -147,17 +147,18 @@ def _tie_again(model: nn.Module) -> None:
 
 
 @contextmanager
-def _local_parameters(module: nn.Module) -> Iterator[None]:
-    """Within this context, this rank's parts stand in for a module's own parameters, connected to them."""
-    held = dict(module._parameters)
-    for key, parameter in held.items():
-        if isinstance(parameter, DTensor):  # else a context around this one has done it
-            module._parameters[key] = _connected(parameter)  # type: ignore[assignment]
+def local_parameters(*modules: nn.Module) -> Iterator[None]:
+    """Within this context, this rank's parts stand in for the modules' own parameters, connected to them."""
+    held = [(module, dict(module._parameters)) for module in modules]
+    for module, parameters in held:
+        for key, parameter in parameters.items():
+            if isinstance(parameter, DTensor):  # else a context around this one has done it
+                module._parameters[key] = _connected(parameter)  # type: ignore[assignment]
     try:
         yield
     finally:
-        for key, parameter in held.items():
-            module._parameters[key] = parameter
+        for module, parameters in held:
+            module._parameters.update(parameters)
 
 
 def _connected(parameter: Any) -> Tensor:
@@ -173,7 +174,7 @@ class _Local:
     forward: Callable[..., Any]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with _local_parameters(self.module):
+        with local_parameters(self.module):
             return self.forward(*args, **kwargs)
 
 
@@ -208,7 +209,7 @@ class _Row:
     leave: Callable[[Tensor], Tensor]
 
     def __call__(self, x: Tensor) -> Tensor:
-        with _local_parameters(self.module):
+        with local_parameters(self.module):
             bias = getattr(self.module, "bias", None)
             if bias is None:
                 return self.leave(self.forward(x))
@@ -226,7 +227,7 @@ class _Embedding:
     leave: Callable[[Tensor], Tensor]
 
     def __call__(self, ids: Tensor) -> Tensor:
-        with _local_parameters(self.module):
+        with local_parameters(self.module):
             rows = self.module.weight.shape[0]
             index = ids - self.rank * rows  # type: ignore[operator]
             inside = (index >= 0) & (index < rows)
@@ -243,7 +244,7 @@ class _WholeHead:
 
     @contextmanager
     def __call__(self, dtype: torch.dtype | None = None) -> Iterator[Sequence[Tensor]]:
-        with _local_parameters(self.head), self.whole(dtype) as weights:
+        with local_parameters(self.head), self.whole(dtype) as weights:
             yield weights
 
 

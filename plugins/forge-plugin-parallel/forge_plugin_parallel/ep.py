@@ -1,0 +1,61 @@
+"""The component `ep`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, ClassVar
+
+from attrs import field, frozen
+from attrs.validators import ge
+
+from forge_core.components import ParallelComponent
+from forge_core.errors import Problem
+
+if TYPE_CHECKING:
+    from forge_core.config.job import Job
+    from forge_core.context import BuildContext
+    from forge_core.parallel.layout import Layout
+    from forge_core.protocols import Model, ParallelStage
+
+
+@frozen(kw_only=True)
+class ExpertParallel(ParallelComponent):
+    """Expert parallel (Lepikhin et al. 2020, GShard): `degree` ranks have different experts of each layer, and send
+    each other the tokens that these compute. For models that declare their `expert_stacks()`.
+
+    It takes no ranks of its own: every rank has data of its own, and `degree` of those that `fsdp` shards over (times
+    `cp`) share the experts among them. `fsdp` shards each rank's experts over what is left.
+    """
+
+    after: ClassVar[Mapping[str, str]] = {
+        "pp": "only the layers that this rank keeps are split",
+        "float8": "it changes linear layers, and what is split must be the changed ones",
+        "tp": "each rank's experts are what tp has left it of them",
+    }
+    before: ClassVar[Mapping[str, str]] = {
+        "activation_checkpointing": "what is recomputed includes the exchange of tokens",
+    }
+
+    degree: int = field(validator=ge(1))
+    """Ranks that share the experts of a layer. Divides their number, and `shard` x `cp`; neighbouring ranks, so those
+    of a node if it is no larger."""
+
+    def degrees(self) -> Mapping[str, int | str]:
+        return {"ep": self.degree}
+
+    def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        ranks = layout.shard * layout.cp
+        if ranks % self.degree:
+            seen = f"{self.degree} does not divide shard {layout.shard} x cp {layout.cp} = {ranks}"
+            fix = "change it" if ranks > 1 else "add [parallel.fsdp], whose ranks it divides"
+            yield Problem("degree", f"{seen}; {fix}")
+
+    def model_problems(self, model: Model, layout: Layout) -> Iterable[Problem]:
+        from forge_plugin_parallel.ep_stage import stack_problems
+
+        return stack_problems(model, self.degree)
+
+    def build(self, context: BuildContext) -> ParallelStage:
+        from forge_plugin_parallel.ep_stage import ExpertParallelStage
+
+        return ExpertParallelStage(self, context)
