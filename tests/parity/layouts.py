@@ -5,15 +5,29 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from attrs import frozen
+from torch import Tensor, nn
 
+from forge_core.components import RouterComponent
 from forge_core.config.job import Job
+from forge_core.context import BuildContext
+from forge_core.modules import Linear
 from forge_core.parallel.replicate import Replicate
 from forge_core.plugins.catalog import Catalog
+from forge_core.protocols import Batch
 from forge_core.testing import Numbers, RandomDocuments, tiny_job
 from forge_plugin_compile import Compile
+from forge_plugin_moe import ExpertChoice, Hash, MoE, SigmoidTopK, SoftmaxTopK
 from forge_plugin_packing import Isolate
-from forge_plugin_parallel import FSDP, ActivationCheckpointing, ContextParallel, PipelineParallel, TensorParallel
+from forge_plugin_parallel import (
+    FSDP,
+    ActivationCheckpointing,
+    ContextParallel,
+    ExpertParallel,
+    PipelineParallel,
+    TensorParallel,
+)
 from forge_plugin_transformer import GroupedQueryAttention, Transformer
 
 SEQUENCES = 8
@@ -39,17 +53,24 @@ class Row:
     layers: int = 2
     packed: bool = False
     """Whether sequences hold several documents, kept apart."""
+    router: RouterComponent | None = None
+    """Of experts in every layer; None: there are none."""
 
     @property
     def features(self) -> str:
         found = {"accumulation": self.micro_batch_size, "ignored labels": self.ignored > 1, "tied": self.tied}
         found |= {"chunked loss": self.chunked, "packed documents": self.packed}
+        if self.router is not None:
+            found[f"experts by {Catalog.installed().type_of(type(self.router)).rpartition('/')[2]}"] = True
         return ", ".join(name for name, on in found.items() if on)
 
     def job(self, folder: str, parallel: bool = True, precision: str = "fp64", steps: int = 5) -> Job:
         """The row's job; without its stages, what it is compared with."""
         attention = GroupedQueryAttention(heads=4, kv_heads=2, qk_norm=True)
-        model = Transformer(vocab_size=32, dim=16, layers=self.layers, tie_embeddings=self.tied, attention=attention)
+        sizes = {"vocab_size": 32, "dim": 16, "layers": self.layers, "tie_embeddings": self.tied}
+        if self.router is not None:
+            sizes["ffn"] = MoE(experts=4, hidden=16, router=self.router, shared_experts=1)
+        model = Transformer(attention=attention, **sizes)
         sources = (Numbers(ignored=self.ignored, held_out=5),)
         data: dict[str, Any] = {"sources": sources}
         if self.packed:
@@ -80,6 +101,34 @@ def cp(method: str) -> ContextParallel:
 def pp(schedule: str, **keys: Any) -> PipelineParallel:
     return PipelineParallel(degree=2, schedule=schedule, **keys)  # type: ignore[arg-type]
 
+
+def ep(degree: int = 2) -> ExpertParallel:
+    return ExpertParallel(degree=degree)
+
+
+@frozen(kw_only=True)
+class ToOne(RouterComponent):
+    """Every token to the same two experts, the last ones, and none to the others."""
+
+    def build(self, context: BuildContext, dim: int, experts: int) -> nn.Module:
+        return _ToOne(dim, experts)
+
+
+class _ToOne(nn.Module):
+    experts_per_token = 2
+
+    def __init__(self, dim: int, experts: int) -> None:
+        super().__init__()
+        self.share, self._last = Linear(dim, 2, bias=False), experts - 2
+
+    def forward(self, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        weights = self.share(x).softmax(-1)
+        return weights, torch.arange(2, device=x.device).expand_as(weights) + self._last
+
+
+BALANCE: Mapping[str, Any] = {"sequence_balance": 10.0, "batch_balance": 10.0, "z_loss": 10.0}
+"""Large, so that a wrong scale cannot hide."""
+SIGMOID, SOFTMAX = SigmoidTopK(bias_rate=0.01, **BALANCE), SoftmaxTopK(groups=2, **BALANCE)
 
 FSDP_SCATTER, FSDP_ALL_REDUCE = "fsdp over shard", "fsdp over replicate"
 SUM, TP_COMPLETION, TP_SUM, TP_SCATTER = "replicate", "tp of whole weights", "tp of parts", "tp of parts, scattered"
@@ -290,4 +339,117 @@ ROWS = [
         micro_batch_size=2,
     ),
     Row(name="replicate2 x pp2", ranks=4, stages={"pp": pp("gpipe")}, reduction=TIE, tied=True, micro_batch_size=1),
+    Row(
+        name="fsdp2/ep2",
+        ranks=2,
+        stages={"fsdp": FSDP(), "ep": ep()},
+        reduction=FSDP_SCATTER,
+        router=SIGMOID,
+        micro_batch_size=2,
+        ignored=7,
+    ),
+    Row(
+        name="fsdp2/ep2, checkpointing",
+        ranks=2,
+        stages={"fsdp": FSDP(), "ep": ep(), "activation_checkpointing": ActivationCheckpointing()},
+        reduction=FSDP_SCATTER,
+        router=SOFTMAX,
+        tied=True,
+        chunked=True,
+    ),
+    Row(
+        name="fsdp2/ep2, all tokens to one rank",
+        ranks=2,
+        stages={"fsdp": FSDP(), "ep": ep()},
+        reduction=FSDP_SCATTER,
+        router=ToOne(),
+        packed=True,
+        micro_batch_size=1,
+    ),
+    Row(
+        name="pp2, zbv, experts",
+        ranks=2,
+        stages={"pp": pp("zbv")},
+        reduction=NORM,
+        layers=4,
+        router=SIGMOID,
+        ignored=5,
+        micro_batch_size=2,
+    ),
+    Row(
+        name="fsdp4/ep2",
+        ranks=4,
+        stages={"fsdp": FSDP(), "ep": ep()},
+        reduction=FSDP_SCATTER,
+        router=SOFTMAX,
+        micro_batch_size=1,
+        packed=True,
+    ),
+    Row(
+        name="fsdp4/ep4",
+        ranks=4,
+        stages={"fsdp": FSDP(), "ep": ep(4)},
+        reduction=FSDP_SCATTER,
+        router=ExpertChoice(z_loss=10.0),
+        tied=True,
+        ignored=7,
+    ),
+    Row(
+        name="hsdp 2x2/ep2",
+        ranks=4,
+        stages={"fsdp": FSDP(replicate=2), "ep": ep()},
+        reduction=FSDP_ALL_REDUCE,
+        router=SIGMOID,
+        micro_batch_size=1,
+        chunked=True,
+    ),
+    Row(
+        name="fsdp2 x tp2/ep2",
+        ranks=4,
+        stages={"fsdp": FSDP(), "tp": tp(), "ep": ep()},
+        reduction=TP_COMPLETION,
+        router=SIGMOID,
+        micro_batch_size=2,
+    ),
+    Row(
+        name="fsdp2 x pp2/ep2",
+        ranks=4,
+        stages={"fsdp": FSDP(), "pp": pp("1f1b"), "ep": ep()},
+        reduction=FSDP_SCATTER,
+        router=SIGMOID,
+        micro_batch_size=1,
+        ignored=5,
+    ),
+    Row(
+        name="fsdp2 x pp2/ep2, zero-bubble, checkpointing",
+        ranks=4,
+        stages={
+            "fsdp": FSDP(),
+            "pp": pp("interleaved_zero_bubble"),
+            "ep": ep(),
+            "activation_checkpointing": ActivationCheckpointing(),
+        },
+        reduction=FSDP_SCATTER,
+        layers=4,
+        router=Hash(top_k=2),
+        micro_batch_size=1,
+        packed=True,
+    ),
+    Row(
+        name="fsdp2 x cp2/ep2",
+        ranks=4,
+        stages={"fsdp": FSDP(), "cp": cp("ring"), "ep": ep()},
+        reduction=FSDP_SCATTER,
+        router=SIGMOID,
+        micro_batch_size=2,
+        chunked=True,
+    ),
+    Row(
+        name="fsdp2 x cp2/ep4",
+        ranks=4,
+        stages={"fsdp": FSDP(), "cp": cp("ulysses"), "ep": ep(4)},
+        reduction=FSDP_SCATTER,
+        router=SOFTMAX,
+        packed=True,
+    ),
 ]

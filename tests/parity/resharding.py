@@ -30,7 +30,8 @@ from forge_core.engine.trainer import Trainer
 from forge_core.plugins.catalog import Catalog
 from forge_core.testing import Numbers, tiny_job
 from forge_core.testing.processes import run_on_ranks
-from forge_plugin_parallel import FSDP, ContextParallel, PipelineParallel, TensorParallel
+from forge_plugin_moe import MoE, SigmoidTopK
+from forge_plugin_parallel import FSDP, ContextParallel, ExpertParallel, PipelineParallel, TensorParallel
 from forge_plugin_transformer import GroupedQueryAttention, Transformer
 
 STEPS = 3
@@ -52,6 +53,7 @@ def pp(schedule: str = "1f1b") -> dict[str, Any]:
     return {"pp": PipelineParallel(degree=2, schedule=schedule)}  # type: ignore[arg-type]
 
 
+EP2, EP4 = {"ep": ExpertParallel(degree=2)}, {"ep": ExpertParallel(degree=4)}
 ONE = Layout("one process", 1, {})
 FSDP2, FSDP4 = Layout("fsdp2", 2, {"fsdp": FSDP()}), Layout("fsdp4", 4, {"fsdp": FSDP()})
 HSDP = Layout("hsdp 2x2", 4, {"fsdp": FSDP(replicate=2)})
@@ -60,6 +62,11 @@ PP2, PP2_ZBV = Layout("pp2", 2, pp()), Layout("pp2, zbv", 2, pp("zbv"))
 FSDP2_TP2 = Layout("fsdp2 x tp2", 4, {"fsdp": FSDP(), "tp": TensorParallel(degree=2)})
 FSDP2_PP2 = Layout("fsdp2 x pp2", 4, {"fsdp": FSDP(), **pp()})
 TP2_CP2 = Layout("tp2 x cp2", 4, {"tp": TensorParallel(degree=2), "cp": ContextParallel(degree=2)})
+FSDP2_EP2 = Layout("fsdp2/ep2", 2, {"fsdp": FSDP(), **EP2})
+FSDP4_EP2 = Layout("fsdp4/ep2", 4, {"fsdp": FSDP(), **EP2})
+FSDP4_EP4 = Layout("fsdp4/ep4", 4, {"fsdp": FSDP(), **EP4})
+FSDP2_PP2_EP2 = Layout("fsdp2 x pp2/ep2", 4, {"fsdp": FSDP(), **pp(), **EP2})
+FSDP2_TP2_EP2 = Layout("fsdp2 x tp2/ep2", 4, {"fsdp": FSDP(), "tp": TensorParallel(degree=2), **EP2})
 PAIRS = [
     (ONE, FSDP4),
     (FSDP4, ONE),
@@ -84,19 +91,23 @@ class Difference:
     """Of weights and moments in the last checkpoint."""
 
 
-def train(folder: Path, layout: Layout, steps: int) -> None:
+def train(folder: Path, layout: Layout, steps: int, experts: bool = False) -> None:
     """Train up to a step, going on from the folder's newest checkpoint. Says nothing."""
 
     def go_on(rank: int) -> None:
         with redirect_stdout(io.StringIO()):
-            Trainer(job(folder, layout, steps), echo=len).run()
+            Trainer(job(folder, layout, steps, experts), echo=len).run()
 
     run_on_ranks(layout.ranks, go_on, timeout=120)
 
 
-def job(folder: Path, layout: Layout, steps: int) -> Job:
+def job(folder: Path, layout: Layout, steps: int, experts: bool) -> Job:
     attention = GroupedQueryAttention(heads=4, kv_heads=4, qk_norm=True)
-    model = Transformer(vocab_size=32, dim=16, layers=4, tie_embeddings=True, attention=attention)
+    sizes: dict[str, Any] = {"vocab_size": 32, "dim": 16, "layers": 4, "tie_embeddings": True}
+    if experts:
+        router = SigmoidTopK(bias_rate=0.01, batch_balance=1.0)
+        sizes["ffn"] = MoE(experts=8, hidden=16, router=router, shared_experts=1, first_dense=1)
+    model = Transformer(attention=attention, **sizes)
     settings: dict[str, Any] = {"steps": steps, "global_batch_size": 8, "seq_len": 16, "precision": "fp64"}
     settings |= {"micro_batch_size": 2, "grad_clip_norm": 0.5, "eval": {"interval": 1}}
     data = {"sources": (Numbers(ignored=5, held_out=5),)}

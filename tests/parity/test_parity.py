@@ -81,10 +81,10 @@ def curves(tmp_path_factory) -> Callable[[Row], list[Curve]]:
 def alone(tmp_path_factory) -> Callable[[Row], Curve]:
     """The same job in one process."""
     folder = str(tmp_path_factory.mktemp("alone"))
-    found: dict[tuple[int, int, bool, bool, bool], Curve] = {}
+    found: dict[tuple[object, ...], Curve] = {}
 
     def run(row: Row) -> Curve:
-        key = row.layers, row.ignored, row.tied, row.chunked, row.packed
+        key = row.layers, row.ignored, row.tied, row.chunked, row.packed, row.router
         if key not in found:
             found[key] = train(row.job(folder, parallel=False))
         return found[key]

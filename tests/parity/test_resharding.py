@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from resharding import (
     FSDP2,
+    FSDP2_EP2,
     FSDP2_PP2,
+    FSDP2_PP2_EP2,
     FSDP2_TP2,
+    FSDP2_TP2_EP2,
     FSDP4,
+    FSDP4_EP2,
+    FSDP4_EP4,
     HSDP,
     ONE,
     PP2,
@@ -29,3 +34,19 @@ def test_a_run_goes_on_exactly_under_every_layout(tmp_path):
     difference = compare(outcome(tmp_path / "chain"), outcome(tmp_path / "one"))
     assert difference.numbers < 1e-9, difference
     assert difference.state < 1e-9, difference
+
+
+EXPERTS = [FSDP4_EP4, ONE, FSDP4_EP4, FSDP2_EP2, FSDP4_EP2, FSDP2_PP2_EP2, FSDP4_EP4, FSDP2_TP2_EP2, PP2, ONE]
+
+
+def test_experts_go_on_exactly_under_every_layout(tmp_path):
+    """All of them, with their moments, the router's bias, and what the step before counted."""
+    for number, layout in enumerate(EXPERTS, 1):
+        train(tmp_path / "chain", layout, number, experts=True)
+    train(tmp_path / "one", ONE, len(EXPERTS), experts=True)
+    chain, one = outcome(tmp_path / "chain"), outcome(tmp_path / "one")
+    difference = compare(chain, one)
+    assert difference.numbers < 1e-9, difference
+    assert difference.state < 1e-9, difference
+    assert one[1]["model.layers.1.ffn.experts.up.weight"].shape == (8, 16, 16)
+    assert one[1]["model.layers.1.ffn.router.bias"].abs().max() > 0.05
