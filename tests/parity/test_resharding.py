@@ -49,4 +49,4 @@ def test_experts_go_on_exactly_under_every_layout(tmp_path):
     assert difference.numbers < 1e-9, difference
     assert difference.state < 1e-9, difference
     assert one[1]["model.layers.1.ffn.experts.up.weight"].shape == (8, 16, 16)
-    assert one[1]["model.layers.1.ffn.router.bias"].abs().max() > 0.05
+    assert one[1]["model.layers.1.ffn.router.bias"].abs().max() > 0.005
