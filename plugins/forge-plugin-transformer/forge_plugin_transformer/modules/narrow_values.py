@@ -1,0 +1,32 @@
+"""Values narrower than keys, for kernels that take one width only.
+
+Shapes: B sequences, T positions, K key/value heads, E width of keys, V width of values.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from forge_plugin_transformer.attention_backends import Kernel
+
+NARROW: frozenset[Kernel] = frozenset({"math", "efficient", "gemm"})
+"""Kernels that take values narrower than keys. `torch` is not among them: it would pass by the flash kernel."""
+
+
+def narrowed(mixed: Tensor, width: int) -> Tensor:
+    """What came of values (…, V or more) without what came of their padding: (…, V)."""
+    return mixed if mixed.shape[-1] == width else mixed[..., :width]
+
+
+def padded(v: Tensor, k: Tensor, kernel: Kernel) -> Tensor:
+    """Values (B, T, K, V), with zeros up to the width of the keys (B, T, K, E) where the kernel needs it;
+    `narrowed` undoes it in the result.
+
+    Raises:
+        ValueError: values are wider than keys.
+    """
+    missing = k.shape[-1] - v.shape[-1]
+    if missing < 0:
+        raise ValueError(f"values are {v.shape[-1]} wide, keys {k.shape[-1]}; values may not be wider than keys")
+    return F.pad(v, (0, missing)) if missing and kernel not in NARROW else v
