@@ -77,9 +77,7 @@ def test_the_way_with_fewer_products_is_taken() -> None:
     assert not absorbs(512, 600, DEEPSEEK_V3)
 
 
-def test_tokens_after_the_prompt_are_decoded_absorbed(
-    model: Any, ids: Tensor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tokens_after_the_prompt_are_decoded_absorbed(model: Any, ids: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     kinds, chosen = [], latent_attention.absorbs
     monkeypatch.setattr(latent_attention, "absorbs", lambda *a: (kinds.append(chosen(*a)), kinds[-1])[1])
     decode(model, ids, torch.arange(24).expand(2, -1), [22, 1, 1])

@@ -3,8 +3,8 @@
 A block is the queries of one rank and the keys of one. Its result and the logarithm of its softmax's normaliser are
 all that is needed to put blocks together.
 
-Shapes: B sequences, s query positions, t key positions, H query heads, K key/value heads, R = H / K, E width of a head, V
-that of its values: E or less.
+Shapes: B sequences, s query positions, t key positions, H query heads, K key/value heads, R = H / K, E width of a head,
+V that of its values: E or less.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -73,7 +73,7 @@ class AttentionCore(nn.Module):
             return self._attend(q, k, v, None)
         batch = self.prepare(batch)
         if self.documents.way == "segments":
-            kernel = "gemm" if self.choice.kernel == "gemm" else "flash"
+            kernel: Literal["flash", "gemm"] = "gemm" if self.choice.kernel == "gemm" else "flash"
             return segment_attention(q, k, v, batch["document_ids"], kernel)
         if self.documents.way == "varlen":
             from forge_plugin_transformer.modules.varlen_attention import varlen_attention  # brings torch's compiler

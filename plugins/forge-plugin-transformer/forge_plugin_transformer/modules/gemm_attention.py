@@ -11,8 +11,9 @@ at a deviation of 4.
 Forward and backward are operators of their own, which `torch.compile` calls as they are: what it would generate in
 their place is slower.
 
-Shapes: B sequences, S positions, H query heads in K groups of R, E width of a head, V that of its values. Inside there are N = B K products
-at once; row s R + r of a product is query head r of the group at position s, so a block of positions is one of rows.
+Shapes: B sequences, S positions, H query heads in K groups of R, E width of a head, V that of its values. Inside there
+are N = B K products at once; row s R + r of a product is query head r of the group at position s, so a block of
+positions is one of rows.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from forge_plugin_transformer.attention_backends import Kernel
 
 NARROW: frozenset[Kernel] = frozenset({"math", "efficient", "gemm"})
-"""Kernels that take values narrower than keys. `torch` is not among them: it would pass by the flash kernel."""
+"""Kernels that take values of another width than keys. `torch` is not among them: it would pass by the flash kernel."""
 
 
 def narrowed(mixed: Tensor, width: int) -> Tensor:
@@ -24,9 +24,12 @@ def padded(v: Tensor, k: Tensor, kernel: Kernel) -> Tensor:
     `narrowed` undoes it in the result.
 
     Raises:
-        ValueError: values are wider than keys.
+        ValueError: the kernel needs it, and values are wider than keys.
     """
     missing = k.shape[-1] - v.shape[-1]
+    if kernel in NARROW or not missing:
+        return v
     if missing < 0:
-        raise ValueError(f"values are {v.shape[-1]} wide, keys {k.shape[-1]}; values may not be wider than keys")
-    return F.pad(v, (0, missing)) if missing and kernel not in NARROW else v
+        seen = f"values are {v.shape[-1]} wide, keys {k.shape[-1]}"
+        raise ValueError(f"{seen}; this kernel takes values as wide as keys or narrower")
+    return F.pad(v, (0, missing))

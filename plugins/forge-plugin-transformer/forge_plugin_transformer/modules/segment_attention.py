@@ -6,8 +6,8 @@ since each call costs about as much as the attention of a hundred positions.
 Forward and backward are operators of their own. Where documents end differs from batch to batch, so the loop over
 segments must stay out of what `torch.compile` traces.
 
-Shapes: B sequences, S positions, H query heads, K key/value heads, E width of a head, V that of its values, W positions of a
-segment.
+Shapes: B sequences, S positions, H query heads, K key/value heads, E width of a head, V that of its values,
+W positions of a segment.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ TOGETHER = 128
 documents of 8 to 64."""
 
 
-def segment_attention(q: Tensor, k: Tensor, v: Tensor, document_ids: Tensor, kernel: Literal["flash", "gemm"]) -> Tensor:
+def segment_attention(
+    q: Tensor, k: Tensor, v: Tensor, document_ids: Tensor, kernel: Literal["flash", "gemm"]
+) -> Tensor:
     """Causal attention within each document: q (B, S, H, E), k (B, S, K, E), v (B, S, K, V) -> (B, S, H, V).
 
     Args:
