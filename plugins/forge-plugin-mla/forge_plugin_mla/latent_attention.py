@@ -174,6 +174,10 @@ class LatentAttention(nn.Module):
         plan = {"": "whole_input", "kv_down": "replicate", "kv_norm": "replicate", "kv_up": "column", "o": "row"}
         return plan | (queries if self.widths.q_latent else {"q": "column"})
 
+    def float8_exempt(self) -> Sequence[str]:
+        """What compresses: under tp each rank would round its own part of the gradient, and add the error to others'."""
+        return [*(["q_down"] if self.widths.q_latent else []), "kv_down"]
+
     def sequence_mixers(self) -> Mapping[str, int]:
         return {"core": self.heads}
 
