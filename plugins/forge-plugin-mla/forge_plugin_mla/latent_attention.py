@@ -175,7 +175,7 @@ class LatentAttention(nn.Module):
         return plan | (queries if self.widths.q_latent else {"q": "column"})
 
     def float8_exempt(self) -> Sequence[str]:
-        """What compresses: under tp each rank would round its own part of the gradient, and add the error to others'."""
+        """What compresses: under tp each rank has a part of its gradient, which it would round by itself."""
         return [*(["q_down"] if self.widths.q_latent else []), "kv_down"]
 
     def sequence_mixers(self) -> Mapping[str, int]:

@@ -42,7 +42,7 @@ def reference(rope: str, interleave: bool, q_lora_rank: int) -> DeepseekV3ForCau
     torch.manual_seed(0)
     config = DeepseekV3Config(
         hidden_size=32, intermediate_size=56, num_hidden_layers=3, first_k_dense_replace=3, vocab_size=61,
-        num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=256, initializer_range=0.2,
+        num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=96, initializer_range=0.2,
         rms_norm_eps=1e-6, tie_word_embeddings=False, rope_interleave=interleave, q_lora_rank=q_lora_rank or None,
         rope_parameters=ROPES[rope][1], attn_implementation="eager", **WIDTHS,
     )  # fmt: skip

@@ -144,3 +144,11 @@ def test_projections_are_matrices_and_norms_are_norms(make_model: Callable[..., 
         **{f"{name}.weight": "matrix" for name in ("q_down", "q_up", "kv_down", "kv_up", "o")},
         **{f"{name}.weight": "norm" for name in ("q_norm", "kv_norm")},
     }
+
+
+@pytest.mark.parametrize(("q_lora_rank", "names"), [(0, ["kv_down"]), (8, ["q_down", "kv_down"])])
+def test_what_compresses_keeps_its_precision(
+    make_model: Callable[..., Any], q_lora_rank: int, names: list[str]
+) -> None:
+    exempt = make_model(MultiHeadLatentAttention(q_lora_rank=q_lora_rank), layers=1).float8_exempt()
+    assert exempt == [*(f"layers.0.attention.{name}" for name in names), "head"]
