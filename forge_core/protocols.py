@@ -189,9 +189,9 @@ class HasTensorParallelPlan(Protocol):
 class HasSequenceMixers(Protocol):
     def sequence_mixers(self) -> Mapping[str, int]:
         """Names of the modules through which positions see each other, and nothing else in the model does, each with K,
-        the number of its key/value heads on all ranks. It maps queries (B, S, H, E), keys and values (B, S, K, E), and
-        the batch to (B, S, H, E), causally and within documents where the batch has `document_ids`; one that looks at
-        many positions can be put in its place."""
+        the number of its key/value heads on all ranks. It maps queries (B, S, H, E), keys (B, S, K, E), values
+        (B, S, K, V) with V at most E, and the batch to (B, S, H, V), causally and within documents where the batch has
+        `document_ids`; one that looks at many positions can be put in its place."""
         ...
 
 

@@ -73,7 +73,8 @@ def try_alone(name: str, base: Environment, folder: Path) -> str:
     """Install a distribution beside `base`, and see that it works; gives what was seen."""
     own = Environment(folder, beneath=base)
     before = own.installed()
-    own.pip("install", "--quiet", str(wheel_of(name.replace("-", "_"))))
+    # A plugin may require another, which is among the wheels too.
+    own.pip("install", "--quiet", "--find-links", str(DIST), str(wheel_of(name.replace("-", "_"))))
     added = sorted(own.installed() - before)
     own.run("-m", "forge_core", "plugins", name, "--check")
     trained = [type_ for kind, type_ in own.jobs(name) if own.train(kind, type_, name)]

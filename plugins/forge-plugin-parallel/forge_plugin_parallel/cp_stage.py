@@ -1,6 +1,7 @@
 """What the component `cp` builds.
 
-Shapes: B sequences, S positions, s positions of this rank, H query heads, K key/value heads, E width of a head.
+Shapes: B sequences, S positions, s positions of this rank, H query heads, K key/value heads, E width of a head, V
+that of its values: E or less.
 """
 
 from __future__ import annotations
@@ -83,8 +84,8 @@ def places(ranks: int, length: int, balanced: bool, device: torch.device) -> Ten
 
 
 class _Mixer(nn.Module):
-    """In the place of a module that lets positions see each other: q (B, s, H, E), k and v (B, s, K, E) ->
-    (B, s, H, E)."""
+    """In the place of a module that lets positions see each other: q (B, s, H, E), k (B, s, K, E), v (B, s, K, V)
+    -> (B, s, H, V)."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__()

@@ -3,7 +3,8 @@
 A block is the queries of one rank and the keys of one. Its result and the logarithm of its softmax's normaliser are
 all that is needed to put blocks together.
 
-Shapes: B sequences, s query positions, t key positions, H query heads, K key/value heads, R = H / K, E width of a head.
+Shapes: B sequences, s query positions, t key positions, H query heads, K key/value heads, R = H / K, E width of a head,
+V that of its values: E or less.
 """
 
 from __future__ import annotations
@@ -46,15 +47,19 @@ def visible(queries: Piece, keys: Piece) -> Tensor:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, queries: Piece, keys: Piece) -> Tensor:
-    """Attention of queries (B, s, H, E) over keys and values (B, t, K, E) that are all here -> (B, s, H, E)."""
+    """Attention of queries (B, s, H, E) over keys (B, t, K, E) and values (B, t, K, V), all here -> (B, s, H, V)."""
+    width = v.shape[-1]
+    if width < k.shape[-1]:  # else torch's fast kernels would not be used
+        v = F.pad(v, (0, k.shape[-1] - width))
     q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
     if q.shape[1] != k.shape[1]:
         k, v = (tensor.repeat_interleave(q.shape[1] // tensor.shape[1], 1) for tensor in (k, v))
-    return F.scaled_dot_product_attention(q, k, v, visible(queries, keys)).transpose(1, 2)
+    return F.scaled_dot_product_attention(q, k, v, visible(queries, keys))[..., :width].transpose(1, 2)
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, pieces: Sequence[Piece], group: dist.ProcessGroup) -> Tensor:
-    """Attention of this rank's queries (B, s, H, E) over all ranks' keys and values (B, s, K, E) -> (B, s, H, E).
+    """Attention of this rank's queries (B, s, H, E) over all ranks' keys (B, s, K, E) and values (B, s, K, V) ->
+    (B, s, H, V).
 
     Keys and values go round the ring of ranks; while a block is computed, the next one is on its way. The backward pass
     sends them round again, and their gradients with them.
@@ -68,9 +73,9 @@ class _Ring(torch.autograd.Function):
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
         queries = _grouped(q, k.shape[2])
         wide = torch.promote_types(q.dtype, torch.float32)
-        out = queries.new_zeros(queries.shape, dtype=wide)
+        out = queries.new_zeros((*queries.shape[:-1], v.shape[-1]), dtype=wide)
         logsumexp = queries.new_full(queries.shape[:-1], -torch.inf, dtype=wide)
-        here = torch.stack([k, v])
+        here = torch.cat([k, v], -1)
         for turn in range(ranks):
             coming = _Shift(here, group) if turn < ranks - 1 else None
             rows, block = _block(queries, here, pieces, rank, (rank - turn) % ranks)
@@ -89,17 +94,17 @@ class _Ring(torch.autograd.Function):
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
         queries, grad = _grouped(q, k.shape[2]), _grouped(grad, k.shape[2]).to(out.dtype)
         weighted = (grad * out).sum(-1)
-        to_q, here = torch.zeros_like(out), torch.stack([k, v])
+        to_q, here = torch.zeros_like(queries, dtype=out.dtype), torch.cat([k, v], -1)
         to_here = torch.zeros_like(here, dtype=out.dtype)
         for turn in range(ranks):
             coming = _Shift(here, group) if turn < ranks - 1 else None
             rows, block = _block(queries, here, pieces, rank, (rank - turn) % ranks)
             parts = block.backward(grad[..., rows, :], logsumexp[..., rows], weighted[..., rows])
             to_q[..., rows, :] += parts[0]
-            to_here[:, :, : block.k.shape[-2]] += torch.stack(parts[1:])
+            to_here[:, : block.k.shape[-2]] += torch.cat(parts[1:], -1)
             to_here = _Shift(to_here, group).arrived()  # ends up where its keys are from
             here = coming.arrived() if coming is not None else here
-        to_k, to_v = to_here.to(k.dtype)
+        to_k, to_v = to_here.to(k.dtype).split([k.shape[-1], v.shape[-1]], -1)
         return _ungrouped(to_q).to(q.dtype), to_k, to_v, None, None
 
 
@@ -111,17 +116,19 @@ class _Block(NamedTuple):
     k: Tensor
     """(B, K, 1, t, E)."""
     v: Tensor
+    """(B, K, 1, t, V)."""
     mask: Tensor
     """(B or 1, 1, 1, s, t) bool."""
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        """Result (B, K, R, s, E), and log-normalisers (B, K, R, s): -inf where a query sees no key here."""
+        """Result (B, K, R, s, V), and log-normalisers (B, K, R, s): -inf where a query sees no key here."""
         scores = self._scores()
         logsumexp = scores.logsumexp(-1)
         return (scores - _finite(logsumexp)[..., None]).exp_().to(self.v.dtype) @ self.v, logsumexp
 
     def backward(self, grad: Tensor, logsumexp: Tensor, weighted: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of q (B, K, R, s, E), k and v (B, t, K, E), given the log-normalisers of all blocks together."""
+        """Gradients of q (B, K, R, s, E), k (B, t, K, E) and v (B, t, K, V), given the log-normalisers of all blocks
+        together."""
         share = (self._scores() - logsumexp[..., None]).exp_()
         wide = share.dtype
         to_v = (share.mT @ grad).sum(2)
@@ -137,7 +144,7 @@ class _Block(NamedTuple):
 
 
 def _block(q: Tensor, kv: Tensor, pieces: Sequence[Piece], rank: int, other: int) -> tuple[slice, _Block]:
-    """What the queries (B, K, R, s, E) of `rank` have to do with the keys and values (2, B, s, K, E) of another: which
+    """What the queries (B, K, R, s, E) of `rank` have to do with the keys and values (B, s, K, E + V) of another: which
     queries see any of these keys, and those with the first keys, as far as they are seen.
 
     Each rank has a piece from the front and its counterpart from the back. So of an earlier rank, all queries see the
@@ -146,7 +153,8 @@ def _block(q: Tensor, kv: Tensor, pieces: Sequence[Piece], rank: int, other: int
     length = q.shape[-2]
     rows = slice(length // 2, length) if other > rank else slice(length)
     columns = slice(length // 2 if other < rank else length)
-    k, v = kv[:, :, columns].transpose(2, 3).unsqueeze(3)
+    width = q.shape[-1]
+    k, v = kv[:, columns].transpose(1, 2).unsqueeze(2).split([width, kv.shape[-1] - width], -1)
     mask = visible(pieces[rank].part(rows), pieces[other].part(columns)).unsqueeze(2)
     return rows, _Block(q[..., rows, :], k, v, mask)
 

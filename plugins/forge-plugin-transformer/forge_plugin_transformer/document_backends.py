@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,9 +15,10 @@ import attrs
 from attrs import frozen
 
 from forge_core.errors import JobError, Problem
-from forge_plugin_transformer.attention_backends import HALF, Kernel, distance
+from forge_plugin_transformer.attention_backends import DTYPES, HALF, Backend, Kernel, backend_problem, distance
 
 if TYPE_CHECKING:
+    from forge_core.config.job import Job
     from forge_core.context import BuildContext
 
 WayOrAuto = Literal["auto", "mask", "segments", "varlen"]
@@ -118,6 +119,20 @@ def choose_documents(documents: WayOrAuto, kernel: Kernel, context: BuildContext
     if problem := documents_problem(documents, device, dtype, kernel):
         raise JobError([Problem("model.attention.documents", f"{problem} (building {context.path})")])
     return DocumentChoice(documents, "set by the job", matters)
+
+
+def kernel_problems(backend: Backend, documents: WayOrAuto, job: Job) -> Iterator[Problem]:
+    """What is wrong with the keys `backend` and `documents` of an attention, where the job says on which device it
+    runs; else building it tells."""
+    if job.train.device == "auto":
+        return
+    device, dtype = job.train.device, DTYPES[job.train.precision]
+    if problem := backend_problem(backend, device, dtype):
+        yield Problem("backend", problem)
+        return
+    kernel: Kernel = "torch" if backend == "auto" else backend
+    if problem := documents_problem(documents, device, dtype, kernel):
+        yield Problem("documents", problem)
 
 
 def documents_problem(documents: WayOrAuto, device: str, dtype: str, kernel: Kernel) -> str | None:

@@ -10,8 +10,8 @@ from attrs.validators import ge, gt
 
 from forge_core.components import default_type, when_resumed
 from forge_core.errors import Problem
-from forge_plugin_transformer.attention_backends import DTYPES, Backend, backend_problem, choose_backend
-from forge_plugin_transformer.document_backends import WayOrAuto, choose_documents, documents_problem
+from forge_plugin_transformer.attention_backends import Backend, choose_backend
+from forge_plugin_transformer.document_backends import WayOrAuto, choose_documents, kernel_problems
 from forge_plugin_transformer.kinds import AttentionComponent, InitStd, RopeComponent
 
 if TYPE_CHECKING:
@@ -56,19 +56,7 @@ class GroupedQueryAttention(AttentionComponent):
             yield Problem("kv_heads", f"{kv_heads} does not divide by the tensor-parallel degree {layout.tp}")
         if self.head_dim % 2:
             yield Problem("head_dim", f"{self.head_dim} is odd; the position encoding pairs dimensions")
-        yield from self._backend_problems(job)
-
-    def _backend_problems(self, job: Job) -> Iterable[Problem]:
-        """Only where the job says on which device it runs; else the build tells."""
-        if job.train.device == "auto":
-            return
-        device, dtype = job.train.device, DTYPES[job.train.precision]
-        if problem := backend_problem(self.backend, device, dtype):
-            yield Problem("backend", problem)
-            return
-        kernel = "torch" if self.backend == "auto" else self.backend
-        if problem := documents_problem(self.documents, device, dtype, kernel):
-            yield Problem("documents", problem)
+        yield from kernel_problems(self.backend, self.documents, job)
 
     def width_problems(self, dim: int) -> Iterable[Problem]:
         if self.head_dim:

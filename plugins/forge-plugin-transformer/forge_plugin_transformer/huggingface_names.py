@@ -27,22 +27,28 @@ PARTS: Mapping[str, str] = {
 _NAME = re.compile(r"(?P<layer>(?:model\.)?layers\.(?P<number>\d+)\.)?(?P<module>.+)\.(?P<tensor>weight|bias)")
 
 
-def to_huggingface(name: str) -> str:
+def to_huggingface(name: str, parts: Mapping[str, str] = PARTS) -> str:
     """`layers.3.attention.q.weight` -> `model.layers.3.self_attn.q_proj.weight`.
+
+    Args:
+        parts: the modules of a layer; others than `PARTS` where a layer is made of other parts.
 
     Raises:
         KeyError: those models have no such parameter.
     """
-    return _translate(name, ENDS, PARTS, prefix="model.layers")
+    return _translate(name, ENDS, parts, prefix="model.layers")
 
 
-def from_huggingface(name: str) -> str:
+def from_huggingface(name: str, parts: Mapping[str, str] = PARTS) -> str:
     """`model.layers.3.self_attn.q_proj.weight` -> `layers.3.attention.q.weight`.
+
+    Args:
+        parts: as for `to_huggingface`.
 
     Raises:
         KeyError: `transformer` has no such parameter.
     """
-    return _translate(name, _inverse(ENDS), _inverse(PARTS), prefix="layers")
+    return _translate(name, _inverse(ENDS), _inverse(parts), prefix="layers")
 
 
 def _translate(name: str, ends: Mapping[str, str], parts: Mapping[str, str], prefix: str) -> str:

@@ -89,6 +89,11 @@ class RopeComponent(Component):
     kind = "rope"
     resumes_as = "flag"
 
+    def score_factor(self) -> float:
+        """Factor on attention scores beyond what the tables carry. Only attention that turns a part of each head asks
+        for it: its tables reach a part of each score."""
+        return 1.0
+
     def build(self, context: BuildContext, head_dim: int) -> nn.Module:
         """Args: `head_dim`, the width E of a head; even."""
         raise NotImplementedError

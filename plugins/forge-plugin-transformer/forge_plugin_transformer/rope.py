@@ -101,7 +101,9 @@ class YarnRope(PlainRope):
     mscale: float = field(default=0.0, validator=ge(0))
     """Weight of ln(factor) in the numerator of the derived attention factor; 0: 1, without a denominator."""
     mscale_all_dim: float = field(default=0.0, validator=ge(0))
-    """Weight of ln(factor) in the denominator of the derived attention factor; 0: no denominator."""
+    """Weight of ln(factor) in the denominator of the derived attention factor; 0: no denominator. Attention that turns
+    a part of each head (`mla`) makes up for the denominator: there (0.1 mscale_all_dim ln(factor) + 1)² multiplies all
+    scores."""
     truncate: bool = True
     """Whether the bounds of the ramp between kept and divided pairs are rounded outwards to whole pairs."""
 
@@ -121,6 +123,10 @@ class YarnRope(PlainRope):
         if self.mscale and self.mscale_all_dim:
             return self._sharpening(self.mscale) / self._sharpening(self.mscale_all_dim)
         return self._sharpening(1.0)
+
+    def score_factor(self) -> float:
+        """The square of what `mscale_all_dim` gives (DeepSeek-V2, V3); 1 without it."""
+        return self._sharpening(self.mscale_all_dim) ** 2
 
     def _sharpening(self, weight: float) -> float:
         return 0.1 * weight * math.log(self.factor) + 1.0

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from forge_plugin_transformer.attention_backends import Choice
 from forge_plugin_transformer.document_backends import DocumentChoice
@@ -24,17 +25,17 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gemm_module, "BLOCK", 8)
 
 
-def inputs(dtype: torch.dtype = torch.float64, batch: int = 2, length: int = 21) -> tuple[Tensor, Tensor, Tensor]:
-    """6 query heads in 2 groups, of width 4."""
+def inputs(dtype: torch.dtype = torch.float64, batch: int = 2, values: int = 4) -> tuple[Tensor, Tensor, Tensor]:
+    """6 query heads in 2 groups, of width 4, over 21 positions."""
     generator = torch.Generator().manual_seed(0)
-    shapes = [(batch, length, heads, 4) for heads in (6, 2, 2)]
+    shapes = [(batch, 21, heads, width) for heads, width in ((6, 4), (2, 4), (2, values))]
     q, k, v = (torch.randn(shape, dtype=torch.float64, generator=generator) * 2 for shape in shapes)
     return q.to(dtype).requires_grad_(), k.to(dtype).requires_grad_(), v.to(dtype).requires_grad_()
 
 
 def definition(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     """Query by query, head by head."""
-    out = torch.zeros_like(q)
+    out = q.new_zeros(*q.shape[:3], v.shape[3])
     for b, i, h in torch.cartesian_prod(*map(torch.arange, q.shape[:3])).tolist():
         group = h // (q.shape[2] // k.shape[2])
         scores = k[b, :, group] @ q[b, i, h] / math.sqrt(q.shape[3])
@@ -56,10 +57,11 @@ def core(kernel: str) -> AttentionCore:
     return AttentionCore(Choice(kernel, ""), DocumentChoice("mask", ""))
 
 
+@pytest.mark.parametrize("values", [4, 3], ids=["", "narrow values"])
 @pytest.mark.parametrize("masking", MASKS)
 @pytest.mark.parametrize("kernel", CPU_KERNELS)
-def test_forward_and_backward_equal_the_definition(kernel: str, masking: str) -> None:
-    tensors, grad = inputs(), torch.randn(2, 21, 6, 4, dtype=torch.float64)
+def test_forward_and_backward_equal_the_definition(kernel: str, masking: str, values: int) -> None:
+    tensors, grad = inputs(values=values), torch.randn(2, 21, 6, values, dtype=torch.float64)
     expected = definition(*tensors, MASKS[masking][1])
     out = core(kernel)(*tensors, {} if masking == "causal" else {"document_ids": documents()})
     torch.testing.assert_close(out, expected)
@@ -99,9 +101,22 @@ def test_gemm_keeps_nothing_without_gradients(monkeypatch: pytest.MonkeyPatch) -
     assert not kept
 
 
+@pytest.mark.parametrize("values", [4, 3], ids=["", "narrow values"])
 @pytest.mark.parametrize("masking", MASKS)
-def test_gemm_operators_are_what_they_declare(masking: str) -> None:
-    torch.library.opcheck(gemm_module._attend, (*inputs(torch.float32), MASKS[masking][0], True))
+def test_gemm_operators_are_what_they_declare(masking: str, values: int) -> None:
+    torch.library.opcheck(gemm_module._attend, (*inputs(torch.float32, values=values), MASKS[masking][0], True))
+
+
+@pytest.mark.parametrize("kernel", ["torch", "flash"])
+def test_values_wider_than_keys_are_refused(kernel: str) -> None:
+    with pytest.raises(ValueError, match="values are 5 wide, keys 4; this kernel takes values as wide as"):
+        core(kernel)(*inputs(values=5), {})
+
+
+def test_narrow_values_are_not_left_to_the_slow_kernel() -> None:
+    """It is torch's only one for them on a CPU, so they are padded."""
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        assert core("torch")(*inputs(values=3), {}).shape == (2, 21, 6, 3)
 
 
 def test_gemm_in_bf16_is_as_close_to_the_truth_as_flash_at_scores_of_unit_variance() -> None:

@@ -35,10 +35,10 @@ def numbered(*rows: list[int]) -> Tensor:
     return torch.stack([torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in rows])
 
 
-def inputs(rows: int, length: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+def inputs(rows: int, length: int, dtype: torch.dtype = torch.float64, values: int = 4) -> list[Tensor]:
     """6 query heads in 2 groups, of width 4."""
     generator = torch.Generator().manual_seed(0)
-    shapes = [(rows, length, heads, 4) for heads in (6, 2, 2)]
+    shapes = [(rows, length, heads, width) for heads, width in ((6, 4), (2, 4), (2, values))]
     return [torch.randn(s, dtype=torch.float64, generator=generator).to(dtype).requires_grad_() for s in shapes]
 
 
@@ -48,7 +48,7 @@ def core(kernel: str, way: str) -> AttentionCore:
 
 def alone(tensors: list[Tensor], rows: list[list[int]]) -> Tensor:
     """Each document by itself."""
-    out = torch.empty_like(tensors[0])
+    out = torch.empty(*tensors[0].shape[:3], tensors[2].shape[3], dtype=tensors[0].dtype)
     for row, lengths in enumerate(rows):
         pieces = [tensor[row].split(lengths) for tensor in tensors]
         parts = [[part[None] for part in piece] for piece in zip(*pieces, strict=True)]
@@ -61,6 +61,15 @@ def alone(tensors: list[Tensor], rows: list[list[int]]) -> Tensor:
 def test_forward_and_backward_equal_those_of_each_document_alone(kernel: str, way: str, lengths: list[int]) -> None:
     rows = [lengths, lengths[::-1]]
     tensors, grad = inputs(2, 21), torch.randn(2, 21, 6, 4, dtype=torch.float64)
+    out, expected = core(kernel, way)(*tensors, {"document_ids": numbered(*rows)}), alone(tensors, rows)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(torch.autograd.grad(out, tensors, grad), torch.autograd.grad(expected, tensors, grad))
+
+
+@pytest.mark.parametrize(("kernel", "way"), WAYS)
+def test_values_may_be_narrower_than_keys(kernel: str, way: str) -> None:
+    rows = [[5, 16], [12, 1, 8]]
+    tensors, grad = inputs(2, 21, values=3), torch.randn(2, 21, 6, 3, dtype=torch.float64)
     out, expected = core(kernel, way)(*tensors, {"document_ids": numbered(*rows)}), alone(tensors, rows)
     torch.testing.assert_close(out, expected)
     torch.testing.assert_close(torch.autograd.grad(out, tensors, grad), torch.autograd.grad(expected, tensors, grad))
@@ -101,10 +110,10 @@ def test_gemm_segments_are_kept_or_computed_again(monkeypatch: pytest.MonkeyPatc
     )
 
 
-@pytest.mark.parametrize("kernel", ["flash", "gemm"])
-def test_segment_operators_are_what_they_declare(monkeypatch: pytest.MonkeyPatch, kernel: str) -> None:
+@pytest.mark.parametrize(("kernel", "values"), [("flash", 4), ("gemm", 4), ("gemm", 3)])
+def test_segment_operators_are_what_they_declare(monkeypatch: pytest.MonkeyPatch, kernel: str, values: int) -> None:
     monkeypatch.setattr(gemm_attention, "BLOCK", 32)  # so that what is kept fills the room that there is for it
-    arguments = (*inputs(2, 21, torch.float32), numbered([21], [21]), kernel, True)
+    arguments = (*inputs(2, 21, torch.float32, values), numbered([21], [21]), kernel, True)
     torch.library.opcheck(segment_attention._attend, arguments)
 
 
@@ -191,9 +200,10 @@ def reference_varlen(
     return out
 
 
-def test_varlen_hands_over_what_the_kernel_wants(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("values", [4, 3], ids=["", "narrow values"])
+def test_varlen_hands_over_what_the_kernel_wants(monkeypatch: pytest.MonkeyPatch, values: int) -> None:
     monkeypatch.setattr(varlen_attention, "varlen_attn", reference_varlen)
-    tensors, batch = inputs(2, 21), {"document_ids": numbered([5, 16], [1, 8, 12])}
+    tensors, batch = inputs(2, 21, values=values), {"document_ids": numbered([5, 16], [1, 8, 12])}
     torch.testing.assert_close(core("flash", "varlen")(*tensors, batch), core("math", "mask")(*tensors, batch))
 
 

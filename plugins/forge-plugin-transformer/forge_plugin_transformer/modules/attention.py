@@ -8,55 +8,30 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor, nn
 
 from forge_core.modules import Linear
 from forge_plugin_transformer.modules.attention_core import AttentionCore, torch_attention
+from forge_plugin_transformer.modules.cache import Cache
 from forge_plugin_transformer.modules.norms import RMSNorm
-from forge_plugin_transformer.modules.rotary import rotate
+from forge_plugin_transformer.modules.rotary import rotate, tables, with_tables
 
 if TYPE_CHECKING:
     from forge_core.protocols import Batch
     from forge_plugin_transformer.kinds import InitStd
 
 
-class KVCache:
-    """Keys and values of the positions seen so far, for up to `length` of them.
-
-    Memory is taken with the first positions, in the dtype, on the device and with the number of heads that they have.
-    """
-
-    def __init__(self, batch_size: int, length: int) -> None:
-        self.batch_size, self.length = batch_size, length
-        self.used = 0
-        self._keys, self._values, self._positions = (torch.empty(0) for _ in range(3))
+class KVCache(Cache):
+    """Keys and values of the positions seen so far."""
 
     def extend(self, k: Tensor, v: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Append S positions; gives keys and values (B, T, K, E) of all so far, and the mask (B, 1, S, T).
 
-        A position sees every one that is not later, and no padding (negative position); padding sees itself, so that
-        its outputs, which nobody reads, stay finite.
-
         Raises:
             ValueError: the cache is full.
         """
-        start, stop = self.used, self.used + k.shape[1]
-        if stop > self.length:
-            raise ValueError(f"the cache holds {self.length} positions; {start} are used, {k.shape[1]} more do not fit")
-        if not start:
-            self._allocate(k, positions)
-        for stored, new in ((self._keys, k), (self._values, v), (self._positions, positions)):
-            stored[:, start:stop] = new
-        self.used = stop
-        seen = self._positions[:, None, None, :stop]
-        mask = (seen >= 0) & (seen <= positions[:, None, :, None])
-        mask |= torch.eye(stop, dtype=torch.bool, device=k.device)[start:]
-        return self._keys[:, :stop], self._values[:, :stop], mask
-
-    def _allocate(self, k: Tensor, positions: Tensor) -> None:
-        self._keys, self._values = (k.new_zeros(self.batch_size, self.length, *k.shape[2:]) for _ in range(2))
-        self._positions = positions.new_zeros(self.batch_size, self.length)
+        (keys, values), mask = self.append((k, v), positions)
+        return keys, values, mask
 
 
 class GroupedQueryAttention(nn.Module):
@@ -86,15 +61,10 @@ class GroupedQueryAttention(nn.Module):
         )
         self.rotary = rotary
         self.core = core
-        self._tables_key: str | None = getattr(rotary, "key", None)
 
     def prepare(self, batch: Batch) -> Batch:
         """With what the core wants, and the tables of the batch's positions where the encoding says which they are."""
-        key = self._tables_key
-        if key is not None and "positions" in batch and key not in batch:
-            length = batch["positions"].shape[1]
-            batch = {**batch, key: torch.stack(self.rotary(length, batch["positions"]))}
-        return self.core.prepare(batch)
+        return self.core.prepare(with_tables(self.rotary, batch))
 
     def forward(self, x: Tensor, batch: Batch, cache: KVCache | None = None) -> Tensor:
         """(B, S, D) -> (B, S, D). `batch` may hold `positions` and `document_ids`, both (B, S)."""
@@ -102,27 +72,18 @@ class GroupedQueryAttention(nn.Module):
         if cache is not None:
             mixed = self._attend_cached(q, k, v, batch, cache)
         else:
-            mixed = self.core(*self._place(q, k, self._tables(q.shape[1], batch)), v, batch)
+            mixed = self.core(*self._place(q, k, tables(self.rotary, q.shape[1], batch)), v, batch)
         return self.o(mixed.flatten(2))
 
     def _attend_cached(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, cache: KVCache) -> Tensor:
         """Each row is one document here: `document_ids` play no part."""
-        positions = batch.get("positions")
-        if positions is None:
-            positions = torch.arange(cache.used, cache.used + q.shape[1], device=q.device).expand(len(q), -1)
+        positions = cache.positions(q, batch)
         q, k = self._place(q, k, self.rotary(q.shape[1], positions))
         return torch_attention(q, *cache.extend(k, v, positions))
 
-    def _tables(self, length: int, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Cosine and sine of the batch's positions (by default 0, 1, …)."""
-        if self._tables_key in batch:
-            cos, sin = batch[self._tables_key]
-            return cos, sin
-        return self.rotary(length, batch.get("positions"))
-
-    def _place(self, q: Tensor, k: Tensor, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def _place(self, q: Tensor, k: Tensor, turns: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Normalise, then turn to the positions of the tables."""
-        cos, sin = tables
+        cos, sin = turns
         return rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
 
     def _heads(self, x: Tensor) -> Tensor:

@@ -1,13 +1,14 @@
 """The part of attention that has no parameters: queries, keys and values in, mixed values out.
 
-Shapes: B sequences, S query positions, T key positions, H query heads, K key/value heads, E width of a head.
+Shapes: B sequences, S query positions, T key positions, H query heads, K key/value heads, E width of a head,
+V that of its values: E or less.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -17,6 +18,7 @@ from forge_plugin_transformer.attention_backends import Choice, Kernel
 from forge_plugin_transformer.document_backends import DocumentChoice, Way
 from forge_plugin_transformer.modules.documents import document_bounds, document_mask
 from forge_plugin_transformer.modules.gemm_attention import gemm_attention
+from forge_plugin_transformer.modules.narrow_values import narrowed, padded
 from forge_plugin_transformer.modules.segment_attention import segment_attention
 
 if TYPE_CHECKING:
@@ -48,7 +50,7 @@ PREPARED: Mapping[Way, Prepared] = {
 
 class AttentionCore(nn.Module):
     """Causal attention over whole sequences, within documents where the batch has `document_ids`, by the chosen kernel:
-    q (B, S, H, E), k and v (B, S, K, E) -> (B, S, H, E).
+    q (B, S, H, E), k (B, S, K, E), v (B, S, K, V) -> (B, S, H, V).
 
     A module of its own, so that a stage which splits the sequence can put another in its place.
     """
@@ -71,7 +73,7 @@ class AttentionCore(nn.Module):
             return self._attend(q, k, v, None)
         batch = self.prepare(batch)
         if self.documents.way == "segments":
-            kernel = "gemm" if self.choice.kernel == "gemm" else "flash"
+            kernel: Literal["flash", "gemm"] = "gemm" if self.choice.kernel == "gemm" else "flash"
             return segment_attention(q, k, v, batch["document_ids"], kernel)
         if self.documents.way == "varlen":
             from forge_plugin_transformer.modules.varlen_attention import varlen_attention  # brings torch's compiler
@@ -91,11 +93,12 @@ class AttentionCore(nn.Module):
 def torch_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kernel: Kernel = "torch") -> Tensor:
     """`scaled_dot_product_attention`, by one of its kernels or (`torch`) the one it prefers.
 
-    q (B, S, H, E), k and v (B, T, K, E), mask (B, 1, S, T) or None for causal with S = T -> (B, S, H, E).
+    q (B, S, H, E), k (B, T, K, E), v (B, T, K, V), mask (B, 1, S, T) or None for causal with S = T -> (B, S, H, V).
 
     Raises:
         ValueError: the flash kernel is set, and it cannot take a mask on this device.
     """
+    width, v = v.shape[-1], padded(v, k, kernel)
     on_cuda = q.device.type == "cuda"
     if kernel == "flash" and mask is not None and on_cuda:
         raise ValueError("the flash kernel takes no mask (document_ids) on cuda; set attention.backend to another")
@@ -105,7 +108,7 @@ def torch_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kernel
     with _only(kernel):
         grouped = q.shape[1] != k.shape[1]
         out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=grouped)
-    return out.transpose(1, 2)
+    return narrowed(out.transpose(1, 2), width)
 
 
 def _only(kernel: Kernel) -> AbstractContextManager[None]:

@@ -11,8 +11,9 @@ at a deviation of 4.
 Forward and backward are operators of their own, which `torch.compile` calls as they are: what it would generate in
 their place is slower.
 
-Shapes: B sequences, S positions, H query heads in K groups of R, E width of a head. Inside there are N = B K products
-at once; row s R + r of a product is query head r of the group at position s, so a block of positions is one of rows.
+Shapes: B sequences, S positions, H query heads in K groups of R, E width of a head, V that of its values. Inside there
+are N = B K products at once; row s R + r of a product is query head r of the group at position s, so a block of
+positions is one of rows.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ length; beyond this they are computed again, which costs a quarter more time."""
 
 
 def gemm_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Causal attention: q (B, S, H, E), k and v (B, S, K, E) -> (B, S, H, E), scores scaled by E^-0.5.
+    """Causal attention: q (B, S, H, E), k (B, S, K, E), v (B, S, K, V) -> (B, S, H, V), scores scaled by E^-0.5.
 
     Args:
         mask: (B, 1, S, S), true where a position may attend, nowhere above the diagonal; None: to all up to itself.
@@ -59,7 +60,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kept: Tensor) -
     """`gemm_attention` without gradients. `kept`: takes the probabilities, `kept_size` of them; empty: not kept."""
     blocks, (length, groups) = _blocks(q, k), k.shape[1:3]
     q, k, v = (_fold(tensor, groups) for tensor in (q, k, v))
-    out = torch.empty_like(q)
+    out = q.new_empty(*q.shape[:2], v.shape[2])
     for block in blocks:
         p = block.of(kept) if len(kept) else None
         p = _probabilities(q[:, block.rows], k[:, block.keys], block, mask, p)
@@ -91,7 +92,7 @@ def attend_backward(
 
 @_attend.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, keep: bool) -> tuple[Tensor, Tensor]:
-    return q.new_empty(q.shape), q.new_empty(kept_size(q, k) if keep else 0)
+    return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(kept_size(q, k) if keep else 0)
 
 
 @_attend_backward.register_fake

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from forge_core.protocols import Fill
+    from forge_core.protocols import Batch, Fill
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -21,6 +21,23 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """
     wide = x.to(cos.dtype)
     return torch.addcmul(wide * cos, wide.roll(x.shape[-1] // 2, -1), sin).to(x.dtype)
+
+
+def with_tables(rotary: nn.Module, batch: Batch) -> Batch:
+    """The batch with the tables of its `positions`, for all layers, where the encoding's `key` says which they are."""
+    key = getattr(rotary, "key", None)
+    if key is None or "positions" not in batch or key in batch:
+        return batch
+    return {**batch, key: torch.stack(rotary(batch["positions"].shape[1], batch["positions"]))}
+
+
+def tables(rotary: nn.Module, length: int, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of the batch's positions (by default 0, 1, …), from `with_tables` or made here."""
+    key = getattr(rotary, "key", None)
+    if key in batch:
+        cos, sin = batch[key]
+        return cos, sin
+    return rotary(length, batch.get("positions"))
 
 
 class Rotary(nn.Module):

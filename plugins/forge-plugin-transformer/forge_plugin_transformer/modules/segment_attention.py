@@ -6,34 +6,39 @@ since each call costs about as much as the attention of a hundred positions.
 Forward and backward are operators of their own. Where documents end differs from batch to batch, so the loop over
 segments must stay out of what `torch.compile` traces.
 
-Shapes: B sequences, S positions, H query heads, K key/value heads, E width of a head, W positions of a segment.
+Shapes: B sequences, S positions, H query heads, K key/value heads, E width of a head, V that of its values,
+W positions of a segment.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from forge_plugin_transformer.modules import gemm_attention
 from forge_plugin_transformer.modules.documents import document_starts, mask_of
+from forge_plugin_transformer.modules.narrow_values import narrowed, padded
 
 TOGETHER = 128
 """Neighbouring documents that are at most so long in all make one segment: of 64, 128 and 256 about the fastest for
 documents of 8 to 64."""
 
 
-def segment_attention(q: Tensor, k: Tensor, v: Tensor, document_ids: Tensor, kernel: str) -> Tensor:
-    """Causal attention within each document: q (B, S, H, E), k and v (B, S, K, E) -> (B, S, H, E).
+def segment_attention(
+    q: Tensor, k: Tensor, v: Tensor, document_ids: Tensor, kernel: Literal["flash", "gemm"]
+) -> Tensor:
+    """Causal attention within each document: q (B, S, H, E), k (B, S, K, E), v (B, S, K, V) -> (B, S, H, V).
 
     Args:
         document_ids: (B, S), equal where neighbours are of one document.
-        kernel: of the segments, `flash` or `gemm`.
+        kernel: of the segments.
     """
-    return _attend(q, k, v, document_ids, kernel, torch.is_grad_enabled())[0]
+    width, v = v.shape[-1], padded(v, k, kernel)
+    return narrowed(_attend(q, k, v, document_ids, kernel, torch.is_grad_enabled())[0], width)
 
 
 class Segment(NamedTuple):
@@ -69,7 +74,7 @@ def _grouped(bounds: list[int]) -> Iterator[tuple[int, int, int]]:
 
 
 class SegmentKernel(Protocol):
-    """Attention of one segment: q (1, W, H, E), k and v (1, W, K, E) -> (1, W, H, E)."""
+    """Attention of one segment: q (1, W, H, E), k (1, W, K, E), v (1, W, K, V) -> (1, W, H, V)."""
 
     def kept_size(self, q: Tensor, k: Tensor) -> int:
         """Numbers to keep for the backward pass."""
@@ -149,7 +154,7 @@ KERNELS: Mapping[str, SegmentKernel] = {"flash": Flash(), "gemm": Gemm()}
 def _attend(q: Tensor, k: Tensor, v: Tensor, document_ids: Tensor, kernel: str, keep: bool) -> tuple[Tensor, Tensor]:
     """The result, and what is kept of all segments one after the other; nothing if not `keep`."""
     way, end = KERNELS[kernel], 0
-    out, kept = q.new_empty(q.shape), way.kept(q) if keep else q.new_empty(0)
+    out, kept = q.new_empty(*q.shape[:3], v.shape[3]), way.kept(q) if keep else q.new_empty(0)
     q, k, v = (tensor.contiguous() for tensor in (q, k, v))
     for segment in segments(document_ids):
         part_q, part_k, part_v = (segment.of(tensor) for tensor in (q, k, v))
@@ -176,7 +181,7 @@ def _attend_backward(
 
 @_attend.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, document_ids: Tensor, kernel: str, keep: bool) -> tuple[Tensor, Tensor]:
-    return q.new_empty(q.shape), KERNELS[kernel].kept(q) if keep else q.new_empty(0)
+    return q.new_empty(*q.shape[:3], v.shape[3]), KERNELS[kernel].kept(q) if keep else q.new_empty(0)
 
 
 @_attend_backward.register_fake

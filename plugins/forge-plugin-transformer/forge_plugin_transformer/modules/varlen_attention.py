@@ -1,6 +1,6 @@
 """Attention within documents by torch's `varlen_attn` (CUDA, half precision), which takes their bounds, not a mask.
 
-Shapes: B sequences, S positions, H query heads, K key/value heads, E width of a head.
+Shapes: B sequences, S positions, H query heads, K key/value heads, E width of a head, V that of its values.
 """
 
 from __future__ import annotations
@@ -10,19 +10,22 @@ from typing import cast
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
+from forge_plugin_transformer.modules.narrow_values import narrowed, padded
+
 CAUSAL = (-1, 0)
 """As the window of a position: everything before it, nothing after."""
 
 
 def varlen_attention(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor) -> Tensor:
-    """Causal attention within each document: q (B, S, H, E), k and v (B, S, K, E) -> (B, S, H, E).
+    """Causal attention within each document: q (B, S, H, E), k (B, S, K, E), v (B, S, K, V) -> (B, S, H, V).
 
     Args:
         bounds: see `forge_plugin_transformer.modules.documents.document_bounds`.
     """
+    width, v = v.shape[-1], padded(v, k, "flash")
     length, repeats = q.shape[1], q.shape[2] // k.shape[2]
     if repeats > 1:  # torch 2.11 knows no groups here
         k, v = (tensor.repeat_interleave(repeats, 2) for tensor in (k, v))
     shape, (q, k, v) = q.shape, (tensor.flatten(0, 1) for tensor in (q, k, v))
     mixed = varlen_attn(q, k, v, bounds, bounds, length, length, window_size=CAUSAL)
-    return cast("Tensor", mixed).view(shape)
+    return narrowed(cast("Tensor", mixed).view(shape), width)

@@ -1,0 +1,5 @@
+"""Multi-head latent attention, for models whose attention is a component."""
+
+from forge_plugin_mla.mla import MultiHeadLatentAttention
+
+__all__ = ["MultiHeadLatentAttention"]

@@ -1,0 +1,192 @@
+"""Multi-head latent attention.
+
+A position is compressed into a latent c and a key part r that carries its place and is the same for all heads. Head h
+sees keys [U_h c, r] and values W_h c, U and W being the rows of `kv_up`.
+
+Shapes: B sequences, S positions, T positions with those seen before, D model width, H heads, C width of c, N and P the
+parts of a head's queries and keys without and with a position, E = N + P, V width of a head's values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from forge_core.modules import Linear
+from forge_plugin_mla.latent_cache import LatentCache, absorbs
+from forge_plugin_transformer.modules.attention_core import AttentionCore, torch_attention
+from forge_plugin_transformer.modules.narrow_values import NARROW
+from forge_plugin_transformer.modules.norms import RMSNorm
+from forge_plugin_transformer.modules.rotary import rotate, tables, with_tables
+
+if TYPE_CHECKING:
+    from forge_core.protocols import Batch
+    from forge_plugin_transformer import InitStd
+
+
+class Widths(NamedTuple):
+    """Of the parts of latent attention."""
+
+    q_latent: int
+    """0: queries are made of x itself."""
+    kv_latent: int
+    """C."""
+    nope: int
+    """N."""
+    rope: int
+    """P."""
+    value: int
+    """V."""
+
+    @property
+    def key(self) -> int:
+        """E."""
+        return self.nope + self.rope
+
+
+class LatentAttention(nn.Module):
+    """See `forge_plugin_transformer.AttentionComponent` for the contract."""
+
+    def __init__(
+        self,
+        dim: int,
+        *,
+        heads: int,
+        widths: Widths,
+        rotary: nn.Module,
+        interleaved: bool,
+        score_factor: float,
+        core: AttentionCore,
+        norm_eps: float,
+        init: InitStd,
+    ) -> None:
+        """
+        Args:
+            rotary: position encoding of width P.
+            interleaved: whether neighbouring dimensions are turned together.
+            score_factor: multiplies every score, besides E^-0.5.
+            norm_eps: of the norms of both latents.
+        """
+        super().__init__()
+        self.heads, self.widths = heads, widths
+        self.interleaved, self.score_factor = interleaved, score_factor
+        if widths.q_latent:
+            self.q_down = Linear(dim, widths.q_latent, std=init.inner)
+            self.q_norm = RMSNorm(widths.q_latent, eps=norm_eps)
+            self.q_up = Linear(widths.q_latent, heads * widths.key, std=init.inner)
+        else:
+            self.q = Linear(dim, heads * widths.key, std=init.inner)
+        self.kv_down = Linear(dim, widths.kv_latent + widths.rope, std=init.inner)
+        self.kv_norm = RMSNorm(widths.kv_latent, eps=norm_eps)
+        self.kv_up = Linear(widths.kv_latent, heads * (widths.nope + widths.value), std=init.inner)
+        self.o = Linear(heads * widths.value, dim, std=init.residual)
+        self.rotary = rotary
+        self.core = core
+
+    def prepare(self, batch: Batch) -> Batch:
+        """With what the core wants, and the tables of the batch's positions where the encoding says which they are."""
+        return self.core.prepare(with_tables(self.rotary, batch))
+
+    def forward(self, x: Tensor, batch: Batch, cache: LatentCache | None = None) -> Tensor:
+        """(B, S, D) -> (B, S, D). `batch` may hold `positions` and `document_ids`, both (B, S)."""
+        if cache is not None:
+            return self.o(self._attend_cached(x, batch, cache).flatten(2))
+        turns = tables(self.rotary, x.shape[1], batch)
+        k, v = self._expanded(*self._compressed(x, turns))
+        return self.o(self.core(self._queries(x, turns), k, v, batch).flatten(2))
+
+    def _queries(self, x: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
+        """(B, S, D) -> (B, S, H, E)."""
+        q = self.q_up(self.q_norm(self.q_down(x))) if self.widths.q_latent else self.q(x)
+        nope, rope = q.unflatten(-1, (-1, self.widths.key)).split([self.widths.nope, self.widths.rope], -1)
+        q = torch.cat([nope, self._turned(rope, turns)], -1)
+        return q if self.score_factor == 1 else q * self.score_factor
+
+    def _compressed(self, x: Tensor, turns: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """(B, S, D) -> c (B, S, C) and r (B, S, P)."""
+        latent, rope = self.kv_down(x).split([self.widths.kv_latent, self.widths.rope], -1)
+        return self.kv_norm(latent), self._turned(rope.unsqueeze(2), turns).squeeze(2)
+
+    def _expanded(self, latent: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
+        """c (B, T, C) and r (B, T, P) -> keys (B, T, H, E) and values (B, T, H, V)."""
+        both = self.kv_up(latent).unflatten(-1, (-1, self.widths.nope + self.widths.value))
+        nope, v = both.split([self.widths.nope, self.widths.value], -1)
+        shared = rope.unsqueeze(2).expand(-1, -1, nope.shape[2], -1)
+        return torch.cat([nope, shared], -1), v
+
+    def _turned(self, x: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
+        """(B, S, heads, P), turned to the positions of the tables."""
+        cos, sin = turns
+        if self.interleaved:  # queries and keys are reordered alike, so their products are the same
+            x = x.unflatten(-1, (-1, 2)).mT.flatten(-2)
+        return rotate(x, cos, sin)
+
+    # --- generation ----------------------------------------------------------------------------------------------
+
+    def new_cache(self, batch_size: int, length: int) -> LatentCache:
+        return LatentCache(batch_size, length)
+
+    def _attend_cached(self, x: Tensor, batch: Batch, cache: LatentCache) -> Tensor:
+        """(B, S, D) -> (B, S, H, V). Each row is one document here: `document_ids` play no part."""
+        positions = cache.positions(x, batch)
+        turns = self.rotary(x.shape[1], positions)
+        seen, mask = cache.extend(*self._compressed(x, turns), positions)
+        q = self._queries(x, turns)
+        if absorbs(q.shape[1], seen.shape[1], self.widths):
+            return self._attend_absorbed(q, seen, mask, cache)
+        return self._attend_expanded(q, seen, mask)
+
+    def _attend_expanded(self, q: Tensor, seen: Tensor, mask: Tensor) -> Tensor:
+        """Queries (B, S, H, E), what is cached (B, T, C + P), mask (B, 1, S, T) -> (B, S, H, V)."""
+        k, v = self._expanded(*seen.split([self.widths.kv_latent, self.widths.rope], -1))
+        return torch_attention(q, k, v, mask)
+
+    def _attend_absorbed(self, q: Tensor, seen: Tensor, mask: Tensor, cache: LatentCache) -> Tensor:
+        """The same without keys and values: q · U c = (Uᵀ q) · c, and the sum of p W c is W of the sum of p c.
+
+        So what is cached is the one key of all heads, and its value: the value's last P dimensions are left unused.
+        """
+        up = cache.up_projection(self.kv_up, self.widths.kv_latent, like=q)
+        by_head = up.unflatten(-1, (-1, self.widths.nope + self.widths.value))
+        to_keys, to_values = by_head.split([self.widths.nope, self.widths.value], -1)
+        nope, rope = q.split([self.widths.nope, self.widths.rope], -1)
+        q = torch.cat([torch.einsum("bshn,chn->bshc", nope, to_keys), rope], -1)
+        q = q * (q.shape[-1] / self.widths.key) ** 0.5  # scores are divided by the root of the width that they have
+        heads = q.shape[2]
+        rows, shared = q.flatten(1, 2).unsqueeze(2), seen.unsqueeze(2)  # heads as further queries, for any kernel
+        mixed = torch_attention(rows, shared, shared, mask.repeat_interleave(heads, 2))
+        mixed = mixed.squeeze(2).unflatten(1, (-1, heads))[..., : self.widths.kv_latent]
+        return torch.einsum("bshc,chv->bshv", mixed, to_values)
+
+    # --- what the engine and the stages ask ----------------------------------------------------------------------
+
+    def flops(self, seq_len: int) -> float:
+        """6 a weight, and for the causal half 3 a key and element of the heads, of scores (E) and of mixing (V)."""
+        weights = sum(parameter.numel() for parameter in self.parameters() if parameter.ndim > 1)
+        return 6.0 * weights + 3.0 * self.heads * (self.widths.key + self.widths.value) * seq_len
+
+    def tensor_parallel_plan(self) -> Mapping[str, str]:
+        """Ranks share the heads. Latents are the same on all; what compresses gets a part of its gradient from each."""
+        queries = {"q_down": "replicate", "q_norm": "replicate", "q_up": "column"}
+        plan = {"": "whole_input", "kv_down": "replicate", "kv_norm": "replicate", "kv_up": "column", "o": "row"}
+        return plan | (queries if self.widths.q_latent else {"q": "column"})
+
+    def float8_exempt(self) -> Sequence[str]:
+        """What compresses: under tp each rank has a part of its gradient, which it would round by itself."""
+        return [*(["q_down"] if self.widths.q_latent else []), "kv_down"]
+
+    def sequence_mixers(self) -> Mapping[str, int]:
+        return {"core": self.heads}
+
+    def backend_choices(self, seq_len: int) -> Sequence[tuple[str, str, str]]:
+        if not isinstance(self.core, AttentionCore):  # a stage has put another in its place
+            return []
+        kernel, documents = self.core.choice, self.core.documents
+        why = kernel.why
+        if kernel.kernel not in NARROW and self.widths.value < self.widths.key:
+            why += f"; it takes one width, so values are padded from {self.widths.value} to {self.widths.key}"
+        apart = [("documents", documents.way, documents.why)] if documents.matters else []
+        return [("attention", kernel.kernel, why), *apart]

@@ -1,0 +1,54 @@
+"""What latent attention remembers for generation, and how it attends to it.
+
+Shapes: B sequences, S positions that come in, T positions so far, H heads, C width of the latent, P width of the key
+part that carries the position, N and V width of what is made of the latent for a head's key and value.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from forge_plugin_transformer.modules.cache import Cache
+
+if TYPE_CHECKING:
+    from forge_plugin_mla.latent_attention import Widths
+
+
+class LatentCache(Cache):
+    """C + P numbers a position, whatever the number of heads."""
+
+    def __init__(self, batch_size: int, length: int) -> None:
+        super().__init__(batch_size, length)
+        self._up: Tensor | None = None
+
+    def extend(self, latent: Tensor, rope: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Append S positions; gives latents and keys' parts (B, T, C + P) of all so far, and the mask (B, 1, S, T).
+
+        Raises:
+            ValueError: the cache is full.
+        """
+        (seen,), mask = self.append([torch.cat([latent, rope], -1)], positions)
+        return seen, mask
+
+    def up_projection(self, kv_up: nn.Module, width: int, like: Tensor) -> Tensor:
+        """What `kv_up` multiplies latents of `width` C with, (C, H (N + V)), in the dtype of `like`; kept, so that a
+        generation finds it out once.
+
+        It is asked of the module, by what it makes of the identity: `kv_up.weight` would miss what a plugin has put
+        around the module, such as a low-rank adapter.
+        """
+        if self._up is None:
+            self._up = kv_up(torch.eye(width, dtype=like.dtype, device=like.device))
+        return self._up
+
+
+def absorbs(new: int, seen: int, widths: Widths) -> bool:
+    """Whether S = `new` queries attend with fewer products to T = `seen` latents as they are, than to keys and values
+    made of them. One query does; the many of a prompt do not."""
+    up = widths.kv_latent * (widths.nope + widths.value)
+    absorbed = new * up + new * seen * 2 * (widths.kv_latent + widths.rope)
+    expanded = seen * up + new * seen * 2 * widths.key
+    return absorbed < expanded

@@ -1,0 +1,94 @@
+"""Attention `mla`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from attrs import field, frozen
+from attrs.validators import ge, gt
+
+from forge_core.components import default_type, when_resumed
+from forge_core.errors import Problem
+from forge_plugin_transformer import AttentionComponent, InitStd, RopeComponent
+from forge_plugin_transformer.attention_backends import Backend, choose_backend
+from forge_plugin_transformer.document_backends import WayOrAuto, choose_documents, kernel_problems
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from forge_core.config.job import Job
+    from forge_core.context import BuildContext
+    from forge_core.parallel.layout import Layout
+
+
+@frozen(kw_only=True)
+class MultiHeadLatentAttention(AttentionComponent):
+    """Causal attention whose keys and values are made of one small latent a position, which is all that generation
+    keeps (DeepSeek-V2, arXiv 2405.04434, section 2.1; DeepSeek-V3, arXiv 2412.19437, section 2.1.1)."""
+
+    heads: int = field(default=8, validator=gt(0))
+    """Heads, of queries as of keys and values."""
+    q_lora_rank: int = field(default=0, validator=ge(0))
+    """Width of the latent that queries are made of; 0: they are made of x itself."""
+    kv_lora_rank: int = field(default=128, validator=gt(0))
+    """Width of the latent that keys and values are made of."""
+    qk_nope_head_dim: int = field(default=32, validator=gt(0))
+    """Width of the part of a head's queries and keys that knows no position."""
+    qk_rope_head_dim: int = field(default=16, validator=gt(0))
+    """Width of the part that is turned by its position, even. All heads share that part of the key."""
+    v_head_dim: int = field(default=32, validator=gt(0))
+    """Width of a head's values, at most `qk_nope_head_dim` + `qk_rope_head_dim`."""
+    rope: RopeComponent = default_type("forge-plugin-transformer/plain")
+    """`[model.attention.rope]`: encoding of positions, of width `qk_rope_head_dim`."""
+    rope_interleave: bool = False
+    """Whether dimension 2i of the turned part is paired with 2i + 1, as in DeepSeek's own weights; else i with
+    i + `qk_rope_head_dim` / 2, which needs no reordering. Neither is better for training."""
+    norm_eps: float = field(default=1e-6, validator=gt(0), metadata=when_resumed("flag"))
+    """Added to the mean square where the latents are RMS-normalised."""
+    backend: Backend = field(default="auto", metadata=when_resumed("safe"))
+    """Kernel, as for `gqa`. Those that take values only as wide as keys get them padded with zeros: all but math,
+    efficient and gemm."""
+    documents: WayOrAuto = field(default="auto", metadata=when_resumed("safe"))
+    """How the documents of a packed sequence are kept apart, as for `gqa`: mask, segments, varlen, or auto."""
+
+    def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        if self.heads % layout.tp:
+            yield Problem("heads", f"{self.heads} does not divide by the tensor-parallel degree {layout.tp}")
+        if self.qk_rope_head_dim % 2:
+            seen = f"{self.qk_rope_head_dim} is odd; the position encoding pairs dimensions"
+            yield Problem("qk_rope_head_dim", f"{seen}; take {self.qk_rope_head_dim + 1}")
+        if self.v_head_dim > self._head_dim:
+            seen = f"{self.v_head_dim} is more than the width of keys, qk_nope_head_dim + qk_rope_head_dim"
+            fix = "kernels take values as wide or narrower; lower it or raise one of them"
+            yield Problem("v_head_dim", f"{seen} = {self._head_dim}; {fix}")
+        yield from kernel_problems(self.backend, self.documents, job)
+
+    @property
+    def _head_dim(self) -> int:
+        """Width of a head's queries and keys."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    def build(self, context: BuildContext, dim: int, init: InitStd) -> nn.Module:
+        from forge_plugin_mla.latent_attention import LatentAttention, Widths
+        from forge_plugin_transformer.modules.attention_core import AttentionCore
+
+        kernel = choose_backend(self.backend, context, self._head_dim)
+        documents = choose_documents(self.documents, kernel.kernel, context, self._head_dim)
+        return LatentAttention(
+            dim,
+            heads=self.heads,
+            widths=Widths(
+                q_latent=self.q_lora_rank,
+                kv_latent=self.kv_lora_rank,
+                nope=self.qk_nope_head_dim,
+                rope=self.qk_rope_head_dim,
+                value=self.v_head_dim,
+            ),
+            rotary=context.at("rope").build(self.rope, head_dim=self.qk_rope_head_dim),
+            interleaved=self.rope_interleave,
+            score_factor=self.rope.score_factor(),
+            core=AttentionCore(kernel, documents),
+            norm_eps=self.norm_eps,
+            init=init,
+        )

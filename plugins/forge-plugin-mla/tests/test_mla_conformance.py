@@ -1,0 +1,31 @@
+"""`mla` keeps the contracts of attentions, in models under every layout."""
+
+from __future__ import annotations
+
+from forge_core.testing.distribution import check_distribution
+from forge_core.testing.suites import ModelSuite
+from forge_plugin_mla import MultiHeadLatentAttention
+from forge_plugin_transformer import Transformer, YarnRope
+
+WIDTHS = {"kv_lora_rank": 6, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5}
+
+
+def test_the_distribution():
+    check_distribution("forge-plugin-mla")
+
+
+class TestMLA(ModelSuite):
+    component = Transformer(
+        vocab_size=32, dim=16, layers=2, attention=MultiHeadLatentAttention(heads=4, q_lora_rank=10, **WIDTHS)
+    )
+
+
+class TestMLAWithoutQueryLatents(ModelSuite):
+    component = Transformer(
+        vocab_size=32, dim=16, layers=2,
+        attention=MultiHeadLatentAttention(
+            heads=2, rope_interleave=True, backend="flash", **WIDTHS,
+            rope=YarnRope(factor=4.0, original_max_position_embeddings=4, mscale=1.0, mscale_all_dim=0.8),
+        ),
+    )  # fmt: skip
+    layouts = ("tp2", "compiled")

@@ -1,0 +1,154 @@
+"""Keys of `[model.attention]`: what is refused, and what the plan says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forge_core import JobError, load_job
+from forge_core.testing import job_problems
+from forge_plugin_mla import MultiHeadLatentAttention
+from forge_plugin_parallel import ContextParallel, TensorParallel
+from forge_plugin_transformer import PlainRope, Transformer, YarnRope
+
+REST = """
+[train]
+steps = 1
+global_batch_size = 2
+seq_len = 16
+device = "cpu"
+[optimizer]
+type = "forge_core.testing.tiny:TinyAdamW"
+[[data.sources]]
+type = "forge_core.testing.tiny:Numbers"
+[model]
+type = "transformer"
+vocab_size = 32
+[model.attention]
+type = "mla"
+"""
+LoadAttention = Callable[[str], MultiHeadLatentAttention]
+
+
+@pytest.fixture
+def load_attention(tmp_path: Path) -> LoadAttention:
+    """The attention of a job of which the given TOML is the part below `[model.attention]`."""
+
+    def load(attention: str) -> MultiHeadLatentAttention:
+        path = tmp_path / "job.toml"
+        path.write_text(REST + attention)
+        return load_job(path).model.attention
+
+    return load
+
+
+def test_the_keys_are_deepseeks(load_attention: LoadAttention) -> None:
+    attention = load_attention(
+        """
+        heads = 16
+        q_lora_rank = 96
+        kv_lora_rank = 64
+        qk_nope_head_dim = 16
+        qk_rope_head_dim = 8
+        v_head_dim = 16
+        [model.attention.rope]
+        type = "yarn"
+        factor = 40.0
+        original_max_position_embeddings = 4096
+        mscale = 1.0
+        mscale_all_dim = 1.0
+        """
+    )
+    rope = YarnRope(factor=40.0, original_max_position_embeddings=4096, mscale=1.0, mscale_all_dim=1.0)
+    sizes = {"kv_lora_rank": 64, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
+    assert attention == MultiHeadLatentAttention(heads=16, q_lora_rank=96, rope=rope, **sizes)
+
+
+@pytest.mark.parametrize(
+    ("toml", "message"),
+    [
+        ("heads = 0", "model.attention.heads"),
+        ("kv_lora_rank = 0", "model.attention.kv_lora_rank"),
+        ("q_lora_rank = -1", "model.attention.q_lora_rank"),
+        ("qk_rope_head_dim = 0", "model.attention.qk_rope_head_dim"),
+        ("qk_rope_head_dim = 7", "model.attention.qk_rope_head_dim: 7 is odd; the position encoding pairs"),
+        (
+            "v_head_dim = 49",
+            "model.attention.v_head_dim: 49 is more than the width of keys, qk_nope_head_dim + qk_rope_head_dim = 48",
+        ),
+        ("kv_heads = 4", "model.attention.kv_heads"),
+        (
+            'backend = "cudnn"',
+            "model.attention.backend: cudnn does not run on cpu in float32; there are auto, flash, math, gemm",
+        ),
+        (
+            'backend = "math"\ndocuments = "segments"',
+            "model.attention.documents: segments does not go with the kernel math on cpu in",
+        ),
+        (
+            '[model.attention.rope]\ntype = "yarn"\nfactor = 2.0\n'
+            "original_max_position_embeddings = 8\nbeta_fast = 0.5",
+            "model.attention.rope.beta_fast: 0.5 must be greater than beta_slow, which is 1.0",
+        ),
+    ],
+)
+def test_mistakes_are_found_before_anything_is_built(load_attention: LoadAttention, toml: str, message: str) -> None:
+    with pytest.raises(JobError) as found:
+        load_attention(toml)
+    assert message in str(found.value)
+
+
+def test_ranks_share_heads_and_not_parts_of_them(make_job: Callable[..., Any]) -> None:
+    """Also where the rows of a matrix could be shared."""
+    attention = MultiHeadLatentAttention(heads=3)
+    job = make_job(model=Transformer(vocab_size=32, attention=attention), parallel={"tp": TensorParallel(degree=2)})
+    assert any("heads: 3 does not divide by the tensor-parallel degree 2" in text for text in job_problems(job, 2))
+
+
+def test_ulysses_exchanges_all_heads(make_job: Callable[..., Any]) -> None:
+    attention = MultiHeadLatentAttention(heads=6)
+    parallel = {"cp": ContextParallel(degree=4, method="ulysses")}
+    job = make_job(model=Transformer(vocab_size=32, attention=attention), parallel=parallel)
+    assert any("the model has 6 key/value heads, which 4 ranks cannot share" in text for text in job_problems(job, 4))
+
+
+def test_the_score_factor_is_yarns_mscale_squared() -> None:
+    assert PlainRope().score_factor() == 1.0
+    assert YarnRope(factor=40.0, original_max_position_embeddings=4096).score_factor() == 1.0
+    sharpened = YarnRope(factor=40.0, original_max_position_embeddings=4096, mscale=1.0, mscale_all_dim=1.0)
+    assert (sharpened.amplitude(), sharpened.score_factor()) == (1.0, pytest.approx(1.3688879**2))
+
+
+@pytest.mark.parametrize(("backend", "padded"), [("flash", True), ("math", False), ("gemm", False)])
+def test_the_plan_tells_of_values_that_are_padded(make_model: Callable[..., Any], backend: str, padded: bool) -> None:
+    model = make_model(MultiHeadLatentAttention(backend=backend))
+    [(what, kernel, why)] = model.backend_choices(16)
+    assert (what, kernel) == ("attention", backend)
+    assert ("values are padded from 32 to 48" in why) == padded
+    wide = make_model(MultiHeadLatentAttention(backend=backend, v_head_dim=48))
+    assert "padded" not in wide.backend_choices(16)[0][2]
+
+
+def test_flops_count_matrices_and_the_causal_half_of_each_width(make_model: Callable[..., Any]) -> None:
+    attention = make_model(MultiHeadLatentAttention(heads=2, q_lora_rank=8), dim=16).layers["0"].attention
+    matrices = 16 * 8 + 8 * 2 * 48 + 16 * (128 + 16) + 128 * 2 * (32 + 32) + 2 * 32 * 16
+    assert attention.flops(100) == 6 * matrices + 6 * 2 * (48 + 32) * 100 / 2
+
+
+def test_projections_are_matrices_and_norms_are_norms(make_model: Callable[..., Any]) -> None:
+    roles = make_model(MultiHeadLatentAttention(q_lora_rank=8), layers=1).parameter_roles()
+    assert {name.removeprefix("layers.0.attention."): role for name, role in roles.items() if "attention." in name} == {
+        **{f"{name}.weight": "matrix" for name in ("q_down", "q_up", "kv_down", "kv_up", "o")},
+        **{f"{name}.weight": "norm" for name in ("q_norm", "kv_norm")},
+    }
+
+
+@pytest.mark.parametrize(("q_lora_rank", "names"), [(0, ["kv_down"]), (8, ["q_down", "kv_down"])])
+def test_what_compresses_keeps_its_precision(
+    make_model: Callable[..., Any], q_lora_rank: int, names: list[str]
+) -> None:
+    exempt = make_model(MultiHeadLatentAttention(q_lora_rank=q_lora_rank), layers=1).float8_exempt()
+    assert exempt == [*(f"layers.0.attention.{name}" for name in names), "head"]

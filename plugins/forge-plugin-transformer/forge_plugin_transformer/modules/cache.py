@@ -1,0 +1,66 @@
+"""What attention remembers of the positions that it has seen, for generation.
+
+Shapes: B sequences, S positions that come in, T positions so far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from forge_core.protocols import Batch
+
+
+class Cache:
+    """Tensors (B, T, …) of the positions seen so far, for up to `length` of them, and where each position stands.
+
+    Memory is taken with the first positions, in the dtype, on the device and of the shape that they have.
+    """
+
+    def __init__(self, batch_size: int, length: int) -> None:
+        self.batch_size, self.length = batch_size, length
+        self.used = 0
+        self._stored: Sequence[Tensor] = ()
+        self._positions = torch.empty(0)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory taken, of which 8 bytes a position tell where it stands."""
+        return sum(tensor.nbytes for tensor in (*self._stored, self._positions))
+
+    def positions(self, x: Tensor, batch: Batch) -> Tensor:
+        """Where the positions that come in stand, (B, S), x being (B, S, …): by default after those so far."""
+        if "positions" in batch:
+            return batch["positions"]
+        return torch.arange(self.used, self.used + x.shape[1], device=x.device).expand(len(x), -1)
+
+    def append(self, new: Sequence[Tensor], positions: Tensor) -> tuple[list[Tensor], Tensor]:
+        """Append S positions; gives the tensors (B, T, …) of all so far, and the mask (B, 1, S, T).
+
+        A position sees every one that is not later, and no padding (negative position); padding sees itself, so that
+        its outputs, which nobody reads, stay finite.
+
+        Raises:
+            ValueError: the cache is full.
+        """
+        start, stop = self.used, self.used + positions.shape[1]
+        if stop > self.length:
+            seen = f"{start} are used, {positions.shape[1]} more do not fit"
+            raise ValueError(f"the cache holds {self.length} positions; {seen}")
+        if not start:
+            self._stored = [self._room(tensor) for tensor in new]
+            self._positions = self._room(positions)
+        for stored, tensor in zip((*self._stored, self._positions), (*new, positions), strict=True):
+            stored[:, start:stop] = tensor
+        self.used = stop
+        seen_at = self._positions[:, None, None, :stop]
+        mask = (seen_at >= 0) & (seen_at <= positions[:, None, :, None])
+        mask |= torch.eye(stop, dtype=torch.bool, device=mask.device)[start:]
+        return [stored[:, :stop] for stored in self._stored], mask
+
+    def _room(self, like: Tensor) -> Tensor:
+        return like.new_zeros(self.batch_size, self.length, *like.shape[2:])

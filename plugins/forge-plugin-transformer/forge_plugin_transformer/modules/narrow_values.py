@@ -1,0 +1,35 @@
+"""Values narrower than keys, for kernels that take one width only.
+
+Shapes: B sequences, T positions, K key/value heads, E width of keys, V width of values.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from forge_plugin_transformer.attention_backends import Kernel
+
+NARROW: frozenset[Kernel] = frozenset({"math", "efficient", "gemm"})
+"""Kernels that take values of another width than keys. `torch` is not among them: it would pass by the flash kernel."""
+
+
+def narrowed(mixed: Tensor, width: int) -> Tensor:
+    """What came of values (…, V or more) without what came of their padding: (…, V)."""
+    return mixed if mixed.shape[-1] == width else mixed[..., :width]
+
+
+def padded(v: Tensor, k: Tensor, kernel: Kernel) -> Tensor:
+    """Values (B, T, K, V), with zeros up to the width of the keys (B, T, K, E) where the kernel needs it;
+    `narrowed` undoes it in the result.
+
+    Raises:
+        ValueError: the kernel needs it, and values are wider than keys.
+    """
+    missing = k.shape[-1] - v.shape[-1]
+    if kernel in NARROW or not missing:
+        return v
+    if missing < 0:
+        seen = f"values are {v.shape[-1]} wide, keys {k.shape[-1]}"
+        raise ValueError(f"{seen}; this kernel takes values as wide as keys or narrower")
+    return F.pad(v, (0, missing))
