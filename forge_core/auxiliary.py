@@ -6,7 +6,7 @@ carried to the loss, so it works the same in every pipeline stage, under recompu
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Literal, NamedTuple
 
@@ -22,6 +22,10 @@ class Count(NamedTuple):
     name: str
     row: int
     """Number of the layer."""
+
+
+Summary = Callable[[Mapping[int, Tensor]], Mapping[str, Tensor]]
+"""Counts of a name, by row, to metrics."""
 
 
 class _Attach(torch.autograd.Function):
@@ -71,9 +75,10 @@ class Auxiliary:
             unit: torch.zeros((), device=device, dtype=torch.float64) for unit in ("token", "sequence", "layer")
         }
         self._sums: dict[str, Tensor] = {}
-        self._units: dict[str, Unit | None] = {}
+        self._units: dict[str | Count, Unit | None] = {}
         self._counts: dict[Count, Tensor] = {}
         self._counted: Mapping[Count, Tensor] = {}
+        self._summaries: dict[str, Summary] = {}
 
     def begin_step(self, tokens: Tensor, sequences: int, micro_batches: int) -> None:
         """Start a training step: `tokens` valid and `sequences` in the global batch, `micro_batches` over all ranks."""
@@ -116,18 +121,33 @@ class Auxiliary:
         if self.active:
             self._add(name, value, unit)
 
-    def count(self, name: str, row: int, values: Tensor) -> None:
+    def count(self, name: str, row: int, values: Tensor, unit: Unit | None = None) -> None:
         """Add `values` (n,) to what this step counts under `name`: of each of n things, such as the tokens of experts.
 
         Args:
             row: tells the counts of one name apart: the number of the layer.
+            unit: whose global count the sum is divided by. `layer`: values that are the same in every micro-batch.
         """
         if not self.active or self.recomputing:
             return
         count = Count(name, row)
         if count not in self._counts:
             self._counts[count] = torch.zeros(values.shape, device=self.device, dtype=torch.float64)
+            self._units[count] = unit
         self._counts[count].add_(values.detach())
+
+    def summarise(self, name: str, summary: Summary) -> None:
+        """Log metrics that are made of all counts of a name: `summary` maps {row: (n,)}, of a step that is over and of
+        all ranks together, to {metric: ()}. Given again, it takes the place of the one before."""
+        self._summaries[name] = summary
+
+    def summaries(self) -> Mapping[str, Tensor]:
+        """What `summarise` asked for, of the last step that is over."""
+        found: dict[str, Tensor] = {}
+        for name, summary in self._summaries.items():
+            rows = {count.row: values for count, values in sorted(self._counted.items()) if count.name == name}
+            found |= summary(rows) if rows else {}
+        return found
 
     def forget_counted_unless(self, kept: Tensor) -> None:
         """Make all that was counted in the last step zero, unless `kept` (), a device flag, is true."""
@@ -155,4 +175,6 @@ class Auxiliary:
         for name, (total,) in self._sums.items():
             unit = self._units[name]
             yield name, total * self._scale[unit] if unit else total.clone()
-        yield from self._counts.items()
+        for count, values in self._counts.items():
+            unit = self._units[count]
+            yield count, values * self._scale[unit] if unit else values

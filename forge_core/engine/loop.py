@@ -107,7 +107,9 @@ class Loop:
         self.progress.step += 1
         self.progress.tokens += self.job.train.global_batch_size * self.job.train.seq_len
         run.hooks("on_step_end", context)
-        scalars = {**metrics(sums), "grad_norm": context.grad_norm}
+        scalars = metrics(sums)
+        scalars.update(self.stepper.summaries())
+        scalars["grad_norm"] = context.grad_norm
         if skipped is not None:
             scalars["skipped"] = skipped
         self.recorder.step(context, self.progress.tokens, rate, self.loader.waited, scalars)

@@ -86,6 +86,10 @@ class Stepper:
     def _loss_dtype(self) -> torch.dtype:
         return torch.float64 if self._run.context.dtype == torch.float64 else torch.float32
 
+    def summaries(self) -> Mapping[str, Tensor]:
+        """Metrics that modules make of what all of them counted in the last step."""
+        return self._run.context.auxiliary.summaries()
+
     def norm(self) -> Tensor:
         """The global norm of the gradient, before clipping."""
         return global_norm(self._counted, self._pipeline)

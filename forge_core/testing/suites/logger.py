@@ -41,14 +41,15 @@ class LoggerSuite(Suite):
         return None
 
     def test_it_takes_every_record(self, tmp_path: Path) -> None:
-        """Training lines, evaluations, numbers that are not finite, and keys that only some lines have."""
+        """Training lines, evaluations, numbers that are not finite, counts, and keys that only some lines have."""
         logger = self._started(tmp_path)
         records = [
             training_line(1),
             {"step": 1, "eval/loss": 2.5, "eval/perplexity": 12.2},
             {**training_line(2), "aux/balance": 0.1, "skipped": True},
             {**training_line(3), "loss": math.nan, "grad_norm": math.inf},
-            {"step": 4, "eval/loss": -math.inf},
+            {**training_line(4), "counts": {"moe/load": {"0": [3.0, 5.0], "2": [8.0, 0.0]}}},
+            {"step": 5, "eval/loss": -math.inf},
         ]
         for record in records:
             given = copy.deepcopy(record)

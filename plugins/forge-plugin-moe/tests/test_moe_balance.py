@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from attrs import define
@@ -139,3 +141,21 @@ def test_an_interrupted_run_equals_the_whole(make_job, train, lines):
     train(make_job(steps=3, job={"name": "cut"}, **settings))
     cut = train(make_job(steps=6, job={"name": "cut"}, **settings))
     assert [record["loss"] for record in lines(cut)] == [record["loss"] for record in lines(whole)]
+
+
+def test_what_is_logged_of_the_load(make_job, train, lines):
+    """Of all layers together; counts of every expert of every layer."""
+    job = make_job(model=model_of(SigmoidTopK(top_k=1, bias_rate=0.1), layers=2), steps=2, micro_batch_size=2, **SIZES)
+    first, second = lines(train(job))
+    loads = [first["counts"]["moe/load"][layer] for layer in "01"]
+    assert [sum(load) for load in loads] == [B * S] * 2
+    assert first["moe/dead_experts"] == sum(load.count(0) for load in loads)
+    assert first["moe/fullest_expert"] == pytest.approx(max(max(load) for load in loads) * E / (B * S))
+    shares = [[tokens / (B * S) for tokens in load] for load in loads]
+    entropies = [-sum(p * math.log(p) for p in share if p) / math.log(E) for share in shares]
+    assert first["moe/entropy"] == pytest.approx(sum(entropies) / 2)
+    assert first["moe/bias_range"] == 0
+    assert second["moe/bias_range"] == pytest.approx(0.2, abs=1e-6), "some experts had more than the mean, some less"
+    assert sorted(second["counts"]["moe/bias"]["0"]) == pytest.approx(
+        sorted(math.copysign(0.1, B * S / E - tokens) if tokens != B * S / E else 0 for tokens in loads[0]), abs=1e-6
+    )

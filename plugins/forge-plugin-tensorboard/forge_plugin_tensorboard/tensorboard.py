@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from attrs import frozen
+from attrs import field, frozen
+from attrs.validators import gt
 
 from forge_core.components import LoggerComponent
 
@@ -17,11 +18,15 @@ if TYPE_CHECKING:
 class TensorBoard(LoggerComponent):
     """Every number of every line as a TensorBoard scalar, in the folder `tensorboard` of the run.
 
-    Training numbers are under `train/`; those that name a group themselves (`eval/loss`) keep it.
+    Training numbers are under `train/`; those that name a group themselves (`eval/loss`) keep it. What layers count,
+    such as the tokens of their experts, becomes pictures: a row of squares a layer.
     """
+
+    picture_interval: int = field(default=100, validator=gt(0))
+    """Steps from picture to picture."""
 
     def build(self, context: BuildContext) -> Logger:
         from forge_plugin_tensorboard.writer import TensorBoardLogger
 
         assert context.folder is not None
-        return TensorBoardLogger(context.folder / "tensorboard")
+        return TensorBoardLogger(context.folder / "tensorboard", self.picture_interval)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from numbers import Real
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch.utils.tensorboard import SummaryWriter
+
+SQUARE = 8
+"""Pixels of a number's side."""
 
 
 class TensorBoardLogger:
     """See `forge_core.protocols.Logger`."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, picture_interval: int = 100) -> None:
+        self._folder, self._picture_interval = folder, picture_interval
 
     def start(self, step: int) -> None:
         """Open a further file; TensorBoard then hides what earlier ones hold beyond `step`, or all if it is 0."""
@@ -25,6 +29,9 @@ class TensorBoardLogger:
         for name, value in record.items():
             if name != "step" and isinstance(value, Real):
                 self._writer.add_scalar(_tag(name), value, record["step"])
+        if record["step"] % self._picture_interval == 0:
+            for name, rows in record.get("counts", {}).items():
+                self._writer.add_image(name, heat_map(rows), record["step"], dataformats="HW")
         if "loss" not in record:
             self._writer.flush()
 
@@ -34,6 +41,16 @@ class TensorBoardLogger:
 
     def close(self) -> None:
         self._writer.close()
+
+
+def heat_map(rows: Mapping[str, Sequence[float]]) -> np.ndarray:
+    """A picture of counts, (height, width) of uint8: a row of squares for each row, from the smallest of all (black) to
+    the largest (white). Shorter rows end in black."""
+    widest = max(map(len, rows.values()))
+    numbers = np.array([[*values, *[min(values)] * (widest - len(values))] for values in rows.values()])
+    low, high = numbers.min(), numbers.max()
+    shades = np.uint8(255 * (numbers - low) / max(high - low, 1e-30))
+    return np.kron(shades, np.ones((SQUARE, SQUARE), np.uint8))
 
 
 def _tag(name: str) -> str:

@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from forge_core.components import TrainingHook
 from forge_plugin_tensorboard import TensorBoard
-from forge_plugin_tensorboard.writer import TensorBoardLogger
+from forge_plugin_tensorboard.writer import TensorBoardLogger, heat_map
 
 
 def shown(folder):
@@ -117,3 +117,24 @@ def test_numbers_that_are_not_finite_are_kept(log):
 def test_importing_the_plugin_imports_neither_torch_nor_tensorboard():
     code = "import sys, forge_plugin_tensorboard; sys.exit(bool({'torch', 'tensorboard'} & set(sys.modules)))"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_counts_are_pictures(tmp_path):
+    logger = TensorBoardLogger(tmp_path, picture_interval=2)
+    logger.start(0)
+    for step in (1, 2, 3, 4):
+        logger.log({"step": step, "loss": 1.0, "counts": {"moe/load": {"0": [1.0, 3.0], "2": [0.0, 4.0]}}})
+    logger.close()
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert events.Tags()["images"] == ["moe/load"]
+    assert [picture.step for picture in events.Images("moe/load")] == [2, 4]
+    assert (events.Images("moe/load")[0].width, events.Images("moe/load")[0].height) == (16, 16)
+
+
+def test_a_heat_map_goes_from_the_smallest_to_the_largest():
+    picture = heat_map({"0": [1.0, 3.0], "2": [0.0, 4.0]})
+    assert picture.shape == (16, 16)
+    assert picture[::8, ::8].tolist() == [[63, 191], [0, 255]]
+    assert heat_map({"0": [2.0, 2.0]}).max() == 0
+    assert heat_map({"0": [1.0], "1": [0.0, 2.0]})[::8, ::8].tolist() == [[127, 127], [0, 255]]

@@ -5,6 +5,7 @@ Shapes: B sequences, S positions, D model width, E experts, K experts of a token
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -39,6 +40,7 @@ class MoELayer(nn.Module):
         hidden = component.hidden or default_hidden(dim)
         assert context.layer is not None
         self._auxiliary, self._layer = context.auxiliary, context.layer
+        context.auxiliary.summarise(LOAD, summarise_load)
         self._capacity = component.capacity_factor
         self._sequences = Sequences.of(context)
         self.backend, self._why = choose_backend(component.backend, context)
@@ -121,6 +123,21 @@ class MoELayer(nn.Module):
 
     def backend_choices(self, seq_len: int) -> Sequence[tuple[str, str, str]]:
         return [("experts", self.backend, self._why)]
+
+
+def summarise_load(rows: Mapping[int, Tensor]) -> Mapping[str, Tensor]:
+    """Metrics of how evenly experts are used, from the tokens of each expert of each layer."""
+    dead, fullest, entropies = [], [], []
+    for load in rows.values():
+        shares = load / load.sum().clamp(min=1)
+        dead.append((load == 0).sum())
+        fullest.append(shares.max() * len(load))
+        entropies.append(-torch.xlogy(shares, shares).sum() / math.log(max(2, len(load))))
+    return {
+        "moe/dead_experts": torch.stack(dead).sum(),
+        "moe/fullest_expert": torch.stack(fullest).max(),
+        "moe/entropy": torch.stack(entropies).mean(),
+    }
 
 
 def choose_backend(asked: str, context: BuildContext) -> tuple[str, str]:

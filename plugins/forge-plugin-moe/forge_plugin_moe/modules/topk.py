@@ -5,6 +5,7 @@ Shapes: B sequences, S positions, D model width, E experts, K experts of a token
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,6 +18,10 @@ if TYPE_CHECKING:
     from forge_core.context import BuildContext
     from forge_core.protocols import Batch
     from forge_plugin_moe.routers import SigmoidTopK, SoftmaxTopK, TopKRouter
+
+
+BIAS = "moe/bias"
+"""Of each expert."""
 
 
 class TopKModule(LinearScores):
@@ -74,11 +79,13 @@ class SigmoidRouter(TopKModule):
         super().__init__(component, context, dim, experts)
         self.register_buffer("bias", torch.empty(experts))
         self.balance.counts = self.balance.counts or component.bias_rate > 0
+        context.auxiliary.summarise(BIAS, summarise_bias)
 
     def init_buffers(self, device: torch.device) -> None:
         self.bias.zero_()
 
     def forward(self, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        self.auxiliary.count(BIAS, self.layer, self.bias, unit="layer")
         logits = self.logits(x)
         scores = logits.sigmoid()
         chosen = self.select(scores.detach() + self.bias)
@@ -97,3 +104,8 @@ class SigmoidRouter(TopKModule):
         if self.component.bias_rate:
             load = self.auxiliary.counted(CHOSEN, self.layer)
             self.bias += self.component.bias_rate * (load.mean() - load).sign().to(self.bias.dtype)
+
+
+def summarise_bias(rows: Mapping[int, Tensor]) -> Mapping[str, Tensor]:
+    """How far apart biases are, in the layer where that is most."""
+    return {"moe/bias_range": torch.stack([bias.max() - bias.min() for bias in rows.values()]).max()}
