@@ -1,4 +1,4 @@
-"""Attention as GPUs compute it: without a matrix of all pairs of positions."""
+"""Attention as GPUs compute it, without a matrix of all pairs of positions; and FLOPs that torch does not count."""
 
 from __future__ import annotations
 
@@ -47,11 +47,16 @@ def _attend(
     return _flash(q, k, v, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
 
 
-def count_attention() -> None:
-    """Let torch's table of FLOPs know the kernel above: causal attention computes half of the pairs."""
-    if _flash not in flop_registry:
-        register_flop_formula(_flash)(_forward_flops)
-        register_flop_formula(_aten._scaled_dot_product_flash_attention_for_cpu_backward)(_backward_flops)
+def count_kernels() -> None:
+    """Let torch's table of FLOPs know the kernel above, of which causal attention computes half of the pairs, and the
+    product of many groups of rows, such as those of experts."""
+    for kernel, formula in (
+        (_flash, _forward_flops),
+        (_aten._scaled_dot_product_flash_attention_for_cpu_backward, _backward_flops),
+        (_aten._grouped_mm, _grouped_flops),
+    ):
+        if kernel not in flop_registry:
+            register_flop_formula(kernel)(formula)
 
 
 def _products(q: Any, k: Any, causal: bool) -> float:
@@ -68,3 +73,10 @@ def _backward_flops(
     grad: Any, q: Any, k: Any, v: Any, out: Any, normaliser: Any, dropout: float, causal: bool, *_: Any, **__: Any
 ) -> float:
     return 5 * _products(q, k, causal)
+
+
+def _grouped_flops(a: Any, b: Any, *_: Any, **__: Any) -> float:
+    """Groups are of rows of `a` (M, in), with a matrix each; of columns of both (gradients of matrices); or, where both
+    are stacks, one product each."""
+    stacks = a[0] if len(a) == 3 == len(b) else 1
+    return 2 * stacks * a[-2] * a[-1] * b[-1]

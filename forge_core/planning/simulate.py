@@ -19,7 +19,7 @@ from forge_core.engine.step import Stepper
 from forge_core.errors import JobError
 from forge_core.parallel.layout import micro_batches
 from forge_core.planning.fake_run import FakeRun, fake_run
-from forge_core.planning.kernels import FusedAttention, count_attention
+from forge_core.planning.kernels import FusedAttention, count_kernels
 from forge_core.planning.meter import Meter, Transfer
 from forge_core.planning.storages import Memory, Purpose
 from forge_core.planning.world import Line, Said, fake_world, line_of
@@ -96,7 +96,7 @@ class _Rank:
         self._on_gpu = device.type == "cuda"
         self._compiled = _is_compiled(built.run.model)
         self._gradients = 0
-        count_attention()
+        count_kernels()
 
     def plan(self, play: bool) -> RankPlan:
         memory, traffic, failure = None, None, ""

@@ -7,9 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from forge_core.cli import main
 from forge_core.parallel.mesh import leave_group
+from forge_core.planning.kernels import count_kernels
 
 ROOT = Path(__file__).parents[2]
 JOB = """
@@ -119,6 +122,25 @@ def test_what_cannot_be_played_is_unknown_with_the_reason(tmp_path: Path, capsys
     out = capsys.readouterr().out
     assert "unknown   the step cannot be played: DataDependentOutputException" in out
     assert "  optimizer state" in out
+
+
+def test_experts_are_played_as_if_all_had_as_many_tokens(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    experts = ("--model.ffn.type=moe", "--model.ffn.experts=4", "--model.ffn.hidden=64", "--parallel.ep.degree=2")
+    assert plan(tmp_path, "--world-size=4", "--gpu=h200", "--parallel.fsdp.shard=4", *experts) == 0
+    out = capsys.readouterr().out
+    assert "ranks      4: shard 4, ep 2" in out
+    assert "unknown" not in out
+    assert "shard (2 ranks): all-to-all" in out
+
+
+def test_products_of_groups_count_as_many_flops_as_their_rows_make() -> None:
+    count_kernels()
+    x, weight = torch.randn(10, 16, requires_grad=True), torch.randn(3, 8, 16, requires_grad=True)
+    with FlopCounterMode(display=False) as counter:
+        y = torch.nn.functional.grouped_mm(x, weight.mT, offs=torch.tensor([4, 4, 10], dtype=torch.int32))
+        assert counter.get_total_flops() == 2 * 10 * 16 * 8
+        y.backward(torch.ones(10, 8))
+    assert counter.get_total_flops() == 3 * 2 * 10 * 16 * 8
 
 
 def test_an_unknown_gpu_is_named_with_those_there_are(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -5,13 +5,14 @@ Shapes: M rows, each a token for one expert, ordered by expert; e experts on eac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from attrs import frozen
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
@@ -110,19 +111,28 @@ class _Exchanged:
         wanted = counts.view(ranks, -1)
         offered = torch.empty_like(wanted)  # (R, e): rows that each rank has for each expert of this one
         dist.all_to_all_single(offered, wanted.contiguous(), group=self.group)
-        sent, received = torch.stack([wanted.sum(1), offered.sum(1)]).tolist()
+        sent, received = _sizes(rows, wanted, offered)
         theirs = exchange_rows(rows, sent, received, self.group)
-        by_expert = _by_expert(offered)
+        by_expert = _by_expert(offered, len(theirs))
         results = _reordered(theirs, by_expert)
         with local_parameters(*self.stack.modules()):
             results = self.forward(results, offered.sum(0))
         return exchange_rows(_reordered(results, by_expert.flip(0)), received, sent, self.group)
 
 
-def _by_expert(offered: Tensor) -> Tensor:
+def _sizes(rows: Tensor, wanted: Tensor, offered: Tensor) -> tuple[Sequence[int], Sequence[int]]:
+    """How many rows go to each rank, and come from each. While a step is planned, nobody knows: then all alike."""
+    if isinstance(wanted, FakeTensor):
+        shares = [len(part) for part in torch.arange(len(rows)).tensor_split(len(wanted))]
+        return shares, shares
+    sent, received = torch.stack([wanted.sum(1), offered.sum(1)]).tolist()
+    return sent, received
+
+
+def _by_expert(offered: Tensor, rows: int) -> Tensor:
     """(2, M): an order of rows that arrived rank by rank in which they are expert by expert, and its inverse."""
     experts = torch.arange(offered.shape[1], device=offered.device).repeat(offered.shape[0])
-    order = experts.repeat_interleave(offered.flatten()).argsort(stable=True)
+    order = experts.repeat_interleave(offered.flatten(), output_size=rows).argsort(stable=True)
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(len(order), device=order.device)
     return torch.stack([order, inverse])

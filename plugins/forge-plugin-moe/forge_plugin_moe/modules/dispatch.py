@@ -33,10 +33,13 @@ class Order:
         """Of choices (T, K) among `number` experts, -1 being none. Tokens keep their order within an expert."""
         flat = experts.flatten()
         flat = flat.where(flat >= 0, number)
-        sources = flat.argsort(stable=True)
+        ordered, sources = flat.sort(stable=True)
         rows = torch.empty_like(sources)
         rows[sources] = torch.arange(len(sources), device=sources.device)
-        return cls(sources, rows, torch.bincount(flat, minlength=number)[:number], experts.shape[-1])
+        ends = torch.searchsorted(
+            ordered, torch.arange(number, device=flat.device), right=True
+        )  # the host need not wait
+        return cls(sources, rows, ends.diff(prepend=ends.new_zeros(1)), experts.shape[-1])
 
 
 def to_rows(tokens: Tensor, order: Order) -> Tensor:

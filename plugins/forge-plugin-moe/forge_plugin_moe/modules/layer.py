@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
 from forge_core.modules import Linear
@@ -71,7 +72,8 @@ class MoELayer(nn.Module):
         self._auxiliary.count(LOAD, self._layer, order.counts)
         rows = to_rows(tokens, order)
         if left_out:
-            taken = int(order.counts.sum())
+            planned = isinstance(rows, FakeTensor)  # then nobody knows how many, and all is the most
+            taken = len(rows) if planned else int(order.counts.sum())
             rows = F.pad(self.experts(rows[:taken], order.counts), (0, 0, 0, len(rows) - taken))
         else:
             rows = self.experts(rows, order.counts)
