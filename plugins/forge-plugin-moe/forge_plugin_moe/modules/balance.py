@@ -25,19 +25,21 @@ class Balance(nn.Module):
     parts of a sequence add up.
 
     Buffers: `load` (E,), the last step's counts of the whole batch, if a loss needs them.
+
+    Args:
+        counted: whether choices are counted even if no loss needs it.
     """
 
     load: Tensor
 
-    def __init__(self, component: TopKRouter, context: BuildContext, experts: int) -> None:
+    def __init__(self, component: TopKRouter, context: BuildContext, experts: int, counted: bool) -> None:
         super().__init__()
         self._component = component
         self._auxiliary, self._layer = context.auxiliary, context.layer or 0
         self._sequences = Sequences.of(context)
         self._share = 1 / context.layout.tp
         self._experts = experts
-        self.counts = component.batch_balance > 0
-        """Whether choices are counted."""
+        self._counted = counted or component.batch_balance > 0
         if component.batch_balance:
             self.register_buffer("load", torch.empty(experts, dtype=torch.float64))
 
@@ -56,10 +58,10 @@ class Balance(nn.Module):
             chosen: (B, S, K).
         """
         one = self._component
-        if not (self.counts or one.sequence_balance or one.micro_batch_balance):
+        if not (self._counted or one.sequence_balance or one.micro_batch_balance):
             return weights
         found = _tally(chosen, self._experts)
-        if self.counts:
+        if self._counted:
             self._auxiliary.count(CHOSEN, self._layer, found.sum(0))
         length = chosen.shape[1] * self._sequences.pieces
         even = length * chosen.shape[2] / self._experts

@@ -36,9 +36,8 @@ class Order:
         ordered, sources = flat.sort(stable=True)
         rows = torch.empty_like(sources)
         rows[sources] = torch.arange(len(sources), device=sources.device)
-        ends = torch.searchsorted(
-            ordered, torch.arange(number, device=flat.device), right=True
-        )  # the host need not wait
+        # Other than for `bincount`, the host need not wait for this.
+        ends = torch.searchsorted(ordered, torch.arange(number, device=flat.device), right=True)
         return cls(sources, rows, ends.diff(prepend=ends.new_zeros(1)), experts.shape[-1])
 
 

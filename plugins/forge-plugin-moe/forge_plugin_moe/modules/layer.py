@@ -42,7 +42,7 @@ class MoELayer(nn.Module):
         assert context.layer is not None
         self._auxiliary, self._layer = context.auxiliary, context.layer
         context.auxiliary.summarise(LOAD, summarise_load)
-        self._capacity = component.capacity_factor
+        self._number, self._capacity = component.experts, component.capacity_factor
         self._sequences = Sequences.of(context)
         self.backend, self._why = choose_backend(component.backend, context)
         self.router = context.at("router").build(component.router, dim=dim, experts=component.experts)
@@ -60,7 +60,7 @@ class MoELayer(nn.Module):
         weights, chosen = self.router(x, batch)
         left_out = getattr(self.router, "leaves_out", False)
         if self._capacity and self.training:
-            kept = within_capacity(weights, chosen, self._capacity, self.experts_count, self._sequences)
+            kept = within_capacity(weights, chosen, self._capacity, self._number, self._sequences)
             self._count_dropped(chosen, kept)
             weights, chosen, left_out = weights.where(kept, 0), chosen.where(kept, -1), True
         y = self.routed(self._compute(x, weights, chosen, left_out))
@@ -68,7 +68,7 @@ class MoELayer(nn.Module):
 
     def _compute(self, x: Tensor, weights: Tensor, chosen: Tensor, left_out: bool) -> Tensor:
         tokens, choices = x.flatten(0, 1), weights.shape[-1]
-        order = Order.by_expert(chosen.view(-1, choices), self.experts_count)
+        order = Order.by_expert(chosen.view(-1, choices), self._number)
         self._auxiliary.count(LOAD, self._layer, order.counts)
         rows = to_rows(tokens, order)
         if left_out:
@@ -88,11 +88,6 @@ class MoELayer(nn.Module):
         wanted = chosen >= 0
         shares = (wanted & ~kept).sum((1, 2)) / (wanted.sum((1, 2)).clamp(min=1) * self._sequences.pieces)
         self._auxiliary.metric(DROPPED, shares.double().sum(), unit="sequence")
-
-    @property
-    def experts_count(self) -> int:
-        """E, also where ranks share them."""
-        return self.experts.gate.weight.shape[0]
 
     # --- what the model asks -------------------------------------------------------------------------------------
 

@@ -27,11 +27,13 @@ BIAS = "moe/bias"
 class TopKModule(LinearScores):
     """What both share."""
 
-    def __init__(self, component: TopKRouter, context: BuildContext, dim: int, experts: int) -> None:
+    def __init__(
+        self, component: TopKRouter, context: BuildContext, dim: int, experts: int, counted: bool = False
+    ) -> None:
         super().__init__(component, context, dim, experts)
         self.component = component
         self.experts_per_token = component.top_k
-        self.balance = Balance(component, context, experts)
+        self.balance = Balance(component, context, experts, counted)
 
     def select(self, preferences: Tensor) -> Tensor:
         """(B, S, E) to the K experts that a token prefers, in its best groups, (B, S, K)."""
@@ -76,9 +78,8 @@ class SigmoidRouter(TopKModule):
     bias: Tensor
 
     def __init__(self, component: SigmoidTopK, context: BuildContext, dim: int, experts: int) -> None:
-        super().__init__(component, context, dim, experts)
+        super().__init__(component, context, dim, experts, counted=component.bias_rate > 0)
         self.register_buffer("bias", torch.empty(experts))
-        self.balance.counts = self.balance.counts or component.bias_rate > 0
         context.auxiliary.summarise(BIAS, summarise_bias)
 
     def init_buffers(self, device: torch.device) -> None:
