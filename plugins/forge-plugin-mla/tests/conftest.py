@@ -13,8 +13,6 @@ from forge_core.parallel.initialise import check_finite, materialise
 from forge_plugin_mla import MultiHeadLatentAttention
 from forge_plugin_transformer import Transformer
 
-pytest_plugins = ["forge_core.testing.fixtures"]
-
 VOCABULARY = 61
 
 
