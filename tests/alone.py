@@ -4,8 +4,8 @@
     python tests/alone.py forge-plugin-muon  # this one, from the wheels in dist/
     python tests/alone.py --today            # one, in turn by the day
 
-There `forge-run plugins NAME --check` must find nothing wrong, its suite must pass, and a job must run that names each
-component which needs no key.
+There `forge-run plugins NAME --check` must find nothing wrong, a job must run that names each component which needs no
+key, and its suite must pass, for which its extra `test` is installed, if it has one: models or tokenizers of others.
 """
 
 from __future__ import annotations
@@ -73,11 +73,13 @@ def try_alone(name: str, base: Environment, folder: Path) -> str:
     """Install a distribution beside `base`, and see that it works; gives what was seen."""
     own = Environment(folder, beneath=base)
     before = own.installed()
+    wheel = wheel_of(name.replace("-", "_"))
     # A plugin may require another, which is among the wheels too.
-    own.pip("install", "--quiet", "--find-links", str(DIST), str(wheel_of(name.replace("-", "_"))))
+    own.pip("install", "--quiet", "--find-links", str(DIST), str(wheel))
     added = sorted(own.installed() - before)
     own.run("-m", "forge_core", "plugins", name, "--check")
     trained = [type_ for kind, type_ in own.jobs(name) if own.train(kind, type_, name)]
+    own.pip("install", "--quiet", "--find-links", str(DIST), f"{wheel}[test]")
     suite = own.suite(name)
     return f"installed {', '.join(added)}; jobs with {', '.join(trained) or 'none'}; {suite}"
 
