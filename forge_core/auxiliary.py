@@ -78,6 +78,7 @@ class Auxiliary:
         self._units: dict[str | Count, Unit | None] = {}
         self._counts: dict[Count, Tensor] = {}
         self._counted: Mapping[Count, Tensor] = {}
+        self._kept: Tensor | None = None
         self._summaries: dict[str, Summary] = {}
 
     def begin_step(self, tokens: Tensor, sequences: int, micro_batches: int) -> None:
@@ -96,7 +97,7 @@ class Auxiliary:
             counted: the counts of all ranks together.
         """
         self.active = False
-        self._counted = counted
+        self._counted, self._kept = counted, None
 
     def attach(self, x: Tensor, value: Tensor, *, unit: Unit, name: str, weight: float = 1.0) -> Tensor:
         """Add `weight * value / count(unit)` to the training objective; gives `x`, to be used in its place.
@@ -150,12 +151,14 @@ class Auxiliary:
         return found
 
     def forget_counted_unless(self, kept: Tensor) -> None:
-        """Make all that was counted in the last step zero, unless `kept` (), a device flag, is true."""
-        self._counted = {name: values * kept for name, values in self._counted.items()}
+        """Let `counted` give zeros for the last step, unless `kept` (), a device flag, is true. What is logged
+        stays."""
+        self._kept = kept
 
     def counted(self, name: str, row: int) -> Tensor:
         """(n,) what was counted in the last step that is over, by all ranks together; float64."""
-        return self._counted[Count(name, row)]
+        values = self._counted[Count(name, row)]
+        return values if self._kept is None else values * self._kept
 
     def _add(self, name: str, value: Tensor, unit: Unit | None) -> None:
         if self.recomputing:

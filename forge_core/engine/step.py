@@ -161,7 +161,8 @@ class Stepper:
             return attached
         if self._attached is None:
             known = gather_objects({name: value.shape for name, value in attached.items()}, self._pipeline)
-            self._attached = dict(sorted((each for part in known for each in part.items()), key=str))
+            every = {name: shape for part in known for name, shape in part.items()}
+            self._attached = {name: every[name] for name in sorted(every, key=_place)}
         new = sorted(map(str, attached.keys() - self._attached.keys()))
         if new:
             raise ForgeError(
@@ -176,6 +177,11 @@ class Stepper:
         totals = _flatten({**absent, **attached})
         torch.distributed.all_reduce(totals, group=self._pipeline)
         return _unflatten(totals, absent)
+
+
+def _place(name: str | Count) -> tuple[bool, str, int]:
+    """Metrics by name; then counts by name and layer."""
+    return (True, *name) if isinstance(name, Count) else (False, name, 0)
 
 
 def _flatten(parts: Sums) -> Tensor:

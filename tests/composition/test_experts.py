@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 
+import attrs
 import pytest
 import torch
 
+from forge_core.auxiliary import Count
 from forge_core.config.load import load_job
+from forge_core.data.loader import TrainLoader
+from forge_core.engine.step import Stepper
 from forge_core.engine.trainer import Trainer
 from forge_core.testing.processes import run_on_ranks
 from forge_core.testing.runs import advance, tiny_run, whole
@@ -70,6 +74,20 @@ def test_every_optimizer_trains_experts_alike(tmp_path, alone, layout):
         assert seen.keys() == expected.keys()
         for key, tensor in expected.items():
             torch.testing.assert_close(seen[key], tensor, rtol=1e-7, atol=1e-8, msg=f"{layout}, {name}: {key}")
+
+
+def layers_counted(folder):
+    stages = {"pp": PipelineParallel(degree=2, schedule="gpipe")}
+    model = attrs.evolve(MODEL, layers=12)
+    run = tiny_run(folder, model=model, parallel=stages, **SIZES)
+    stepper, loader = Stepper(run), TrainLoader(run.job, run.datasets, run.context)
+    _, sums = stepper.gradients(loader.next_step(), 0)
+    loader.close()
+    return [name.row for name in sums if isinstance(name, Count) and name.name == "moe/load"]
+
+
+def test_every_rank_of_a_pipeline_has_the_counts_of_all_layers_in_their_order(tmp_path):
+    assert run_on_ranks(2, lambda rank: layers_counted(tmp_path)) == [list(range(12))] * 2
 
 
 ROUTER = """

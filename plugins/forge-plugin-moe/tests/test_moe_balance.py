@@ -133,6 +133,22 @@ def test_a_skipped_update_leaves_the_bias(make_job, train):
     assert read_whole(checkpoint, stored, stored)["model.layers.0.ffn.router.bias"].abs().max() == 0
 
 
+def test_an_update_that_only_the_device_knows_to_be_skipped_changes_nothing(tmp_path):
+    """And what is logged of the step stays."""
+    run = tiny_run(tmp_path, model=model_of(SigmoidTopK(top_k=K, bias_rate=0.5, batch_balance=1.0)), **SIZES)
+    advance(run, 1)
+    router, auxiliary = run.model.layers["0"].ffn.router, run.context.auxiliary
+    bias, load, logged = router.bias.clone(), router.balance.load.clone(), auxiliary.summaries()
+    assert load.sum() == B * S * K
+    for kept in (False, True):
+        auxiliary.forget_counted_unless(torch.tensor(kept))
+        for module in (router, router.balance):
+            module.after_update()
+        assert torch.equal(router.balance.load, load)
+        assert torch.equal(router.bias, bias) is not kept
+        assert auxiliary.summaries() == logged
+
+
 def test_an_interrupted_run_equals_the_whole(make_job, train, lines):
     """Biases and the counts of the step before are in the checkpoint."""
     router = SigmoidTopK(top_k=K, bias_rate=0.05, batch_balance=1.0)

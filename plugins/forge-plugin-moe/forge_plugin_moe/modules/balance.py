@@ -85,7 +85,8 @@ class Balance(nn.Module):
 
     def after_update(self) -> None:
         if self._component.batch_balance:
-            self.load.copy_(self._auxiliary.counted(CHOSEN, self._layer))
+            counted = self._auxiliary.counted(CHOSEN, self._layer)
+            self.load.copy_(counted.where(counted.any(), self.load))  # none: the update was skipped
 
 
 def _tally(chosen: Tensor, experts: int) -> Tensor:
