@@ -48,7 +48,7 @@ class LoggerSuite(Suite):
             {"step": 1, "eval/loss": 2.5, "eval/perplexity": 12.2},
             {**training_line(2), "aux/balance": 0.1, "skipped": True},
             {**training_line(3), "loss": math.nan, "grad_norm": math.inf},
-            {**training_line(4), "counts": {"moe/load": {"0": [3.0, 5.0], "2": [8.0, 0.0]}}},
+            {**training_line(4), "counts": {"tokens": {"0": [3.0, 5.0], "2": [8.0, 0.0]}}},
             {"step": 5, "eval/loss": -math.inf},
         ]
         for record in records:
