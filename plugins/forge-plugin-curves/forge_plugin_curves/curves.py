@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 @frozen(kw_only=True)
 class Curves(LoggerComponent):
     """Keeps a picture in the run folder: losses, held-out bits per byte, learning rate and gradient norm.
+    Below them, what layers count, such as the tokens of their experts: a row of squares a layer.
 
     It is drawn anew at each evaluation and at the end. A picture that cannot be drawn is a warning that says why, and
     training goes on: the numbers are in the lines of metrics, from which the next picture is whole again.

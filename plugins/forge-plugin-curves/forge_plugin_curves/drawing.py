@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from forge_plugin_curves.history import History, Series
 
@@ -35,6 +37,7 @@ with _quiet():
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+HEADING_INCHES, MAP_INCHES, ROW_INCHES = 0.76, 1.2, 0.2
 INK, GREY = "#1f2933", "#7d8894"
 STYLE: dict[str, Any] = {
     "agg.path.chunksize": 10_000,  # without it Agg gives up on very long lines
@@ -76,14 +79,19 @@ def make_figure(history: History, *, title: str, total_steps: int, clip_norm: fl
         clip_norm: norm down to which larger gradients are scaled; 0: never.
     """
     with quiet_style():
-        figure = new_figure((13, 8))
+        heights = [4, 4, *(MAP_INCHES + ROW_INCHES * len(rows) for rows in history.counts.values())]
+        figure = new_figure((13, sum(heights)), heading=HEADING_INCHES / sum(heights))
         _heading(figure, history, title, total_steps)
-        (loss, held_out), (rate, norm) = figure.subplots(2, 2, sharex=True)
+        grid = figure.add_gridspec(len(heights), 2, height_ratios=heights)
+        loss, held_out, rate, norm = (figure.add_subplot(grid[place // 2, place % 2]) for place in range(4))
         _loss(loss, history)
         _held_out(held_out, history)
         _learning_rate(rate, history)
         _gradient_norm(norm, history, clip_norm)
-        _step_axes([rate, norm], history.step)
+        _step_axes([loss, held_out], [rate, norm], history.step)
+        for number, (name, rows) in enumerate(history.counts.items(), 2):
+            means = {row: average.value for row, average in rows.items()}
+            _heat_map(figure.add_subplot(grid[number, :]), name, means)
         return figure
 
 
@@ -103,9 +111,10 @@ def new_figure(size: tuple[float, float], heading: float = 0.095) -> Figure:
 
 
 def _heading(figure: Figure, history: History, title: str, total_steps: int) -> None:
-    figure.text(0.011, 0.967, title, fontsize=17, fontweight="bold", va="center")
+    height = figure.get_figheight()
+    figure.text(0.011, 1 - 0.264 / height, title, fontsize=17, fontweight="bold", va="center")
     facts = "   ·   ".join(_facts(history, total_steps))
-    figure.text(0.0115, 0.93, facts, fontsize=10.5, color=GREY, va="center")
+    figure.text(0.0115, 1 - 0.56 / height, facts, fontsize=10.5, color=GREY, va="center")
 
 
 def _facts(history: History, total_steps: int) -> Iterator[str]:
@@ -171,9 +180,30 @@ def _rough_and_smooth(axes: Axes, rough: Series, smooth: Series, horizon: int, c
         marks.line(axes, smooth, color, label=f"mean of about {horizon:,} steps")
 
 
-def _step_axes(bottom: Sequence[Axes], last_step: int) -> None:
-    for axes in bottom:
-        axes.set_xlabel("step")
+def _heat_map(axes: Axes, name: str, rows: Mapping[str, np.ndarray]) -> None:
+    """A row for each layer. Counts are shown relative to the mean of the layer; what may be negative, as it is."""
+    signed = any(values.min() < 0 for values in rows.values())
+    if not signed:
+        rows = {row: values / max(values.mean(), 1e-30) for row, values in rows.items()}
+    low, high = (-largest, largest) if signed and (largest := max(abs(v).max() for v in rows.values())) else (0, 2)
+    shown = np.full((len(rows), max(map(len, rows.values()))), np.nan)  # shorter rows end in nothing
+    for place, values in enumerate(rows.values()):
+        shown[place, : len(values)] = values
+    axes.set_title(name if signed else f"{name}, relative to the mean of its layer")
+    axes.set_ylabel("layer")
+    axes.set_yticks(range(len(rows)), list(rows))
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=16, integer=True))
+    axes.grid(False)
+    picture = axes.imshow(shown, cmap="RdBu_r", vmin=low, vmax=high, aspect="auto", interpolation="nearest")
+    figure = axes.get_figure()
+    assert figure is not None
+    figure.colorbar(picture, ax=axes, extend="neither" if signed else "max", fraction=0.02, pad=0.01)
+
+
+def _step_axes(top: Sequence[Axes], bottom: Sequence[Axes], last_step: int) -> None:
+    for axes in (*top, *bottom):
+        axes.tick_params(labelbottom=axes in bottom)
+        axes.set_xlabel("step" if axes in bottom else "")
         axes.set_xlim(0, max(last_step, 1) * 1.01)
         axes.xaxis.set_major_locator(MaxNLocator(nbins=8, steps=(1, 2, 2.5, 5, 10), integer=True))
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))

@@ -8,9 +8,12 @@ from array import array
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
 from attrs import define, field
+
+Numbers = TypeVar("Numbers", float, np.ndarray)
 
 
 @define
@@ -37,15 +40,20 @@ class Average:
     """
 
     horizon: int
-    _sum: float = 0.0
+    _sum: Any = 0.0
     _weight: float = 0.0
 
-    def add(self, value: float) -> float:
+    def add(self, value: Numbers) -> Numbers:
         """The average with `value` in it."""
-        if math.isfinite(value):
+        if np.isfinite(value).all():
             share = 1 / self.horizon
             self._sum += share * (value - self._sum)
             self._weight += share * (1 - self._weight)
+        return self.value  # type: ignore[no-any-return]
+
+    @property
+    def value(self) -> Any:
+        """The average, NaN if there is nothing in it."""
         return self._sum / self._weight if self._weight else math.nan
 
 
@@ -58,6 +66,8 @@ class History:
         self.loss, self.grad_norm, self.lr = Series(), Series(), Series()
         self.smooth_loss, self.smooth_grad_norm = Series(), Series()
         self.evaluations: dict[str, Series] = defaultdict(Series)
+        self.counts: dict[str, dict[str, Average]] = defaultdict(dict)
+        """What layers counted, by name and layer."""
         self.step = 0
         self.tokens = 0
         self._lines = 0
@@ -74,6 +84,9 @@ class History:
         if "loss" in record:
             self._add_training(record["step"], {name: float(record[name]) for name in ("loss", "grad_norm", "lr")})
             self.tokens = record.get("tokens", 0)
+            for name, rows in record.get("counts", {}).items():
+                for row, values in rows.items():
+                    self.counts[name].setdefault(row, Average(self.horizon)).add(np.array(values, float))
             return
         for name, value in record.items():
             if name.startswith("eval/"):

@@ -61,6 +61,24 @@ def test_each_step_its_average_and_the_held_out_loss_are_on_one_panel(panels):
     assert found["held out"] == [3.0]
 
 
+def test_what_layers_count_is_a_map_relative_to_the_mean_of_each_layer(panels):
+    counts = ({"0": [1, 3], "3": [5, 0, 1]}, {"0": [9, 3], "3": [2, 0, 1]})
+    steps = ({**training(step), "counts": {"load": rows}} for step, rows in enumerate(counts, 1))
+    *_, norm, load, _ = panels(*steps, horizon=2)
+    assert load.get_title("left") == "load, relative to the mean of its layer"
+    assert [label.get_text() for label in load.get_yticklabels()] == ["0", "3"]
+    expected = [[9.5 / 7, 4.5 / 7, -1], [4.5 / 2, 0, 1.5 / 2]]  # the step before weighs half
+    np.testing.assert_allclose(load.images[0].get_array().filled(-1), expected)
+    assert norm.get_xlabel() == "step"
+
+
+def test_what_may_be_negative_is_on_a_map_as_it_is(panels):
+    *_, bias, _ = panels({**training(1), "counts": {"bias": {"0": [-0.5, 0.25]}}})
+    assert bias.get_title("left") == "bias"
+    np.testing.assert_allclose(bias.images[0].get_array(), [[-0.5, 0.25]])
+    assert bias.images[0].get_clim() == (-0.5, 0.5)
+
+
 def test_the_last_held_out_values_stand_beside_their_points(panels):
     loss, held_out, *_ = panels(
         training(1), evaluation(1, 5.0), evaluation(2, 3.25, **{"eval/bits_per_byte": 1.5}), training(2)
