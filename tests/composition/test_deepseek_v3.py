@@ -7,19 +7,12 @@ from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
 from forge_core.testing.runs import tiny_run
 from forge_plugin_mla import MultiHeadLatentAttention
-from forge_plugin_mla.huggingface_names import from_huggingface
+from forge_plugin_mla.huggingface_names import PARTS
 from forge_plugin_moe import MoE, SigmoidTopK
+from forge_plugin_moe.huggingface_names import from_huggingface
 from forge_plugin_transformer import PlainRope, RMSNorm, SwiGLU, Transformer
 
 WIDTHS = {"q_lora_rank": 14, "kv_lora_rank": 20, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10}
-EXPERTS = {
-    "gate.weight": "router.weight",
-    "gate.e_score_correction_bias": "router.bias",
-    "experts.down_proj": "experts.down.weight",
-    "shared_experts.gate_proj.weight": "shared.gate.weight",
-    "shared_experts.up_proj.weight": "shared.up.weight",
-    "shared_experts.down_proj.weight": "shared.down.weight",
-}
 
 
 def reference():
@@ -36,19 +29,6 @@ def reference():
     return model
 
 
-def converted(state):
-    for name, tensor in state.items():
-        layer, _, key = name.partition(".mlp.")
-        ours = f"layers.{layer.rpartition('.')[2]}.ffn."
-        if key == "experts.gate_up_proj":
-            gate, up = tensor.chunk(2, dim=1)
-            yield from ((f"{ours}experts.gate.weight", gate), (f"{ours}experts.up.weight", up))
-        elif key in EXPERTS:
-            yield f"{ours}{EXPERTS[key]}", tensor
-        else:
-            yield from_huggingface(name), tensor
-
-
 def test_logits_are_those_of_transformers(tmp_path):
     theirs = reference()
     router = SigmoidTopK(top_k=3, groups=4, top_groups=2, scaling=2.5)
@@ -56,7 +36,7 @@ def test_logits_are_those_of_transformers(tmp_path):
     attention = MultiHeadLatentAttention(heads=4, rope=PlainRope(theta=1e4), rope_interleave=True, **WIDTHS)
     model = Transformer(dim=32, layers=3, vocab_size=61, attention=attention, ffn=ffn, norm=RMSNorm(eps=1e-6))
     ours = tiny_run(tmp_path, model=model).model
-    ours.load_state_dict(dict(converted(theirs.state_dict())))
+    ours.load_state_dict(from_huggingface(theirs.state_dict(), PARTS))
     ids = torch.randint(61, (2, 24), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         seen, expected = ours.head.logits(ours({"input_ids": ids})), theirs(ids).logits

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import (
     DeepseekV3Config,
     MixtralConfig,
@@ -17,40 +18,12 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 
 from forge_core.testing.runs import tiny_run
 from forge_plugin_moe import MoE, SigmoidTopK, SoftmaxTopK
+from forge_plugin_moe.huggingface_names import from_huggingface, to_huggingface
 from forge_plugin_transformer import GroupedQueryAttention, PlainRope, RMSNorm, SwiGLU, Transformer
-from forge_plugin_transformer.huggingface_names import from_huggingface
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
 SIZES |= {"num_key_value_heads": 2, "tie_word_embeddings": False, "num_experts_per_tok": 2}
 ATTENTION = {"heads": 4, "kv_heads": 2}
-
-EXPERTS = {
-    "gate.weight": "router.weight",
-    "experts.down_proj": "experts.down.weight",
-    "shared_expert.gate_proj.weight": "shared.gate.weight",
-    "shared_expert.up_proj.weight": "shared.up.weight",
-    "shared_expert.down_proj.weight": "shared.down.weight",
-    "shared_experts.gate_proj.weight": "shared.gate.weight",
-    "shared_experts.up_proj.weight": "shared.up.weight",
-    "shared_experts.down_proj.weight": "shared.down.weight",
-    "shared_expert_gate.weight": "shared_gate.weight",
-    "gate.e_score_correction_bias": "router.bias",
-}
-"""Names inside a part with experts: theirs and ours."""
-
-
-def converted(state):
-    """Their weights by our names."""
-    for name, tensor in state.items():
-        layer, found, key = name.partition(".mlp.")
-        ours = f"layers.{layer.rpartition('.')[2]}.ffn." if found else ""
-        if key == "experts.gate_up_proj":
-            gate, up = tensor.chunk(2, dim=1)
-            yield from ((f"{ours}experts.gate.weight", gate), (f"{ours}experts.up.weight", up))
-        elif key in EXPERTS:
-            yield f"{ours}{EXPERTS[key]}", tensor
-        else:
-            yield from_huggingface(name), tensor
 
 
 def logits(model, ids, tmp_path):
@@ -125,11 +98,54 @@ def test_logits_are_those_of_transformers(tmp_path, name):
     )
     ids = torch.randint(64, (2, 24), generator=torch.Generator().manual_seed(1))
     network, compute = logits(model, ids, tmp_path)
-    network.load_state_dict(dict(converted(theirs.state_dict())))
+    network.load_state_dict(from_huggingface(theirs.state_dict()))
     with torch.no_grad():
         seen, expected = compute(), theirs(ids).logits
     assert expected.std() > 0.5, "else nothing would be compared"
     assert (seen - expected).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("name", ["qwen3, first layer dense", "qwen2, every other layer, gated shared expert"])
+def test_transformers_reads_what_is_converted(tmp_path, name):
+    """From files with a tensor for each matrix of each expert."""
+    kind, config, _ = MODELS[name]
+    torch.manual_seed(0)
+    theirs = kind(config).eval()
+    ours = from_huggingface(theirs.state_dict())
+    files = to_huggingface(ours, shared="shared_expert")
+    assert "model.layers.1.mlp.experts.7.down_proj.weight" in files
+    config.save_pretrained(tmp_path)
+    save_file({name: tensor.contiguous() for name, tensor in files.items()}, tmp_path / "model.safetensors")
+    loaded = kind.from_pretrained(tmp_path).eval()
+    ids = torch.randint(64, (2, 24), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        assert torch.equal(loaded(ids).logits, theirs(ids).logits)
+    again = from_huggingface(files)
+    assert again.keys() == ours.keys()
+    assert all(torch.equal(again[name], ours[name]) for name in ours)
+
+
+def test_names_of_mixtrals_files():
+    """Each matrix has numbers of its own, so that none takes another's place."""
+    files = {
+        f"model.layers.2.block_sparse_moe.experts.{number}.w{matrix}.weight": torch.full((2, 3), 10.0 * matrix + number)
+        for number in range(4)
+        for matrix in (1, 2, 3)
+    }
+    found = from_huggingface({**files, "model.layers.2.block_sparse_moe.gate.weight": torch.zeros(4, 3)})
+    first = {name.removeprefix("layers.2.ffn."): tensor[..., 0, 0].tolist() for name, tensor in found.items()}
+    assert first == {
+        "router.weight": 0.0,
+        "experts.gate.weight": [10, 11, 12, 13],
+        "experts.down.weight": [20, 21, 22, 23],
+        "experts.up.weight": [30, 31, 32, 33],
+    }
+
+
+def test_a_missing_expert_is_named():
+    files = {f"model.layers.0.mlp.experts.{number}.up_proj.weight": torch.zeros(2, 3) for number in (0, 1, 3)}
+    with pytest.raises(ValueError, match=r"layers\.0\.ffn\.experts\.up\.weight: of 4 experts, 1 are missing.* 2"):
+        from_huggingface(files)
 
 
 @pytest.mark.parametrize("normalise", [True, False])
@@ -156,7 +172,9 @@ def test_experts_are_those_of_deepseek_v3(tmp_path, normalise):
     run = tiny_run(tmp_path, model=Transformer(dim=32, layers=1, vocab_size=8, ffn=ffn))
     ours = run.model.layers["0"].ffn
     state = {f"model.layers.0.mlp.{name}": tensor for name, tensor in theirs.state_dict().items()}
-    ours.load_state_dict({name.removeprefix("layers.0.ffn."): tensor for name, tensor in converted(state)})
+    ours.load_state_dict(
+        {name.removeprefix("layers.0.ffn."): tensor for name, tensor in from_huggingface(state).items()}
+    )
     x = torch.randn(2, 12, 32, generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
         seen, expected = ours(x, {}), theirs(x)

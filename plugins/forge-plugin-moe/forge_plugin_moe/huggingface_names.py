@@ -1,0 +1,113 @@
+"""Weights of a `transformer` with `moe` and of Hugging Face's models with experts, both ways.
+
+From Mixtral, Qwen2-MoE, Qwen3-MoE and DeepSeek-V3; to the last three, whose names are alike. Files have a tensor for
+each matrix of each expert, a slice of our stacks; `transformers` 5 holds `gate_up_proj`, two of our stacks in one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from forge_plugin_transformer import huggingface_names
+
+MATRICES: Mapping[str, str] = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+"""Of an expert."""
+MIXTRAL: Mapping[str, str] = {"w1": "gate", "w3": "up", "w2": "down"}
+SharedNames = Literal["shared_experts", "shared_expert"]
+"""What the shared experts are called: by DeepSeek-V3, and by Qwen2-MoE."""
+
+_OURS = re.compile(r"layers\.(?P<layer>\d+)\.ffn\.(?P<key>.+)")
+_THEIRS = re.compile(r"(?:model\.)?layers\.(?P<layer>\d+)\.(?:mlp|block_sparse_moe)\.(?P<key>.+)")
+_EXPERT = re.compile(r"experts\.(?P<number>\d+)\.(?P<matrix>\w+)\.weight")
+
+
+def from_huggingface(
+    state: Mapping[str, Tensor], parts: Mapping[str, str] = huggingface_names.PARTS
+) -> dict[str, Tensor]:
+    """Their state by our names, experts stacked.
+
+    Args:
+        parts: the other modules of a layer, as `forge_plugin_transformer.huggingface_names` takes them.
+
+    Raises:
+        KeyError: there is no counterpart to a tensor.
+        ValueError: a layer lacks an expert.
+    """
+    found: dict[str, Tensor] = {}
+    experts: dict[str, dict[int, Tensor]] = defaultdict(dict)
+    others = {theirs: ours for name in get_args(SharedNames) for ours, theirs in _others(name).items()}
+    matrices = {theirs: ours for ours, theirs in MATRICES.items()} | MIXTRAL
+    for name, tensor in state.items():
+        match = _THEIRS.fullmatch(name)
+        layer, key = (f"layers.{match['layer']}.ffn", match["key"]) if match else ("", "")
+        if key == "experts.gate_up_proj":
+            found[f"{layer}.experts.gate.weight"], found[f"{layer}.experts.up.weight"] = tensor.chunk(2, dim=1)
+        elif key == "experts.down_proj":
+            found[f"{layer}.experts.down.weight"] = tensor
+        elif (expert := _EXPERT.fullmatch(key)) and expert["matrix"] in matrices:
+            experts[f"{layer}.experts.{matrices[expert['matrix']]}.weight"][int(expert["number"])] = tensor
+        elif key in others:
+            found[f"{layer}.{others[key]}"] = tensor
+        else:
+            found[huggingface_names.from_huggingface(name, parts)] = tensor
+    return found | {name: _stacked(name, own) for name, own in experts.items()}
+
+
+def to_huggingface(
+    state: Mapping[str, Tensor],
+    parts: Mapping[str, str] = huggingface_names.PARTS,
+    shared: SharedNames = "shared_experts",
+) -> dict[str, Tensor]:
+    """Our state by the names that files of Qwen3-MoE, Qwen2-MoE and DeepSeek-V3 have, a tensor for each matrix of each
+    expert.
+
+    Args:
+        parts: as for `from_huggingface`.
+
+    Raises:
+        KeyError: there is no counterpart to a tensor.
+    """
+    return dict(_to_huggingface(state, parts, shared))
+
+
+def _to_huggingface(
+    state: Mapping[str, Tensor], parts: Mapping[str, str], shared: SharedNames
+) -> Iterator[tuple[str, Tensor]]:
+    others = _others(shared)
+    stacks = {f"experts.{ours}.weight": theirs for ours, theirs in MATRICES.items()}
+    for name, tensor in state.items():
+        match = _OURS.fullmatch(name)
+        layer, key = (f"model.layers.{match['layer']}.mlp", match["key"]) if match else ("", "")
+        if key in stacks:
+            for number, own in enumerate(tensor.unbind()):
+                yield f"{layer}.experts.{number}.{stacks[key]}.weight", own
+        elif key in others:
+            yield f"{layer}.{others[key]}", tensor
+        else:
+            yield huggingface_names.to_huggingface(name, parts), tensor
+
+
+def _others(shared: SharedNames) -> dict[str, str]:
+    """What is not of one expert: our names, and theirs."""
+    matrices = {f"shared.{ours}.weight": f"{shared}.{theirs}.weight" for ours, theirs in MATRICES.items()}
+    return {
+        "router.weight": "gate.weight",
+        "router.bias": "gate.e_score_correction_bias",
+        "shared_gate.weight": "shared_expert_gate.weight",
+        **matrices,
+    }
+
+
+def _stacked(name: str, experts: Mapping[int, Tensor]) -> Tensor:
+    missing = sorted(set(range(max(experts) + 1)) - experts.keys())
+    if missing:
+        raise ValueError(
+            f"{name}: of {max(experts) + 1} experts, {len(missing)} are missing, the first is {missing[0]}"
+        )
+    return torch.stack([experts[number] for number in range(len(experts))])
