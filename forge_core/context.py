@@ -34,7 +34,8 @@ class BuildContext:
     """None only where no process group exists (single process)."""
     device: torch.device
     dtype: torch.dtype
-    """Compute dtype: what `Model.embed` emits. Parameters are float32 (float64 when this is float64)."""
+    """Compute dtype: what `Model.embed` emits. Parameters are float32 (float64 when this is float64), or what
+    the optimizer's `parameter_dtype` says."""
     auxiliary: Auxiliary
     """Auxiliary losses and module metrics attach here."""
     tokenizer: Tokenizer | None = None

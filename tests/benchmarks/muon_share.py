@@ -16,11 +16,9 @@ from types import SimpleNamespace
 
 from forge_core.components import OptimizerComponent
 from forge_core.data.loader import TrainLoader
-from forge_core.engine.build import build_context, build_run
 from forge_core.engine.step import Stepper
-from forge_core.plugins.catalog import Catalog
-from forge_core.testing import tiny_job
 from forge_core.testing.processes import run_on_ranks
+from forge_core.testing.runs import tiny_run
 from forge_plugin_adamw import AdamW
 from forge_plugin_muon import Muon
 from forge_plugin_parallel import FSDP
@@ -34,9 +32,8 @@ def timed(optimizer: OptimizerComponent, ranks: int, rounds: int) -> tuple[float
     """CPU seconds of passes and of the optimizer's step, of this rank."""
     with tempfile.TemporaryDirectory() as folder:
         stages = {"fsdp": FSDP()} if ranks > 1 else {}
-        job = tiny_job(folder, Catalog.installed(), model=MODEL, optimizer=optimizer, parallel=stages, **SIZES)
-        run = build_run(job, build_context(job, Catalog.installed(), None))
-        stepper, loader = Stepper(run), TrainLoader(job, run.datasets, run.context)
+        run = tiny_run(folder, model=MODEL, optimizer=optimizer, parallel=stages, **SIZES)
+        stepper, loader = Stepper(run), TrainLoader(run.job, run.datasets, run.context)
         passes, steps = [], []
         for step in range(rounds + 1):
             batches = loader.next_step()

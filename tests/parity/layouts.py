@@ -61,7 +61,7 @@ class Row:
         found = {"accumulation": self.micro_batch_size, "ignored labels": self.ignored > 1, "tied": self.tied}
         found |= {"chunked loss": self.chunked, "packed documents": self.packed}
         if self.router is not None:
-            found[f"experts by {Catalog.installed().type_of(type(self.router)).rpartition('/')[2]}"] = True
+            found[f"experts by {type(self.router).__name__}"] = True
         return ", ".join(name for name, on in found.items() if on)
 
     def job(self, folder: str, parallel: bool = True, precision: str = "fp64", steps: int = 5) -> Job:
