@@ -22,7 +22,7 @@ from forge_plugin_muon import Muon
 from forge_plugin_parallel import FSDP, ExpertParallel, PipelineParallel
 from forge_plugin_schedule_free import ScheduleFreeAdamW
 from forge_plugin_soap import SOAP
-from forge_plugin_transformer import GroupedQueryAttention, Transformer
+from forge_plugin_transformer import GroupedQueryAttention, SwiGLU, Transformer
 
 MODEL = Transformer(
     dim=16,
@@ -154,3 +154,15 @@ def test_a_router_in_a_file_works_under_every_layout(tmp_path, monkeypatch):
         for name in ("one", "four")
     )
     assert one == pytest.approx(four, rel=1e-9)
+
+
+def test_pipelines_are_cut_by_what_a_token_meets(tmp_path):
+    """Each layer with experts has eight times the weights of a dense one, of which a token meets as many."""
+    ffn = MoE(experts=16, hidden=16, first_dense=4, dense=SwiGLU(hidden=32))
+    model = attrs.evolve(MODEL, layers=8, ffn=ffn)
+
+    def cut(rank):
+        run = tiny_run(tmp_path, model=model, parallel={"pp": PipelineParallel(degree=2)}, **SIZES)
+        return run.built_stages[0].describe()
+
+    assert run_on_ranks(2, cut) == ["1f1b, stages of 4, 4 layers"] * 2

@@ -55,8 +55,8 @@ class PipelineParallel(ParallelComponent):
     stages_per_rank: int = field(default=0, validator=ge(0))
     """Stages of each rank. 0: one for gpipe and 1f1b, else two."""
     layers: tuple[int, ...] = field(default=(), validator=deep_iterable(ge(1)))
-    """Layers of each stage, from the first to the last. Empty: such that the weights that multiply a token are shared
-    as equally as possible, the head's included."""
+    """Layers of each stage, from the first to the last. Empty: such that the FLOPs of a token are shared as
+    equally as possible, the head's included."""
 
     @property
     def stages(self) -> int:
