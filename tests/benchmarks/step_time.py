@@ -3,6 +3,7 @@
     python tests/benchmarks/step_time.py --dtype bf16 --rounds 3
     python tests/benchmarks/step_time.py --engines forge plain --compile --dtype bf16
     python tests/benchmarks/step_time.py --engine forge --dtype fp32        # one engine, one JSON line
+    python tests/benchmarks/step_time.py --engines forge forge_balanced --moe --experts 64 --topk 8 --moe_hidden 96
 
 Engines run in turn, A B C A B C …, each in a process of its own; the table gives medians over rounds and ratios to the
 plain loop. The figure to trust is CPU time a step (all threads, median over steps): with waits that do not spin
@@ -28,6 +29,7 @@ HERE = Path(__file__).resolve().parent
 FIGURES = ("step_cpu_ms_p50", "step_ms_p50", "tokens_per_s", "peak_rss_mb", "first_step_s", "loss_at_step_k", "params")
 CLIP = 1.0
 SAMPLES_OF = 8
+FURTHER_SIZES = {"kv": 4, "hidden": 768, "vocab": 8192, "seed": 0, "experts": 8, "topk": 2, "moe_hidden": 384}
 
 
 def arguments() -> argparse.Namespace:
@@ -37,15 +39,20 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="bf16")
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--moe", action="store_true", help="a mixture of experts; for Forge alone")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override for Forge's job")
     sizes = {"steps": 30, "warm": 8, "threads": 2, "batch": 4, "seq": 512, "dim": 256, "layers": 6, "heads": 8}
-    for name, default in (sizes | {"kv": 4, "hidden": 768, "vocab": 8192, "seed": 0}).items():
+    for name, default in (sizes | FURTHER_SIZES).items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--lr", type=float, default=3e-4)
     parser.add_argument("--wd", type=float, default=0.1)
     for accepted in ("--variant", "--opt"):  # options of the peers' harness that have no meaning here
-        parser.add_argument(accepted, default="default", choices=["default", "clip"], help=argparse.SUPPRESS)
-    return parser.parse_args()
+        parser.add_argument(accepted, default="default", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    asked = [options.engine] if options.engine else options.engines
+    if options.moe and not set(asked) <= {"forge", "forge_balanced"}:
+        parser.error("--moe is for --engines forge forge_balanced; peers with experts: see docs/benchmarks.md")
+    return options
 
 
 # --- measuring -------------------------------------------------------------------------------------------------------
@@ -126,7 +133,7 @@ def forge(options: argparse.Namespace, meter: Meter) -> None:
         tick = Tick()
         with contextlib.redirect_stdout(io.StringIO()):
             summary = Trainer(load_job(job_file, overrides=[f"--{o}" for o in options.set]), hooks=[tick]).run()
-    meter.report("forge", summary.loss or 0.0, tick.params)
+    meter.report(options.engine, summary.loss or 0.0, tick.params)
 
 
 def job_text(options: argparse.Namespace, folder: str) -> str:
@@ -148,8 +155,7 @@ vocab_size = {options.vocab}
 [model.attention]
 heads = {options.heads}
 kv_heads = {options.kv}
-[model.ffn]
-hidden = {options.hidden}
+{ffn_text(options)}
 [[data.sources]]
 type = "{HERE}/random_tokens.py:RandomTokens"
 vocab_size = {options.vocab}
@@ -164,6 +170,14 @@ weight_decay = {options.wd}
 folder = "checkpoints"
 {"[parallel.compile]" if options.compile else ""}
 """
+
+
+def ffn_text(options: argparse.Namespace) -> str:
+    if not options.moe:
+        return f"[model.ffn]\nhidden = {options.hidden}"
+    router = "softmax_topk" if options.engine == "forge" else f"{HERE}/balanced_router.py:Balanced"
+    moe = f'type = "moe"\nexperts = {options.experts}\nhidden = {options.moe_hidden}'
+    return f'[model.ffn]\n{moe}\n[model.ffn.router]\ntype = "{router}"\ntop_k = {options.topk}'
 
 
 def plain(options: argparse.Namespace, meter: Meter) -> None:
@@ -181,7 +195,7 @@ def hf(options: argparse.Namespace, meter: Meter) -> None:
     meter.report("hf", loss, params)
 
 
-ENGINES = {"forge": forge, "plain": plain, "hf": hf}
+ENGINES = {"forge": forge, "forge_balanced": forge, "plain": plain, "hf": hf}
 
 
 # --- side by side ----------------------------------------------------------------------------------------------------
