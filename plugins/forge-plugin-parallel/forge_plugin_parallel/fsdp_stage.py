@@ -43,6 +43,7 @@ class FSDPStage:
         self._precision = _precision(context.dtype, context.job.optimizer.parameter_dtype == "bf16")
         self._offload = OffloadPolicy()
         self._owns_gradients = False
+        self._units: list[FSDPModule] = []
         if component.offload:
             self._offload = CPUOffloadPolicy(pin_memory=context.device.type == "cuda")
             self.parameter_device = torch.device("cpu")
@@ -53,7 +54,8 @@ class FSDPStage:
         apart = [self._shard([module], self._reshards, module.data_mesh) for module in _with_own_ranks(model)]
         units = [self._shard(modules, self._reshards) for modules in inner_units(model)]
         root = self._shard([model], reshard_after_forward=False)
-        for unit in (*apart, *units, root):
+        self._units = [*apart, *units, root]
+        for unit in self._units:
             # Gradients are already divided by the tokens of the global batch: what is left to do is to add them up.
             unit.set_force_sum_reduction_for_comms(True)
             unit.set_gradient_divide_factor(1.0)
@@ -69,7 +71,8 @@ class FSDPStage:
 
     @contextmanager
     def micro_batch(self, model: Model, *, backward: bool, last: bool) -> Iterator[None]:
-        """Without a backward pass, nobody else would free the root; weights that change meanwhile would go unseen."""
+        """Without a backward pass, nobody else would free the root, nor a unit that was gathered ahead and not used, as
+        of a module that only trains; weights that change meanwhile would go unseen."""
         assert isinstance(model, FSDPModule)
         if not self._owns_gradients:
             _own_gradients(model)
@@ -80,7 +83,8 @@ class FSDPStage:
             model.set_reshard_after_backward(self._reshards or not self._pipelined)
         yield
         if not backward:
-            model.reshard()
+            for unit in self._units:
+                unit.reshard()
 
     def complete_gradients(self, model: Model) -> None:
         """Reduce what the micro-batches of a pipeline have added up, and free what they left gathered."""
