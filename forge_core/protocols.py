@@ -238,6 +238,16 @@ class HasEnds(Protocol):
 
 
 @runtime_checkable
+class HasFurtherBlocks(Protocol):
+    """A model with blocks besides its `layers`, which `finish` runs, such as those that predict further tokens. What is
+    done to each layer by itself, as to compute it again or to compile it, is done to them too."""
+
+    def further_blocks(self) -> Sequence[str]:
+        """Names of these modules; in a pipeline, of those that this rank has."""
+        ...
+
+
+@runtime_checkable
 class HasFSDPUnits(Protocol):
     def fsdp_units(self) -> Sequence[Sequence[str]]:
         """Groups of module names, each to be gathered and freed together, in the order of the forward pass."""

@@ -92,10 +92,14 @@ class Transformer(ModelComponent):
         )
 
     def _build_predictions(self, component: MultiTokenPrediction, context: BuildContext) -> Predictions:
+        import torch
+
         from forge_core.auxiliary import Auxiliary
         from forge_plugin_transformer.modules.multi_token import Predictions
 
-        silent = attrs.evolve(context, auxiliary=Auxiliary(context.device))  # what it logs would add up with the loss's
+        silent = attrs.evolve(
+            context, auxiliary=Auxiliary(torch.device("cpu"))
+        )  # else what it logs would add to the loss's
         return Predictions(
             [self._build_prediction(context, number) for number in range(component.depth)],
             silent.build(component.loss),

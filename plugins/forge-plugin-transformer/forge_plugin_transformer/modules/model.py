@@ -115,7 +115,7 @@ class TransformerModel(nn.Module):
         return list(chain.from_iterable(parts.expert_stacks(name, part) for name, part in self._parts()))
 
     def ends(self) -> tuple[Sequence[str], Sequence[str]]:
-        return ["embedding"], ["norm", "head", *(["mtp", "embedding"] if self.mtp is not None else [])]
+        return ["embedding"], ["norm", "head", *(["embedding", "mtp"] if self.mtp is not None else [])]
 
     def fsdp_units(self) -> Sequence[Sequence[str]]:
         """A table that is wanted at both ends goes with the head's unit and stays gathered throughout."""

@@ -6,7 +6,7 @@ Shapes: B sequences, S positions, D model width, K modules.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -120,9 +120,10 @@ class Predictions(nn.Module):
 
     def forward(self, hidden: Tensor, embedding: Embedding, head: LinearHead, batch: Batch) -> Tensor:
         """The model's states (B, S, D), with the objective attached."""
+        hidden, *embedded = _Joined.apply(hidden, *(embedding(ids) for ids in batch[IDS].unbind(-1)))
         state, losses = hidden, []
         for number, block in enumerate(self.blocks):
-            state = block(state, embedding(batch[IDS][..., number]), batch)
+            state = block(state, embedded[number], batch)
             output = self.objective(state, head, batch, number)
             self._count(number + 1, output)
             losses.append(output.sum)
@@ -134,6 +135,23 @@ class Predictions(nn.Module):
     def _count(self, distance: int, output: LossOutput) -> None:
         sums, counts = output.per_sequence
         self._auxiliary.count(TARGETS, distance, torch.stack([sums.sum(), counts.sum()]))
+
+
+class _Joined(torch.autograd.Function):
+    """The same tensors, as outputs of one operation.
+
+    Pipelines that compute gradients of weights apart (torch.distributed.pipelining) start from where the weights meet
+    what depends on the stage's input. For the embedding these would be several places, of which one lies behind the
+    others, and going from each would go through the blocks between them twice.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        return grads
 
 
 def mean_losses(rows: Mapping[int, Tensor]) -> Mapping[str, Tensor]:
