@@ -135,11 +135,9 @@ class PipelineParallel(ParallelComponent):
         for end in model.ends():  # type: ignore[attr-defined]
             for other, name in ties(model).items():
                 if {other.rpartition(".")[0], name.rpartition(".")[0]} <= set(end):
-                    seen = (
-                        f"{self.schedule} computes gradients of weights apart, which cannot be done where {other} and"
-                    )
+                    seen = f"{self.schedule} computes gradients of weights apart, and cannot where {other} and {name}"
                     fix = "take another schedule, or do not tie them"
-                    yield Problem("schedule", f"{seen} {name} are one parameter and in one stage; {fix}")
+                    yield Problem("schedule", f"{seen}, which are one parameter, are in one stage; {fix}")
 
     def build(self, context: BuildContext) -> ParallelStage:
         from forge_plugin_parallel.pp_stage import PipelineParallelStage, WholeStage

@@ -97,9 +97,8 @@ class Transformer(ModelComponent):
         from forge_core.auxiliary import Auxiliary
         from forge_plugin_transformer.modules.multi_token import Predictions
 
-        silent = attrs.evolve(
-            context, auxiliary=Auxiliary(torch.device("cpu"))
-        )  # else what it logs would add to the loss's
+        # What it logs would be added to what the job's own loss logs.
+        silent = attrs.evolve(context, auxiliary=Auxiliary(torch.device("cpu")))
         return Predictions(
             [self._build_prediction(context, number) for number in range(component.depth)],
             silent.build(component.loss),
