@@ -60,6 +60,19 @@ class Recomputing(AbstractContextManager):
         self._auxiliary.recomputing = self._before.pop()
 
 
+class Rehearsing(Recomputing):
+    """Marks a forward pass that is made to see what a training step takes: modules do what they do in one, and nothing
+    counts."""
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        self._auxiliary.active = True
+
+    def __exit__(self, *exc: object) -> None:
+        super().__exit__(*exc)
+        self._auxiliary.active = False
+
+
 class Auxiliary:
     """Collects what modules attach. One object a run, found as `context.auxiliary`.
 

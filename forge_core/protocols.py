@@ -149,6 +149,17 @@ class Prepares(Protocol):
 
 
 @runtime_checkable
+class PreparesSequences(Protocol):
+    """A model that needs at a position what stands at others, such as the token after the next. Where a stage divides
+    sequences, no rank sees all of them later on, so whoever divides a batch calls this first; else `prepare` does."""
+
+    def prepare_sequences(self, batch: Batch) -> Batch:
+        """The batch, of whole sequences, with further entries. Those of shape (B, S, …) are divided like the others.
+        Those that are there already stay."""
+        ...
+
+
+@runtime_checkable
 class HasFlops(Protocol):
     def flops(self, seq_len: int) -> float:
         """Model FLOPs a token, forward and backward, at this sequence length: 6 for each weight that multiplies a
@@ -223,6 +234,16 @@ class HasEnds(Protocol):
 
     def ends(self) -> tuple[Sequence[str], Sequence[str]]:
         """Names of the modules that `embed` uses, and of those that `finish` and the head use."""
+        ...
+
+
+@runtime_checkable
+class HasFurtherBlocks(Protocol):
+    """A model with blocks besides its `layers`, which `finish` runs, such as those that predict further tokens. What is
+    done to each layer by itself, as to compute it again or to compile it, is done to them too."""
+
+    def further_blocks(self) -> Sequence[str]:
+        """Names of these modules; in a pipeline, of those that this rank has."""
         ...
 
 

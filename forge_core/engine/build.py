@@ -41,6 +41,7 @@ from forge_core.protocols import (
     LossFunction,
     Model,
     ParallelStage,
+    PreparesSequences,
     Stream,
     Tokenizer,
 )
@@ -251,11 +252,14 @@ def _executor(job: Job, context: BuildContext, built: BuiltModel, loss: LossFunc
     model, stages = built.model, built.built_stages
     for stage in stages:
         if hasattr(stage, "executor"):
-            return _splitting(stage.executor(model, loss, stages), stages)
-    return _splitting(context.build(job.executor, model=model, loss=loss, stages=stages), stages)
+            return _splitting(stage.executor(model, loss, stages), model, stages)
+    return _splitting(context.build(job.executor, model=model, loss=loss, stages=stages), model, stages)
 
 
-def _splitting(executor: Executor, stages: Sequence[ParallelStage]) -> Executor:
+def _splitting(executor: Executor, model: Model, stages: Sequence[ParallelStage]) -> Executor:
     """The executor, given this rank's part of each micro-batch where a stage divides sequences."""
     splits = [stage.split for stage in stages if hasattr(stage, "split")]
-    return SplittingExecutor(executor, splits) if splits else executor
+    if not splits:
+        return executor
+    first = [model.prepare_sequences] if isinstance(model, PreparesSequences) else []
+    return SplittingExecutor(executor, [*first, *splits])

@@ -12,7 +12,11 @@ from forge_core.protocols import Batch, Executor, LossFunction, StepOutput
 
 class SplittingExecutor:
     """See `forge_core.protocols.Executor`. Gives another executor this rank's part of each micro-batch; whoever calls
-    it sees whole ones."""
+    it sees whole ones.
+
+    Args:
+        splits: what makes the part, in order; first of all, what the model adds while sequences are whole.
+    """
 
     def __init__(self, executor: Executor, splits: Sequence[Callable[[Batch], Batch]]) -> None:
         self._executor, self._splits = executor, splits

@@ -21,6 +21,7 @@ from forge_core.checkpoint.storage import Local, LocalStorage
 from forge_core.components import SchedulerComponent
 from forge_core.config.job import Phase
 from forge_core.testing import Numbers, TinyModel
+from forge_plugin_transformer import GroupedQueryAttention, MultiTokenPrediction, Transformer
 
 TEXT = Path(__file__).parent.parent / "faults/parts/text"
 STEPS = 7
@@ -108,6 +109,8 @@ def features():
     three = (Numbers(weight=3.0), Numbers(weight=2.0, start=70, sequences=5), Numbers(weight=0.5, start=80))
     named = tuple(evolve(source, name=name) for source, name in zip(three, "abc", strict=True))
     phases = (Phase(start_step=2, weights={"c": 4.0}), Phase(start_tokens=128, weights={"a": 0.0}, lr_factor=0.3))
+    mtp = MultiTokenPrediction(weight=Falling())
+    predicting = Transformer(vocab_size=32, dim=16, attention=GroupedQueryAttention(heads=2), mtp=mtp)
     return {
         "accumulation": {"micro_batch_size": 1},
         "bf16": {"precision": "bf16"},
@@ -123,6 +126,7 @@ def features():
         "hook with numbers and tensors": {"hooks": {"remembering": Remembering()}, "eval": {"interval": 2}},
         "skipped updates": {"hooks": {"skip": SkipSome()}},
         "plugin with state": {"plugins": {"weighing": Weighing()}},
+        "multi-token prediction": {"model": predicting},
         "optimizer with modes": {"optimizer": Averaging(), "eval": {"interval": 1}},
     }
 

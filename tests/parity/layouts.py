@@ -28,7 +28,7 @@ from forge_plugin_parallel import (
     PipelineParallel,
     TensorParallel,
 )
-from forge_plugin_transformer import GroupedQueryAttention, Transformer
+from forge_plugin_transformer import GroupedQueryAttention, MultiTokenPrediction, Transformer
 
 SEQUENCES = 8
 SEQ_LEN = 16
@@ -55,11 +55,14 @@ class Row:
     """Whether sequences hold several documents, kept apart."""
     router: RouterComponent | None = None
     """Of experts in every layer; None: there are none."""
+    mtp: int = 0
+    """Tokens after the next that are predicted too."""
 
     @property
     def features(self) -> str:
         found = {"accumulation": self.micro_batch_size, "ignored labels": self.ignored > 1, "tied": self.tied}
         found |= {"chunked loss": self.chunked, "packed documents": self.packed}
+        found["multi-token prediction"] = self.mtp
         if self.router is not None:
             found[f"experts by {type(self.router).__name__}"] = True
         return ", ".join(name for name, on in found.items() if on)
@@ -70,6 +73,8 @@ class Row:
         sizes = {"vocab_size": 32, "dim": 16, "layers": self.layers, "tie_embeddings": self.tied}
         if self.router is not None:
             sizes["ffn"] = MoE(experts=4, hidden=16, router=self.router, shared_experts=1)
+        if self.mtp:
+            sizes["mtp"] = MultiTokenPrediction(depth=self.mtp, weight=10.0)  # as large as the losses of `BALANCE`
         model = Transformer(attention=attention, **sizes)
         sources = (Numbers(ignored=self.ignored, held_out=5),)
         data: dict[str, Any] = {"sources": sources}
@@ -134,7 +139,15 @@ FSDP_SCATTER, FSDP_ALL_REDUCE = "fsdp over shard", "fsdp over replicate"
 SUM, TP_COMPLETION, TP_SUM, TP_SCATTER = "replicate", "tp of whole weights", "tp of parts", "tp of parts, scattered"
 TIE, NORM = "pp of tied weights", "pp of the norm"
 ROWS = [
-    Row(name="replicate2", ranks=2, stages={"replicate": Replicate()}, reduction=SUM, ignored=7, micro_batch_size=2),
+    Row(
+        name="replicate2",
+        ranks=2,
+        stages={"replicate": Replicate()},
+        reduction=SUM,
+        ignored=7,
+        micro_batch_size=2,
+        mtp=1,
+    ),
     Row(name="fsdp2", ranks=2, stages={"fsdp": FSDP()}, reduction=FSDP_SCATTER, tied=True, micro_batch_size=2),
     Row(
         name="fsdp2, reduced every micro-batch",
@@ -144,6 +157,7 @@ ROWS = [
         chunked=True,
         micro_batch_size=1,
         ignored=5,
+        mtp=2,
     ),
     Row(
         name="fsdp2, checkpointing",
@@ -152,8 +166,9 @@ ROWS = [
         reduction=FSDP_SCATTER,
         chunked=True,
         tied=True,
+        mtp=2,
     ),
-    Row(name="tp2", ranks=2, stages={"tp": PLAIN_TP}, reduction=TP_SUM, ignored=7, chunked=True),
+    Row(name="tp2", ranks=2, stages={"tp": PLAIN_TP}, reduction=TP_SUM, ignored=7, chunked=True, mtp=2),
     Row(name="tp2+loss", ranks=2, stages={"tp": tp(sequence_parallel=False)}, reduction=TP_COMPLETION, tied=True),
     Row(name="tp2+sp", ranks=2, stages={"tp": tp(loss_parallel=False)}, reduction=TP_COMPLETION, micro_batch_size=4),
     Row(
@@ -165,6 +180,7 @@ ROWS = [
         micro_batch_size=2,
         tied=True,
         ignored=5,
+        mtp=2,
     ),
     Row(
         name="fsdp2, compiled, checkpointing",
@@ -174,12 +190,27 @@ ROWS = [
         ignored=7,
         chunked=True,
     ),
-    Row(name="tp2+sp+loss, compiled", ranks=2, stages={"tp": tp(), "compile": TRACED}, reduction=TP_SCATTER, tied=True),
-    Row(name="cp2, ring", ranks=2, stages={"cp": cp("ring")}, reduction=SUM, packed=True, micro_batch_size=2),
+    Row(
+        name="tp2+sp+loss, compiled",
+        ranks=2,
+        stages={"tp": tp(), "compile": TRACED},
+        reduction=TP_SCATTER,
+        tied=True,
+        mtp=1,
+    ),
+    Row(name="cp2, ring", ranks=2, stages={"cp": cp("ring")}, reduction=SUM, packed=True, micro_batch_size=2, mtp=2),
     Row(name="cp2, all-gather", ranks=2, stages={"cp": cp("all_gather")}, reduction=SUM, ignored=7, tied=True),
-    Row(name="cp2, ulysses", ranks=2, stages={"cp": cp("ulysses")}, reduction=SUM, packed=True, chunked=True),
+    Row(name="cp2, ulysses", ranks=2, stages={"cp": cp("ulysses")}, reduction=SUM, packed=True, chunked=True, mtp=1),
     Row(name="cp2, ring, whole", ranks=2, stages={"cp": cp("ring")}, reduction=SUM, chunked=True, tied=True),
-    Row(name="cp4, ring", ranks=4, stages={"cp": ContextParallel(degree=4)}, reduction=SUM, packed=True, tied=True),
+    Row(
+        name="cp4, ring",
+        ranks=4,
+        stages={"cp": ContextParallel(degree=4)},
+        reduction=SUM,
+        packed=True,
+        tied=True,
+        mtp=2,
+    ),
     Row(
         name="fsdp2 x cp2",
         ranks=4,
@@ -196,6 +227,7 @@ ROWS = [
         packed=True,
         micro_batch_size=2,
         chunked=True,
+        mtp=1,
     ),
     Row(name="fsdp4", ranks=4, stages={"fsdp": FSDP()}, reduction=FSDP_SCATTER, ignored=7, micro_batch_size=1),
     Row(
@@ -206,6 +238,7 @@ ROWS = [
         tied=True,
         micro_batch_size=1,
         chunked=True,
+        mtp=1,
     ),
     Row(
         name="fsdp2 x tp2",
@@ -225,7 +258,16 @@ ROWS = [
         packed=True,
         micro_batch_size=2,
     ),
-    Row(name="pp2, 1f1b", ranks=2, stages={"pp": pp("1f1b")}, reduction=TIE, tied=True, micro_batch_size=2, ignored=7),
+    Row(
+        name="pp2, 1f1b",
+        ranks=2,
+        stages={"pp": pp("1f1b")},
+        reduction=TIE,
+        tied=True,
+        micro_batch_size=2,
+        ignored=7,
+        mtp=2,
+    ),
     Row(
         name="pp2, interleaved 1f1b",
         ranks=2,
@@ -244,6 +286,7 @@ ROWS = [
         layers=4,
         packed=True,
         micro_batch_size=1,
+        mtp=2,
     ),
     Row(
         name="pp2, interleaved zero-bubble",
@@ -254,6 +297,7 @@ ROWS = [
         chunked=True,
         ignored=5,
         micro_batch_size=2,
+        mtp=2,
     ),
     Row(
         name="pp2, zbv, checkpointing",
@@ -274,6 +318,7 @@ ROWS = [
         ignored=7,
         chunked=True,
         micro_batch_size=1,
+        mtp=1,
     ),
     Row(
         name="pp2, 1f1b, compiled",
@@ -292,6 +337,7 @@ ROWS = [
         tied=True,
         micro_batch_size=1,
         ignored=5,
+        mtp=2,
     ),
     Row(
         name="fsdp2 x pp2, zbv",
@@ -302,6 +348,7 @@ ROWS = [
         chunked=True,
         packed=True,
         micro_batch_size=1,
+        mtp=2,
     ),
     Row(
         name="fsdp2 x pp2, resharded, interleaved 1f1b",
@@ -319,6 +366,7 @@ ROWS = [
         tied=True,
         micro_batch_size=2,
         ignored=7,
+        mtp=1,
     ),
     Row(
         name="tp2 x pp2, zero-bubble",
@@ -328,6 +376,7 @@ ROWS = [
         layers=4,
         packed=True,
         micro_batch_size=2,
+        mtp=1,
     ),
     Row(
         name="cp2 x pp2",
@@ -337,6 +386,7 @@ ROWS = [
         packed=True,
         chunked=True,
         micro_batch_size=2,
+        mtp=2,
     ),
     Row(name="replicate2 x pp2", ranks=4, stages={"pp": pp("gpipe")}, reduction=TIE, tied=True, micro_batch_size=1),
     Row(
@@ -347,6 +397,7 @@ ROWS = [
         router=SIGMOID,
         micro_batch_size=2,
         ignored=7,
+        mtp=1,
     ),
     Row(
         name="fsdp2/ep2, checkpointing",
@@ -375,6 +426,7 @@ ROWS = [
         router=SIGMOID,
         ignored=5,
         micro_batch_size=2,
+        mtp=1,
     ),
     Row(
         name="fsdp4/ep2",
@@ -410,6 +462,7 @@ ROWS = [
         reduction=TP_COMPLETION,
         router=SIGMOID,
         micro_batch_size=2,
+        mtp=1,
     ),
     Row(
         name="fsdp2 x pp2/ep2",
@@ -443,6 +496,7 @@ ROWS = [
         router=SIGMOID,
         micro_batch_size=2,
         chunked=True,
+        mtp=2,
     ),
     Row(
         name="fsdp2 x cp2/ep4",

@@ -237,6 +237,8 @@ def _declared(model: Any) -> Iterable[tuple[str, Iterable[str]]]:
         yield "sequence_mixers", model.sequence_mixers()
     if isinstance(model, protocols.HasEnds):
         yield "ends", [name for end in model.ends() for name in end]
+    if isinstance(model, protocols.HasFurtherBlocks):
+        yield "further_blocks", model.further_blocks()
     if isinstance(model, protocols.HasFSDPUnits):
         yield "fsdp_units", [name for unit in model.fsdp_units() for name in unit]
     if isinstance(model, protocols.HasFloat8Exemptions):

@@ -11,6 +11,7 @@ from attrs import frozen
 from torch import nn
 
 from forge_core.errors import JobError, Problem
+from forge_core.parallel.blocks import blocks_of
 from forge_core.protocols import Generates
 
 if TYPE_CHECKING:
@@ -28,16 +29,17 @@ class CompileStage:
         self._component = component
 
     def apply(self, model: Model) -> Model:
-        """Compile `model.layers`; nothing is traced before the first step.
+        """Compile the blocks; nothing is traced before the first step.
 
         Raises:
             JobError: there is no such backend.
         """
         _check_backend(self._component.backend)
-        _allow_graphs(GRAPHS_OF_A_BLOCK * len(model.layers))
+        blocks = blocks_of(model)
+        _allow_graphs(GRAPHS_OF_A_BLOCK * len(blocks))
         if self._component.backend == "inductor":
             _keep_random_numbers()
-        for block in model.layers.values():
+        for block in blocks:
             self._compile(block)
         if isinstance(model, Generates):
             model.decode = Eager(model.decode)  # type: ignore[method-assign]

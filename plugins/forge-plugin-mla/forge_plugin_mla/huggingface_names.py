@@ -23,19 +23,25 @@ PARTS: Mapping[str, str] = {
 """Modules of a layer."""
 
 
-def to_huggingface(name: str) -> str:
+def to_huggingface(name: str, layers: int | None = None) -> str:
     """`layers.3.attention.kv_up.weight` -> `model.layers.3.self_attn.kv_b_proj.weight`.
+
+    Args:
+        layers: as for `forge_plugin_transformer.huggingface_names.to_huggingface`.
 
     Raises:
         KeyError: that model has no such parameter.
     """
-    return huggingface_names.to_huggingface(name, PARTS)
+    return huggingface_names.to_huggingface(name, PARTS, layers)
 
 
-def from_huggingface(name: str) -> str:
+def from_huggingface(name: str, layers: int | None = None) -> str:
     """`model.layers.3.self_attn.kv_b_proj.weight` -> `layers.3.attention.kv_up.weight`.
+
+    Args:
+        layers: as for `forge_plugin_transformer.huggingface_names.from_huggingface`.
 
     Raises:
         KeyError: a dense `transformer` with `mla` has no such parameter.
     """
-    return huggingface_names.from_huggingface(name, PARTS)
+    return huggingface_names.from_huggingface(name, PARTS, layers)

@@ -22,18 +22,19 @@ MIXTRAL: Mapping[str, str] = {"w1": "gate", "w3": "up", "w2": "down"}
 SharedNames = Literal["shared_experts", "shared_expert"]
 """What the shared experts are called: by DeepSeek-V3, and by Qwen2-MoE."""
 
-_OURS = re.compile(r"layers\.(?P<layer>\d+)\.ffn\.(?P<key>.+)")
-_THEIRS = re.compile(r"(?:model\.)?layers\.(?P<layer>\d+)\.(?:mlp|block_sparse_moe)\.(?P<key>.+)")
+_OURS = re.compile(r"(?P<layers>layers|mtp\.blocks)\.(?P<number>\d+)\.ffn\.(?P<key>.+)")
+_THEIRS = re.compile(r"(?:model\.)?layers\.(?P<number>\d+)\.(?:mlp|block_sparse_moe)\.(?P<key>.+)")
 _EXPERT = re.compile(r"experts\.(?P<number>\d+)\.(?P<matrix>\w+)\.weight")
 
 
 def from_huggingface(
-    state: Mapping[str, Tensor], parts: Mapping[str, str] = huggingface_names.PARTS
+    state: Mapping[str, Tensor], parts: Mapping[str, str] = huggingface_names.PARTS, layers: int | None = None
 ) -> dict[str, Tensor]:
     """Their state by our names, experts stacked.
 
     Args:
-        parts: the other modules of a layer, as `forge_plugin_transformer.huggingface_names` takes them.
+        parts, layers: as `forge_plugin_transformer.huggingface_names` takes them: the other modules of a layer; the
+            number of layers, for multi-token prediction.
 
     Raises:
         KeyError: there is no counterpart to a tensor.
@@ -45,7 +46,8 @@ def from_huggingface(
     matrices = {theirs: ours for ours, theirs in MATRICES.items()} | MIXTRAL
     for name, tensor in state.items():
         match = _THEIRS.fullmatch(name)
-        layer, key = (f"layers.{match['layer']}.ffn", match["key"]) if match else ("", "")
+        key = match["key"] if match else ""
+        layer = _layer(int(match["number"]), layers) if match else ""
         if key == "experts.gate_up_proj":
             found[f"{layer}.experts.gate.weight"], found[f"{layer}.experts.up.weight"] = tensor.chunk(2, dim=1)
         elif key == "experts.down_proj":
@@ -55,42 +57,46 @@ def from_huggingface(
         elif key in others:
             found[f"{layer}.{others[key]}"] = tensor
         else:
-            found[huggingface_names.from_huggingface(name, parts)] = tensor
+            found[huggingface_names.from_huggingface(name, parts, layers)] = tensor
     return found | {name: _stacked(name, own) for name, own in experts.items()}
 
 
 def to_huggingface(
     state: Mapping[str, Tensor],
     parts: Mapping[str, str] = huggingface_names.PARTS,
+    layers: int | None = None,
     shared: SharedNames = "shared_experts",
 ) -> dict[str, Tensor]:
     """Our state by the names that files of Qwen3-MoE, Qwen2-MoE and DeepSeek-V3 have, a tensor for each matrix of each
     expert.
 
     Args:
-        parts: as for `from_huggingface`.
+        parts, layers: as for `from_huggingface`.
 
     Raises:
         KeyError: there is no counterpart to a tensor.
     """
-    return dict(_to_huggingface(state, parts, shared))
+    return dict(_to_huggingface(state, parts, layers, shared))
 
 
 def _to_huggingface(
-    state: Mapping[str, Tensor], parts: Mapping[str, str], shared: SharedNames
+    state: Mapping[str, Tensor], parts: Mapping[str, str], layers: int | None, shared: SharedNames
 ) -> Iterator[tuple[str, Tensor]]:
     others = _others(shared)
     stacks = {f"experts.{ours}.weight": theirs for ours, theirs in MATRICES.items()}
     for name, tensor in state.items():
         match = _OURS.fullmatch(name)
-        layer, key = (f"model.layers.{match['layer']}.mlp", match["key"]) if match else ("", "")
+        key = match["key"] if match else ""
+        if match and key in stacks | others:
+            after = 0 if match["layers"] == "layers" else _known(layers, name)
+            layer = f"model.layers.{int(match['number']) + after}.mlp"
         if key in stacks:
             for number, own in enumerate(tensor.unbind()):
                 yield f"{layer}.experts.{number}.{stacks[key]}.weight", own
         elif key in others:
             yield f"{layer}.{others[key]}", tensor
         else:
-            yield huggingface_names.to_huggingface(name, parts), tensor
+            yield huggingface_names.to_huggingface(name, parts, layers), tensor
 
 
 def _others(shared: SharedNames) -> dict[str, str]:
@@ -102,6 +108,17 @@ def _others(shared: SharedNames) -> dict[str, str]:
         "shared_gate.weight": "shared_expert_gate.weight",
         **matrices,
     }
+
+
+def _layer(number: int, layers: int | None) -> str:
+    """Our name of the feed-forward part of a layer, or of the module of multi-token prediction after all layers."""
+    return f"layers.{number}.ffn" if layers is None or number < layers else f"mtp.blocks.{number - layers}.ffn"
+
+
+def _known(layers: int | None, name: str) -> int:
+    if layers is None:
+        raise KeyError(f"no counterpart for parameter {name!r} without the number of layers, which it comes after")
+    return layers
 
 
 def _stacked(name: str, experts: Mapping[int, Tensor]) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from forge_core.parallel.blocks import blocks_of
 from forge_plugin_parallel.recomputation import Checkpointed, Contexts
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ class CheckpointingStage:
             mode, self._described = budget.mode, f"auto: {budget}"
         if mode != "none":
             contexts = Contexts.of(mode, self._context)
-            for number, block in enumerate(model.layers.values()):
+            for number, block in enumerate(blocks_of(model)):
                 if number % self._component.every == 0:
                     block.forward = Checkpointed(block.forward, contexts)
         return model

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
@@ -19,6 +19,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.pipelining import PipelineStage
 
+from forge_core.parallel.blocks import further_blocks
 from forge_core.protocols import Generates, HasFSDPUnits
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ class FSDPStage:
         self._precision = _precision(context.dtype, context.job.optimizer.parameter_dtype == "bf16")
         self._offload = OffloadPolicy()
         self._owns_gradients = False
+        self._units: list[FSDPModule] = []
         if component.offload:
             self._offload = CPUOffloadPolicy(pin_memory=context.device.type == "cuda")
             self.parameter_device = torch.device("cpu")
@@ -53,11 +55,12 @@ class FSDPStage:
         apart = [self._shard([module], self._reshards, module.data_mesh) for module in _with_own_ranks(model)]
         units = [self._shard(modules, self._reshards) for modules in inner_units(model)]
         root = self._shard([model], reshard_after_forward=False)
-        for unit in (*apart, *units, root):
+        self._units = [*apart, *units, root]
+        for unit in self._units:
             # Gradients are already divided by the tokens of the global batch: what is left to do is to add them up.
             unit.set_force_sum_reduction_for_comms(True)
             unit.set_gradient_divide_factor(1.0)
-        _prefetch(units, self._component.prefetch)
+        _prefetch(units, set(further_blocks(model)), self._component.prefetch)
         if isinstance(model, Generates):
             register_fsdp_forward_method(model, "decode")
         return model
@@ -69,7 +72,8 @@ class FSDPStage:
 
     @contextmanager
     def micro_batch(self, model: Model, *, backward: bool, last: bool) -> Iterator[None]:
-        """Without a backward pass, nobody else would free the root; weights that change meanwhile would go unseen."""
+        """Without a backward pass, nobody else would free the root, nor units that stay gathered after a forward pass;
+        weights that change meanwhile would go unseen."""
         assert isinstance(model, FSDPModule)
         if not self._owns_gradients:
             _own_gradients(model)
@@ -80,7 +84,8 @@ class FSDPStage:
             model.set_reshard_after_backward(self._reshards or not self._pipelined)
         yield
         if not backward:
-            model.reshard()
+            for unit in self._units:
+                unit.reshard()
 
     def complete_gradients(self, model: Model) -> None:
         """Reduce what the micro-batches of a pipeline have added up, and free what they left gathered."""
@@ -129,11 +134,14 @@ def _with_own_ranks(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if hasattr(module, "data_mesh")]
 
 
-def _prefetch(units: Sequence[FSDPModule], ahead: int) -> None:
+def _prefetch(units: Sequence[FSDPModule], further: Container[FSDPModule | nn.Module], ahead: int) -> None:
+    """Further blocks only train, so no layer gathers them ahead: in an evaluation that would be left over, and the next
+    step would take it for what the weights are then."""
     if not ahead:
         return
     for number, unit in enumerate(units):
-        unit.set_modules_to_forward_prefetch(list(units[number + 1 : number + 1 + ahead]))
+        after = units[number + 1 : number + 1 + ahead]
+        unit.set_modules_to_forward_prefetch([other for other in after if unit in further or other not in further])
         unit.set_modules_to_backward_prefetch(list(reversed(units[max(0, number - ahead) : number])))
 
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from attrs import frozen
 from torch import Tensor, nn
 
+from forge_core.auxiliary import Rehearsing
 from forge_core.engine.memory import (
     Bytes,
     device_memory,
@@ -21,6 +22,7 @@ from forge_core.engine.memory import (
     stand_ins,
 )
 from forge_core.errors import JobError, Problem
+from forge_core.parallel.blocks import blocks_of, further_blocks
 from forge_core.parallel.layout import micro_batches
 from forge_core.parallel.mesh import local_part, pipeline_group
 from forge_core.protocols import HasEnds, Prepares
@@ -128,7 +130,7 @@ def _shards(context: BuildContext) -> int:
 def _gathered(model: Model, reshards: bool, dtype: torch.dtype) -> Bytes:
     """Parameters that are whole at one time, in the compute precision: what is in no block, and two blocks."""
     assert isinstance(model, nn.Module)
-    blocks = sorted(sum(local_part(p).numel() for p in block.parameters()) for block in model.layers.values())
+    blocks = sorted(sum(local_part(p).numel() for p in block.parameters()) for block in blocks_of(model))
     everything = sum(local_part(parameter).numel() for parameter in model.parameters())
     whole = everything - sum(blocks) + sum(blocks[-2:]) if reshards else everything
     return whole * dtype.itemsize
@@ -145,18 +147,19 @@ def _activations(model: Model, every: int, context: BuildContext) -> dict[str, B
     alive = max([stage.micro_batches_alive(count) for stage in job.parallel.values()], default=1.0)
     loss = context.plugins.build_loss(job.loss, context)
     shapes = _carry(model, context)
-    with stand_ins(model, context.device, _compute_dtype(context)):
+    with stand_ins(model, context.device, _compute_dtype(context)), Rehearsing(context.auxiliary):
         batch = _batch(model, context)
         carry = tuple(torch.empty(s, dtype=d, device=context.device).requires_grad_() for s, d in shapes)
         blocks = _kept_of_blocks(model, carry, batch, context)
-        of_loss = 0
+        of_end, of_loss = dict.fromkeys(MODES, 0), 0
         if _has_end(model, LAST, context):
+            of_end = {mode: _kept_of_end(model, mode, carry, batch, context) for mode in MODES}
             hidden = model.finish(carry, batch).detach().requires_grad_()
             of_loss = peak_bytes(lambda: loss(model.head, hidden, batch).sum.backward())
         of_carry = sum(_size(tensor) for tensor in carry)
     found = {}
     for mode in MODES:
-        kept = sum(block[NONE if number % every else mode] for number, block in enumerate(blocks))
+        kept = of_end[mode] + sum(block[NONE if number % every else mode] for number, block in enumerate(blocks))
         again = max(block[NONE] for block in blocks) if mode != NONE else 0
         found[mode] = int(alive * (of_carry + kept)) + max(of_loss, again)
     return found
@@ -214,6 +217,20 @@ def _kept(block: nn.Module, mode: str, carry: Carry, batch: Batch, context: Buil
         return kept_bytes(lambda: block.forward(carry, batch))
     forward = Checkpointed(block.forward, Contexts.of(mode, context))
     return kept_bytes(lambda: forward(carry, batch))
+
+
+def _kept_of_end(model: Model, mode: str, carry: Carry, batch: Batch, context: BuildContext) -> Bytes:
+    """What is computed after the last layer and before the loss, with blocks that it has of its own."""
+    blocks = further_blocks(model) if mode != NONE else []
+    held = [block.forward for block in blocks]
+    contexts = Contexts.of(mode, context)
+    try:
+        for block in blocks:
+            block.forward = Checkpointed(block.forward, contexts)
+        return kept_bytes(lambda: model.finish(carry, batch))
+    finally:
+        for block, forward in zip(blocks, held, strict=True):
+            block.forward = forward
 
 
 def _size(tensor: Tensor) -> Bytes:

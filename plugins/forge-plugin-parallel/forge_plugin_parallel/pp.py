@@ -119,12 +119,25 @@ class PipelineParallel(ParallelComponent):
         if not isinstance(model, HasEnds):
             seen = f"{type(model).__name__} has no ends(), so it cannot be cut"
             yield Problem("", f"{seen}; leave the stage out, or add ends() to the model")
+        if self.splits_backward and isinstance(model, HasEnds):
+            yield from self._sharing_problems(model)
         layers = len(model.layers)
         if layers < self.stages:
             seen = f"{self.stages} stages, but the model has {layers} layers"
             yield Problem("degree", f"{seen}; lower it or stages_per_rank")
         elif self.layers and sum(self.layers) != layers:
             yield Problem("layers", f"adds up to {sum(self.layers)} layers, but the model has {layers}")
+
+    def _sharing_problems(self, model: Model) -> Iterable[Problem]:
+        """torch goes back from each place where a weight is used, and through what lies between two of them twice."""
+        from forge_core.parallel.initialise import ties
+
+        for end in model.ends():  # type: ignore[attr-defined]
+            for other, name in ties(model).items():
+                if {other.rpartition(".")[0], name.rpartition(".")[0]} <= set(end):
+                    seen = f"{self.schedule} computes gradients of weights apart, and cannot where {other} and {name}"
+                    fix = "take another schedule, or do not tie them"
+                    yield Problem("schedule", f"{seen}, which are one parameter, are in one stage; {fix}")
 
     def build(self, context: BuildContext) -> ParallelStage:
         from forge_plugin_parallel.pp_stage import PipelineParallelStage, WholeStage

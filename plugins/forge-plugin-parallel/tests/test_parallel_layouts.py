@@ -19,10 +19,11 @@ from forge_core.testing.processes import run_on_ranks
 from forge_plugin_parallel import FSDP, ContextParallel, TensorParallel
 from forge_plugin_parallel.fsdp_stage import _precision
 from forge_plugin_text import Bytes, Text
-from forge_plugin_transformer import GroupedQueryAttention, SwiGLU, Transformer
+from forge_plugin_transformer import GroupedQueryAttention, MultiTokenPrediction, SwiGLU, Transformer
 
 FSDP2 = {"fsdp": FSDP()}
 TP2 = {"tp": TensorParallel(degree=2)}
+STAYS = {"reshard_after_forward": False}
 BOTH = {**FSDP2, **TP2}
 
 
@@ -97,20 +98,36 @@ def test_in_half_precision_gradients_are_reduced_in_float32():
         assert _precision(dtype, narrow=False).reduce_dtype is None, "whatever the gradients have"
 
 
-def test_an_evaluation_sees_weights_that_change_outside_of_steps(tmp_path):
-    """The head is gathered with the root, which no backward pass frees then."""
+def test_weights_that_change_after_an_evaluation_are_seen(tmp_path):
+    """No backward pass frees then what the forward pass has gathered: the head with the root, units that stay gathered,
+    and what is gathered ahead for blocks that only train."""
+    batch = {"input_ids": torch.arange(16)[None], "labels": torch.arange(16)[None]}
+
+    def evaluated(**keys):
+        trained = job(tmp_path, {"fsdp": FSDP(**keys)}, model=transformer(mtp=MultiTokenPrediction()))
+        run = build_run(trained, build_context(trained, Catalog.installed(), None))
+        return run, run.executor.evaluate([batch]).loss_sum.item()
+
+    def zero(run, name):
+        with torch.no_grad():
+            next(item.parameter for item in run.parameters if item.name == name).zero_()  # as an optimizer has it
 
     def losses(rank):
-        trained = job(tmp_path, FSDP2)
-        run = build_run(trained, build_context(trained, Catalog.installed(), None))
-        batch = {"input_ids": torch.arange(16)[None], "labels": torch.arange(16)[None]}
-        before = run.executor.evaluate([batch]).loss_sum.item()
-        with torch.no_grad():
-            next(item.parameter for item in run.parameters if item.role == "head").zero_()  # as an optimizer has it
-        return before, run.executor.evaluate([batch]).loss_sum.item()
+        found = []
+        for name, keys in (("head.weight", {}), ("layers.0.ffn.down.weight", STAYS)):
+            run, before = evaluated(**keys)
+            zero(run, name)
+            found.append((before, run.executor.evaluate([batch]).loss_sum.item()))
+        run, _ = evaluated(prefetch=1)
+        zero(run, "mtp.blocks.0.norm.weight")
+        run.context.auxiliary.begin_step(torch.tensor(32), 2, 2)
+        run.executor.train_step([batch], torch.tensor(32.0).double())
+        return found, run.context.auxiliary.totals()["mtp/loss"].item()
 
-    for before, after in run_on_ranks(2, losses):
-        assert after == pytest.approx(16 * math.log(32)) != before
+    for (head, layer), predicted in run_on_ranks(2, losses):
+        assert head[1] == pytest.approx(16 * math.log(32)) != head[0]
+        assert layer[1] != layer[0]
+        assert predicted == pytest.approx(15 / 32 * math.log(32))
 
 
 def test_half_precision_stays_close(tmp_path):

@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+from attrs import evolve
 
 from forge_core.data.loader import TrainLoader
 from forge_core.engine.build import build_context, build_run
@@ -21,7 +22,7 @@ from forge_plugin_adamw import AdamW
 from forge_plugin_parallel import FSDP, ActivationCheckpointing, ContextParallel, PipelineParallel, TensorParallel
 from forge_plugin_parallel.memory_budget import MODES, Budget
 from forge_plugin_parallel.recomputation import Checkpointed
-from forge_plugin_transformer import GroupedQueryAttention, Transformer
+from forge_plugin_transformer import GroupedQueryAttention, MultiTokenPrediction, Transformer
 
 AUTO = ActivationCheckpointing(mode="auto")
 MODEL = Transformer(vocab_size=64, dim=32, layers=8, attention=GroupedQueryAttention(heads=4, kv_heads=2, qk_norm=True))
@@ -117,17 +118,30 @@ def saved(run, batch):
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        run.context.auxiliary.begin_step(torch.tensor(512), 8, 1)
         hidden = run.model(batch)
         run.model.head.logits(hidden)
     return sum(storage.nbytes() for storage in found.values())
 
 
+PREDICTING = evolve(MODEL, layers=2, mtp=MultiTokenPrediction(depth=6))
+
+
+@pytest.mark.parametrize("model", [MODEL, PREDICTING], ids=["layers", "blocks besides"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_activations_are_those_that_a_forward_pass_saves(precision):
-    run = built({}, precision=precision)
+def test_activations_are_those_that_a_forward_pass_saves(precision, model):
+    run = built({}, precision=precision, model=model)
     ids = torch.zeros(8, 64, dtype=torch.long)
     estimated = Budget.of(run.model, AUTO, run.context).activations["none"]
     assert estimated == pytest.approx(saved(run, {"input_ids": ids, "labels": ids}), rel=0.25)
+
+
+def test_blocks_besides_the_layers_are_computed_again():
+    run = built({"activation_checkpointing": ActivationCheckpointing()}, model=PREDICTING)
+    assert all(isinstance(block.forward, Checkpointed) for block in run.model.mtp.blocks)
+    run = built({}, model=PREDICTING)
+    activations = Budget.of(run.model, AUTO, run.context).activations
+    assert activations["full"] < activations["selective"] < activations["none"]
 
 
 def budget_before_sharding(parallel, **sizes):

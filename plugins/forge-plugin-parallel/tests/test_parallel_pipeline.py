@@ -25,7 +25,7 @@ from forge_plugin_parallel import FSDP, ActivationCheckpointing, PipelineParalle
 from forge_plugin_parallel.cuts import balance, ranks_of, sections
 from forge_plugin_parallel.pipeline_executor import SCHEDULES, _StageModule
 from forge_plugin_parallel.pp import V_SHAPED
-from forge_plugin_transformer import GroupedQueryAttention, Transformer
+from forge_plugin_transformer import GroupedQueryAttention, MultiTokenPrediction, Transformer
 
 
 def pp(schedule="1f1b", **keys):
@@ -67,6 +67,17 @@ class WideningModel(TinyModel):
         model = TinyNetwork(self.dim, self.layers, 0.0, 32, context.dtype)
         model.layers["1"] = Widening()
         return model
+
+
+PREDICTING = Transformer(
+    vocab_size=32,
+    dim=16,
+    layers=4,
+    tie_embeddings=True,
+    attention=GroupedQueryAttention(heads=2),
+    mtp=MultiTokenPrediction(),
+)
+"""Its last stage has the table twice."""
 
 
 def gradients_and_metrics(job):
@@ -238,6 +249,11 @@ class TestWhatIsRefused:
         [
             (TinyModel(layers=3), pp("zbv"), ".degree: 4 stages, but the model has 3 layers; lower it or stages_per"),
             (TinyModel(layers=4), pp(layers=(2, 3)), ".layers: adds up to 5 layers, but the model has 4"),
+            (
+                PREDICTING,
+                pp("zbv"),
+                ".schedule: zbv computes gradients of weights apart, and cannot where head.weight and",
+            ),
             (EndlessModel(), pp(), ": Endless has no ends(), so it cannot be cut; leave the stage out"),
         ],
     )

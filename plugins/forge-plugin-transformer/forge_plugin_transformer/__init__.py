@@ -4,6 +4,7 @@ from forge_plugin_transformer.gelu import GELU
 from forge_plugin_transformer.gqa import GroupedQueryAttention
 from forge_plugin_transformer.kinds import AttentionComponent, FFNComponent, InitStd, NormComponent, RopeComponent
 from forge_plugin_transformer.layernorm import LayerNorm
+from forge_plugin_transformer.mtp import MultiTokenPrediction
 from forge_plugin_transformer.rmsnorm import RMSNorm
 from forge_plugin_transformer.rope import LinearRope, Llama3Rope, PlainRope, YarnRope
 from forge_plugin_transformer.swiglu import SwiGLU, default_hidden
@@ -18,6 +19,7 @@ __all__ = [
     "LayerNorm",
     "LinearRope",
     "Llama3Rope",
+    "MultiTokenPrediction",
     "NormComponent",
     "PlainRope",
     "RMSNorm",

@@ -1,4 +1,5 @@
 """Parameter names of `transformer` and of Hugging Face's LlamaForCausalLM and Qwen3ForCausalLM, both ways.
+Multi-token prediction, which those models do not have, is named as in the weights of DeepSeek-V3.
 
 The tensors themselves are the same: shapes, and the half-split order of rotary dimensions, agree.
 """
@@ -24,41 +25,79 @@ PARTS: Mapping[str, str] = {
 }
 """Modules of a layer."""
 
-_NAME = re.compile(r"(?P<layer>(?:model\.)?layers\.(?P<number>\d+)\.)?(?P<module>.+)\.(?P<tensor>weight|bias)")
+PREDICTION: Mapping[str, str] = {
+    "embedding_norm": "enorm",
+    "hidden_norm": "hnorm",
+    "projection": "eh_proj",
+    "norm": "shared_head.norm",
+}
+"""Modules that a module of multi-token prediction has besides those of a layer, by the names of DeepSeek-V3's
+weights."""
+COPIES: Mapping[str, str] = {"embed_tokens": "embedding", "shared_head.head": "head"}
+"""Of the model's ends, which DeepSeek-V3's weights have once more in each module of multi-token prediction."""
+
+_NAME = re.compile(
+    r"(?P<layers>(?:model\.)?layers|mtp\.blocks)\.(?P<number>\d+)\.(?P<module>.+)\.(?P<tensor>weight|bias)"
+)
 
 
-def to_huggingface(name: str, parts: Mapping[str, str] = PARTS) -> str:
+def to_huggingface(name: str, parts: Mapping[str, str] = PARTS, layers: int | None = None) -> str:
     """`layers.3.attention.q.weight` -> `model.layers.3.self_attn.q_proj.weight`.
 
     Args:
         parts: the modules of a layer; others than `PARTS` where a layer is made of other parts.
+        layers: how many the model has. Modules of multi-token prediction are then the layers after them, as in
+            DeepSeek-V3's weights: with 61, `mtp.blocks.0.projection.weight` -> `model.layers.61.eh_proj.weight`.
 
     Raises:
         KeyError: those models have no such parameter.
     """
-    return _translate(name, ENDS, parts, prefix="model.layers")
+    match = _NAME.fullmatch(name)
+    if match is None:
+        return _of_ends(name, ENDS)
+    number, tables = int(match["number"]), [parts]
+    if match["layers"] == "mtp.blocks":
+        if layers is None:
+            raise KeyError(f"no counterpart for parameter {name!r} without the number of layers, which it comes after")
+        number, tables = number + layers, [parts, PREDICTION]
+    return f"model.layers.{number}.{_module(match, *tables)}"
 
 
-def from_huggingface(name: str, parts: Mapping[str, str] = PARTS) -> str:
+def from_huggingface(name: str, parts: Mapping[str, str] = PARTS, layers: int | None = None) -> str:
     """`model.layers.3.self_attn.q_proj.weight` -> `layers.3.attention.q.weight`.
 
     Args:
         parts: as for `to_huggingface`.
+        layers: likewise. What modules of multi-token prediction have once more of embedding and head gets the name of
+            the model's own.
 
     Raises:
         KeyError: `transformer` has no such parameter.
     """
-    return _translate(name, _inverse(ENDS), _inverse(parts), prefix="layers")
-
-
-def _translate(name: str, ends: Mapping[str, str], parts: Mapping[str, str], prefix: str) -> str:
     match = _NAME.fullmatch(name)
-    table = parts if match and match["layer"] else ends
-    if match is None or match["module"] not in table:
+    if match is None:
+        return _of_ends(name, _inverse(ENDS))
+    number = int(match["number"])
+    if layers is None or number < layers:
+        return f"layers.{number}.{_module(match, _inverse(parts))}"
+    if match["module"] in COPIES:
+        return f"{COPIES[match['module']]}.{match['tensor']}"
+    return f"mtp.blocks.{number - layers}.{_module(match, _inverse(parts), _inverse(PREDICTION))}"
+
+
+def _module(match: re.Match[str], *tables: Mapping[str, str]) -> str:
+    """The module of a layer and its tensor, by the other names."""
+    found = next((table[match["module"]] for table in tables if match["module"] in table), None)
+    if found is None:
+        raise KeyError(f"no counterpart for parameter {match.string!r}")
+    return f"{found}.{match['tensor']}"
+
+
+def _of_ends(name: str, table: Mapping[str, str]) -> str:
+    module, _, tensor = name.rpartition(".")
+    if module not in table or tensor not in ("weight", "bias"):
         raise KeyError(f"no counterpart for parameter {name!r}")
-    module = table[match["module"]]
-    layer = f"{prefix}.{match['number']}." if match["layer"] else ""
-    return f"{layer}{module}.{match['tensor']}"
+    return f"{table[module]}.{tensor}"
 
 
 def _inverse(table: Mapping[str, str]) -> dict[str, str]:

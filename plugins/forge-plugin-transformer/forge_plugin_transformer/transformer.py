@@ -6,19 +6,22 @@ import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, cast
 
+import attrs
 from attrs import field, frozen
 from attrs.validators import ge, gt
 
-from forge_core.components import ModelComponent, default_type, when_resumed
+from forge_core.components import ModelComponent, SchedulerComponent, TrainingHook, default_type, when_resumed
 from forge_core.errors import JobError, Problem
 from forge_plugin_transformer.kinds import AttentionComponent, FFNComponent, InitStd, NormComponent
+from forge_plugin_transformer.mtp import MultiTokenPrediction, PredictionWeight
 
 if TYPE_CHECKING:
     from forge_core.config.job import Job
     from forge_core.context import BuildContext
     from forge_core.parallel.layout import Layout
     from forge_core.protocols import Model
-    from forge_plugin_transformer.modules.model import Block
+    from forge_plugin_transformer.modules.block import Block
+    from forge_plugin_transformer.modules.multi_token import PredictionBlock, Predictions
 
 
 @frozen(kw_only=True)
@@ -43,6 +46,8 @@ class Transformer(ModelComponent):
     """Standard deviation of all initial matrices, embedding and head included."""
     depth_scaled_init: bool = field(default=True, metadata=when_resumed("safe"))
     """Whether matrices that write into the residual stream are drawn with init_std / sqrt(2 layers) (GPT-2)."""
+    mtp: MultiTokenPrediction | None = None
+    """`[model.mtp]`: modules that predict tokens after the next, in training. Without the table there are none."""
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
         if not self.vocab_size and job.data.tokenizer is None:
@@ -50,6 +55,12 @@ class Transformer(ModelComponent):
             yield Problem("vocab_size", message)
         for problem in self.attention.width_problems(self.dim):
             yield problem.below("attention")
+        if self.mtp is not None:
+            yield from (problem.below("mtp") for problem in self.mtp.problems(job))
+
+    def training_hooks(self, job: Job) -> Iterable[TrainingHook]:
+        scheduled = self.mtp is not None and isinstance(self.mtp.weight, SchedulerComponent)
+        return [PredictionWeight()] if scheduled else []
 
     def build(self, context: BuildContext) -> Model:
         from forge_core.modules import Embedding, LinearHead
@@ -62,19 +73,50 @@ class Transformer(ModelComponent):
             norm=context.at("norm").build(self.norm, dim=self.dim),
             head=LinearHead(self.dim, vocab_size, std=self.init_std),
             tied=self.tie_embeddings,
+            mtp=None if self.mtp is None else self._build_predictions(self.mtp, context),
         )
         return cast("Model", model)  # its head is a subclass of what the protocol, being assignable, demands exactly
 
     def _build_layer(self, context: BuildContext, number: int) -> Block:
-        from forge_plugin_transformer.modules.model import Block
+        return self._build_block(context.at(f"layers.{number}", layer=number))
 
-        here = context.at(f"layers.{number}", layer=number)
+    def _build_block(self, here: BuildContext) -> Block:
+        from forge_plugin_transformer.modules.block import Block
+
         init = InitStd(self.init_std, self.init_std / math.sqrt(2 * self.layers if self.depth_scaled_init else 1))
         return Block(
             attention_norm=here.at("attention_norm").build(self.norm, dim=self.dim),
             attention=here.at("attention").build(self.attention, dim=self.dim, init=init),
             ffn_norm=here.at("ffn_norm").build(self.norm, dim=self.dim),
             ffn=here.at("ffn").build(self.ffn, dim=self.dim, init=init),
+        )
+
+    def _build_predictions(self, component: MultiTokenPrediction, context: BuildContext) -> Predictions:
+        import torch
+
+        from forge_core.auxiliary import Auxiliary
+        from forge_plugin_transformer.modules.multi_token import Predictions
+
+        # What it logs would be added to what the job's own loss logs.
+        silent = attrs.evolve(context, auxiliary=Auxiliary(torch.device("cpu")))
+        return Predictions(
+            [self._build_prediction(context, number) for number in range(component.depth)],
+            silent.build(component.loss),
+            component.weights(context),
+            context.auxiliary,
+        )
+
+    def _build_prediction(self, context: BuildContext, number: int) -> PredictionBlock:
+        """Its layer's number is the next after those of the model, as in DeepSeek-V3's weights."""
+        from forge_core.modules import Linear
+        from forge_plugin_transformer.modules.multi_token import PredictionBlock
+
+        here = context.at(f"mtp.blocks.{number}", layer=self.layers + number)
+        norms = ("embedding_norm", "hidden_norm", "norm")
+        return PredictionBlock(
+            block=self._build_block(here),
+            projection=Linear(2 * self.dim, self.dim, std=self.init_std),
+            **{name: here.at(name).build(self.norm, dim=self.dim) for name in norms},
         )
 
     def _vocab_size(self, context: BuildContext) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from forge_core.testing.distribution import check_distribution
 from forge_core.testing.suites import ModelSuite
-from forge_plugin_transformer import GELU, GroupedQueryAttention, LayerNorm, Transformer
+from forge_plugin_transformer import GELU, GroupedQueryAttention, LayerNorm, MultiTokenPrediction, Transformer
 
 
 def test_the_distribution():
@@ -23,3 +23,13 @@ class TestTiedTransformerOfOtherParts(ModelSuite):
         attention=GroupedQueryAttention(heads=4, kv_heads=2),
     )  # fmt: skip
     layouts = ("tp2", "pp2")
+
+
+class TestTransformerThatPredictsFurther(ModelSuite):
+    """Its layouts are in tests/parity."""
+
+    component = Transformer(
+        vocab_size=32, dim=16, layers=2, attention=GroupedQueryAttention(heads=4, kv_heads=2),
+        mtp=MultiTokenPrediction(depth=2),
+    )  # fmt: skip
+    layouts = ()

@@ -137,6 +137,16 @@ def test_names_map_both_ways(make_model: Callable[..., Any]) -> None:
     assert to_huggingface("layers.10.attention.q.bias") == "model.layers.10.self_attn.q_proj.bias"
 
 
+def test_modules_of_multi_token_prediction_are_the_layers_after_the_models() -> None:
+    name = "mtp.blocks.1.attention.q.weight"
+    assert to_huggingface(name, layers=61) == "model.layers.62.self_attn.q_proj.weight"
+    assert from_huggingface("model.layers.62.self_attn.q_proj.weight", layers=61) == name
+    with pytest.raises(KeyError, match="without the number of layers"):
+        to_huggingface(name)
+    with pytest.raises(KeyError, match="no counterpart"):
+        to_huggingface("layers.0.projection.weight", layers=61)
+
+
 @pytest.mark.parametrize("name", ["layers.0.ffn.experts.w1", "norm.gain", "head.lora.weight", "layers.0.head.weight"])
 def test_a_name_without_counterpart_is_refused(name: str) -> None:
     with pytest.raises(KeyError, match="no counterpart"):

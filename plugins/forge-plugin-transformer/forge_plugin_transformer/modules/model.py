@@ -11,29 +11,11 @@ from torch import Tensor, nn
 from forge_core.modules import Embedding, LinearHead
 from forge_core.protocols import Role
 from forge_plugin_transformer.modules import parts
+from forge_plugin_transformer.modules.block import PARTS, Block
+from forge_plugin_transformer.modules.multi_token import IDS, PredictionBlock, Predictions
 
 if TYPE_CHECKING:
     from forge_core.protocols import Batch, Carry
-
-
-PARTS = ("attention_norm", "attention", "ffn_norm", "ffn")
-"""Of a block, in the order of its forward pass."""
-
-
-class Block(nn.Module):
-    """x + attention(norm(x)), then x + ffn(norm(x)). The carry is (x (B, S, D),)."""
-
-    def __init__(self, *, attention_norm: nn.Module, attention: nn.Module, ffn_norm: nn.Module, ffn: nn.Module) -> None:
-        super().__init__()
-        self.attention_norm = attention_norm
-        self.attention = attention
-        self.ffn_norm = ffn_norm
-        self.ffn = ffn
-
-    def forward(self, carry: Carry, batch: Batch, cache: Any = None) -> Carry:
-        (x,) = carry
-        x = x + self.attention(self.attention_norm(x), batch, cache)
-        return (x + self.ffn(self.ffn_norm(x), batch),)
 
 
 class TransformerModel(nn.Module):
@@ -53,16 +35,23 @@ class TransformerModel(nn.Module):
         norm: nn.Module,
         head: LinearHead,
         tied: bool,
+        mtp: Predictions | None = None,
     ) -> None:
         super().__init__()
         self.embedding = embedding
         self.layers = nn.ModuleDict(layers)
         self.norm = norm
         self.head = head
+        self.mtp = mtp
         self.tied = tied
         self._tie()
 
+    def prepare_sequences(self, batch: Batch) -> Batch:
+        predicts = isinstance(self.mtp, Predictions) and "labels" in batch  # else another pipeline rank does
+        return self.mtp.look_ahead(batch) if predicts else batch
+
     def prepare(self, batch: Batch) -> Batch:
+        batch = self.prepare_sequences(batch)
         for _, part in self._parts():
             batch = parts.prepare(part, batch)
         return batch
@@ -71,7 +60,9 @@ class TransformerModel(nn.Module):
         return (self.embedding(batch["input_ids"]),)
 
     def finish(self, carry: Carry, batch: Batch) -> Tensor:
-        return self.norm(carry[0])
+        hidden = self.norm(carry[0])
+        batch = self.prepare_sequences(batch)
+        return self.mtp(hidden, self.embedding, self.head, batch) if IDS in batch else hidden
 
     def forward(self, batch: Batch) -> Tensor:
         batch = self.prepare(batch)
@@ -96,7 +87,8 @@ class TransformerModel(nn.Module):
     # --- what the engine and the stages ask ----------------------------------------------------------------------
 
     def flops(self, seq_len: int) -> float:
-        return sum(parts.flops(part, seq_len) for _, part in self._parts()) + 6.0 * self.head.weight.numel()
+        heads = 1 + len(self.further_blocks())
+        return sum(parts.flops(part, seq_len) for _, part in self._parts()) + 6.0 * self.head.weight.numel() * heads
 
     def parameter_roles(self) -> Mapping[str, Role]:
         roles: dict[str, Role] = {"embedding.weight": "embedding"}
@@ -111,9 +103,10 @@ class TransformerModel(nn.Module):
         plan = {"embedding": "vocab_embedding"}
         for name, part in self._parts():
             plan |= parts.tensor_parallel_plan(name, part)
-            if name.endswith("norm"):
+            if name.endswith(("norm", "projection")):
                 plan[name] = "sequence"
-        return plan | {"norm": "sequence", "head": "vocab_head"}
+        objective = {} if self.mtp is None else {"mtp.objective": "whole_input"}
+        return plan | objective | {"norm": "sequence", "head": "vocab_head"}
 
     def sequence_mixers(self) -> Mapping[str, int]:
         return dict(chain.from_iterable(parts.sequence_mixers(name, part).items() for name, part in self._parts()))
@@ -122,16 +115,22 @@ class TransformerModel(nn.Module):
         return list(chain.from_iterable(parts.expert_stacks(name, part) for name, part in self._parts()))
 
     def ends(self) -> tuple[Sequence[str], Sequence[str]]:
-        return ["embedding"], ["norm", "head"]
+        return ["embedding"], ["norm", "head", *(["embedding", "mtp"] if self.mtp is not None else [])]
 
     def fsdp_units(self) -> Sequence[Sequence[str]]:
-        """A tied table is wanted at both ends, so it goes with the head's unit and stays gathered throughout."""
-        ends = [["embedding", "norm", "head"]] if self.tied else [["embedding"], ["norm", "head"]]
-        return [ends[0], *([f"layers.{name}"] for name in self.layers), *ends[1:]]
+        """A table that is wanted at both ends goes with the head's unit and stays gathered throughout."""
+        both = self.tied or self.mtp is not None
+        ends = [["embedding", "norm", "head"]] if both else [["embedding"], ["norm", "head"]]
+        blocks = [f"layers.{name}" for name in self.layers] + self.further_blocks()
+        return [ends[0], *([name] for name in blocks), *ends[1:]]
+
+    def further_blocks(self) -> list[str]:
+        return [f"mtp.blocks.{number}" for number, _ in self._predictions()]
 
     def float8_exempt(self) -> Sequence[str]:
         inner = chain.from_iterable(parts.float8_exempt(name, part) for name, part in self._parts())
-        return [*inner, "head"]
+        joins = [f"{name}.projection" for name in self.further_blocks()]
+        return [*inner, *joins, "head"]
 
     def backend_choices(self, seq_len: int) -> Sequence[tuple[str, str, str]]:
         """Kernels chosen for sequences of this length, as (what, choice, why), each once."""
@@ -143,6 +142,14 @@ class TransformerModel(nn.Module):
         for number, layer in self.layers.items():
             for name in PARTS:
                 yield f"layers.{number}.{name}", getattr(layer, name)
+        for number, block in self._predictions():
+            for name in PredictionBlock.PARTS:
+                yield f"mtp.blocks.{number}.{name}", getattr(block, name)
+
+    def _predictions(self) -> Iterator[tuple[int, nn.Module]]:
+        """The modules of multi-token prediction that this pipeline rank has, by number."""
+        if isinstance(self.mtp, Predictions):
+            yield from enumerate(self.mtp.blocks)
 
     # --- the tie -------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,159 @@
+"""Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2).
+
+Shapes: B sequences, S positions, D model width, K modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from forge_core.protocols import IGNORED_LABEL
+from forge_plugin_transformer.modules.block import PARTS, Block
+from forge_plugin_transformer.modules.documents import document_starts
+
+if TYPE_CHECKING:
+    from forge_core.auxiliary import Auxiliary
+    from forge_core.modules import Embedding, LinearHead
+    from forge_core.protocols import Batch, LossFunction, LossOutput
+
+IDS, LABELS = "input_ids ahead", "labels ahead"
+"""Entries of a batch, (B, S, K): those of the position so many further on, from 1."""
+LOSS, WEIGHT, TARGETS = "mtp/loss", "mtp/weight", "mtp/targets"
+
+
+def look_ahead(batch: Batch, depth: int) -> Batch:
+    """The batch with `IDS` and `LABELS`. What would lie in another document, or behind the end, has no label.
+
+    Its id does not matter: a position with a label only ever sees positions whose id is of its own document.
+    """
+    ids, labels = batch["input_ids"], batch["labels"]
+    documents = document_starts(batch["document_ids"]).cumsum(1) if "document_ids" in batch else torch.zeros_like(ids)
+    ahead, targets = [], []
+    for distance in range(1, depth + 1):
+        inside = _from(documents, distance, -1) == documents
+        ahead.append(_from(ids, distance, 0))
+        targets.append(_from(labels, distance, IGNORED_LABEL).where(inside, IGNORED_LABEL))
+    return {**batch, IDS: torch.stack(ahead, -1), LABELS: torch.stack(targets, -1)}
+
+
+def _from(values: Tensor, distance: int, absent: int) -> Tensor:
+    """(B, S) what stands so many positions further on."""
+    return F.pad(values[:, distance:], (0, distance), value=absent)
+
+
+class PredictionBlock(Block):
+    """One module, without embedding and head: (states (B, S, D), embeddings (B, S, D), batch) -> (B, S, D)."""
+
+    PARTS = ("embedding_norm", "hidden_norm", "projection", *PARTS, "norm")
+    """In the order of its forward pass."""
+
+    def __init__(
+        self, *, embedding_norm: nn.Module, hidden_norm: nn.Module, projection: nn.Module, norm: nn.Module, block: Block
+    ) -> None:
+        super().__init__(**{name: getattr(block, name) for name in PARTS})
+        self.embedding_norm = embedding_norm
+        self.hidden_norm = hidden_norm
+        self.projection = projection
+        self.norm = norm
+
+    def forward(self, hidden: Tensor, embedded: Tensor, batch: Batch) -> Tensor:  # type: ignore[override]
+        both = torch.cat([self.embedding_norm(embedded), self.hidden_norm(hidden)], -1)
+        (x,) = super().forward((self.projection(both),), batch)
+        return self.norm(x)
+
+
+class Objective(nn.Module):
+    """The loss of a module: (states (B, S, D), head, batch, number) -> `LossOutput`.
+
+    A module of its own, for stages by which the head works on other positions than the blocks.
+    """
+
+    def __init__(self, loss: LossFunction) -> None:
+        super().__init__()
+        self._loss = loss
+
+    def forward(self, hidden: Tensor, head: LinearHead, batch: Batch, number: int) -> LossOutput:
+        return self._loss(head, hidden, {**batch, "labels": batch[LABELS][..., number]})
+
+
+class Predictions(nn.Module):
+    """The modules, and their part of the training objective.
+
+    It is weight / K times the sum of their losses over all targets, divided like the model's loss by the valid tokens
+    of the global batch (equations 24 and 25), so it depends on neither micro-batches nor ranks.
+
+    Args:
+        weights: completed steps -> weight of the next.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[PredictionBlock],
+        loss: LossFunction,
+        weights: Callable[[int], float],
+        auxiliary: Auxiliary,
+    ) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+        self.objective = Objective(loss)
+        self._weights, self._auxiliary = weights, auxiliary
+        self.begin_step(0)
+        auxiliary.summarise(TARGETS, mean_losses)
+
+    def begin_step(self, completed: int) -> None:
+        """Take the weight that follows so many completed steps."""
+        self.weight = self._weights(completed)
+
+    @property
+    def active(self) -> bool:
+        """Whether a training step is under way."""
+        return self._auxiliary.active
+
+    def look_ahead(self, batch: Batch) -> Batch:
+        """The batch with what a training step needs."""
+        return look_ahead(batch, len(self.blocks)) if self.active and LABELS not in batch else batch
+
+    def forward(self, hidden: Tensor, embedding: Embedding, head: LinearHead, batch: Batch) -> Tensor:
+        """The model's states (B, S, D), with the objective attached."""
+        hidden, *embedded = _Joined.apply(hidden, *(embedding(ids) for ids in batch[IDS].unbind(-1)))
+        state, losses = hidden, []
+        for number, block in enumerate(self.blocks):
+            state = block(state, embedded[number], batch)
+            output = self.objective(state, head, batch, number)
+            self._count(number + 1, output)
+            losses.append(output.sum)
+        value = torch.stack(losses).mean()
+        weight = torch.full((), self.weight, dtype=torch.float64, device=value.device)
+        self._auxiliary.metric(WEIGHT, weight, unit="layer")
+        return self._auxiliary.attach(hidden, value, unit="token", name=LOSS, weight=self.weight)
+
+    def _count(self, distance: int, output: LossOutput) -> None:
+        sums, counts = output.per_sequence
+        self._auxiliary.count(TARGETS, distance, torch.stack([sums.sum(), counts.sum()]))
+
+
+class _Joined(torch.autograd.Function):
+    """The same tensors, as outputs of one operation.
+
+    Pipelines that compute gradients of weights apart (torch.distributed.pipelining) start from where the weights meet
+    what depends on the stage's input. For the embedding these would be several places, of which one lies behind the
+    others, and going from each would go through the blocks between them twice.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        return grads
+
+
+def mean_losses(rows: Mapping[int, Tensor]) -> Mapping[str, Tensor]:
+    """Metrics: of each module, the mean over its targets, from their sum and number."""
+    return {f"{LOSS}_{distance}": total / count.clamp(min=1) for distance, (total, count) in rows.items()}
