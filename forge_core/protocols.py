@@ -195,12 +195,35 @@ class HasSequenceMixers(Protocol):
         ...
 
 
+class ExpertStack(Protocol):
+    """A module all of whose parameters, its own and its children's, stack experts on dimension 0. With the parameters of
+    some of the experts alone, and numbers that count from the first of these, it computes their part of the sum, which
+    is how ranks share them."""
+
+    def __call__(
+        self,
+        tokens: Tensor,
+        weights: Tensor,
+        chosen: Tensor,
+        rows: int | None = None,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> Tensor:
+        """(T, D) to (T, D), in the dtype of `tokens`: the sum of weight x expert(token) over a token's choices.
+
+        Args:
+            tokens: (T, D).
+            weights: (T, K), float32 or wider; differentiable.
+            chosen: (T, K), int64, numbers of experts. -1: none, whatever the weight.
+            rows: how many choices are not -1, where that is known: else the host waits for the number.
+            meanwhile: called once, before this returns. A stage that sends tokens away calls it while they travel.
+        """
+        ...
+
+
 @runtime_checkable
 class HasExpertStacks(Protocol):
     def expert_stacks(self) -> Sequence[str]:
-        """Names of modules all of whose parameters, their own and their children's, stack experts on dimension 0. Each
-        maps (rows (M, D), counts (E,)) to (M, D): rows are ordered by expert, `counts[e]` of them are for expert e.
-        With fewer experts, given those of a range alone, it computes their rows, which is how ranks share them."""
+        """Names of the modules that are an `ExpertStack`."""
         ...
 
 

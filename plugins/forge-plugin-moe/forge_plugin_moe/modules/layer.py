@@ -1,6 +1,6 @@
 """The feed-forward part with experts.
 
-Shapes: B sequences, S positions, D model width, E experts, K experts of a token, T = B x S tokens, M = T x K rows.
+Shapes: B sequences, S positions, D model width, E experts, K experts of a token, T = B x S tokens.
 """
 
 from __future__ import annotations
@@ -11,15 +11,12 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.nn import functional as F
 
 from forge_core.modules import Linear
 from forge_core.protocols import Role
 from forge_plugin_moe.modules.capacity import within_capacity
-from forge_plugin_moe.modules.dispatch import Order, add_up, to_rows
 from forge_plugin_moe.modules.experts import Experts, runs_grouped
-from forge_plugin_moe.modules.sequences import Sequences
+from forge_plugin_moe.modules.sequences import Sequences, tally
 from forge_plugin_transformer import InitStd, SwiGLU, default_hidden
 
 if TYPE_CHECKING:
@@ -58,26 +55,15 @@ class MoELayer(nn.Module):
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         weights, chosen = self.router(x, batch)
-        left_out = getattr(self.router, "leaves_out", False)
+        rows = None if getattr(self.router, "leaves_out", False) else chosen.numel()
         if self._capacity and self.training:
             kept = within_capacity(weights, chosen, self._capacity, self._number, self._sequences)
             self._count_dropped(chosen, kept)
-            weights, chosen, left_out = weights.where(kept, 0), chosen.where(kept, -1), True
-        y = self.routed(self._compute(x, weights, chosen, left_out))
+            chosen, rows = chosen.where(kept, -1), None
+        self._auxiliary.count(LOAD, self._layer, tally(chosen, self._number).sum(0))
+        tokens = (tensor.flatten(0, 1) for tensor in (x, weights, chosen))
+        y = self.routed(self.experts(*tokens, rows=rows).view_as(x))
         return y if self.shared is None else y + self._shared_output(x, batch)
-
-    def _compute(self, x: Tensor, weights: Tensor, chosen: Tensor, left_out: bool) -> Tensor:
-        tokens, choices = x.flatten(0, 1), weights.shape[-1]
-        order = Order.by_expert(chosen.view(-1, choices), self._number)
-        self._auxiliary.count(LOAD, self._layer, order.counts)
-        rows = to_rows(tokens, order)
-        if left_out:
-            planned = isinstance(rows, FakeTensor)  # then nobody knows how many, and all is the most
-            taken = len(rows) if planned else int(order.counts.sum())
-            rows = F.pad(self.experts(rows[:taken], order.counts), (0, 0, 0, len(rows) - taken))
-        else:
-            rows = self.experts(rows, order.counts)
-        return add_up(rows, weights.view(-1, choices), order).view_as(x)
 
     def _shared_output(self, x: Tensor, batch: Batch) -> Tensor:
         assert self.shared is not None
