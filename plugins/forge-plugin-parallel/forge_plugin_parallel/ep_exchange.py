@@ -41,15 +41,20 @@ class Exchange:
     `forge_core.protocols.ExpertStack`.
 
     A token travels once to each rank that has any of its experts, with its weights and choices. That rank adds up what
-    its experts give, and the sum travels back. So two large collectives a pass carry tokens and sums, and two small ones
-    before them numbers, weights and choices. The host waits for the numbers, as it must know how much to send.
+    its experts give, and the sum travels back. So two large collectives a pass carry tokens and sums, and two small
+    ones before them numbers, weights and choices. The host waits for the numbers, as it must know how much to send.
+
+    Where nodes share a stack and the ranks of each node share what it has of it, one exchange is the `forward` of
+    another. A token then travels once to each node that has any of its experts.
     """
 
     forward: ExpertStack
-    """Of this rank's experts."""
+    """Of this rank's experts, or of those of its node."""
     group: dist.ProcessGroup
     experts: int
-    """Of each rank."""
+    """Of each rank, or of each node."""
+    outer: int = 1
+    """Nodes among which tokens have been divided before."""
 
     def __call__(
         self,
@@ -82,18 +87,20 @@ class Exchange:
         """How many copies go to each rank and come from each, and how many choices of these fall to this rank."""
         if isinstance(asked, FakeTensor):
             ranks, (tokens, choices) = len(asked), chosen.shape
-            copies = round(tokens * ranks_of_a_token(ranks, self.experts, choices))
+            before = places_of_a_token(self.outer, self.experts * ranks, choices)
+            after = places_of_a_token(self.outer * ranks, self.experts, choices)
+            copies = round(tokens * after / before)
             shares = [len(part) for part in torch.arange(copies).tensor_split(ranks)]
             return _Trip(shares, shares, self.group), chosen.numel() if rows is None else rows
         sent, received, theirs = torch.stack([asked[:, 0], *offered.unbind(1)]).tolist()
         return _Trip(sent, received, self.group), sum(theirs)
 
 
-def ranks_of_a_token(ranks: int, experts: int, choices: int) -> float:
-    """On how many of R ranks, with so many experts each, a token's K experts are in the mean if all sets of K are
-    equally likely. While a step is planned, nobody knows better."""
-    everywhere, choices = ranks * experts, min(choices, ranks * experts)
-    return ranks * (1 - math.comb(everywhere - experts, choices) / math.comb(everywhere, choices))
+def places_of_a_token(places: int, experts: int, choices: int) -> float:
+    """At how many places, each with so many experts, a token's K experts are in the mean if all sets of K are equally
+    likely. While a step is planned, nobody knows better."""
+    everywhere, choices = places * experts, min(choices, places * experts)
+    return places * (1 - math.comb(everywhere - experts, choices) / math.comb(everywhere, choices))
 
 
 @frozen

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 
 from forge_core.errors import Problem
 from forge_core.parallel.mesh import expert_mesh, local_part
-from forge_core.protocols import HasExpertStacks
+from forge_core.protocols import ExpertStack, HasExpertStacks
 from forge_plugin_parallel.ep_exchange import Exchange, LocalExperts
 
 if TYPE_CHECKING:
@@ -48,9 +48,11 @@ class ExpertParallelStage:
     """See `forge_core.protocols.ParallelStage`."""
 
     def __init__(self, component: ExpertParallel, context: BuildContext) -> None:
-        self._ranks = component.degree
+        self._ranks, self._per_node = component.degree, component.ranks_per_node
         if self._ranks > 1:
             self._mesh = expert_mesh(context.mesh, context.layout)
+            if self._per_node:
+                self._nodes = expert_mesh(context.mesh, context.layout, self._per_node)
             copies = ["replicate"] if context.layout.replicate > 1 else []
             self._data_mesh = self._mesh[(*copies, "edp")]
 
@@ -63,13 +65,21 @@ class ExpertParallelStage:
             for module in stack.modules():
                 self._split(module)
             stack.data_mesh = self._data_mesh  # type: ignore[assignment]
-            local = LocalExperts(stack, stack.forward)
-            stack.forward = Exchange(local, self._mesh["ep"].get_group(), experts)
+            stack.forward = self._shared(LocalExperts(stack, stack.forward), experts)
         return model
 
     def describe(self) -> str:
         """Over how many ranks experts are split."""
-        return f"experts split over {self._ranks} ranks, and these over {self._data_mesh.shape[-1]}"
+        nodes = f", {self._per_node} a node" if self._ranks > 1 and self._per_node else ""
+        return f"experts split over {self._ranks} ranks{nodes}, and these over {self._data_mesh.shape[-1]}"
+
+    def _shared(self, local: ExpertStack, experts: int) -> ExpertStack:
+        """A stack of which this rank has so many experts."""
+        if not self._per_node:
+            return Exchange(local, self._mesh["ep"].get_group(), experts)
+        across, within = (self._nodes[name].get_group() for name in ("ep_nodes", "ep"))
+        of_node = Exchange(local, within, experts, outer=self._ranks // self._per_node)
+        return Exchange(of_node, across, experts * self._per_node)
 
     def _split(self, module: nn.Module) -> None:
         for key, parameter in list(module.named_parameters(recurse=False)):
