@@ -2,8 +2,8 @@
 
 Shapes: T tokens, K choices of each among G groups, M rows, one for each choice, ordered by group; D width.
 
-Going there copies tokens, and coming back adds their rows up, so one is the gradient of the other. No two writes meet, so
-results do not depend on their order.
+Going there copies tokens, and coming back adds their rows up, so one is the gradient of the other. No two writes meet,
+so results do not depend on their order.
 """
 
 from __future__ import annotations

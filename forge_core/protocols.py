@@ -176,9 +176,9 @@ class HasTensorParallelPlan(Protocol):
         """Module name pattern (`layers.*.attention.q`) -> how it is split. Every module with parameters is named.
 
         column: rows of the weight, so that outputs are split. row: columns of the weight; takes split inputs, and sums
-        over ranks. column_stack, row_stack: likewise for a stack of matrices, without the sum. partial_output: a module
-        whose output is a part of a sum, which is taken there. whole_input: a module that holds such a pair; its first
-        argument arrives with all positions.
+        over ranks. partial_row: like row, for a matrix without a bias or a stack of matrices, and without the sum.
+        column_stack: like column, for a stack. partial_output: a module whose output is a part of a sum, which is taken
+        there. whole_input: a module that holds such a pair; its first argument arrives with all positions.
         vocab_embedding, vocab_head: rows, which stand for ids. sequence: each position by itself, with whole weights (a
         norm between such pairs). replicate: whole weights, on split features (a norm of each head).
         """
@@ -196,9 +196,9 @@ class HasSequenceMixers(Protocol):
 
 
 class ExpertStack(Protocol):
-    """A module all of whose parameters, its own and its children's, stack experts on dimension 0. With the parameters of
-    some of the experts alone, and numbers that count from the first of these, it computes their part of the sum, which
-    is how ranks share them."""
+    """A module all of whose parameters, its own and its children's, stack experts on dimension 0. With the parameters
+    of some neighbouring experts alone, and numbers that count from the first of these, it computes their part of the
+    sum, which is how ranks share them."""
 
     def __call__(
         self,

@@ -40,9 +40,9 @@ class ExpertParallel(ParallelComponent):
     """Ranks that share the experts of a layer. Divides their number, and `shard` x `cp`; neighbouring ranks, so those
     of a node if it is no larger."""
     ranks_per_node: int = field(default=0, validator=ge(0))
-    """Of these, how many are on one node. If given, a token travels once to each other node that has any of its experts,
-    to the rank with the same place there, and that node sends one sum back; within nodes it goes on to the ranks. 0: it
-    travels to each rank by itself."""
+    """Of these, how many are on one node. If given, a token travels once to each other node that has any of its
+    experts, to the rank with the same place there, and that node sends one sum back; within nodes it goes on to the
+    ranks. 0: it travels to each rank by itself."""
 
     def degrees(self) -> Mapping[str, int | str]:
         return {"ep": self.degree}

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from forge_core.dispatch import Dispatch
 from forge_core.protocols import ExpertStack
-from forge_plugin_parallel.collectives import exchange_rows
+from forge_plugin_parallel.collectives import exchange_rows, send_rows
 from forge_plugin_parallel.tp_stage import local_parameters
 
 
@@ -78,10 +78,10 @@ class Exchange:
         local = local.where((local >= 0) & (local < self.experts), -1)
         weights = dispatch.to_rows(weights.to(torch.promote_types(weights.dtype, torch.float32)))
         weights, chosen = _SendChoices.apply(weights, local, trip)  # type: ignore[no-untyped-call]
-        arrived = trip.there(dispatch.to_rows(tokens))
+        arrive = trip.depart(dispatch.to_rows(tokens))
         if meanwhile is not None:
             meanwhile()
-        return dispatch.add_up(trip.back(self.forward(arrived, weights, chosen, theirs)))
+        return dispatch.add_up(trip.back(self.forward(arrive(), weights, chosen, theirs)))
 
     def _sizes(self, chosen: Tensor, rows: int | None, asked: Tensor, offered: Tensor) -> tuple[_Trip, int]:
         """How many copies go to each rank and come from each, and how many choices of these fall to this rank."""
@@ -110,6 +110,9 @@ class _Trip:
     sent: Sequence[int]
     received: Sequence[int]
     group: dist.ProcessGroup
+
+    def depart(self, x: Tensor) -> Callable[[], Tensor]:
+        return send_rows(x, self.sent, self.received, self.group)
 
     def there(self, x: Tensor) -> Tensor:
         return exchange_rows(x, self.sent, self.received, self.group)

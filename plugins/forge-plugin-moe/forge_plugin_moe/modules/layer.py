@@ -61,9 +61,11 @@ class MoELayer(nn.Module):
             self._count_dropped(chosen, kept)
             chosen, rows = chosen.where(kept, -1), None
         self._auxiliary.count(LOAD, self._layer, tally(chosen, self._number).sum(0))
+        shared: list[Tensor] = []
+        meanwhile = None if self.shared is None else lambda: shared.append(self._shared_output(x, batch))
         tokens = (tensor.flatten(0, 1) for tensor in (x, weights, chosen))
-        y = self.routed(self.experts(*tokens, rows=rows).view_as(x))
-        return y if self.shared is None else y + self._shared_output(x, batch)
+        y = self.experts(*tokens, rows=rows, meanwhile=meanwhile).view_as(x)
+        return sum(shared, self.routed(y))
 
     def _shared_output(self, x: Tensor, batch: Batch) -> Tensor:
         assert self.shared is not None
