@@ -55,6 +55,8 @@ class Row:
     """Whether sequences hold several documents, kept apart."""
     router: RouterComponent | None = None
     """Of experts in every layer; None: there are none."""
+    shared_gate: bool = False
+    """Whether shared experts have a gate."""
 
     @property
     def features(self) -> str:
@@ -62,6 +64,7 @@ class Row:
         found |= {"chunked loss": self.chunked, "packed documents": self.packed}
         if self.router is not None:
             found[f"experts by {Catalog.installed().type_of(type(self.router)).rpartition('/')[2]}"] = True
+        found["gated shared experts"] = self.shared_gate
         return ", ".join(name for name, on in found.items() if on)
 
     def job(self, folder: str, parallel: bool = True, precision: str = "fp64", steps: int = 5) -> Job:
@@ -69,7 +72,7 @@ class Row:
         attention = GroupedQueryAttention(heads=4, kv_heads=2, qk_norm=True)
         sizes = {"vocab_size": 32, "dim": 16, "layers": self.layers, "tie_embeddings": self.tied}
         if self.router is not None:
-            sizes["ffn"] = MoE(experts=4, hidden=16, router=self.router, shared_experts=1)
+            sizes["ffn"] = MoE(experts=4, hidden=16, router=self.router, shared_experts=1, shared_gate=self.shared_gate)
         model = Transformer(attention=attention, **sizes)
         sources = (Numbers(ignored=self.ignored, held_out=5),)
         data: dict[str, Any] = {"sources": sources}
@@ -102,8 +105,8 @@ def pp(schedule: str, **keys: Any) -> PipelineParallel:
     return PipelineParallel(degree=2, schedule=schedule, **keys)  # type: ignore[arg-type]
 
 
-def ep(degree: int = 2) -> ExpertParallel:
-    return ExpertParallel(degree=degree)
+def ep(degree: int = 2, ranks_per_node: int = 0) -> ExpertParallel:
+    return ExpertParallel(degree=degree, ranks_per_node=ranks_per_node)
 
 
 @frozen(kw_only=True)
@@ -367,6 +370,16 @@ ROWS = [
         micro_batch_size=1,
     ),
     Row(
+        name="tp2+loss, experts",
+        ranks=2,
+        stages={"tp": tp(sequence_parallel=False)},
+        reduction=TP_COMPLETION,
+        router=SOFTMAX,
+        shared_gate=True,
+        micro_batch_size=2,
+        tied=True,
+    ),
+    Row(
         name="pp2, zbv, experts",
         ranks=2,
         stages={"pp": pp("zbv")},
@@ -393,6 +406,33 @@ ROWS = [
         router=ExpertChoice(z_loss=10.0),
         tied=True,
         ignored=7,
+    ),
+    Row(
+        name="fsdp4/ep4, two nodes",
+        ranks=4,
+        stages={"fsdp": FSDP(), "ep": ep(4, ranks_per_node=2)},
+        reduction=FSDP_SCATTER,
+        router=SIGMOID,
+        shared_gate=True,
+        micro_batch_size=1,
+        packed=True,
+    ),
+    Row(
+        name="fsdp4/ep4, two nodes, all tokens to one",
+        ranks=4,
+        stages={"fsdp": FSDP(), "ep": ep(4, ranks_per_node=2), "activation_checkpointing": ActivationCheckpointing()},
+        reduction=FSDP_SCATTER,
+        router=ToOne(),
+        ignored=7,
+    ),
+    Row(
+        name="fsdp2 x tp2/ep2, gated",
+        ranks=4,
+        stages={"fsdp": FSDP(), "tp": tp(), "ep": ep()},
+        reduction=TP_COMPLETION,
+        router=SIGMOID,
+        shared_gate=True,
+        tied=True,
     ),
     Row(
         name="hsdp 2x2/ep2",

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from forge_core.errors import JobError, Problem
 from forge_core.modules import Linear
 from forge_core.protocols import Role
 from forge_plugin_moe.modules.capacity import within_capacity
@@ -50,8 +51,8 @@ class MoELayer(nn.Module):
             self.shared = context.at("shared").build(shared, dim=dim, init=init)
         if component.shared_gate:
             self.shared_gate = Linear(dim, 1, bias=False, std=init.inner)
-        self.routed = nn.Identity()
-        """What routed experts come to passes here: with tensor parallelism, a part of a sum."""
+        self.output = nn.Identity()
+        """What all experts come to passes here: with tensor parallelism, a part of a sum."""
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         weights, chosen = self.router(x, batch)
@@ -65,7 +66,7 @@ class MoELayer(nn.Module):
         meanwhile = None if self.shared is None else lambda: shared.append(self._shared_output(x, batch))
         tokens = (tensor.flatten(0, 1) for tensor in (x, weights, chosen))
         y = self.experts(*tokens, rows=rows, meanwhile=meanwhile).view_as(x)
-        return sum(shared, self.routed(y))
+        return self.output(sum(shared, y))
 
     def _shared_output(self, x: Tensor, batch: Batch) -> Tensor:
         assert self.shared is not None
@@ -92,12 +93,10 @@ class MoELayer(nn.Module):
         return {**routing, **gate, **{f"experts.{name}": "stack" for name, _ in self.experts.named_parameters()}}
 
     def tensor_parallel_plan(self) -> Mapping[str, str]:
-        plan = {"": "whole_input", "router": "replicate", "router.*": "replicate", "routed": "partial_output"}
-        plan |= {"experts.gate": "column_stack", "experts.up": "column_stack", "experts.down": "row_stack"}
-        if self.shared is not None:
-            own = self.shared.tensor_parallel_plan()
-            plan |= {f"shared.{name}": way for name, way in own.items() if name}
-        return plan
+        plan = {"": "whole_input", "router": "replicate", "router.*": "replicate", "shared_gate": "replicate"}
+        plan |= {"experts.gate": "column_stack", "experts.up": "column_stack", "experts.down": "partial_row"}
+        plan |= {"shared.gate": "column", "shared.up": "column", "shared.down": "partial_row"}
+        return {**plan, "output": "partial_output"}
 
     def expert_stacks(self) -> Sequence[str]:
         return ["experts"]
@@ -126,9 +125,17 @@ def summarise_load(rows: Mapping[int, Tensor]) -> Mapping[str, Tensor]:
 
 
 def choose_backend(asked: str, context: BuildContext) -> tuple[str, str]:
-    """How the products of experts are computed, and why."""
+    """How the products of experts are computed, and why.
+
+    Raises:
+        JobError: what is asked for does not run.
+    """
     runs = runs_grouped(context.device, context.dtype)
+    where = f"{context.dtype} on {context.device.type}".removeprefix("torch.")
+    if asked == "grouped_mm" and not runs:
+        seen = f'"grouped_mm" cannot compute {where}'
+        fix = 'take "loop", or "auto", which takes the first that runs'
+        raise JobError([Problem("model.ffn.backend", f"{seen}; {fix} (building {context.path})")])
     if asked != "auto":
         return asked, "asked for"
-    seen = f"grouped_mm {'computes' if runs else 'cannot compute'} {context.dtype} on {context.device.type}"
-    return ("grouped_mm" if runs else "loop"), seen.replace("torch.", "")
+    return ("grouped_mm" if runs else "loop"), f"grouped_mm {'computes' if runs else 'cannot compute'} {where}"
