@@ -175,6 +175,12 @@ def test_shared_experts_are_computed_while_tokens_travel(tmp_path):
         assert events == forward * MODEL.layers + backward * MODEL.layers
 
 
+def test_one_rank_may_have_all_experts(tmp_path):
+    run = tiny_run(tmp_path, model=MODEL, parallel={"fsdp": FSDP(), "ep": ExpertParallel(degree=1)}, **SIZES)
+    advance(run, 1)
+    assert "each rank has all experts" in [stage.describe() for stage in run.built_stages if hasattr(stage, "describe")]
+
+
 class TestWhatEpRefuses:
     def problems(self, folder, model, degree):
         stages = {"fsdp": FSDP(), "ep": ExpertParallel(degree=degree)}

@@ -70,7 +70,9 @@ class ExpertParallelStage:
 
     def describe(self) -> str:
         """Over how many ranks experts are split."""
-        nodes = f", {self._per_node} a node" if self._ranks > 1 and self._per_node else ""
+        if self._ranks == 1:
+            return "each rank has all experts"
+        nodes = f", {self._per_node} a node" if self._per_node else ""
         return f"experts split over {self._ranks} ranks{nodes}, and these over {self._data_mesh.shape[-1]}"
 
     def _shared(self, local: ExpertStack, experts: int) -> ExpertStack:

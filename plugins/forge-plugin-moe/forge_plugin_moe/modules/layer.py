@@ -66,7 +66,7 @@ class MoELayer(nn.Module):
         meanwhile = None if self.shared is None else lambda: shared.append(self._shared_output(x, batch))
         tokens = (tensor.flatten(0, 1) for tensor in (x, weights, chosen))
         y = self.experts(*tokens, rows=rows, meanwhile=meanwhile).view_as(x)
-        return self.output(sum(shared, y))
+        return self.output(y if self.shared is None else y + shared[0])
 
     def _shared_output(self, x: Tensor, batch: Batch) -> Tensor:
         assert self.shared is not None
