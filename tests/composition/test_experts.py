@@ -22,7 +22,6 @@ from forge_plugin_lowbit import AdamW8bit
 from forge_plugin_moe import MoE, SigmoidTopK
 from forge_plugin_muon import Muon
 from forge_plugin_parallel import FSDP, ActivationCheckpointing, ExpertParallel, PipelineParallel
-from forge_plugin_parallel.ep_exchange import _Trip
 from forge_plugin_schedule_free import ScheduleFreeAdamW
 from forge_plugin_soap import SOAP
 from forge_plugin_transformer import GroupedQueryAttention, Transformer
@@ -107,12 +106,6 @@ OVERLAPPED = {
 }
 
 
-def waiting(trip, x):
-    """In place of `_Trip.depart`: tokens have arrived before anything else is computed."""
-    arrived = trip.there(x)
-    return lambda: arrived
-
-
 def first_gradients(folder, stages):
     run = tiny_run(folder, model=GATED, parallel=stages, **SIZES)
     stepper, loader = Stepper(run), TrainLoader(run.job, run.datasets, run.context)
@@ -125,19 +118,20 @@ def first_gradients(folder, stages):
 def test_shared_experts_give_the_same_to_the_bit_while_tokens_travel(tmp_path, layout):
     ranks, stages = OVERLAPPED[layout]
 
+    before = {**stages, "ep": attrs.evolve(stages["ep"], overlap=False)}
+
     def both(rank):
-        with mock.patch.object(_Trip, "depart", waiting):
-            after = first_gradients(tmp_path, stages)
-        return after, first_gradients(tmp_path, stages)
+        return first_gradients(tmp_path, before), first_gradients(tmp_path, stages)
 
     for (loss, gradients), (same_loss, same_gradients) in run_on_ranks(ranks, both, timeout=120):
         assert torch.equal(loss, same_loss)
         assert all(torch.equal(gradient, same_gradients[name]) for name, gradient in gradients.items())
 
 
-def events_of_a_layer(folder):
+def events_of_a_layer(folder, overlap):
     """When tokens leave and arrive in the passes through a layer, and when shared experts are computed."""
-    run = tiny_run(folder, model=MODEL, parallel=LAYOUTS["fsdp2/ep2"][1], **{**SIZES, "micro_batch_size": 4})
+    stages = {"fsdp": FSDP(), "ep": ExpertParallel(degree=2, overlap=overlap)}
+    run = tiny_run(folder, model=MODEL, parallel=stages, **{**SIZES, "micro_batch_size": 4})
     events = []
 
     class Waiting:
@@ -170,9 +164,14 @@ def events_of_a_layer(folder):
 
 
 def test_shared_experts_are_computed_while_tokens_travel(tmp_path):
-    forward, backward = ["depart", "shared", "arrive"], ["depart", "gradient of shared", "arrive"]
-    for events in run_on_ranks(2, lambda rank: events_of_a_layer(tmp_path)):
-        assert events == forward * MODEL.layers + backward * MODEL.layers
+    passes = {
+        True: (["depart", "shared", "arrive"], ["depart", "gradient of shared", "arrive"]),
+        False: (["shared", "depart", "arrive"], ["depart", "arrive", "gradient of shared"]),
+    }
+    found = run_on_ranks(2, lambda rank: {overlap: events_of_a_layer(tmp_path, overlap) for overlap in passes})
+    for events in found:
+        for overlap, (forward, backward) in passes.items():
+            assert events[overlap] == forward * MODEL.layers + backward * MODEL.layers
 
 
 def test_one_rank_may_have_all_experts(tmp_path):

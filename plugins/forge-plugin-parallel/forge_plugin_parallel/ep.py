@@ -43,6 +43,9 @@ class ExpertParallel(ParallelComponent):
     """Of these, how many are on one node. If given, a token travels once to each other node that has any of its
     experts, to the rank with the same place there, and that node sends one sum back; within nodes it goes on to the
     ranks. 0: it travels to each rank by itself."""
+    overlap: bool = True
+    """Whether shared experts, or whatever else a model can compute meanwhile, are computed while tokens travel, and
+    their gradients while the tokens' gradients do. Results are the same to the bit."""
 
     def degrees(self) -> Mapping[str, int | str]:
         return {"ep": self.degree}

@@ -55,6 +55,8 @@ class Exchange:
     """Of each rank, or of each node."""
     outer: int = 1
     """Nodes among which tokens have been divided before."""
+    overlap: bool = True
+    """Whether `meanwhile` is called while tokens travel, or before."""
 
     def __call__(
         self,
@@ -64,6 +66,8 @@ class Exchange:
         rows: int | None = None,
         meanwhile: Callable[[], None] | None = None,
     ) -> Tensor:
+        if meanwhile is not None and not self.overlap:
+            meanwhile()
         ranks = dist.get_world_size(self.group)
         owners = torch.div(chosen, self.experts, rounding_mode="floor")
         ranks_of = _each_once(owners)
@@ -79,7 +83,7 @@ class Exchange:
         weights = dispatch.to_rows(weights.to(torch.promote_types(weights.dtype, torch.float32)))
         weights, chosen = _SendChoices.apply(weights, local, trip)  # type: ignore[no-untyped-call]
         arrive = trip.depart(dispatch.to_rows(tokens))
-        if meanwhile is not None:
+        if meanwhile is not None and self.overlap:
             meanwhile()
         return dispatch.add_up(trip.back(self.forward(arrive(), weights, chosen, theirs)))
 

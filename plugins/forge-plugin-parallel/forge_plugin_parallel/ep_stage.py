@@ -49,6 +49,7 @@ class ExpertParallelStage:
 
     def __init__(self, component: ExpertParallel, context: BuildContext) -> None:
         self._ranks, self._per_node = component.degree, component.ranks_per_node
+        self._overlap = component.overlap
         if self._ranks > 1:
             self._mesh = expert_mesh(context.mesh, context.layout)
             if self._per_node:
@@ -78,10 +79,10 @@ class ExpertParallelStage:
     def _shared(self, local: ExpertStack, experts: int) -> ExpertStack:
         """A stack of which this rank has so many experts."""
         if not self._per_node:
-            return Exchange(local, self._mesh["ep"].get_group(), experts)
+            return Exchange(local, self._mesh["ep"].get_group(), experts, overlap=self._overlap)
         across, within = (self._nodes[name].get_group() for name in ("ep_nodes", "ep"))
         of_node = Exchange(local, within, experts, outer=self._ranks // self._per_node)
-        return Exchange(of_node, across, experts * self._per_node)
+        return Exchange(of_node, across, experts * self._per_node, overlap=self._overlap)
 
     def _split(self, module: nn.Module) -> None:
         for key, parameter in list(module.named_parameters(recurse=False)):
