@@ -93,10 +93,13 @@ class MoELayer(nn.Module):
         return {**routing, **gate, **{f"experts.{name}": "stack" for name, _ in self.experts.named_parameters()}}
 
     def tensor_parallel_plan(self) -> Mapping[str, str]:
-        plan = {"": "whole_input", "router": "replicate", "router.*": "replicate", "shared_gate": "replicate"}
+        plan = {"": "whole_input", "router": "replicate", "router.*": "replicate", "output": "partial_output"}
         plan |= {"experts.gate": "column_stack", "experts.up": "column_stack", "experts.down": "partial_row"}
-        plan |= {"shared.gate": "column", "shared.up": "column", "shared.down": "partial_row"}
-        return {**plan, "output": "partial_output"}
+        if self.shared is not None:
+            plan |= {"shared.gate": "column", "shared.up": "column", "shared.down": "partial_row"}
+        if self.shared_gate is not None:
+            plan["shared_gate"] = "replicate"
+        return plan
 
     def expert_stacks(self) -> Sequence[str]:
         return ["experts"]
