@@ -187,9 +187,9 @@ class HasTensorParallelPlan(Protocol):
         """Module name pattern (`layers.*.attention.q`) -> how it is split. Every module with parameters is named.
 
         column: rows of the weight, so that outputs are split. row: columns of the weight; takes split inputs, and sums
-        over ranks. column_stack, row_stack: likewise for a stack of matrices, without the sum. partial_output: a module
-        whose output is a part of a sum, which is taken there. whole_input: a module that holds such a pair; its first
-        argument arrives with all positions.
+        over ranks. partial_row: like row, for a matrix without a bias or a stack of matrices, and without the sum.
+        column_stack: like column, for a stack. partial_output: a module whose output is a part of a sum, which is taken
+        there. whole_input: a module that holds such a pair; its first argument arrives with all positions.
         vocab_embedding, vocab_head: rows, which stand for ids. sequence: each position by itself, with whole weights (a
         norm between such pairs). replicate: whole weights, on split features (a norm of each head).
         """
@@ -206,12 +206,35 @@ class HasSequenceMixers(Protocol):
         ...
 
 
+class ExpertStack(Protocol):
+    """A module all of whose parameters, its own and its children's, stack experts on dimension 0. With the parameters
+    of some neighbouring experts alone, and numbers that count from the first of these, it computes their part of the
+    sum, which is how ranks share them."""
+
+    def __call__(
+        self,
+        tokens: Tensor,
+        weights: Tensor,
+        chosen: Tensor,
+        rows: int | None = None,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> Tensor:
+        """(T, D) to (T, D), in the dtype of `tokens`: the sum of weight x expert(token) over a token's choices.
+
+        Args:
+            tokens: (T, D).
+            weights: (T, K), float32 or wider; differentiable.
+            chosen: (T, K), int64, numbers of experts. -1: none, whatever the weight.
+            rows: how many choices are not -1, where that is known: else the host waits for the number.
+            meanwhile: called once, before this returns. A stage that sends tokens away calls it while they travel.
+        """
+        ...
+
+
 @runtime_checkable
 class HasExpertStacks(Protocol):
     def expert_stacks(self) -> Sequence[str]:
-        """Names of modules all of whose parameters, their own and their children's, stack experts on dimension 0. Each
-        maps (rows (M, D), counts (E,)) to (M, D): rows are ordered by expert, `counts[e]` of them are for expert e.
-        With fewer experts, given those of a range alone, it computes their rows, which is how ranks share them."""
+        """Names of the modules that are an `ExpertStack`."""
         ...
 
 

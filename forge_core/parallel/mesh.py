@@ -79,15 +79,22 @@ def make_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
     return mesh
 
 
-def expert_mesh(mesh: DeviceMesh | None, layout: Layout) -> DeviceMesh:
+def expert_mesh(mesh: DeviceMesh | None, layout: Layout, ranks_per_node: int = 0) -> DeviceMesh:
     """The ranks of `mesh`, with `shard` and `cp` together divided anew: into `edp`, ranks that have the same experts,
-    and `ep`, neighbours that have different ones. Collective."""
+    and `ep`, neighbours that have different ones. Collective.
+
+    Args:
+        ranks_per_node: of those, how many share a node. If given, `ep` has these, and `ep_nodes`, before it, the nodes.
+    """
     assert mesh is not None
-    shared = layout.shard * layout.cp
-    shape = (layout.pp, layout.replicate, shared // layout.ep, layout.ep, layout.tp)
-    ranks = torch.arange(layout.world_size, dtype=torch.int).view(shape)
-    names = ("pp", "replicate", "edp", "ep", "tp")
-    divided = DeviceMesh(mesh.device_type, ranks, mesh_dim_names=names)
+    sizes = {"pp": layout.pp, "replicate": layout.replicate, "edp": layout.shard * layout.cp // layout.ep}
+    if ranks_per_node:
+        sizes |= {"ep_nodes": layout.ep // ranks_per_node, "ep": ranks_per_node}
+    else:
+        sizes["ep"] = layout.ep
+    sizes["tp"] = layout.tp
+    ranks = torch.arange(layout.world_size, dtype=torch.int).view(*sizes.values())
+    divided = DeviceMesh(mesh.device_type, ranks, mesh_dim_names=tuple(sizes))
     _set_timeouts(divided)
     return divided
 

@@ -49,18 +49,28 @@ def _through_memory(rank: RankPlan) -> int:
 
 
 def _link(traffic: Traffic, line: Line, gpu: GPU, network: float) -> Bound:
-    """Rings of ranks that share nodes leave a node by as many adapters as they have ranks there."""
-    sent = sent_along(traffic, line)
-    rate = gpu.link if line.in_node else min(gpu.link, network * line.per_node)
-    way = "within a node" if line.in_node else f"over the network, {line.per_node} of {line.ranks} ranks a node"
-    return Bound(
-        what=line.dimension,
-        seconds=sent / rate,
-        how=f"{sent / 1e9:,.3g} GB at {rate / 1e9:,.0f} GB/s, {way}",
+    """Rings of ranks that share nodes leave a node by as many adapters as they have ranks there. In an all-to-all each
+    rank sends to those of other nodes by its own adapter."""
+    rings, exchanged = sent_along(traffic, line, exchanges=False), sent_along(traffic, line, rings=False)
+    if line.in_node:
+        sent = rings + exchanged
+        how = f"{sent / 1e9:,.3g} GB at {gpu.link / 1e9:,.0f} GB/s, within a node"
+        return Bound(what=line.dimension, seconds=sent / gpu.link, how=how)
+    rate = min(gpu.link, network * line.per_node)
+    leaving = exchanged * (line.ranks - line.per_node) / (line.ranks - 1)
+    parts = []
+    if rings:
+        parts.append(f"{rings / 1e9:,.3g} GB at {rate / 1e9:,.0f} GB/s")
+    if leaving:
+        parts.append(f"{leaving / 1e9:,.3g} GB to other nodes at {network / 1e9:,.0f} GB/s")
+    how = f"{' and '.join(parts)}, over the network, {line.per_node} of {line.ranks} ranks a node"
+    return Bound(what=line.dimension, seconds=rings / rate + leaving / network, how=how)
+
+
+def sent_along(traffic: Traffic, line: Line, *, rings: bool = True, exchanges: bool = True) -> float:
+    """Bytes that the rank sends to ranks of a line, in all-to-alls (`exchanges`) and in all else (`rings`)."""
+    return sum(
+        transfer.sent * times
+        for transfer, times in traffic.transfers.items()
+        if traffic.lines[transfer.group] == line and (exchanges if transfer.kind == "all-to-all" else rings)
     )
-
-
-def sent_along(traffic: Traffic, line: Line) -> float:
-    """Bytes that the rank sends to ranks of a line."""
-    own = ((transfer, times) for transfer, times in traffic.transfers.items() if traffic.lines[transfer.group] == line)
-    return sum(transfer.sent * times for transfer, times in own)

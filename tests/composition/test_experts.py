@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from unittest import mock
 
 import attrs
 import pytest
@@ -13,13 +14,14 @@ from forge_core.config.load import load_job
 from forge_core.data.loader import TrainLoader
 from forge_core.engine.step import Stepper
 from forge_core.engine.trainer import Trainer
+from forge_core.testing import TinyModel, job_problems, tiny_job
 from forge_core.testing.processes import run_on_ranks
 from forge_core.testing.runs import advance, tiny_run, whole
 from forge_plugin_lion import Lion
 from forge_plugin_lowbit import AdamW8bit
 from forge_plugin_moe import MoE, SigmoidTopK
 from forge_plugin_muon import Muon
-from forge_plugin_parallel import FSDP, ExpertParallel, PipelineParallel
+from forge_plugin_parallel import FSDP, ActivationCheckpointing, ExpertParallel, PipelineParallel
 from forge_plugin_schedule_free import ScheduleFreeAdamW
 from forge_plugin_soap import SOAP
 from forge_plugin_transformer import GroupedQueryAttention, SwiGLU, Transformer
@@ -88,6 +90,118 @@ def layers_counted(folder):
 
 def test_every_rank_of_a_pipeline_has_the_counts_of_all_layers_in_their_order(tmp_path):
     assert run_on_ranks(2, lambda rank: layers_counted(tmp_path)) == [list(range(12))] * 2
+
+
+GATED = attrs.evolve(MODEL, ffn=attrs.evolve(MODEL.ffn, shared_gate=True))
+OVERLAPPED = {
+    "fsdp2/ep2": (2, {"fsdp": FSDP(), "ep": ExpertParallel(degree=2)}),
+    "fsdp4/ep4, two nodes, checkpointing": (
+        4,
+        {
+            "fsdp": FSDP(),
+            "ep": ExpertParallel(degree=4, ranks_per_node=2),
+            "activation_checkpointing": ActivationCheckpointing(),
+        },
+    ),
+}
+
+
+def first_gradients(folder, stages):
+    run = tiny_run(folder, model=GATED, parallel=stages, **SIZES)
+    stepper, loader = Stepper(run), TrainLoader(run.job, run.datasets, run.context)
+    output, _ = stepper.gradients(loader.next_step(), 0)
+    loader.close()
+    return output.loss_sum, {item.name: whole(item.parameter.grad) for item in run.parameters}
+
+
+@pytest.mark.parametrize("layout", OVERLAPPED)
+def test_shared_experts_give_the_same_to_the_bit_while_tokens_travel(tmp_path, layout):
+    ranks, stages = OVERLAPPED[layout]
+
+    before = {**stages, "ep": attrs.evolve(stages["ep"], overlap=False)}
+
+    def both(rank):
+        return first_gradients(tmp_path, before), first_gradients(tmp_path, stages)
+
+    for (loss, gradients), (same_loss, same_gradients) in run_on_ranks(ranks, both, timeout=120):
+        assert torch.equal(loss, same_loss)
+        assert all(torch.equal(gradient, same_gradients[name]) for name, gradient in gradients.items())
+
+
+def events_of_a_layer(folder, overlap):
+    """When tokens leave and arrive in the passes through a layer, and when shared experts are computed."""
+    stages = {"fsdp": FSDP(), "ep": ExpertParallel(degree=2, overlap=overlap)}
+    run = tiny_run(folder, model=MODEL, parallel=stages, **{**SIZES, "micro_batch_size": 4})
+    events = []
+
+    class Waiting:
+        def __init__(self, work):
+            self.work = work
+
+        def wait(self):
+            events.append("arrive")
+            self.work.wait()
+
+    send = torch.distributed.all_to_all_single
+
+    def depart(*args, async_op=False, **more):
+        if not async_op:
+            return send(*args, **more)
+        events.append("depart")
+        return Waiting(send(*args, async_op=True, **more))
+
+    def shared(module, inputs, output):
+        events.append("shared")
+        output.register_hook(lambda grad: events.append("gradient of shared"))
+
+    for layer in run.model.layers.values():
+        layer.ffn.shared.register_forward_hook(shared)
+    stepper, loader = Stepper(run), TrainLoader(run.job, run.datasets, run.context)
+    with mock.patch.object(torch.distributed, "all_to_all_single", depart):
+        stepper.gradients(loader.next_step(), 0)
+    loader.close()
+    return events
+
+
+def test_shared_experts_are_computed_while_tokens_travel(tmp_path):
+    passes = {
+        True: (["depart", "shared", "arrive"], ["depart", "gradient of shared", "arrive"]),
+        False: (["shared", "depart", "arrive"], ["depart", "arrive", "gradient of shared"]),
+    }
+    found = run_on_ranks(2, lambda rank: {overlap: events_of_a_layer(tmp_path, overlap) for overlap in passes})
+    for events in found:
+        for overlap, (forward, backward) in passes.items():
+            assert events[overlap] == forward * MODEL.layers + backward * MODEL.layers
+
+
+def test_one_rank_may_have_all_experts(tmp_path):
+    run = tiny_run(tmp_path, model=MODEL, parallel={"fsdp": FSDP(), "ep": ExpertParallel(degree=1)}, **SIZES)
+    advance(run, 1)
+    assert "each rank has all experts" in [stage.describe() for stage in run.built_stages if hasattr(stage, "describe")]
+
+
+class TestWhatEpRefuses:
+    def problems(self, folder, model, degree):
+        stages = {"fsdp": FSDP(), "ep": ExpertParallel(degree=degree)}
+        sizes = {"global_batch_size": degree, "seq_len": 16}
+        return job_problems(tiny_job(str(folder), None, model=model, parallel=stages, **sizes), degree)
+
+    def test_a_model_without_experts(self, tmp_path):
+        dense = Transformer(dim=16, layers=2, vocab_size=32, attention=GroupedQueryAttention(heads=4))
+        assert self.problems(tmp_path, dense, 2) == [
+            "parallel.ep: TransformerModel has no experts; leave the stage out"
+        ]
+        assert self.problems(tmp_path, TinyModel(layers=2), 2) == [
+            "parallel.ep: TinyNetwork has no experts; leave the stage out"
+        ]
+        assert not self.problems(tmp_path, dense, 1)
+
+    def test_experts_that_ranks_cannot_share_equally(self, tmp_path):
+        [problem] = self.problems(tmp_path, MODEL, 3)
+        assert problem == (
+            "parallel.ep.degree: layers.0.ffn.experts has 4 experts, which 3 ranks cannot share equally; change one"
+        )
+        assert not self.problems(tmp_path, MODEL, 4)
 
 
 ROUTER = """

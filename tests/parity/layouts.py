@@ -57,6 +57,8 @@ class Row:
     """Of experts in every layer; None: there are none."""
     mtp: int = 0
     """Tokens after the next that are predicted too."""
+    shared_gate: bool = False
+    """Whether shared experts have a gate."""
 
     @property
     def features(self) -> str:
@@ -65,6 +67,7 @@ class Row:
         found["multi-token prediction"] = self.mtp
         if self.router is not None:
             found[f"experts by {type(self.router).__name__}"] = True
+        found["gated shared experts"] = self.shared_gate
         return ", ".join(name for name, on in found.items() if on)
 
     def job(self, folder: str, parallel: bool = True, precision: str = "fp64", steps: int = 5) -> Job:
@@ -72,7 +75,7 @@ class Row:
         attention = GroupedQueryAttention(heads=4, kv_heads=2, qk_norm=True)
         sizes = {"vocab_size": 32, "dim": 16, "layers": self.layers, "tie_embeddings": self.tied}
         if self.router is not None:
-            sizes["ffn"] = MoE(experts=4, hidden=16, router=self.router, shared_experts=1)
+            sizes["ffn"] = MoE(experts=4, hidden=16, router=self.router, shared_experts=1, shared_gate=self.shared_gate)
         if self.mtp:
             sizes["mtp"] = MultiTokenPrediction(depth=self.mtp, weight=10.0)  # as large as the losses of `BALANCE`
         model = Transformer(attention=attention, **sizes)
@@ -107,8 +110,8 @@ def pp(schedule: str, **keys: Any) -> PipelineParallel:
     return PipelineParallel(degree=2, schedule=schedule, **keys)  # type: ignore[arg-type]
 
 
-def ep(degree: int = 2) -> ExpertParallel:
-    return ExpertParallel(degree=degree)
+def ep(degree: int = 2, ranks_per_node: int = 0) -> ExpertParallel:
+    return ExpertParallel(degree=degree, ranks_per_node=ranks_per_node)
 
 
 @frozen(kw_only=True)
@@ -418,6 +421,16 @@ ROWS = [
         micro_batch_size=1,
     ),
     Row(
+        name="tp2+loss, experts",
+        ranks=2,
+        stages={"tp": tp(sequence_parallel=False)},
+        reduction=TP_COMPLETION,
+        router=SOFTMAX,
+        shared_gate=True,
+        micro_batch_size=2,
+        tied=True,
+    ),
+    Row(
         name="pp2, zbv, experts",
         ranks=2,
         stages={"pp": pp("zbv")},
@@ -445,6 +458,33 @@ ROWS = [
         router=ExpertChoice(z_loss=10.0),
         tied=True,
         ignored=7,
+    ),
+    Row(
+        name="fsdp4/ep4, two nodes",
+        ranks=4,
+        stages={"fsdp": FSDP(), "ep": ep(4, ranks_per_node=2)},
+        reduction=FSDP_SCATTER,
+        router=SIGMOID,
+        shared_gate=True,
+        micro_batch_size=1,
+        packed=True,
+    ),
+    Row(
+        name="fsdp4/ep4, two nodes, all tokens to one",
+        ranks=4,
+        stages={"fsdp": FSDP(), "ep": ep(4, ranks_per_node=2), "activation_checkpointing": ActivationCheckpointing()},
+        reduction=FSDP_SCATTER,
+        router=ToOne(),
+        ignored=7,
+    ),
+    Row(
+        name="fsdp2 x tp2/ep2, gated",
+        ranks=4,
+        stages={"fsdp": FSDP(), "tp": tp(), "ep": ep()},
+        reduction=TP_COMPLETION,
+        router=SIGMOID,
+        shared_gate=True,
+        tied=True,
     ),
     Row(
         name="hsdp 2x2/ep2",

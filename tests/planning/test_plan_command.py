@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -131,6 +132,18 @@ def test_experts_are_played_as_if_all_had_as_many_tokens(tmp_path: Path, capsys:
     assert "ranks      4: shard 4, ep 2" in out
     assert "unknown" not in out
     assert "shard (2 ranks): all-to-all" in out
+
+
+def test_what_leaves_nodes_is_less_where_tokens_cross_once(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Of 16 ranks with an expert each, a token's two are on two; of two nodes, on 2 (1 - 28/120)."""
+    experts = ["--model.ffn.type=moe", "--model.ffn.experts=16", "--model.ffn.hidden=64", "--parallel.ep.degree=16"]
+    leaving = []
+    for per_node in (0, 8):
+        sizes = ("--world-size=16", "--parallel.fsdp.shard=16", "--train.global_batch_size=32")
+        assert plan(tmp_path, *sizes, "--gpu=h200", *experts, f"--parallel.ep.ranks_per_node={per_node}") == 0
+        found = re.findall(r"([\d.e+-]+) GB to other nodes at 50 GB/s", capsys.readouterr().out)
+        leaving.append(sum(map(float, found)))
+    assert leaving[1] / leaving[0] == pytest.approx(1 - 28 / 120, rel=0.05)
 
 
 def test_products_of_groups_count_as_many_flops_as_their_rows_make() -> None:

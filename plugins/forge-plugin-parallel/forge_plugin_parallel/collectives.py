@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from attrs import define
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -50,6 +52,42 @@ def exchange_rows(x: Tensor, sent: Sequence[int], received: Sequence[int], group
     """(Σ sent, …) to (Σ received, …): so many rows go to each rank, in order, and so many come from each. Backward: the
     same with the two exchanged."""
     return _apply(x, lambda x: _sent(x, sent, received, group), lambda grad: _sent(grad, received, sent, group))
+
+
+def send_rows(
+    x: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup
+) -> Callable[[], Tensor]:
+    """Like `exchange_rows`, in two parts: what this gives waits for the rows, and gives them; to be called once. What
+    is computed in between is computed while rows travel, and its gradients while theirs travel back, as the backward
+    pass takes what was computed last first."""
+    there, back = _Journey(), _Journey()
+    ticket = _apply(x, partial(there.begin, sent=sent, received=received, group=group), back.end)
+    return lambda: _apply(ticket, there.end, partial(back.begin, sent=received, received=sent, group=group))
+
+
+@define
+class _Journey:
+    """Rows on their way. Meanwhile a ticket, a tensor without elements, stands for them in the graph of autograd."""
+
+    work: dist.Work | None = None
+    source: Tensor | None = None
+    """What is being sent: it must not be freed meanwhile."""
+    arriving: Tensor | None = None
+
+    def begin(self, x: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+        self.source, self.arriving = x.contiguous(), x.new_empty(sum(received), *x.shape[1:])
+        self.work = dist.all_to_all_single(
+            self.arriving, self.source, list(received), list(sent), group=group, async_op=True
+        )
+        return x.new_empty(0)
+
+    def end(self, ticket: Tensor) -> Tensor:
+        work, arrived = self.work, self.arriving
+        assert work is not None
+        assert arrived is not None
+        work.wait()
+        self.work = self.source = self.arriving = None
+        return arrived
 
 
 def _sent(x: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup) -> Tensor:

@@ -39,6 +39,13 @@ class ExpertParallel(ParallelComponent):
     degree: int = field(validator=ge(1))
     """Ranks that share the experts of a layer. Divides their number, and `shard` x `cp`; neighbouring ranks, so those
     of a node if it is no larger."""
+    ranks_per_node: int = field(default=0, validator=ge(0))
+    """Of these, how many are on one node. If given, a token travels once to each other node that has any of its
+    experts, to the rank with the same place there, and that node sends one sum back; within nodes it goes on to the
+    ranks. 0: it travels to each rank by itself."""
+    overlap: bool = True
+    """Whether shared experts, or whatever else a model can compute meanwhile, are computed while tokens travel, and
+    their gradients while the tokens' gradients do. Results are the same to the bit."""
 
     def degrees(self) -> Mapping[str, int | str]:
         return {"ep": self.degree}
@@ -49,6 +56,14 @@ class ExpertParallel(ParallelComponent):
             seen = f"{self.degree} does not divide shard {layout.shard} x cp {layout.cp} = {ranks}"
             fix = "change it" if ranks > 1 else "add [parallel.fsdp], whose ranks it divides"
             yield Problem("degree", f"{seen}; {fix}")
+        if self.ranks_per_node and self.ranks_per_node not in (allowed := self._parts()):
+            seen = f"{self.ranks_per_node} ranks a node do not make several equal nodes of the {self.degree} ranks"
+            fix = f"set it to {' or '.join(map(str, allowed))}, or leave it out" if allowed else "leave it out"
+            yield Problem("ranks_per_node", f"{seen}; {fix}")
+
+    def _parts(self) -> list[int]:
+        """Ranks of a node with which there is something to send between nodes and within them."""
+        return [ranks for ranks in range(2, self.degree) if self.degree % ranks == 0]
 
     def model_problems(self, model: Model, layout: Layout) -> Iterable[Problem]:
         from forge_plugin_parallel.ep_stage import stack_problems

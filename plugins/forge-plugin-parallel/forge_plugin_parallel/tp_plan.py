@@ -14,13 +14,13 @@ from forge_core.protocols import HasTensorParallelPlan, Model
 SPLIT: Mapping[str, Mapping[str, int | None]] = {
     "column": {"weight": 0, "bias": 0},
     "row": {"weight": 1, "bias": None},
+    "partial_row": {"weight": -1},
     "column_stack": {"weight": 1},
-    "row_stack": {"weight": 2},
     "vocab_embedding": {"weight": 0},
     "vocab_head": {"weight": 0, "bias": 0},
 }
 """Dimension along which a way splits each parameter; None, and every parameter of other ways: whole on each rank."""
-MATRICES = ("column", "row")
+MATRICES = ("column", "row", "partial_row")
 WHOLE = ("sequence", "replicate")
 INPUT = "whole_input"
 OUTPUT = "partial_output"
@@ -59,6 +59,9 @@ def plan_problems(model: Model, ranks: int) -> Iterator[Problem]:
         if module not in ways:
             problem = Problem("", f"the plan of {kind} does not name {module!r}, which has parameters")
             found.setdefault(NUMBER.sub("*", module), problem)
+        elif ways[module] == "partial_row" and key == "bias":
+            seen = f"the plan of {kind} has partial_row for {module!r}, whose bias each rank would add"
+            found.setdefault(NUMBER.sub("*", name), Problem("", f"{seen}; take row, or leave the bias out"))
         elif message := _size_message(name, parameter.shape, SPLIT.get(ways[module], {}).get(key), ranks):
             found.setdefault(NUMBER.sub("*", name), Problem("degree", message))
     yield from found.values()
@@ -67,5 +70,6 @@ def plan_problems(model: Model, ranks: int) -> Iterator[Problem]:
 def _size_message(name: str, shape: Sequence[int], dimension: int | None, ranks: int) -> str:
     if dimension is None or shape[dimension] % ranks == 0:
         return ""
-    seen = f"{name} has {shape[dimension]} {'rows' if dimension == len(shape) - 2 else 'columns'}"
+    across = dimension % len(shape) == len(shape) - 1
+    seen = f"{name} has {shape[dimension]} {'columns' if across else 'rows'}"
     return f"{seen}, which {ranks} ranks cannot share equally; change one of them"

@@ -79,7 +79,7 @@ class TensorParallelStage:
             if isinstance(parameter, DTensor):  # tied to one that is split already
                 continue
             dimension = SPLIT.get(way, {}).get(key)
-            placement: Placement = Replicate() if dimension is None else Shard(dimension)
+            placement: Placement = Replicate() if dimension is None else Shard(dimension % parameter.ndim)
             split = nn.Parameter(_distribute(parameter, self._mesh, placement), parameter.requires_grad)
             module.register_parameter(key, split)
 
@@ -96,9 +96,9 @@ class TensorParallelStage:
         """Let a module compute its part, with the collectives that its way asks for."""
         keys = [key for key, _ in module.named_parameters(recurse=False)]
         self._partial += [(module, key) for key in keys if self._is_partial(way, key)]
-        if way in MATRICES:
-            dimension = SPLIT[way]["weight"]
-            module.matrix_shard = MatrixShard(self._group, dimension)  # type: ignore[arg-type, assignment]
+        if way in MATRICES and module.get_parameter("weight").ndim == 2:
+            dimension = 0 if way == "column" else 1
+            module.matrix_shard = MatrixShard(self._group, dimension)  # type: ignore[assignment]
         if way == INPUT:
             module.forward = _Gathered(module.forward, self._enter)
         elif way == OUTPUT:

@@ -144,6 +144,14 @@ class BadlyPlannedModel(SplittableModel):
         return model
 
 
+class PartsOfABias(Transformer):
+    def build(self, context):
+        model = super().build(context)
+        plan = {"layers.*.ffn.down": "partial_row", **model.tensor_parallel_plan()}
+        model.tensor_parallel_plan = lambda: plan
+        return model
+
+
 class TestWhatIsRefused:
     def test_a_model_without_a_plan(self, tmp_path):
         [problem] = job_problems(job(tmp_path, TP2, model=TinyModel(layers=2)), 2)
@@ -177,12 +185,21 @@ class TestWhatIsRefused:
     def test_a_plan_that_leaves_a_module_out(self, tmp_path):
         found = job_problems(job(tmp_path, TP2, model=BadlyPlannedModel()), 2)
         assert found == [
-            "parallel.tp: the plan of SplittableNetwork has diagonal; there are column, row, column_stack, row_stack, "
-            "vocab_embedding, vocab_head, sequence, replicate, whole_input, partial_output",
+            "parallel.tp: the plan of SplittableNetwork has diagonal; there are column, row, partial_row, "
+            "column_stack, vocab_embedding, vocab_head, sequence, replicate, whole_input, partial_output",
             "parallel.tp: the plan of SplittableNetwork does not name 'layers.0.pair.up', which has parameters",
             "parallel.tp: the plan of SplittableNetwork does not name 'layers.0.pair.down', which has parameters",
             "parallel.tp: the plan of SplittableNetwork does not name 'norm', which has parameters",
         ]
+
+    def test_a_bias_that_every_rank_would_add(self, tmp_path):
+        sizes = {"vocab_size": 32, "dim": 16, "layers": 2, "attention": GroupedQueryAttention(heads=4, kv_heads=2)}
+        [problem] = job_problems(job(tmp_path, TP2, model=PartsOfABias(ffn=SwiGLU(hidden=34, bias=True), **sizes)), 2)
+        assert problem == (
+            "parallel.tp: the plan of TransformerModel has partial_row for 'layers.0.ffn.down', whose bias each rank "
+            "would add; take row, or leave the bias out"
+        )
+        assert not job_problems(job(tmp_path, TP2, model=PartsOfABias(ffn=SwiGLU(hidden=34), **sizes)), 2)
 
     def test_they_are_refused_too_by_ranks_that_were_not_checked(self, tmp_path):
         """All that stages have to say, at once."""

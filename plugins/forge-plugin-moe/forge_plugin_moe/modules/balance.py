@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from forge_plugin_moe.modules.sequences import Sequences
+from forge_plugin_moe.modules.sequences import Sequences, tally
 
 if TYPE_CHECKING:
     from forge_core.context import BuildContext
@@ -60,7 +60,7 @@ class Balance(nn.Module):
         one = self._component
         if not (self._counted or one.sequence_balance or one.micro_batch_balance):
             return weights
-        found = _tally(chosen, self._experts)
+        found = tally(chosen, self._experts)
         if self._counted:
             self._auxiliary.count(CHOSEN, self._layer, found.sum(0))
         length = chosen.shape[1] * self._sequences.pieces
@@ -87,9 +87,3 @@ class Balance(nn.Module):
         if self._component.batch_balance:
             counted = self._auxiliary.counted(CHOSEN, self._layer)
             self.load.copy_(counted.where(counted.any(), self.load))  # none: the update was skipped
-
-
-def _tally(chosen: Tensor, experts: int) -> Tensor:
-    """How often each sequence chose each expert, (B, E), float32."""
-    flat = chosen.flatten(1)
-    return torch.zeros(len(flat), experts, device=chosen.device).scatter_add_(1, flat, torch.ones_like(flat).float())

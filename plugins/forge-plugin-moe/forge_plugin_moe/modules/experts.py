@@ -1,14 +1,18 @@
 """Routed experts with stacked weights.
 
-Shapes: M rows, each a token for one expert, ordered by expert; E experts; D model width; H width inside an expert.
+Shapes: T tokens; K choices of each; M rows, each a token for one expert, ordered by expert; E experts; D model width.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
+from forge_core.dispatch import Dispatch
 from forge_core.protocols import Fill
 from forge_plugin_transformer import InitStd
 
@@ -57,7 +61,7 @@ class _GroupedProduct(torch.autograd.Function):
 
 
 class Experts(nn.Module):
-    """downₑ(silu(gateₑ(x)) * upₑ(x)) for each expert e; see `forge_core.protocols.HasExperts`."""
+    """downₑ(silu(gateₑ(x)) * upₑ(x)) for each expert e; see `forge_core.protocols.ExpertStack`."""
 
     def __init__(self, experts: int, dim: int, hidden: int, *, init: InitStd, grouped: bool) -> None:
         super().__init__()
@@ -65,10 +69,25 @@ class Experts(nn.Module):
         self.up = StackedLinear(experts, dim, hidden, std=init.inner, grouped=grouped)
         self.down = StackedLinear(experts, hidden, dim, std=init.residual, grouped=grouped)
 
-    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """(M, D), ordered by expert, to (M, D). `counts` (E,): rows of each expert; they may be none."""
-        ends = counts.cumsum(0, dtype=torch.int32)
-        return self.down(F.silu(self.gate(rows, ends)) * self.up(rows, ends), ends)
+    def forward(
+        self,
+        tokens: Tensor,
+        weights: Tensor,
+        chosen: Tensor,
+        rows: int | None = None,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> Tensor:
+        """(T, D), weights and choices (T, K), to (T, D)."""
+        if meanwhile is not None:
+            meanwhile()
+        if rows is None:
+            planned = isinstance(chosen, FakeTensor)  # then nobody knows how many, and all is the most
+            rows = chosen.numel() if planned else int((chosen >= 0).sum())
+        dispatch = Dispatch.to_groups(chosen, self.down.weight.shape[0], rows)
+        ends = dispatch.counts.cumsum(0, dtype=torch.int32)
+        x = dispatch.to_rows(tokens)
+        y = self.down(F.silu(self.gate(x, ends)) * self.up(x, ends), ends)
+        return dispatch.add_up(y, weights)
 
 
 def runs_grouped(device: torch.device, dtype: torch.dtype) -> bool:

@@ -1,6 +1,6 @@
 """The feed-forward part with experts.
 
-Shapes: B sequences, S positions, D model width, E experts, K experts of a token, T = B x S tokens, M = T x K rows.
+Shapes: B sequences, S positions, D model width, E experts, K experts of a token, T = B x S tokens.
 """
 
 from __future__ import annotations
@@ -11,15 +11,13 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.nn import functional as F
 
+from forge_core.errors import JobError, Problem
 from forge_core.modules import Linear
 from forge_core.protocols import Role
 from forge_plugin_moe.modules.capacity import within_capacity
-from forge_plugin_moe.modules.dispatch import Order, add_up, to_rows
 from forge_plugin_moe.modules.experts import Experts, runs_grouped
-from forge_plugin_moe.modules.sequences import Sequences
+from forge_plugin_moe.modules.sequences import Sequences, tally
 from forge_plugin_transformer import InitStd, SwiGLU, default_hidden
 
 if TYPE_CHECKING:
@@ -53,31 +51,22 @@ class MoELayer(nn.Module):
             self.shared = context.at("shared").build(shared, dim=dim, init=init)
         if component.shared_gate:
             self.shared_gate = Linear(dim, 1, bias=False, std=init.inner)
-        self.routed = nn.Identity()
-        """What routed experts come to passes here: with tensor parallelism, a part of a sum."""
+        self.output = nn.Identity()
+        """What all experts come to passes here: with tensor parallelism, a part of a sum."""
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         weights, chosen = self.router(x, batch)
-        left_out = getattr(self.router, "leaves_out", False)
+        rows = None if getattr(self.router, "leaves_out", False) else chosen.numel()
         if self._capacity and self.training:
             kept = within_capacity(weights, chosen, self._capacity, self._number, self._sequences)
             self._count_dropped(chosen, kept)
-            weights, chosen, left_out = weights.where(kept, 0), chosen.where(kept, -1), True
-        y = self.routed(self._compute(x, weights, chosen, left_out))
-        return y if self.shared is None else y + self._shared_output(x, batch)
-
-    def _compute(self, x: Tensor, weights: Tensor, chosen: Tensor, left_out: bool) -> Tensor:
-        tokens, choices = x.flatten(0, 1), weights.shape[-1]
-        order = Order.by_expert(chosen.view(-1, choices), self._number)
-        self._auxiliary.count(LOAD, self._layer, order.counts)
-        rows = to_rows(tokens, order)
-        if left_out:
-            planned = isinstance(rows, FakeTensor)  # then nobody knows how many, and all is the most
-            taken = len(rows) if planned else int(order.counts.sum())
-            rows = F.pad(self.experts(rows[:taken], order.counts), (0, 0, 0, len(rows) - taken))
-        else:
-            rows = self.experts(rows, order.counts)
-        return add_up(rows, weights.view(-1, choices), order).view_as(x)
+            chosen, rows = chosen.where(kept, -1), None
+        self._auxiliary.count(LOAD, self._layer, tally(chosen, self._number).sum(0))
+        shared: list[Tensor] = []
+        meanwhile = None if self.shared is None else lambda: shared.append(self._shared_output(x, batch))
+        tokens = (tensor.flatten(0, 1) for tensor in (x, weights, chosen))
+        y = self.experts(*tokens, rows=rows, meanwhile=meanwhile).view_as(x)
+        return self.output(y if self.shared is None else y + shared[0])
 
     def _shared_output(self, x: Tensor, batch: Batch) -> Tensor:
         assert self.shared is not None
@@ -104,11 +93,12 @@ class MoELayer(nn.Module):
         return {**routing, **gate, **{f"experts.{name}": "stack" for name, _ in self.experts.named_parameters()}}
 
     def tensor_parallel_plan(self) -> Mapping[str, str]:
-        plan = {"": "whole_input", "router": "replicate", "router.*": "replicate", "routed": "partial_output"}
-        plan |= {"experts.gate": "column_stack", "experts.up": "column_stack", "experts.down": "row_stack"}
+        plan = {"": "whole_input", "router": "replicate", "router.*": "replicate", "output": "partial_output"}
+        plan |= {"experts.gate": "column_stack", "experts.up": "column_stack", "experts.down": "partial_row"}
         if self.shared is not None:
-            own = self.shared.tensor_parallel_plan()
-            plan |= {f"shared.{name}": way for name, way in own.items() if name}
+            plan |= {"shared.gate": "column", "shared.up": "column", "shared.down": "partial_row"}
+        if self.shared_gate is not None:
+            plan["shared_gate"] = "replicate"
         return plan
 
     def expert_stacks(self) -> Sequence[str]:
@@ -138,9 +128,17 @@ def summarise_load(rows: Mapping[int, Tensor]) -> Mapping[str, Tensor]:
 
 
 def choose_backend(asked: str, context: BuildContext) -> tuple[str, str]:
-    """How the products of experts are computed, and why."""
+    """How the products of experts are computed, and why.
+
+    Raises:
+        JobError: what is asked for does not run.
+    """
     runs = runs_grouped(context.device, context.dtype)
+    where = f"{context.dtype} on {context.device.type}".removeprefix("torch.")
+    if asked == "grouped_mm" and not runs:
+        seen = f'"grouped_mm" cannot compute {where}'
+        fix = 'take "loop", or "auto", which takes the first that runs'
+        raise JobError([Problem("model.ffn.backend", f"{seen}; {fix} (building {context.path})")])
     if asked != "auto":
         return asked, "asked for"
-    seen = f"grouped_mm {'computes' if runs else 'cannot compute'} {context.dtype} on {context.device.type}"
-    return ("grouped_mm" if runs else "loop"), seen.replace("torch.", "")
+    return ("grouped_mm" if runs else "loop"), f"grouped_mm {'computes' if runs else 'cannot compute'} {where}"

@@ -1,6 +1,6 @@
 """Whole sequences, of which context-parallel ranks have pieces each.
 
-Shapes: B sequences, S positions of this rank, E experts.
+Shapes: B sequences, S positions of this rank, K choices of a token, E experts.
 """
 
 from __future__ import annotations
@@ -51,3 +51,10 @@ class Sequences:
         parts = [torch.empty_like(values) for _ in range(self.pieces)]
         dist.all_gather(parts, values.detach().contiguous(), group=self._group)
         return torch.cat(parts, 1)
+
+
+def tally(chosen: Tensor, experts: int) -> Tensor:
+    """(B, S, K), -1 being none, to (B, E), float32: how often each sequence chose each expert."""
+    flat = chosen.flatten(1)
+    found = torch.zeros(len(flat), experts, device=chosen.device)
+    return found.scatter_add_(1, flat.clamp(min=0), (flat >= 0).float())

@@ -1,0 +1,111 @@
+"""Tokens to the rows of those that compute them, experts or ranks, and back.
+
+Shapes: T tokens, K choices of each among G groups, M rows, one for each choice, ordered by group; D width.
+
+Going there copies tokens, and coming back adds their rows up, so one is the gradient of the other. No two writes meet,
+so results do not depend on their order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from attrs import frozen
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+
+@frozen(eq=False)
+class Dispatch:
+    """Where the rows come from, in both orders."""
+
+    choices: Tensor
+    """(M,) the choice, t x K + k, that each row is for."""
+    sources: Tensor
+    """(M,) the token of each row."""
+    counts: Tensor
+    """(G,) rows of each group."""
+    by_token: Tensor
+    """(M,) the rows, ordered by token."""
+    starts: Tensor
+    """(T,) where a token's rows begin in `by_token`."""
+
+    @classmethod
+    def to_groups(cls, chosen: Tensor, groups: int, rows: int) -> Dispatch:
+        """Of choices (T, K) among `groups` groups, -1 being none. Tokens keep their order within a group.
+
+        Args:
+            rows: M, how many choices are not -1. Given, so that the host need not wait for it.
+        """
+        flat = chosen.flatten()
+        ordered, order = flat.where(flat >= 0, groups).sort(stable=True)
+        # Other than for `bincount`, the host need not wait for this.
+        ends = torch.searchsorted(ordered, torch.arange(groups, device=flat.device), right=True)
+        choices = order[:rows]
+        of_token = (chosen >= 0).sum(1)
+        return cls(
+            choices=choices,
+            sources=choices // chosen.shape[1],
+            counts=ends.diff(prepend=ends.new_zeros(1)),
+            by_token=_inverse(order) if rows == len(flat) else choices.argsort(),
+            starts=of_token.cumsum(0) - of_token,
+        )
+
+    def to_rows(self, tokens: Tensor) -> Tensor:
+        """(T, D) -> (M, D): a copy of its token for each row."""
+        return _ToRows.apply(tokens, self.sources, self.by_token, self.starts)  # type: ignore[no-untyped-call]
+
+    def add_up(self, rows: Tensor, weights: Tensor | None = None) -> Tensor:
+        """(M, D), weights (T, K) -> (T, D): the sum of each token's rows, each times its choice's weight if given."""
+        if weights is not None:
+            weights = weights.flatten().index_select(0, self.choices)
+        return _AddUp.apply(rows, weights, self.sources, self.by_token, self.starts)  # type: ignore[no-untyped-call]
+
+
+def _inverse(order: Tensor) -> Tensor:
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(len(order), device=order.device)
+    return inverse
+
+
+class _ToRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, sources: Tensor, by_token: Tensor, starts: Tensor) -> Tensor:
+        ctx.save_for_backward(by_token, starts)
+        return tokens.index_select(0, sources)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _sums(grad, None, *ctx.saved_tensors), None, None, None
+
+
+class _AddUp(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, weights: Tensor | None, sources: Tensor, by_token: Tensor, starts: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(sources, *(() if weights is None else (rows, weights)))
+        return _sums(rows, weights, by_token, starts)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
+        sources, *weighted = ctx.saved_tensors
+        of_rows = grad.index_select(0, sources)
+        if not weighted:
+            return of_rows, None, None, None, None
+        rows, weights = weighted
+        of_weights = (of_rows * rows).sum(-1, dtype=weights.dtype) if ctx.needs_input_grad[1] else None
+        return of_rows * weights.to(rows.dtype).unsqueeze(-1), of_weights, None, None, None
+
+
+def _sums(rows: Tensor, weights: Tensor | None, by_token: Tensor, starts: Tensor) -> Tensor:
+    """(T, D): of the rows (M, D) of each token, times `weights` (M,)."""
+    if not len(rows):
+        return rows.new_zeros(len(starts), rows.shape[1])
+    if weights is not None:
+        weights = weights.to(rows.dtype).index_select(0, by_token)
+    return F.embedding_bag(by_token, rows, starts, mode="sum", per_sample_weights=weights)

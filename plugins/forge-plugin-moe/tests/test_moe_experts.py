@@ -1,0 +1,116 @@
+"""A stack of experts, its backends, and what `moe` and its routers refuse."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from forge_core.errors import JobError
+from forge_core.parallel.layout import Layout
+from forge_core.testing import job_problems, tiny_job
+from forge_core.testing.runs import tiny_run
+from forge_plugin_moe import Hash, MoE, SigmoidTopK, SoftmaxTopK
+from forge_plugin_moe.modules.experts import Experts
+from forge_plugin_transformer import GroupedQueryAttention, InitStd, Transformer
+
+T, K, E, D = 11, 3, 4, 8
+
+
+def stack_of(grouped=False, experts=range(E), dtype=torch.float64):
+    stack = Experts(len(experts), D, 16, init=InitStd(inner=0.02, residual=0.02), grouped=grouped).to(dtype)
+    for number, parameter in enumerate(stack.parameters()):
+        every = torch.randn(E, *parameter.shape[1:], generator=torch.Generator().manual_seed(number))
+        parameter.data.copy_(every[experts.start : experts.stop])
+    return stack
+
+
+def inputs_of(dtype=torch.float64):
+    generator = torch.Generator().manual_seed(7)
+    chosen = torch.rand(T, E, generator=generator).argsort(1)[:, :K]
+    chosen = chosen.masked_fill(torch.rand(T, K, generator=generator) < 0.3, -1)
+    tokens, weights = (torch.randn(T, width, generator=generator) for width in (D, K))
+    return tokens.to(dtype).requires_grad_(), weights.to(dtype).requires_grad_(), chosen
+
+
+def gradients(stack, inputs):
+    y = stack(*inputs)
+    return y.detach(), *torch.autograd.grad(y.square().sum(), [*inputs[:2], *stack.parameters()])
+
+
+class TestAStack:
+    def test_gives_the_weighted_sum_over_each_tokens_experts(self):
+        stack, (tokens, weights, chosen) = stack_of(), inputs_of()
+        gate, up, down = (module.weight for module in (stack.gate, stack.up, stack.down))
+        for x, own, experts, y in zip(tokens, weights, chosen, stack(tokens, weights, chosen), strict=True):
+            terms = [
+                w * (down[e] @ (F.silu(gate[e] @ x) * (up[e] @ x))) for w, e in zip(own, experts, strict=True) if e >= 0
+            ]
+            torch.testing.assert_close(y, sum(terms, torch.zeros(D, dtype=torch.float64)))
+
+    def test_need_not_ask_for_a_number_that_it_is_told(self):
+        stack, (tokens, weights, chosen) = stack_of(), inputs_of()
+        told = stack(tokens, weights, chosen, rows=int((chosen >= 0).sum()))
+        assert torch.equal(told, stack(tokens, weights, chosen))
+
+    def test_of_some_experts_gives_their_part(self):
+        tokens, weights, chosen = inputs_of()
+        parts = []
+        for experts in (range(1), range(1, E)):
+            local = (chosen - experts.start).where((chosen >= experts.start) & (chosen < experts.stop), -1)
+            parts.append(stack_of(experts=experts)(tokens, weights, local))
+        torch.testing.assert_close(sum(parts), stack_of()(tokens, weights, chosen))
+
+    def test_calls_what_can_be_computed_meanwhile_once(self):
+        calls = []
+        stack_of()(*inputs_of(), meanwhile=lambda: calls.append(1))
+        assert calls == [1]
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_gives_the_same_with_each_backend(self, dtype):
+        found, expected = (gradients(stack_of(grouped, dtype=dtype), inputs_of(dtype)) for grouped in (True, False))
+        for seen, right in zip(found, expected, strict=True):
+            assert (seen - right).abs().max() < (1e-5 if dtype == torch.float32 else 2e-2) * right.abs().max()
+
+
+def job(folder, **keys):
+    model = Transformer(dim=16, layers=2, vocab_size=32, attention=GroupedQueryAttention(heads=2), ffn=MoE(**keys))
+    return tiny_job(str(folder), model=model)
+
+
+class TestWhatIsRefused:
+    def test_a_gate_of_no_experts(self, tmp_path):
+        found = job_problems(job(tmp_path, hidden=16, shared_gate=True))
+        assert found == ["model.ffn.shared_gate: is for shared experts, and there are none; set shared_experts"]
+        assert not job_problems(job(tmp_path, hidden=16, shared_gate=True, shared_experts=1))
+
+    @pytest.mark.parametrize(
+        ("router", "problem"),
+        [
+            (SoftmaxTopK(groups=3), "groups: 3 groups do not divide 8 experts equally"),
+            (SigmoidTopK(top_k=9), "top_k: 9 of 8 experts; lower it"),
+            (SoftmaxTopK(top_k=5, groups=4, top_groups=2), "top_k: 5 of 4 experts in 2 groups; lower it"),
+            (SigmoidTopK(groups=2, top_groups=3), "top_groups: 3 of 2 groups; lower it, or raise groups"),
+            (Hash(top_k=9), "top_k: 9 of 8 experts; lower it"),
+        ],
+    )
+    def test_more_experts_or_groups_than_there_are(self, tmp_path, router, problem):
+        assert job_problems(job(tmp_path, experts=8, hidden=16, router=router)) == [f"model.ffn.router.{problem}"]
+
+    @pytest.mark.parametrize(
+        "router",
+        [SoftmaxTopK(groups=4), SigmoidTopK(top_k=8), SoftmaxTopK(top_k=4, groups=4, top_groups=2), Hash(top_k=8)],
+    )
+    def test_but_not_as_many(self, router):
+        assert not [*MoE(experts=8, router=router).problems(None, Layout()), *router.problems(None, Layout())]
+
+    def test_a_backend_that_cannot_compute(self, tmp_path):
+        model = job(tmp_path, hidden=16, backend="grouped_mm").model
+        with pytest.raises(JobError) as caught:
+            tiny_run(tmp_path, model=model, precision="fp64")
+        [problem] = caught.value.problems
+        assert str(problem) == (
+            'model.ffn.backend: "grouped_mm" cannot compute float64 on cpu; take "loop", or "auto", which takes the '
+            "first that runs (building layers.0.ffn)"
+        )
+        assert tiny_run(tmp_path, model=model, precision="fp32").model.layers["0"].ffn.backend == "grouped_mm"

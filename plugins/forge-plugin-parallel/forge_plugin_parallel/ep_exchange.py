@@ -1,0 +1,157 @@
+"""Tokens to the ranks that have their experts, and their results back.
+
+Shapes: T tokens; K choices of each; C copies of them, one for each token and each rank that has any of its experts;
+D model width; R ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from attrs import frozen
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.function import once_differentiable
+
+from forge_core.dispatch import Dispatch
+from forge_core.protocols import ExpertStack
+from forge_plugin_parallel.collectives import exchange_rows, send_rows
+from forge_plugin_parallel.tp_stage import local_parameters
+
+
+@frozen
+class LocalExperts:
+    """A stack that computes with this rank's experts; see `forge_core.protocols.ExpertStack`."""
+
+    stack: nn.Module
+    forward: ExpertStack
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        with local_parameters(*self.stack.modules()):
+            return self.forward(*args, **kwargs)
+
+
+@frozen
+class Exchange:
+    """A stack that the ranks of a group share, each with equally many experts, in the order of ranks; see
+    `forge_core.protocols.ExpertStack`.
+
+    A token travels once to each rank that has any of its experts, with its weights and choices. That rank adds up what
+    its experts give, and the sum travels back. So two large collectives a pass carry tokens and sums, and two small
+    ones before them numbers, weights and choices. The host waits for the numbers, as it must know how much to send.
+
+    Where nodes share a stack and the ranks of each node share what it has of it, one exchange is the `forward` of
+    another. A token then travels once to each node that has any of its experts.
+    """
+
+    forward: ExpertStack
+    """Of this rank's experts, or of those of its node."""
+    group: dist.ProcessGroup
+    experts: int
+    """Of each rank, or of each node."""
+    outer: int = 1
+    """Nodes among which tokens have been divided before."""
+    overlap: bool = True
+    """Whether `meanwhile` is called while tokens travel, or before."""
+
+    def __call__(
+        self,
+        tokens: Tensor,
+        weights: Tensor,
+        chosen: Tensor,
+        rows: int | None = None,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> Tensor:
+        if meanwhile is not None and not self.overlap:
+            meanwhile()
+        ranks = dist.get_world_size(self.group)
+        owners = torch.div(chosen, self.experts, rounding_mode="floor")
+        ranks_of = _each_once(owners)
+        asked = torch.stack([_tally(ranks_of, ranks), _tally(owners, ranks)], 1)  # (R, 2): tokens, and their choices
+        offered = torch.empty_like(asked)
+        dist.all_to_all_single(offered, asked, group=self.group)
+        trip, theirs = self._sizes(chosen, rows, asked, offered)
+
+        dispatch = Dispatch.to_groups(ranks_of, ranks, sum(trip.sent))
+        first = ranks_of.flatten().index_select(0, dispatch.choices).unsqueeze(1) * self.experts
+        local = chosen.index_select(0, dispatch.sources) - first
+        local = local.where((local >= 0) & (local < self.experts), -1)
+        weights = dispatch.to_rows(weights.to(torch.promote_types(weights.dtype, torch.float32)))
+        weights, chosen = _SendChoices.apply(weights, local, trip)  # type: ignore[no-untyped-call]
+        arrive = trip.depart(dispatch.to_rows(tokens))
+        if meanwhile is not None and self.overlap:
+            meanwhile()
+        return dispatch.add_up(trip.back(self.forward(arrive(), weights, chosen, theirs)))
+
+    def _sizes(self, chosen: Tensor, rows: int | None, asked: Tensor, offered: Tensor) -> tuple[_Trip, int]:
+        """How many copies go to each rank and come from each, and how many choices of these fall to this rank."""
+        if isinstance(asked, FakeTensor):
+            ranks, (tokens, choices) = len(asked), chosen.shape
+            before = places_of_a_token(self.outer, self.experts * ranks, choices)
+            after = places_of_a_token(self.outer * ranks, self.experts, choices)
+            copies = round(tokens * after / before)
+            shares = [len(part) for part in torch.arange(copies).tensor_split(ranks)]
+            return _Trip(shares, shares, self.group), chosen.numel() if rows is None else rows
+        sent, received, theirs = torch.stack([asked[:, 0], *offered.unbind(1)]).tolist()
+        return _Trip(sent, received, self.group), sum(theirs)
+
+
+def places_of_a_token(places: int, experts: int, choices: int) -> float:
+    """At how many places, each with so many experts, a token's K experts are in the mean if all sets of K are equally
+    likely. While a step is planned, nobody knows better."""
+    everywhere, choices = places * experts, min(choices, places * experts)
+    return places * (1 - math.comb(everywhere - experts, choices) / math.comb(everywhere, choices))
+
+
+@frozen
+class _Trip:
+    """Copies go to their ranks, and results come back."""
+
+    sent: Sequence[int]
+    received: Sequence[int]
+    group: dist.ProcessGroup
+
+    def depart(self, x: Tensor) -> Callable[[], Tensor]:
+        return send_rows(x, self.sent, self.received, self.group)
+
+    def there(self, x: Tensor) -> Tensor:
+        return exchange_rows(x, self.sent, self.received, self.group)
+
+    def back(self, x: Tensor) -> Tensor:
+        return exchange_rows(x, self.received, self.sent, self.group)
+
+
+class _SendChoices(torch.autograd.Function):
+    """Weights (C, K) and numbers of experts (C, K) to the ranks of the copies, in one collective: numbers go as they
+    are, as the bits of a weight. Backward: the gradients of the weights alone."""
+
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, chosen: Tensor, trip: _Trip) -> tuple[Tensor, Tensor]:
+        ctx.trip = trip
+        integers = torch.int64 if weights.dtype == torch.float64 else torch.int32
+        arrived = trip.there(torch.cat([weights, chosen.to(integers).view(weights.dtype)], 1))
+        weights, bits = (part.contiguous() for part in arrived.chunk(2, 1))
+        chosen = bits.view(integers).long()
+        ctx.mark_non_differentiable(chosen)
+        return weights, chosen
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor, None, None]:
+        return ctx.trip.back(grad), None, None
+
+
+def _each_once(owners: Tensor) -> Tensor:
+    """(T, K): the different ones of each token's owners, and -1 for the rest."""
+    ordered, _ = owners.sort(1)
+    again = ordered[:, 1:] == ordered[:, :-1]
+    return torch.cat([ordered[:, :1], ordered[:, 1:].masked_fill(again, -1)], 1)
+
+
+def _tally(chosen: Tensor, groups: int) -> Tensor:
+    """(T, K) to (G,): how often each group is chosen."""
+    return (chosen.unsqueeze(-1) == torch.arange(groups, device=chosen.device)).sum((0, 1))
