@@ -109,11 +109,11 @@ def _computation(plan: Plan) -> Iterator[str]:
     yield "FLOPs of a step"
     if per_token:
         whole = per_token * tokens
-        each = f"{whole / plan.layout.world_size / 1e12:,.1f} TFLOP a rank"
-        yield f"  {'model':<12}{each:<24}{whole / 1e15:,.2f} PFLOP in all, as the model states them"
+        each = f"{_flops(whole / plan.layout.world_size)} a rank"
+        yield f"  {'model':<12}{each:<24}{_flops(whole)} in all, as the model states them"
     if rank.traffic is not None:
         which = f"pipeline rank {rank.pipeline_rank}, " if plan.layout.pp > 1 else ""
-        each = f"{rank.traffic.flops / 1e12:,.1f} TFLOP a rank"
+        each = f"{_flops(rank.traffic.flops)} a rank"
         yield f"  {'computed':<12}{each:<24}{which}products and attention, with what is computed again"
 
 
@@ -166,6 +166,12 @@ def _speed(plan: Plan, gpu: GPU, seconds: float) -> str:
     if not per_token:
         return rate
     return f"{rate}, model FLOPs at {per_token * tokens / seconds / plan.layout.world_size / gpu.flops:.0%} of the peak"
+
+
+def _flops(value: float) -> str:
+    if value >= 1e16:
+        return f"{value / 1e15:,.2f} PFLOP"
+    return f"{value / 1e12:,.1f} TFLOP" if value >= 1e12 else f"{value / 1e9:,.1f} GFLOP"
 
 
 def _seconds(value: float) -> str:

@@ -125,9 +125,13 @@ def test_what_cannot_be_played_is_unknown_with_the_reason(tmp_path: Path, capsys
     assert "  optimizer state" in out
 
 
-def test_experts_are_played_as_if_all_had_as_many_tokens(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+@pytest.mark.parametrize("backend", ["grouped_mm", "loop"])
+def test_experts_are_played_as_if_all_had_as_many_tokens(
+    tmp_path: Path, capsys: pytest.CaptureFixture, backend: str
+) -> None:
     experts = ("--model.ffn.type=moe", "--model.ffn.experts=4", "--model.ffn.hidden=64", "--parallel.ep.degree=2")
-    assert plan(tmp_path, "--world-size=4", "--gpu=h200", "--parallel.fsdp.shard=4", *experts) == 0
+    backend = f"--model.ffn.backend={backend}"
+    assert plan(tmp_path, "--world-size=4", "--gpu=h200", "--parallel.fsdp.shard=4", *experts, backend) == 0
     out = capsys.readouterr().out
     assert "ranks      4: shard 4, ep 2" in out
     assert "unknown" not in out
