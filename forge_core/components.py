@@ -301,6 +301,12 @@ class ParallelComponent(Component):
         return False
 
     @property
+    def waits_in_blocks(self) -> str:
+        """Why blocks wait for a number on the host with this stage, so that no graph has all of one; empty: they do
+        not."""
+        return ""
+
+    @property
     def brings_executor(self) -> bool:
         """Whether its stage runs the micro-batches itself (`executor`), so that no other can be asked for."""
         return False

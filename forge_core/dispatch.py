@@ -8,18 +8,16 @@ so results do not depend on their order.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from attrs import frozen
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 
-@frozen(eq=False)
-class Dispatch:
-    """Where the rows come from, in both orders."""
+class Dispatch(NamedTuple):
+    """Where the rows come from, in both orders. A named tuple, which torch.compile can trace the making of."""
 
     choices: Tensor
     """(M,) the choice, t x K + k, that each row is for."""

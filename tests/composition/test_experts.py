@@ -14,9 +14,12 @@ from forge_core.config.load import load_job
 from forge_core.data.loader import TrainLoader
 from forge_core.engine.step import Stepper
 from forge_core.engine.trainer import Trainer
+from forge_core.plugins.catalog import Catalog
 from forge_core.testing import TinyModel, job_problems, tiny_job
 from forge_core.testing.processes import run_on_ranks
 from forge_core.testing.runs import advance, tiny_run, whole
+from forge_plugin_adamw import AdamW
+from forge_plugin_compile import Compile
 from forge_plugin_lion import Lion
 from forge_plugin_lowbit import AdamW8bit
 from forge_plugin_moe import MoE, SigmoidTopK
@@ -268,6 +271,28 @@ def test_a_router_in_a_file_works_under_every_layout(tmp_path, monkeypatch):
         for name in ("one", "four")
     )
     assert one == pytest.approx(four, rel=1e-9)
+
+
+def test_compiled_blocks_with_experts_train_alike(tmp_path):
+    """In one graph. The inductor would make the same of it, and takes a minute."""
+    found = []
+    for stages in ({}, {"compile": Compile(backend="aot_eager")}):
+        run = tiny_run(
+            tmp_path, model=MODEL, optimizer=AdamW(lr=0.02), parallel=stages, **SIZES | {"precision": "fp32"}
+        )
+        advance(run, 3)
+        found.append({name: whole(tensor) for name, tensor in run.model.state_dict().items()})
+    for name, tensor in found[0].items():
+        torch.testing.assert_close(found[1][name], tensor, rtol=1e-4, atol=1e-5)
+
+
+def test_ranks_that_share_experts_wait_inside_of_blocks(tmp_path):
+    stages = {"fsdp": FSDP(), "ep": ExpertParallel(degree=2), "compile": Compile()}
+    job = tiny_job(str(tmp_path), Catalog.installed(), model=MODEL, parallel=stages, **SIZES)
+    [problem] = job_problems(job, 2)
+    assert str(problem).startswith("parallel.compile.fullgraph: a block does not fit into one graph with parallel.ep")
+    job = attrs.evolve(job, parallel=stages | {"compile": Compile(fullgraph=False)})
+    assert job_problems(job, 2) == []
 
 
 def test_pipelines_are_cut_by_what_a_token_meets(tmp_path):

@@ -51,6 +51,10 @@ class Compile(ParallelComponent):
         if self.mode is not None and self.backend != "inductor":
             message = f"{self.mode!r} is a mode of the inductor, but backend is {self.backend!r}; leave it out"
             yield Problem("mode", message)
+        for name, stage in job.parallel.items():
+            if self.fullgraph and stage.waits_in_blocks:
+                seen = f"a block does not fit into one graph with parallel.{name}: {stage.waits_in_blocks}"
+                yield Problem("fullgraph", f"{seen}; set fullgraph = false")
 
     def build(self, context: BuildContext) -> ParallelStage:
         from forge_plugin_compile.stage import CompileStage

@@ -47,6 +47,10 @@ class ExpertParallel(ParallelComponent):
     """Whether shared experts, or whatever else a model can compute meanwhile, are computed while tokens travel, and
     their gradients while the tokens' gradients do. Results are the same to the bit."""
 
+    @property
+    def waits_in_blocks(self) -> str:
+        return "it waits for how many tokens go to each rank" if self.degree > 1 else ""
+
     def degrees(self) -> Mapping[str, int | str]:
         return {"ep": self.degree}
 

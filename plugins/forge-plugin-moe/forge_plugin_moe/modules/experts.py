@@ -49,15 +49,33 @@ class _GroupedProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight, ends)
-        return F.grouped_mm(x, weight.mT, offs=ends)
+        return _product(x, weight.mT, ends)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight, ends = ctx.saved_tensors
         grad = grad.contiguous()
-        of_x = F.grouped_mm(grad, weight, offs=ends) if ctx.needs_input_grad[0] else None
-        of_weight = F.grouped_mm(grad.mT, x, offs=ends) if ctx.needs_input_grad[1] else None
+        of_x = _product(grad, weight, ends) if ctx.needs_input_grad[0] else None
+        of_weight = _product(grad.mT, x, ends) if ctx.needs_input_grad[1] else None
         return of_x, of_weight, None
+
+
+def _product(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    """`grouped_mm`. When it is traced, torch takes bfloat16 for all that there is."""
+    if torch.compiler.is_compiling() and a.dtype != torch.bfloat16:
+        return _opaque_product(a, b, ends)
+    return F.grouped_mm(a, b, offs=ends)
+
+
+@torch.library.custom_op("forge_moe::grouped_mm", mutates_args=())
+def _opaque_product(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    return F.grouped_mm(a, b, offs=ends)
+
+
+@_opaque_product.register_fake
+def _shape_of_product(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    groups = () if b.ndim == 3 else ends.shape
+    return a.new_empty(*groups, a.shape[0], b.shape[-1])
 
 
 class Experts(nn.Module):
