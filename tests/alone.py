@@ -27,7 +27,7 @@ train = {{ steps = 3, global_batch_size = 4, seq_len = 8, device = "cpu" }}
 job = {{ name = "{name}" }}
 {tables}
 [[data.sources]]
-type = "forge_core.testing:Numbers"
+type = "forge_core.testing:{source}"
 """
 TABLES = {
     "model": '[model]\ntype = "forge_core.testing:TinyModel"\n',
@@ -130,7 +130,8 @@ class Environment:
         place = PLACES.get(kind, kind)
         tables = TABLES | {place: f'[{place}]\ntype = "{distribution}/{type_}"\n'}
         path = self.folder / f"{kind}-{type_}.toml"
-        path.write_text(JOB.format(name=f"{kind}-{type_}", tables="".join(tables.values())))
+        source = "RandomDocuments" if kind == "packing" else "Numbers"  # which gives sequences, with nothing to pack
+        path.write_text(JOB.format(name=f"{kind}-{type_}", tables="".join(tables.values()), source=source))
         check = [str(self.python), "-m", "forge_core", "check", str(path)]
         if subprocess.run(check, cwd=self.folder, capture_output=True).returncode:
             return False
