@@ -182,6 +182,15 @@ class HasTies(Protocol):
 
 
 @runtime_checkable
+class HasLayerFlops(Protocol):
+    """A model whose layers do not cost what their weights say, as with experts, of which a token meets a few."""
+
+    def layer_flops(self, seq_len: int) -> Sequence[float]:
+        """FLOPs a token of each layer, in order, forward and backward. Asked before any layer is taken away."""
+        ...
+
+
+@runtime_checkable
 class HasTensorParallelPlan(Protocol):
     def tensor_parallel_plan(self) -> Mapping[str, str]:
         """Module name pattern (`layers.*.attention.q`) -> how it is split. Every module with parameters is named.

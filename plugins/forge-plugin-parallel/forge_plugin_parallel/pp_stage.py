@@ -12,7 +12,7 @@ from forge_core.errors import ForgeError
 from forge_core.parallel.initialise import ties
 from forge_core.parallel.mesh import group_timeout
 from forge_core.parallel.replicate_stage import sum_gradients
-from forge_core.protocols import Generates, HasEnds, HasFlops, HasRoles
+from forge_core.protocols import Generates, HasEnds, HasLayerFlops, HasRoles
 from forge_plugin_parallel.cuts import Section, balance, ranks_of, sections
 from forge_plugin_parallel.pp import V_SHAPED
 
@@ -99,9 +99,10 @@ class PipelineParallelStage:
         if self._component.layers:
             return self._component.layers
         _, end = model.ends()
-        length = self._context.job.train.seq_len
-        last = sum(_cost(model.get_submodule(name), length) for name in end)  # type: ignore[attr-defined]
-        costs = [_cost(layer, length) for layer in model.layers.values()]  # type: ignore[attr-defined]
+        last = sum(_flops(model.get_submodule(name)) for name in end)  # type: ignore[attr-defined]
+        costs = [_flops(layer) for layer in model.layers.values()]  # type: ignore[attr-defined]
+        if isinstance(model, HasLayerFlops):
+            costs = list(model.layer_flops(self._context.job.train.seq_len))
         return balance(costs, len(self.owners), last=last)
 
     def _modules_of(self, model: Any, rank: int) -> set[str]:
@@ -175,12 +176,9 @@ def _keep_roles(model: nn.Module) -> None:
         model.parameter_roles = lambda: roles  # type: ignore[method-assign]
 
 
-def _cost(module: nn.Module, seq_len: int) -> float:
-    """FLOPs a token, as modules state them, else by the weights: of experts, a token meets a few."""
-    if isinstance(module, HasFlops):
-        return module.flops(seq_len)
-    own = sum(parameter.numel() for parameter in module.parameters(recurse=False) if parameter.ndim > 1)
-    return 6.0 * own + sum(_cost(child, seq_len) for child in module.children())
+def _flops(module: nn.Module) -> float:
+    """Of a token, forward and backward, by the weights that multiply it."""
+    return 6.0 * sum(parameter.numel() for parameter in module.parameters() if parameter.ndim > 1)
 
 
 def _refuse_decoding(*args: Any, **kwargs: Any) -> NoReturn:

@@ -90,6 +90,9 @@ class TransformerModel(nn.Module):
         heads = 1 + len(self.further_blocks())
         return sum(parts.flops(part, seq_len) for _, part in self._parts()) + 6.0 * self.head.weight.numel() * heads
 
+    def layer_flops(self, seq_len: int) -> Sequence[float]:
+        return [sum(parts.flops(getattr(layer, name), seq_len) for name in PARTS) for layer in self.layers.values()]
+
     def parameter_roles(self) -> Mapping[str, Role]:
         roles: dict[str, Role] = {"embedding.weight": "embedding"}
         for name, part in (*self._parts(), ("norm", self.norm)):
