@@ -182,8 +182,9 @@ class HasTies(Protocol):
 
 
 @runtime_checkable
-class HasLayerFlops(Protocol):
-    """A model whose layers do not cost what their weights say, as with experts, of which a token meets a few."""
+class HasLayerFlops(HasFlops, Protocol):
+    """A model whose layers do not cost what their weights say, as with experts, of which a token meets a few. What its
+    `flops` are more than theirs is computed behind the last layer."""
 
     def layer_flops(self, seq_len: int) -> Sequence[float]:
         """FLOPs a token of each layer, in order, forward and backward. Asked before any layer is taken away."""

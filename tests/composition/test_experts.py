@@ -14,6 +14,7 @@ from forge_core.config.load import load_job
 from forge_core.data.loader import TrainLoader
 from forge_core.engine.step import Stepper
 from forge_core.engine.trainer import Trainer
+from forge_core.losses import CrossEntropy
 from forge_core.plugins.catalog import Catalog
 from forge_core.testing import TinyModel, job_problems, tiny_job
 from forge_core.testing.processes import run_on_ranks
@@ -27,7 +28,7 @@ from forge_plugin_muon import Muon
 from forge_plugin_parallel import FSDP, ActivationCheckpointing, ExpertParallel, PipelineParallel
 from forge_plugin_schedule_free import ScheduleFreeAdamW
 from forge_plugin_soap import SOAP
-from forge_plugin_transformer import GroupedQueryAttention, SwiGLU, Transformer
+from forge_plugin_transformer import GroupedQueryAttention, MultiTokenPrediction, SwiGLU, Transformer
 
 MODEL = Transformer(
     dim=16,
@@ -305,3 +306,6 @@ def test_pipelines_are_cut_by_what_a_token_meets(tmp_path):
         return run.built_stages[0].describe()
 
     assert run_on_ranks(2, cut) == ["1f1b, stages of 4, 4 layers"] * 2
+    mtp = MultiTokenPrediction(loss=CrossEntropy())
+    model = attrs.evolve(model, ffn=attrs.evolve(ffn, first_dense=0), mtp=mtp)  # a ninth block, in the last stage
+    assert run_on_ranks(2, cut) == ["1f1b, stages of 5, 3 layers"] * 2

@@ -98,11 +98,14 @@ class PipelineParallelStage:
     def _layer_counts(self, model: HasEnds) -> Sequence[int]:
         if self._component.layers:
             return self._component.layers
-        _, end = model.ends()
-        last = sum(_flops(model.get_submodule(name)) for name in end)  # type: ignore[attr-defined]
-        costs = [_flops(layer) for layer in model.layers.values()]  # type: ignore[attr-defined]
         if isinstance(model, HasLayerFlops):
-            costs = list(model.layer_flops(self._context.job.train.seq_len))
+            length = self._context.job.train.seq_len
+            costs = list(model.layer_flops(length))
+            last = model.flops(length) - sum(costs)
+        else:
+            _, end = model.ends()
+            costs = [_weights(layer) for layer in model.layers.values()]  # type: ignore[attr-defined]
+            last = sum(_weights(model.get_submodule(name)) for name in end)  # type: ignore[attr-defined]
         return balance(costs, len(self.owners), last=last)
 
     def _modules_of(self, model: Any, rank: int) -> set[str]:
@@ -176,9 +179,9 @@ def _keep_roles(model: nn.Module) -> None:
         model.parameter_roles = lambda: roles  # type: ignore[method-assign]
 
 
-def _flops(module: nn.Module) -> float:
-    """Of a token, forward and backward, by the weights that multiply it."""
-    return 6.0 * sum(parameter.numel() for parameter in module.parameters() if parameter.ndim > 1)
+def _weights(module: nn.Module) -> float:
+    """Those that multiply a token."""
+    return sum(parameter.numel() for parameter in module.parameters() if parameter.ndim > 1)
 
 
 def _refuse_decoding(*args: Any, **kwargs: Any) -> NoReturn:
