@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from attrs import frozen
 
+from forge_core.planning import units
 from forge_core.planning.gpus import GPU
 from forge_core.planning.simulate import RankPlan, Traffic
 from forge_core.planning.world import Line
@@ -37,7 +38,7 @@ def bounds(rank: RankPlan, gpu: GPU, network: float) -> list[Bound]:
         seconds=passed / gpu.bandwidth,
         how=f"{passed / 1e9:,.1f} GB at {gpu.bandwidth / 1e9:,.0f} GB/s",
     )
-    lines = {traffic.lines[transfer.group] for transfer in traffic.transfers}
+    lines = {traffic.lines[transfer.group] for transfer in traffic.transfers if transfer.sent}
     return [compute, memory, *(_link(traffic, line, gpu, network) for line in sorted(lines, key=str))]
 
 
@@ -54,17 +55,17 @@ def _link(traffic: Traffic, line: Line, gpu: GPU, network: float) -> Bound:
     rings, exchanged = sent_along(traffic, line, exchanges=False), sent_along(traffic, line, rings=False)
     if line.in_node:
         sent = rings + exchanged
-        how = f"{sent / 1e9:,.3g} GB at {gpu.link / 1e9:,.0f} GB/s, within a node"
-        return Bound(what=line.dimension, seconds=sent / gpu.link, how=how)
+        how = f"{units.size(sent)} at {gpu.link / 1e9:,.0f} GB/s, within a node"
+        return Bound(what=str(line), seconds=sent / gpu.link, how=how)
     rate = min(gpu.link, network * line.per_node)
     leaving = exchanged * (line.ranks - line.per_node) / (line.ranks - 1)
     parts = []
     if rings:
-        parts.append(f"{rings / 1e9:,.3g} GB at {rate / 1e9:,.0f} GB/s")
+        parts.append(f"{units.size(rings)} at {rate / 1e9:,.0f} GB/s")
     if leaving:
-        parts.append(f"{leaving / 1e9:,.3g} GB to other nodes at {network / 1e9:,.0f} GB/s")
-    how = f"{' and '.join(parts)}, over the network, {line.per_node} of {line.ranks} ranks a node"
-    return Bound(what=line.dimension, seconds=rings / rate + leaving / network, how=how)
+        parts.append(f"{units.size(leaving)} to other nodes at {network / 1e9:,.0f} GB/s")
+    how = f"{' and '.join(parts)}, over the network"
+    return Bound(what=str(line), seconds=rings / rate + leaving / network, how=how)
 
 
 def sent_along(traffic: Traffic, line: Line, *, rings: bool = True, exchanges: bool = True) -> float:

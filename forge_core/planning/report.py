@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from forge_core.parallel.layout import micro_batches
+from forge_core.planning import units
 from forge_core.planning.bounds import Bound, bounds, sent_along
 from forge_core.planning.gpus import GPU
 from forge_core.planning.plan import Plan
@@ -64,25 +65,25 @@ def _memory(plan: Plan, gpu: GPU | None) -> Iterator[str]:
     yield f"{'memory of a rank' + which:<36}{'at most':>12}{'at the peak':>14}"
     if rank.memory is None:
         for purpose, value in rank.training_state.items():
-            yield f"  {purpose.value:<34}{_size(value):>12}"
+            yield f"  {purpose.value:<34}{units.size(value):>12}"
         yield f"  {'activations and all else':<34}{'unknown':>12}   the step cannot be played: {rank.failure}"
         return
     for purpose in Purpose:
         if rank.memory.most[purpose]:
             most, peak = rank.memory.most[purpose], rank.memory.at_peak[purpose]
-            yield f"  {purpose.value:<34}{_size(most):>12}{_size(peak):>14}"
-    yield f"  {'together':<34}{'':>12}{_size(rank.memory.peak):>14}{_verdict(rank.memory, gpu)}"
+            yield f"  {purpose.value:<34}{units.size(most):>12}{units.size(peak):>14}"
+    yield f"  {'together':<34}{'':>12}{units.size(rank.memory.peak):>14}{_verdict(rank.memory, gpu)}"
 
 
 def _verdict(memory: Memory, gpu: GPU | None) -> str:
     if gpu is None:
         return ""
-    of = f"   of {_size(gpu.memory)} ({gpu.name}): "
+    of = f"   of {units.size(gpu.memory)} ({gpu.name}): "
     if memory.peak > gpu.memory:
-        return f"{of}DOES NOT FIT, {_size(memory.peak - gpu.memory)} too much"
+        return f"{of}DOES NOT FIT, {units.size(memory.peak - gpu.memory)} too much"
     free = gpu.memory - memory.peak
     tight = "" if free >= SPARE * gpu.memory else ", little for what is not counted"
-    return f"{of}fits, {_size(free)} free{tight}"
+    return f"{of}fits, {units.size(free)} free{tight}"
 
 
 def _pipeline(plan: Plan) -> Iterator[str]:
@@ -91,10 +92,10 @@ def _pipeline(plan: Plan) -> Iterator[str]:
     names = ("weights", "gradients", "optimizer", "activations", "logits", "peak")
     yield f"{'pipeline rank':>13}{''.join(f'{name:>13}' for name in names)}"
     for rank in plan.ranks:
-        cells = [_size(value) for value in rank.training_state.values()]
+        cells = [units.size(value) for value in rank.training_state.values()]
         if rank.memory is not None:
             most = rank.memory.most
-            cells += [_size(most[Purpose.ACTIVATIONS]), _size(most[Purpose.LOGITS]), _size(rank.memory.peak)]
+            cells += map(units.size, (most[Purpose.ACTIVATIONS], most[Purpose.LOGITS], rank.memory.peak))
         else:
             cells += ["unknown" if rank.failure else "not played"] * 3
         yield f"{rank.pipeline_rank:>13}{''.join(f'{cell:>13}' for cell in cells)}"
@@ -109,11 +110,11 @@ def _computation(plan: Plan) -> Iterator[str]:
     yield "FLOPs of a step"
     if per_token:
         whole = per_token * tokens
-        each = f"{_flops(whole / plan.layout.world_size)} a rank"
-        yield f"  {'model':<12}{each:<24}{_flops(whole)} in all, as the model states them"
+        each = f"{units.flops(whole / plan.layout.world_size)} a rank"
+        yield f"  {'model':<12}{each:<24}{units.flops(whole)} in all, as the model states them"
     if rank.traffic is not None:
         which = f"pipeline rank {rank.pipeline_rank}, " if plan.layout.pp > 1 else ""
-        each = f"{_flops(rank.traffic.flops)} a rank"
+        each = f"{units.flops(rank.traffic.flops)} a rank"
         yield f"  {'computed':<12}{each:<24}{which}products and attention, with what is computed again"
 
 
@@ -128,9 +129,9 @@ def _communication(plan: Plan) -> Iterator[str]:
         own = [(t, times) for t, times in traffic.transfers.items() if traffic.lines[t.group] == line and t.sent]
         for kind in sorted({transfer.kind for transfer, _ in own}):
             same = [(transfer.sent, times) for transfer, times in own if transfer.kind == kind]
-            what = f"{line.dimension} ({line.ranks} ranks): {kind}"
+            what = f"{line}: {kind}"
             total = sum(sent * times for sent, times in same)
-            yield f"  {what:<46}{sum(times for _, times in same):>9,}{_size(total):>12}"
+            yield f"  {what:<46}{sum(times for _, times in same):>9,}{units.size(total):>12}"
 
 
 def _sent(rank: RankPlan) -> float:
@@ -154,9 +155,9 @@ def _time(plan: Plan, gpu: GPU, network: float) -> Iterator[str]:
             if bound.what not in worst or bound.seconds > worst[bound.what].seconds:
                 worst[bound.what] = bound
     for bound in worst.values():
-        yield f"  {bound.what:<22}{_seconds(bound.seconds):>12}   {bound.how}"
+        yield f"  {bound.what:<30}{units.seconds(bound.seconds):>12}   {bound.how}"
     longest = max(bound.seconds for bound in worst.values())
-    yield f"  {'if all overlaps':<22}{_seconds(longest):>12}   {_speed(plan, gpu, longest)}"
+    yield f"  {'if all overlaps':<30}{units.seconds(longest):>12}   {_speed(plan, gpu, longest)}"
 
 
 def _speed(plan: Plan, gpu: GPU, seconds: float) -> str:
@@ -166,21 +167,3 @@ def _speed(plan: Plan, gpu: GPU, seconds: float) -> str:
     if not per_token:
         return rate
     return f"{rate}, model FLOPs at {per_token * tokens / seconds / plan.layout.world_size / gpu.flops:.0%} of the peak"
-
-
-def _flops(value: float) -> str:
-    if value >= 1e16:
-        return f"{value / 1e15:,.2f} PFLOP"
-    return f"{value / 1e12:,.1f} TFLOP" if value >= 1e12 else f"{value / 1e9:,.1f} GFLOP"
-
-
-def _seconds(value: float) -> str:
-    return f"{value:,.2f} s" if value >= 1 else f"{value * 1e3:,.2f} ms"
-
-
-def _size(value: float) -> str:
-    """Decimal units."""
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if value >= size:
-            return f"{value / size:,.2f} {unit}"
-    return f"{value:,.0f} B"

@@ -93,6 +93,10 @@ class Line:
     def in_node(self) -> bool:
         return self.per_node == self.ranks
 
+    def __str__(self) -> str:
+        where = "" if self.in_node else f", {self.per_node} a node"
+        return f"{self.dimension} ({self.ranks} ranks{where})"
+
 
 def line_of(group: dist.ProcessGroup, mesh: DeviceMesh) -> Line:
     """How the ranks of a group lie in the mesh and on nodes."""

@@ -54,12 +54,12 @@ def test_it_needs_neither_data_nor_ranks(tmp_path: Path, capsys: pytest.CaptureF
         "optimizer state",
         "activations",
         "shard (2 ranks): all-gather",
-        "pp (2 ranks): send",
+        "pp (2 ranks, 1 a node): send",
     ):
         assert f"  {line}" in out
     assert "pipeline rank      weights    gradients    optimizer  activations       logits         peak" in out
     assert "of 141.00 GB (H200 SXM): fits" in out
-    assert "over the network, 1 of 2 ranks a node" in out
+    assert re.search(r"  pp \(2 ranks, 1 a node\) +[\d.]+ ms   [\d.]+ [kM]B at 50 GB/s, over the network", out)
 
 
 def test_without_a_gpu_there_are_no_times(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -145,9 +145,12 @@ def test_what_leaves_nodes_is_less_where_tokens_cross_once(tmp_path: Path, capsy
     for per_node in (0, 8):
         sizes = ("--world-size=16", "--parallel.fsdp.shard=16", "--train.global_batch_size=32")
         assert plan(tmp_path, *sizes, "--gpu=h200", *experts, f"--parallel.ep.ranks_per_node={per_node}") == 0
-        found = re.findall(r"([\d.e+-]+) GB to other nodes at 50 GB/s", capsys.readouterr().out)
-        leaving.append(sum(map(float, found)))
+        out = capsys.readouterr().out
+        sent = re.findall(r"([\d.]+) ([kM])B to other nodes at 50 GB/s", out)
+        leaving.append(sum(float(number) * {"k": 1e3, "M": 1e6}[unit] for number, unit in sent))
     assert leaving[1] / leaving[0] == pytest.approx(1 - 28 / 120, rel=0.05)
+    times = out[out.index("a step takes at least") :]
+    assert [word in times for word in ("  shard (8 ranks) ", "  shard (2 ranks, 1 a node) ", "none")] == [True, True, False]
 
 
 def test_products_of_groups_count_as_many_flops_as_their_rows_make() -> None:
