@@ -66,11 +66,11 @@ class Rehearsing(Recomputing):
 
     def __enter__(self) -> None:
         super().__enter__()
-        self._auxiliary.active = True
+        self._was_active, self._auxiliary.active = self._auxiliary.active, True
 
     def __exit__(self, *exc: object) -> None:
         super().__exit__(*exc)
-        self._auxiliary.active = False
+        self._auxiliary.active = self._was_active
 
 
 class Auxiliary:
