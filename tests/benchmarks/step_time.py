@@ -3,7 +3,7 @@
     python tests/benchmarks/step_time.py --dtype bf16 --rounds 3
     python tests/benchmarks/step_time.py --engines forge plain --compile --dtype bf16
     python tests/benchmarks/step_time.py --engine forge --dtype fp32        # one engine, one JSON line
-    python tests/benchmarks/step_time.py --engines forge forge_balanced --moe --experts 64 --topk 8 --moe_hidden 96
+    python tests/benchmarks/step_time.py --engines forge forge_balanced forge_dense --moe --experts 64 --topk 8
 
 Engines run in turn, A B C A B C …, each in a process of its own; the table gives medians over rounds and ratios to the
 plain loop. The figure to trust is CPU time a step (all threads, median over steps): with waits that do not spin
@@ -50,8 +50,8 @@ def arguments() -> argparse.Namespace:
         parser.add_argument(accepted, default="default", help=argparse.SUPPRESS)
     options = parser.parse_args()
     asked = [options.engine] if options.engine else options.engines
-    if options.moe and not set(asked) <= {"forge", "forge_balanced"}:
-        parser.error("--moe is for --engines forge forge_balanced; peers with experts: see docs/benchmarks.md")
+    if options.moe and not set(asked) <= set(OURS):
+        parser.error(f"--moe is for --engines {' '.join(OURS)}; peers with experts: see docs/benchmarks.md")
     return options
 
 
@@ -175,6 +175,8 @@ folder = "checkpoints"
 def ffn_text(options: argparse.Namespace) -> str:
     if not options.moe:
         return f"[model.ffn]\nhidden = {options.hidden}"
+    if options.engine == "forge_dense":
+        return f"[model.ffn]\nhidden = {options.topk * options.moe_hidden}"
     router = "softmax_topk" if options.engine == "forge" else f"{HERE}/balanced_router.py:Balanced"
     moe = f'type = "moe"\nexperts = {options.experts}\nhidden = {options.moe_hidden}'
     return f'[model.ffn]\n{moe}\n[model.ffn.router]\ntype = "{router}"\ntop_k = {options.topk}'
@@ -195,7 +197,9 @@ def hf(options: argparse.Namespace, meter: Meter) -> None:
     meter.report("hf", loss, params)
 
 
-ENGINES = {"forge": forge, "forge_balanced": forge, "plain": plain, "hf": hf}
+OURS = {"forge": forge, "forge_balanced": forge, "forge_dense": forge}
+"""With `--moe`: experts, the same with equally many tokens for each, and as wide as the experts of a token together."""
+ENGINES = OURS | {"plain": plain, "hf": hf}
 
 
 # --- side by side ----------------------------------------------------------------------------------------------------
