@@ -20,22 +20,24 @@ class Dispatch(NamedTuple):
     """Where the rows come from, in both orders. A named tuple, which torch.compile can trace the making of."""
 
     choices: Tensor
-    """(M,) the choice, t x K + k, that each row is for."""
+    """(M,) the choice, t x K + k, that each row is for; T x K: for none."""
     sources: Tensor
-    """(M,) the token of each row."""
+    """(M,) the token of each row; any, if it is for no choice."""
     counts: Tensor
     """(G,) rows of each group."""
     by_token: Tensor
-    """(M,) the rows, ordered by token."""
+    """The rows that are for a choice, ordered by token."""
     starts: Tensor
     """(T,) where a token's rows begin in `by_token`."""
 
     @classmethod
-    def to_groups(cls, chosen: Tensor, groups: int, rows: int) -> Dispatch:
+    def to_groups(cls, chosen: Tensor, groups: int, rows: int, multiple: int = 1) -> Dispatch:
         """Of choices (T, K) among `groups` groups, -1 being none. Tokens keep their order within a group.
 
         Args:
-            rows: M, how many choices are not -1. Given, so that the host need not wait for it.
+            rows: how many choices are not -1. Given, so that the host need not wait for it.
+            multiple: the rows of each group are filled up to a multiple of this, with rows for no choice. If it is more
+                than 1, the host waits for how many there are.
         """
         flat = chosen.flatten()
         ordered, order = flat.where(flat >= 0, groups).sort(stable=True)
@@ -43,12 +45,27 @@ class Dispatch(NamedTuple):
         ends = torch.searchsorted(ordered, torch.arange(groups, device=flat.device), right=True)
         choices = order[:rows]
         of_token = (chosen >= 0).sum(1)
-        return cls(
+        dispatch = cls(
             choices=choices,
             sources=choices // chosen.shape[1],
             counts=ends.diff(prepend=ends.new_zeros(1)),
             by_token=_inverse(order) if rows == len(flat) else choices.argsort(),
             starts=of_token.cumsum(0) - of_token,
+        )
+        return dispatch if multiple == 1 else dispatch._filled_up(multiple, none=len(flat))
+
+    def _filled_up(self, multiple: int, none: int) -> Dispatch:
+        """With rows for the choice `none`, so that groups have a multiple of rows."""
+        counts = self.counts.add(multiple - 1).floor_divide(multiple).mul(multiple)
+        missing = counts - self.counts
+        before = (missing.cumsum(0) - missing).repeat_interleave(self.counts)
+        places = torch.arange(len(self.choices), device=counts.device) + before
+        shape = (int(counts.sum()),)
+        return self._replace(
+            choices=self.choices.new_full(shape, none).scatter(0, places, self.choices),
+            sources=self.sources.new_zeros(shape).scatter(0, places, self.sources),
+            counts=counts,
+            by_token=places.index_select(0, self.by_token),
         )
 
     def to_rows(self, tokens: Tensor) -> Tensor:
@@ -56,9 +73,15 @@ class Dispatch(NamedTuple):
         return _ToRows.apply(tokens, self.sources, self.by_token, self.starts)  # type: ignore[no-untyped-call]
 
     def add_up(self, rows: Tensor, weights: Tensor | None = None) -> Tensor:
-        """(M, D), weights (T, K) -> (T, D): the sum of each token's rows, each times its choice's weight if given."""
+        """(M, D), weights (T, K) -> (T, D): the sum of each token's rows, each times its choice's weight if given.
+
+        Rows for no choice get zeros for gradients, for which the weights must be given.
+        """
         if weights is not None:
-            weights = weights.flatten().index_select(0, self.choices)
+            weights = weights.flatten()
+            if len(self.choices) > len(self.by_token):
+                weights = F.pad(weights, (0, 1))
+            weights = weights.index_select(0, self.choices)
         return _AddUp.apply(rows, weights, self.sources, self.by_token, self.starts)  # type: ignore[no-untyped-call]
 
 

@@ -62,6 +62,23 @@ def test_gradients(chosen):
     )
 
 
+@pytest.mark.parametrize("chosen", CASES.values(), ids=CASES)
+def test_groups_that_are_filled_up_give_the_same(chosen):
+    tokens, weights, plain = tokens_of(chosen), tokens_of(chosen, K), dispatch_of(chosen)
+    filled = Dispatch.to_groups(chosen, G, rows=int((chosen >= 0).sum()), multiple=4)
+    assert filled.counts.tolist() == [-(-count // 4) * 4 for count in plain.counts.tolist()]
+    found = []
+    for dispatch in (plain, filled):
+        rows = dispatch.to_rows(tokens)
+        y = dispatch.add_up(rows.square(), weights)
+        gradients = torch.autograd.grad(y.square().sum(), (tokens, weights, rows))
+        found.append((y, *gradients[:2]))
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    of_no_choice = filled.choices == chosen.numel()
+    assert of_no_choice.sum() == (filled.counts - plain.counts).sum()
+    assert not gradients[2][of_no_choice].any()
+
+
 def test_weights_stay_wide_beside_narrow_rows():
     tokens = tokens_of(CHOSEN).detach().bfloat16().requires_grad_()
     weights = torch.rand(T, K, requires_grad=True)

@@ -53,6 +53,15 @@ class TestAStack:
         told = stack(tokens, weights, chosen, rows=int((chosen >= 0).sum()))
         assert torch.equal(told, stack(tokens, weights, chosen))
 
+    @pytest.mark.parametrize(("dtype", "multiple"), [(torch.float32, 1), (torch.bfloat16, 32)])
+    def test_has_few_sizes_where_each_costs_a_kernel(self, monkeypatch, dtype, multiple):
+        sizes, compute = [], F.grouped_mm
+        monkeypatch.setattr(F, "grouped_mm", lambda a, b, offs: sizes.append(offs.diff()) or compute(a, b, offs=offs))
+        gradients(stack_of(grouped=True, dtype=dtype), inputs_of(dtype))
+        assert len(sizes) == 9
+        assert all((size % multiple == 0).all() for size in sizes)
+        assert sum(int(size.sum()) for size in sizes) > 0
+
     def test_of_some_experts_gives_their_part(self):
         tokens, weights, chosen = inputs_of()
         parts = []

@@ -18,6 +18,9 @@ from forge_plugin_transformer import InitStd
 
 GROUPED = (torch.float32, torch.bfloat16, torch.float16)
 """What `grouped_mm` takes on a CPU. On CUDA, it takes bfloat16."""
+MULTIPLE = 32
+"""Of rows of an expert, in floats of 16 bits on a CPU. There oneDNN makes a kernel for every size that it meets, which
+takes longer than the product and stays in memory: with few sizes, experts took a third of the time (docs/log.md)."""
 
 
 class StackedLinear(nn.Module):
@@ -101,7 +104,7 @@ class Experts(nn.Module):
         if rows is None:
             planned = isinstance(chosen, FakeTensor)  # then nobody knows how many, and all is the most
             rows = chosen.numel() if planned else int((chosen >= 0).sum())
-        dispatch = Dispatch.to_groups(chosen, self.down.weight.shape[0], rows)
+        dispatch = Dispatch.to_groups(chosen, self.down.weight.shape[0], rows, row_multiple(tokens))
         ends = dispatch.counts.cumsum(0, dtype=torch.int32)
         x = dispatch.to_rows(tokens)
         y = self.down(F.silu(self.gate(x, ends)) * self.up(x, ends), ends)
@@ -114,6 +117,12 @@ def _sizes(ends: Tensor, rows: int) -> list[int]:
         return [len(part) for part in torch.arange(rows).tensor_split(len(ends))]
     sizes: list[int] = ends.diff(prepend=ends.new_zeros(1)).tolist()
     return sizes
+
+
+def row_multiple(x: Tensor) -> int:
+    """To a multiple of how many rows those of each expert are filled up. What is traced or planned has no numbers."""
+    unknown = torch.compiler.is_compiling() or isinstance(x, FakeTensor)
+    return MULTIPLE if x.device.type == "cpu" and x.dtype.itemsize == 2 and not unknown else 1
 
 
 def runs_grouped(device: torch.device, dtype: torch.dtype) -> bool:
