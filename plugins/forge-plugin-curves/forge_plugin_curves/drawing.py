@@ -79,7 +79,8 @@ def make_figure(history: History, *, title: str, total_steps: int, clip_norm: fl
         clip_norm: norm down to which larger gradients are scaled; 0: never.
     """
     with quiet_style():
-        heights = [4, 4, *(MAP_INCHES + ROW_INCHES * len(rows) for rows in history.counts.values())]
+        maps = _maps(history)
+        heights = [4, 4, *(MAP_INCHES + ROW_INCHES * len(rows) for rows in maps.values())]
         figure = new_figure((13, sum(heights)), heading=HEADING_INCHES / sum(heights))
         _heading(figure, history, title, total_steps)
         grid = figure.add_gridspec(len(heights), 2, height_ratios=heights)
@@ -89,9 +90,8 @@ def make_figure(history: History, *, title: str, total_steps: int, clip_norm: fl
         _learning_rate(rate, history)
         _gradient_norm(norm, history, clip_norm)
         _step_axes([loss, held_out], [rate, norm], history.step)
-        for number, (name, rows) in enumerate(history.counts.items(), 2):
-            means = {row: average.value for row, average in rows.items()}
-            _heat_map(figure.add_subplot(grid[number, :]), name, means)
+        for number, (name, rows) in enumerate(maps.items(), 2):
+            _heat_map(figure.add_subplot(grid[number, :]), name, rows)
         return figure
 
 
@@ -178,6 +178,23 @@ def _rough_and_smooth(axes: Axes, rough: Series, smooth: Series, horizon: int, c
     marks.line(axes, rough, color, pale=horizon > 1, label="each step")
     if horizon > 1:
         marks.line(axes, smooth, color, label=f"mean of about {horizon:,} steps")
+
+
+def _maps(history: History) -> Mapping[str, Mapping[str, np.ndarray]]:
+    """What layers counted, by name and layer. Names of the same numbers share a map."""
+    maps: list[tuple[list[str], Mapping[str, np.ndarray]]] = []
+    for name, averages in history.counts.items():
+        rows = {row: average.value for row, average in averages.items()}
+        same = next((names for names, shown in maps if _equal(shown, rows)), None)
+        if same is None:
+            maps.append(([name], rows))
+        else:
+            same.append(name)
+    return {", ".join(names): rows for names, rows in maps}
+
+
+def _equal(rows: Mapping[str, np.ndarray], others: Mapping[str, np.ndarray]) -> bool:
+    return rows.keys() == others.keys() and all(np.array_equal(rows[row], others[row]) for row in rows)
 
 
 def _heat_map(axes: Axes, name: str, rows: Mapping[str, np.ndarray]) -> None:

@@ -72,6 +72,18 @@ def test_what_layers_count_is_a_map_relative_to_the_mean_of_each_layer(panels):
     assert norm.get_xlabel() == "step"
 
 
+def test_counts_of_the_same_numbers_share_a_map(panels):
+    rows, others = {"0": [1, 3]}, {"0": [3, 1]}
+    titles = [
+        axes.get_title("left")
+        for axes in panels({**training(1), "counts": {"chosen": rows, "other": others, "load": rows}})
+    ]
+    assert [title.removesuffix(", relative to the mean of its layer") for title in titles if "layer" in title] == [
+        "chosen, load",
+        "other",
+    ]
+
+
 def test_what_may_be_negative_is_on_a_map_as_it_is(panels):
     *_, bias, _ = panels({**training(1), "counts": {"bias": {"0": [-0.5, 0.25]}}})
     assert bias.get_title("left") == "bias"
