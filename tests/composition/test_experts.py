@@ -21,6 +21,7 @@ from forge_core.testing.processes import run_on_ranks
 from forge_core.testing.runs import advance, tiny_run, whole
 from forge_plugin_adamw import AdamW
 from forge_plugin_compile import Compile
+from forge_plugin_float8 import Float8
 from forge_plugin_lion import Lion
 from forge_plugin_lowbit import AdamW8bit
 from forge_plugin_moe import MoE, SigmoidTopK
@@ -110,8 +111,8 @@ OVERLAPPED = {
 }
 
 
-def first_gradients(folder, stages):
-    run = tiny_run(folder, model=GATED, parallel=stages, **SIZES)
+def first_gradients(folder, stages, **changes):
+    run = tiny_run(folder, parallel=stages, **{"model": GATED} | SIZES | changes)
     stepper, loader = Stepper(run), TrainLoader(run.job, run.datasets, run.context)
     output, _ = stepper.gradients(loader.next_step(), 0)
     loader.close()
@@ -285,6 +286,25 @@ def test_compiled_blocks_with_experts_train_alike(tmp_path):
         found.append({name: whole(tensor) for name, tensor in run.model.state_dict().items()})
     for name, tensor in found[0].items():
         torch.testing.assert_close(found[1][name], tensor, rtol=1e-4, atol=1e-5)
+
+
+EIGHT_BITS = {"model": attrs.evolve(MODEL, dim=32, ffn=attrs.evolve(MODEL.ffn, hidden=32)), "precision": "fp32"}
+
+
+def test_float8_computes_what_is_around_routed_experts(tmp_path):
+    """Attention and shared experts, and neither routers nor stacks; where ranks share experts, likewise."""
+    stages = {"float8": Float8()}
+    described = tiny_run(tmp_path, parallel=stages, **SIZES | EIGHT_BITS).built_stages[0].describe()
+    names = [*(f"attention.{name}" for name in "qkvo"), *(f"ffn.shared.{name}" for name in ("gate", "up", "down"))]
+    assert f"14 linear layers: {', '.join(f'layers.0-1.{name}' for name in names)}; " in described
+    loss, gradients = first_gradients(tmp_path, stages, **EIGHT_BITS)
+    plain, _ = first_gradients(tmp_path, {}, **EIGHT_BITS)
+    assert 1e-7 < abs(loss / plain - 1) < 1e-3
+    shared = stages | {"fsdp": FSDP(), "ep": ExpertParallel(degree=2)}
+    (some, seen), (others, _) = run_on_ranks(2, lambda rank: first_gradients(tmp_path, shared, **EIGHT_BITS))
+    assert (some + others).item() == pytest.approx(loss.item(), rel=1e-6)
+    for name, gradient in gradients.items():
+        assert (seen[name] - gradient).norm() < 1e-2 * gradient.norm(), name
 
 
 def test_ranks_that_share_experts_wait_inside_of_blocks(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import attrs
 import torch
 from attrs import frozen
 from torch import Tensor, nn
@@ -410,6 +411,15 @@ ROWS = [
         router=SOFTMAX,
         tied=True,
         chunked=True,
+    ),
+    Row(
+        name="fsdp2/ep2, compiled",
+        ranks=2,
+        stages={"fsdp": FSDP(), "ep": ep(), "compile": attrs.evolve(TRACED, fullgraph=False)},
+        reduction=FSDP_SCATTER,
+        router=SIGMOID,
+        micro_batch_size=1,
+        packed=True,
     ),
     Row(
         name="fsdp2/ep2, all tokens to one rank",

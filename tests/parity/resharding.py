@@ -79,6 +79,14 @@ PAIRS = [
     (PP2_ZBV, PP2),
     (HSDP, TP2_CP2),
 ]
+PAIRS_WITH_EXPERTS = [
+    (FSDP4_EP4, ONE),
+    (ONE, FSDP4_EP4),
+    (FSDP4_EP4, FSDP2_EP2),
+    (FSDP2_EP2, FSDP4_EP4),
+    (FSDP4_EP4, FSDP2_PP2_EP2),
+    (FSDP2_PP2_EP2, FSDP4_EP4),
+]
 
 
 @frozen
@@ -114,16 +122,16 @@ def job(folder: Path, layout: Layout, steps: int, experts: bool) -> Job:
     return tiny_job(str(folder), Catalog.installed(), model=model, data=data, parallel=dict(layout.stages), **settings)
 
 
-def uninterrupted(folder: Path) -> Outcome:
+def uninterrupted(folder: Path, experts: bool) -> Outcome:
     """What one process comes to."""
-    train(folder, ONE, 2 * STEPS)
+    train(folder, ONE, 2 * STEPS, experts)
     return outcome(folder)
 
 
-def continued(folder: Path, first: Layout, second: Layout) -> Outcome:
+def continued(folder: Path, first: Layout, second: Layout, experts: bool) -> Outcome:
     """What two layouts come to, the second with the checkpoint of the first."""
-    train(folder, first, STEPS)
-    train(folder, second, 2 * STEPS)
+    train(folder, first, STEPS, experts)
+    train(folder, second, 2 * STEPS, experts)
     return outcome(folder)
 
 
@@ -150,10 +158,12 @@ def main() -> None:
     print(f"{time.strftime('%Y-%m-%d')}, torch {torch.__version__}, gloo on the CPU\n")
     print("| saved under | continued under | losses and norms | weights and moments |\n|---|---|---|---|")
     with tempfile.TemporaryDirectory() as temporary:
-        expected = uninterrupted(Path(temporary) / "whole")
-        for number, (first, second) in enumerate(PAIRS):
-            difference = compare(continued(Path(temporary) / str(number), first, second), expected)
-            print(f"| {first.name} | {second.name} | {difference.numbers:.0e} | {difference.state:.0e} |", flush=True)
+        for experts, pairs in ((False, PAIRS), (True, PAIRS_WITH_EXPERTS)):
+            expected = uninterrupted(Path(temporary) / f"{experts}", experts)
+            for first, second in pairs:
+                folder = Path(tempfile.mkdtemp(dir=temporary))
+                found = compare(continued(folder, first, second, experts), expected)
+                print(f"| {first.name} | {second.name} | {found.numbers:.0e} | {found.state:.0e} |", flush=True)
 
 
 if __name__ == "__main__":

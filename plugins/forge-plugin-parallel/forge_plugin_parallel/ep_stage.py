@@ -66,7 +66,9 @@ class ExpertParallelStage:
             for module in stack.modules():
                 self._split(module)
             stack.data_mesh = self._data_mesh  # type: ignore[assignment]
-            stack.forward = self._shared(LocalExperts(stack, stack.forward), experts)
+            shared = self._shared(LocalExperts(stack, stack.forward), experts)
+            # Every step has other numbers of rows, for each of which the compiler would start anew.
+            stack.forward = torch.compiler.disable(shared)
         return model
 
     def describe(self) -> str:
