@@ -73,6 +73,23 @@ class Rehearsing(Recomputing):
         self._auxiliary.active = self._was_active
 
 
+class Counter:
+    """Adds up what a layer counts in a step; see `Auxiliary.counter`."""
+
+    def __init__(self, auxiliary: Auxiliary, unit: Unit | None) -> None:
+        self._auxiliary = auxiliary
+        self.unit = unit
+        self.total: Tensor | None = None
+
+    def add(self, values: Tensor) -> None:
+        """Add `values` (n,): of each of n things, such as the tokens of experts."""
+        if not self._auxiliary.active or self._auxiliary.recomputing:
+            return
+        if self.total is None:
+            self.total = torch.zeros(values.shape, device=self._auxiliary.device, dtype=torch.float64)
+        self.total.add_(values.detach())
+
+
 class Auxiliary:
     """Collects what modules attach. One object a run, found as `context.auxiliary`.
 
@@ -88,8 +105,8 @@ class Auxiliary:
             unit: torch.zeros((), device=device, dtype=torch.float64) for unit in ("token", "sequence", "layer")
         }
         self._sums: dict[str, Tensor] = {}
-        self._units: dict[str | Count, Unit | None] = {}
-        self._counts: dict[Count, Tensor] = {}
+        self._units: dict[str, Unit | None] = {}
+        self._counters: dict[Count, Counter] = {}
         self._counted: Mapping[Count, Tensor] = {}
         self._kept: Tensor | None = None
         self._summaries: dict[str, Summary] = {}
@@ -99,7 +116,7 @@ class Auxiliary:
         self._scale["token"].copy_(1.0 / tokens.clamp(min=1).double())
         self._scale["sequence"].fill_(1.0 / max(sequences, 1))
         self._scale["layer"].fill_(1.0 / max(micro_batches, 1))
-        for total in (*self._sums.values(), *self._counts.values()):
+        for total in (*self._sums.values(), *(total for _, total, _ in self._counts())):
             total.zero_()
         self.active = True
 
@@ -135,20 +152,20 @@ class Auxiliary:
         if self.active:
             self._add(name, value, unit)
 
-    def count(self, name: str, row: int, values: Tensor, unit: Unit | None = None) -> None:
-        """Add `values` (n,) to what this step counts under `name`: of each of n things, such as the tokens of experts.
+    def counter(self, name: str, row: int, unit: Unit | None = None) -> Counter:
+        """What a layer adds its counts to: asked for when it is built, so that layers which are compiled differ in
+        nothing that the compiler must look at.
 
         Args:
             row: tells the counts of one name apart: the number of the layer.
             unit: whose global count the sum is divided by. `layer`: values that are the same in every micro-batch.
         """
-        if not self.active or self.recomputing:
-            return
-        count = Count(name, row)
-        if count not in self._counts:
-            self._counts[count] = torch.zeros(values.shape, device=self.device, dtype=torch.float64)
-            self._units[count] = unit
-        self._counts[count].add_(values.detach())
+        return self._counters.setdefault(Count(name, row), Counter(self, unit))
+
+    def _counts(self) -> Iterator[tuple[Count, Tensor, Unit | None]]:
+        for count, counter in self._counters.items():
+            if counter.total is not None:
+                yield count, counter.total, counter.unit
 
     def summarise(self, name: str, summary: Summary) -> None:
         """Log metrics that are made of all counts of a name: `summary` maps {row: (n,)}, of a step that is over and of
@@ -191,6 +208,5 @@ class Auxiliary:
         for name, (total,) in self._sums.items():
             unit = self._units[name]
             yield name, total * self._scale[unit] if unit else total.clone()
-        for count, values in self._counts.items():
-            unit = self._units[count]
-            yield count, values * self._scale[unit] if unit else values
+        for count, total, unit in self._counts():
+            yield count, total * self._scale[unit] if unit else total

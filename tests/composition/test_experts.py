@@ -8,6 +8,7 @@ from unittest import mock
 import attrs
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from forge_core.auxiliary import Count
 from forge_core.config.load import load_job
@@ -24,7 +25,7 @@ from forge_plugin_compile import Compile
 from forge_plugin_float8 import Float8
 from forge_plugin_lion import Lion
 from forge_plugin_lowbit import AdamW8bit
-from forge_plugin_moe import MoE, SigmoidTopK
+from forge_plugin_moe import MoE, SigmoidTopK, SoftmaxTopK
 from forge_plugin_muon import Muon
 from forge_plugin_parallel import FSDP, ActivationCheckpointing, ExpertParallel, PipelineParallel
 from forge_plugin_schedule_free import ScheduleFreeAdamW
@@ -286,6 +287,19 @@ def test_compiled_blocks_with_experts_train_alike(tmp_path):
         found.append({name: whole(tensor) for name, tensor in run.model.state_dict().items()})
     for name, tensor in found[0].items():
         torch.testing.assert_close(found[1][name], tensor, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("router", [SigmoidTopK(bias_rate=0.01), SoftmaxTopK(batch_balance=1.0, z_loss=1.0)], ids=type)
+def test_more_layers_with_experts_are_not_more_to_compile(tmp_path, router):
+    graphs = []
+    for layers in (2, 5):
+        torch._dynamo.reset()
+        counters.clear()
+        model = attrs.evolve(MODEL, layers=layers, ffn=attrs.evolve(MODEL.ffn, router=router))
+        stages = {"compile": Compile(backend="aot_eager")}
+        advance(tiny_run(tmp_path, model=model, parallel=stages, **SIZES | {"precision": "fp32"}), 2)
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs[0] == graphs[1] > 0
 
 
 EIGHT_BITS = {"model": attrs.evolve(MODEL, dim=32, ffn=attrs.evolve(MODEL.ffn, hidden=32)), "precision": "fp32"}

@@ -40,6 +40,7 @@ class Balance(nn.Module):
         self._share = 1 / context.layout.tp
         self._experts = experts
         self._counted = counted or component.batch_balance > 0
+        self._chosen = context.auxiliary.counter(CHOSEN, self._layer)
         if component.batch_balance:
             self.register_buffer("load", torch.empty(experts, dtype=torch.float64))
 
@@ -62,7 +63,7 @@ class Balance(nn.Module):
             return weights
         found = tally(chosen, self._experts)
         if self._counted:
-            self._auxiliary.count(CHOSEN, self._layer, found.sum(0))
+            self._chosen.add(found.sum(0))
         length = chosen.shape[1] * self._sequences.pieces
         even = length * chosen.shape[2] / self._experts
         mean = probabilities.sum(1) / length  # this rank's part of P

@@ -38,7 +38,8 @@ class MoELayer(nn.Module):
         super().__init__()
         hidden = component.hidden or default_hidden(dim)
         assert context.layer is not None
-        self._auxiliary, self._layer = context.auxiliary, context.layer
+        self._auxiliary = context.auxiliary
+        self._load = context.auxiliary.counter(LOAD, context.layer)
         context.auxiliary.summarise(LOAD, summarise_load)
         self._number, self._capacity = component.experts, component.capacity_factor
         self._sequences = Sequences.of(context)
@@ -61,7 +62,7 @@ class MoELayer(nn.Module):
             kept = within_capacity(weights, chosen, self._capacity, self._number, self._sequences)
             self._count_dropped(chosen, kept)
             chosen, rows = chosen.where(kept, -1), None
-        self._auxiliary.count(LOAD, self._layer, tally(chosen, self._number).sum(0))
+        self._load.add(tally(chosen, self._number).sum(0))
         shared: list[Tensor] = []
         meanwhile = None if self.shared is None else lambda: shared.append(self._shared_output(x, batch))
         tokens = (tensor.flatten(0, 1) for tensor in (x, weights, chosen))

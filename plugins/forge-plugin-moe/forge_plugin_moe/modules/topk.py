@@ -81,12 +81,13 @@ class SigmoidRouter(TopKModule):
         super().__init__(component, context, dim, experts, counted=component.bias_rate > 0)
         self.register_buffer("bias", torch.empty(experts))
         context.auxiliary.summarise(BIAS, summarise_bias)
+        self._biases = context.auxiliary.counter(BIAS, self.layer, unit="layer")
 
     def init_buffers(self, device: torch.device) -> None:
         self.bias.zero_()
 
     def forward(self, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        self.auxiliary.count(BIAS, self.layer, self.bias, unit="layer")
+        self._biases.add(self.bias)
         logits = self.logits(x)
         scores = logits.sigmoid()
         chosen = self.select(scores.detach() + self.bias)
