@@ -82,7 +82,7 @@ class Counter:
         self.total: Tensor | None = None
 
     def add(self, values: Tensor) -> None:
-        """Add `values` (n,): of each of n things, such as the tokens of experts."""
+        """Add `values` (n,), as `Auxiliary.count` does."""
         if not self._auxiliary.active or self._auxiliary.recomputing:
             return
         if self.total is None:
@@ -152,14 +152,18 @@ class Auxiliary:
         if self.active:
             self._add(name, value, unit)
 
-    def counter(self, name: str, row: int, unit: Unit | None = None) -> Counter:
-        """What a layer adds its counts to: asked for when it is built, so that layers which are compiled differ in
-        nothing that the compiler must look at.
+    def count(self, name: str, row: int, values: Tensor, unit: Unit | None = None) -> None:
+        """Add `values` (n,) to what this step counts under `name`: of each of n things, such as the tokens of experts.
 
         Args:
             row: tells the counts of one name apart: the number of the layer.
             unit: whose global count the sum is divided by. `layer`: values that are the same in every micro-batch.
         """
+        self.counter(name, row, unit).add(values)
+
+    def counter(self, name: str, row: int, unit: Unit | None = None) -> Counter:
+        """What `count` adds to. A layer asks for it when it is built, and adds to it in its forward pass: layers that
+        name their numbers there are compiled one by one."""
         return self._counters.setdefault(Count(name, row), Counter(self, unit))
 
     def _counts(self) -> Iterator[tuple[Count, Tensor, Unit | None]]:

@@ -120,7 +120,7 @@ def _sizes(ends: Tensor, rows: int) -> list[int]:
 
 
 def row_multiple(x: Tensor) -> int:
-    """To a multiple of how many rows those of each expert are filled up. What is traced or planned has no numbers."""
+    """Rows of each expert are filled up to a multiple of this: 1 in what is traced or planned, where none are known."""
     unknown = torch.compiler.is_compiling() or isinstance(x, FakeTensor)
     return MULTIPLE if x.device.type == "cpu" and x.dtype.itemsize == 2 and not unknown else 1
 

@@ -134,7 +134,7 @@ class Predictions(nn.Module):
 
     def _count(self, distance: int, output: LossOutput) -> None:
         sums, counts = output.per_sequence
-        self._auxiliary.counter(TARGETS, distance).add(torch.stack([sums.sum(), counts.sum()]))
+        self._auxiliary.count(TARGETS, distance, torch.stack([sums.sum(), counts.sum()]))
 
 
 class _Joined(torch.autograd.Function):
