@@ -75,13 +75,15 @@ class Dispatch(NamedTuple):
     def add_up(self, rows: Tensor, weights: Tensor | None = None) -> Tensor:
         """(M, D), weights (T, K) -> (T, D): the sum of each token's rows, each times its choice's weight if given.
 
-        Rows for no choice get zeros for gradients, for which the weights must be given.
+        Raises:
+            ValueError: there are rows for no choice, whose gradients only weights make zero, and no weights.
         """
+        filled = len(self.choices) > len(self.by_token)
         if weights is not None:
             weights = weights.flatten()
-            if len(self.choices) > len(self.by_token):
-                weights = F.pad(weights, (0, 1))
-            weights = weights.index_select(0, self.choices)
+            weights = (F.pad(weights, (0, 1)) if filled else weights).index_select(0, self.choices)
+        elif filled:
+            raise ValueError("groups are filled up with rows for no choice; give the weights")
         return _AddUp.apply(rows, weights, self.sources, self.by_token, self.starts)  # type: ignore[no-untyped-call]
 
 

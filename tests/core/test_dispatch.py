@@ -77,6 +77,9 @@ def test_groups_that_are_filled_up_give_the_same(chosen):
     of_no_choice = filled.choices == chosen.numel()
     assert of_no_choice.sum() == (filled.counts - plain.counts).sum()
     assert not gradients[2][of_no_choice].any()
+    if of_no_choice.any():
+        with pytest.raises(ValueError, match="give the weights"):
+            filled.add_up(rows)
 
 
 def test_weights_stay_wide_beside_narrow_rows():
