@@ -302,6 +302,21 @@ def test_more_layers_with_experts_are_not_more_to_compile(tmp_path, router):
     assert graphs[0] == graphs[1] > 0
 
 
+def graphs_after(folder, steps):
+    torch._dynamo.reset()
+    counters.clear()
+    stages = {"fsdp": FSDP(), "ep": ExpertParallel(degree=2), "compile": Compile(backend="aot_eager", fullgraph=False)}
+    advance(tiny_run(folder, model=MODEL, parallel=stages, **SIZES | {"precision": "fp32"}), steps)
+    return counters["stats"]["unique_graphs"]
+
+
+def test_other_numbers_of_tokens_for_a_rank_are_not_more_to_compile(tmp_path):
+    """Each micro-batch of each step has its own."""
+    few, many = (run_on_ranks(2, lambda rank, n=n: graphs_after(tmp_path, n), timeout=120) for n in (1, 5))
+    assert few == many
+    assert min(few) > 0
+
+
 EIGHT_BITS = {"model": attrs.evolve(MODEL, dim=32, ffn=attrs.evolve(MODEL.ffn, hidden=32)), "precision": "fp32"}
 
 

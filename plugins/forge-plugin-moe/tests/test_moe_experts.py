@@ -81,6 +81,23 @@ class TestAStack:
         for seen, right in zip(found, expected, strict=True):
             assert (seen - right).abs().max() < (1e-5 if dtype == torch.float32 else 2e-2) * right.abs().max()
 
+    def test_casts_its_weights_as_if_all_at_once(self):
+        """Expert by expert, where they are wider than the tokens; one has none of these."""
+        tokens, weights, chosen = inputs_of(torch.bfloat16)
+        inputs = (tokens, weights, chosen.masked_fill(chosen == 2, -1))
+        wide = stack_of(grouped=True, dtype=torch.float32)
+        found, expected = gradients(wide, inputs), gradients(stack_of(grouped=True, dtype=torch.bfloat16), inputs)
+        assert all(gradient.dtype == torch.float32 and not gradient[2].any() for gradient in found[3:])
+        assert all(gradient[:2].any() for gradient in found[3:])
+        for seen, right in zip(found, expected, strict=True):
+            assert torch.equal(seen, right.to(seen.dtype))
+
+    def test_keeps_no_cast_of_its_weights(self):
+        stack, kept = stack_of(grouped=True, dtype=torch.float32), []
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda same: same):
+            stack(*inputs_of(torch.bfloat16))
+        assert {tensor.dtype for tensor in kept if tensor.ndim == 3} == {torch.float32}
+
 
 def job(folder, **keys):
     model = Transformer(dim=16, layers=2, vocab_size=32, attention=GroupedQueryAttention(heads=2), ffn=MoE(**keys))

@@ -39,6 +39,8 @@ class StackedLinear(nn.Module):
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
         """`ends` (E,): after which row each expert's end; int32."""
+        if self.grouped and x.dtype != self.weight.dtype and _knows_sizes(x):
+            return _CastingProduct.apply(x, self.weight, _sizes(ends, len(x)))
         weight = self.weight.to(x.dtype)
         if self.grouped:
             return _GroupedProduct.apply(x, weight, ends)
@@ -61,6 +63,37 @@ class _GroupedProduct(torch.autograd.Function):
         of_x = _product(grad, weight, ends) if ctx.needs_input_grad[0] else None
         of_weight = _product(grad.mT, x, ends) if ctx.needs_input_grad[1] else None
         return of_x, of_weight, None
+
+
+class _CastingProduct(torch.autograd.Function):
+    """What `grouped_mm` is on a CPU, one product after the other, with weights cast one expert at a time.
+
+    The cast of a whole stack, and its gradient before that is cast, were fresh memory in every step, and with 128
+    experts took more time than the products.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, sizes: list[int]) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.sizes = sizes
+        out = x.new_empty(len(x), weight.shape[1])
+        for rows, own, result in zip(x.split(sizes), weight, out.split(sizes), strict=True):
+            if len(rows):
+                torch.mm(rows, own.to(x.dtype).mT, out=result)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        for_x, for_weight, _ = ctx.needs_input_grad
+        of_x, of_weight = torch.empty_like(x), torch.empty_like(weight)
+        by_expert = (tensor.split(ctx.sizes) for tensor in (x, grad.contiguous(), of_x))
+        for rows, grads, of_rows, own, of_own in zip(*by_expert, weight, of_weight, strict=True):
+            if for_weight:
+                of_own.copy_(grads.mT @ rows)
+            if for_x and len(rows):
+                torch.mm(grads, own.to(x.dtype), out=of_rows)
+        return of_x if for_x else None, of_weight if for_weight else None, None
 
 
 def _product(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
@@ -121,8 +154,12 @@ def _sizes(ends: Tensor, rows: int) -> list[int]:
 
 def row_multiple(x: Tensor) -> int:
     """Rows of each expert are filled up to a multiple of this: 1 in what is traced or planned, where none are known."""
-    unknown = torch.compiler.is_compiling() or isinstance(x, FakeTensor)
-    return MULTIPLE if x.device.type == "cpu" and x.dtype.itemsize == 2 and not unknown else 1
+    return MULTIPLE if _knows_sizes(x) and x.dtype.itemsize == 2 else 1
+
+
+def _knows_sizes(x: Tensor) -> bool:
+    """Whether the host has the numbers of rows without waiting: on a CPU, unless x is traced or planned."""
+    return x.device.type == "cpu" and not (torch.compiler.is_compiling() or isinstance(x, FakeTensor))
 
 
 def runs_grouped(device: torch.device, dtype: torch.dtype) -> bool:
