@@ -58,23 +58,23 @@ def _attend_backward(
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kept: Tensor) -> Tensor:
     """`gemm_attention` without gradients. `kept`: takes the probabilities, `kept_size` of them; empty: not kept."""
-    blocks, (length, groups) = _blocks(q, k), k.shape[1:3]
+    blocks, groups = _blocks(q, k), k.shape[2]
+    out = q.new_empty(*q.shape[:2], groups, q.shape[2] // groups, v.shape[3])
     q, k, v = (_fold(tensor, groups) for tensor in (q, k, v))
-    out = q.new_empty(*q.shape[:2], v.shape[2])
     for block in blocks:
         p = block.of(kept) if len(kept) else None
         p = _probabilities(q[:, block.rows], k[:, block.keys], block, mask, p)
-        torch.bmm(p, v[:, block.keys], out=out[:, block.rows])
-    return _unfold(out, groups, length)
+        out[:, block.positions] = _by_position(p @ v[:, block.keys], out)
+    return out.flatten(2, 3)
 
 
 def attend_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kept: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v; those of k and v add up over the blocks in float32 or wider."""
-    blocks, (length, groups) = _blocks(q, k), k.shape[1:3]
+    blocks, groups, scale = _blocks(q, k), k.shape[2], q.shape[3] ** -0.5
+    grad_q = torch.empty_like(q, memory_format=torch.contiguous_format).unflatten(2, (groups, -1))
     grad, q, k, v = (_fold(tensor, groups) for tensor in (grad, q, k, v))
-    grad_q = torch.empty_like(q)
     grad_k, grad_v = (torch.zeros_like(t, dtype=torch.promote_types(t.dtype, torch.float32)) for t in (k, v))
     for block in blocks:
         rows, keys = block.rows, block.keys
@@ -82,12 +82,10 @@ def attend_backward(
         grad_v[:, keys] += p.mT @ grad[:, rows]
         grad_p = grad[:, rows] @ v[:, keys].mT
         grad_scores = torch._softmax_backward_data(grad_p, p, -1, p.dtype, grad_input=grad_p)
-        torch.bmm(grad_scores, k[:, keys], out=grad_q[:, rows])
+        torch.mul(_by_position(grad_scores @ k[:, keys], grad_q), scale, out=grad_q[:, block.positions])
         grad_k[:, keys] += grad_scores.mT @ q[:, rows]
-    scale = q.shape[-1] ** -0.5
-    grads = (grad_q.mul_(scale), grad_k.mul_(scale).to(k.dtype), grad_v.to(v.dtype))
-    grad_q, grad_k, grad_v = (_unfold(tensor, groups, length) for tensor in grads)
-    return grad_q, grad_k, grad_v
+    grad_k, grad_v = (_unfold(t, groups) for t in (grad_k.mul_(scale).to(k.dtype), grad_v.to(v.dtype)))
+    return grad_q.flatten(2, 3), grad_k, grad_v
 
 
 @_attend.register_fake
@@ -178,6 +176,16 @@ def _fold(x: Tensor, groups: int) -> Tensor:
     return x.unflatten(2, (groups, -1)).transpose(1, 2).flatten(2, 3).flatten(0, 1).contiguous()
 
 
-def _unfold(x: Tensor, groups: int, length: int) -> Tensor:
-    """(B K, S R, E) -> (B, S, K R, E)."""
-    return x.unflatten(1, (length, -1)).unflatten(0, (-1, groups)).transpose(1, 2).flatten(2, 3).contiguous()
+def _unfold(x: Tensor, groups: int) -> Tensor:
+    """(B K, S, E) -> (B, S, K, E)."""
+    return x.unflatten(0, (-1, groups)).transpose(1, 2).contiguous()
+
+
+def _by_position(rows: Tensor, like: Tensor) -> Tensor:
+    """Results (B K, W R, E) of a block, to be written to positions of `like` (B, S, K, R, E): (B, W, K, R, E).
+
+    A product cannot be written there by itself: with results that are not contiguous, torch takes the products of a
+    batch one by one, which two threads do slower than one.
+    """
+    groups, repeats = like.shape[2:4]
+    return rows.unflatten(1, (-1, repeats)).unflatten(0, (-1, groups)).transpose(1, 2)
