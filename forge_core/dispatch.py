@@ -122,7 +122,7 @@ class _AddUp(torch.autograd.Function):
             return of_rows, None, None, None, None
         rows, weights = weighted
         of_weights = (of_rows * rows).sum(-1, dtype=weights.dtype) if ctx.needs_input_grad[1] else None
-        return of_rows * weights.to(rows.dtype).unsqueeze(-1), of_weights, None, None, None
+        return of_rows.mul_(weights.to(rows.dtype).unsqueeze(-1)), of_weights, None, None, None
 
 
 def _sums(rows: Tensor, weights: Tensor | None, by_token: Tensor, starts: Tensor) -> Tensor:
