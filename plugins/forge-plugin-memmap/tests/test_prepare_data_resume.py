@@ -124,9 +124,11 @@ def test_killed_again_and_again_it_still_ends_with_the_same_bytes(
 
 
 SLOW = """
+import signal
 import sys
 from forge_core.cli import main
 from forge_plugin_memmap.prepare import reading, run
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite that a shell runs in the background ignores it
 reading.CHUNK, run.SAVE_EVERY_S = 60, 0.05
 sys.exit(main(sys.argv[1:]))
 """
@@ -183,7 +185,7 @@ def test_an_interrupt_ends_it_with_the_way_to_go_on(here: Path) -> None:
     wait_for_more_than(0, process)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
-    assert process.returncode == 130
+    assert process.returncode == 130, err.decode()
     assert b"Traceback" not in err
 
 
