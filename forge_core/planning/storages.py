@@ -109,7 +109,8 @@ class Storages:
         key = storage._cdata
         if key in self._pieces:
             return self._pieces[key], False
-        piece = Piece(storage.nbytes(), made_in_backward=torch._C._current_graph_task_id())
+        size = 0 if tensor.device.type == "meta" else storage.nbytes()
+        piece = Piece(size, made_in_backward=torch._C._current_graph_task_id())
         self._pieces[key] = piece
         self._guards[key] = weakref.ref(storage, lambda _: self._end(key))
         self._log.append((piece, piece.bytes))

@@ -112,6 +112,16 @@ def test_activations_are_what_saved_tensors_hold_at_most(name: str) -> None:
         assert planned.memory.most[Purpose.ACTIVATIONS] == pytest.approx(measured[planned.rank]["kept"], rel=0.25)
 
 
+def test_a_pipeline_takes_no_more_memory_for_more_micro_batches() -> None:
+    """But for their tokens and labels: of what travels there is no more."""
+    stages = {"pp": PipelineParallel(degree=2)}
+    few, many = (plan_of(job_of(parallel=stages, micro_batches=count), 2).ranks for count in (8, 64))
+    for before, after in zip(few, many, strict=True):
+        assert before.memory is not None
+        assert after.memory is not None
+        assert after.memory.peak - before.memory.peak < (64 - 8) * CARRY / 4
+
+
 def fsdp(reshard: bool) -> dict[tuple[str, int], int]:
     """Four micro-batches over two ranks: each gathers every unit for its forward pass, and, where it was freed, for the
     backward; the last reduces. The unit of the head, the root, stays gathered in between."""

@@ -6,7 +6,8 @@ Shapes: B sequences of a micro-batch, S positions.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -93,11 +94,11 @@ class PipelineExecutor:
             self._schedules[count, shapes] = build(stages, count, loss_fn=self._loss_of, scale_grads=False)
         return self._schedules[count, shapes]
 
-    def _torch_stage(self, number: int, shapes: Shapes) -> pipelining.PipelineStage:
+    def _torch_stage(self, number: int, shapes: Shapes) -> _Stage:
         sections = self._pipeline.sections
         carry = tuple(torch.empty(size, dtype=dtype, device="meta", requires_grad=True) for size, dtype in shapes)
         module = _StageModule(self._model, sections[number], partial(self._next_batch, number), shapes)
-        return pipelining.PipelineStage(
+        return _Stage(
             module,
             number,
             len(sections),
@@ -192,6 +193,61 @@ class _Step:
         if type(number) is Tensor and int(number) != expected:
             raise ForgeError(f"parallel.pp: {who} is given micro-batch {int(number)} in the place of {expected}")
         return self.batches[expected]
+
+
+class _Stage(pipelining.PipelineStage):
+    """A stage that has memory for what it receives from when it asks for it until it has computed with it.
+
+    torch's takes room for the activations and the gradients of all micro-batches of a step, in the first step, and
+    keeps it: 28 GB for DeepSeek-V3 with 240 micro-batches of 4,096 positions. Here, shapes on the device `meta` keep
+    the place.
+    """
+
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        with self._on_meta():
+            return super()._prepare_forward_infra(*args, **kwargs)
+
+    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        with self._on_meta():
+            return super()._prepare_backward_infra(*args, **kwargs)
+
+    @contextmanager
+    def _on_meta(self) -> Iterator[None]:
+        device, self.device = self.device, torch.device("meta")
+        try:
+            yield
+        finally:
+            self.device = device
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        _move(self.args_recv_info[fwd_chunk_id], self.device)
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        _move(self.grad_recv_info.get(bwd_chunk_id, ()), self.device)
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int) -> None:
+        _move(self.grad_recv_info[mb_index], self.device)  # a gradient that is None becomes zeros there
+        super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        _move(self.args_recv_info[fwd_chunk_id], torch.device("meta"))
+        return output
+
+    def backward_one_chunk(self, bwd_chunk_id: int, loss: Tensor | None = None, **kwargs: Any) -> None:
+        super().backward_one_chunk(bwd_chunk_id, loss=loss, **kwargs)
+        if loss is not None:
+            loss.detach_()  # torch's schedules keep all losses of a step, and a loss keeps what its stage received
+        _move(self.grad_recv_info.get(bwd_chunk_id, ()), torch.device("meta"))
+
+
+def _move(received: Iterable[Any], device: torch.device) -> None:
+    """New tensors like those that are received, or will be, in their place."""
+    for info in received:
+        if (old := getattr(info, "buffer", None)) is not None:
+            info.buffer = torch.empty_like(old, device=device, requires_grad=old.requires_grad)
 
 
 class _StageModule(nn.Module):

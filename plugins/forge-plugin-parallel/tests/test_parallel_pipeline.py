@@ -3,6 +3,7 @@ in tests/parity."""
 
 from __future__ import annotations
 
+import gc
 from contextlib import nullcontext
 from itertools import combinations
 from types import SimpleNamespace
@@ -69,6 +70,36 @@ class WideningModel(TinyModel):
         return model
 
 
+class Aside(nn.Module):
+    """A layer that makes a second tensor, which no other looks at."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, carry, batch):
+        (x,) = self.layer(carry[:1], batch)
+        return x, 2 * x
+
+
+class AsideNetwork(TinyNetwork):
+    def embed(self, batch):
+        (x,) = super().embed(batch)
+        return x, 2 * x
+
+    def finish(self, carry, batch):
+        return super().finish(carry[:1], batch)
+
+
+@frozen(kw_only=True)
+class AsideModel(TinyModel):
+    def build(self, context):
+        model = AsideNetwork(self.dim, self.layers, 0.0, 32, context.dtype)
+        for name, layer in model.layers.items():
+            model.layers[name] = Aside(layer)
+        return model
+
+
 PREDICTING = Transformer(
     vocab_size=32,
     dim=16,
@@ -120,6 +151,31 @@ def test_few_micro_batches_are_run_rightly_or_job_problems(tmp_path, count):
     expected = gradients_and_metrics(plain)[1]
     for schedule, *ranks in zip(allowed, *found, strict=True):
         assert ranks == [pytest.approx(expected, rel=1e-12)] * 2, schedule
+
+
+def test_what_travels_may_have_no_gradient(tmp_path):
+    """Across ranks, and between two stages of one, as `zbv` has them."""
+    model = AsideModel(layers=4)
+    jobs = [job(tmp_path, pp(schedule), model=model) for schedule in ("1f1b", "zbv")]
+    expected = gradients_and_metrics(job(tmp_path, {}, model=model))[1]
+    for numbers in run_on_ranks(2, lambda rank: [gradients_and_metrics(wanted)[1] for wanted in jobs]):
+        assert numbers == [pytest.approx(expected, rel=1e-12)] * 2
+
+
+def test_nothing_that_stages_receive_stays(tmp_path):
+    jobs = [job(tmp_path, pp(schedule), global_batch_size=16) for schedule in SCHEDULES]
+    carry = torch.Size((2, jobs[0].train.seq_len, jobs[0].model.dim))
+
+    def left(wanted):
+        run = built(wanted)
+        Stepper(run).gradients(TrainLoader(wanted, run.datasets, run.context).next_step(), 0)
+        gc.collect()
+        tensors = [found for found in gc.get_objects() if type(found) is torch.Tensor]
+        assert run.executor is not None  # and with it, its schedules
+        return sum(tensor.shape == carry and not tensor.is_meta for tensor in tensors)
+
+    found = run_on_ranks(2, lambda rank: [left(wanted) for wanted in jobs])
+    assert found == [[0] * len(jobs)] * 2
 
 
 def torch_schedule(stage, count):
