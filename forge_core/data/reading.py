@@ -12,6 +12,7 @@ import signal
 import threading
 import traceback
 from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import suppress
 from ctypes import c_long
 from multiprocessing.sharedctypes import RawArray
 from typing import Any, NamedTuple
@@ -126,24 +127,16 @@ def thread_units(reader: Reader, plan: Iterator[list[Row]], pin: bool) -> Genera
     ready: queue.Queue[Unit | Exception] = queue.Queue(maxsize=UNITS_AHEAD)
     stop = threading.Event()
 
-    def put(item: Unit | Exception) -> None:
-        while not stop.is_set():
-            try:
-                ready.put(item, timeout=0.1)
-            except queue.Full:
-                continue
-            return
-
     def work() -> None:
         try:
             for rows in plan:
-                unit = reader.read(rows)
-                put(_pinned(unit) if pin else unit)
                 if stop.is_set():
                     return
-            put(DataError("the sources are used up before the run has ended"))
+                unit = reader.read(rows)
+                ready.put(_pinned(unit) if pin else unit)
+            ready.put(DataError("the sources are used up before the run has ended"))
         except Exception as error:
-            put(error)
+            ready.put(error)
 
     thread = threading.Thread(target=work, name="forge-data", daemon=True)
     thread.start()
@@ -155,6 +148,9 @@ def thread_units(reader: Reader, plan: Iterator[list[Row]], pin: bool) -> Genera
             yield item
     finally:
         stop.set()
+        with suppress(queue.Empty):
+            while True:  # the thread may be waiting for room
+                ready.get_nowait()
         thread.join()  # if it were inside torch when the interpreter ends, the process would abort
 
 
