@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import importlib
 import io
 import multiprocessing
 import os
@@ -19,6 +20,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+IMPORTED = (
+    "forge_core.engine.trainer",
+    "forge_core.metrics.console_logger",
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor.parallel",
+)
+"""What most runs import, a second's work or two: done once here, and not by every rank of every test."""
+
 
 def run_on_ranks(ranks: int, function: Callable[[int], Any], timeout: float = 60) -> list[Any]:
     """`function(rank)` on every rank, results in the order of ranks.
@@ -28,6 +39,8 @@ def run_on_ranks(ranks: int, function: Callable[[int], Any], timeout: float = 60
     Raises:
         AssertionError: a rank failed (its traceback is the message) or the time was up.
     """
+    for name in IMPORTED:
+        importlib.import_module(name)
     if dist.is_initialized():  # a child that inherits a group hangs when it frees it: its threads did not come along
         dist.destroy_process_group()
     gc.collect()
