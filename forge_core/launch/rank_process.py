@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -31,18 +33,20 @@ class RankProcess:
         descriptor = os.environ.get(CONTROL)
         self._launcher = socket.socket(fileno=int(descriptor)) if descriptor is not None else None
 
-    def run(self, work: Callable[[RankLog], int]) -> int:
-        """Do the work of this rank; gives its exit code. If it fails, the process ends here, the other ranks hear of
-        it, and the first that fails tells why."""
+    def run(self, work: Callable[[RankLog], int]) -> NoReturn:
+        """Do the work of this rank and end the process with the exit code that it gives. If it fails, the other ranks
+        hear of it, and the first that fails tells why."""
         open_for_process(self._stop_before_training, self._launcher)
         last_words.speak_through(self._say)
         try:
-            return work(self.log)
+            code = work(self.log)
         except BaseException as error:
             words = self._end_run(words_for(self.world.rank, error))
             self._write(error)
             self._say(words)
             self._exit(words.code)
+        _take_leave()
+        self._exit(code)
 
     def _end_run(self, words: LastWords) -> LastWords:
         """Tell the other ranks; gives this rank's words, as an echo if another one came first."""
@@ -90,13 +94,20 @@ class RankProcess:
         os._exit(words.code)
 
     def _exit(self, code: int) -> NoReturn:
-        """At once: other ranks are gone, and what torch does when the interpreter ends might wait for them."""
+        """At once. Other ranks may be gone, and what torch does when the interpreter ends might wait for them. And a
+        thread of gloo that lets go of a tensor then would abort the process."""
         meeting = _meeting()
         if meeting is not None:
             meeting.leave()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def _take_leave() -> None:
+    """What an interpreter does for Python code before it ends."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
 
 
 def _meeting() -> Any:

@@ -21,10 +21,14 @@ interval = 2
 """
 
 TROUBLE = '''
+import atexit
 import os
 import signal
+import threading
 import time
+from pathlib import Path
 
+import torch
 from attrs import define
 from forge_core import TrainingHook
 
@@ -54,7 +58,15 @@ class Trouble(TrainingHook):
             time.sleep(600)
         if self.what == "leave":
             os._exit(7)
+        if self.what == "linger":
+            atexit.register(Path("took-leave").touch)
+            threading.Thread(target=self.stay_in_torch, daemon=True).start()
+            return
         os.kill(os.getpid(), getattr(signal, self.what))
+
+    def stay_in_torch(self):
+        while True:
+            torch.ones(64, 64) @ torch.ones(64, 64)
 '''
 
 TIME_LIMIT_S = 150

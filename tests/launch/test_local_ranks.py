@@ -23,6 +23,12 @@ def test_two_ranks_train_and_only_the_first_speaks(job):
     assert sorted(path.name for path in (job.run / "logs").iterdir()) == ["rank-0.log", "rank-1.log"]
 
 
+def test_a_thread_that_is_inside_torch_at_the_end_does_not_abort_a_rank(job):
+    code, _, err = job.finish(job.start("--nproc", "2", *job.trouble("linger")))
+    assert (code, err) == (0, "")
+    assert (job.folder / "took-leave").exists()
+
+
 def test_a_bad_job_starts_no_rank_and_creates_nothing(job):
     before = sorted(job.folder.rglob("*"))
     code, out, err = job.finish(job.start("--nproc=3", "--model.dims=3"))
