@@ -23,6 +23,7 @@ from forge_core.engine.groups import apply_settings, check_groups, check_modes
 from forge_core.engine.hooks import HookRunner, collect_hooks
 from forge_core.engine.outline import Outline
 from forge_core.engine.parameters import NamedParameters
+from forge_core.engine.products import set_float32_matmul
 from forge_core.engine.rates import Rates
 from forge_core.engine.splitting import SplittingExecutor
 from forge_core.errors import JobError, Problem
@@ -92,7 +93,7 @@ def build_context(job: Job, catalog: Catalog, folder: Path | None) -> BuildConte
     device = choose_device(job.train.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    torch.set_float32_matmul_precision(job.train.float32_matmul)
+    set_float32_matmul(job.train.float32_matmul, device)
     if torch.are_deterministic_algorithms_enabled() != job.train.deterministic:  # the call imports the compiler
         torch.use_deterministic_algorithms(job.train.deterministic)
     return BuildContext(

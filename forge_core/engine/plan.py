@@ -13,6 +13,7 @@ from forge_core.data.mixture import limits, phase_shares, sizes_of
 from forge_core.data.supply import expected_draws
 from forge_core.engine.build import Run
 from forge_core.engine.parameters import NamedParameters
+from forge_core.engine.products import float32_choice
 from forge_core.metrics.flops import peak_flops
 from forge_core.parallel.layout import micro_batches
 
@@ -55,8 +56,10 @@ def _stage(stage: OrderedStage, built: ParallelStage) -> str:
 
 
 def _choices(run: Run) -> Iterator[tuple[str, str, str]]:
-    """Backends: the model's, made when it was built, and those of other components."""
+    """Backends: the model's, made when it was built, and those of other components; and what multiplies."""
     yield from run.outline.backend_choices
+    if run.context.dtype == torch.float32:
+        yield from float32_choice(run.job.train.float32_matmul, run.context.device)
     for _, component in walk_components(run.job):
         yield from component.choices(run.context)
 

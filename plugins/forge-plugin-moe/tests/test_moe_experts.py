@@ -53,9 +53,13 @@ class TestAStack:
         told = stack(tokens, weights, chosen, rows=int((chosen >= 0).sum()))
         assert torch.equal(told, stack(tokens, weights, chosen))
 
-    @pytest.mark.parametrize(("dtype", "multiple"), [(torch.float32, 1), (torch.bfloat16, 32)])
-    def test_has_few_sizes_where_each_costs_a_kernel(self, monkeypatch, dtype, multiple):
+    @pytest.mark.parametrize(
+        ("dtype", "precision", "multiple"),
+        [(torch.float32, "highest", 1), (torch.float32, "medium", 32), (torch.bfloat16, "highest", 32)],
+    )
+    def test_has_few_sizes_where_each_costs_a_kernel(self, monkeypatch, dtype, precision, multiple):
         sizes, compute = [], F.grouped_mm
+        monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: precision)
         monkeypatch.setattr(F, "grouped_mm", lambda a, b, offs: sizes.append(offs.diff()) or compute(a, b, offs=offs))
         gradients(stack_of(grouped=True, dtype=dtype), inputs_of(dtype))
         assert len(sizes) == 9
