@@ -23,7 +23,6 @@ from forge_core.engine.groups import apply_settings, check_groups, check_modes
 from forge_core.engine.hooks import HookRunner, collect_hooks
 from forge_core.engine.outline import Outline
 from forge_core.engine.parameters import NamedParameters
-from forge_core.engine.products import set_float32_matmul
 from forge_core.engine.rates import Rates
 from forge_core.engine.splitting import SplittingExecutor
 from forge_core.errors import JobError, Problem
@@ -34,6 +33,7 @@ from forge_core.parallel.mesh import choose_device, make_mesh, world_size
 from forge_core.parallel.stages import OrderedStage, apply_stages, order_stages, with_owner
 from forge_core.plugins.catalog import Catalog
 from forge_core.plugins.manager import Plugins
+from forge_core.products import set_float32_matmul
 from forge_core.protocols import (
     Dataset,
     Documents,

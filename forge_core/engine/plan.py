@@ -13,9 +13,9 @@ from forge_core.data.mixture import limits, phase_shares, sizes_of
 from forge_core.data.supply import expected_draws
 from forge_core.engine.build import Run
 from forge_core.engine.parameters import NamedParameters
-from forge_core.engine.products import float32_choice
 from forge_core.metrics.flops import peak_flops
 from forge_core.parallel.layout import micro_batches
+from forge_core.products import float32_choice
 
 if TYPE_CHECKING:
     from forge_core.engine.step import Stepper

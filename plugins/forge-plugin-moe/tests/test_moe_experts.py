@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from forge_core import products
 from forge_core.errors import JobError
 from forge_core.parallel.layout import Layout
 from forge_core.testing import job_problems, tiny_job
@@ -54,12 +55,12 @@ class TestAStack:
         assert torch.equal(told, stack(tokens, weights, chosen))
 
     @pytest.mark.parametrize(
-        ("dtype", "precision", "multiple"),
-        [(torch.float32, "highest", 1), (torch.float32, "medium", 32), (torch.bfloat16, "highest", 32)],
+        ("dtype", "by_onednn", "multiple"),
+        [(torch.float32, False, 1), (torch.float32, True, 32), (torch.bfloat16, False, 32)],
     )
-    def test_has_few_sizes_where_each_costs_a_kernel(self, monkeypatch, dtype, precision, multiple):
+    def test_has_few_sizes_where_each_costs_a_kernel(self, monkeypatch, dtype, by_onednn, multiple):
         sizes, compute = [], F.grouped_mm
-        monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: precision)
+        monkeypatch.setattr(products, "_by_onednn", by_onednn)
         monkeypatch.setattr(F, "grouped_mm", lambda a, b, offs: sizes.append(offs.diff()) or compute(a, b, offs=offs))
         gradients(stack_of(grouped=True, dtype=dtype), inputs_of(dtype))
         assert len(sizes) == 9

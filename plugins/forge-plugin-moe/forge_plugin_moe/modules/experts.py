@@ -13,14 +13,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
 from forge_core.dispatch import Dispatch
+from forge_core.products import size_multiple
 from forge_core.protocols import Fill
 from forge_plugin_transformer import InitStd
 
 GROUPED = (torch.float32, torch.bfloat16, torch.float16)
 """What `grouped_mm` takes on a CPU. On CUDA, it takes bfloat16."""
-MULTIPLE = 32
-"""Of rows of an expert, where oneDNN multiplies. It makes a kernel for every size that it meets, which takes longer
-than the product and stays in memory: with few sizes, experts took a third of the time (docs/log.md)."""
 
 
 class StackedLinear(nn.Module):
@@ -154,12 +152,7 @@ def _sizes(ends: Tensor, rows: int) -> list[int]:
 
 def row_multiple(x: Tensor) -> int:
     """Rows of each expert are filled up to a multiple of this: 1 in what is traced or planned, where none are known."""
-    return MULTIPLE if _knows_sizes(x) and _multiplied_by_onednn(x.dtype) else 1
-
-
-def _multiplied_by_onednn(dtype: torch.dtype) -> bool:
-    """On a CPU: floats of 16 bits, and float32 where torch may round it inside (which oneDNN need not do)."""
-    return dtype.itemsize == 2 or (dtype == torch.float32 and torch.get_float32_matmul_precision() == "medium")
+    return size_multiple(x.dtype) if _knows_sizes(x) else 1
 
 
 def _knows_sizes(x: Tensor) -> bool:
