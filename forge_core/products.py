@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -55,10 +55,15 @@ def float32_choice(asked: str, device: torch.device) -> Iterator[tuple[str, str,
         yield "products", "BLAS", "no AMD processor with AVX-512, or oneDNN does not keep float32 there"
 
 
+def multiplied_by(dtype: torch.dtype) -> Literal["BLAS", "oneDNN"]:
+    """What computes large products of matrices of a dtype on a CPU, in this process."""
+    return "oneDNN" if dtype.itemsize == 2 or (dtype == torch.float32 and _by_onednn) else "BLAS"
+
+
 def size_multiple(dtype: torch.dtype) -> int:
     """Sizes of products on a CPU that vary from step to step are best filled up to a multiple of this, so that they are
     few: more than 1 for what oneDNN computes."""
-    return MULTIPLE if dtype.itemsize == 2 or (dtype == torch.float32 and _by_onednn) else 1
+    return MULTIPLE if multiplied_by(dtype) == "oneDNN" else 1
 
 
 @functools.cache

@@ -19,6 +19,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from forge_core.products import multiplied_by, set_float32_matmul
 from forge_plugin_transformer.attention_backends import SUPPORTED, Choice, Kernel
 from forge_plugin_transformer.document_backends import DocumentChoice
 from forge_plugin_transformer.modules.attention_core import AttentionCore
@@ -42,10 +43,18 @@ def main() -> None:
     options = parser.parse_args()
     device = torch.device(options.device)
     print(HEADER.format(tokens=options.tokens, date=date.today(), machine=machine(device), torch=torch.__version__))
-    for dtype, length, width in product((torch.bfloat16, torch.float32), LENGTHS, WIDTHS):
+    for (dtype, matmul), length, width in product(variants(device), LENGTHS, WIDTHS):
+        set_float32_matmul(matmul, device)
         shape = (max(1, options.tokens // length), length, width // HEADS)
         times = measure(device, dtype, shape, options.rounds)
         print("\n".join(["", "[[measurement]]", *row(device, dtype, shape, times)]), flush=True)
+
+
+def variants(device: torch.device) -> list[tuple[torch.dtype, str]]:
+    """Dtypes and values of `train.float32_matmul`: float32 by BLAS, and by oneDNN on a CPU where a run takes that."""
+    set_float32_matmul("auto", device)
+    further = [(torch.float32, "auto")] if device.type == "cpu" and multiplied_by(torch.float32) == "oneDNN" else []
+    return [(torch.bfloat16, "highest"), (torch.float32, "highest"), *further]
 
 
 def measure(device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int], rounds: int) -> dict[Kernel, float]:
@@ -98,6 +107,8 @@ def row(
 ) -> Iterator[str]:
     yield f'device = "{device.type}"'
     yield f'dtype = "{str(dtype).removeprefix("torch.")}"'
+    if device.type == "cpu" and dtype == torch.float32:
+        yield f'products = "{multiplied_by(dtype)}"'
     yield f"seq_len = {shape[1]}"
     yield f"head_dim = {shape[2]}"
     yield "milliseconds = { " + ", ".join(f"{kernel} = {value:.3g}" for kernel, value in times.items()) + " }"

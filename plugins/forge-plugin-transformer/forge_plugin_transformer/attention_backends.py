@@ -52,6 +52,8 @@ class Measurement:
     seq_len: int
     head_dim: int
     milliseconds: Mapping[Kernel, float]
+    products: str = ""
+    """What multiplied, where that is a choice; see `forge_core.products.multiplied_by`."""
 
     def fastest(self) -> Kernel:
         return min(self.milliseconds, key=self.milliseconds.__getitem__)
@@ -65,9 +67,10 @@ class Table:
     """Date and machine."""
     rows: Sequence[Measurement]
 
-    def choose(self, device: str, dtype: str, seq_len: int, head_dim: int) -> Choice:
+    def choose(self, device: str, dtype: str, seq_len: int, head_dim: int, products: str = "") -> Choice:
         """The fastest kernel at the nearest measured shape; torch's own choice for an unmeasured device or dtype."""
-        rows = [row for row in self.rows if (row.device, row.dtype) == (device, dtype)]
+        of_dtype = [row for row in self.rows if (row.device, row.dtype) == (device, dtype)]
+        rows = [row for row in of_dtype if row.products in ("", products)]
         if not rows:
             return Choice("torch", f"torch chooses: nothing is measured for {dtype} on {device}")
         nearest = min(rows, key=lambda row: distance((row.seq_len, row.head_dim), (seq_len, head_dim)))
@@ -96,9 +99,12 @@ def choose_backend(backend: Backend, context: BuildContext, head_dim: int) -> Ch
     Raises:
         JobError: the job sets one that cannot run there.
     """
+    from forge_core.products import multiplied_by
+
     device, dtype = context.device.type, str(context.dtype).removeprefix("torch.")
     if backend == "auto":
-        return committed_table().choose(device, dtype, context.job.train.seq_len, head_dim)
+        products = multiplied_by(context.dtype)
+        return committed_table().choose(device, dtype, context.job.train.seq_len, head_dim, products)
     if problem := backend_problem(backend, device, dtype):
         raise JobError([Problem("model.attention.backend", f"{problem} (building {context.path})")])
     return Choice(backend, "set by the job")

@@ -145,6 +145,20 @@ def test_auto_takes_the_fastest_at_the_nearest_shape(length: int, head_dim: int,
     assert TABLE.choose("cpu", "bfloat16", length, head_dim).kernel == kernel
 
 
+@pytest.mark.parametrize(("products", "kernel"), [("BLAS", "flash"), ("oneDNN", "gemm")])
+def test_auto_looks_at_measurements_with_the_same_library_of_products(products: str, kernel: str) -> None:
+    rows = [
+        Measurement("cpu", "float32", 512, 32, {"flash": 2.0, "gemm": 3.0}, products="BLAS"),
+        Measurement("cpu", "float32", 512, 32, {"flash": 2.0, "gemm": 1.0}, products="oneDNN"),
+    ]
+    assert Table("today, here", rows).choose("cpu", "float32", 512, 32, products).kernel == kernel
+
+
+def test_the_committed_table_knows_both_libraries_of_products() -> None:
+    measured = {row.products for row in committed_table().rows if (row.device, row.dtype) == ("cpu", "float32")}
+    assert measured == {"BLAS", "oneDNN"}
+
+
 def test_what_is_not_measured_is_left_to_torch() -> None:
     choice = TABLE.choose("cuda", "bfloat16", 512, 32)
     assert (choice.kernel, choice.why) == ("torch", "torch chooses: nothing is measured for bfloat16 on cuda")
