@@ -1,3 +1,8 @@
 """Fixtures for every test, the plugins' included."""
 
-pytest_plugins = ["forge_core.testing.fixtures"]
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parent / "tests"))
+
+pytest_plugins = ["forge_testing.fixtures", "command_line"]

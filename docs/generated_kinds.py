@@ -13,23 +13,24 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-from forge_core.components import Component, TrainingHook
 from forge_core.config.docs import class_doc, one_paragraph
+from forge_core.contracts.components import Component, TrainingHook
+from forge_core.contracts.hookspecs import PROJECT, ForgeHooks
 from forge_core.engine.hooks import EVENTS
-from forge_core.hookspecs import PROJECT, ForgeHooks
 from forge_core.plugins.catalog import CORE, Catalog
 from forge_core.plugins.manager import BUILD_HOOKS
-from forge_core.testing import suites
+from forge_testing import suites
 
 COMPONENTS, PROTOCOLS = "/reference/components.md", "/reference/protocols.md"
 HOMES = {
-    "forge_core.protocols": PROTOCOLS,
-    "forge_core.components": COMPONENTS,
-    "forge_core.context": COMPONENTS,
-    "forge_core.engine.parameters": COMPONENTS,
-    "forge_core.engine.evaluation_context": COMPONENTS,
-    "forge_core.engine.hooks": "/training-hooks.md",
-    "forge_core.errors": "/reference/python.md",
+    "forge_core.contracts.model": PROTOCOLS,
+    "forge_core.contracts.data": PROTOCOLS,
+    "forge_core.contracts.optimizer": PROTOCOLS,
+    "forge_core.contracts.runtime": PROTOCOLS,
+    "forge_core.contracts.components": COMPONENTS,
+    "forge_core.contracts.contexts": COMPONENTS,
+    "forge_core.contracts.parameters": COMPONENTS,
+    "forge_core.contracts.errors": "/reference/python.md",
 }
 """Modules whose names are linked wherever they stand in a signature, and the page that documents them."""
 EVENTS_PAGE, HOOKS_PAGE = "/training-hooks.md", "/reference/hooks.md"

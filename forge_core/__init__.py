@@ -12,8 +12,13 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from forge_core.moved import install
+
 if TYPE_CHECKING:
-    from forge_core.components import (
+    from forge_core.config.dump import dump_job
+    from forge_core.config.job import Job
+    from forge_core.config.load import load_job
+    from forge_core.contracts.components import (
         Component,
         DatasetComponent,
         EvaluationComponent,
@@ -33,35 +38,32 @@ if TYPE_CHECKING:
         default_type,
         when_resumed,
     )
-    from forge_core.config.dump import dump_job
-    from forge_core.config.job import Job
-    from forge_core.config.load import load_job
-    from forge_core.deprecation import ForgeDeprecation, deprecated, deprecated_key
+    from forge_core.contracts.deprecation import ForgeDeprecation, deprecated, deprecated_key
+    from forge_core.contracts.errors import ForgeError, JobError, PluginError, Problem
+    from forge_core.contracts.hookspecs import hookimpl, hookspec
     from forge_core.engine.trainer import Trainer
-    from forge_core.errors import ForgeError, JobError, PluginError, Problem
-    from forge_core.hookspecs import hookimpl, hookspec
     from forge_core.plugins.catalog import Catalog
 
     __version__: str
 
-_COMPONENTS = "forge_core.components"
+_COMPONENTS = "forge_core.contracts.components"
 _HOMES = {
     "Catalog": "forge_core.plugins.catalog",
-    "ForgeDeprecation": "forge_core.deprecation",
-    "ForgeError": "forge_core.errors",
+    "ForgeDeprecation": "forge_core.contracts.deprecation",
+    "ForgeError": "forge_core.contracts.errors",
     "Job": "forge_core.config.job",
-    "JobError": "forge_core.errors",
-    "PluginError": "forge_core.errors",
-    "Problem": "forge_core.errors",
+    "JobError": "forge_core.contracts.errors",
+    "PluginError": "forge_core.contracts.errors",
+    "Problem": "forge_core.contracts.errors",
     "Trainer": "forge_core.engine.trainer",
-    "deprecated": "forge_core.deprecation",
-    "deprecated_key": "forge_core.deprecation",
+    "deprecated": "forge_core.contracts.deprecation",
+    "deprecated_key": "forge_core.contracts.deprecation",
     "dump_job": "forge_core.config.dump",
-    "hookimpl": "forge_core.hookspecs",
-    "hookspec": "forge_core.hookspecs",
+    "hookimpl": "forge_core.contracts.hookspecs",
+    "hookspec": "forge_core.contracts.hookspecs",
     "load_job": "forge_core.config.load",
 }
-"""Where each public name is defined; those that are not listed, in `forge_core.components`."""
+"""Where each public name is defined; those that are not listed, in `forge_core.contracts.components`."""
 
 __all__ = [
     "Catalog",
@@ -98,6 +100,8 @@ __all__ = [
     "load_job",
     "when_resumed",
 ]
+
+install()
 
 
 def __getattr__(name: str) -> Any:

@@ -7,12 +7,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from forge_core.protocols import IGNORED_LABEL, LossOutput
+from forge_core.contracts.data import IGNORED_LABEL
+from forge_core.contracts.runtime import LossOutput
 from forge_core.vocab_parallel import vocab_cross_entropy, vocab_mean
 
 if TYPE_CHECKING:
     from forge_core.auxiliary import Auxiliary
-    from forge_core.protocols import Batch, Head, LossFunction
+    from forge_core.contracts.data import Batch
+    from forge_core.contracts.model import Head
+    from forge_core.contracts.runtime import LossFunction
 
 
 def cross_entropy_loss(

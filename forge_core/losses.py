@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 from attrs import field, frozen
 from attrs.validators import and_, ge, lt
 
-from forge_core.components import LossComponent
+from forge_core.contracts.components import LossComponent
 
 if TYPE_CHECKING:
-    from forge_core.context import BuildContext
-    from forge_core.protocols import LossFunction
+    from forge_core.contracts.contexts import BuildContext
+    from forge_core.contracts.runtime import LossFunction
 
 
 @frozen(kw_only=True)

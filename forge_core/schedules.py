@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 from attrs import field, frozen
 from attrs.validators import and_, ge, le
 
-from forge_core.components import SchedulerComponent
-from forge_core.errors import Problem
+from forge_core.contracts.components import SchedulerComponent
+from forge_core.contracts.errors import Problem
 
 if TYPE_CHECKING:
     from forge_core.config.job import Job
-    from forge_core.context import BuildContext
-    from forge_core.parallel.layout import Layout
-    from forge_core.protocols import Schedule
+    from forge_core.contracts.contexts import BuildContext
+    from forge_core.contracts.layout import Layout
+    from forge_core.contracts.optimizer import Schedule
 
 
 def warmup(step: int, warmup_steps: int) -> float:

@@ -19,7 +19,7 @@ from torch import distributed as dist
 from torch.autograd.function import once_differentiable
 
 if TYPE_CHECKING:
-    from forge_core.protocols import VocabShard
+    from forge_core.contracts.model import VocabShard
 
 
 def vocab_logsumexp(logits: Tensor, shard: VocabShard | None) -> Tensor:

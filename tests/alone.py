@@ -27,11 +27,11 @@ train = {{ steps = 3, global_batch_size = 4, seq_len = 8, device = "cpu" }}
 job = {{ name = "{name}" }}
 {tables}
 [[data.sources]]
-type = "forge_core.testing:{source}"
+type = "forge_testing:{source}"
 """
 TABLES = {
-    "model": '[model]\ntype = "forge_core.testing:TinyModel"\n',
-    "optimizer": '[optimizer]\ntype = "forge_core.testing:TinyAdamW"\n',
+    "model": '[model]\ntype = "forge_testing:TinyModel"\n',
+    "optimizer": '[optimizer]\ntype = "forge_testing:TinyAdamW"\n',
 }
 PLACES = {"optimizer": "optimizer", "scheduler": "scheduler", "loss": "loss", "executor": "executor"}
 PLACES |= {"packing": "data.packing", "logger": "loggers.it", "hook": "hooks.it", "plugin": "plugins.it"}

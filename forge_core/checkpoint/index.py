@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from forge_core.checkpoint.manifest import own_file
 from forge_core.checkpoint.ranks import describe_fault
-from forge_core.errors import CheckpointError
+from forge_core.contracts.errors import CheckpointError
 
 INDEX = "index.json"
 

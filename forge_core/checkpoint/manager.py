@@ -20,11 +20,11 @@ from forge_core.checkpoint.manifest import FORMAT, MANIFEST, How, find_faults, r
 from forge_core.checkpoint.ranks import Ranks
 from forge_core.checkpoint.retention import Retention
 from forge_core.checkpoint.tensors import load_tensors, save_tensors, stored_tensors
-from forge_core.errors import CheckpointError
+from forge_core.contracts.errors import CheckpointError
 
 if TYPE_CHECKING:
     from forge_core.checkpoint.staging import Staged
-    from forge_core.protocols import Storage
+    from forge_core.contracts.runtime import Storage
 
 __all__ = ["MANIFEST", "Checkpoints", "State", "load_tensors", "stored_tensors", "verify", "write_manifest"]
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from forge_core.checkpoint.ranks import Ranks, describe_fault
-from forge_core.errors import CheckpointError
+from forge_core.contracts.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 FORMAT = 2

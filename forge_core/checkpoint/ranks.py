@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from attrs import frozen
 
-from forge_core.errors import CheckpointError
+from forge_core.contracts.errors import CheckpointError
 
 T = TypeVar("T")
 

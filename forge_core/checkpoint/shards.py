@@ -27,7 +27,7 @@ from torch.futures import Future
 from forge_core.checkpoint.index import INDEX, Extent, index_to_json, read_index
 from forge_core.checkpoint.manifest import threads
 from forge_core.checkpoint.ranks import describe_fault
-from forge_core.errors import CheckpointError
+from forge_core.contracts.errors import CheckpointError
 
 SMALLEST_SHARE = 1 << 25
 """Bytes below which another file, and a thread to write it, does not pay."""

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 from attrs import frozen
 
-from forge_core.components import StorageComponent
+from forge_core.contracts.components import StorageComponent
 
 if TYPE_CHECKING:
-    from forge_core.context import BuildContext
+    from forge_core.contracts.contexts import BuildContext
 
 UNFINISHED = ".tmp"
 
@@ -31,7 +31,7 @@ class Local(StorageComponent):
 
 
 class LocalStorage:
-    """See `forge_core.protocols.Storage`."""
+    """See `forge_core.contracts.runtime.Storage`."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from forge_core.checkpoint.ranks import Ranks, describe_fault
-from forge_core.errors import CheckpointError
+from forge_core.contracts.errors import CheckpointError
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.api import CheckpointException

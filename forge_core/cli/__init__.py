@@ -1,8 +1,4 @@
-"""`forge-run`: finds the command and reports errors as a user should see them.
-
-Commands are entry points of group `forge.command`, whose value is a function `command(argv) -> int` and the first line
-of whose docstring is its help. They are listed from metadata and imported when called.
-"""
+"""`forge-run`: finds the command and reports errors as a user should see them."""
 
 from __future__ import annotations
 
@@ -12,11 +8,10 @@ import warnings
 from pathlib import Path
 from typing import TextIO
 
-from forge_core.cli.layout import columns
-from forge_core.config.docs import function_summary
-from forge_core.config.suggest import did_you_mean
-from forge_core.errors import ExitCode, ForgeError, JobError
-from forge_core.plugins.catalog import CORE, Catalog, Offer
+from forge_core.cli.commands import find_command, help_rows
+from forge_core.cli.tables import columns
+from forge_core.contracts.errors import ExitCode, ForgeError, JobError
+from forge_core.plugins.catalog import CORE, Catalog
 
 USAGE = """\
 usage: forge-run JOB.toml [MORE.toml …] [--section.key=value …]
@@ -77,7 +72,7 @@ def _dispatch(argv: list[str]) -> int:
         return ExitCode.FINISHED
     catalog = Catalog.installed()
     name, rest = ("run", argv) if _is_job(first) else (first, argv[1:])
-    return catalog.load_offer(_command(catalog, name))(rest)
+    return catalog.load_offer(find_command(catalog, name))(rest)
 
 
 def _is_job(argument: str) -> bool:
@@ -85,32 +80,9 @@ def _is_job(argument: str) -> bool:
     return argument.endswith(".toml") or argument.startswith("-") or Path(argument).is_file()
 
 
-def _command(catalog: Catalog, name: str) -> Offer:
-    owner, _, bare = name.rpartition("/")
-    known = catalog.offers("command")
-    offers = [offer for offer in known if offer.type == bare and owner in ("", offer.distribution.name)]
-    if not offers:
-        names = sorted({offer.type for offer in known})
-        hint = did_you_mean(name, names) or f". Commands: {', '.join(names)}"
-        raise JobError(f"forge-run: {name!r} is no command and no job file{hint}")
-    if len(offers) > 1:
-        choices = " or ".join(f"forge-run {offer.qualified}" for offer in offers)
-        raise JobError(f"forge-run: several distributions offer the command {name!r}; choose with {choices}")
-    return offers[0]
-
-
 def help_text(catalog: Catalog) -> str:
-    """Usage and every installed command. Imports no plugin: of theirs, only the names are known."""
-    offers = sorted(catalog.offers("command"), key=lambda offer: (offer.distribution.name != CORE, offer.type))
-    rows = [(f"  {offer.type}", _help_line(offer)) for offer in offers]
-    return f"{USAGE}{columns(rows)}\n\noptions:\n{columns(OPTIONS)}"
-
-
-def _help_line(offer: Offer) -> str:
-    if offer.distribution.name == CORE:
-        module, _, function = offer.value.partition(":")
-        return function_summary(module, function)
-    return f"(from {offer.distribution})"
+    """Usage and every installed command. Imports no plugin."""
+    return f"{USAGE}{columns(help_rows(catalog))}\n\noptions:\n{columns(OPTIONS)}"
 
 
 def version_text(catalog: Catalog) -> str:

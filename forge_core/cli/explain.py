@@ -7,8 +7,7 @@ from collections.abc import Iterator
 
 from attrs import frozen
 
-from forge_core.cli.layout import wrapped
-from forge_core.components import Component
+from forge_core.cli.tables import wrapped
 from forge_core.config.describe import (
     component_in,
     header,
@@ -23,7 +22,8 @@ from forge_core.config.docs import class_doc, one_paragraph
 from forge_core.config.job import Job
 from forge_core.config.keys import Key, keys_of
 from forge_core.config.suggest import did_you_mean
-from forge_core.errors import ExitCode, JobError, PluginError
+from forge_core.contracts.components import Component
+from forge_core.contracts.errors import ExitCode, JobError, PluginError
 from forge_core.plugins.catalog import Catalog
 
 

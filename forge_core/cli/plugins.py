@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
-from attrs import asdict, field, frozen
+from attrs import asdict, frozen
 
-from forge_core.cli.layout import columns
-from forge_core.cli.probe import Probe
+from forge_core.cli.commands import find_command
+from forge_core.cli.tables import columns
 from forge_core.config.suggest import did_you_mean
-from forge_core.errors import ExitCode, JobError
+from forge_core.contracts.errors import ExitCode, JobError
 from forge_core.plugins.catalog import Catalog, Offer
-from forge_core.plugins.stale import left_overs
+
+CHECK = "check-plugins"
+"""The command that `--check` stands for; a distribution for authors of plugins offers it."""
+
+UNCHECKED: Mapping[str, Any] = {"check": None, "distribution_problems": []}
+"""What JSON has in place of the findings of `--check`: a component has the same keys with and without it."""
 
 
 @frozen
-class Row:
-    """One entry point, as it is shown."""
+class ListedComponent:
+    """One entry point, as it is listed."""
 
     kind: str
     type: str
@@ -30,43 +35,38 @@ class Row:
     """Source folder of an editable install."""
     conflict: str = ""
     """Other distributions that offer the same type of the same kind."""
-    check: Probe | None = field(default=None)
-    """What loading it showed, with `--check`."""
-    distribution_problems: Sequence[str] = ()
-    """What is wrong with its distribution as it is installed, with `--check`."""
 
     @property
     def problems(self) -> Iterable[str]:
-        """A line for each thing that is wrong; of a row that was not loaded, only conflicts are known."""
+        """A line for each problem that metadata shows."""
         if self.conflict:
             yield f"conflict: {self.kind} {self.type!r} of {self.distribution} is also offered by {self.conflict}"
-        if self.check and self.check.error:
-            yield f"error: {self.check.error}"
-        if self.check:
-            yield from (f"problem: {problem}" for problem in self.check.problems)
-        yield from self.distribution_problems
 
 
 def command(argv: list[str]) -> int:
     """List the installed components, or those of one distribution or type."""
-    parser = argparse.ArgumentParser("forge-run plugins", description=command.__doc__)
-    parser.add_argument("name", nargs="?", metavar="NAME", help="a distribution or a type")
-    parser.add_argument("--kind", help="only components of this kind (`kind` lists the kinds themselves)")
+    parser = list_parser("forge-run plugins", str(command.__doc__))
     check = "load each one in a process of its own, and look at it; exit code 1 if anything is wrong"
     parser.add_argument("--check", action="store_true", help=check)
-    parser.add_argument("--json", action="store_true", help="as JSON")
     options = parser.parse_args(argv)
     catalog = Catalog.installed()
-    offers = select(catalog, options.name, options.kind)
-    rows = checked(offers, catalog) if options.check else [row_of(offer, catalog) for offer in offers]
-    problems = list(dict.fromkeys(problem for row in rows for problem in row.problems))
-    left = [f"stale: {line}" for line in left_overs()] if options.check and options.name is None else []
+    if options.check:
+        return catalog.load_offer(find_command(catalog, CHECK))([word for word in argv if word != "--check"])
+    listed = [listing(offer, catalog) for offer in select(catalog, options.name, options.kind)]
     if options.json:
-        print("\n".join(left), end="\n" if left else "", file=sys.stderr)
-        print(json.dumps([asdict(row) for row in rows], indent=2))
+        print(json.dumps([asdict(component) | UNCHECKED for component in listed], indent=2))
     else:
-        print("\n".join([table(rows), *problems, *left]))
-    return ExitCode.FAILED if options.check and (problems or left) else ExitCode.FINISHED
+        print("\n".join([table(listed), *dict.fromkeys(line for component in listed for line in component.problems)]))
+    return ExitCode.FINISHED
+
+
+def list_parser(program: str, description: str) -> argparse.ArgumentParser:
+    """The options that select components."""
+    parser = argparse.ArgumentParser(program, description=description)
+    parser.add_argument("name", nargs="?", metavar="NAME", help="a distribution or a type")
+    parser.add_argument("--kind", help="only components of this kind (`kind` lists the kinds themselves)")
+    parser.add_argument("--json", action="store_true", help="as JSON")
+    return parser
 
 
 def select(catalog: Catalog, name: str | None = None, kind: str | None = None) -> list[Offer]:
@@ -88,18 +88,16 @@ def select(catalog: Catalog, name: str | None = None, kind: str | None = None) -
     return [offer for offer in offers if offer.kind != "kind" or kind == "kind"]
 
 
-def _demand(found: list[Offer], message: str, word: str, known: set[str]) -> None:
-    if not found:
+def _demand(offers: list[Offer], message: str, word: str, known: set[str]) -> None:
+    if not offers:
         raise JobError(f"forge-run plugins: {message}{did_you_mean(word, known)}")
 
 
-def row_of(
-    offer: Offer, catalog: Catalog, probe: Probe | None = None, distribution_problems: Sequence[str] = ()
-) -> Row:
-    """An offer as it is shown."""
+def listing(offer: Offer, catalog: Catalog) -> ListedComponent:
+    """An offer as it is listed."""
     distribution = offer.distribution
     others = [o.distribution for o in catalog.offers(offer.kind) if o.type == offer.type and o != offer]
-    return Row(
+    return ListedComponent(
         offer.kind,
         offer.type,
         distribution.name,
@@ -107,29 +105,21 @@ def row_of(
         offer.value,
         str(distribution.editable_path or ""),
         ", ".join(map(str, others)),
-        probe,
-        distribution_problems,
     )
 
 
-def checked(offers: Sequence[Offer], catalog: Catalog) -> list[Row]:
-    """Offers with what is found when they are loaded, and when their distributions are looked at."""
-    from forge_core.cli.plugin_checks import distribution_problems, probes
+def table(listed: Sequence[ListedComponent], extra: Sequence[str] = (), head: str = "") -> str:
+    """Components in columns.
 
-    distributions = {offer.distribution.name: offer.distribution for offer in offers}
-    found = {name: list(distribution_problems(each, catalog)) for name, each in distributions.items()}
-    pairs = zip(offers, probes(offers), strict=True)
-    return [row_of(offer, catalog, probe, found[offer.distribution.name]) for offer, probe in pairs]
-
-
-def table(rows: Sequence[Row]) -> str:
-    """Rows in columns, with how long each took to load where that was tried."""
-    loaded = any(row.check for row in rows)
-    head = ["KIND", "TYPE", "DISTRIBUTION", "VERSION", *(["LOADS"] if loaded else []), "TARGET"]
-    return columns([head, *map(_cells, rows)])
+    Args:
+        extra: one more cell for each component, before its target.
+        head: title of that column.
+    """
+    cells = [[item] for item in extra] or [[] for _ in listed]
+    title = ["KIND", "TYPE", "DISTRIBUTION", "VERSION", *([head] if extra else []), "TARGET"]
+    return columns([title, *(_cells(component, more) for component, more in zip(listed, cells, strict=True))])
 
 
-def _cells(row: Row) -> list[str]:
-    version = f"{row.version} (editable)" if row.editable else row.version
-    loads = [row.check.verdict] if row.check else []
-    return [row.kind, row.type, row.distribution, version, *loads, row.target]
+def _cells(component: ListedComponent, extra: Sequence[str]) -> list[str]:
+    version = f"{component.version} (editable)" if component.editable else component.version
+    return [component.kind, component.type, component.distribution, version, *extra, component.target]

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from forge_core.errors import JobError
+from forge_core.contracts.errors import JobError
 
 if TYPE_CHECKING:
     from forge_core.engine.trainer import Summary

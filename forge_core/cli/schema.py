@@ -7,7 +7,7 @@ import json
 import sys
 
 from forge_core.config.schema import job_schema
-from forge_core.errors import ExitCode
+from forge_core.contracts.errors import ExitCode
 from forge_core.plugins.catalog import Catalog
 
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import attrs
 
-from forge_core.components import DefaultType
 from forge_core.config.job import ALWAYS, Job
 from forge_core.config.structure import complete_value
-from forge_core.errors import JobError
+from forge_core.contracts.components import DefaultType
+from forge_core.contracts.errors import JobError
 from forge_core.plugins.catalog import CORE, Catalog
 
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeGuard
 
 import attrs
 
-from forge_core.components import Component
+from forge_core.contracts.components import Component
 
 _SHORT = Repr()
 _SHORT.maxstring = _SHORT.maxother = 60

@@ -48,11 +48,19 @@ def _literal(statement: ast.stmt) -> str:
 
 
 def function_summary(module: str, function: str) -> str:
-    """First line of a function's docstring, without importing its module; empty if there is none."""
-    spec = find_spec(module)
-    if spec is None or spec.origin is None:
-        return ""
-    for statement in ast.parse(Path(spec.origin).read_text()).body:
+    """First line of a function's docstring, without importing its module or a package above; empty if there is none."""
+    package, *names = module.split(".")
+    spec = find_spec(package)
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        source = Path(folder).joinpath(*names)
+        for path in (source.with_suffix(".py"), source / "__init__.py"):
+            if path.is_file():
+                return _summary_in(path, function)
+    return ""
+
+
+def _summary_in(path: Path, function: str) -> str:
+    for statement in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(statement, ast.FunctionDef) and statement.name == function:
             return summary(ast.get_docstring(statement) or "")
     return ""

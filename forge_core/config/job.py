@@ -8,7 +8,7 @@ from typing import Literal
 from attrs import field, frozen
 from attrs.validators import ge, gt, matches_re, min_len, optional
 
-from forge_core.components import (
+from forge_core.contracts.components import (
     DatasetComponent,
     EvaluationComponent,
     ExecutorComponent,

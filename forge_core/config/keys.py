@@ -7,15 +7,15 @@ from typing import Any
 import attrs
 from attrs import Attribute, frozen
 
-from forge_core.components import DefaultType
 from forge_core.config.describe import toml_text
 from forge_core.config.docs import field_docs
 from forge_core.config.leaves import Mismatch
 from forge_core.config.structure import resolved_fields
 from forge_core.config.validators import Demand, demands
 from forge_core.config.walk import default_of
-from forge_core.deprecation import deprecation_of
-from forge_core.errors import PluginError
+from forge_core.contracts.components import DefaultType
+from forge_core.contracts.deprecation import deprecation_of
+from forge_core.contracts.errors import PluginError
 
 
 @frozen

@@ -14,7 +14,7 @@ from forge_core.config.rules import check_rules
 from forge_core.config.structure import INVALID, Findings, structure
 from forge_core.config.tree import Node, Origin, annotate
 from forge_core.config.unknown import explain_unknown
-from forge_core.errors import JobError, Problem
+from forge_core.contracts.errors import JobError, Problem
 from forge_core.launch.world import join_world
 from forge_core.plugins.catalog import CORE, Catalog
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from forge_core.config.job import Job, Phase
 from forge_core.config.suggest import did_you_mean
-from forge_core.errors import Problem
+from forge_core.contracts.errors import Problem
 
 
 def source_names(job: Job) -> list[str]:

@@ -6,7 +6,7 @@ import tomllib
 from typing import Any
 
 from forge_core.config.tree import Node, Origin, annotate
-from forge_core.errors import Problem
+from forge_core.contracts.errors import Problem
 
 SHOWN = 60
 """Characters of a flag that error messages show."""

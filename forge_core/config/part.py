@@ -6,13 +6,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from forge_core.components import Component
 from forge_core.config.load import to_install
 from forge_core.config.read import read_job
 from forge_core.config.structure import structure
 from forge_core.config.tree import Node, Origin, annotate
 from forge_core.config.unknown import explain_unknown
-from forge_core.errors import JobError, Problem
+from forge_core.contracts.components import Component
+from forge_core.contracts.errors import JobError, Problem
 from forge_core.plugins.catalog import Catalog
 
 C = TypeVar("C", bound=Component)

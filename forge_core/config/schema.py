@@ -9,7 +9,6 @@ from enum import Enum
 from pathlib import PurePath
 from typing import Any
 
-from forge_core.components import Component, DefaultType
 from forge_core.config.describe import (
     is_array,
     is_component,
@@ -25,7 +24,8 @@ from forge_core.config.docs import class_doc, one_paragraph
 from forge_core.config.dump import to_toml
 from forge_core.config.job import Job
 from forge_core.config.keys import Key, keys_of
-from forge_core.errors import PluginError
+from forge_core.contracts.components import Component, DefaultType
+from forge_core.contracts.errors import PluginError
 from forge_core.plugins.catalog import Catalog
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"

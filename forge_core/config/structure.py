@@ -18,7 +18,6 @@ import cattrs
 from attrs import Attribute, define, field, frozen
 from cattrs.errors import StructureHandlerNotFoundError
 
-from forge_core.components import Component, DefaultType
 from forge_core.config.describe import (
     component_in,
     is_array,
@@ -38,8 +37,9 @@ from forge_core.config.leaves import SCALARS, Mismatch, distance, fits, is_enum,
 from forge_core.config.tree import Node, Origin, flag
 from forge_core.config.validators import complaint, plain_message
 from forge_core.config.walk import default_of, key_fields
-from forge_core.deprecation import ForgeDeprecation, deprecation_of
-from forge_core.errors import PluginError, Problem
+from forge_core.contracts.components import Component, DefaultType
+from forge_core.contracts.deprecation import ForgeDeprecation, deprecation_of
+from forge_core.contracts.errors import PluginError, Problem
 from forge_core.plugins.catalog import Catalog, UnknownTypeError
 
 DEEPEST = 32

@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 from attrs import Attribute
 
-from forge_core.components import Component
+from forge_core.contracts.components import Component
 
 _FACTORY: Any = attrs.Factory
 

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from forge_core.contracts.data import IGNORED_LABEL, Batch, Dataset, Stream
 from forge_core.data.reading import collate
 from forge_core.parallel.layout import micro_batches
 from forge_core.parallel.mesh import sample_rank
-from forge_core.protocols import IGNORED_LABEL, Batch, Dataset, Stream
 
 if TYPE_CHECKING:
     from forge_core.config.job import Job
-    from forge_core.context import BuildContext
+    from forge_core.contracts.contexts import BuildContext
 
 
 class Concatenated:

@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forge_core.config.mixture import source_names
+from forge_core.contracts.data import Batch, Dataset, Stream
 from forge_core.data.mixture import sample_order, sizes_of
 from forge_core.data.order import SampleOrder
 from forge_core.data.reading import LanePositions, Reader, Row, Unit, thread_units, worker_units
 from forge_core.data.supply import check_supply
 from forge_core.parallel.layout import micro_batches
 from forge_core.parallel.mesh import gather_objects, sample_rank
-from forge_core.protocols import Batch, Dataset, Stream
 
 if TYPE_CHECKING:
+    from forge_core.checkpoint.state import Progress
     from forge_core.config.job import Job
-    from forge_core.context import BuildContext
-    from forge_core.engine.state import Progress
+    from forge_core.contracts.contexts import BuildContext
 
 
 class TrainLoader:

@@ -12,9 +12,9 @@ from forge_core.data.order import SampleOrder
 from forge_core.data.turns import whole_shares
 
 if TYPE_CHECKING:
+    from forge_core.checkpoint.state import Progress
     from forge_core.config.job import Job
-    from forge_core.engine.state import Progress
-    from forge_core.protocols import Dataset, Stream
+    from forge_core.contracts.data import Dataset, Stream
 
 
 def sample_order(job: Job, sizes: Sequence[int | None], progress: Progress | None = None) -> SampleOrder:

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, ClassVar
 
 from attrs import frozen
 
-from forge_core.components import PackingComponent
+from forge_core.contracts.components import PackingComponent
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from forge_core.context import BuildContext
+    from forge_core.contracts.contexts import BuildContext
+    from forge_core.contracts.data import Dataset, Documents
     from forge_core.data.windows import Window
-    from forge_core.protocols import Dataset, Documents
 
 
 @frozen(kw_only=True)
@@ -28,7 +28,7 @@ class WindowPacking(PackingComponent):
     """
 
     def sequence(self, window: Window) -> Mapping[str, np.ndarray]:
-        """The sample (see `forge_core.protocols.Dataset`) of a window of S + 1 tokens: S inputs, S labels."""
+        """The sample (see `forge_core.contracts.data.Dataset`) of a window of S + 1 tokens: S inputs, S labels."""
         raise NotImplementedError
 
     def build(self, context: BuildContext, documents: Documents) -> Dataset:

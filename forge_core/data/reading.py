@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, get_worker_info
 
-from forge_core.errors import DataError
-from forge_core.protocols import Batch, Dataset, Stream
+from forge_core.contracts.data import Batch, Dataset, Stream
+from forge_core.contracts.errors import DataError
 
 UNITS_AHEAD = 2
 """Units that the thread, or each worker, reads ahead."""

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 from attrs import frozen
 
 from forge_core.config.mixture import is_drawn, source_names
+from forge_core.contracts.errors import JobError, Problem
 from forge_core.data.mixture import limits, phase_shares, sample_of, sample_order
-from forge_core.errors import JobError, Problem
 
 if TYPE_CHECKING:
+    from forge_core.checkpoint.state import Progress
     from forge_core.config.job import Job
-    from forge_core.engine.state import Progress
 
 
 @frozen

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from forge_core.protocols import IGNORED_LABEL, Dataset
+from forge_core.contracts.data import IGNORED_LABEL, Dataset
 
 if TYPE_CHECKING:
+    from forge_core.contracts.data import Documents, DocumentStream, StreamedDocument
     from forge_core.data.packing import WindowPacking
-    from forge_core.protocols import Documents, DocumentStream, StreamedDocument
 
 
 class Window(NamedTuple):

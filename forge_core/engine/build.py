@@ -11,21 +11,24 @@ import torch
 from attrs import frozen
 
 from forge_core.auxiliary import Auxiliary
-from forge_core.components import DatasetComponent, PackingComponent, TrainingHook
+from forge_core.checkpoint.run_folder import TOKENIZER
 from forge_core.config.job import Job
 from forge_core.config.mixture import is_drawn
-from forge_core.context import BuildContext
+from forge_core.contracts.components import DatasetComponent, PackingComponent, TrainingHook
+from forge_core.contracts.contexts import BuildContext
+from forge_core.contracts.data import Dataset, Documents, DocumentStream, Stream, Tokenizer
+from forge_core.contracts.errors import JobError, Problem
+from forge_core.contracts.model import Model, PreparesSequences
+from forge_core.contracts.parameters import NamedParameters
+from forge_core.contracts.runtime import Executor, LossFunction, ParallelStage
 from forge_core.data.held_out import held_out
 from forge_core.data.packing import WindowPacking
 from forge_core.data.windows import StreamWindows
-from forge_core.engine.folder import TOKENIZER
 from forge_core.engine.groups import apply_settings, check_groups, check_modes
 from forge_core.engine.hooks import HookRunner, collect_hooks
-from forge_core.engine.outline import Outline
-from forge_core.engine.parameters import NamedParameters
+from forge_core.engine.model_facts import Outline
 from forge_core.engine.rates import Rates
 from forge_core.engine.splitting import SplittingExecutor
-from forge_core.errors import JobError, Problem
 from forge_core.parallel.bare_model import DTYPES, bare_model
 from forge_core.parallel.initialise import check_finite, materialise
 from forge_core.parallel.layout import batch_problems, plan_layout
@@ -34,18 +37,6 @@ from forge_core.parallel.stages import OrderedStage, apply_stages, order_stages,
 from forge_core.plugins.catalog import Catalog
 from forge_core.plugins.manager import Plugins
 from forge_core.products import set_float32_matmul
-from forge_core.protocols import (
-    Dataset,
-    Documents,
-    DocumentStream,
-    Executor,
-    LossFunction,
-    Model,
-    ParallelStage,
-    PreparesSequences,
-    Stream,
-    Tokenizer,
-)
 
 
 @frozen

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 from attrs import field, frozen
 from attrs.validators import ge
 
-from forge_core.components import EvaluationComponent
+from forge_core.contracts.components import EvaluationComponent
 
 if TYPE_CHECKING:
-    from forge_core.engine.evaluation_context import EvaluationContext
+    from forge_core.contracts.contexts import EvaluationContext
 
 
 @frozen(kw_only=True)

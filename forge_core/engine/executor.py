@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 
 from attrs import frozen
 
-from forge_core.components import ExecutorComponent
+from forge_core.contracts.components import ExecutorComponent
 
 if TYPE_CHECKING:
-    from forge_core.context import BuildContext
-    from forge_core.protocols import Executor, LossFunction, Model, ParallelStage
+    from forge_core.contracts.contexts import BuildContext
+    from forge_core.contracts.model import Model
+    from forge_core.contracts.runtime import Executor, LossFunction, ParallelStage
 
 
 @frozen(kw_only=True)

@@ -7,15 +7,15 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from forge_core.config.suggest import did_you_mean
-from forge_core.errors import ForgeError, JobError, Problem
-from forge_core.protocols import HasEvaluationWeights
+from forge_core.contracts.errors import ForgeError, JobError, Problem
+from forge_core.contracts.optimizer import HasEvaluationWeights
 
 if TYPE_CHECKING:
     import torch
 
-    from forge_core.components import ParameterGroup
-    from forge_core.engine.outline import Outline
-    from forge_core.engine.parameters import NamedParameters
+    from forge_core.contracts.components import ParameterGroup
+    from forge_core.contracts.parameters import NamedParameters
+    from forge_core.engine.model_facts import Outline
 
 Group = dict[str, Any]
 """As in `torch.optim.Optimizer.param_groups`."""
@@ -42,14 +42,14 @@ def check_modes(optimizer: torch.optim.Optimizer) -> None:
     """An optimizer with modes must say what its weights for evaluation are, or checkpoints would lack them.
 
     Raises:
-        ForgeError: it has `eval()`, but not all of `forge_core.protocols.HasEvaluationWeights`.
+        ForgeError: it has `eval()`, but not all of `forge_core.contracts.optimizer.HasEvaluationWeights`.
     """
     if hasattr(optimizer, "eval") and not isinstance(optimizer, HasEvaluationWeights):
         needed = ("train", "evaluation_weights", "load_evaluation_weights")
         lacking = ", ".join(name for name in needed if not hasattr(optimizer, name))
         raise ForgeError(
             f"{type(optimizer).__name__} has eval(), but not {lacking}; checkpoints and exports need the weights that "
-            "are evaluated: see forge_core.protocols.HasEvaluationWeights"
+            "are evaluated: see forge_core.contracts.optimizer.HasEvaluationWeights"
         )
 
 

@@ -11,27 +11,29 @@ from typing import Any
 import torch
 
 from forge_core.checkpoint.manager import Checkpoints, State
+from forge_core.checkpoint.provenance import collect
+from forge_core.checkpoint.resume import Start
+from forge_core.checkpoint.run_folder import save_tokenizer, write_record
+from forge_core.checkpoint.saving import Saver
+from forge_core.checkpoint.state import Progress, gather_state
 from forge_core.config.dump import dump_job
+from forge_core.contracts.contexts import CheckpointContext, EvaluationContext, Requests, StepContext, TrainContext
+from forge_core.contracts.data import Batch, Dataset
+from forge_core.contracts.errors import CheckpointError, NonFiniteError
+from forge_core.contracts.optimizer import HasEvaluationWeights
+from forge_core.contracts.runtime import Logger
+from forge_core.data.held_out import evaluation_batches
 from forge_core.data.loader import TrainLoader
 from forge_core.engine.build import Run
-from forge_core.engine.evaluation_context import EvaluationContext
-from forge_core.engine.folder import save_tokenizer, write_record
-from forge_core.engine.hooks import CheckpointContext, Requests, StepContext, TrainContext
-from forge_core.engine.plan import describe_run
-from forge_core.engine.provenance import collect
+from forge_core.engine.rank_agreement import report
 from forge_core.engine.recorder import Recorder
 from forge_core.engine.restore import continue_run, take_weights
-from forge_core.engine.resume import Start
-from forge_core.engine.saving import Saver
 from forge_core.engine.signals import stop_on_signals
-from forge_core.engine.state import Progress, gather_state
 from forge_core.engine.step import Stepper, dry_run, metrics
-from forge_core.engine.together import report
-from forge_core.errors import CheckpointError, NonFiniteError
-from forge_core.launch.meeting import current_meeting
-from forge_core.launch.phases import Phases
-from forge_core.parallel.mesh import any_rank, global_rank, pipeline_group
-from forge_core.protocols import Batch, HasEvaluationWeights, Logger
+from forge_core.engine.summary import describe_run
+from forge_core.launch.progress_beacon import Phases
+from forge_core.launch.rendezvous import current_meeting
+from forge_core.parallel.mesh import all_reduce_tokens, any_rank, global_rank, pipeline_group
 
 
 class Loop:
@@ -314,5 +316,11 @@ class Loop:
             model=run.model,
             executor=run.executor,
             held_out=run.held_out,
-            phases=self.phases,
+            draw=self._evaluation_batches,
+            sum_over_tokens=lambda tensor: all_reduce_tokens(tensor, run.context.mesh),
         )
+
+    def _evaluation_batches(self, dataset: Dataset, count: int) -> Iterator[Batch]:
+        for number, batch in enumerate(evaluation_batches(dataset, count, self.job, self.built.context), 1):
+            self.phases.enter(f"evaluation, batch {number}")
+            yield batch

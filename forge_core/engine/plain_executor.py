@@ -8,15 +8,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from forge_core.contracts.runtime import StepOutput
 from forge_core.parallel.stages import around
-from forge_core.protocols import StepOutput
 
 if TYPE_CHECKING:
-    from forge_core.protocols import Batch, LossFunction, LossOutput, Model, ParallelStage
+    from forge_core.contracts.data import Batch
+    from forge_core.contracts.model import Model
+    from forge_core.contracts.runtime import LossFunction, LossOutput, ParallelStage
 
 
 class PlainExecutor:
-    """See `forge_core.protocols.Executor`."""
+    """See `forge_core.contracts.runtime.Executor`."""
 
     def __init__(self, model: Model, loss: LossFunction, stages: Sequence[ParallelStage] = ()) -> None:
         self._model = model

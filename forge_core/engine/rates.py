@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 import attrs
 import torch
 
-from forge_core.components import SchedulerComponent
 from forge_core.config.mixture import lr_factor
-from forge_core.errors import ForgeError
+from forge_core.contracts.components import SchedulerComponent
+from forge_core.contracts.errors import ForgeError
 
 if TYPE_CHECKING:
     from forge_core.config.job import Job
-    from forge_core.context import BuildContext
-    from forge_core.protocols import Schedule
+    from forge_core.contracts.contexts import BuildContext
+    from forge_core.contracts.optimizer import Schedule
 
 
 class Rates:

@@ -9,11 +9,11 @@ from typing import Any
 from torch import Tensor
 
 from forge_core.auxiliary import Count
+from forge_core.contracts.contexts import StepContext
+from forge_core.contracts.runtime import Logger
 from forge_core.engine.build import Run
-from forge_core.engine.hooks import StepContext
 from forge_core.metrics.flops import peak_flops
 from forge_core.metrics.tracker import Clock, Tracker
-from forge_core.protocols import Logger
 
 
 class Recorder:

@@ -6,18 +6,18 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from forge_core.checkpoint.job_diff import describe_changes
+from forge_core.checkpoint.provenance import check_tokenizer
+from forge_core.checkpoint.resume import FLAG, Start
+from forge_core.checkpoint.state import Progress, has_state, holders, restore_state
 from forge_core.config.mixture import source_names
+from forge_core.contracts.errors import CheckpointError
 from forge_core.data.mixture import sizes_of
 from forge_core.data.order import source_changes
-from forge_core.engine.changes import describe_changes
-from forge_core.engine.provenance import check_tokenizer
-from forge_core.engine.resume import FLAG, Start
-from forge_core.engine.state import Progress, has_state, holders, restore_state
 from forge_core.engine.weights import load_weights
-from forge_core.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from forge_core.components import Plugin, TrainingHook
+    from forge_core.contracts.components import Plugin, TrainingHook
     from forge_core.engine.build import Run
     from forge_core.engine.rates import Rates
 

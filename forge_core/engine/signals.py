@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from forge_core.engine.hooks import Requests
-from forge_core.launch.inbox import requests_to_stop
+from forge_core.contracts.contexts import Requests
+from forge_core.launch.stop_requests import requests_to_stop
 
 
 @contextmanager

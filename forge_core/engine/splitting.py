@@ -7,12 +7,13 @@ from functools import reduce
 
 from torch import Tensor
 
-from forge_core.protocols import Batch, Executor, LossFunction, StepOutput
+from forge_core.contracts.data import Batch
+from forge_core.contracts.runtime import Executor, LossFunction, StepOutput
 
 
 class SplittingExecutor:
-    """See `forge_core.protocols.Executor`. Gives another executor this rank's part of each micro-batch; whoever calls
-    it sees whole ones.
+    """See `forge_core.contracts.runtime.Executor`. Passes this rank's part of each micro-batch to another executor; its
+    callers see whole ones.
 
     Args:
         splits: what makes the part, in order; first of all, what the model adds while sequences are whole.

@@ -11,10 +11,13 @@ from torch import Tensor
 
 from forge_core.auxiliary import Count
 from forge_core.config.mixture import source_names
+from forge_core.contracts.contexts import StepContext
+from forge_core.contracts.data import IGNORED_LABEL, Batch
+from forge_core.contracts.errors import ForgeError
+from forge_core.contracts.model import ChangesWithUpdates
+from forge_core.contracts.runtime import StepOutput
 from forge_core.engine.build import Run
 from forge_core.engine.gradients import clip, global_norm
-from forge_core.engine.hooks import StepContext
-from forge_core.errors import ForgeError
 from forge_core.metrics.tracker import ABSENT, SOURCE_LOSS, per_source
 from forge_core.parallel.layout import micro_batches
 from forge_core.parallel.mesh import (
@@ -24,7 +27,6 @@ from forge_core.parallel.mesh import (
     part_of_step,
     pipeline_group,
 )
-from forge_core.protocols import IGNORED_LABEL, Batch, ChangesWithUpdates, StepOutput
 
 AUXILIARY = "auxiliary:"
 """Marks what modules attached among the reduced sums."""

@@ -8,17 +8,17 @@ from pathlib import Path
 
 from attrs import frozen
 
-from forge_core.components import TrainingHook
+from forge_core.checkpoint.resume import find_start, open_checkpoints
+from forge_core.checkpoint.run_folder import locked, run_folder
 from forge_core.config.complete import complete
 from forge_core.config.job import Job
 from forge_core.config.rules import check_rules
+from forge_core.contracts.components import TrainingHook
+from forge_core.contracts.errors import ExitCode, JobError
 from forge_core.engine.build import build_context, build_run
-from forge_core.engine.folder import locked, run_folder
 from forge_core.engine.loop import Loop
-from forge_core.engine.resume import find_start, open_checkpoints
-from forge_core.engine.together import agree_on_job, together
-from forge_core.errors import ExitCode, JobError
-from forge_core.launch.phases import Phases
+from forge_core.engine.rank_agreement import agree_on_job, together
+from forge_core.launch.progress_beacon import Phases
 from forge_core.parallel.mesh import global_rank, world_size
 from forge_core.plugins.catalog import Catalog
 

@@ -12,11 +12,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NoReturn
 
-from forge_core.errors import ExitCode
-from forge_core.launch import last_words
-from forge_core.launch.inbox import open_for_process
-from forge_core.launch.last_words import LastWords, echo_of, words_for
+from forge_core.contracts.errors import ExitCode
+from forge_core.launch import failure_report as last_words
+from forge_core.launch.failure_report import LastWords, echo_of, words_for
 from forge_core.launch.rank_log import RankLog
+from forge_core.launch.stop_requests import open_for_process
 from forge_core.launch.world import CONTROL, World
 
 UNKNOWN_TIMEOUT_S = 120.0
@@ -62,7 +62,7 @@ class RankProcess:
         """Our launcher sees by itself that a rank fails, so for that its ranks need not join the others."""
         if self._launcher is not None:
             return None
-        from forge_core.launch.meeting import meet
+        from forge_core.launch.rendezvous import meet
 
         return meet(self.world, UNKNOWN_TIMEOUT_S, 0.0)
 
@@ -112,5 +112,5 @@ def _take_leave() -> None:
 
 def _meeting() -> Any:
     """The meeting of this process, if it has joined one; without the import of torch if it has not."""
-    module = sys.modules.get("forge_core.launch.meeting")
+    module = sys.modules.get("forge_core.launch.rendezvous")
     return module.current_meeting() if module else None

@@ -22,9 +22,9 @@ from types import FrameType
 
 from attrs import define, frozen
 
-from forge_core.errors import ExitCode
-from forge_core.launch.inbox import ECHO_S, STOP_SIGNALS
-from forge_core.launch.last_words import LastWords, receive
+from forge_core.contracts.errors import ExitCode
+from forge_core.launch.failure_report import LastWords, receive
+from forge_core.launch.stop_requests import ECHO_S, STOP_SIGNALS
 from forge_core.launch.world import CONTROL, LISTENING
 
 POLL_S = 0.05

@@ -7,7 +7,7 @@ from collections.abc import Mapping, MutableMapping
 
 from attrs import frozen
 
-from forge_core.errors import JobError
+from forge_core.contracts.errors import JobError
 from forge_core.launch.slurm import is_rank_of_step, rank_of_step
 
 CONTROL = "FORGE_LAUNCHER_FD"

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from attrs import field, frozen
 from attrs.validators import ge
 
-from forge_core.components import LoggerComponent
+from forge_core.contracts.components import LoggerComponent
 
 if TYPE_CHECKING:
-    from forge_core.context import BuildContext
+    from forge_core.contracts.contexts import BuildContext
 
 
 @frozen(kw_only=True)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from forge_core.protocols import HasFlops
+from forge_core.contracts.model import HasFlops
 
 if TYPE_CHECKING:
     import torch
 
     from forge_core.config.job import Job
-    from forge_core.protocols import Model
+    from forge_core.contracts.model import Model
 
 DENSE_BF16_TFLOPS: Mapping[str, float] = {
     "H200": 989.0,

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
 
-from forge_core.components import LoggerComponent
+from forge_core.contracts.components import LoggerComponent
 
 if TYPE_CHECKING:
-    from forge_core.context import BuildContext
+    from forge_core.contracts.contexts import BuildContext
 
 
 @frozen(kw_only=True)
@@ -31,7 +31,7 @@ class JsonLines(LoggerComponent):
 
 
 class JsonLinesLogger:
-    """See `forge_core.protocols.Logger`."""
+    """See `forge_core.contracts.runtime.Logger`."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

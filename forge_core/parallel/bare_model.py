@@ -8,13 +8,14 @@ import torch
 from torch import nn
 
 from forge_core.auxiliary import Auxiliary
-from forge_core.context import BuildContext
-from forge_core.errors import JobError, Problem
-from forge_core.parallel.layout import Layout
+from forge_core.contracts.contexts import BuildContext
+from forge_core.contracts.data import Tokenizer
+from forge_core.contracts.errors import JobError, Problem
+from forge_core.contracts.layout import Layout
+from forge_core.contracts.model import Model
 from forge_core.parallel.stages import model_problems
 from forge_core.plugins.catalog import Catalog
 from forge_core.plugins.manager import Plugins
-from forge_core.protocols import Model, Tokenizer
 
 if TYPE_CHECKING:
     from forge_core.config.job import Job

@@ -15,18 +15,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from forge_core.errors import ForgeError
-from forge_core.protocols import HasTies, Initialises
+from forge_core.contracts.errors import ForgeError
+from forge_core.contracts.model import HasTies, Initialises
 
 if TYPE_CHECKING:
-    from forge_core.protocols import Model
+    from forge_core.contracts.model import Model
 
 BLOCK = 2**20
 """Elements of a block at most, for matrices; one matrix of a stack is one block whatever its size."""
 
 
 class SeededFill:
-    """Fills one parameter; see `forge_core.protocols.Fill`."""
+    """Fills one parameter; see `forge_core.contracts.model.Fill`."""
 
     def __init__(self, parameter: Tensor, name: str, seed: int, device: torch.device | None = None) -> None:
         """`device`: where numbers are drawn; by default, where the parameter lives."""
@@ -171,7 +171,7 @@ def _reset(module: nn.Module, name: str, own: list[tuple[str, nn.Parameter]], de
         missing = ", ".join([key for key, _ in own] + [key for key, _ in module.named_buffers(recurse=False)])
         raise ForgeError(
             f"{type(module).__name__} ({name or 'the model'}) cannot initialise {missing}: implement "
-            "init_parameter(name, fill) and init_buffers(device), see forge_core.protocols.Initialises"
+            "init_parameter(name, fill) and init_buffers(device), see forge_core.contracts.model.Initialises"
         )
     whole = _whole_copy(module, device)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():

@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from forge_core.errors import JobError, Problem
-from forge_core.launch.meeting import current_meeting
+from forge_core.contracts.errors import JobError, Problem
+from forge_core.contracts.layout import SAMPLE_DIMENSIONS, TOKEN_DIMENSIONS, Layout, degrees_of
+from forge_core.launch.rendezvous import current_meeting
 from forge_core.launch.slurm import is_rank_of_step
 from forge_core.launch.world import join_world
-from forge_core.parallel.layout import SAMPLE_DIMENSIONS, TOKEN_DIMENSIONS, Layout, degrees_of
 
 
 def world_size() -> int:

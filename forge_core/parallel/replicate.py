@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from attrs import field, frozen
 
-from forge_core.components import ParallelComponent
+from forge_core.contracts.components import ParallelComponent
 
 if TYPE_CHECKING:
-    from forge_core.context import BuildContext
-    from forge_core.protocols import ParallelStage
+    from forge_core.contracts.contexts import BuildContext
+    from forge_core.contracts.runtime import ParallelStage
 
 
 def _positive_or_auto(_: object, attribute: object, value: int | str) -> None:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from forge_core.parallel.mesh import all_reduce_tokens, local_part
 
 if TYPE_CHECKING:
-    from forge_core.context import BuildContext
-    from forge_core.protocols import Model
+    from forge_core.contracts.contexts import BuildContext
+    from forge_core.contracts.model import Model
 
 BUCKET = 25 * 2**20
 """Elements a reduction takes at most: large enough for bandwidth, small enough to bound the copy."""

@@ -10,15 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
 
-from forge_core.components import ParallelComponent
-from forge_core.errors import ForgeError, JobError, Problem
+from forge_core.contracts.components import ParallelComponent
+from forge_core.contracts.errors import ForgeError, JobError, Problem
 
 if TYPE_CHECKING:
     from forge_core.config.job import Job
-    from forge_core.context import BuildContext
-    from forge_core.parallel.layout import Layout
+    from forge_core.contracts.contexts import BuildContext
+    from forge_core.contracts.layout import Layout
+    from forge_core.contracts.model import Model
+    from forge_core.contracts.runtime import ParallelStage
     from forge_core.plugins.catalog import Catalog
-    from forge_core.protocols import Model, ParallelStage
 
 
 @frozen

@@ -27,8 +27,8 @@ from urllib.parse import unquote
 import attrs
 from attrs import field, frozen
 
-from forge_core.components import Component
-from forge_core.errors import PluginError
+from forge_core.contracts.components import Component
+from forge_core.contracts.errors import PluginError
 
 CORE = "forge-run"
 PREFIX = "forge."

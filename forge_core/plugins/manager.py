@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import pluggy
 
-from forge_core.components import Component, DefaultType, Plugin, TrainingHook
-from forge_core.errors import ForgeError, PluginError, Problem
-from forge_core.hookspecs import PROJECT, ForgeHooks, hookimpl
+from forge_core.contracts.components import Component, DefaultType, Plugin, TrainingHook
+from forge_core.contracts.errors import ForgeError, PluginError, Problem
+from forge_core.contracts.hookspecs import PROJECT, ForgeHooks, hookimpl
 from forge_core.plugins.catalog import Catalog
 
 if TYPE_CHECKING:
@@ -23,10 +23,13 @@ if TYPE_CHECKING:
     from torch import nn
 
     from forge_core.config.job import Job
-    from forge_core.context import BuildContext
-    from forge_core.engine.parameters import NamedParameters
-    from forge_core.parallel.layout import Layout
-    from forge_core.protocols import Dataset, Logger, LossFunction, Model, ParallelStage, Schedule
+    from forge_core.contracts.contexts import BuildContext
+    from forge_core.contracts.data import Dataset
+    from forge_core.contracts.layout import Layout
+    from forge_core.contracts.model import Model
+    from forge_core.contracts.optimizer import Schedule
+    from forge_core.contracts.parameters import NamedParameters
+    from forge_core.contracts.runtime import Logger, LossFunction, ParallelStage
 
 BUILD_HOOKS: Mapping[str, str] = {"parallel": "forge_build_parallel_stage"}
 """Kinds whose build hook is not called `forge_build_<kind>`."""

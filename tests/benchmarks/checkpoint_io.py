@@ -30,9 +30,9 @@ import torch.distributed.checkpoint as dcp
 from forge_core.checkpoint import shards
 from forge_core.checkpoint.manager import Checkpoints, State, load_tensors
 from forge_core.checkpoint.retention import Retention
+from forge_core.checkpoint.saving import Saver
 from forge_core.checkpoint.storage import LocalStorage
 from forge_core.config.job import CheckpointSection
-from forge_core.engine.saving import Saver
 
 DIM, HIDDEN, LAYERS, VOCABULARY = 512, 1536, 12, 16384
 

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from forge_core.data.token_file import HEADER, Header
+from forge_kit.token_file import HEADER, Header
 
 BATCH, LENGTH = 32, 512
 FEW, MANY = 2, 50
@@ -39,10 +39,10 @@ global_batch_size = {BATCH}
 seq_len = {LENGTH}
 device = "cpu"
 [model]
-type = "forge_core.testing:TinyModel"
+type = "forge_testing:TinyModel"
 layers = 1
 [optimizer]
-type = "forge_core.testing:TinyAdamW"
+type = "forge_testing:TinyAdamW"
 [checkpoint]
 interval = 0
 [loggers.console]
@@ -51,7 +51,7 @@ style = "off"
 sequences = 8
 [[data.sources]]
 """
-WITHOUT = 'type = "forge_core.testing:Numbers"\n'
+WITHOUT = 'type = "forge_testing:Numbers"\n'
 TOKEN_FILE = 'type = "memmap"\npath = "{}.bin"\n'
 RAW = 'type = "memmap"\npath = "{}.raw"\nformat = "raw"\ndtype = "uint16"\nend_of_text = 0\nheld_out_every = 1000\n'
 

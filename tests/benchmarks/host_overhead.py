@@ -32,7 +32,7 @@ def main() -> None:
     from forge_core import TrainingHook
     from forge_core.engine import loop
     from forge_core.engine.trainer import Trainer
-    from forge_core.testing import tiny_job
+    from forge_testing import tiny_job
 
     inside: list[float] = []
     totals: list[float] = []

@@ -40,12 +40,12 @@ from torch.nn import functional as F
 from forge_core.engine.build import build_context, build_run
 from forge_core.engine.step import Stepper
 from forge_core.plugins.catalog import Catalog
-from forge_core.testing import Numbers, tiny_job
-from forge_core.testing.processes import run_on_ranks
 from forge_plugin_adamw import AdamW
 from forge_plugin_losses import ChunkedCrossEntropy
 from forge_plugin_parallel import FSDP, TensorParallel
 from forge_plugin_transformer import GroupedQueryAttention, SwiGLU, Transformer
+from forge_testing import Numbers, tiny_job
+from forge_testing.processes import run_on_ranks
 
 SIZES = {"vocab": 8192, "dim": 256, "layers": 6, "heads": 8, "kv_heads": 4, "hidden": 768}
 LENGTH, SEQUENCES, CLIP, STEPS = 512, 4, 1.0, 4

@@ -21,12 +21,12 @@ import numpy as np
 import torch
 from attrs import frozen
 
-from forge_core.components import DatasetComponent
+from forge_core.contracts.components import DatasetComponent
 from forge_core.data.loader import TrainLoader
-from forge_core.data.token_file import HEADER, TokenFile, TokenFileWriter
 from forge_core.engine.build import build_context, build_datasets
 from forge_core.plugins.catalog import Catalog
-from forge_core.testing import tiny_job
+from forge_kit.token_file import HEADER, TokenFile, TokenFileWriter
+from forge_testing import tiny_job
 
 
 @frozen(kw_only=True)

@@ -23,11 +23,11 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import torch
 import torch.distributed as dist
 
-from forge_core.testing.processes import run_on_ranks
 from forge_plugin_moe.modules.experts import Experts
 from forge_plugin_parallel.ep_exchange import Exchange, LocalExperts
 from forge_plugin_transformer import InitStd
 from forge_plugin_transformer.modules.feed_forward import SwiGLU
+from forge_testing.processes import run_on_ranks
 
 INIT = InitStd(inner=0.02, residual=0.02)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

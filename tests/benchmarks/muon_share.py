@@ -14,15 +14,15 @@ import tempfile
 import time
 from types import SimpleNamespace
 
-from forge_core.components import OptimizerComponent
+from forge_core.contracts.components import OptimizerComponent
 from forge_core.data.loader import TrainLoader
 from forge_core.engine.step import Stepper
-from forge_core.testing.processes import run_on_ranks
-from forge_core.testing.runs import tiny_run
 from forge_plugin_adamw import AdamW
 from forge_plugin_muon import Muon
 from forge_plugin_parallel import FSDP
 from forge_plugin_transformer import GroupedQueryAttention, Transformer
+from forge_testing.processes import run_on_ranks
+from forge_testing.runs import tiny_run
 
 MODEL = Transformer(dim=512, layers=6, vocab_size=4096, attention=GroupedQueryAttention(heads=8))
 SIZES = {"global_batch_size": 8, "micro_batch_size": 2, "seq_len": 512, "precision": "fp32"}

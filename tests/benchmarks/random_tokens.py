@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from attrs import frozen
 
-from forge_core.components import DatasetComponent
+from forge_core.contracts.components import DatasetComponent
 
 
 @frozen(kw_only=True)
@@ -22,7 +22,7 @@ class RandomTokens(DatasetComponent):
 
 
 class Rows:
-    """See `forge_core.protocols.Dataset`."""
+    """See `forge_core.contracts.data.Dataset`."""
 
     held_out = None
     bytes_per_token = None

@@ -13,8 +13,14 @@ import pytest
 import tomli_w
 from attrs import define, field, frozen
 
+from forge_core.checkpoint.job_diff import SECTIONS, job_changes, text_changes
 from forge_core.cli import main
-from forge_core.components import (
+from forge_core.config.describe import is_section
+from forge_core.config.dump import dump_job
+from forge_core.config.job import Job, Phase
+from forge_core.config.load import load_job
+from forge_core.config.walk import key_fields
+from forge_core.contracts.components import (
     Component,
     ModelComponent,
     OptimizerComponent,
@@ -22,14 +28,8 @@ from forge_core.components import (
     TrainingHook,
     when_resumed,
 )
-from forge_core.config.describe import is_section
-from forge_core.config.dump import dump_job
-from forge_core.config.job import Job, Phase
-from forge_core.config.load import load_job
-from forge_core.config.walk import key_fields
-from forge_core.engine.changes import SECTIONS, job_changes, text_changes
-from forge_core.errors import CheckpointError
-from forge_core.testing import TINY_JOB, Numbers, TinyAdamW, TinyModel
+from forge_core.contracts.errors import CheckpointError
+from forge_testing import TINY_JOB, Numbers, TinyAdamW, TinyModel
 
 
 @define(kw_only=True, slots=False)
@@ -218,7 +218,7 @@ def test_sources_are_compared_by_name(make_job, catalog):
 def test_a_local_file_may_move(make_job, catalog):
     before = make_job()
     text = dump_job(before, catalog)
-    old, new = (text.replace("forge_core.testing.tiny:TinyModel", f"/{place}/model.py:Net") for place in "ab")
+    old, new = (text.replace("forge_testing.tiny:TinyModel", f"/{place}/model.py:Net") for place in "ab")
     assert text_changes(old, new, catalog) == []
 
 

@@ -18,10 +18,10 @@ from parts.hooks import Remembering, Seen
 
 from forge_core import Catalog, Plugin, TrainingHook, hookimpl
 from forge_core.checkpoint.storage import Local, LocalStorage
-from forge_core.components import SchedulerComponent
 from forge_core.config.job import Phase
-from forge_core.testing import Numbers, TinyModel
+from forge_core.contracts.components import SchedulerComponent
 from forge_plugin_transformer import GroupedQueryAttention, MultiTokenPrediction, Transformer
+from forge_testing import Numbers, TinyModel
 
 TEXT = Path(__file__).parent.parent / "faults/parts/text"
 STEPS = 7

@@ -11,10 +11,10 @@ from typing import ClassVar
 import pytest
 from attrs import define, field
 
-from forge_core.components import TrainingHook
-from forge_core.engine.saving import Saver
-from forge_core.errors import CheckpointError
-from forge_core.testing.processes import run_on_ranks
+from forge_core.checkpoint.saving import Saver
+from forge_core.contracts.components import TrainingHook
+from forge_core.contracts.errors import CheckpointError
+from forge_testing.processes import run_on_ranks
 
 ROOM = 16_000
 """Bytes that a file may have while the disk is `full`: enough for the manifest and the metrics, not for the tensors."""

@@ -8,16 +8,16 @@ import pytest
 import torch
 from attrs import frozen
 
-from forge_core.components import OptimizerComponent, TrainingHook
+from forge_core.checkpoint.state import model_tensors
 from forge_core.config.job import LoadSection
 from forge_core.config.rules import check_rules
-from forge_core.engine.state import model_tensors
+from forge_core.contracts.components import OptimizerComponent, TrainingHook
+from forge_core.contracts.errors import CheckpointError, JobError
 from forge_core.engine.trainer import Trainer
-from forge_core.errors import CheckpointError, JobError
-from forge_core.testing import TinyModel, tiny_job
-from forge_core.testing.processes import run_on_ranks
-from forge_core.testing.tiny import VOCABULARY
-from forge_core.testing.tiny_model import TinyNetwork
+from forge_testing import TinyModel, tiny_job
+from forge_testing.processes import run_on_ranks
+from forge_testing.tiny import VOCABULARY
+from forge_testing.tiny_model import TinyNetwork
 
 
 class Weights(TrainingHook):
@@ -159,7 +159,7 @@ def test_a_selected_parameter_must_be_there_unless_told_otherwise(base, start, s
 
 
 def test_another_shape_is_refused_with_both_and_the_key_that_excludes_it(base, start, monkeypatch):
-    monkeypatch.setattr("forge_core.testing.tiny.VOCABULARY", 48)
+    monkeypatch.setattr("forge_testing.tiny.VOCABULARY", 48)
     fix = 'exclude = ["embedding.weight", "head.weight"]'
     with pytest.raises(CheckpointError) as caught:
         start({})

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from forge_core.checkpoint.manager import load_tensors, stored_tensors
-from forge_core.errors import CheckpointError
-from forge_core.testing.processes import run_on_ranks
+from forge_core.contracts.errors import CheckpointError
+from forge_testing.processes import run_on_ranks
 
 FILES = ["manifest.json", "index.json", "__0_0.distcp", "__1_0.distcp"]
 """Of a checkpoint of two ranks; that these are all is a test."""
@@ -49,7 +49,7 @@ def test_the_planted_code_would_do_its_work(tmp_path, monkeypatch):
 def two_ranks(tmp_path_factory, catalog):
     """A run folder whose checkpoint two ranks have written."""
     from forge_core.engine.trainer import Trainer
-    from forge_core.testing import tiny_job
+    from forge_testing import tiny_job
 
     folder = tmp_path_factory.mktemp("two_ranks")
     job = tiny_job(str(folder), catalog)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from forge_core.components import TrainingHook
-from forge_core.engine.state import model_tensors
-from forge_core.errors import CheckpointError
-from forge_core.testing import Numbers, TinyModel
+from forge_core.checkpoint.state import model_tensors
+from forge_core.contracts.components import TrainingHook
+from forge_core.contracts.errors import CheckpointError
+from forge_testing import Numbers, TinyModel
 
 
 class Weights(TrainingHook):
@@ -129,7 +129,7 @@ def test_an_unfinished_checkpoint_is_not_seen(make_job, train):
 
 def test_a_model_whose_code_gives_another_shape_is_refused_with_both_shapes(make_job, train, monkeypatch):
     train(make_job())
-    monkeypatch.setattr("forge_core.testing.tiny.VOCABULARY", 48)
+    monkeypatch.setattr("forge_testing.tiny.VOCABULARY", 48)
     with pytest.raises(
         CheckpointError, match=r"embedding.weight is \[32, 16\] in the checkpoint, \[48, 16\] in this job"
     ):

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from forge_core.checkpoint.manager import Checkpoints, State
 from forge_core.checkpoint.retention import Retention
 from forge_core.checkpoint.storage import LocalStorage
-from forge_core.components import EvaluationComponent, TrainingHook
-from forge_core.errors import JobError
+from forge_core.contracts.components import EvaluationComponent, TrainingHook
+from forge_core.contracts.errors import JobError
 
 STEPS = st.lists(st.integers(0, 200), unique=True).map(sorted)
 LOSSES = st.dictionaries(st.integers(0, 200), st.floats(0, 10))

@@ -14,16 +14,16 @@ from attrs import define, field, frozen
 
 from forge_core.checkpoint.manager import Checkpoints, State, load_tensors, stored_tensors
 from forge_core.checkpoint.retention import Retention
+from forge_core.checkpoint.saving import Saver
 from forge_core.checkpoint.shards import ShardWriter
 from forge_core.checkpoint.storage import Local, LocalStorage
-from forge_core.components import TrainingHook
 from forge_core.config.job import CheckpointSection
-from forge_core.engine.saving import Saver
-from forge_core.errors import CheckpointError
-from forge_core.parallel.layout import Layout
+from forge_core.contracts.components import TrainingHook
+from forge_core.contracts.errors import CheckpointError
+from forge_core.contracts.layout import Layout
 from forge_core.parallel.mesh import make_mesh
-from forge_core.testing import TinyModel
-from forge_core.testing.processes import run_on_ranks
+from forge_testing import TinyModel
+from forge_testing.processes import run_on_ranks
 
 GATE = threading.Event()
 """Closed: nothing is written."""

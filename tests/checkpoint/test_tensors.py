@@ -19,8 +19,8 @@ from forge_core.checkpoint import manifest
 from forge_core.checkpoint.manager import Checkpoints, State, load_tensors, stored_tensors, verify
 from forge_core.checkpoint.retention import Retention
 from forge_core.checkpoint.storage import LocalStorage
-from forge_core.errors import CheckpointError
-from forge_core.testing.processes import run_on_ranks
+from forge_core.contracts.errors import CheckpointError
+from forge_testing.processes import run_on_ranks
 
 DTYPES = [
     torch.float32,

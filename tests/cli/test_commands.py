@@ -11,9 +11,9 @@ import pytest
 
 from forge_core.cli.explain import explain
 from forge_core.cli.plugins import select
-from forge_core.errors import ExitCode, JobError
+from forge_core.contracts.errors import ExitCode, JobError
 from forge_core.plugins.catalog import Catalog, Distribution, Offer
-from forge_core.plugins.stale import left_overs, stale_entries
+from forge_testing.stale import left_overs, stale_entries
 
 Run = Callable[..., tuple[int, str, str]]
 Python = Callable[..., subprocess.CompletedProcess[str]]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from forge_core.cli import help_text, main
-from forge_core.errors import CheckpointError, ExitCode, JobError, NonFiniteError, Problem
+from forge_core.contracts.errors import CheckpointError, ExitCode, JobError, NonFiniteError, Problem
 from forge_core.plugins.catalog import Catalog, Distribution, Offer
 
 Run = Callable[..., tuple[int, str, str]]
@@ -139,7 +139,7 @@ class TestHelpAndVersion:
 
     def test_version_tells_the_core_first_and_then_every_distribution(self, forge_run: Run) -> None:
         _, out, _ = forge_run("--version")
-        assert out.splitlines()[:3] == ["forge-run 0.1.0", "forge-plugin-adamw 0.2.0", "forge-plugin-careful 0.2.0"]
+        assert out.splitlines()[:3] == ["forge-run 0.1.0", "forge-plugin-adamw 0.2.0", "forge-plugin-author 0.1.0"]
 
     def test_python_dash_m_works(self, python: Callable[..., subprocess.CompletedProcess[str]]) -> None:
         done = python("-m", "forge_core", "--version")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 
 from forge_core import cli
-from forge_core.engine import resume
+from forge_core.checkpoint import resume
 
 
 def test_ours_are_told_without_the_place_in_the_code(capsys):

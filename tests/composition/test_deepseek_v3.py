@@ -11,12 +11,12 @@ from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 from transformers.masking_utils import create_causal_mask
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer, DeepseekV3RMSNorm
 
-from forge_core.testing.runs import tiny_run
 from forge_plugin_mla import MultiHeadLatentAttention
 from forge_plugin_mla.huggingface_names import PARTS
 from forge_plugin_moe import MoE, SigmoidTopK
 from forge_plugin_moe.huggingface_names import from_huggingface, to_huggingface
 from forge_plugin_transformer import MultiTokenPrediction, PlainRope, RMSNorm, SwiGLU, Transformer
+from forge_testing.runs import tiny_run
 
 LAYERS = 3
 WIDTHS = {"q_lora_rank": 14, "kv_lora_rank": 20, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10}

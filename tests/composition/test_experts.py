@@ -17,9 +17,6 @@ from forge_core.engine.step import Stepper
 from forge_core.engine.trainer import Trainer
 from forge_core.losses import CrossEntropy
 from forge_core.plugins.catalog import Catalog
-from forge_core.testing import TinyModel, job_problems, tiny_job
-from forge_core.testing.processes import run_on_ranks
-from forge_core.testing.runs import advance, tiny_run, whole
 from forge_plugin_adamw import AdamW
 from forge_plugin_compile import Compile
 from forge_plugin_float8 import Float8
@@ -31,6 +28,9 @@ from forge_plugin_parallel import FSDP, ActivationCheckpointing, ExpertParallel,
 from forge_plugin_schedule_free import ScheduleFreeAdamW
 from forge_plugin_soap import SOAP
 from forge_plugin_transformer import GroupedQueryAttention, MultiTokenPrediction, SwiGLU, Transformer
+from forge_testing import TinyModel, job_problems, tiny_job
+from forge_testing.processes import run_on_ranks
+from forge_testing.runs import advance, tiny_run, whole
 
 MODEL = Transformer(
     dim=16,
@@ -214,7 +214,7 @@ ROUTER = """
 import torch
 from attrs import frozen
 from forge_core import RouterComponent
-from forge_core.modules import Linear
+from forge_kit.modules import Linear
 
 
 class Best(torch.nn.Module):
@@ -257,7 +257,7 @@ type = "./my_router.py:MyRouter"
 [optimizer]
 type = "adamw"
 [[data.sources]]
-type = "forge_core.testing:Numbers"
+type = "forge_testing:Numbers"
 """
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from attrs import define, field, frozen
 from attrs.validators import ge, gt, lt, matches_re, min_len
 
-from forge_core.components import (
+from forge_core.contracts.components import (
     Component,
     DatasetComponent,
     EvaluationComponent,
@@ -31,13 +31,13 @@ from forge_core.components import (
     TrainingHook,
     default_type,
 )
-from forge_core.errors import Problem
-from forge_core.hookspecs import hookimpl
+from forge_core.contracts.errors import Problem
+from forge_core.contracts.hookspecs import hookimpl
 from forge_core.plugins.catalog import Catalog, Distribution, Offer
 
 if TYPE_CHECKING:
     from forge_core.config.job import Job
-    from forge_core.parallel.layout import Layout
+    from forge_core.contracts.layout import Layout
 
 
 # --- the core's own, in small -------------------------------------------------------------------------------------
@@ -350,7 +350,7 @@ PLUGINS: dict[str, dict[str, dict[str, Any]]] = {
     "forge-plugin-odd": {"scheduler": {"odd": AdamW}},
     "forge-plugin-soap": {"optimizer": {"soap": AdamW}},
 }
-COMMANDS = ("check", "explain", "new-plugin", "plugins", "schema")
+COMMANDS = ("check", "explain", "plugins", "schema")
 REQUIRES = {"forge-plugin-soap": ("forge-run>=2.0,<3",)}
 
 
@@ -365,9 +365,11 @@ def make_catalog() -> Catalog:
         distributions.append(Distribution(name, "0.2.0", REQUIRES.get(name, ())))
         for kind, types in kinds.items():
             offers += [_offer(kind, type_, cls, distributions[-1]) for type_, cls in types.items()]
+    author = Distribution("forge-plugin-author", "0.1.0")
+    offers.append(Offer("command", "new-plugin", "forge_plugin_author.new_plugin:command", author))
     broken = Distribution("forge-plugin-sophia", "0.1.0")
     offers.append(Offer("optimizer", "sophia", "forge_plugin_sophia:Sophia", broken))
-    return Catalog(offers, [*distributions, broken])
+    return Catalog(offers, [*distributions, author, broken])
 
 
 def _offer(kind: str, type_: str, cls: type, distribution: Distribution) -> Offer:

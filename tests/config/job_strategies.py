@@ -9,7 +9,6 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from forge_core.components import Component
 from forge_core.config.describe import (
     is_array,
     is_component,
@@ -22,6 +21,7 @@ from forge_core.config.describe import (
 )
 from forge_core.config.keys import Key, keys_of
 from forge_core.config.leaves import is_enum
+from forge_core.contracts.components import Component
 from forge_core.plugins.catalog import Catalog
 
 NAMES = st.text(alphabet="abcdef._- é", min_size=1, max_size=6)

@@ -12,7 +12,7 @@ import pytest
 from job_parts import make_catalog
 
 from forge_core.cli import main
-from forge_core.errors import ExitCode
+from forge_core.contracts.errors import ExitCode
 from forge_core.plugins.catalog import Catalog
 
 CORPUS = Path(__file__).parent / "broken"

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from job_parts import MoE, Text, Transformer, make_catalog
 from job_strategies import tables
 
-from forge_core.components import OptimizerComponent, SchedulerComponent
 from forge_core.config.docs import class_doc, field_docs, function_summary, one_paragraph
 from forge_core.config.dump import dump_job
 from forge_core.config.job import (
@@ -32,6 +31,7 @@ from forge_core.config.job import (
 from forge_core.config.keys import keys_of
 from forge_core.config.schema import job_schema
 from forge_core.config.validators import demands
+from forge_core.contracts.components import OptimizerComponent, SchedulerComponent
 from forge_core.plugins.catalog import Catalog
 
 Validator = jsonschema.Draft202012Validator

@@ -19,7 +19,7 @@ from forge_core.config.load import load_job
 from forge_core.config.overrides import parse_override
 from forge_core.config.read import read_job
 from forge_core.config.tree import Node, Origin, annotate, merge
-from forge_core.errors import JobError
+from forge_core.contracts.errors import JobError
 from forge_core.plugins.catalog import Catalog
 
 Load = Callable[..., Job]

@@ -29,13 +29,13 @@ from job_parts import (
     make_catalog,
 )
 
-from forge_core.components import OptimizerComponent, SchedulerComponent, default_type
 from forge_core.config.complete import complete
 from forge_core.config.job import Job
 from forge_core.config.load import load_job
 from forge_core.config.structure import INVALID, structure
 from forge_core.config.tree import Origin, annotate
-from forge_core.errors import JobError
+from forge_core.contracts.components import OptimizerComponent, SchedulerComponent, default_type
+from forge_core.contracts.errors import JobError
 from forge_core.plugins.catalog import Catalog, Distribution, Offer
 
 Load = Callable[..., Job]

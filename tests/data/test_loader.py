@@ -13,15 +13,15 @@ import pytest
 import torch
 from attrs import frozen
 
-from forge_core.components import DatasetComponent
+from forge_core.checkpoint.state import Progress
+from forge_core.contracts.components import DatasetComponent
+from forge_core.contracts.data import StreamedDocument
+from forge_core.contracts.errors import DataError, JobError, Problem
+from forge_core.contracts.layout import Layout
 from forge_core.data.held_out import evaluation_batches, held_out
 from forge_core.data.loader import TrainLoader
-from forge_core.engine.state import Progress
-from forge_core.errors import DataError, JobError, Problem
-from forge_core.parallel.layout import Layout
-from forge_core.protocols import StreamedDocument
-from forge_core.testing import Numbers
-from forge_core.testing.tiny import NumberSequences
+from forge_testing import Numbers
+from forge_testing.tiny import NumberSequences
 
 
 def steps(job, run, count, counts=(), context=None):

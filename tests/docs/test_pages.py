@@ -25,11 +25,11 @@ seq_len = 64
 type = "transformer"
 vocab_size = 320
 [optimizer]
-type = "forge_core.testing:TinyAdamW"
+type = "forge_testing:TinyAdamW"
 [data.tokenizer]
 type = "bytes"
 [[data.sources]]
-type = "forge_core.testing:Numbers"
+type = "forge_testing:Numbers"
 """
 """What a fragment is layered over, to be checked like a job."""
 
@@ -44,7 +44,7 @@ TINY = [
     fence
     for fence in JOBS
     if fence.is_whole_job
-    and fence.table["model"]["type"].startswith("forge_core.testing:")
+    and fence.table["model"]["type"].startswith("forge_testing:")
     and fence.page.parent != TEN_MINUTES  # whose jobs are run by their commands
 ]
 WITH_COMMANDS = sorted({fence.page for fence in ALL if fence.commands})
@@ -166,6 +166,6 @@ def test_the_page_of_a_kind_shows_a_component_a_job_its_output_and_a_test(page: 
 def test_the_readme_lists_every_distribution_with_what_it_offers(project: dict) -> None:
     lines = (ROOT / "README.md").read_text().splitlines()
     [row] = [line for line in lines if line.startswith(f"| `{project['name']}`")]
-    groups = project["entry-points"].items()
+    groups = project.get("entry-points", {}).items()
     types = [type_ for group, entries in groups if group != "forge.kind" for type_ in entries]
     assert [type_ for type_ in types if f"`{type_}`" not in row] == []

@@ -16,9 +16,9 @@ import pytest
 from fences import ALL, EXAMPLE, ROOT, TEN_MINUTES
 
 import forge_core
-from forge_core.cli.new_plugin import kinds as kinds_with_template
 from forge_core.engine.hooks import EVENTS
-from forge_core.testing import suites
+from forge_plugin_author.new_plugin import kinds as kinds_with_template
+from forge_testing import suites
 
 sys.path.insert(0, str(ROOT / "docs"))
 
@@ -74,7 +74,7 @@ def test_every_suite_is_told_of_a_kind_and_listed() -> None:
 def test_what_is_to_be_implemented_is_told_with_types_and_what_comes_back() -> None:
     rows = {row[0]: row[2] for row in generated_kinds.kind_rows(generated.Catalog.installed())}
     tokenizer = rows["[`tokenizer`](/ten-minutes/tokenizer.md)"]
-    assert tokenizer.count("[`Tokenizer`](/reference/protocols.md#forge_core.protocols.Tokenizer)") == 2
+    assert tokenizer.count("[`Tokenizer`](/reference/protocols.md#forge_core.contracts.data.Tokenizer)") == 2
     assert "folder: `Path`" in tokenizer
 
 
@@ -132,7 +132,7 @@ def imported(source: str) -> Iterator[tuple[str, str]]:
 
 def sources() -> Iterator[tuple[str, str]]:
     """What authors are shown: templates, the example, and the blocks of the pages."""
-    for folder in (ROOT / "forge_core" / "cli" / "templates", EXAMPLE):
+    for folder in (ROOT / "plugins" / "forge-plugin-author" / "forge_plugin_author" / "templates", EXAMPLE):
         yield from ((str(path.relative_to(ROOT)), path.read_text()) for path in sorted(folder.rglob("*.py")))
     yield from ((str(fence), fence.text) for fence in ALL if fence.language == "python")
 

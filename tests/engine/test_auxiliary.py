@@ -9,8 +9,8 @@ from torch import nn
 from forge_core.auxiliary import Auxiliary, Recomputing
 from forge_core.data.loader import TrainLoader
 from forge_core.engine.step import Stepper, metrics
-from forge_core.testing import Numbers, PenalisedModel
-from forge_core.testing.tiny_model import PENALTY
+from forge_testing import Numbers, PenalisedModel
+from forge_testing.tiny_model import PENALTY
 
 
 def explicit_gradients(run, batches):

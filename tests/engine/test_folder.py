@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
-from forge_core.components import DatasetComponent
-from forge_core.engine.folder import LOCK, locked, owner
-from forge_core.errors import ForgeError
+from forge_core.checkpoint.run_folder import LOCK, locked, owner
+from forge_core.contracts.components import DatasetComponent
+from forge_core.contracts.errors import ForgeError
 
 
 class Absent(DatasetComponent):

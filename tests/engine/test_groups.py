@@ -7,12 +7,12 @@ import torch
 from attrs import define, frozen
 
 from forge_core import load_job
-from forge_core.components import OptimizerComponent, ParameterGroup, SchedulerComponent, TrainingHook
+from forge_core.contracts.components import OptimizerComponent, ParameterGroup, SchedulerComponent, TrainingHook
+from forge_core.contracts.errors import ForgeError, JobError
 from forge_core.engine.build import build_context, build_run
-from forge_core.errors import ForgeError, JobError
-from forge_core.testing import TINY_JOB, TinyAdamW, TinyModel, tiny_job
-from forge_core.testing.processes import run_on_ranks
 from forge_plugin_parallel import PipelineParallel
+from forge_testing import TINY_JOB, TinyAdamW, TinyModel, tiny_job
+from forge_testing.processes import run_on_ranks
 
 TABLES = (
     ParameterGroup(match="layers.0.*", lr=0.5),

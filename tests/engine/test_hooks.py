@@ -8,8 +8,8 @@ import pytest
 import torch
 from attrs import define, field
 
-from forge_core.components import TrainingHook
-from forge_core.errors import ExitCode
+from forge_core.contracts.components import TrainingHook
+from forge_core.contracts.errors import ExitCode
 
 
 @define(kw_only=True, slots=False)
@@ -62,9 +62,9 @@ def test_every_event_comes_in_its_place(make_job, train):
 
 
 def test_hooks_run_in_the_order_components_plugins_job_python(make_job, build, catalog, tmp_path):
-    from forge_core.components import Plugin
+    from forge_core.contracts.components import Plugin
+    from forge_core.contracts.hookspecs import hookimpl
     from forge_core.engine.build import build_context, build_run
-    from forge_core.hookspecs import hookimpl
 
     @define(kw_only=True, slots=False)
     class Contributes(Plugin):

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from forge_core.checkpoint.state import model_tensors
 from forge_core.data.loader import TrainLoader
-from forge_core.engine.state import model_tensors
-from forge_core.testing import Numbers, TinyModel
+from forge_testing import Numbers, TinyModel
 
 
 def explicit_steps(run, steps):
@@ -53,7 +53,7 @@ def test_accumulation_over_uneven_micro_batches_is_the_mean_over_valid_tokens(
     model, losses, norms = explicit_steps(build(job), job.train.steps)
     trained = {}
 
-    from forge_core.components import TrainingHook
+    from forge_core.contracts.components import TrainingHook
 
     class Keep(TrainingHook):
         def on_train_end(self, context):
@@ -101,7 +101,7 @@ def test_a_step_in_which_every_label_is_ignored_changes_nothing_and_is_finite(ma
 
 
 def test_several_sources_report_their_own_loss_over_their_own_tokens(make_job, train, lines):
-    from forge_core.components import TrainingHook
+    from forge_core.contracts.components import TrainingHook
 
     class Tokens(TrainingHook):
         def on_step_begin(self, context):
@@ -130,7 +130,7 @@ def test_a_source_without_a_token_in_a_step_has_no_loss_in_it(make_job, train, l
 
 
 def test_frozen_parameters_stay_and_are_not_counted_in_the_norm(make_job, build, train):
-    from forge_core.components import TrainingHook
+    from forge_core.contracts.components import TrainingHook
 
     class Freeze(TrainingHook):
         def on_train_begin(self, context):

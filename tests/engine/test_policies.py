@@ -12,9 +12,9 @@ import torch
 from attrs import define, frozen
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from forge_core.components import OptimizerComponent, SchedulerComponent, TrainingHook
-from forge_core.errors import ExitCode, ForgeError, JobError, NonFiniteError
-from forge_core.testing import Numbers, TinyAdamW, TinyModel
+from forge_core.contracts.components import OptimizerComponent, SchedulerComponent, TrainingHook
+from forge_core.contracts.errors import ExitCode, ForgeError, JobError, NonFiniteError
+from forge_testing import Numbers, TinyAdamW, TinyModel
 
 
 @define(kw_only=True, slots=False)

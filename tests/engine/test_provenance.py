@@ -8,14 +8,14 @@ import shutil
 
 import pytest
 
-from forge_core.engine.provenance import check_tokenizer, collect, compare
+from forge_core.checkpoint.provenance import check_tokenizer, collect, compare
+from forge_core.contracts.errors import CheckpointError
 from forge_core.engine.trainer import Trainer
-from forge_core.errors import CheckpointError
 from forge_core.plugins.catalog import Catalog, core_version
-from forge_core.testing import tiny_job
+from forge_testing import tiny_job
 
 ROUTER = """
-from forge_core.testing import TinyModel
+from forge_testing import TinyModel
 
 
 class Local(TinyModel):

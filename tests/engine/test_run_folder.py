@@ -9,14 +9,14 @@ import sys
 
 import pytest
 
-from forge_core.engine.folder import locked
-from forge_core.errors import ForgeError
+from forge_core.checkpoint.run_folder import locked
+from forge_core.contracts.errors import ForgeError
 
 KILLED_WITH_A_WORKER = """
 import os, signal, sys, time
 from pathlib import Path
 
-from forge_core.engine.folder import locked
+from forge_core.checkpoint.run_folder import locked
 
 with locked(Path(sys.argv[1])):
     worker = os.fork()

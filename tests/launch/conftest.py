@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from forge_core.testing import TINY_JOB
+from forge_testing import TINY_JOB
 
 JOB = f"""
 [job]

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from forge_core.errors import ExitCode
+from forge_core.contracts.errors import ExitCode
 from forge_core.launch.supervisor import Supervisor
 
 from .conftest import alive, wait_until

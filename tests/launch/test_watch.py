@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from forge_core.launch.collectives import oldest_unfinished, unfinished
-from forge_core.launch.phases import Phases
-from forge_core.launch.watch import describe_hang, line_of, waits_for_ranks
-from forge_core.testing.processes import run_on_ranks
+from forge_core.launch.progress_beacon import Phases
+from forge_core.launch.watchdog import describe_hang, line_of, waits_for_ranks
+from forge_testing.processes import run_on_ranks
 
 
 def beat(count, phase="data", **more):

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forge_core.errors import JobError
+from forge_core.contracts.errors import JobError
 from forge_core.launch.slurm import PORTS, expand_hosts, tasks_of_shell
 from forge_core.launch.world import World, join_world
 from forge_core.parallel.mesh import choose_device

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from attrs import frozen
 
-from forge_core.components import ModelComponent, ParallelComponent, TokenizerComponent
-from forge_core.errors import JobError, Problem
-from forge_core.testing import TinyModel, job_problems, tiny_job
+from forge_core.contracts.components import ModelComponent, ParallelComponent, TokenizerComponent
+from forge_core.contracts.errors import JobError, Problem
+from forge_testing import TinyModel, job_problems, tiny_job
 
 Problems = Callable[..., list[str]]
 

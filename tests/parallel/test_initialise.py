@@ -7,11 +7,11 @@ import torch
 from attrs import frozen
 from torch import nn
 
-from forge_core.engine.state import model_tensors
-from forge_core.errors import ForgeError
-from forge_core.modules import Linear
+from forge_core.checkpoint.state import model_tensors
+from forge_core.contracts.errors import ForgeError
 from forge_core.parallel.initialise import BLOCK, SeededFill, materialise
-from forge_core.testing import TinyModel
+from forge_kit.modules import Linear
+from forge_testing import TinyModel
 
 
 def test_the_same_seed_and_name_give_the_same_values(make_job, build):

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from forge_core.components import TrainingHook
+from forge_core.contracts.components import TrainingHook
 from forge_core.engine.trainer import Trainer
 from forge_core.parallel.replicate import Replicate
-from forge_core.testing import Numbers, tiny_job
-from forge_core.testing.processes import run_on_ranks
+from forge_testing import Numbers, tiny_job
+from forge_testing.processes import run_on_ranks
 
 DATA = {"sources": (Numbers(ignored=7, held_out=5),)}
 

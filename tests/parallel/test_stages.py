@@ -7,8 +7,8 @@ from typing import ClassVar
 import pytest
 from attrs import frozen
 
-from forge_core.components import ParallelComponent
-from forge_core.errors import ForgeError, JobError
+from forge_core.contracts.components import ParallelComponent
+from forge_core.contracts.errors import ForgeError, JobError
 from forge_core.parallel.stages import order_stages
 from forge_core.plugins.catalog import Catalog
 

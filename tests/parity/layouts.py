@@ -10,14 +10,13 @@ import torch
 from attrs import frozen
 from torch import Tensor, nn
 
-from forge_core.components import RouterComponent
 from forge_core.config.job import Job
-from forge_core.context import BuildContext
-from forge_core.modules import Linear
+from forge_core.contracts.components import RouterComponent
+from forge_core.contracts.contexts import BuildContext
+from forge_core.contracts.data import Batch
 from forge_core.parallel.replicate import Replicate
 from forge_core.plugins.catalog import Catalog
-from forge_core.protocols import Batch
-from forge_core.testing import Numbers, RandomDocuments, tiny_job
+from forge_kit.modules import Linear
 from forge_plugin_compile import Compile
 from forge_plugin_moe import ExpertChoice, Hash, MoE, SigmoidTopK, SoftmaxTopK
 from forge_plugin_packing import Isolate
@@ -30,6 +29,7 @@ from forge_plugin_parallel import (
     TensorParallel,
 )
 from forge_plugin_transformer import GroupedQueryAttention, MultiTokenPrediction, Transformer
+from forge_testing import Numbers, RandomDocuments, tiny_job
 
 SEQUENCES = 8
 SEQ_LEN = 16

@@ -24,15 +24,15 @@ from attrs import frozen
 from torch import Tensor
 
 from forge_core.checkpoint.tensors import stored_tensors
-from forge_core.checkpoint.whole import read_whole
 from forge_core.config.job import Job
 from forge_core.engine.trainer import Trainer
 from forge_core.plugins.catalog import Catalog
-from forge_core.testing import Numbers, tiny_job
-from forge_core.testing.processes import run_on_ranks
+from forge_kit.whole_tensors import read_whole
 from forge_plugin_moe import MoE, SigmoidTopK
 from forge_plugin_parallel import FSDP, ContextParallel, ExpertParallel, PipelineParallel, TensorParallel
 from forge_plugin_transformer import GroupedQueryAttention, Transformer
+from forge_testing import Numbers, tiny_job
+from forge_testing.processes import run_on_ranks
 
 STEPS = 3
 """Under each of the two layouts."""

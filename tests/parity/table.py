@@ -17,8 +17,8 @@ from collections.abc import Iterator
 import torch
 from layouts import ROWS, Row
 
-from forge_core.testing.curves import Curve, Difference, train
-from forge_core.testing.processes import run_on_ranks
+from forge_testing.curves import Curve, Difference, train
+from forge_testing.processes import run_on_ranks
 
 HEAD = ("layout", "with", "loss", "norm", "gradients", "weights", "evaluation", "fp32 loss")
 FLOAT32_STEPS = 20

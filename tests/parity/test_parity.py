@@ -10,9 +10,9 @@ import pytest
 import torch
 from layouts import FSDP_ALL_REDUCE, FSDP_SCATTER, NORM, ROWS, SUM, TIE, TP_COMPLETION, TP_SCATTER, TP_SUM, Row
 
-from forge_core.testing.curves import Curve, Difference, train
-from forge_core.testing.processes import run_on_ranks
 from forge_plugin_parallel.fsdp_stage import FSDPStage
+from forge_testing.curves import Curve, Difference, train
+from forge_testing.processes import run_on_ranks
 
 APPLY = FSDPStage.apply
 FLOAT64 = 1e-9

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 from attrs import frozen
 
-from forge_core.components import OptimizerComponent, RouterComponent
-from forge_core.errors import ExitCode, PluginError
+from forge_core.contracts.components import OptimizerComponent, RouterComponent
+from forge_core.contracts.errors import ExitCode, PluginError
 from forge_core.plugins.catalog import (
     Catalog,
     Distribution,

@@ -22,14 +22,14 @@ from forge_core import (
     load_job,
 )
 from forge_core.cli import main
-from forge_core.components import Component
 from forge_core.config.job import Job
 from forge_core.config.keys import keys_of
-from forge_core.deprecation import deprecation_of
-from forge_core.hookspecs import PROJECT, ForgeHooks
+from forge_core.contracts.components import Component
+from forge_core.contracts.deprecation import deprecation_of
+from forge_core.contracts.hookspecs import PROJECT, ForgeHooks
 from forge_core.plugins.catalog import CORE, Catalog, core_version
-from forge_core.testing import TINY_JOB
-from forge_core.testing.catalogs import catalog_of, plugins_with
+from forge_testing import TINY_JOB
+from forge_testing.catalogs import catalog_of, plugins_with
 
 
 class OldHooks:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 from attrs import define, field, frozen
 
-from forge_core.components import Component, Plugin, TrainingHook
+from forge_core.contracts.components import Component, Plugin, TrainingHook
+from forge_core.contracts.errors import PluginError, Problem
+from forge_core.contracts.hookspecs import hookimpl, hookspec
+from forge_core.contracts.layout import Layout
 from forge_core.engine.build import build_context
-from forge_core.errors import PluginError, Problem
-from forge_core.hookspecs import hookimpl, hookspec
-from forge_core.parallel.layout import Layout
 from forge_core.plugins.manager import Plugins
-from forge_core.testing import TinyModel
+from forge_testing import TinyModel
 
 
 @define(kw_only=True, slots=False)

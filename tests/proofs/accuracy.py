@@ -14,8 +14,8 @@ from attrs import field, frozen
 from attrs.validators import ge
 
 from forge_core import EvaluationComponent
+from forge_core.contracts.data import IGNORED_LABEL
 from forge_core.cross_entropy import loss_output
-from forge_core.protocols import IGNORED_LABEL
 from forge_core.vocab_parallel import vocab_gather
 
 

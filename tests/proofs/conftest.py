@@ -24,14 +24,14 @@ device = "cpu"
 gc_interval = 0
 
 [model]
-type = "forge_core.testing:TinyModel"
+type = "forge_testing:TinyModel"
 
 [optimizer]
 type = "adamw"
 lr = 1e-2
 
 [[data.sources]]
-type = "forge_core.testing:Numbers"
+type = "forge_testing:Numbers"
 """
 
 

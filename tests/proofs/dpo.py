@@ -21,10 +21,10 @@ from attrs.validators import gt
 from torch.nn.functional import logsigmoid
 
 from forge_core import ForgeError, JobError, LossComponent, Problem
+from forge_core.contracts.data import IGNORED_LABEL
 from forge_core.cross_entropy import loss_output
-from forge_core.engine.trained import load_trained
-from forge_core.protocols import IGNORED_LABEL
 from forge_core.vocab_parallel import vocab_cross_entropy
+from forge_plugin_losses.teacher import load_trained
 
 
 @frozen(kw_only=True)

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from forge_core import ModelComponent, Problem
-from forge_core.modules import Embedding, Linear, LinearHead
+from forge_kit.modules import Embedding, Linear, LinearHead
 
 
 @frozen(kw_only=True)
@@ -49,7 +49,7 @@ class Mixed(ModelComponent):
 
 
 class Network(nn.Module):
-    """See `forge_core.protocols`: Model, HasEnds, HasFlops."""
+    """See `forge_core.contracts.model`: Model, HasEnds, HasFlops."""
 
     def __init__(self, blocks: list[Block], dim: int, vocab_size: int, dtype: torch.dtype) -> None:
         super().__init__()

@@ -18,8 +18,8 @@ from attrs import define, field
 from attrs.validators import min_len
 
 from forge_core import JobError, Plugin, Problem, hookimpl
-from forge_core.engine.parameters import NamedParameters
-from forge_core.protocols import Initialises
+from forge_core.contracts.model import Initialises
+from forge_core.contracts.parameters import NamedParameters
 
 HIDDEN = ("matrix", "stack", "fused")
 """Roles of weights between two widths; their last dimension is the inputs."""
@@ -94,7 +94,7 @@ def scale_initial_values(module, key: str, factor: float) -> None:
 
 
 class ScaledFill:
-    """See `forge_core.protocols.Fill`."""
+    """See `forge_core.contracts.model.Fill`."""
 
     def __init__(self, fill, factor: float) -> None:
         self.fill, self.factor = fill, factor

@@ -19,7 +19,7 @@ from attrs import field, frozen
 from attrs.validators import ge
 
 from forge_core import DatasetComponent, JobError, Problem
-from forge_core.protocols import IGNORED_LABEL
+from forge_core.contracts.data import IGNORED_LABEL
 
 
 @frozen(kw_only=True)
@@ -73,7 +73,7 @@ def encode(tokenizer, prompt: str, answer: str, length: int) -> tuple[np.ndarray
 
 @frozen
 class Rows:
-    """See `forge_core.protocols.Dataset`."""
+    """See `forge_core.contracts.data.Dataset`."""
 
     rows: list[dict[str, np.ndarray]]
     held_out: Any = None

@@ -36,7 +36,7 @@ class SAM(ExecutorComponent):
 
 
 class SharpnessAware:
-    """See `forge_core.protocols.Executor`."""
+    """See `forge_core.contracts.runtime.Executor`."""
 
     def __init__(self, inner, model, stages, context, radius: float) -> None:
         self._inner, self._model, self._stages = inner, model, stages

@@ -7,8 +7,8 @@ import torch
 
 from forge_core import Trainer
 from forge_core.cli import main
-from forge_core.engine.trained import load_trained
-from forge_core.testing.processes import run_on_ranks
+from forge_plugin_losses.teacher import load_trained
+from forge_testing.processes import run_on_ranks
 
 ACCURACY = """
 train = { precision = "fp64", micro_batch_size = 2 }
@@ -25,7 +25,7 @@ attention.heads = 2
 lr = 3e-2
 
 [[data.sources]]
-type = "forge_core.testing:Numbers"
+type = "forge_testing:Numbers"
 held_out = 21
 
 [evaluations.accuracy]

@@ -11,11 +11,11 @@ from attrs import define
 from torch.nn.functional import cross_entropy, logsigmoid
 
 from forge_core import TrainingHook
-from forge_core.engine.trained import load_trained
-from forge_core.errors import ForgeError, JobError
-from forge_core.testing import curves
-from forge_core.testing.curves import Difference
-from forge_core.testing.processes import run_on_ranks
+from forge_core.contracts.errors import ForgeError, JobError
+from forge_plugin_losses.teacher import load_trained
+from forge_testing import curves
+from forge_testing.curves import Difference
+from forge_testing.processes import run_on_ranks
 
 HALVES = slice(0, 16), slice(16, 32)
 MODEL = """

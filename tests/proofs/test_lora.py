@@ -12,14 +12,14 @@ from safetensors.torch import load_file
 
 from forge_core.checkpoint.tensors import stored_tensors
 from forge_core.cli import main
+from forge_core.contracts.errors import JobError
 from forge_core.engine.build import build_bare_model, build_context
-from forge_core.engine.trained import load_trained
-from forge_core.errors import JobError
 from forge_core.parallel.initialise import materialise
-from forge_core.testing import curves
-from forge_core.testing.curves import Difference
-from forge_core.testing.processes import run_on_ranks
-from forge_core.testing.suites.base import Stop, losses_of, state_differences
+from forge_plugin_losses.teacher import load_trained
+from forge_testing import curves
+from forge_testing.curves import Difference
+from forge_testing.processes import run_on_ranks
+from forge_testing.suites.base import Stop, losses_of, state_differences
 
 FILE = Path(__file__).with_name("lora.py")
 LOAD = 'checkpoint.load = {{ path = "{base}", exclude = ["*.lora.*"] }}\n'
@@ -34,7 +34,7 @@ type = "PROOFS/lora.py:LoRA"
 rank = 2
 
 [[data.sources]]
-type = "forge_core.testing:Numbers"
+type = "forge_testing:Numbers"
 start = 7
 """
 
@@ -69,7 +69,7 @@ def test_only_the_adapters_are_trained(adapted, run_folder, records, tmp_path):
 def test_it_starts_where_the_model_was(adapted, records, job_of, train):
     """B is zero: the first loss is that of the model without adapters, on the same data."""
     text = adapted.partition("[plugins.lora]")[0].replace(', exclude = ["*.lora.*"]', "")
-    train(job_of("plain", f'{text}[[data.sources]]\ntype = "forge_core.testing:Numbers"\nstart = 7\n'))
+    train(job_of("plain", f'{text}[[data.sources]]\ntype = "forge_testing:Numbers"\nstart = 7\n'))
     assert records("adapted", "loss")[0] == records("plain", "loss")[0]
     assert records("adapted", "loss")[1] != records("plain", "loss")[1]
 
@@ -117,7 +117,7 @@ def test_two_ranks_train_like_one(job_of, catalog):
 
 
 def test_a_stage_that_cannot_split_them_says_so(job_of):
-    text = 'model.type = "forge_core.testing:SplittableModel"\n' + ADAPTED
+    text = 'model.type = "forge_testing:SplittableModel"\n' + ADAPTED
     with pytest.raises(JobError, match=r"parallel\.tp: the plan of SplittableNetwork does not name .*\.lora\.b'"):
         job_of("tp", f"{text}\n[parallel.tp]\ndegree = 2\n", ranks=2)
 

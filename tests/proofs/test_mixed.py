@@ -11,8 +11,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from forge_core import Catalog
-from forge_core.errors import JobError
-from forge_core.testing.suites import ModelSuite
+from forge_core.contracts.errors import JobError
+from forge_testing.suites import ModelSuite
 
 FILE = Path(__file__).with_name("mixed.py")
 Mixed = Catalog.installed().load("model", f"{FILE}:Mixed")

@@ -7,10 +7,10 @@ import torch
 from attrs import define
 
 from forge_core import TrainingHook
-from forge_core.errors import JobError
-from forge_core.testing import curves
-from forge_core.testing.curves import Difference
-from forge_core.testing.processes import run_on_ranks
+from forge_core.contracts.errors import JobError
+from forge_testing import curves
+from forge_testing.curves import Difference
+from forge_testing.processes import run_on_ranks
 
 WIDE = """
 model = { dim = 64 }

@@ -9,7 +9,7 @@ import torch
 from attrs import define
 
 from forge_core import Catalog, TrainingHook
-from forge_core.testing.suites import SchedulerSuite
+from forge_testing.suites import SchedulerSuite
 
 Ramp = Catalog.installed().load("scheduler", f"{Path(__file__).with_name('ramp.py')}:Ramp")
 

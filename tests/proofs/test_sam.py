@@ -8,10 +8,10 @@ from attrs import define
 from torch.nn.functional import cross_entropy
 
 from forge_core import TrainingHook
-from forge_core.errors import JobError
-from forge_core.testing import curves
-from forge_core.testing.curves import Difference
-from forge_core.testing.processes import run_on_ranks
+from forge_core.contracts.errors import JobError
+from forge_testing import curves
+from forge_testing.curves import Difference
+from forge_testing.processes import run_on_ranks
 
 SAM = """
 train = { precision = "fp64", micro_batch_size = 2, grad_clip_norm = 0.0 }
@@ -78,7 +78,7 @@ def test_both_passes_drop_the_same(job_of, train, records):
 
 @pytest.mark.parametrize("recompute", ["false", "true"])
 def test_what_modules_attach_counts_once_in_metrics(recompute, job_of, train, records):
-    penalised = ("--model.type=forge_core.testing:PenalisedModel", f"--model.recompute={recompute}")
+    penalised = ("--model.type=forge_testing:PenalisedModel", f"--model.recompute={recompute}")
     train(job_of("sam", SAM, *penalised))
     train(job_of("plain", SAM.replace("executor", "#"), *penalised))
     for key in ("aux/forwards.0", "aux/token"):
@@ -86,7 +86,7 @@ def test_what_modules_attach_counts_once_in_metrics(recompute, job_of, train, re
 
 
 def test_two_ranks_train_like_one(job_of, catalog):
-    text = SAM + 'model.type = "forge_core.testing:SplittableModel"\n'
+    text = SAM + 'model.type = "forge_testing:SplittableModel"\n'
     expected = curves.train(job_of("one", text), catalog)
     jobs = [job_of(name, text, f"--parallel.{name}.type={name}", *more, ranks=2) for name, *more in LAYOUTS]
     for curves_of_rank in run_on_ranks(2, lambda rank: [curves.train(job, catalog) for job in jobs]):

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 from attrs import field, frozen
 from attrs.validators import ge, gt
 
-from forge_core.components import OptimizerComponent, when_resumed
+from forge_core.contracts.components import OptimizerComponent, when_resumed
 
 if TYPE_CHECKING:
     import torch
 
-    from forge_core.context import BuildContext
-    from forge_core.engine.parameters import NamedParameters
+    from forge_core.contracts.contexts import BuildContext
+    from forge_core.contracts.parameters import NamedParameters
 
 
 def _betas(_: object, attribute: Any, betas: tuple[float, float]) -> None:

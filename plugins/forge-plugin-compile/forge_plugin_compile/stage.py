@@ -10,12 +10,12 @@ import torch._dynamo
 from attrs import frozen
 from torch import nn
 
-from forge_core.errors import JobError, Problem
-from forge_core.parallel.blocks import blocks_of
-from forge_core.protocols import Generates
+from forge_core.contracts.errors import JobError, Problem
+from forge_core.contracts.model import Generates
+from forge_kit.blocks import blocks_of
 
 if TYPE_CHECKING:
-    from forge_core.protocols import Model
+    from forge_core.contracts.model import Model
     from forge_plugin_compile.compile import Compile
 
 GRAPHS_OF_A_BLOCK = 4
@@ -23,7 +23,7 @@ GRAPHS_OF_A_BLOCK = 4
 
 
 class CompileStage:
-    """See `forge_core.protocols.ParallelStage`."""
+    """See `forge_core.contracts.runtime.ParallelStage`."""
 
     def __init__(self, component: Compile) -> None:
         self._component = component

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch._dynamo.backends.common  # noqa: F401  imported once, and not by each process
 
-from forge_core.testing.distribution import check_distribution
-from forge_core.testing.suites import StageSuite
 from forge_plugin_compile import Compile
+from forge_testing.distribution import check_distribution
+from forge_testing.suites import StageSuite
 
 
 def test_the_distribution():

@@ -12,15 +12,15 @@ from attrs import frozen
 from torch import nn
 from torch._dynamo.utils import counters
 
-from forge_core.components import ParallelComponent
-from forge_core.engine.generate import generate
-from forge_core.errors import JobError
-from forge_core.parallel.layout import Layout
+from forge_core.contracts.components import ParallelComponent
+from forge_core.contracts.errors import JobError
+from forge_core.contracts.layout import Layout
 from forge_core.parallel.stages import order_stages
-from forge_core.testing import Numbers, PenalisedModel, TinyModel
-from forge_core.testing.tiny_model import TinyNetwork
 from forge_plugin_compile import Compile
+from forge_plugin_generate.generate import generate
 from forge_plugin_transformer import GroupedQueryAttention, Transformer
+from forge_testing import Numbers, PenalisedModel, TinyModel
+from forge_testing.tiny_model import TinyNetwork
 
 TRACED = Compile(backend="aot_eager")
 

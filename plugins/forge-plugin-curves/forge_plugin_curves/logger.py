@@ -14,7 +14,7 @@ from forge_plugin_curves.history import History, read_lines
 
 @define(kw_only=True)
 class CurvesLogger:
-    """See `forge_core.protocols.Logger`."""
+    """See `forge_core.contracts.runtime.Logger`."""
 
     path: Path
     """The picture."""

@@ -10,10 +10,10 @@ import pytest
 from matplotlib.image import imread
 
 from forge_core.cli import main
-from forge_core.errors import JobError
-from forge_core.testing import TINY_JOB
+from forge_core.contracts.errors import JobError
 from forge_plugin_curves.compare.grid import read_setting, trials_of
 from forge_plugin_curves.compare.results import read_outcome, rows_of
+from forge_testing import TINY_JOB
 
 
 @pytest.fixture

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from forge_core.testing.distribution import check_distribution
-from forge_core.testing.suites import LoggerSuite
 from forge_plugin_curves import Curves
+from forge_testing.distribution import check_distribution
+from forge_testing.suites import LoggerSuite
 
 
 def test_the_distribution():

@@ -12,7 +12,7 @@ from attrs import define, field
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forge_core.components import TrainingHook
+from forge_core.contracts.components import TrainingHook
 from forge_plugin_curves import Curves
 from forge_plugin_curves.drawing import draw, make_figure
 from forge_plugin_curves.history import Average, History, Series, read_lines

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from forge_core.errors import ForgeError
+from forge_core.contracts.errors import ForgeError
+from forge_core.contracts.optimizer import HasEvaluationWeights
 from forge_core.parallel.mesh import local_part
-from forge_core.protocols import HasEvaluationWeights
 
 if TYPE_CHECKING:
     from forge_plugin_ema.ema import EMA
@@ -35,7 +35,7 @@ def with_average(optimizer: torch.optim.Optimizer, ema: EMA) -> torch.optim.Opti
 
 
 class Averaging(torch.optim.Optimizer):
-    """What is added to an optimizer's class; see `forge_core.protocols.HasEvaluationWeights`."""
+    """What is added to an optimizer's class; see `forge_core.contracts.optimizer.HasEvaluationWeights`."""
 
     ema: EMA
 

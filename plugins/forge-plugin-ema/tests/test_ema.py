@@ -10,15 +10,15 @@ from attrs import define, frozen
 from safetensors.torch import load_file
 
 from forge_core.cli import main
-from forge_core.components import OptimizerComponent, TrainingHook
 from forge_core.config.job import LoadSection
+from forge_core.contracts.components import OptimizerComponent, TrainingHook
+from forge_core.contracts.errors import ForgeError
 from forge_core.engine.build import build_context, build_run
-from forge_core.errors import ForgeError
-from forge_core.testing import tiny_job
-from forge_core.testing.processes import run_on_ranks
 from forge_plugin_ema import EMA
 from forge_plugin_muon import Muon
 from forge_plugin_parallel import FSDP
+from forge_testing import tiny_job
+from forge_testing.processes import run_on_ranks
 
 
 @define(kw_only=True, slots=False)

@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from torch import nn
 
 from forge_core.config.suggest import did_you_mean
-from forge_core.errors import Problem
-from forge_core.modules import Linear
-from forge_core.parallel.layout import Layout
-from forge_core.protocols import HasFloat8Exemptions, HasTensorParallelPlan, Model
+from forge_core.contracts.errors import Problem
+from forge_core.contracts.layout import Layout
+from forge_core.contracts.model import HasFloat8Exemptions, HasTensorParallelPlan, Model
+from forge_kit.modules import Linear
 from forge_plugin_float8.float8 import MULTIPLE
 
 NOT_A_MULTIPLE = f"sizes are no multiples of {MULTIPLE}"

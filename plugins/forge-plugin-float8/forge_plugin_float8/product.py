@@ -26,7 +26,7 @@ from torchao.float8.float8_training_tensor import ScaledMMConfig, hp_tensor_and_
 from torchao.float8.float8_utils import amax_to_scale, tensor_to_amax
 
 if TYPE_CHECKING:
-    from forge_core.protocols import MatrixShard
+    from forge_core.contracts.model import MatrixShard
 
 Groups = tuple[ProcessGroup | None, ProcessGroup | None]
 """The ranks among which rows and columns of a matrix are split."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from forge_core.errors import JobError, Problem
+from forge_core.contracts.errors import JobError, Problem
 from forge_plugin_float8.choice import choose, linear_layers, short
 from forge_plugin_float8.float8 import NO_GLOO
 
@@ -34,13 +34,13 @@ with _without_warnings():
     from forge_plugin_float8.product import Float8Forward
 
 if TYPE_CHECKING:
-    from forge_core.context import BuildContext
-    from forge_core.protocols import Model
+    from forge_core.contracts.contexts import BuildContext
+    from forge_core.contracts.model import Model
     from forge_plugin_float8.float8 import Float8
 
 
 class Float8Stage:
-    """See `forge_core.protocols.ParallelStage`."""
+    """See `forge_core.contracts.runtime.ParallelStage`."""
 
     def __init__(self, component: Float8, context: BuildContext) -> None:
         """Raises: JobError: weights are to be gathered in float8 on a device that cannot."""

@@ -11,10 +11,10 @@ from torch import nn
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
 import forge_plugin_float8.product
-from forge_core.modules import Linear
-from forge_core.protocols import MatrixShard
-from forge_core.testing.processes import run_on_ranks
+from forge_core.contracts.model import MatrixShard
+from forge_kit.modules import Linear
 from forge_plugin_float8.product import Float8Forward
+from forge_testing.processes import run_on_ranks
 
 RECIPES = ["tensorwise", "rowwise", "rowwise_with_gw_hp"]
 INPUTS, OUTPUTS = 64, 32

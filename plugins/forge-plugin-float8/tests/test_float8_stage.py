@@ -15,26 +15,26 @@ from attrs import frozen
 from torch import nn
 from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 
-from forge_core.components import ParallelComponent
+from forge_core.contracts.components import ParallelComponent
+from forge_core.contracts.errors import JobError
+from forge_core.contracts.layout import Layout
 from forge_core.engine.build import build_context, build_run
-from forge_core.engine.plan import describe_run
 from forge_core.engine.step import Stepper
+from forge_core.engine.summary import describe_run
 from forge_core.engine.trainer import Trainer
-from forge_core.errors import JobError
-from forge_core.modules import Linear
-from forge_core.parallel.layout import Layout
 from forge_core.parallel.replicate import Replicate
 from forge_core.parallel.stages import order_stages
 from forge_core.plugins.catalog import Catalog
-from forge_core.testing import Numbers, TinyModel, job_problems, tiny_job
-from forge_core.testing.processes import run_on_ranks
-from forge_core.testing.tiny_model import TinyNetwork
+from forge_kit.modules import Linear
 from forge_plugin_compile import Compile
 from forge_plugin_float8 import Float8
 from forge_plugin_float8.choice import short
 from forge_plugin_float8.stage import multiplies_float8
 from forge_plugin_parallel import FSDP, ActivationCheckpointing, ContextParallel, PipelineParallel, TensorParallel
 from forge_plugin_transformer import GroupedQueryAttention, SwiGLU, Transformer
+from forge_testing import Numbers, TinyModel, job_problems, tiny_job
+from forge_testing.processes import run_on_ranks
+from forge_testing.tiny_model import TinyNetwork
 
 RECIPES = ["tensorwise", "rowwise", "rowwise_with_gw_hp"]
 FSDP2 = {"fsdp": FSDP()}

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, ClassVar
 
 from attrs import field, frozen
 
-from forge_core.components import TokenizerComponent, when_resumed
-from forge_core.errors import JobError, Problem
+from forge_core.contracts.components import TokenizerComponent, when_resumed
+from forge_core.contracts.errors import JobError, Problem
 from forge_plugin_huggingface.hub import expanded, explained, local_problem
 
 if TYPE_CHECKING:
     from forge_core.config.job import Job
-    from forge_core.context import BuildContext
-    from forge_core.parallel.layout import Layout
+    from forge_core.contracts.contexts import BuildContext
+    from forge_core.contracts.layout import Layout
     from forge_plugin_huggingface.pretrained import PretrainedTokenizer
 
 GIVEN = (

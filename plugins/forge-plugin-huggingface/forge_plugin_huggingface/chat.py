@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
-from forge_core.errors import JobError
+from forge_core.contracts.errors import JobError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -9,17 +9,17 @@ import attrs
 from attrs import frozen
 from attrs.validators import ge
 
-from forge_core.components import DatasetComponent, when_resumed
-from forge_core.errors import JobError, Problem
+from forge_core.contracts.components import DatasetComponent, when_resumed
+from forge_core.contracts.errors import JobError, Problem
 from forge_plugin_huggingface.part import Part
 from forge_plugin_huggingface.problems import NO_TOKENIZER, problems_of
 from forge_plugin_huggingface.source import Origin
 
 if TYPE_CHECKING:
     from forge_core.config.job import Job
-    from forge_core.context import BuildContext
-    from forge_core.parallel.layout import Layout
-    from forge_core.protocols import Documents, DocumentStream, Tokenizer
+    from forge_core.contracts.contexts import BuildContext
+    from forge_core.contracts.data import Documents, DocumentStream, Tokenizer
+    from forge_core.contracts.layout import Layout
     from forge_plugin_huggingface.encoding import Encoder
     from forge_plugin_huggingface.tokens import Corpus
 

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
-from forge_core.errors import JobError
+from forge_core.contracts.errors import JobError
 from forge_plugin_huggingface.chat import ChatTokenizer, Tools
 from forge_plugin_huggingface.rows import Row
 
 if TYPE_CHECKING:
-    from forge_core.protocols import Tokenizer
+    from forge_core.contracts.data import Tokenizer
 
 
 class Encoded(NamedTuple):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from forge_core.errors import JobError, Problem
+from forge_core.contracts.errors import JobError, Problem
 
 
 def local_problem(path: str) -> str | None:

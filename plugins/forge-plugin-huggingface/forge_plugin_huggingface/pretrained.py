@@ -15,8 +15,8 @@ from attrs import frozen
 from tokenizers import AddedToken, Tokenizer
 from transformers import AutoTokenizer
 
-from forge_core.data.cache import digest_of
-from forge_core.errors import JobError, Problem
+from forge_core.contracts.errors import JobError, Problem
+from forge_kit.cache import digest_of
 from forge_plugin_huggingface.chat import ChatTemplate, ChatTokens, Messages, Tools, learned_tokens
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def load_pretrained(path: str, revision: str | None, chat_template: str | None) 
 
 
 class PretrainedTokenizer:
-    """See `forge_core.protocols.Tokenizer` and `forge_plugin_huggingface.chat.ChatTokenizer`.
+    """See `forge_core.contracts.data.Tokenizer` and `forge_plugin_huggingface.chat.ChatTokenizer`.
 
     Where there is a `tokenizer.json`, that file encodes, whatever transformers' class of the tokenizer does besides.
     """

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
-from forge_core.errors import JobError
+from forge_core.contracts.errors import JobError
 
 if TYPE_CHECKING:
     import datasets

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from attrs import frozen
 
-from forge_core.data.cache import digest_of
-from forge_core.errors import JobError, Problem
+from forge_core.contracts.errors import JobError, Problem
+from forge_kit.cache import digest_of
 from forge_plugin_huggingface.hub import expanded, explained
 
 if TYPE_CHECKING:

@@ -18,14 +18,14 @@ import attrs
 import numpy as np
 from attrs import evolve, frozen
 
+from forge_core.contracts.data import StreamedDocument
+from forge_core.contracts.errors import JobError
 from forge_core.data.order import Permutation
-from forge_core.errors import JobError
-from forge_core.protocols import StreamedDocument
 from forge_plugin_huggingface.encoding import Encoded, Encoder
 from forge_plugin_huggingface.rows import Row, StreamRows
 
 if TYPE_CHECKING:
-    from forge_core.protocols import Documents
+    from forge_core.contracts.data import Documents
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class Place:
 
 
 class LaneStream:
-    """See `forge_core.protocols.DocumentStream`."""
+    """See `forge_core.contracts.data.DocumentStream`."""
 
     def __init__(
         self,

@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
 
-from forge_core.data.cache import Verify, cached_folder, digest_of
-from forge_core.data.token_file import TokenFile, TokenFileWriter
-from forge_core.errors import JobError
+from forge_core.contracts.errors import JobError
+from forge_kit.cache import Verify, cached_folder, digest_of
+from forge_kit.token_file import TokenFile, TokenFileWriter
 from forge_plugin_huggingface.encoding import Encoded, Encoder, text_of
 from forge_plugin_huggingface.part import Part
 from forge_plugin_huggingface.rows import Row, TableRows, stream_rows
 from forge_plugin_huggingface.source import Source
 
 if TYPE_CHECKING:
-    from forge_core.protocols import Documents
+    from forge_core.contracts.data import Documents
 
 logger = logging.getLogger(__name__)
 

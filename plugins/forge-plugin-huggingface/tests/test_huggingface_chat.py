@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from forge_core.errors import JobError
+from forge_core.contracts.errors import JobError
 from forge_plugin_huggingface import Auto, HuggingFace
 from forge_plugin_huggingface.chat import learned_tokens
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 
-from forge_core.testing.distribution import check_distribution
-from forge_core.testing.suites import DatasetSuite
 from forge_plugin_huggingface import HuggingFace
 from forge_plugin_text import Bytes
+from forge_testing.distribution import check_distribution
+from forge_testing.suites import DatasetSuite
 
 
 def test_the_distribution():

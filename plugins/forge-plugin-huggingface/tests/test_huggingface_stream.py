@@ -17,9 +17,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from forge_core import protocols
+from forge_core.contracts.errors import JobError
 from forge_core.data.packing import Concatenate
 from forge_core.data.windows import StreamWindows
-from forge_core.errors import JobError
 from forge_plugin_huggingface import HuggingFace
 
 FORMATS = ["jsonl", "parquet", "saved"]

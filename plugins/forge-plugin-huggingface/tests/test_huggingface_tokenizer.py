@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, processors
 from transformers import AutoTokenizer, ByT5Tokenizer, GPT2Tokenizer
 
 from forge_core import protocols
-from forge_core.errors import JobError
+from forge_core.contracts.errors import JobError
 from forge_plugin_huggingface import Auto
 
 any_text = st.text() | st.lists(st.sampled_from(["<|endoftext|>", "<|im_end|>", "<|", " ", "a", "\n"])).map("".join)

@@ -14,13 +14,13 @@ import pytest
 import torch
 from attrs import define, frozen
 
-from forge_core.components import TokenizerComponent, TrainingHook
+from forge_core.contracts.components import TokenizerComponent, TrainingHook
 from forge_core.data.loader import TrainLoader
 from forge_core.engine.build import build_context, build_run
-from forge_core.testing import TinyModel
-from forge_core.testing.processes import run_on_ranks
-from forge_core.testing.tiny_model import TinyNetwork
 from forge_plugin_huggingface import Auto, HuggingFace
+from forge_testing import TinyModel
+from forge_testing.processes import run_on_ranks
+from forge_testing.tiny_model import TinyNetwork
 
 STEPS = 6
 CHATML = (

@@ -11,8 +11,8 @@ import datasets
 import pytest
 
 from forge_core import load_job, protocols
-from forge_core.data.cache import cache_root
-from forge_core.errors import JobError
+from forge_core.contracts.errors import JobError
+from forge_kit.cache import cache_root
 from forge_plugin_huggingface import HuggingFace
 from forge_plugin_huggingface import tokens as token_files
 
@@ -117,8 +117,8 @@ def test_a_job_file_names_data_files_as_one_a_list_or_by_split(
 ) -> None:
     (tmp_path / "job.toml").write_text(f"""
         train = {{steps = 1, global_batch_size = 4, seq_len = 8}}
-        model.type = "forge_core.testing:TinyModel"
-        optimizer.type = "forge_core.testing:TinyAdamW"
+        model.type = "forge_testing:TinyModel"
+        optimizer.type = "forge_testing:TinyAdamW"
         data.tokenizer = {{type = "auto", path = "{pretrained()}", chat_variables = {{date = "today", think = false}}}}
         data.sources = [{{type = "huggingface", path = "{write("jsonl", numbered(0, 1))}", data_files = {given}}}]
     """)

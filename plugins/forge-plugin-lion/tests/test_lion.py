@@ -11,15 +11,15 @@ import lion_pytorch
 import pytest
 import torch
 
-from forge_core.components import TrainingHook
-from forge_core.engine.parameters import NamedParameter, NamedParameters
+from forge_core.contracts.components import TrainingHook
+from forge_core.contracts.parameters import NamedParameter, NamedParameters
 from forge_core.engine.trainer import Trainer
-from forge_core.testing import Numbers, tiny_job
-from forge_core.testing.processes import run_on_ranks
 from forge_plugin_lion import Lion
 from forge_plugin_lion import optimizer as implementation
 from forge_plugin_parallel import FSDP, TensorParallel
 from forge_plugin_transformer import GroupedQueryAttention, Transformer
+from forge_testing import Numbers, tiny_job
+from forge_testing.processes import run_on_ranks
 
 ROLES = {"embedding": (7, 4), "matrix": (5, 3), "norm": (4,), "bias": (4,), "head": (7, 4)}
 BETAS = (0.8, 0.95)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from forge_core.testing.distribution import check_distribution
-from forge_core.testing.suites import OptimizerSuite
 from forge_plugin_lion import Lion
+from forge_testing.distribution import check_distribution
+from forge_testing.suites import OptimizerSuite
 
 
 def test_the_distribution():

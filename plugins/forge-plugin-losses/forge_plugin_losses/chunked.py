@@ -20,8 +20,8 @@ from attrs import frozen
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from forge_core.contracts.data import IGNORED_LABEL
 from forge_core.cross_entropy import loss_output
-from forge_core.protocols import IGNORED_LABEL
 from forge_core.vocab_parallel import accumulation_dtype
 from forge_plugin_losses.objectives import CrossEntropyObjective, Objective
 from forge_plugin_losses.projections import Projection, projection_of
@@ -29,7 +29,9 @@ from forge_plugin_losses.workspace import Workspace
 
 if TYPE_CHECKING:
     from forge_core.auxiliary import Auxiliary
-    from forge_core.protocols import Batch, Head, LossFunction, LossOutput
+    from forge_core.contracts.data import Batch
+    from forge_core.contracts.model import Head
+    from forge_core.contracts.runtime import LossFunction, LossOutput
 
 MakeObjective = Callable[["Head", "Batch", Workspace], Objective]
 """(head, batch, workspace) -> the objective of this micro-batch."""

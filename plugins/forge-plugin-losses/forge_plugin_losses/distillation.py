@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Any
 from attrs import define, field, frozen
 from attrs.validators import and_, ge, gt, le
 
-from forge_core.components import TrainingHook
-from forge_core.errors import CheckpointError, JobError, Problem
+from forge_core.contracts.components import TrainingHook
+from forge_core.contracts.errors import CheckpointError, JobError, Problem
 from forge_plugin_losses.chunked_cross_entropy import ChunkedCrossEntropy
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from forge_core.config.job import Job
-    from forge_core.context import BuildContext
-    from forge_core.parallel.layout import Layout
-    from forge_core.protocols import LossFunction
+    from forge_core.contracts.contexts import BuildContext
+    from forge_core.contracts.layout import Layout
+    from forge_core.contracts.runtime import LossFunction
 
 WHOLE = {"tp": "vocabulary", "pp": "layers", "cp": "sequences"}
 """Mesh dimensions that split what a teacher has whole."""
@@ -60,9 +60,9 @@ class Distillation(ChunkedCrossEntropy):
         return [SameTeacher(teacher=self.teacher)]
 
     def build(self, context: BuildContext) -> LossFunction:
-        from forge_core.engine.trained import load_trained
         from forge_plugin_losses.chunked import default_chunk_tokens
         from forge_plugin_losses.distilled import distillation_loss
+        from forge_plugin_losses.teacher import load_trained
 
         teacher = load_trained(Path(self.teacher), context)
         theirs = teacher.manifest["provenance"].get("tokenizer")
@@ -91,7 +91,7 @@ class SameTeacher(TrainingHook):
     checkpoint: str = field(init=False, default="")
 
     def on_train_begin(self, context: Any) -> None:
-        from forge_core.engine.trained import find_trained
+        from forge_plugin_losses.teacher import find_trained
 
         found = str(find_trained(Path(self.teacher))[0])
         was, self.checkpoint = self.checkpoint, found

@@ -13,15 +13,17 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from forge_core.errors import ForgeError
-from forge_core.protocols import IGNORED_LABEL
+from forge_core.contracts.data import IGNORED_LABEL
+from forge_core.contracts.errors import ForgeError
 from forge_plugin_losses.chunked import chunked
 from forge_plugin_losses.objectives import Chunk, CrossEntropyObjective, Objective
 from forge_plugin_losses.workspace import Workspace
 
 if TYPE_CHECKING:
     from forge_core.auxiliary import Auxiliary
-    from forge_core.protocols import Batch, Head, LossFunction, LossOutput, Model
+    from forge_core.contracts.data import Batch
+    from forge_core.contracts.model import Head, Model
+    from forge_core.contracts.runtime import LossFunction, LossOutput
 
 
 def distillation_loss(

@@ -12,7 +12,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from forge_core.protocols import IGNORED_LABEL
+from forge_core.contracts.data import IGNORED_LABEL
 from forge_core.vocab_parallel import (
     combine_gathered,
     combine_logsumexp,
@@ -22,7 +22,7 @@ from forge_core.vocab_parallel import (
 )
 
 if TYPE_CHECKING:
-    from forge_core.protocols import VocabShard
+    from forge_core.contracts.model import VocabShard
     from forge_plugin_losses.workspace import Workspace
 
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from forge_core.modules import LinearHead
 from forge_core.vocab_parallel import accumulation_dtype
+from forge_kit.modules import LinearHead
 
 if TYPE_CHECKING:
     from forge_plugin_losses.chunked import Task

@@ -20,11 +20,12 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from forge_core.auxiliary import Auxiliary
+from forge_core.contracts.model import VocabShard
+from forge_core.contracts.runtime import LossFunction, LossOutput
 from forge_core.losses import CrossEntropy
-from forge_core.modules import LinearHead
-from forge_core.protocols import LossFunction, LossOutput, VocabShard
-from forge_core.testing.processes import run_on_ranks
+from forge_kit.modules import LinearHead
 from forge_plugin_losses import ChunkedCrossEntropy
+from forge_testing.processes import run_on_ranks
 
 BATCH, SEQUENCE, DIM, VOCAB = 3, 7, 16, 50
 

@@ -18,21 +18,21 @@ from torch.nn import functional as F
 from forge_core.auxiliary import Auxiliary
 from forge_core.checkpoint.tensors import stored_tensors
 from forge_core.cli import main
+from forge_core.contracts.errors import CheckpointError, ForgeError, JobError
+from forge_core.contracts.layout import Layout
 from forge_core.engine.build import build_context
-from forge_core.engine.trained import load_trained
 from forge_core.engine.trainer import Trainer
-from forge_core.errors import CheckpointError, ForgeError, JobError
-from forge_core.modules import LinearHead
-from forge_core.parallel.layout import Layout
 from forge_core.parallel.replicate import Replicate
-from forge_core.planning.plan import make_plan
-from forge_core.planning.storages import Purpose
-from forge_core.testing import TinyModel, tiny_job
-from forge_core.testing.processes import run_on_ranks
+from forge_kit.modules import LinearHead
 from forge_plugin_losses import ChunkedCrossEntropy, Distillation
 from forge_plugin_losses.distilled import distillation_loss
+from forge_plugin_losses.teacher import load_trained
 from forge_plugin_parallel import FSDP
+from forge_plugin_plan.estimate import make_plan
+from forge_plugin_plan.storages import Purpose
 from forge_plugin_transformer import Transformer
+from forge_testing import TinyModel, tiny_job
+from forge_testing.processes import run_on_ranks
 
 BATCH, SEQUENCE, DIM, VOCAB = 3, 7, 16, 50
 
@@ -184,14 +184,14 @@ device = "cpu"
 [checkpoint]
 interval = 2
 [model]
-type = "forge_core.testing:TinyModel"
+type = "forge_testing:TinyModel"
 layers = {layers}
 dropout = {dropout}
 [optimizer]
-type = "forge_core.testing:TinyAdamW"
+type = "forge_testing:TinyAdamW"
 lr = 0.03
 [[data.sources]]
-type = "forge_core.testing:Numbers"
+type = "forge_testing:Numbers"
 """
 LOSS = """
 [loss]

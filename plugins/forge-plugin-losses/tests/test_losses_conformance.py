@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from forge_core.testing.distribution import check_distribution
-from forge_core.testing.suites import LossSuite
 from forge_plugin_losses import ChunkedCrossEntropy
+from forge_testing.distribution import check_distribution
+from forge_testing.suites import LossSuite
 
 
 def test_the_distribution():

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any, Literal
 from attrs import field, frozen
 from attrs.validators import ge, gt
 
-from forge_core.components import OptimizerComponent, when_resumed
-from forge_core.errors import Problem
+from forge_core.contracts.components import OptimizerComponent, when_resumed
+from forge_core.contracts.errors import Problem
 
 if TYPE_CHECKING:
     import torch
 
     from forge_core.config.job import Job
-    from forge_core.context import BuildContext
-    from forge_core.engine.parameters import NamedParameters
-    from forge_core.parallel.layout import Layout
+    from forge_core.contracts.contexts import BuildContext
+    from forge_core.contracts.layout import Layout
+    from forge_core.contracts.parameters import NamedParameters
 
 
 def _betas(_: object, attribute: Any, betas: tuple[float, float]) -> None:

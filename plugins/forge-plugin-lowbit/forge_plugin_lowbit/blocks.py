@@ -15,14 +15,14 @@ from attrs import frozen
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from forge_core.errors import JobError, Problem
+from forge_core.contracts.errors import JobError, Problem
 from forge_core.parallel.mesh import local_part
-from forge_core.parallel.whole_matrices import own_box
+from forge_kit.whole_matrices import own_box
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from forge_core.engine.parameters import NamedParameter
+    from forge_core.contracts.parameters import NamedParameter
 
 SMALLEST = 8
 """Elements of a block, at least."""

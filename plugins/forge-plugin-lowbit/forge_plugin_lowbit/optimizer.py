@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from forge_core.errors import CheckpointError
+from forge_core.contracts.errors import CheckpointError
 from forge_core.parallel.mesh import local_part
 from forge_plugin_lowbit.rounding import Rounding, random_bits, round_with
 
 if TYPE_CHECKING:
-    from forge_core.engine.parameters import NamedParameters
+    from forge_core.contracts.parameters import NamedParameters
     from forge_plugin_lowbit.adamw import _LowBitAdamW
 
 STEP = "step"
@@ -102,7 +102,7 @@ class LowBitAdamW(torch.optim.Optimizer):
             own.copy_(weights.view(own.shape))
 
     def empty_slot(self, parameter: Tensor, slot: str, size: torch.Size, dtype: torch.dtype) -> Tensor:
-        """See `forge_core.protocols.PlacesState`."""
+        """See `forge_core.contracts.optimizer.PlacesState`."""
         known = {STEP: torch.tensor(0.0), **self._moments.empty(parameter)}
         memory = known.get(slot)
         if memory is None or (memory.shape, memory.dtype) != (size, dtype):

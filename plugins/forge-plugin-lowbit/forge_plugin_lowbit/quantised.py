@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from forge_core.config.suggest import did_you_mean
-from forge_core.errors import JobError, Problem
+from forge_core.contracts.errors import JobError, Problem
 from forge_core.parallel.mesh import gather_objects, pipeline_group
 from forge_plugin_lowbit.arithmetic import adamw
 from forge_plugin_lowbit.blocks import Blocks, blocks_of, check_whole, split_like
@@ -19,8 +19,8 @@ from forge_plugin_lowbit.rounding import Rounding
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from forge_core.context import BuildContext
-    from forge_core.engine.parameters import NamedParameter, NamedParameters
+    from forge_core.contracts.contexts import BuildContext
+    from forge_core.contracts.parameters import NamedParameter, NamedParameters
     from forge_plugin_lowbit.adamw import AdamW4bit, AdamW8bit, AdamWFloat8
     from forge_plugin_lowbit.formats import Format
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from forge_core.parallel.whole_matrices import own_box
+from forge_kit.whole_matrices import own_box
 
 if TYPE_CHECKING:
-    from forge_core.context import BuildContext
-    from forge_core.engine.parameters import NamedParameters
+    from forge_core.contracts.contexts import BuildContext
+    from forge_core.contracts.parameters import NamedParameters
 
 Place = tuple[tuple[int, int, int], ...]
 """Of the elements of a part of a tensor, as nested loops, the outermost first: the first index, how many there are, and

@@ -15,23 +15,23 @@ from torchao.optim import AdamW8bit as TorchaoAdamW8bit
 from torchao.optim import AdamWFp8 as TorchaoAdamWFp8
 from torchao.optim import _AdamW as TorchaoAdamW
 
+from forge_core.checkpoint.state import Progress, gather_state
 from forge_core.checkpoint.tensors import stored_tensors
-from forge_core.checkpoint.whole import read_whole
-from forge_core.components import ParameterGroup
-from forge_core.engine.differences import compare_tensors
-from forge_core.engine.state import Progress, gather_state
+from forge_core.contracts.components import ParameterGroup
+from forge_core.contracts.errors import JobError
 from forge_core.engine.trainer import Trainer
-from forge_core.errors import JobError
 from forge_core.parallel.mesh import leave_group
-from forge_core.planning.plan import make_plan
 from forge_core.plugins.catalog import Catalog
-from forge_core.testing import TinyAdamW, TinyModel, tiny_job
-from forge_core.testing.processes import run_on_ranks
-from forge_core.testing.runs import advance, draw, tiny_run
+from forge_kit.whole_tensors import read_whole
+from forge_plugin_checkpoints.differences import compare_tensors
 from forge_plugin_lowbit import AdamW4bit, AdamW8bit, AdamWBF16, AdamWFloat8
 from forge_plugin_lowbit.rounding import place_of, random_bits, round_with
 from forge_plugin_parallel import FSDP, ContextParallel, PipelineParallel, TensorParallel
+from forge_plugin_plan.estimate import make_plan
 from forge_plugin_transformer import GroupedQueryAttention, Transformer
+from forge_testing import TinyAdamW, TinyModel, tiny_job
+from forge_testing.processes import run_on_ranks
+from forge_testing.runs import advance, draw, tiny_run
 
 QUANTISED = {AdamW8bit: TorchaoAdamW8bit, AdamW4bit: TorchaoAdamW4bit, AdamWFloat8: TorchaoAdamWFp8}
 EAGER = {"compile": False}

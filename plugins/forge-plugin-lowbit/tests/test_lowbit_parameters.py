@@ -10,20 +10,20 @@ from torch.distributed.tensor import DTensor
 from torchao.optim import _AdamW as TorchaoAdamW
 
 from forge_core.checkpoint.tensors import stored_tensors
-from forge_core.engine.differences import compare_tensors
 from forge_core.parallel.mesh import leave_group
-from forge_core.parallel.whole_matrices import own_box
-from forge_core.planning.plan import make_plan
 from forge_core.plugins.catalog import Catalog
-from forge_core.testing import TinyModel, job_problems, tiny_job
-from forge_core.testing.curves import train as train_curve
-from forge_core.testing.processes import run_on_ranks
-from forge_core.testing.runs import draw, tiny_run, whole
-from forge_core.testing.suites import OptimizerSuite
+from forge_kit.whole_matrices import own_box
+from forge_plugin_checkpoints.differences import compare_tensors
 from forge_plugin_ema import EMA
 from forge_plugin_lowbit import AdamW4bit, AdamW8bit, AdamWBF16, AdamWFloat8
 from forge_plugin_parallel import FSDP, ContextParallel, PipelineParallel, TensorParallel
+from forge_plugin_plan.estimate import make_plan
 from forge_plugin_transformer import GroupedQueryAttention, Transformer
+from forge_testing import TinyModel, job_problems, tiny_job
+from forge_testing.curves import train as train_curve
+from forge_testing.processes import run_on_ranks
+from forge_testing.runs import draw, tiny_run, whole
+from forge_testing.suites import OptimizerSuite
 
 NARROW = {"parameter_dtype": "bf16", "compile": False}
 OPTIMIZERS = [AdamWBF16(**NARROW), AdamW8bit(**NARROW), AdamW4bit(**NARROW), AdamWFloat8(**NARROW)]
@@ -247,7 +247,7 @@ def test_a_checkpoint_of_float32_may_be_continued(make_job, train):
 
 
 def read(checkpoint):
-    from forge_core.checkpoint.whole import read_whole
+    from forge_kit.whole_tensors import read_whole
 
     stored = {name: entry for name, entry in stored_tensors(checkpoint).items() if name.startswith("model.")}
     return read_whole(checkpoint, stored, stored)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from attrs import define, field, frozen
 
-from forge_core.errors import JobError, Problem
+from forge_core.contracts.errors import JobError, Problem
 from forge_plugin_memmap.paths import Found, distinct, expand
 from forge_plugin_memmap.prepared import HELD_OUT, TRAIN, Prepared, read_prepared
 from forge_plugin_memmap.shards import SUFFIXES, Shard, read_shard

@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from forge_core.protocols import Documents
+from forge_core.contracts.data import Documents
 from forge_plugin_memmap.files import Reader
 from forge_plugin_memmap.index import document_ends
 from forge_plugin_memmap.shards import LEARNED, Shard
 
 
 class ShardedDocuments:
-    """The documents of shards, one shard after the other; see `forge_core.protocols.Documents`.
+    """The documents of shards, one shard after the other; see `forge_core.contracts.data.Documents`.
 
     A pickled copy holds paths only. Documents that have no mask are learned as a whole.
     """

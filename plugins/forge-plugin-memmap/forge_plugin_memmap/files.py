@@ -11,7 +11,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from forge_core.errors import DataError
+from forge_core.contracts.errors import DataError
 
 OPEN_FILES = 128
 """Files that a reader keeps open at a time."""

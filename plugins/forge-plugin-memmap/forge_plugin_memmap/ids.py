@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from forge_core.data.cache import cached_folder, digest_of
-from forge_core.errors import Problem
+from forge_core.contracts.errors import Problem
+from forge_kit.cache import cached_folder, digest_of
 from forge_plugin_memmap.index import FORMAT, GROUP, blocks
 from forge_plugin_memmap.shards import Shard
 

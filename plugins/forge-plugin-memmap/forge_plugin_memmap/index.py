@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from forge_core.data.cache import cached_folder, digest_of
-from forge_core.errors import JobError
+from forge_core.contracts.errors import JobError
+from forge_kit.cache import cached_folder, digest_of
 from forge_plugin_memmap.files import Reader
 from forge_plugin_memmap.shards import ENDS, Shard
 

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any, Literal
 from attrs import Attribute, field, frozen
 from attrs.validators import ge, optional
 
-from forge_core.components import DatasetComponent, when_resumed
-from forge_core.errors import JobError, Problem
+from forge_core.contracts.components import DatasetComponent, when_resumed
+from forge_core.contracts.errors import JobError, Problem
 from forge_plugin_memmap.corpus import Corpus, Keys, find_corpus
 
 if TYPE_CHECKING:
     from forge_core.config.job import Job
-    from forge_core.context import BuildContext
-    from forge_core.parallel.layout import Layout
-    from forge_core.protocols import Documents, Tokenizer
+    from forge_core.contracts.contexts import BuildContext
+    from forge_core.contracts.data import Documents, Tokenizer
+    from forge_core.contracts.layout import Layout
 
 Dtype = Literal["uint8", "uint16", "uint32", "uint64", "int16", "int32", "int64"]
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from forge_core.errors import JobError
+from forge_core.contracts.errors import JobError
 
 
 class Found(NamedTuple):

@@ -15,8 +15,8 @@ from typing import Any
 
 from attrs import frozen
 
-from forge_core.data.cache import file_digest
-from forge_core.errors import JobError
+from forge_core.contracts.errors import JobError
+from forge_kit.cache import file_digest
 
 MANIFEST, UNFINISHED, INPUTS, TOKENIZER = "manifest.json", "unfinished.json", "inputs.json", "tokenizer"
 MADE_BY = "forge-run prepare-data"

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 
 from attrs import field, frozen
 
-from forge_core.components import TokenizerComponent, when_resumed
-from forge_core.errors import JobError, Problem
+from forge_core.contracts.components import TokenizerComponent, when_resumed
+from forge_core.contracts.errors import JobError, Problem
 from forge_plugin_memmap.prepared import TOKENIZER, read_prepared
 
 if TYPE_CHECKING:
     from forge_core.config.job import Job
-    from forge_core.context import BuildContext
-    from forge_core.parallel.layout import Layout
-    from forge_core.protocols import Tokenizer
+    from forge_core.contracts.contexts import BuildContext
+    from forge_core.contracts.data import Tokenizer
+    from forge_core.contracts.layout import Layout
 
 
 @frozen(kw_only=True)
@@ -28,14 +28,14 @@ class PreparedTokenizer(TokenizerComponent):
 
     def build(self, context: BuildContext, documents: Callable[[], Iterable[str]]) -> Tokenizer:
         """Raises `JobError` where `problems` finds one, or the tokenizer's distribution is not installed."""
-        from forge_plugin_memmap.kept import load_kept
+        from forge_plugin_memmap.tokenizer_folder import load_kept
 
         if problems := list(self._folder_problems()):
             raise JobError(problems)
         return load_kept(Path(self.path, TOKENIZER))
 
     def load(self, context: BuildContext, folder: Path) -> Tokenizer:
-        from forge_plugin_memmap.kept import load_kept
+        from forge_plugin_memmap.tokenizer_folder import load_kept
 
         return load_kept(folder)
 

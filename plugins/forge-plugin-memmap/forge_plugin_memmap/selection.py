@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from forge_core.data.cache import cached_folder, digest_of
-from forge_core.errors import JobError
-from forge_core.protocols import Documents
+from forge_core.contracts.data import Documents
+from forge_core.contracts.errors import JobError
+from forge_kit.cache import cached_folder, digest_of
 from forge_plugin_memmap.index import BLOCK, FORMAT, GROUP, map_file
 from forge_plugin_memmap.prepared import HELD_OUT, SPLITS, TRAIN
 
@@ -43,7 +43,7 @@ def split_documents(documents: Documents, every: int, identity: Any) -> Selectio
 
 
 class Selection:
-    """Some documents of others, put one after the other; see `forge_core.protocols.Documents`.
+    """Some documents of others, put one after the other; see `forge_core.contracts.data.Documents`.
 
     A run is a stretch of tokens that lie together in the others.
     """

@@ -8,12 +8,12 @@ from typing import Any
 
 from attrs import frozen
 
-from forge_core.errors import JobError
+from forge_core.contracts.errors import JobError
 
 SUFFIXES = (".bin", ".npy")
 NPY_MAGIC = b"\x93NUMPY"
 ENDS, LEARNED = ".ends", ".learned"
-"""Suffixes, in place of a shard's own, of its document index and of its mask (see `forge_core.data.token_file`)."""
+"""Suffixes, in place of a shard's own, of its document index and of its mask (see `forge_kit.token_file`)."""
 
 
 @frozen
@@ -88,7 +88,7 @@ def _by_name(path: str, magic: bytes) -> Shard:
 
 
 def _token_file(path: str, magic: bytes) -> Shard:
-    from forge_core.data.token_file import HEADER, MAGIC, read_header
+    from forge_kit.token_file import HEADER, MAGIC, read_header
 
     if magic != MAGIC:
         raise JobError(f"{path}: has no header of a token file, so the type of its ids is not known; {_HOW_RAW}")
@@ -123,7 +123,7 @@ def _npy_header(path: str) -> tuple[tuple[int, ...], Any, int]:
 def _raw(path: str, magic: bytes, dtype: str) -> Shard:
     import numpy as np
 
-    from forge_core.data.token_file import MAGIC
+    from forge_kit.token_file import MAGIC
 
     if magic == MAGIC or magic.startswith(NPY_MAGIC):
         kind = "a token file of Forge" if magic == MAGIC else "an array of numpy"

@@ -20,7 +20,7 @@ import time
 
 from attrs import frozen
 
-from forge_core.components import TokenizerComponent
+from forge_core.contracts.components import TokenizerComponent
 
 
 @frozen(kw_only=True)

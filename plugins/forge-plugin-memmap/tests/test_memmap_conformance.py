@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from forge_core.testing.distribution import check_distribution
-from forge_core.testing.suites import DatasetSuite
 from forge_plugin_memmap import Memmap
+from forge_testing.distribution import check_distribution
+from forge_testing.suites import DatasetSuite
 
 
 def test_the_distribution():

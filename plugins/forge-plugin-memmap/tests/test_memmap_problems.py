@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from forge_core.data.token_file import TokenFileWriter
-from forge_core.errors import JobError
+from forge_core.contracts.errors import JobError
 from forge_core.plugins.catalog import Catalog
+from forge_kit.token_file import TokenFileWriter
 from forge_plugin_memmap import PreparedTokenizer
 
 Find = Callable[..., list[str]]

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from forge_core.data.token_file import TokenFileWriter
-from forge_core.errors import DataError, JobError
-from forge_core.protocols import Documents
+from forge_core.contracts.data import Documents
+from forge_core.contracts.errors import DataError, JobError
+from forge_kit.token_file import TokenFileWriter
 from forge_plugin_memmap import index, selection
 from forge_plugin_memmap.documents import ShardedDocuments
 from forge_plugin_memmap.shards import read_shard

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from forge_core.data.token_file import TokenFileWriter
+from forge_kit.token_file import TokenFileWriter
 
 Run = Callable[..., tuple[int, str, str]]
 Train = Callable[..., list[dict[str, Any]]]
@@ -28,10 +28,10 @@ seq_len = 8
 device = "cpu"
 
 [model]
-type = "forge_core.testing:TinyModel"
+type = "forge_testing:TinyModel"
 
 [optimizer]
-type = "forge_core.testing:TinyAdamW"
+type = "forge_testing:TinyAdamW"
 
 {data}
 """
@@ -103,7 +103,7 @@ def test_worker_processes_read_the_same(train: Train, prepared: None) -> None:
 
 
 def test_a_run_keeps_its_tokenizer_and_needs_the_folder_no_more(train: Train, prepared: None, here: Path) -> None:
-    from forge_core.cli.generate import load_model_and_tokenizer
+    from forge_plugin_generate.command import load_model_and_tokenizer
 
     train('path = "data"', '[data.tokenizer]\ntype = "prepared"\npath = "data"')
     shutil.rmtree("data")

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from forge_core.cli import main
-from forge_core.data.token_file import TokenFile
+from forge_kit.token_file import TokenFile
 from forge_plugin_memmap.prepare import documents, lines, reading, rows, texts
 from forge_plugin_memmap.prepare.command import read_settings
 
@@ -147,7 +147,7 @@ def test_every_text_survives_every_format(tmp_path_factory: Any, small_chunks: N
 def test_the_tokens_are_those_of_the_dataset_text(prepare: Prepare) -> None:
     from types import SimpleNamespace
 
-    from forge_core.components import DatasetComponent
+    from forge_core.contracts.components import DatasetComponent
     from forge_core.plugins.catalog import Catalog
 
     Path("corpus").mkdir()

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from forge_core import JobError, load_job
-from forge_core.testing import job_problems
 from forge_plugin_mla import MultiHeadLatentAttention
 from forge_plugin_parallel import ContextParallel, TensorParallel
 from forge_plugin_transformer import PlainRope, Transformer, YarnRope
+from forge_testing import job_problems
 
 REST = """
 [train]
@@ -21,9 +21,9 @@ global_batch_size = 2
 seq_len = 16
 device = "cpu"
 [optimizer]
-type = "forge_core.testing.tiny:TinyAdamW"
+type = "forge_testing.tiny:TinyAdamW"
 [[data.sources]]
-type = "forge_core.testing.tiny:Numbers"
+type = "forge_testing.tiny:Numbers"
 [model]
 type = "transformer"
 vocab_size = 32

@@ -8,12 +8,12 @@ import pytest
 import torch
 from attrs import define
 
-from forge_core.components import TrainingHook
+from forge_core.contracts.components import TrainingHook
 from forge_core.data.loader import TrainLoader
 from forge_core.engine.step import Stepper, metrics
-from forge_core.testing.runs import advance, tiny_run
 from forge_plugin_moe import MoE, SigmoidTopK, SoftmaxTopK
 from forge_plugin_transformer import GroupedQueryAttention, Transformer
+from forge_testing.runs import advance, tiny_run
 
 E, K, S, B = 4, 2, 16, 8
 SIZES = {"seq_len": S, "global_batch_size": B, "precision": "fp64"}
@@ -126,7 +126,7 @@ class Skip(TrainingHook):
 def test_a_skipped_update_leaves_the_bias(make_job, train):
     summary = train(make_job(model=model_of(SigmoidTopK(top_k=K, bias_rate=0.5)), steps=2, **SIZES), Skip())
     from forge_core.checkpoint.tensors import stored_tensors
-    from forge_core.checkpoint.whole import read_whole
+    from forge_kit.whole_tensors import read_whole
 
     checkpoint = summary.folder / "checkpoints/step-2"
     stored = {name: entry for name, entry in stored_tensors(checkpoint).items() if name.endswith("router.bias")}

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from forge_core.testing.distribution import check_distribution
-from forge_core.testing.suites import ModelSuite, RouterSuite
-from forge_core.testing.suites.parity import ParitySuite
 from forge_plugin_moe import ExpertChoice, Hash, MoE, SigmoidTopK, SoftmaxTopK
 from forge_plugin_transformer import GroupedQueryAttention, Transformer
+from forge_testing.distribution import check_distribution
+from forge_testing.suites import ModelSuite, RouterSuite
+from forge_testing.suites.parity import ParitySuite
 
 BALANCED = {"sequence_balance": 10.0, "batch_balance": 10.0, "z_loss": 10.0}
 

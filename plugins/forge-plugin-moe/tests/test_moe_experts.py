@@ -7,13 +7,13 @@ import torch
 from torch.nn import functional as F
 
 from forge_core import products
-from forge_core.errors import JobError
-from forge_core.parallel.layout import Layout
-from forge_core.testing import job_problems, tiny_job
-from forge_core.testing.runs import tiny_run
+from forge_core.contracts.errors import JobError
+from forge_core.contracts.layout import Layout
 from forge_plugin_moe import Hash, MoE, SigmoidTopK, SoftmaxTopK
 from forge_plugin_moe.modules.experts import Experts
 from forge_plugin_transformer import GroupedQueryAttention, InitStd, Transformer
+from forge_testing import job_problems, tiny_job
+from forge_testing.runs import tiny_run
 
 T, K, E, D = 11, 3, 4, 8
 

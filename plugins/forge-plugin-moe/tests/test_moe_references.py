@@ -16,10 +16,10 @@ from transformers import (
 )
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 
-from forge_core.testing.runs import tiny_run
 from forge_plugin_moe import MoE, SigmoidTopK, SoftmaxTopK
 from forge_plugin_moe.huggingface_names import from_huggingface, to_huggingface
 from forge_plugin_transformer import GroupedQueryAttention, PlainRope, RMSNorm, SwiGLU, Transformer
+from forge_testing.runs import tiny_run
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
 SIZES |= {"num_key_value_heads": 2, "tie_word_embeddings": False, "num_experts_per_tok": 2}

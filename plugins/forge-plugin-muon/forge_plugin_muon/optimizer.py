@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from forge_core.engine.matrix_optimizer import MatrixOptimizer, divide
 from forge_core.parallel.mesh import local_part
-from forge_core.parallel.whole_matrices import WholeMatrices
+from forge_kit.matrix_optimizer import MatrixOptimizer, divide
+from forge_kit.whole_matrices import WholeMatrices
 from forge_plugin_muon.newton_schulz import orthogonalise
 
 if TYPE_CHECKING:
-    from forge_core.context import BuildContext
-    from forge_core.engine.parameters import NamedParameters
+    from forge_core.contracts.contexts import BuildContext
+    from forge_core.contracts.parameters import NamedParameters
     from forge_plugin_muon.muon import Muon
 
 GROUP_KEYS = ("nesterov", "ns_steps", "ns_coefficients", "ns_eps", "scaling")

@@ -8,14 +8,14 @@ import pytest
 import torch
 from attrs import define, frozen
 
-from forge_core.components import ParameterGroup, SchedulerComponent, TrainingHook
-from forge_core.testing import TinyModel
-from forge_core.testing.processes import run_on_ranks
-from forge_core.testing.runs import advance, draw, tiny_run, whole
+from forge_core.contracts.components import ParameterGroup, SchedulerComponent, TrainingHook
 from forge_plugin_muon import Muon
 from forge_plugin_muon.newton_schulz import orthogonalise
 from forge_plugin_parallel import FSDP, ContextParallel, PipelineParallel, TensorParallel
 from forge_plugin_transformer import GroupedQueryAttention, Transformer
+from forge_testing import TinyModel
+from forge_testing.processes import run_on_ranks
+from forge_testing.runs import advance, draw, tiny_run, whole
 
 JORDAN = (3.4445, -4.7750, 2.0315)
 

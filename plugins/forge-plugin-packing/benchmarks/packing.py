@@ -19,17 +19,17 @@ import numpy as np
 import torch
 from attrs import frozen
 
-from forge_core.components import DatasetComponent
+from forge_core.contracts.components import DatasetComponent
 from forge_core.data.packing import Concatenate
 from forge_core.data.reading import collate
 from forge_core.engine.build import Run, build_context, build_run
 from forge_core.plugins.catalog import Catalog
-from forge_core.testing import tiny_job
-from forge_core.testing.documents import ListedDocuments
 from forge_plugin_adamw import AdamW
 from forge_plugin_losses import ChunkedCrossEntropy
 from forge_plugin_packing import BestFit, Isolate
 from forge_plugin_transformer import GroupedQueryAttention, SwiGLU, Transformer
+from forge_testing import tiny_job
+from forge_testing.documents import ListedDocuments
 
 VOCABULARY = 4096
 SIDES = {

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from forge_core.protocols import IGNORED_LABEL
+from forge_core.contracts.data import IGNORED_LABEL
 
 if TYPE_CHECKING:
     from forge_core.data.windows import Window

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 from attrs import frozen
 
-from forge_core.components import PackingComponent
+from forge_core.contracts.components import PackingComponent
 
 if TYPE_CHECKING:
-    from forge_core.context import BuildContext
-    from forge_core.protocols import Dataset, Documents
+    from forge_core.contracts.contexts import BuildContext
+    from forge_core.contracts.data import Dataset, Documents
 
 
 @frozen(kw_only=True)

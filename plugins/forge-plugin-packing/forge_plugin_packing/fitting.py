@@ -37,7 +37,7 @@ def pack(ends: np.ndarray, seq_len: int) -> Packing:
     """The documents in as few sequences as best-fit decreasing needs; in the order of each sequence's first piece.
 
     Args:
-        ends: see `forge_core.protocols.Documents.ends`.
+        ends: see `forge_core.contracts.data.Documents.ends`.
         seq_len: positions of a sequence.
     """
     pieces = cut(ends, seq_len)

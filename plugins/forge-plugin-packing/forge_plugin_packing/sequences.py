@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from forge_core.contracts.data import IGNORED_LABEL
 from forge_core.data.windows import Window, checked
-from forge_core.protocols import IGNORED_LABEL
 from forge_plugin_packing.apart import places
 from forge_plugin_packing.stored import open_packing, stored_packing
 
 if TYPE_CHECKING:
-    from forge_core.protocols import Documents
+    from forge_core.contracts.data import Documents
 
 
 PIECES_NAMED = 4
@@ -21,7 +21,7 @@ PIECES_NAMED = 4
 
 
 class PackedSequences:
-    """Sequences of whole documents; see `forge_core.protocols.Dataset`. A pickled copy maps the packing itself."""
+    """Sequences of whole documents; see `forge_core.contracts.data.Dataset`. A pickled copy maps the packing itself."""
 
     def __init__(self, documents: Documents, seq_len: int) -> None:
         stored = stored_packing(documents.ends(), seq_len)

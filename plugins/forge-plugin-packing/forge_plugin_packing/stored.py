@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from forge_core.data.cache import CachedFolder, cached_folder, digest_of
+from forge_kit.cache import CachedFolder, cached_folder, digest_of
 from forge_plugin_packing.fitting import Packing, Pieces, pack
 
 FORMAT = 1

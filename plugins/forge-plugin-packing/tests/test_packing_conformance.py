@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from forge_core.testing.distribution import check_distribution
+from forge_testing.distribution import check_distribution
 
 
 def test_the_distribution():

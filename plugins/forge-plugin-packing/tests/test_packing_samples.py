@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forge_core.data.token_file import TokenFile, TokenFileWriter
 from forge_core.data.windows import HeldOutWindows, TrainingWindows
-from forge_core.testing.documents import END, ListedDocuments
+from forge_kit.token_file import TokenFile, TokenFileWriter
 from forge_plugin_packing import Isolate, stored
 from forge_plugin_packing.sequences import PackedSequences
+from forge_testing.documents import END, ListedDocuments
 
 IGNORED = -100
 unhurried = settings(deadline=None, max_examples=50)

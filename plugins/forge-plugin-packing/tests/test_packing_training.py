@@ -15,19 +15,19 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from forge_core.components import DatasetComponent
+from forge_core.contracts.components import DatasetComponent
+from forge_core.contracts.data import StreamedDocument
+from forge_core.contracts.errors import JobError
 from forge_core.data.reading import collate
 from forge_core.engine.build import Run
 from forge_core.engine.trainer import Trainer
-from forge_core.errors import JobError
-from forge_core.protocols import StreamedDocument
-from forge_core.testing import Numbers, tiny_job
-from forge_core.testing.documents import ListedDocuments, RandomDocuments
-from forge_core.testing.processes import run_on_ranks
 from forge_plugin_compile import Compile
 from forge_plugin_packing import BestFit, Isolate
 from forge_plugin_transformer import GroupedQueryAttention, Transformer
 from forge_plugin_transformer.modules import segment_attention
+from forge_testing import Numbers, tiny_job
+from forge_testing.documents import ListedDocuments, RandomDocuments
+from forge_testing.processes import run_on_ranks
 
 SEQ_LEN = 24
 PACKINGS = [Isolate(), BestFit()]

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from attrs import field, frozen
 from attrs.validators import ge, gt, optional
 
-from forge_core.components import ParallelComponent
-from forge_core.errors import Problem
+from forge_core.contracts.components import ParallelComponent
+from forge_core.contracts.errors import Problem
 
 if TYPE_CHECKING:
     from forge_core.config.job import Job
-    from forge_core.context import BuildContext
-    from forge_core.parallel.layout import Layout
-    from forge_core.protocols import ParallelStage
+    from forge_core.contracts.contexts import BuildContext
+    from forge_core.contracts.layout import Layout
+    from forge_core.contracts.runtime import ParallelStage
 
 
 @frozen(kw_only=True)

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from forge_core.parallel.blocks import blocks_of
+from forge_kit.blocks import blocks_of
 from forge_plugin_parallel.recomputation import Checkpointed, Contexts
 
 if TYPE_CHECKING:
-    from forge_core.context import BuildContext
-    from forge_core.protocols import Model
+    from forge_core.contracts.contexts import BuildContext
+    from forge_core.contracts.model import Model
     from forge_plugin_parallel.activation_checkpointing import ActivationCheckpointing
 
 
 class CheckpointingStage:
-    """See `forge_core.protocols.ParallelStage`."""
+    """See `forge_core.contracts.runtime.ParallelStage`."""
 
     def __init__(self, component: ActivationCheckpointing, context: BuildContext) -> None:
         self._component = component

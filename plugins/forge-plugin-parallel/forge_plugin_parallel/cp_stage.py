@@ -13,13 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from forge_core.protocols import HasSequenceMixers
+from forge_core.contracts.model import HasSequenceMixers
 from forge_plugin_parallel.collectives import all_gather, all_to_all
 from forge_plugin_parallel.ring import Piece, attend, ring_attention
 
 if TYPE_CHECKING:
-    from forge_core.context import BuildContext
-    from forge_core.protocols import Batch, Model
+    from forge_core.contracts.contexts import BuildContext
+    from forge_core.contracts.data import Batch
+    from forge_core.contracts.model import Model
     from forge_plugin_parallel.cp import ContextParallel
 
 WHOLE = "whole:"
@@ -30,7 +31,7 @@ number of each one's document."""
 
 
 class ContextParallelStage:
-    """See `forge_core.protocols.ParallelStage`.
+    """See `forge_core.contracts.runtime.ParallelStage`.
 
     For `ring` and `all_gather`, a sequence is cut into twice as many pieces as there are ranks, and each rank has one
     from the front and its counterpart from the back, so that all have equally much to attend to.

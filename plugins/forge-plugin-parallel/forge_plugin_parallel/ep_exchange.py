@@ -17,15 +17,15 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
-from forge_core.dispatch import Dispatch
-from forge_core.protocols import ExpertStack
+from forge_core.contracts.model import ExpertStack
+from forge_kit.dispatch import Dispatch
 from forge_plugin_parallel.collectives import exchange_rows, send_rows
 from forge_plugin_parallel.tp_stage import local_parameters
 
 
 @frozen
 class LocalExperts:
-    """A stack that computes with this rank's experts; see `forge_core.protocols.ExpertStack`."""
+    """A stack that computes with this rank's experts; see `forge_core.contracts.model.ExpertStack`."""
 
     stack: nn.Module
     forward: ExpertStack
@@ -38,7 +38,7 @@ class LocalExperts:
 @frozen
 class Exchange:
     """A stack that the ranks of a group share, each with equally many experts, in the order of ranks; see
-    `forge_core.protocols.ExpertStack`.
+    `forge_core.contracts.model.ExpertStack`.
 
     A token travels once to each rank that has any of its experts, with its weights and choices. That rank adds up what
     its experts give, and the sum travels back. So two large collectives a pass carry tokens and sums, and two small

@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
-from forge_core.errors import Problem
+from forge_core.contracts.errors import Problem
+from forge_core.contracts.model import ExpertStack, HasExpertStacks
 from forge_core.parallel.mesh import expert_mesh, local_part
-from forge_core.protocols import ExpertStack, HasExpertStacks
 from forge_plugin_parallel.ep_exchange import Exchange, LocalExperts
 
 if TYPE_CHECKING:
-    from forge_core.context import BuildContext
-    from forge_core.protocols import Model
+    from forge_core.contracts.contexts import BuildContext
+    from forge_core.contracts.model import Model
     from forge_plugin_parallel.ep import ExpertParallel
 
 
@@ -45,7 +45,7 @@ def _stacks(model: Model) -> Iterator[tuple[str, nn.Module]]:
 
 
 class ExpertParallelStage:
-    """See `forge_core.protocols.ParallelStage`."""
+    """See `forge_core.contracts.runtime.ParallelStage`."""
 
     def __init__(self, component: ExpertParallel, context: BuildContext) -> None:
         self._ranks, self._per_node = component.degree, component.ranks_per_node

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from attrs import Attribute, field, frozen
 from attrs.validators import ge
 
-from forge_core.components import ParallelComponent
-from forge_core.errors import Problem
+from forge_core.contracts.components import ParallelComponent
+from forge_core.contracts.errors import Problem
 from forge_core.parallel.layout import micro_batches
 
 if TYPE_CHECKING:
     from forge_core.config.job import Job
-    from forge_core.context import BuildContext
-    from forge_core.parallel.layout import Layout
-    from forge_core.protocols import ParallelStage
+    from forge_core.contracts.contexts import BuildContext
+    from forge_core.contracts.layout import Layout
+    from forge_core.contracts.runtime import ParallelStage
 
 
 def _positive_or_auto(_: object, attribute: Attribute, value: int | str) -> None:

@@ -19,19 +19,19 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.pipelining import PipelineStage
 
-from forge_core.parallel.blocks import further_blocks
-from forge_core.protocols import Generates, HasFSDPUnits
+from forge_core.contracts.model import Generates, HasFSDPUnits
+from forge_kit.blocks import further_blocks
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from forge_core.context import BuildContext
-    from forge_core.protocols import Model
+    from forge_core.contracts.contexts import BuildContext
+    from forge_core.contracts.model import Model
     from forge_plugin_parallel.fsdp import FSDP
 
 
 class FSDPStage:
-    """See `forge_core.protocols.ParallelStage`.
+    """See `forge_core.contracts.runtime.ParallelStage`.
 
     The root unit has what no other has, and always the head: a loss uses the head's weights without a forward pass
     that could gather them, and the root stays gathered from the model's forward pass to its backward.

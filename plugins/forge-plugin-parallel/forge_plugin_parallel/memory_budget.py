@@ -11,7 +11,13 @@ from attrs import frozen
 from torch import Tensor, nn
 
 from forge_core.auxiliary import Rehearsing
-from forge_core.engine.memory import (
+from forge_core.contracts.errors import JobError, Problem
+from forge_core.contracts.model import HasEnds, Prepares
+from forge_core.parallel.layout import micro_batches
+from forge_core.parallel.mesh import local_part, pipeline_group
+from forge_kit.blocks import blocks_of, further_blocks
+from forge_plugin_parallel.fsdp import FSDP
+from forge_plugin_parallel.memory import (
     Bytes,
     device_memory,
     gradient_bytes,
@@ -21,17 +27,12 @@ from forge_core.engine.memory import (
     peak_bytes,
     stand_ins,
 )
-from forge_core.errors import JobError, Problem
-from forge_core.parallel.blocks import blocks_of, further_blocks
-from forge_core.parallel.layout import micro_batches
-from forge_core.parallel.mesh import local_part, pipeline_group
-from forge_core.protocols import HasEnds, Prepares
-from forge_plugin_parallel.fsdp import FSDP
 from forge_plugin_parallel.recomputation import Checkpointed, Contexts
 
 if TYPE_CHECKING:
-    from forge_core.context import BuildContext
-    from forge_core.protocols import Batch, Carry, Model
+    from forge_core.contracts.contexts import BuildContext
+    from forge_core.contracts.data import Batch
+    from forge_core.contracts.model import Carry, Model
     from forge_plugin_parallel.activation_checkpointing import ActivationCheckpointing
 
 FIRST, LAST = 0, 1

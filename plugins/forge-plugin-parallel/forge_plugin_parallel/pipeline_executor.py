@@ -16,15 +16,18 @@ import torch.distributed as dist
 import torch.distributed.pipelining as pipelining
 from torch import Tensor, nn
 
+from forge_core.contracts.errors import ForgeError
+from forge_core.contracts.model import Prepares
+from forge_core.contracts.runtime import LossOutput, StepOutput
 from forge_core.engine.plain_executor import combine
-from forge_core.errors import ForgeError
 from forge_core.parallel.stages import around
-from forge_core.protocols import LossOutput, Prepares, StepOutput
 from forge_plugin_parallel.cuts import Section
 from forge_plugin_parallel.pp import ONE_STAGE
 
 if TYPE_CHECKING:
-    from forge_core.protocols import Batch, Carry, LossFunction, Model, ParallelStage
+    from forge_core.contracts.data import Batch
+    from forge_core.contracts.model import Carry, Model
+    from forge_core.contracts.runtime import LossFunction, ParallelStage
     from forge_plugin_parallel.pp_stage import PipelineParallelStage
 
 SCHEDULES: dict[str, Callable[..., Any]] = {
@@ -41,7 +44,7 @@ Shapes = tuple[tuple[torch.Size, torch.dtype], ...]
 
 
 class PipelineExecutor:
-    """See `forge_core.protocols.Executor`.
+    """See `forge_core.contracts.runtime.Executor`.
 
     Every rank gets every micro-batch: only the carry travels. All schedules run the forward passes of a stage in the
     order of the micro-batches, so that each stage knows by counting which one it sees. torch's schedules are given the

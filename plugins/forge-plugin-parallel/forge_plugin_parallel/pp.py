@@ -8,16 +8,17 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from attrs import field, frozen
 from attrs.validators import deep_iterable, ge
 
-from forge_core.components import ParallelComponent
-from forge_core.errors import Problem
+from forge_core.contracts.components import ParallelComponent
+from forge_core.contracts.errors import Problem
+from forge_core.contracts.model import HasEnds
 from forge_core.parallel.layout import micro_batches
-from forge_core.protocols import HasEnds
 
 if TYPE_CHECKING:
     from forge_core.config.job import Job
-    from forge_core.context import BuildContext
-    from forge_core.parallel.layout import Layout
-    from forge_core.protocols import Model, ParallelStage
+    from forge_core.contracts.contexts import BuildContext
+    from forge_core.contracts.layout import Layout
+    from forge_core.contracts.model import Model
+    from forge_core.contracts.runtime import ParallelStage
 
 ONE_STAGE = ("gpipe", "1f1b")
 """Schedules in which each rank has one stage."""

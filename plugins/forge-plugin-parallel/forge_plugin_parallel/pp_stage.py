@@ -8,17 +8,19 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from forge_core.errors import ForgeError
+from forge_core.contracts.errors import ForgeError
+from forge_core.contracts.model import Generates, HasEnds, HasLayerFlops, HasRoles
 from forge_core.parallel.initialise import ties
 from forge_core.parallel.mesh import group_timeout
 from forge_core.parallel.replicate_stage import sum_gradients
-from forge_core.protocols import Generates, HasEnds, HasLayerFlops, HasRoles
 from forge_plugin_parallel.cuts import Section, balance, ranks_of, sections
 from forge_plugin_parallel.pp import V_SHAPED
 
 if TYPE_CHECKING:
-    from forge_core.context import BuildContext
-    from forge_core.protocols import Batch, Carry, Executor, LossFunction, Model, ParallelStage
+    from forge_core.contracts.contexts import BuildContext
+    from forge_core.contracts.data import Batch
+    from forge_core.contracts.model import Carry, Model
+    from forge_core.contracts.runtime import Executor, LossFunction, ParallelStage
     from forge_plugin_parallel.pp import PipelineParallel
 
 
@@ -30,7 +32,7 @@ class WholeStage:
 
 
 class PipelineParallelStage:
-    """See `forge_core.protocols.ParallelStage`.
+    """See `forge_core.contracts.runtime.ParallelStage`.
 
     A parameter that ties the ends together is kept where either end is. Its gradients are summed over those ranks,
     which then make the same update.

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from forge_core.auxiliary import Recomputing
 
 if TYPE_CHECKING:
-    from forge_core.context import BuildContext
+    from forge_core.contracts.contexts import BuildContext
 
 _aten = torch.ops.aten
 KEPT = frozenset(

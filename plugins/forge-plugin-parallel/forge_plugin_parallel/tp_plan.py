@@ -8,8 +8,8 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from forge_core.errors import Problem
-from forge_core.protocols import HasTensorParallelPlan, Model
+from forge_core.contracts.errors import Problem
+from forge_core.contracts.model import HasTensorParallelPlan, Model
 
 SPLIT: Mapping[str, Mapping[str, int | None]] = {
     "column": {"weight": 0, "bias": 0},

@@ -21,16 +21,17 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from forge_core.contracts.model import HasTensorParallelPlan, MatrixShard, VocabShard
 from forge_core.parallel.initialise import ties
 from forge_core.parallel.mesh import local_part
 from forge_core.parallel.replicate_stage import sum_gradients
-from forge_core.protocols import HasTensorParallelPlan, MatrixShard, VocabShard
 from forge_plugin_parallel.collectives import all_gather, all_reduce, fan_out, gather_equal, reduce_scatter
 from forge_plugin_parallel.tp_plan import ENDS, INPUT, MATRICES, OUTPUT, SPLIT, ways_of
 
 if TYPE_CHECKING:
-    from forge_core.context import BuildContext
-    from forge_core.protocols import Batch, Carry, Model
+    from forge_core.contracts.contexts import BuildContext
+    from forge_core.contracts.data import Batch
+    from forge_core.contracts.model import Carry, Model
     from forge_plugin_parallel.tp import TensorParallel
 
 SEQUENCE = 1
@@ -38,7 +39,7 @@ SEQUENCE = 1
 
 
 class TensorParallelStage:
-    """See `forge_core.protocols.ParallelStage`."""
+    """See `forge_core.contracts.runtime.ParallelStage`."""
 
     def __init__(self, component: TensorParallel, context: BuildContext) -> None:
         assert context.mesh is not None

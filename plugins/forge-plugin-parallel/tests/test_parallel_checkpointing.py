@@ -6,14 +6,14 @@ import pytest
 import torch
 from attrs import frozen
 
-from forge_core.components import ParallelComponent
 from forge_core.config.part import parse_component
+from forge_core.contracts.components import ParallelComponent
+from forge_core.contracts.errors import JobError
+from forge_core.contracts.layout import Layout
 from forge_core.data.loader import TrainLoader
 from forge_core.engine.step import Stepper
-from forge_core.errors import JobError
-from forge_core.parallel.layout import Layout
-from forge_core.testing import TinyModel
 from forge_plugin_parallel import ActivationCheckpointing
+from forge_testing import TinyModel
 
 MODES = [ActivationCheckpointing(), ActivationCheckpointing(mode="selective"), ActivationCheckpointing(every=2)]
 

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from forge_core.parallel.layout import Layout
-from forge_core.testing.processes import run_on_ranks
+from forge_core.contracts.layout import Layout
 from forge_plugin_parallel import ExpertParallel
 from forge_plugin_parallel.collectives import send_rows
 from forge_plugin_parallel.ep_exchange import Exchange, LocalExperts, places_of_a_token
+from forge_testing.processes import run_on_ranks
 
 RANKS, EACH, D, K = 4, 2, 7, 3
 EXPERTS = RANKS * EACH
@@ -24,7 +24,7 @@ ELEMENT = 8
 
 
 class Stack(nn.Module):
-    """Wₑ² x of each expert e, computed for every token by every expert; see `forge_core.protocols.ExpertStack`."""
+    """Wₑ² x of each expert e, computed for every token by every expert; an `ExpertStack`."""
 
     def __init__(self, first=0, last=EXPERTS):
         super().__init__()

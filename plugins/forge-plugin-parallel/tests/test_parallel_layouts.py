@@ -9,17 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from forge_core.contracts.errors import JobError
+from forge_core.contracts.layout import Layout
 from forge_core.engine.build import build_context, build_run
 from forge_core.engine.trainer import Trainer
-from forge_core.errors import JobError
-from forge_core.parallel.layout import Layout
 from forge_core.plugins.catalog import Catalog
-from forge_core.testing import Numbers, SplittableModel, TinyModel, job_problems, tiny_job
-from forge_core.testing.processes import run_on_ranks
 from forge_plugin_parallel import FSDP, ContextParallel, TensorParallel
 from forge_plugin_parallel.fsdp_stage import _precision
 from forge_plugin_text import Bytes, Text
 from forge_plugin_transformer import GroupedQueryAttention, MultiTokenPrediction, SwiGLU, Transformer
+from forge_testing import Numbers, SplittableModel, TinyModel, job_problems, tiny_job
+from forge_testing.processes import run_on_ranks
 
 FSDP2 = {"fsdp": FSDP()}
 TP2 = {"tp": TensorParallel(degree=2)}

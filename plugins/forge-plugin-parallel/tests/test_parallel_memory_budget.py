@@ -8,21 +8,21 @@ import pytest
 import torch
 from attrs import evolve
 
+from forge_core.contracts.errors import JobError
+from forge_core.contracts.layout import Layout
 from forge_core.data.loader import TrainLoader
 from forge_core.engine.build import build_context, build_run
-from forge_core.engine.plan import describe_run
 from forge_core.engine.step import Stepper
-from forge_core.errors import JobError
-from forge_core.parallel.layout import Layout
+from forge_core.engine.summary import describe_run
 from forge_core.parallel.stages import apply_stages, order_stages
 from forge_core.plugins.catalog import Catalog
-from forge_core.testing import Numbers, TinyModel, tiny_job
-from forge_core.testing.processes import run_on_ranks
 from forge_plugin_adamw import AdamW
 from forge_plugin_parallel import FSDP, ActivationCheckpointing, ContextParallel, PipelineParallel, TensorParallel
 from forge_plugin_parallel.memory_budget import MODES, Budget
 from forge_plugin_parallel.recomputation import Checkpointed
 from forge_plugin_transformer import GroupedQueryAttention, MultiTokenPrediction, Transformer
+from forge_testing import Numbers, TinyModel, tiny_job
+from forge_testing.processes import run_on_ranks
 
 AUTO = ActivationCheckpointing(mode="auto")
 MODEL = Transformer(vocab_size=64, dim=32, layers=8, attention=GroupedQueryAttention(heads=4, kv_heads=2, qk_norm=True))

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from forge_core.testing.processes import run_on_ranks
 from forge_plugin_parallel.cp_stage import Exchange, Gathered, Ring, places
+from forge_testing.processes import run_on_ranks
 
 RANKS, ROWS, LENGTH, HEADS, GROUPS, KEYS, VALUES = 2, 2, 8, 4, 2, 6, 5
 

@@ -13,20 +13,20 @@ import torch
 from attrs import frozen
 from torch import nn
 
+from forge_core.contracts.errors import ForgeError
+from forge_core.contracts.layout import Layout
 from forge_core.data.loader import TrainLoader
 from forge_core.engine.build import build_context, build_run
 from forge_core.engine.step import Stepper, metrics
-from forge_core.errors import ForgeError
-from forge_core.parallel.layout import Layout
 from forge_core.plugins.catalog import Catalog
-from forge_core.testing import Numbers, PenalisedModel, TinyModel, job_problems, tiny_job
-from forge_core.testing.processes import run_on_ranks
-from forge_core.testing.tiny_model import TinyNetwork
 from forge_plugin_parallel import FSDP, ActivationCheckpointing, PipelineParallel
 from forge_plugin_parallel.cuts import balance, ranks_of, sections
 from forge_plugin_parallel.pipeline_executor import SCHEDULES, _StageModule
 from forge_plugin_parallel.pp import V_SHAPED
 from forge_plugin_transformer import GroupedQueryAttention, MultiTokenPrediction, Transformer
+from forge_testing import Numbers, PenalisedModel, TinyModel, job_problems, tiny_job
+from forge_testing.processes import run_on_ranks
+from forge_testing.tiny_model import TinyNetwork
 
 
 def pp(schedule="1f1b", **keys):

@@ -7,15 +7,15 @@ import json
 import pytest
 
 from forge_core import load_job
+from forge_core.contracts.errors import JobError
 from forge_core.engine.trainer import Trainer
-from forge_core.errors import JobError
-from forge_core.testing.processes import run_on_ranks
+from forge_testing.processes import run_on_ranks
 
 MODULE = '''
 from attrs import frozen
 from torch.distributed.tensor import DTensor
 
-from forge_core.components import ParallelComponent
+from forge_core.contracts.components import ParallelComponent
 
 
 @frozen(kw_only=True)
@@ -83,7 +83,7 @@ def job_file(tmp_path, monkeypatch):
     (info / "RECORD").write_text("")
     (info / "entry_points.txt").write_text("[forge.parallel]\ndoubling = doubling:Doubling\n")
     monkeypatch.syspath_prepend(str(site))
-    (tmp_path / "job.toml").write_text(JOB.format(output=tmp_path / "runs", module="forge_core.testing"))
+    (tmp_path / "job.toml").write_text(JOB.format(output=tmp_path / "runs", module="forge_testing"))
     return tmp_path / "job.toml"
 
 

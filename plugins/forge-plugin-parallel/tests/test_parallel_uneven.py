@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from attrs import frozen
 
-from forge_core.components import DatasetComponent
+from forge_core.contracts.components import DatasetComponent
 from forge_core.engine.trainer import Trainer
-from forge_core.testing import tiny_job
-from forge_core.testing.processes import run_on_ranks
 from forge_plugin_parallel import FSDP, ContextParallel, PipelineParallel, TensorParallel
 from forge_plugin_transformer import GroupedQueryAttention, Transformer
+from forge_testing import tiny_job
+from forge_testing.processes import run_on_ranks
 
 
 @frozen(kw_only=True)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from forge_core.testing.distribution import check_distribution
-from forge_core.testing.suites import SchedulerSuite
 from forge_plugin_rex import REX
+from forge_testing.distribution import check_distribution
+from forge_testing.suites import SchedulerSuite
 
 
 def test_the_distribution():

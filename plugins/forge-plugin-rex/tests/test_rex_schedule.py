@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from forge_core.config.load import load_job
-from forge_core.testing import TINY_JOB
 from forge_plugin_rex import REX
+from forge_testing import TINY_JOB
 
 
 def values(component, total):

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 from attrs import define, field
 from attrs.validators import and_, ge, gt, le, min_len
 
-from forge_core.components import TrainingHook
-from forge_core.errors import JobError, Problem
+from forge_core.contracts.components import TrainingHook
+from forge_core.contracts.errors import JobError, Problem
 
 if TYPE_CHECKING:
     from forge_core.config.job import Job
-    from forge_core.engine.hooks import StepContext, TrainContext
-    from forge_core.parallel.layout import Layout
+    from forge_core.contracts.contexts import StepContext, TrainContext
+    from forge_core.contracts.layout import Layout
 
 
 @define(kw_only=True, slots=False)
@@ -52,9 +52,9 @@ class Samples(TrainingHook):
 
     def on_train_begin(self, context: TrainContext) -> None:
         """Refuse before the first step what only shows now; hooks given from Python have not been checked at all."""
+        from forge_core.contracts.model import Generates
         from forge_core.parallel.layout import plan_layout
         from forge_core.parallel.mesh import world_size
-        from forge_core.protocols import Generates
 
         layout, _ = plan_layout(context.job, world_size())
         found = list(self.problems(context.job, layout))

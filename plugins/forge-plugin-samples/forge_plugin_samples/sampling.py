@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from forge_core.engine.generate import Sampling, generate
+from forge_plugin_generate.generate import Sampling, generate
 
 if TYPE_CHECKING:
-    from forge_core.engine.hooks import TrainContext
-    from forge_core.protocols import Model
+    from forge_core.contracts.contexts import TrainContext
+    from forge_core.contracts.model import Model
     from forge_plugin_samples.samples import Samples
 
 

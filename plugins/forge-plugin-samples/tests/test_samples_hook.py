@@ -13,23 +13,23 @@ import torch
 from attrs import define, field, frozen
 from torch import nn
 
-from forge_core.components import TokenizerComponent, TrainingHook
-from forge_core.engine.generate import Sampling, generate
-from forge_core.errors import JobError
-from forge_core.parallel.layout import Layout
-from forge_core.testing import Numbers, TinyModel
-from forge_core.testing.processes import run_on_ranks
-from forge_core.testing.tiny_model import TinyNetwork
+from forge_core.contracts.components import TokenizerComponent, TrainingHook
+from forge_core.contracts.errors import JobError
+from forge_core.contracts.layout import Layout
+from forge_plugin_generate.generate import Sampling, generate
 from forge_plugin_samples import Samples
 from forge_plugin_samples.output import show, visible
 from forge_plugin_samples.sampling import evaluation_mode
+from forge_testing import Numbers, TinyModel
+from forge_testing.processes import run_on_ranks
+from forge_testing.tiny_model import TinyNetwork
 
 ALPHABET = "\0abcdefghijklmnopqrstuvwxyz[]/ .\n"
 
 
 @frozen
 class Letters:
-    """See `forge_core.protocols.Tokenizer`."""
+    """See `forge_core.contracts.data.Tokenizer`."""
 
     vocab_size: ClassVar[int] = 32
     end_of_text: ClassVar[int] = 0

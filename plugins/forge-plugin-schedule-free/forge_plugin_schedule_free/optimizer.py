@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class ExactModes(torch.optim.Optimizer):
-    """`forge_core.protocols.HasEvaluationWeights` for an optimizer of the package.
+    """`forge_core.contracts.optimizer.HasEvaluationWeights` for an optimizer of the package.
 
     The package computes y from x again after an evaluation, which rounds. Here y is kept meanwhile, so that evaluations
     leave no trace in training.

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 from attrs import frozen
 
-from forge_core.components import SchedulerComponent
+from forge_core.contracts.components import SchedulerComponent
 
 if TYPE_CHECKING:
-    from forge_core.context import BuildContext
-    from forge_core.protocols import Schedule
+    from forge_core.contracts.contexts import BuildContext
+    from forge_core.contracts.optimizer import Schedule
 
 
 @frozen(kw_only=True)

@@ -7,8 +7,8 @@ import math
 import pytest
 
 from forge_core.config.load import load_job
-from forge_core.errors import JobError
-from forge_core.parallel.layout import Layout
+from forge_core.contracts.errors import JobError
+from forge_core.contracts.layout import Layout
 from forge_plugin_schedules import InverseSqrt, NoSchedule
 
 JOB = """
@@ -19,12 +19,12 @@ steps = 10
 global_batch_size = 4
 seq_len = 8
 [model]
-type = "forge_core.testing:TinyModel"
+type = "forge_testing:TinyModel"
 [optimizer]
-type = "forge_core.testing:TinyAdamW"
+type = "forge_testing:TinyAdamW"
 lr = 1.0
 [[data.sources]]
-type = "forge_core.testing:Numbers"
+type = "forge_testing:Numbers"
 [scheduler]
 type = "sequential"
 """

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from forge_core.testing.distribution import check_distribution
-from forge_core.testing.suites import SchedulerSuite
 from forge_plugin_schedules import Cosine, InverseSqrt, Linear, NoSchedule, Sequential
 from forge_plugin_schedules.sequential import SequentialPart
+from forge_testing.distribution import check_distribution
+from forge_testing.suites import SchedulerSuite
 
 
 def test_the_distribution():

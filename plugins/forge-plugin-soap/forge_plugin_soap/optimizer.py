@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from forge_core.engine.matrix_optimizer import MatrixOptimizer, divide
-from forge_core.engine.state import empty_slot
+from forge_core.checkpoint.state import empty_slot
 from forge_core.parallel.mesh import local_part
-from forge_core.parallel.whole_matrices import Matrix, WholeMatrices
+from forge_kit.matrix_optimizer import MatrixOptimizer, divide
+from forge_kit.whole_matrices import Matrix, WholeMatrices
 from forge_plugin_soap.preconditioner import Preconditioner
 
 if TYPE_CHECKING:
-    from forge_core.context import BuildContext
-    from forge_core.engine.parameters import NamedParameters
+    from forge_core.contracts.contexts import BuildContext
+    from forge_core.contracts.parameters import NamedParameters
     from forge_plugin_soap.soap import SOAP
 
 GROUP_KEYS = ("lr", "weight_decay", "betas", "eps", "precondition_frequency")
@@ -89,7 +89,7 @@ class SOAPOptimizer(MatrixOptimizer):
         return update
 
     def empty_slot(self, parameter: Tensor, slot: str, size: torch.Size, dtype: torch.dtype) -> Tensor | None:
-        """See `forge_core.protocols.PlacesState`."""
+        """See `forge_core.contracts.optimizer.PlacesState`."""
         if parameter not in self.numbers:
             return empty_slot(parameter, size, dtype)
         _, _, item = slot.partition("-")

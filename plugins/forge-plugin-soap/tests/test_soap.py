@@ -10,21 +10,21 @@ from pytorch_optimizer import SOAP as ReferenceSOAP
 from torch import nn
 
 from forge_core.checkpoint.tensors import stored_tensors
-from forge_core.checkpoint.whole import read_whole
-from forge_core.components import ParameterGroup
+from forge_core.contracts.components import ParameterGroup
+from forge_core.contracts.parameters import NamedParameter, NamedParameters
 from forge_core.engine.build import build_context
-from forge_core.engine.parameters import NamedParameter, NamedParameters
 from forge_core.engine.trainer import Trainer
 from forge_core.parallel.mesh import leave_group
-from forge_core.planning.plan import make_plan
 from forge_core.plugins.catalog import Catalog
-from forge_core.testing import TinyModel, tiny_job
-from forge_core.testing.processes import run_on_ranks
-from forge_core.testing.runs import advance, draw, tiny_run, whole
+from forge_kit.whole_tensors import read_whole
 from forge_plugin_parallel import FSDP, ContextParallel, PipelineParallel, TensorParallel
+from forge_plugin_plan.estimate import make_plan
 from forge_plugin_soap import SOAP
 from forge_plugin_soap.eigenbasis import first_basis, next_basis, orthonormal
 from forge_plugin_transformer import GroupedQueryAttention, Transformer
+from forge_testing import TinyModel, tiny_job
+from forge_testing.processes import run_on_ranks
+from forge_testing.runs import advance, draw, tiny_run, whole
 
 
 def optimizer_of(component, tmp_path, **shapes):

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 from attrs import field, frozen
 from attrs.validators import gt
 
-from forge_core.components import LoggerComponent
+from forge_core.contracts.components import LoggerComponent
 
 if TYPE_CHECKING:
-    from forge_core.context import BuildContext
-    from forge_core.protocols import Logger
+    from forge_core.contracts.contexts import BuildContext
+    from forge_core.contracts.runtime import Logger
 
 
 @frozen(kw_only=True)

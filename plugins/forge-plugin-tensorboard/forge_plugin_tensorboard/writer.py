@@ -15,7 +15,7 @@ SQUARE = 8
 
 
 class TensorBoardLogger:
-    """See `forge_core.protocols.Logger`."""
+    """See `forge_core.contracts.runtime.Logger`."""
 
     def __init__(self, folder: Path, picture_interval: int = 100) -> None:
         self._folder, self._picture_interval = folder, picture_interval

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from forge_core.testing.distribution import check_distribution
-from forge_core.testing.suites import LoggerSuite
 from forge_plugin_tensorboard import TensorBoard
+from forge_testing.distribution import check_distribution
+from forge_testing.suites import LoggerSuite
 
 
 def test_the_distribution():

@@ -12,7 +12,7 @@ import sys
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from forge_core.components import TrainingHook
+from forge_core.contracts.components import TrainingHook
 from forge_plugin_tensorboard import TensorBoard
 from forge_plugin_tensorboard.writer import TensorBoardLogger, heat_map
 

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING
 from attrs import field, frozen
 from attrs.validators import ge, gt, min_len
 
-from forge_core.components import TokenizerComponent
-from forge_core.data.cache import cached_folder, digest_of
-from forge_core.errors import JobError, Problem
+from forge_core.contracts.components import TokenizerComponent
+from forge_core.contracts.errors import JobError, Problem
+from forge_kit.cache import cached_folder, digest_of
 from forge_plugin_text.file import TokenizerFile
 
 if TYPE_CHECKING:
     from forge_core.config.job import Job
-    from forge_core.context import BuildContext
-    from forge_core.parallel.layout import Layout
+    from forge_core.contracts.contexts import BuildContext
+    from forge_core.contracts.layout import Layout
     from forge_plugin_text.tokenizer_json import JsonTokenizer
 
 FORMAT = 1

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 from attrs import frozen
 
-from forge_core.components import TokenizerComponent
+from forge_core.contracts.components import TokenizerComponent
 
 if TYPE_CHECKING:
-    from forge_core.context import BuildContext
+    from forge_core.contracts.contexts import BuildContext
 
 
 class ByteTokenizer:

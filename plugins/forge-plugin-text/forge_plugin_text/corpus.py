@@ -11,8 +11,8 @@ from pathlib import Path
 
 from attrs import frozen
 
-from forge_core.data.cache import cache_root, digest_of, file_digest, locked, writable_cache, write_atomically
-from forge_core.errors import JobError
+from forge_core.contracts.errors import JobError
+from forge_kit.cache import cache_root, digest_of, file_digest, locked, writable_cache, write_atomically
 from forge_plugin_text.listing import TextFile
 from forge_plugin_text.reading import Document, Reading
 from forge_plugin_text.split import Split

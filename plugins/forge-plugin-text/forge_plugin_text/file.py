@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 from attrs import field, frozen
 
-from forge_core.components import TokenizerComponent, when_resumed
-from forge_core.errors import JobError, Problem
+from forge_core.contracts.components import TokenizerComponent, when_resumed
+from forge_core.contracts.errors import JobError, Problem
 
 if TYPE_CHECKING:
     from forge_core.config.job import Job
-    from forge_core.context import BuildContext
-    from forge_core.parallel.layout import Layout
+    from forge_core.contracts.contexts import BuildContext
+    from forge_core.contracts.layout import Layout
     from forge_plugin_text.tokenizer_json import JsonTokenizer
 
 USUAL_END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "<｜end▁of▁sentence｜>", "<eos>", "</s>")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from attrs import frozen
 
-from forge_core.errors import JobError
+from forge_core.contracts.errors import JobError
 
 FORMATS = (".txt", ".py", ".md", ".jsonl")
 COMPRESSIONS = (".gz", ".zst")

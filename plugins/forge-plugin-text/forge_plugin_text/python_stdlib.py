@@ -8,7 +8,7 @@ from pathlib import PurePath
 
 from attrs import frozen
 
-from forge_core.errors import JobError
+from forge_core.contracts.errors import JobError
 from forge_plugin_text.listing import TextFile, walk
 from forge_plugin_text.source import CorpusDataset
 

@@ -11,7 +11,7 @@ from typing import BinaryIO, Literal, NamedTuple
 
 from attrs import frozen
 
-from forge_core.errors import JobError
+from forge_core.contracts.errors import JobError
 from forge_plugin_text.listing import TextFile
 
 BYTE_ORDER_MARK = "\ufeff"

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import attrs
 from attrs import frozen
 
-from forge_core.components import DatasetComponent, when_resumed
-from forge_core.errors import JobError, Problem
+from forge_core.contracts.components import DatasetComponent, when_resumed
+from forge_core.contracts.errors import JobError, Problem
 from forge_plugin_text.corpus import Corpus
 from forge_plugin_text.listing import TextFile
 from forge_plugin_text.reading import Reading
@@ -18,9 +18,9 @@ from forge_plugin_text.split import Split, read_names
 
 if TYPE_CHECKING:
     from forge_core.config.job import Job
-    from forge_core.context import BuildContext
-    from forge_core.parallel.layout import Layout
-    from forge_core.protocols import Documents
+    from forge_core.contracts.contexts import BuildContext
+    from forge_core.contracts.data import Documents
+    from forge_core.contracts.layout import Layout
 
 
 def _off_or_at_least_two(_: Any, attribute: attrs.Attribute, value: int) -> None:

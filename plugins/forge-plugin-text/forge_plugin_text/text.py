@@ -6,7 +6,7 @@ from typing import Literal
 
 from attrs import frozen
 
-from forge_core.errors import JobError, Problem
+from forge_core.contracts.errors import JobError, Problem
 from forge_plugin_text.listing import TextFile, find_files
 from forge_plugin_text.reading import Reading
 from forge_plugin_text.source import CorpusDataset

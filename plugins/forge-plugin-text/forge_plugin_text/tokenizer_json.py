@@ -9,7 +9,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
-from forge_core.errors import JobError
+from forge_core.contracts.errors import JobError
 
 FILE_NAME = "tokenizer.json"
 

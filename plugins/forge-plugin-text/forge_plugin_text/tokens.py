@@ -1,4 +1,4 @@
-"""The token files of a corpus, kept in the cache: `train` and `held_out` (see `forge_core.data.token_file`)."""
+"""The token files of a corpus, kept in the cache: `train` and `held_out` (see `forge_kit.token_file`)."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from forge_core.data.cache import CachedFolder, Verify, cached_folder, digest_of
-from forge_core.data.token_file import Header, TokenFile, TokenFileWriter
-from forge_core.errors import JobError
+from forge_core.contracts.errors import JobError
+from forge_kit.cache import CachedFolder, Verify, cached_folder, digest_of
+from forge_kit.token_file import Header, TokenFile, TokenFileWriter
 from forge_plugin_text.corpus import Corpus
 from forge_plugin_text.reading import Document
 
 if TYPE_CHECKING:
-    from forge_core.protocols import Tokenizer
+    from forge_core.contracts.data import Tokenizer
 
 logger = logging.getLogger(__name__)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from forge_core.testing.distribution import check_distribution
-from forge_core.testing.suites import DatasetSuite
 from forge_plugin_text import Bytes, PythonStdlib, Text
+from forge_testing.distribution import check_distribution
+from forge_testing.suites import DatasetSuite
 
 
 def test_the_distribution():

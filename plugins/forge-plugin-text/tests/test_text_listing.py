@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from attrs import frozen
 
-from forge_core.errors import JobError
+from forge_core.contracts.errors import JobError
 from forge_plugin_text import CorpusDataset, Text, TextFile, find_files
 from forge_plugin_text.listing import format_of
 

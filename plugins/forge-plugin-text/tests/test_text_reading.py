@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from forge_core.errors import JobError
+from forge_core.contracts.errors import JobError
 from forge_plugin_text import Text
 
 COMPRESS: dict[str, Callable[[bytes], bytes]] = {

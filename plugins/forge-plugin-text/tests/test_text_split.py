@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forge_core.errors import JobError
+from forge_core.contracts.errors import JobError
 from forge_plugin_text import Text
 from forge_plugin_text.reading import Document
 from forge_plugin_text.split import Split

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from attrs import frozen
 
-from forge_core.errors import JobError, Problem
+from forge_core.contracts.errors import JobError, Problem
 
 if TYPE_CHECKING:
-    from forge_core.context import BuildContext
+    from forge_core.contracts.contexts import BuildContext
 
 Backend = Literal["auto", "flash", "efficient", "math", "cudnn", "gemm"]
 Kernel = Literal["torch", "flash", "efficient", "math", "cudnn", "gemm"]

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import attrs
 from attrs import frozen
 
-from forge_core.errors import JobError, Problem
+from forge_core.contracts.errors import JobError, Problem
 from forge_plugin_transformer.attention_backends import DTYPES, HALF, Backend, Kernel, backend_problem, distance
 
 if TYPE_CHECKING:
     from forge_core.config.job import Job
-    from forge_core.context import BuildContext
+    from forge_core.contracts.contexts import BuildContext
 
 WayOrAuto = Literal["auto", "mask", "segments", "varlen"]
 """What a job may say."""

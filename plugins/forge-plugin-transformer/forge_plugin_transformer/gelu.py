@@ -12,7 +12,7 @@ from forge_plugin_transformer.kinds import FFNComponent, InitStd
 if TYPE_CHECKING:
     from torch import nn
 
-    from forge_core.context import BuildContext
+    from forge_core.contracts.contexts import BuildContext
 
 
 @frozen(kw_only=True)

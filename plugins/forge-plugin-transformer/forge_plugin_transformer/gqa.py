@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from attrs import field, frozen
 from attrs.validators import ge, gt
 
-from forge_core.components import default_type, when_resumed
-from forge_core.errors import Problem
+from forge_core.contracts.components import default_type, when_resumed
+from forge_core.contracts.errors import Problem
 from forge_plugin_transformer.attention_backends import Backend, choose_backend
 from forge_plugin_transformer.document_backends import WayOrAuto, choose_documents, kernel_problems
 from forge_plugin_transformer.kinds import AttentionComponent, InitStd, RopeComponent
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from forge_core.config.job import Job
-    from forge_core.context import BuildContext
-    from forge_core.parallel.layout import Layout
+    from forge_core.contracts.contexts import BuildContext
+    from forge_core.contracts.layout import Layout
 
 
 @frozen(kw_only=True)

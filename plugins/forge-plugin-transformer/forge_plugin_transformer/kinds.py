@@ -3,7 +3,7 @@
 Shapes: B sequences, S positions, D model width, H query heads, K key/value heads, E width of a head.
 
 What a component builds may further implement `HasFlops`, `HasRoles`, `HasTensorParallelPlan` and
-`HasFloat8Exemptions` of `forge_core.protocols`, with names relative to itself; `Prepares`; and
+`HasFloat8Exemptions` of `forge_core.contracts.model`, with names relative to itself; `Prepares`; and
 `backend_choices(seq_len)`, which gives (what, choice, why) for the plan. The model puts the parts together. A part
 without `flops` counts 6 for each element of its matrices; one without roles gets them by shape.
 """
@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING
 
 from attrs import frozen
 
-from forge_core.components import Component
-from forge_core.errors import Problem
+from forge_core.contracts.components import Component
+from forge_core.contracts.errors import Problem
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from forge_core.context import BuildContext
+    from forge_core.contracts.contexts import BuildContext
 
 
 @frozen

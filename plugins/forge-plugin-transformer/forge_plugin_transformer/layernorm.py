@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 from attrs import field, frozen
 from attrs.validators import gt
 
-from forge_core.components import when_resumed
+from forge_core.contracts.components import when_resumed
 from forge_plugin_transformer.kinds import NormComponent
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from forge_core.context import BuildContext
+    from forge_core.contracts.contexts import BuildContext
 
 
 @frozen(kw_only=True)

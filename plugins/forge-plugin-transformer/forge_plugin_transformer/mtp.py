@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any
 from attrs import define, field, frozen
 from attrs.validators import ge
 
-from forge_core.components import LossComponent, SchedulerComponent, TrainingHook, default_type, when_resumed
-from forge_core.errors import Problem
+from forge_core.contracts.components import LossComponent, SchedulerComponent, TrainingHook, default_type, when_resumed
+from forge_core.contracts.errors import Problem
 
 if TYPE_CHECKING:
     from forge_core.config.job import Job
-    from forge_core.context import BuildContext
-    from forge_core.engine.hooks import StepContext
+    from forge_core.contracts.contexts import BuildContext, StepContext
 
 
 def _weight(_: object, attribute: Any, value: float | SchedulerComponent) -> None:

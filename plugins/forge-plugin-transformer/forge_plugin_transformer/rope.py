@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING
 from attrs import field, frozen
 from attrs.validators import ge, gt
 
-from forge_core.errors import Problem
+from forge_core.contracts.errors import Problem
 from forge_plugin_transformer.kinds import RopeComponent
 
 if TYPE_CHECKING:
     from torch import nn
 
     from forge_core.config.job import Job
-    from forge_core.context import BuildContext
-    from forge_core.parallel.layout import Layout
+    from forge_core.contracts.contexts import BuildContext
+    from forge_core.contracts.layout import Layout
 
 
 @frozen(kw_only=True)

@@ -10,16 +10,16 @@ import attrs
 from attrs import field, frozen
 from attrs.validators import ge, gt
 
-from forge_core.components import ModelComponent, SchedulerComponent, TrainingHook, default_type, when_resumed
-from forge_core.errors import JobError, Problem
+from forge_core.contracts.components import ModelComponent, SchedulerComponent, TrainingHook, default_type, when_resumed
+from forge_core.contracts.errors import JobError, Problem
 from forge_plugin_transformer.kinds import AttentionComponent, FFNComponent, InitStd, NormComponent
 from forge_plugin_transformer.mtp import MultiTokenPrediction, PredictionWeight
 
 if TYPE_CHECKING:
     from forge_core.config.job import Job
-    from forge_core.context import BuildContext
-    from forge_core.parallel.layout import Layout
-    from forge_core.protocols import Model
+    from forge_core.contracts.contexts import BuildContext
+    from forge_core.contracts.layout import Layout
+    from forge_core.contracts.model import Model
     from forge_plugin_transformer.modules.block import Block
     from forge_plugin_transformer.modules.multi_token import PredictionBlock, Predictions
 
@@ -63,7 +63,7 @@ class Transformer(ModelComponent):
         return [PredictionWeight()] if scheduled else []
 
     def build(self, context: BuildContext) -> Model:
-        from forge_core.modules import Embedding, LinearHead
+        from forge_kit.modules import Embedding, LinearHead
         from forge_plugin_transformer.modules.model import TransformerModel
 
         vocab_size = self._vocab_size(context)
@@ -108,7 +108,7 @@ class Transformer(ModelComponent):
 
     def _build_prediction(self, context: BuildContext, number: int) -> PredictionBlock:
         """Its layer's number is the next after those of the model, as in DeepSeek-V3's weights."""
-        from forge_core.modules import Linear
+        from forge_kit.modules import Linear
         from forge_plugin_transformer.modules.multi_token import PredictionBlock
 
         here = context.at(f"mtp.blocks.{number}", layer=self.layers + number)

@@ -12,7 +12,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from forge_core.components import Component, DefaultType
+from forge_core.contracts.components import Component, DefaultType
 from forge_core.parallel.initialise import check_finite, materialise
 from forge_plugin_transformer import GroupedQueryAttention, PlainRope, RMSNorm, SwiGLU, Transformer
 

@@ -15,19 +15,19 @@ from attrs import frozen
 from torch import Tensor
 from torch.nn import functional as F
 
-from forge_core.components import SchedulerComponent
+from forge_core.checkpoint.job_diff import job_changes
 from forge_core.config.dump import dump_job
 from forge_core.config.load import load_job
+from forge_core.contracts.components import SchedulerComponent
+from forge_core.contracts.data import IGNORED_LABEL, Batch
+from forge_core.contracts.errors import JobError
 from forge_core.engine.build import Run
-from forge_core.engine.changes import job_changes
-from forge_core.engine.generate import Sampling, generate
-from forge_core.errors import JobError
 from forge_core.losses import CrossEntropy
-from forge_core.protocols import IGNORED_LABEL, Batch
-from forge_core.testing import job_problems
-from forge_core.testing.runs import tiny_run
+from forge_plugin_generate.generate import Sampling, generate
 from forge_plugin_transformer import GELU, GroupedQueryAttention, LayerNorm, MultiTokenPrediction, SwiGLU, Transformer
 from forge_plugin_transformer.modules.multi_token import LABELS, look_ahead
+from forge_testing import job_problems
+from forge_testing.runs import tiny_run
 
 WEIGHT = 10.0
 """Large, so that a wrong scale cannot hide."""
@@ -202,7 +202,7 @@ def test_more_modules_than_positions_are_refused(make_job):
 def test_a_negative_weight_is_refused(tmp_path):
     text = (
         '[model]\ntype = "transformer"\nvocab_size = 32\n[model.mtp]\nweight = -1\n[[data.sources]]\n'
-        'type = "forge_core.testing:Numbers"\n[optimizer]\ntype = "forge_core.testing:TinyAdamW"\n'
+        'type = "forge_testing:Numbers"\n[optimizer]\ntype = "forge_testing:TinyAdamW"\n'
     )
     (tmp_path / "job.toml").write_text(text)
     with pytest.raises(JobError, match=re.escape("must be >= 0, or a schedule, got -1")):

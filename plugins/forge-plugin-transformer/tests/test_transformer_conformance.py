@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from forge_core.testing.distribution import check_distribution
-from forge_core.testing.suites import ModelSuite
 from forge_plugin_transformer import GELU, GroupedQueryAttention, LayerNorm, MultiTokenPrediction, Transformer
+from forge_testing.distribution import check_distribution
+from forge_testing.suites import ModelSuite
 
 
 def test_the_distribution():

@@ -14,7 +14,7 @@ from attrs import frozen
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from forge_core import protocols
+from forge_core.contracts import model as protocols
 from forge_plugin_transformer import GELU, FFNComponent, GroupedQueryAttention, LayerNorm, SwiGLU
 
 MakeModel = Callable[..., Any]

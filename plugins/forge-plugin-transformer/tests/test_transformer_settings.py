@@ -24,9 +24,9 @@ global_batch_size = 2
 seq_len = 16
 device = "cpu"
 [optimizer]
-type = "forge_core.testing.tiny:TinyAdamW"
+type = "forge_testing.tiny:TinyAdamW"
 [[data.sources]]
-type = "forge_core.testing.tiny:Numbers"
+type = "forge_testing.tiny:Numbers"
 """
 LoadModel = Callable[[str], Transformer]
 

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Literal
 from attrs import field, frozen
 from attrs.validators import and_, ge, le
 
-from forge_core.components import when_resumed
-from forge_core.errors import Problem
+from forge_core.contracts.components import when_resumed
+from forge_core.contracts.errors import Problem
 from forge_core.schedules import WarmupComponent, progress, warmup
 
 if TYPE_CHECKING:
     from forge_core.config.job import Job
-    from forge_core.context import BuildContext
-    from forge_core.parallel.layout import Layout
-    from forge_core.protocols import Schedule
+    from forge_core.contracts.contexts import BuildContext
+    from forge_core.contracts.layout import Layout
+    from forge_core.contracts.optimizer import Schedule
 
 SHAPES: Mapping[str, Callable[[float], float]] = {
     "linear": lambda progress: 1 - progress,

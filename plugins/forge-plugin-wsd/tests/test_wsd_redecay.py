@@ -22,16 +22,16 @@ device = "cpu"
 [checkpoint]
 interval = 4
 [model]
-type = "forge_core.testing:TinyModel"
+type = "forge_testing:TinyModel"
 dropout = 0.1
 [optimizer]
-type = "forge_core.testing:TinyAdamW"
+type = "forge_testing:TinyAdamW"
 [scheduler]
 type = "wsd"
 warmup_steps = 2
 decay_fraction = 0
 [[data.sources]]
-type = "forge_core.testing:Numbers"
+type = "forge_testing:Numbers"
 """
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forge_core.parallel.layout import Layout
+from forge_core.contracts.layout import Layout
 from forge_plugin_wsd import WSD
 
 

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from attrs import frozen
 
-from forge_core.components import OptimizerComponent
+from forge_core.contracts.components import OptimizerComponent
 
 if TYPE_CHECKING:
-    from forge_core.context import BuildContext
-    from forge_core.engine.parameters import NamedParameters
+    from forge_core.contracts.contexts import BuildContext
+    from forge_core.contracts.parameters import NamedParameters
 
 
 @frozen(kw_only=True)

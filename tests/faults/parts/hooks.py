@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import define, field
 
-from forge_core.components import TrainingHook
+from forge_core.contracts.components import TrainingHook
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     import torch
 
-    from forge_core.engine.hooks import StepContext, TrainContext
-    from forge_core.protocols import Batch
+    from forge_core.contracts.contexts import StepContext, TrainContext
+    from forge_core.contracts.data import Batch
 
 SEEN = "seen.jsonl"
 """In the run folder: what each process began with, was fed at every step, and ended with. No line is ever removed."""

@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Any
 from attrs import field, frozen
 from attrs.validators import ge
 
-from forge_core.components import DatasetComponent
-from forge_core.testing import Numbers
+from forge_core.contracts.components import DatasetComponent
+from forge_testing import Numbers
 
 if TYPE_CHECKING:
-    from forge_core.context import BuildContext
-    from forge_core.protocols import Dataset
+    from forge_core.contracts.contexts import BuildContext
+    from forge_core.contracts.data import Dataset
 
 
 @frozen(kw_only=True)
 class SlowNumbers(DatasetComponent):
-    """The numbers of `forge_core.testing`, with a pause before each training sequence."""
+    """The numbers of `forge_testing`, with a pause before each training sequence."""
 
     sequences: int = 64
     start: int = 0
@@ -32,7 +32,7 @@ class SlowNumbers(DatasetComponent):
 
 @frozen
 class SlowSequences:
-    """See `forge_core.protocols.Dataset`."""
+    """See `forge_core.contracts.data.Dataset`."""
 
     numbers: Any
     pause_s: float

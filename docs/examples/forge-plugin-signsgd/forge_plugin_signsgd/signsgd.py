@@ -12,8 +12,8 @@ from forge_core import OptimizerComponent
 if TYPE_CHECKING:
     import torch
 
-    from forge_core.context import BuildContext
-    from forge_core.engine.parameters import NamedParameters
+    from forge_core.contracts.contexts import BuildContext
+    from forge_core.contracts.parameters import NamedParameters
 
 
 @frozen(kw_only=True)

@@ -2,8 +2,8 @@
 
 from forge_plugin_signsgd import SignSGD
 
-from forge_core.testing.distribution import check_distribution
-from forge_core.testing.suites import OptimizerSuite
+from forge_testing.distribution import check_distribution
+from forge_testing.suites import OptimizerSuite
 
 
 def test_the_distribution():

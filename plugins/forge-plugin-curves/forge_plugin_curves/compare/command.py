@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from forge_core.cli.arguments import parse_job_arguments
-from forge_core.errors import ExitCode, ForgeError
+from forge_core.contracts.errors import ExitCode, ForgeError
 
 if TYPE_CHECKING:
     from forge_plugin_curves.compare.grid import Trial

@@ -10,7 +10,7 @@ from pathlib import Path
 from attrs import field, frozen
 
 from forge_core.config import load_job
-from forge_core.errors import JobError, Problem
+from forge_core.contracts.errors import JobError, Problem
 
 SEED = "job.seed"
 """Runs that differ in this alone are repetitions of each other."""

@@ -24,7 +24,7 @@ def command(argv: list[str]) -> int:
     settings = read_settings(argv)
     from rich.console import Console
 
-    from forge_core.errors import ExitCode
+    from forge_core.contracts.errors import ExitCode
     from forge_plugin_memmap.prepare.run import prepare
     from forge_plugin_memmap.prepare.summary import describe
 

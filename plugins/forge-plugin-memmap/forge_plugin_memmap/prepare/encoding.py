@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from forge_core.errors import ForgeError, JobError
-from forge_core.protocols import Tokenizer
+from forge_core.contracts.data import Tokenizer
+from forge_core.contracts.errors import ForgeError, JobError
 from forge_plugin_memmap.prepare.documents import PIECE_CHARACTERS, Drop, Dropped, Item, Text, pieces, utf8_size
 
 BATCH_BYTES = 1 << 18

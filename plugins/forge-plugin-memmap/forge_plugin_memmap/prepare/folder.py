@@ -13,7 +13,7 @@ from typing import Any
 
 from attrs import define, field
 
-from forge_core.errors import ForgeError, JobError
+from forge_core.contracts.errors import ForgeError, JobError
 from forge_plugin_memmap.prepare.documents import Dropped
 from forge_plugin_memmap.prepare.reading import Place
 from forge_plugin_memmap.prepare.writing import Written

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from forge_core.errors import JobError, Problem
+from forge_core.contracts.errors import JobError, Problem
 from forge_plugin_memmap.paths import Found, distinct, expand
 from forge_plugin_memmap.prepare.lines import read_lines
 from forge_plugin_memmap.prepare.reading import Input

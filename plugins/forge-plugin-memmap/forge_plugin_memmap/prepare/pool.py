@@ -14,11 +14,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
-from forge_core.errors import ForgeError
-from forge_plugin_memmap.kept import load_kept
+from forge_core.contracts.errors import ForgeError
 from forge_plugin_memmap.prepare.documents import Item
 from forge_plugin_memmap.prepare.encoding import Encoded, Encoder
 from forge_plugin_memmap.prepare.reading import Chunk
+from forge_plugin_memmap.tokenizer_folder import load_kept
 
 AHEAD = 2
 """Chunks that wait for each worker while it is busy."""

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from attrs import asdict, field, frozen
 
-from forge_core.errors import JobError
+from forge_core.contracts.errors import JobError
 from forge_plugin_memmap.prepare.documents import Item
 
 BLOCK = 1 << 20

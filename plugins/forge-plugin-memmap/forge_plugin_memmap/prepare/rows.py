@@ -8,7 +8,7 @@ from typing import Any
 
 from attrs import frozen
 
-from forge_core.errors import JobError
+from forge_core.contracts.errors import JobError
 from forge_plugin_memmap.prepare.documents import Drop, Text
 from forge_plugin_memmap.prepare.reading import BLOCK, Read
 

@@ -11,12 +11,11 @@ from typing import Any
 from attrs import frozen
 from rich.console import Console
 
-from forge_core.components import TokenizerComponent
 from forge_core.config.dump import to_toml
-from forge_core.data.cache import digest_of
-from forge_core.errors import ForgeError, JobError
+from forge_core.contracts.components import TokenizerComponent
+from forge_core.contracts.errors import ForgeError, JobError
 from forge_core.plugins.catalog import Catalog
-from forge_plugin_memmap.kept import KeptTokenizer, load_kept
+from forge_kit.cache import digest_of
 from forge_plugin_memmap.prepare.documents import Drop
 from forge_plugin_memmap.prepare.encoding import Block, Encoded, refuse
 from forge_plugin_memmap.prepare.folder import (
@@ -34,6 +33,7 @@ from forge_plugin_memmap.prepare.reading import Chunk, Input, Place, read_chunks
 from forge_plugin_memmap.prepare.tokenizer import keep_tokenizer
 from forge_plugin_memmap.prepare.writing import SplitWriter
 from forge_plugin_memmap.prepared import HELD_OUT, SPLITS, TOKENIZER, TRAIN
+from forge_plugin_memmap.tokenizer_folder import KeptTokenizer, load_kept
 
 SAVE_EVERY_S = 5.0
 """How much work is lost at most when the process is killed."""

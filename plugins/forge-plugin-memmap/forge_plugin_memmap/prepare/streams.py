@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, BinaryIO
 
-from forge_core.errors import JobError
+from forge_core.contracts.errors import JobError
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from forge_core.cli.layout import columns
+from forge_core.cli.tables import columns
 from forge_plugin_memmap.prepared import SPLITS
 
 

@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import cast
 
-from forge_core.components import TokenizerComponent
 from forge_core.config.dump import to_toml
 from forge_core.config.part import load_component
-from forge_core.context import BuildContext
-from forge_core.errors import ForgeError, JobError
-from forge_core.parallel.layout import Layout
+from forge_core.contracts.components import TokenizerComponent
+from forge_core.contracts.contexts import BuildContext
+from forge_core.contracts.errors import ForgeError, JobError
+from forge_core.contracts.layout import Layout
 from forge_core.plugins.catalog import Catalog
-from forge_plugin_memmap.kept import NO_RUN, KeptTokenizer, load_kept
 from forge_plugin_memmap.prepared import TOKENIZER
+from forge_plugin_memmap.tokenizer_folder import NO_RUN, KeptTokenizer, load_kept
 
 
 def choose_tokenizer(job: Iterable[str], type_: str | None, keys: Iterable[str]) -> TokenizerComponent:

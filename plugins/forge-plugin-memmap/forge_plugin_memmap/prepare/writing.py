@@ -10,9 +10,9 @@ from typing import Any, BinaryIO
 import numpy as np
 from attrs import asdict, define, field
 
-from forge_core.data.cache import file_digest
-from forge_core.data.token_file import ENDS, HEADER, TOKENS, Header
-from forge_core.errors import ForgeError
+from forge_core.contracts.errors import ForgeError
+from forge_kit.cache import file_digest
+from forge_kit.token_file import ENDS, HEADER, TOKENS, Header
 from forge_plugin_memmap.prepare.encoding import Block, id_dtype
 
 

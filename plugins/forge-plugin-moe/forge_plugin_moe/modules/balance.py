@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from forge_plugin_moe.modules.sequences import Sequences, tally
 
 if TYPE_CHECKING:
-    from forge_core.context import BuildContext
+    from forge_core.contracts.contexts import BuildContext
     from forge_plugin_moe.routers import TopKRouter
 
 CHOSEN = "moe/chosen"

@@ -12,8 +12,8 @@ from forge_plugin_moe.modules.capacity import largest
 from forge_plugin_moe.modules.scores import LinearScores
 
 if TYPE_CHECKING:
-    from forge_core.context import BuildContext
-    from forge_core.protocols import Batch
+    from forge_core.contracts.contexts import BuildContext
+    from forge_core.contracts.data import Batch
     from forge_plugin_moe.routers import ExpertChoice
 
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
-from forge_core.dispatch import Dispatch
+from forge_core.contracts.model import Fill
 from forge_core.products import size_multiple
-from forge_core.protocols import Fill
+from forge_kit.dispatch import Dispatch
 from forge_plugin_transformer import InitStd
 
 GROUPED = (torch.float32, torch.bfloat16, torch.float16)
@@ -113,7 +113,7 @@ def _shape_of_product(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
 
 
 class Experts(nn.Module):
-    """downₑ(silu(gateₑ(x)) * upₑ(x)) for each expert e; see `forge_core.protocols.ExpertStack`."""
+    """downₑ(silu(gateₑ(x)) * upₑ(x)) for each expert e; see `forge_core.contracts.model.ExpertStack`."""
 
     def __init__(self, experts: int, dim: int, hidden: int, *, init: InitStd, grouped: bool) -> None:
         super().__init__()

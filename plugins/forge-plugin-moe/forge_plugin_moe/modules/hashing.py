@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from forge_core.protocols import Batch
+    from forge_core.contracts.data import Batch
 
 PRIME = 2_147_483_647
 FACTOR = 48_271

@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from forge_core.errors import JobError, Problem
-from forge_core.modules import Linear
-from forge_core.protocols import Role
+from forge_core.contracts.errors import JobError, Problem
+from forge_core.contracts.model import Role
+from forge_kit.modules import Linear
 from forge_plugin_moe.modules.capacity import within_capacity
 from forge_plugin_moe.modules.experts import Experts, runs_grouped
 from forge_plugin_moe.modules.sequences import Sequences, tally
 from forge_plugin_transformer import InitStd, SwiGLU, default_hidden
 
 if TYPE_CHECKING:
-    from forge_core.context import BuildContext
-    from forge_core.protocols import Batch
+    from forge_core.contracts.contexts import BuildContext
+    from forge_core.contracts.data import Batch
     from forge_plugin_moe.moe import MoE
 
 LOAD = "moe/load"

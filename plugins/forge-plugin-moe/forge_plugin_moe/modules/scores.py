@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from forge_core.protocols import Fill
+from forge_core.contracts.model import Fill
 from forge_plugin_moe.modules.sequences import Sequences
 
 if TYPE_CHECKING:
-    from forge_core.context import BuildContext
+    from forge_core.contracts.contexts import BuildContext
     from forge_plugin_moe.routers import LinearRouter
 
 

@@ -13,7 +13,7 @@ from attrs import frozen
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from forge_core.context import BuildContext
+    from forge_core.contracts.contexts import BuildContext
 
 
 @frozen

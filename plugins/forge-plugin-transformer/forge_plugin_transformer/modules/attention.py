@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from forge_core.modules import Linear
+from forge_kit.modules import Linear
 from forge_plugin_transformer.modules.attention_core import AttentionCore, torch_attention
 from forge_plugin_transformer.modules.cache import Cache
 from forge_plugin_transformer.modules.norms import RMSNorm
 from forge_plugin_transformer.modules.rotary import rotate, tables, with_tables
 
 if TYPE_CHECKING:
-    from forge_core.protocols import Batch
+    from forge_core.contracts.data import Batch
     from forge_plugin_transformer.kinds import InitStd
 
 

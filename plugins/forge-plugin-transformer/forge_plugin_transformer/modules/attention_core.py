@@ -22,7 +22,7 @@ from forge_plugin_transformer.modules.narrow_values import narrowed, padded
 from forge_plugin_transformer.modules.segment_attention import segment_attention
 
 if TYPE_CHECKING:
-    from forge_core.protocols import Batch
+    from forge_core.contracts.data import Batch
 
 TORCH_KERNELS: Mapping[Kernel, SDPBackend] = {
     "flash": SDPBackend.FLASH_ATTENTION,

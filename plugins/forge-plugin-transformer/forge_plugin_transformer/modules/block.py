@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 if TYPE_CHECKING:
-    from forge_core.protocols import Batch, Carry
+    from forge_core.contracts.data import Batch
+    from forge_core.contracts.model import Carry
 
 PARTS = ("attention_norm", "attention", "ffn_norm", "ffn")
 """Of a block, in the order of its forward pass."""

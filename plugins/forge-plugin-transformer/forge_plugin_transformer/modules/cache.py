@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from forge_core.protocols import Batch
+    from forge_core.contracts.data import Batch
 
 
 class Cache:

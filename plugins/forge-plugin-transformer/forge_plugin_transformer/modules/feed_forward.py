@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from forge_core.modules import Linear
+from forge_kit.modules import Linear
 
 if TYPE_CHECKING:
-    from forge_core.protocols import Batch
+    from forge_core.contracts.data import Batch
     from forge_plugin_transformer.kinds import InitStd
 
 

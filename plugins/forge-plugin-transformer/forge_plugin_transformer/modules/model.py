@@ -8,18 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from forge_core.modules import Embedding, LinearHead
-from forge_core.protocols import Role
+from forge_core.contracts.model import Role
+from forge_kit.modules import Embedding, LinearHead
 from forge_plugin_transformer.modules import parts
 from forge_plugin_transformer.modules.block import PARTS, Block
 from forge_plugin_transformer.modules.multi_token import IDS, PredictionBlock, Predictions
 
 if TYPE_CHECKING:
-    from forge_core.protocols import Batch, Carry
+    from forge_core.contracts.data import Batch
+    from forge_core.contracts.model import Carry
 
 
 class TransformerModel(nn.Module):
-    """Embedding, blocks, final norm and head; see `forge_core.protocols.Model`.
+    """Embedding, blocks, final norm and head; see `forge_core.contracts.model.Model`.
 
     `forward(batch)` gives hidden states (B, S, D) in the dtype that the embedding emits. Implements generation and
     every protocol by which stages and the engine learn about a model.

@@ -12,14 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from forge_core.protocols import IGNORED_LABEL
+from forge_core.contracts.data import IGNORED_LABEL
 from forge_plugin_transformer.modules.block import PARTS, Block
 from forge_plugin_transformer.modules.documents import document_starts
 
 if TYPE_CHECKING:
     from forge_core.auxiliary import Auxiliary
-    from forge_core.modules import Embedding, LinearHead
-    from forge_core.protocols import Batch, LossFunction, LossOutput
+    from forge_core.contracts.data import Batch
+    from forge_core.contracts.runtime import LossFunction, LossOutput
+    from forge_kit.modules import Embedding, LinearHead
 
 IDS, LABELS = "input_ids ahead", "labels ahead"
 """Entries of a batch, (B, S, K): those of the position so many further on, from 1."""

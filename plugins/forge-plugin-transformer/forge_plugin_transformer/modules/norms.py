@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 if TYPE_CHECKING:
-    from forge_core.protocols import Fill
+    from forge_core.contracts.model import Fill
 
 
 class RMSNorm(nn.Module):

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
-from forge_core.protocols import (
-    Batch,
+from forge_core.contracts.data import Batch
+from forge_core.contracts.model import (
     HasExpertStacks,
     HasFloat8Exemptions,
     HasFlops,

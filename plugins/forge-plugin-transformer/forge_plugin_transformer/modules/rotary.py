@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from forge_core.protocols import Batch, Fill
+    from forge_core.contracts.data import Batch
+    from forge_core.contracts.model import Fill
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -1,0 +1,249 @@
+"""What of a job has changed since a checkpoint was saved, and what that means for a run that continues from it.
+
+Two resolved jobs are compared key by key. What a change means is said by the table below for the core's own sections,
+by `Component.resumes_as` for components, and by `when_resumed` for single fields, whichever is closest to the key.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import PurePath
+from typing import Any
+
+from attrs import NOTHING, Attribute, frozen
+
+from forge_core.config.describe import (
+    is_array,
+    is_component,
+    is_mapping,
+    is_section,
+    is_table,
+    item_type,
+    members,
+    toml_text,
+)
+from forge_core.config.dump import dump_job, to_toml
+from forge_core.config.job import Job
+from forge_core.config.structure import resolved_fields
+from forge_core.config.walk import default_of, walk_components
+from forge_core.contracts.components import Component, DefaultType, WhenResumed
+from forge_core.contracts.errors import PluginError
+from forge_core.plugins.catalog import Catalog
+
+SECTIONS: Mapping[str, WhenResumed] = {
+    "job": "safe",
+    "job.seed": "flag",
+    "train": "flag",
+    "train.steps": "safe",
+    "train.micro_batch_size": "safe",
+    "train.device": "safe",
+    "train.non_finite": "safe",
+    "train.non_finite_limit": "safe",
+    "train.dry_run": "safe",
+    "train.deterministic": "safe",
+    "train.gc_interval": "safe",
+    "data": "flag",
+    "data.workers": "safe",
+    "checkpoint": "safe",
+    "eval": "safe",
+    "metrics": "safe",
+    "launch": "safe",
+}
+"""What a change of the core's own keys means; a key that is not listed is as its section. Micro-batches are layout: the
+loss is normalised over the global batch, so the curve does not depend on them."""
+
+TYPES: Mapping[str, WhenResumed] = {"optimizer": "impossible"}
+"""Kinds of which another type means more than another setting: one optimizer's state is of no use to another."""
+
+TITLES: Mapping[WhenResumed, str] = {
+    "safe": "safe",
+    "flag": "need --resume-with-changes",
+    "impossible": "impossible",
+}
+RANK: Mapping[WhenResumed, int] = {means: rank for rank, means in enumerate(TITLES)}
+SHORT = 60
+"""Characters of a value that are shown."""
+
+
+@frozen
+class Change:
+    """One key that is not as it was. A component that came or went is one change, of its `type`."""
+
+    path: str
+    before: Any
+    """As in TOML; None: it was not there."""
+    after: Any
+    means: WhenResumed
+
+    def __str__(self) -> str:
+        return f"{self.path}: {_shown(self.before)} -> {_shown(self.after)}"
+
+
+def job_changes(before: str, job: Job, catalog: Catalog) -> list[Change]:
+    """What has changed from a checkpoint's resolved job (TOML) to `job`, in the order of the file."""
+    classes = {type(component) for _, component in walk_components(job)}
+    return text_changes(before, dump_job(job, catalog), catalog, classes)
+
+
+def text_changes(before: str, after: str, catalog: Catalog, classes: Iterable[type[Component]] = ()) -> list[Change]:
+    """What has changed between two resolved jobs (TOML).
+
+    Args:
+        classes: of components, as far as they are known; others are looked up.
+    """
+    leaves = _Leaves(classes, catalog)
+    olds, news = (dict(leaves.of(tomllib.loads(text))) for text in (before, after))
+    changed = [path for path in {**news, **olds} if _differ(path, olds, news)]
+    replaced = [path for path in changed if path.endswith(".type")]
+    return [_change(path, olds.get(path), news.get(path)) for path in changed if not _inside(path, replaced)]
+
+
+def describe_changes(changes: Iterable[Change]) -> str:
+    """The changes in groups, those that matter most last; empty if there are none."""
+    changes, lines = list(changes), []
+    for means, title in TITLES.items():
+        found = [f"    {change}" for change in changes if change.means == means]
+        lines += [f"  {title}:", *found] if found else []
+    return "\n".join(lines)
+
+
+def gravest(changes: Sequence[Change]) -> WhenResumed:
+    """What all changes together mean; `safe` if there are none."""
+    return max((change.means for change in changes), key=RANK.__getitem__, default="safe")
+
+
+@frozen
+class _Leaf:
+    """A value of a job that is neither table nor array of tables, and what its change means."""
+
+    value: Any
+    means: WhenResumed
+    is_default: bool = False
+    known: bool = True
+    """Whether the class that reads the table has such a key."""
+
+
+class _Leaves:
+    """Goes through a resolved job along the types of its fields."""
+
+    def __init__(self, classes: Iterable[type[Component]], catalog: Catalog) -> None:
+        self._classes = {_place_free(catalog.type_of(cls)): cls for cls in classes}
+        self._catalog = catalog
+
+    def of(self, job: Mapping[str, Any]) -> Iterator[tuple[str, _Leaf]]:
+        """Every leaf with its path."""
+        return self._table("", Job, job, "flag")
+
+    def _table(self, path: str, cls: type, table: Mapping[str, Any], means: WhenResumed) -> Iterator[tuple[str, _Leaf]]:
+        fields = resolved_fields(cls)
+        for key, value in table.items():
+            here, f = f"{path}.{key}" if path else key, fields.get(key)
+            if key == "type" and issubclass(cls, Component):
+                continue
+            if f is None:
+                yield here, _Leaf(value, means, known=False)
+            else:
+                word = f.metadata.get("when_resumed") or SECTIONS.get(here, means)
+                yield from self._value(here, f.type, value, word, f)
+
+    def _value(
+        self, path: str, type_: Any, value: Any, means: WhenResumed, f: Attribute | None = None
+    ) -> Iterator[tuple[str, _Leaf]]:
+        """`f`: the field that holds this very value, if one does."""
+        kinds = members(type_)
+        entries = item_type(next((kind for kind in kinds if is_array(kind) or is_mapping(kind)), Any))
+        if isinstance(value, list) and is_table(entries):
+            for name, item in _names(value):
+                yield from self._value(f"{path}.{name}", entries, item, means)
+        elif not isinstance(value, dict):
+            yield path, _Leaf(value, means, f is not None and self._is_default(value, f))
+        elif base := next(filter(is_component, kinds), None):
+            yield from self._component(path, base, value, means, f)
+        elif section := next(filter(is_section, kinds), None):
+            yield from self._table(path, section, value, means)
+        else:
+            for name, item in value.items():
+                yield from self._value(f"{path}.{name}", entries, item, means)
+
+    def _component(
+        self, path: str, base: type[Component], table: Mapping[str, Any], means: WhenResumed, f: Attribute | None
+    ) -> Iterator[tuple[str, _Leaf]]:
+        cls = self._class(base, table.get("type", ""))
+        if f is None or "when_resumed" not in f.metadata:
+            means = cls.resumes_as or means
+        is_default = f is not None and self._is_default(table, f)
+        yield f"{path}.type", _Leaf(table.get("type"), TYPES.get(base.kind, means), is_default)
+        yield from self._table(path, cls, table, means)
+
+    def _class(self, base: type[Component], type_: str) -> type[Component]:
+        """The class of a component; its kind's base where that is not known. Nothing is imported from a path that an
+        old job happens to name."""
+        known = self._classes.get(_place_free(type_))
+        if known is not None or ":" in type_:
+            return known or base
+        try:
+            return self._catalog.load(base.kind, type_, base)
+        except PluginError:
+            return base
+
+    def _is_default(self, value: Any, f: Attribute) -> bool:
+        default = default_of(f)
+        if isinstance(default, DefaultType):
+            return isinstance(value, dict) and _bare(value.get("type", "")) == _bare(default.type)
+        return default is not NOTHING and default is not None and _same(value, to_toml(default, self._catalog))
+
+
+def _names(tables: Sequence[Mapping[str, Any]]) -> list[tuple[str, Mapping[str, Any]]]:
+    """Entries of an array of tables, by their `name` or else their number."""
+    names = [str(table.get("name") or number) for number, table in enumerate(tables)]
+    distinct = len(set(names)) == len(names)
+    return [(names[number] if distinct else str(number), table) for number, table in enumerate(tables)]
+
+
+def _differ(path: str, olds: Mapping[str, _Leaf], news: Mapping[str, _Leaf]) -> bool:
+    """Whether a key has changed. One that a newer version added does, at its default, what the older version did."""
+    if path not in olds:
+        return not news[path].is_default
+    return path not in news or not _same(olds[path].value, news[path].value)
+
+
+def _inside(path: str, replaced: Iterable[str]) -> bool:
+    """Whether a key belongs to a component that came, went, or gave way to one of another type."""
+    return any(path != type_ and path.startswith(type_.removesuffix("type")) for type_ in replaced)
+
+
+def _change(path: str, old: _Leaf | None, new: _Leaf | None) -> Change:
+    leaves = [leaf for leaf in (old, new) if leaf is not None]
+    means = max((leaf.means for leaf in leaves), key=RANK.__getitem__)
+    if not any(leaf.known for leaf in leaves):  # a newer version dropped it: nobody can tell any more what it meant
+        means = min(means, "flag", key=RANK.__getitem__)
+    return Change(path, old and old.value, new and new.value, means)
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two values of TOML are equal: NaN equals itself, and a local file may have moved."""
+    return one == other or repr(one) == repr(other) or _place_free(one) == _place_free(other)
+
+
+def _place_free(value: Any) -> Any:
+    """A type that names a local file without the folder of the file; anything else as it is."""
+    is_file = isinstance(value, str) and value.rpartition(":")[0].endswith(".py")
+    return PurePath(value).name if is_file else value
+
+
+def _bare(type_: str) -> str:
+    return type_.rpartition("/")[2]
+
+
+def _shown(value: Any) -> str:
+    text = "(none)" if value is None else _toml(value)
+    return text if len(text) <= SHORT else f"{text[: SHORT - 1]}…"
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(map(_toml, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key} = {_toml(item)}' for key, item in value.items())}}}"
+    return toml_text(value)

@@ -1,0 +1,157 @@
+"""Where a run starts from: nothing, a checkpoint that it continues, or the weights of one."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from attrs import field, frozen
+
+from forge_core.checkpoint.job_diff import Change, describe_changes, gravest, job_changes
+from forge_core.checkpoint.manager import Checkpoints
+from forge_core.checkpoint.manifest import MANIFEST, How, verify
+from forge_core.checkpoint.provenance import collect, compare
+from forge_core.checkpoint.retention import Retention
+from forge_core.checkpoint.run_folder import run_folder, storage_folder
+from forge_core.checkpoint.storage import LocalStorage
+from forge_core.config.job import Job
+from forge_core.contracts.errors import CheckpointError, ForgeError
+from forge_core.parallel.mesh import global_rank
+from forge_core.plugins.catalog import Catalog
+
+if TYPE_CHECKING:
+    from forge_core.contracts.contexts import BuildContext
+
+FLAG = "--resume-with-changes"
+ANEW = (
+    "To start a new run from these weights instead, with an optimizer, steps and data of its own, give it another "
+    'job.name and a table [checkpoint.load] with path = "{path}"'
+)
+
+
+@frozen(kw_only=True)
+class Start:
+    """Where a run starts from, decided before anything is built."""
+
+    checkpoint: Path | None = None
+    """The checkpoint that the run continues."""
+    weights: Path | None = None
+    """The checkpoint of which it only takes weights."""
+    manifest: Mapping[str, Any] = field(factory=dict)
+    """Of either."""
+    changes: Sequence[Change] = ()
+    """What has changed in the job since the checkpoint was saved."""
+    with_changes: bool = False
+    """Whether the user asked to continue in spite of changes that make another run of it."""
+
+    @property
+    def extras(self) -> Mapping[str, Any]:
+        """The state of hooks and plugins, but for those that have given way to others under the same name."""
+        types = [change for change in self.changes if change.path.endswith(".type") and change.after is not None]
+        replaced = {change.path.removesuffix(".type") for change in types}
+        saved = self.manifest["extras"].items()
+        return {owner: state for owner, state in saved if _path(owner) not in replaced}
+
+
+def open_checkpoints(job: Job, context: BuildContext) -> Checkpoints:
+    """The checkpoints of the run of `job`."""
+    section = job.checkpoint
+    return Checkpoints(context.build(section.storage), Retention.of(section), section.verify)
+
+
+def find_start(job: Job, catalog: Catalog, checkpoints: Checkpoints, resume: str, with_changes: bool) -> Start:
+    """Where the run of `job` starts from; what is found is verified, and does not contradict the job.
+
+    Raises:
+        CheckpointError: see `find_checkpoint`, `forge_core.checkpoint.provenance.compare` and `check_changes`.
+    """
+    found = find_checkpoint(resume, checkpoints, job.checkpoint.verify)
+    if found is None:
+        check_storage(run_folder(job))
+        if job.checkpoint.load is None:
+            return Start()
+        path, manifest = locate(Path(job.checkpoint.load.path), job.checkpoint.verify)
+        return Start(weights=path, manifest=manifest)
+    path, manifest = found
+    differing = compare(manifest["provenance"], collect(job, catalog), with_changes)
+    if differing and global_rank() == 0:
+        warnings.warn("\n".join(differing), stacklevel=2)
+    changes = job_changes(manifest["job"], job, catalog)
+    check_changes(path, changes, with_changes)
+    return Start(checkpoint=path, manifest=manifest, changes=changes, with_changes=with_changes)
+
+
+def find_checkpoint(resume: str, checkpoints: Checkpoints, how: How) -> tuple[Path, dict[str, Any]] | None:
+    """The checkpoint that `resume` means, verified, with its manifest; None to start from nothing.
+
+    Args:
+        resume: `auto`, `never`, or a path (see `forge_core.engine.trainer.Trainer`).
+
+    Raises:
+        CheckpointError: there is none where a path says so, there is one though `never`, or none is intact.
+    """
+    if resume == "never":
+        steps = checkpoints.steps()
+        if steps:
+            hint = "choose another job.name, delete the folder, or continue it with --resume auto"
+            raise CheckpointError(f"this run folder has checkpoints already (steps {steps}); {hint}")
+        return None
+    newest = checkpoints.newest()
+    if resume == "auto" or newest is not None:
+        return newest
+    return locate(Path(resume), how)
+
+
+def locate(path: Path, how: How) -> tuple[Path, dict[str, Any]]:
+    """The checkpoint at `path`, or the newest one of the run folder `path`, verified, with its manifest.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
+    if (path / MANIFEST).is_file() or re.fullmatch(r"step-\d+", path.name):
+        return path, verify(path, how)
+    found = Checkpoints(LocalStorage(storage_folder(path)), Retention(), how).newest()
+    if found is None:
+        raise CheckpointError(f"{path} is neither a checkpoint nor a run folder with checkpoints")
+    return found
+
+
+def check_storage(folder: Path) -> None:
+    """See that a run that has no checkpoint where the job keeps them has none where an earlier job kept them either.
+
+    Raises:
+        CheckpointError: it has, and would start over.
+    """
+    try:
+        before = storage_folder(folder)
+    except ForgeError:  # kept in no folder: there is nothing to see
+        return
+    if LocalStorage(before).steps():
+        fix = "set [checkpoint.storage] back, move the checkpoints, or choose another job.name"
+        raise CheckpointError(f"{before} has checkpoints of this run, but the job keeps them elsewhere now; {fix}")
+
+
+def check_changes(path: Path, changes: Sequence[Change], allowed: bool) -> None:
+    """See that the run may continue in spite of what has changed in its job.
+
+    Args:
+        allowed: whether the user has asked to continue with changes that make another run of it.
+
+    Raises:
+        CheckpointError: it may not, or cannot; lists every change, and says what to do.
+    """
+    worst = gravest(changes)
+    if worst == "safe" or (worst == "flag" and allowed):
+        return
+    listed = f"the job is not the one that saved {path}:\n{describe_changes(changes)}"
+    if worst == "impossible":
+        raise CheckpointError(f"{listed}\nUndo what is impossible. {ANEW.format(path=path)}")
+    raise CheckpointError(f"{listed}\nTo continue all the same, run the same command with {FLAG}. Or undo the changes")
+
+
+def _path(owner: str) -> str:
+    """Where the job has the component whose state a checkpoint keeps under this name."""
+    return owner.removeprefix("hook:").replace("plugin:", "plugins.", 1)

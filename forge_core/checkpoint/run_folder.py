@@ -1,0 +1,143 @@
+"""The run folder: who owns it, and what is kept in it."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import socket
+import time
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from forge_core.contracts.errors import ForgeError
+
+if TYPE_CHECKING:
+    from forge_core.config.job import Job
+    from forge_core.contracts.data import Tokenizer
+
+JOB = "job.toml"
+LOCK = ".lock"
+UNKNOWN = "another process"
+TOKENIZER = "tokenizer"
+
+_held: set[IO[str]] = set()
+
+
+def _release_in_child() -> None:
+    """A forked process shares the lock: a worker that outlives a killed run would keep its folder locked."""
+    for lock in _held:
+        lock.close()
+
+
+os.register_at_fork(after_in_child=_release_in_child)
+
+
+def run_folder(job: Job) -> Path:
+    """`{job.output}/{job.name}`."""
+    return Path(job.job.output) / job.job.name
+
+
+def checkpoint_table(folder: Path) -> Mapping[str, Any]:
+    """`[checkpoint]` of the resolved job that a run folder keeps; empty before its first start."""
+    try:
+        return tomllib.loads((folder / JOB).read_text())["checkpoint"]
+    except FileNotFoundError:
+        return {}
+
+
+def storage_folder(folder: Path) -> Path:
+    """Where the checkpoints of a run folder lie, as its job says.
+
+    Raises:
+        ForgeError: they are not kept in a folder of files.
+    """
+    storage = checkpoint_table(folder).get("storage", {})
+    if "folder" not in storage and storage.get("type"):
+        raise ForgeError(f"{folder} keeps its checkpoints with {storage['type']}, which has no folder to look into")
+    return folder / storage.get("folder", "checkpoints")
+
+
+@contextmanager
+def locked(folder: Path, advice: str = "give this run another job.name") -> Iterator[None]:
+    """Own `folder` while this context lasts. The kernel drops the lock when the process ends, however it ends.
+
+    A folder that had to be made, and in which nothing came to be, is removed again.
+
+    Raises:
+        ForgeError: another process owns it; names its host and number.
+    """
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    with _lock(folder, advice) as lock:
+        lock.truncate(0)
+        lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        lock.flush()
+        _held.add(lock)
+        try:
+            yield
+        finally:
+            _held.remove(lock)
+            if made and [path.name for path in folder.iterdir()] == [LOCK]:
+                (folder / LOCK).unlink()
+                _remove(made)
+
+
+def owner(folder: Path) -> str:
+    """The process that owns a run folder at this moment; empty if none does."""
+    try:
+        with (folder / LOCK).open() as lock:
+            return "" if _take(lock, fcntl.LOCK_SH) else lock.read().strip() or UNKNOWN
+    except FileNotFoundError:
+        return ""
+
+
+def _lock(folder: Path, advice: str) -> IO[str]:
+    while True:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / LOCK).open("a+")
+        if not _take(lock, fcntl.LOCK_EX):
+            with lock:
+                lock.seek(0)
+                raise ForgeError(f"{folder} is in use by {lock.read().strip() or UNKNOWN}; {advice}")
+        if os.fstat(lock.fileno()).st_nlink:
+            return lock
+        lock.close()  # its last owner removed it between the two calls
+
+
+def _take(lock: IO[str], how: int) -> bool:
+    """Try more than once: whoever only asks who owns the folder holds the lock for a moment."""
+    for pause in (0.05, 0.1, 0):
+        try:
+            fcntl.flock(lock, how | fcntl.LOCK_NB)
+        except OSError:
+            time.sleep(pause)
+        else:
+            return True
+    return False
+
+
+def _remove(folders: Iterable[Path]) -> None:
+    with suppress(OSError):  # something is in one of them after all
+        for folder in folders:
+            folder.rmdir()
+
+
+def save_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
+    """Keep the tokenizer with the run, once."""
+    if not (folder / TOKENIZER).is_dir():
+        unfinished = folder / f"{TOKENIZER}.tmp"
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir()
+        tokenizer.save(unfinished)
+        unfinished.rename(folder / TOKENIZER)
+
+
+def write_record(folder: Path, job_toml: str, provenance: Mapping[str, Any], plan: str) -> None:
+    """Keep the resolved job, the provenance and the plan."""
+    (folder / JOB).write_text(job_toml)
+    (folder / "provenance.json").write_text(json.dumps(provenance, indent=1) + "\n")
+    (folder / "plan.txt").write_text(plan + "\n")

@@ -1,0 +1,174 @@
+"""When a run saves, whether training waits for it, and what happens when a save fails."""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch.distributed as dist
+from attrs import frozen
+
+from forge_core.checkpoint.manager import Checkpoints, State
+from forge_core.checkpoint.manifest import to_json
+from forge_core.checkpoint.ranks import Ranks
+from forge_core.checkpoint.staging import Staging
+from forge_core.config.job import CheckpointSection
+from forge_core.contracts.errors import CheckpointError
+from forge_core.parallel.mesh import group_timeout
+
+ADVICE = "Once that is mended, the same command continues from the newest checkpoint"
+
+
+@frozen
+class _Pending:
+    """A checkpoint that a background thread is writing."""
+
+    step: int
+    path: Future[Path]
+
+
+class Saver:
+    """Saves the states of a run. All its methods but `due` are collective.
+
+    Attributes:
+        saved_step: the step that was saved last, or is being written; None if there is none, or saving it failed.
+        evaluation: the last one, as checkpoints tell of it: `step` and `metrics`; empty before the first.
+    """
+
+    def __init__(
+        self,
+        section: CheckpointSection,
+        checkpoints: Checkpoints,
+        before: Callable[[], None],
+        on_saved: Callable[[int, Path], None],
+    ) -> None:
+        """`before` is called on rank 0 when a state is taken, and what it raises is a failed save; `on_saved` on every
+        rank, in the main thread, once a checkpoint is there."""
+        self._section = section
+        self._checkpoints = checkpoints
+        self._before = before
+        self._on_saved = on_saved
+        self._pending: _Pending | None = None
+        self.evaluation: Mapping[str, Any] = {}
+        self.saved_step: int | None = None
+        if section.async_save:
+            self._start_background()
+
+    def continues(self, manifest: Mapping[str, Any]) -> None:
+        """The run continues from a checkpoint."""
+        self.saved_step, self.evaluation = manifest["step"], manifest["evaluation"]
+
+    def note_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Checkpoints from now on tell of this evaluation."""
+        finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
+        self.evaluation = {"step": step, "metrics": finite}
+        if self._section.keep_best and self._section.best_metric not in metrics and self._checkpoints.ranks.number == 0:
+            known = ", ".join(metrics)
+            warnings.warn(f"checkpoint.best_metric = {self._section.best_metric!r} is none of {known}", stacklevel=3)
+
+    def due(self, step: int) -> bool:
+        """Whether the number of a step asks for a checkpoint."""
+        interval = self._section.interval
+        return bool(interval and step % interval == 0) or self._checkpoints.retention.is_early(step)
+
+    def save(self, step: int, state: State, final: bool = False) -> None:
+        """Save the state of `step`, or with `async_save` copy it and start to write it. A save before it is waited for.
+
+        Args:
+            final: nothing comes after it, so it is waited for, and must succeed.
+
+        Raises:
+            CheckpointError: a save failed, this or the one before, and `on_failure` does not let it pass.
+        """
+        self.settle()
+        try:
+            path = self._write(step, state, background=self._section.async_save and not final)
+        except CheckpointError as error:
+            self._failed(error, final)
+        else:
+            self.saved_step = step
+            if path is not None:
+                self._on_saved(step, path)
+
+    @property
+    def writing(self) -> bool:
+        """Whether this rank is still writing in the background."""
+        return self._pending is not None and not self._pending.path.done()
+
+    def settle(self) -> None:
+        """Wait for what is being written, and report how it went.
+
+        Raises:
+            CheckpointError: it failed, and `on_failure` does not let that pass.
+        """
+        if self._pending is None:
+            return
+        pending, self._pending = self._pending, None
+        try:
+            path = pending.path.result()
+        except CheckpointError as error:
+            self._failed(error)
+        else:
+            self._on_saved(pending.step, path)
+
+    def tidy(self) -> None:
+        """See that of the checkpoints only those are left that the job wants kept."""
+        if self.saved_step is not None:
+            self._checkpoints.tidy(self.saved_step)
+
+    def abandon(self, error: BaseException) -> None:
+        """The run fails with `error`: wait for what is being written all the same, and note if it failed too."""
+        try:
+            self.settle()
+        except Exception as other:
+            error.add_note(f"Besides: {other}")
+        if self._section.async_save:
+            self._thread.shutdown()
+
+    def close(self) -> None:
+        """The run ends well. Every save was waited for."""
+        if self._section.async_save:
+            self._thread.shutdown()
+            dist.destroy_process_group(self._checkpoints.ranks.group)
+
+    def _start_background(self) -> None:
+        """The thread has a process group to itself: its messages must not mix with those of the steps."""
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._staging = Staging()
+        self._checkpoints = attrs.evolve(
+            self._checkpoints, ranks=Ranks(dist.new_group(backend="gloo", timeout=group_timeout()))
+        )
+
+    def _write(self, step: int, state: State, background: bool) -> Path | None:
+        """Gives the checkpoint, unless it is written in the background."""
+        state = State(state.tensors, self._plain_values(step, state))
+        if not background:
+            return self._checkpoints.save(step, state)
+        staged = self._staging.copy(state.tensors)
+        self._pending = _Pending(step, self._thread.submit(self._checkpoints.save, step, state, staged))
+        return None
+
+    def _plain_values(self, step: int, state: State) -> dict[str, Any]:
+        """What is not a tensor, in a form that nobody changes any more."""
+
+        def take() -> str:
+            self._before()
+            return to_json({"evaluation": self.evaluation, **state.values})
+
+        try:
+            return json.loads(self._checkpoints.ranks.on_first(take))
+        except CheckpointError as error:
+            raise self._checkpoints.failure(step, error) from error
+
+    def _failed(self, error: CheckpointError, final: bool = False) -> None:
+        self.saved_step = None
+        if final or self._section.on_failure == "stop":
+            raise CheckpointError(f"{error}. {ADVICE}") from error
+        if self._checkpoints.ranks.number == 0:
+            warnings.warn(f"{error}. Training goes on, and the next save tries again", stacklevel=4)

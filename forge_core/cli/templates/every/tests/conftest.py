@@ -1,3 +1,0 @@
-"""The fixtures `make_job`, `train` and `lines`."""
-
-pytest_plugins = ["forge_core.testing.fixtures"]

@@ -1,0 +1,454 @@
+"""Base classes of the core's kinds of component.
+
+A component is an attrs class, frozen and keyword-only, that *is* the typed configuration and knows how to `build` what
+it configures. It imports nothing heavy: torch and everything else that a run needs is imported inside `build`, so that
+a job file can be checked on a login node in a fraction of a second.
+
+    @frozen(kw_only=True)
+    class SignSGD(OptimizerComponent):
+        '''Steps by the sign of the gradient (Bernstein et al. 2018, algorithm 1).'''
+
+        lr: float = field(default=1e-4, validator=gt(0))
+
+        def build(self, context, parameters):
+            from sign_sgd.optimizer import SignSGDOptimizer
+            return SignSGDOptimizer(parameters.groups(), lr=self.lr)
+
+What `build` must return is described by the protocols in `model`, `data`, `optimizer` and `runtime`
+beside this module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import attrs
+from attrs import define, field, frozen
+from attrs.validators import ge, matches_re, min_len, optional
+
+from forge_core.contracts.errors import Problem
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from forge_core.config.job import Job
+    from forge_core.contracts.contexts import (
+        BuildContext,
+        CheckpointContext,
+        EvaluationContext,
+        StepContext,
+        TrainContext,
+    )
+    from forge_core.contracts.data import Dataset, Documents, DocumentStream, Tokenizer
+    from forge_core.contracts.layout import Layout
+    from forge_core.contracts.model import Model
+    from forge_core.contracts.optimizer import Schedule
+    from forge_core.contracts.parameters import NamedParameters
+    from forge_core.contracts.runtime import Executor, Logger, LossFunction, ParallelStage, Storage
+
+
+@frozen
+class DefaultType:
+    """A default that names a component by type, looked up only when the job leaves the table out."""
+
+    type: str
+
+
+def default_type(type_: str) -> Any:
+    """Attrs field whose default is the installed component `type_` of the field's kind.
+
+        ffn: FFNComponent = default_type("swiglu")
+
+    The component may belong to another distribution; it is imported only if the job does not give the table.
+    """
+    return field(default=DefaultType(type_))
+
+
+WhenResumed = Literal["safe", "flag", "impossible"]
+"""What a changed key means for a run that continues from a checkpoint. `safe`: it applies at once, and what was saved
+keeps its meaning. `flag`: it makes another run of it, so the user must ask with `--resume-with-changes`. `impossible`:
+what was saved does not fit, or would mean something else."""
+
+
+def when_resumed(change: WhenResumed) -> dict[str, WhenResumed]:
+    """Metadata of a field that says what its change means for a continued run.
+
+        backend: str = field(default="auto", metadata=when_resumed("safe"))
+
+    Without it, a key means what its component does (`Component.resumes_as`).
+    """
+    return {"when_resumed": change}
+
+
+class Component:
+    """What every component shares. Subclasses that found a new kind set the class variable `kind`."""
+
+    kind: ClassVar[str]
+    resumes_as: ClassVar[WhenResumed | None] = None
+    """What it means for a continued run that this component's keys changed, or that it came or went; a field may
+    differ (`when_resumed`). None: what it means for the component around it."""
+
+    def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        """Mistakes that only show across fields or sections; paths are relative to this component's table."""
+        return ()
+
+    def choices(self, context: BuildContext) -> Iterable[tuple[str, str, str]]:
+        """What this component chose for the run by measurement, for the plan: (what, choice, why)."""
+        return ()
+
+    def training_hooks(self, job: Job) -> Iterable[TrainingHook]:
+        """Hooks that this component needs in the run loop, in order."""
+        return ()
+
+
+@frozen(kw_only=True)
+class ModelComponent(Component):
+    """Builds the network, on the meta device; memory and initial values come later from the engine."""
+
+    kind = "model"
+    resumes_as = "impossible"
+
+    def build(self, context: BuildContext) -> Model:
+        raise NotImplementedError
+
+
+@frozen(kw_only=True)
+class RouterComponent(Component):
+    """Builds the module that assigns tokens to experts.
+
+    The module maps `(x (B, S, D), batch)` to the weights and the numbers of K experts for each token, both (B, S, K).
+    The weights are float32 or wider; a number of -1 means no expert, and a module that gives such says so by an
+    attribute `leaves_out = True`. Its attribute `experts_per_token` is how many a token has, in the mean. Losses attach
+    to the weights (`context.auxiliary.attach`).
+    """
+
+    kind = "router"
+
+    def expert_problems(self, experts: int) -> Iterable[Problem]:
+        """Mistakes that show once the number of experts is known; paths are relative to this component's table."""
+        return ()
+
+    def build(self, context: BuildContext, dim: int, experts: int) -> nn.Module:
+        """Args: `dim`, width of a token; `experts`, how many routed experts there are. `context.layer` is the layer's
+        number."""
+        raise NotImplementedError
+
+
+@frozen(kw_only=True)
+class ParameterGroup:
+    """`[[optimizer.groups]]`: other settings for the parameters whose names fit a pattern.
+
+    A parameter belongs to the first table that fits it; what a table does not set stays as it is.
+    """
+
+    match: str = field(validator=min_len(1))
+    """Pattern of a shell over the names of parameters (`layers.*.ffn.*`); `*` stands for any characters, dots
+    included."""
+    lr: float | None = field(default=None, validator=optional(ge(0)))
+    """Base learning rate of these parameters; the schedule multiplies it."""
+    weight_decay: float | None = field(default=None, validator=optional(ge(0)))
+    """Weight decay of these parameters."""
+    settings: Mapping[str, float] = field(factory=dict)
+    """Other numbers that the optimizer keeps for each group, by its own names (`eps`, `momentum`)."""
+
+    def values(self) -> dict[str, float]:
+        """Everything that the table sets, by the optimizer's names."""
+        named = {"lr": self.lr, "weight_decay": self.weight_decay}
+        return {name: value for name, value in named.items() if value is not None} | dict(self.settings)
+
+
+@frozen(kw_only=True)
+class OptimizerComponent(Component):
+    """Builds a `torch.optim.Optimizer`.
+
+    Every parameter group has `names`, those of its parameters in their order (`NamedParameters.groups` gives them).
+    Its `lr` is the base rate: the engine multiplies it by the schedule before each step. A field that holds a
+    `SchedulerComponent` and is named like a key of the parameter groups is written there each step.
+
+    An optimizer that evaluates other weights than it trains implements `HasEvaluationWeights` of
+    `forge_core.contracts.optimizer`; one whose state is neither split like its parameter nor whole on every rank,
+    `PlacesState` of the same module. An attribute `group_state`, a sequence of keys, names the counters that it keeps
+    in its groups.
+    """
+
+    kind = "optimizer"
+    resumes_as = "flag"
+
+    groups: tuple[ParameterGroup, ...] = ()
+    """Other settings for some parameters, by pattern of their names."""
+
+    @property
+    def parameter_dtype(self) -> Literal["fp32", "bf16"]:
+        """The dtype in which parameters live from one step to the next; float64 in place of float32 with
+        `train.precision = "fp64"`. bf16 halves their memory, and is for an optimizer whose small updates are not lost
+        in it, as by stochastic rounding. Gradients add up in float32 all the same."""
+        return "fp32"
+
+    def build(self, context: BuildContext, parameters: NamedParameters) -> torch.optim.Optimizer:
+        raise NotImplementedError
+
+
+@frozen(kw_only=True)
+class SchedulerComponent(Component):
+    """Builds a pure function (step, total steps) -> factor. Step 0 is the first update."""
+
+    kind = "scheduler"
+    resumes_as = "flag"
+
+    def build(self, context: BuildContext) -> Schedule:
+        raise NotImplementedError
+
+
+@frozen(kw_only=True)
+class LossComponent(Component):
+    """Builds a function (head, hidden, batch) -> `LossOutput`."""
+
+    kind = "loss"
+    resumes_as = "flag"
+
+    def build(self, context: BuildContext) -> LossFunction:
+        raise NotImplementedError
+
+
+@frozen(kw_only=True)
+class DatasetComponent(Component):
+    """One source of training sequences: an entry of `[[data.sources]]`."""
+
+    kind = "dataset"
+    resumes_as = "flag"
+
+    name: str | None = field(default=None, validator=optional(matches_re(r"[A-Za-z0-9][A-Za-z0-9._-]*")))
+    """What the source is called in phases, metrics and checkpoints; the order of its sequences derives from it.
+    Letters, digits, `.`, `_` and `-`; by default its number, from 0."""
+    weight: float = field(default=1.0, validator=ge(0))
+    """Share of the training sequences that come from this source, relative to the other sources; 0 means never."""
+    max_epochs: float = field(default=0.0, validator=ge(0))
+    """Passes over the source after which it is left out, and the others share its part; 0 is no limit."""
+
+    def documents(self) -> Iterable[str]:
+        """Texts of the training split, for tokenizers that are trained on the corpus. Empty if it has no text."""
+        return ()
+
+    def build(self, context: BuildContext) -> Dataset | Documents | DocumentStream:
+        """Tokenised documents, of which `[data.packing]` makes sequences; or finished sequences."""
+        raise NotImplementedError
+
+
+@frozen(kw_only=True)
+class PackingComponent(Component):
+    """Makes training sequences of the documents that sources give: `[data.packing]`."""
+
+    kind = "packing"
+    resumes_as = "flag"
+    needs_boundaries: ClassVar[bool] = True
+    """Whether it must know where documents end."""
+    accepts_sequences: ClassVar[bool] = False
+    """Whether sources that give finished sequences may stand beside it, and are left as they are."""
+
+    def build(self, context: BuildContext, documents: Documents) -> Dataset:
+        """The sequences of the documents, and in its `held_out` those of `documents.held_out`."""
+        raise NotImplementedError
+
+
+@frozen(kw_only=True)
+class TokenizerComponent(Component):
+    """Text to token ids and back."""
+
+    kind = "tokenizer"
+    resumes_as = "impossible"
+
+    def build(self, context: BuildContext, documents: Callable[[], Iterable[str]]) -> Tokenizer:
+        """Args: `documents`, gives the training texts of all sources afresh at each call."""
+        raise NotImplementedError
+
+    def load(self, context: BuildContext, folder: Path) -> Tokenizer:
+        """The tokenizer that `Tokenizer.save(folder)` wrote: a continued run or `generate` uses it unchanged."""
+        raise NotImplementedError
+
+    def expected_vocab_size(self) -> int | None:
+        """`vocab_size` of the tokenizer, where that is known before any document is read; else None. By it a job is
+        checked: whether ranks can share the embedding table of a model that takes the tokenizer's size."""
+        return None
+
+
+@frozen(kw_only=True)
+class ParallelComponent(Component):
+    """A stage: transforms the model on the meta device (compile, tensor parallel, FSDP, …).
+
+    `after` and `before` map the type of another stage to the reason for that order. A relation to a stage that the
+    job does not have is without effect.
+    """
+
+    kind = "parallel"
+    resumes_as = "safe"
+    after: ClassVar[Mapping[str, str]] = {}
+    before: ClassVar[Mapping[str, str]] = {}
+    owns_reduction: ClassVar[bool] = False
+    """Whether this stage reduces gradients over the token dimensions. At most one stage of a job may."""
+    drops_parameters: ClassVar[bool] = False
+    """Whether it leaves each rank only some of the model's layers. Names of parameters stay the same all the same."""
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether gradients of activations and of weights are computed apart. Parameters must then stay as they are
+        from the forward pass to the end of the step."""
+        return False
+
+    @property
+    def waits_in_blocks(self) -> str:
+        """Why blocks wait for a number on the host with this stage, so that no graph has all of one; empty: they do
+        not."""
+        return ""
+
+    @property
+    def brings_executor(self) -> bool:
+        """Whether its stage runs the micro-batches itself (`executor`), so that no other can be asked for."""
+        return False
+
+    def micro_batches_alive(self, count: int) -> float:
+        """Of how many of a step's `count` micro-batches this stage lets a rank keep activations at the same time, at
+        the most; a fraction where a rank keeps those of some layers only."""
+        return 1.0
+
+    def degrees(self) -> Mapping[str, int | str]:
+        """Mesh dimensions that this stage asks for, with their size, or `"auto"` for what is left over."""
+        return {}
+
+    def model_problems(self, model: Model, layout: Layout) -> Iterable[Problem]:
+        """Why this stage cannot be applied to `model`, which is whole, on the meta device, and unchanged by any stage.
+
+        Asked when a job is checked, where there is no process group, and again before any stage is applied; paths are
+        relative to this component's table.
+        """
+        return ()
+
+    def build(self, context: BuildContext) -> ParallelStage:
+        raise NotImplementedError
+
+
+@frozen(kw_only=True)
+class ExecutorComponent(Component):
+    """Runs the micro-batches of one step forward and backward, each within what the stages put around it
+    (`forge_core.parallel.stages.around`)."""
+
+    kind = "executor"
+    resumes_as = "safe"
+
+    def build(
+        self, context: BuildContext, model: Model, loss: LossFunction, stages: Sequence[ParallelStage]
+    ) -> Executor:
+        raise NotImplementedError
+
+
+@frozen(kw_only=True)
+class EvaluationComponent(Component):
+    """Measures the model during training; an entry of `[evaluations.NAME]`."""
+
+    kind = "evaluation"
+    resumes_as = "safe"
+
+    def evaluate(self, context: EvaluationContext) -> Mapping[str, float]:
+        """Metrics, keyed as they are logged (`eval/loss`). Called on every rank, with the model in evaluation mode."""
+        raise NotImplementedError
+
+
+@frozen(kw_only=True)
+class StorageComponent(Component):
+    """Where checkpoints live and how one becomes visible at once."""
+
+    kind = "storage"
+    resumes_as = "safe"
+
+    def build(self, context: BuildContext) -> Storage:
+        raise NotImplementedError
+
+
+@frozen(kw_only=True)
+class LoggerComponent(Component):
+    """Receives the metrics, on rank 0."""
+
+    kind = "logger"
+    resumes_as = "safe"
+
+    def build(self, context: BuildContext) -> Logger:
+        raise NotImplementedError
+
+
+@define(kw_only=True, slots=False)
+class TrainingHook(Component):
+    """Takes part in the run loop. The class is the running object: there is no `build`.
+
+    Ordinary fields are keys of the job file; `field(init=False)` fields are state and travel with checkpoints, so they
+    hold plain values (numbers, strings, lists, dicts) or tensors. Hooks run on every rank, in the printed order.
+    A hook that may ask to skip an update sets `may_skip`, which costs one wait on the device a step.
+    """
+
+    kind = "hook"
+    resumes_as = "flag"
+    may_skip: ClassVar[bool] = False
+
+    def on_train_begin(self, context: TrainContext) -> None:
+        """Everything is built and, if the run continues, restored; no step of this process has run."""
+
+    def on_step_begin(self, context: StepContext) -> None:
+        """Before the micro-batches of a step."""
+
+    def on_gradients(self, context: StepContext) -> None:
+        """The gradients of the whole step are complete on every rank, their norm is known, and nothing is clipped."""
+
+    def on_step_end(self, context: StepContext) -> None:
+        """After the update, or after it was skipped."""
+
+    def on_eval_end(self, context: StepContext, metrics: Mapping[str, float]) -> None:
+        """After all evaluations of a step, with their metrics."""
+
+    def on_checkpoint_save(self, context: CheckpointContext) -> None:
+        """A checkpoint was committed; with `checkpoint.async_save` at the end of a later step, `context.step` being the
+        one that was saved."""
+
+    def on_checkpoint_load(self, context: CheckpointContext) -> None:
+        """A checkpoint was restored, before anything else."""
+
+    def on_train_end(self, context: TrainContext) -> None:
+        """The loop ended without an error, or only its last save failed."""
+
+    def on_exception(self, context: TrainContext, error: BaseException) -> None:
+        """The loop ended with `error`, which is raised on afterwards."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """State to save: by default the `field(init=False)` fields."""
+        return {f.name: getattr(self, f.name) for f in state_fields(type(self))}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` gave."""
+        for name, value in state.items():
+            setattr(self, name, value)
+
+
+@define(kw_only=True, slots=False)
+class Plugin(Component):
+    """Behaviour through hooks: methods marked `@hookimpl` implement specifications of `forge_core.contracts.hookspecs`.
+
+    The class is the running object, made and registered only when the job names it under `[plugins.NAME]`. Fields with
+    `field(init=False)` are state and travel with checkpoints.
+    """
+
+    kind = "plugin"
+    resumes_as = "flag"
+
+    def state_dict(self) -> dict[str, Any]:
+        """State to save: by default the `field(init=False)` fields."""
+        return {f.name: getattr(self, f.name) for f in state_fields(type(self))}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` gave."""
+        for name, value in state.items():
+            setattr(self, name, value)
+
+
+def state_fields(cls: type) -> list[attrs.Attribute]:
+    """Fields of a hook or plugin class that are state: those with `init=False`."""
+    return [f for f in attrs.fields(cls) if not f.init] if attrs.has(cls) else []

@@ -1,0 +1,178 @@
+"""What components, hooks and evaluations receive: the surroundings of a build, a step, a checkpoint, an evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import attrs
+from attrs import define, field, frozen
+
+from forge_core.contracts.errors import ForgeError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from forge_core.auxiliary import Auxiliary
+    from forge_core.config.job import Job
+    from forge_core.contracts.components import Component
+    from forge_core.contracts.data import Batch, Dataset, Tokenizer
+    from forge_core.contracts.layout import Layout
+    from forge_core.contracts.model import Model
+    from forge_core.contracts.runtime import Executor, StepOutput
+    from forge_core.plugins.manager import Plugins
+
+
+@frozen(kw_only=True)
+class BuildContext:
+    """Read-only surroundings of a component that is being built.
+
+    `context.build(component, **inputs)` is the only way to build a component inside another: hooks then see it too.
+    """
+
+    job: Job
+    plugins: Plugins
+    layout: Layout
+    mesh: DeviceMesh | None
+    """None only where no process group exists (single process)."""
+    device: torch.device
+    dtype: torch.dtype
+    """Compute dtype: what `Model.embed` emits. Parameters are float32 (float64 when this is float64), or what
+    the optimizer's `parameter_dtype` says."""
+    auxiliary: Auxiliary
+    """Auxiliary losses and module metrics attach here."""
+    tokenizer: Tokenizer | None = None
+    folder: Path | None = None
+    """The run folder, or None when nothing is kept."""
+    path: str = ""
+    """Where in the model: `layers.3.ffn`. Empty outside a model."""
+    layer: int | None = None
+    """Global number of the layer that is being built, if any."""
+
+    def build(self, component: Component, **inputs: Any) -> Any:
+        """Build a nested component: through `forge_build_<kind>` where such a hook exists, else by its own `build`.
+
+        Raises:
+            PluginError: the builder returned None, or failed (with the distribution's name and the cause).
+        """
+        return self.plugins.build(component, self, **inputs)
+
+    def at(self, name: str, layer: int | None = None) -> BuildContext:
+        """This context for a part of the model called `name` below the present path."""
+        path = f"{self.path}.{name}" if self.path else name
+        return attrs.evolve(self, path=path, layer=self.layer if layer is None else layer)
+
+
+@define(kw_only=True)
+class TrainContext:
+    """Live references to what is trained."""
+
+    job: Job
+    model: Model
+    optimizer: torch.optim.Optimizer
+    tokenizer: Tokenizer | None
+    folder: Path | None
+    step: int
+    """Completed steps."""
+
+
+@define(kw_only=True)
+class Requests:
+    """What hooks and signals have asked for. Ranks may differ until the point of the step where they agree."""
+
+    skip: str = ""
+    """Why this step's update shall be skipped; one step long."""
+    checkpoint: bool = False
+    stop: str = ""
+    non_finite: str = ""
+
+    @property
+    def ends_run(self) -> bool:
+        return bool(self.stop or self.non_finite)
+
+    def for_step(self) -> Requests:
+        """The same object, ready for the next step."""
+        self.skip = ""
+        return self
+
+
+@define(kw_only=True)
+class StepContext(TrainContext):
+    """One step, for hooks. `step` is the number of this step's update, from 1."""
+
+    batches: Sequence[Batch] = ()
+    output: StepOutput | None = None
+    """This rank's loss sum and count; None before the forward passes. On the device."""
+    grad_norm: Tensor | None = None
+    """Global norm before clipping; None until it is computed. On the device."""
+    skipped: bool | None = None
+    """Whether the update was skipped; None before it, and where only the device knows."""
+    may_skip: bool = False
+    """Whether some hook of the run declares `may_skip`."""
+    requests: Requests = field(factory=Requests)
+    logged: dict[str, Any] = field(factory=dict)
+
+    def skip_update(self, reason: str) -> None:
+        """Leave out this step's update; only in `on_gradients`.
+
+        Raises:
+            ForgeError: no hook of this run declares `may_skip`, so the engine does not wait for the decision.
+        """
+        if not self.may_skip:
+            raise ForgeError("a hook that calls skip_update must declare `may_skip: ClassVar[bool] = True`")
+        self.requests.skip = reason
+
+    def request_checkpoint(self) -> None:
+        """Save after this step."""
+        self.requests.checkpoint = True
+
+    def request_stop(self, reason: str) -> None:
+        """Save after this step and end the run (exit code 75)."""
+        self.requests.stop = reason
+
+    def log(self, name: str, value: float | Tensor) -> None:
+        """Add a number to this step's line of metrics. A tensor is a device scalar, the same on every rank."""
+        self.logged[name] = value
+
+
+@define(kw_only=True)
+class CheckpointContext(TrainContext):
+    """A checkpoint that was saved or loaded."""
+
+    path: Path
+
+
+@frozen(kw_only=True)
+class EvaluationContext:
+    """What an evaluation may use. The model is in evaluation mode, gradients are off."""
+
+    job: Job
+    build: BuildContext
+    step: int
+    model: Model
+    """What this rank has of it, as stages left it. `executor` runs it, and knows what they have put around it and which
+    ranks have what; called by itself, it may compute something else, or keep weights that change later."""
+    executor: Executor
+    """`executor.evaluate([batch])` gives the job's loss, and `executor.evaluate([batch], measure)` whatever `measure`
+    makes of head, hidden states and batch, under every layout."""
+    held_out: Dataset | None
+    """Held-out sequences of all sources together, in a fixed order."""
+    draw: Callable[[Dataset, int], Iterable[Batch]]
+    """The engine's side of `batches`."""
+    sum_over_tokens: Callable[[Tensor], Tensor]
+    """The engine's side of `all_reduce`."""
+
+    def batches(self, dataset: Dataset, count: int) -> Iterable[Batch]:
+        """This rank's share of the first `count` sequences, in batches of the job's micro-batch size, on the device.
+
+        Every rank gets equally many batches of equal shape; where the sequences do not suffice, the remaining rows
+        have only ignored labels. Each batch counts as progress for the watchdog.
+        """
+        return self.draw(dataset, count)
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """Sum over the token dimensions, in place."""
+        return self.sum_over_tokens(tensor)

@@ -1,0 +1,23 @@
+"""The blocks of a model that stages treat alike, one by one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from forge_core.contracts.model import HasFurtherBlocks
+
+if TYPE_CHECKING:
+    from forge_core.contracts.model import Model
+
+
+def blocks_of(model: Model) -> list[nn.Module]:
+    """The layers, then those of `HasFurtherBlocks`; in a pipeline, of this rank."""
+    return [*model.layers.values(), *further_blocks(model)]
+
+
+def further_blocks(model: Model) -> list[nn.Module]:
+    """Those of `HasFurtherBlocks`; in a pipeline, of this rank."""
+    assert isinstance(model, nn.Module)
+    return [model.get_submodule(name) for name in model.further_blocks()] if isinstance(model, HasFurtherBlocks) else []

@@ -1,0 +1,235 @@
+"""Folders kept on disk from run to run: each appears whole or not at all, and damage to one is found.
+
+A folder is written under another name, described by a manifest (sizes and SHA-256), synced and renamed, so it is never
+seen half made. The first of several processes that need one makes it while the others wait on a lock. Where the file
+system has no locks, each makes its own and the first rename wins.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO, Literal
+
+from attrs import frozen
+
+from forge_core.contracts.errors import ForgeError
+
+logger = logging.getLogger(__name__)
+
+Verify = Literal["sizes", "full"]
+MANIFEST = "manifest.json"
+FORMAT = 1
+ABANDONED_AFTER_S = 3600.0
+"""A folder in the making that nobody has written to for so long belongs to a process that died."""
+
+
+@frozen
+class CachedFolder:
+    """An intact folder of the cache, and what its maker noted about it."""
+
+    path: Path
+    info: Mapping[str, Any]
+
+
+class _Unusable(Exception):
+    """Why a folder of the cache cannot be used."""
+
+
+def cache_root() -> Path:
+    """`$FORGE_CACHE`, else `$XDG_CACHE_HOME/forge`, else `~/.cache/forge`."""
+    if folder := os.environ.get("FORGE_CACHE"):
+        return Path(folder).expanduser().absolute()
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser().absolute() / "forge"
+
+
+def cached_folder(
+    group: str, key: str, make: Callable[[Path], Mapping[str, Any]], verify: Verify = "sizes"
+) -> CachedFolder:
+    """The folder of this key, made if there is none, made again (with a warning) if it is damaged.
+
+    Args:
+        group: what kind of thing it holds; a folder below the cache's root.
+        key: a digest of everything that the contents depend on.
+        make: writes the files into the empty folder it is given; gives what to note in the manifest (plain JSON).
+        verify: `sizes` compares the size of every file with the manifest, `full` its SHA-256 too.
+
+    Raises:
+        ForgeError: the cache cannot be written.
+    """
+    folder = cache_root() / group / key
+    try:
+        return _open(folder, verify)
+    except _Unusable:
+        pass
+    with writable_cache(), locked(folder):
+        try:
+            return _open(folder, verify)  # another process may have made it meanwhile
+        except _Unusable as reason:
+            if folder.exists():
+                logger.warning("the cached %s is damaged (%s); making it again", folder, reason)
+        return _make(folder, make, verify)
+
+
+@contextmanager
+def writable_cache() -> Iterator[None]:
+    """Within, failure to write below the cache's root says how to choose another."""
+    try:
+        yield
+    except OSError as error:
+        if not _concerns_cache(error):
+            raise
+        where, fix = error.filename or cache_root(), "free space, or set FORGE_CACHE to a folder that can be written"
+        raise ForgeError(f"cannot write the cache: {where}: {error.strerror}; {fix}") from error
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Holds the lock that belongs to `path`, a place in the cache; released too if the process dies."""
+    lock = cache_root() / "locks" / "-".join(path.relative_to(cache_root()).parts)
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    with lock.open("ab") as file:
+        _acquire(file, path)
+        yield
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Write a file that appears whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = _temporary(path)
+    try:
+        temporary.write_bytes(data)
+        _sync(temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def file_digest(path: str | Path) -> str:
+    """SHA-256 (hex) of a file."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def digest_of(*parts: object) -> str:
+    """SHA-256 (hex) of plain JSON values."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def _open(folder: Path, verify: Verify) -> CachedFolder:
+    """Raises `_Unusable` where the folder is missing or is not as its manifest says."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_bytes())
+        if (manifest["format"], manifest["key"]) != (FORMAT, folder.name):
+            raise _Unusable(f"{MANIFEST} describes another folder")
+        for name, expected in manifest["files"].items():
+            _check(folder / name, expected, verify)
+        return CachedFolder(folder, manifest["info"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _Unusable(f"{MANIFEST} cannot be read: {error}") from error
+
+
+def _check(path: Path, expected: Mapping[str, Any], verify: Verify) -> None:
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        raise _Unusable(f"{path.name}: {error.strerror}") from error
+    if size != expected["size"]:
+        raise _Unusable(f"{path.name} has {size} bytes, its manifest says {expected['size']}")
+    if verify == "full" and file_digest(path) != expected["sha256"]:
+        raise _Unusable(f"the SHA-256 of {path.name} is not that of its manifest")
+
+
+def _make(folder: Path, make: Callable[[Path], Mapping[str, Any]], verify: Verify) -> CachedFolder:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    _remove_abandoned(folder)
+    temporary = _temporary(folder)
+    temporary.mkdir()
+    try:
+        info = make(temporary)
+        _seal(temporary, folder.name, info)
+        _publish(temporary, folder, verify)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return _open(folder, "sizes")
+
+
+def _seal(folder: Path, key: str, info: Mapping[str, Any]) -> None:
+    """Write the manifest and make everything durable."""
+    files = {}
+    for path in sorted(folder.iterdir()):
+        files[path.name] = {"size": path.stat().st_size, "sha256": file_digest(path)}
+        _sync(path)
+    manifest = {"format": FORMAT, "key": key, "files": files, "info": info}
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1), "utf-8")
+    _sync(folder / MANIFEST)
+    _sync(folder)
+
+
+def _publish(temporary: Path, folder: Path, verify: Verify) -> None:
+    """Give a sealed folder its name; a damaged one that has it goes, an intact one of another process stays."""
+    try:
+        _open(folder, verify)
+    except _Unusable:
+        if folder.exists():
+            discarded = _temporary(folder)
+            folder.rename(discarded)
+            shutil.rmtree(discarded, ignore_errors=True)
+    try:
+        temporary.rename(folder)
+    except OSError as error:
+        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+            raise
+    _sync(folder.parent)
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}")
+
+
+def _remove_abandoned(folder: Path) -> None:
+    for leftover in folder.parent.glob(f".{folder.name}.*"):
+        try:
+            touched = max(path.stat().st_mtime for path in (leftover, *leftover.iterdir()))
+        except OSError:
+            continue  # its owner is at work on it
+        if touched < time.time() - ABANDONED_AFTER_S:
+            shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _acquire(file: BinaryIO, path: Path) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        logger.info("waiting for another process that makes %s", path)
+        fcntl.flock(file, fcntl.LOCK_EX)
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
+            raise
+        logger.warning("no file locks on %s (%s): several processes may do the same work", path, error.strerror)
+
+
+def _concerns_cache(error: OSError) -> bool:
+    """Whether the error is about a file of the cache; a full disk is reported without a name."""
+    if error.filename is None:
+        return error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return Path(os.fsdecode(error.filename)).is_relative_to(cache_root())

@@ -1,0 +1,216 @@
+"""Token files: tokenised documents on disk, read through a memory map, so that memory does not grow with their number.
+
+`NAME.bin` is a header of 64 bytes and then the ids of all documents, one after the other, each ended by end-of-text:
+little-endian unsigned integers of two bytes where the vocabulary allows, else four. `NAME.ends` beside it holds the end
+of each document (int64), and `NAME.learned`, if there, one byte a token: whether it is learned as a label.
+
+T: tokens of a file.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+
+from forge_core.contracts.data import Documents
+from forge_core.contracts.errors import ForgeError, JobError
+
+MAGIC = b"FORGETOK"
+FORMAT = 1
+HEADER = struct.Struct("<8sHH4xQQQQQ8x")
+TOKENS, ENDS, LEARNED = ".bin", ".ends", ".learned"
+"""Suffixes of the files."""
+
+
+class Header(NamedTuple):
+    """What `NAME.bin` begins with."""
+
+    width: int
+    """Bytes of an id: 2 or 4."""
+    tokens: int
+    documents: int
+    text_bytes: int
+    """UTF-8 bytes of the texts; 0 if unknown."""
+    vocab_size: int
+    end_of_text: int
+
+    @property
+    def dtype(self) -> np.dtype:
+        return np.dtype(f"<u{self.width}")
+
+    def pack(self) -> bytes:
+        return HEADER.pack(MAGIC, FORMAT, *self)
+
+
+class TokenFileWriter:
+    """Writes `{stem}.bin` and what goes with it; complete once closed without an exception."""
+
+    def __init__(
+        self, stem: Path, vocab_size: int, end_of_text: int, learned: bool = False, may_contain_end: bool = False
+    ) -> None:
+        """
+        Args:
+            learned: whether documents say which tokens are learned as labels.
+            may_contain_end: whether documents may hold the end-of-text within, as chats do whose turns end with it.
+        """
+        self._stem, self._may_contain_end = stem, may_contain_end
+        self._width = 2 if vocab_size <= 1 << 16 else 4
+        self._vocab_size, self._end_of_text = vocab_size, end_of_text
+        self._tokens = self._text_bytes = 0
+        self._ends = array("q")
+        self._ids: BinaryIO = _beside(stem, TOKENS).open("wb")
+        self._learned: BinaryIO | None = _beside(stem, LEARNED).open("wb") if learned else None
+        self._ids.write(bytes(HEADER.size))
+
+    def __enter__(self) -> TokenFileWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, traceback: TracebackType | None) -> None:
+        if kind is None:
+            self._ids.seek(0)
+            self._ids.write(self.header().pack())
+            np.asarray(self._ends, "<i8").tofile(_beside(self._stem, ENDS))
+        self._ids.close()
+        if self._learned is not None:
+            self._learned.close()
+
+    def header(self) -> Header:
+        """The counts so far."""
+        documents = len(self._ends)
+        return Header(self._width, self._tokens, documents, self._text_bytes, self._vocab_size, self._end_of_text)
+
+    def add(
+        self,
+        name: str,
+        ids: Sequence[int] | np.ndarray,
+        *,
+        text_bytes: int = 0,
+        learned: np.ndarray | None = None,
+        is_last: bool = True,
+    ) -> None:
+        """Append a document, or a part of one, without end-of-text: that is added after the last part.
+
+        Args:
+            name: of the document, for errors.
+            text_bytes: UTF-8 bytes that the ids stand for.
+            learned: (len(ids),) which ids are learned as labels, where the file says so; None: all. The end-of-text is
+                learned if the id before it is.
+            is_last: whether the document ends here.
+
+        Raises:
+            ForgeError: an id is none of the vocabulary, or is end-of-text.
+        """
+        checked = self._checked(name, ids)
+        if is_last:
+            checked = np.append(checked, self._end_of_text)
+        self._ids.write(checked.astype(f"<u{self._width}").tobytes())
+        if self._learned is not None:
+            mask = np.ones(len(ids), dtype=bool) if learned is None else np.asarray(learned, dtype=bool)
+            self._learned.write((np.append(mask, mask[-1:].any()) if is_last else mask).tobytes())
+        self._tokens += len(checked)
+        self._text_bytes += text_bytes
+        if is_last:
+            self._ends.append(self._tokens)
+
+    def _checked(self, name: str, ids: Sequence[int] | np.ndarray) -> np.ndarray:
+        found = np.asarray(ids, dtype=np.int64)
+        ends = (found == self._end_of_text) & (not self._may_contain_end)
+        bad = found[(found < 0) | (found >= self._vocab_size) | ends]
+        if bad.size:
+            raise ForgeError(
+                f"the tokenizer encoded {name} with id {bad[0]}; ids of text lie within [0, {self._vocab_size}) and "
+                f"are never {self._end_of_text}, the end-of-text. This is an error of the tokenizer"
+            )
+        return found
+
+
+class TokenFile:
+    """The documents of `{stem}.bin`; see `forge_core.contracts.data.Documents`. A pickled copy maps the file itself."""
+
+    def __init__(self, stem: Path, held_out: Documents | None = None) -> None:
+        """Raises: JobError: the file is not one, or is damaged."""
+        self._stem = stem
+        self.held_out: Documents | None = held_out
+        self.header = read_header(stem)
+        self._ids = _map_ids(stem, self.header)
+        self._ends = map_array(_beside(stem, ENDS), "<i8", self.header.documents)
+        has_mask = _beside(stem, LEARNED).exists()
+        self._learned = map_array(_beside(stem, LEARNED), "?", self.header.tokens) if has_mask else None
+        self.end_of_text = self.header.end_of_text
+
+    @property
+    def bytes_per_token(self) -> float | None:
+        return self.header.text_bytes / self.header.tokens if self.header.text_bytes else None
+
+    def __len__(self) -> int:
+        return self.header.tokens
+
+    def tokens(self, start: int, stop: int) -> np.ndarray:
+        return self._ids[start:stop].astype(np.int64)
+
+    def learned(self, start: int, stop: int) -> np.ndarray | None:
+        return None if self._learned is None else np.array(self._learned[start:stop])
+
+    def ends(self) -> np.ndarray:
+        return self._ends
+
+    def where(self, start: int, stop: int) -> str:
+        return f"tokens {start} to {stop} of {_beside(self._stem, TOKENS)}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TokenFile, (self._stem, self.held_out)
+
+
+def read_header(stem: Path) -> Header:
+    """The header of `{stem}.bin`.
+
+    Raises:
+        JobError: the file is missing, is none of ours, or has another size than its header says.
+    """
+    path = _beside(stem, TOKENS)
+    try:
+        with path.open("rb") as file:
+            data, size = file.read(HEADER.size), os.fstat(file.fileno()).st_size
+    except OSError as error:
+        raise JobError(f"{path}: cannot be read ({error.strerror})") from error
+    if data[: len(MAGIC)] != MAGIC or len(data) < HEADER.size:
+        raise JobError(f"{path}: not a token file of Forge (it does not begin with {MAGIC.decode()})")
+    _, version, *values = HEADER.unpack(data)
+    header = Header(*values)
+    if version != FORMAT or header.width not in (2, 4):
+        raise JobError(f"{path}: format {version} with ids of {header.width} bytes; this version reads format {FORMAT}")
+    expected = HEADER.size + header.tokens * header.width
+    if size != expected:
+        raise JobError(f"{path} has {size} bytes, its header says {expected} ({header.tokens} tokens): it is damaged")
+    return header
+
+
+def map_array(path: Path, dtype: str, length: int) -> np.ndarray:
+    """A file of `length` numbers as a memory map.
+
+    Raises:
+        JobError: it is missing or has another size.
+    """
+    expected = length * np.dtype(dtype).itemsize
+    size = path.stat().st_size if path.is_file() else None
+    if size != expected:
+        seen = "is missing" if size is None else f"has {size} bytes"
+        raise JobError(f"{path} {seen}, expected {expected} for {length} entries: it is damaged")
+    return np.memmap(path, dtype, mode="r").view(np.ndarray) if length else np.empty(0, dtype)
+
+
+def _map_ids(stem: Path, header: Header) -> np.ndarray:
+    if not header.tokens:
+        return np.empty(0, header.dtype)
+    return np.memmap(_beside(stem, TOKENS), header.dtype, mode="r", offset=HEADER.size).view(np.ndarray)
+
+
+def _beside(stem: Path, suffix: str) -> Path:
+    return stem.with_name(stem.name + suffix)

@@ -1,0 +1,292 @@
+"""Whole matrices for optimizers that need them (Muon, SOAP), though each rank holds a part of every one.
+
+Each matrix has one owner among the ranks that share it. Parts travel to the owner, it computes, and parts of the result
+travel back: two collectives a step, and the work is divided, not repeated. Ranks that hold copies own different ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from attrs import frozen
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from forge_core.parallel.mesh import place_of
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from forge_core.contracts.contexts import BuildContext
+
+Box = tuple[slice, ...]
+"""What a rank holds of a tensor: a range along each dimension."""
+
+
+@frozen(kw_only=True)
+class Matrix:
+    """A parameter (rows, columns), or one of those that a parameter (number, rows, columns) stacks."""
+
+    parameter: int
+    """Number of the parameter."""
+    item: int | None
+    """Number in the stack; None: the parameter is one matrix."""
+    shape: tuple[int, ...]
+    boxes: Sequence[Box | None]
+    """What each rank holds of it; None: nothing."""
+    own_place: Any
+    """Where it lies in this rank's part of the parameter: an index of that."""
+    owner: int
+    """The rank that computes on it; ranks are counted within those that share the work."""
+    senders: Sequence[int]
+    """Ranks whose boxes together are the whole, as near to the owner as can be."""
+
+
+class WholeMatrices:
+    """Matrices whose ranks divide the work on them. The ranks of a pipeline have different ones, and share none.
+
+    Args:
+        parameters: matrices, or stacks of them on dimension 0, split over ranks in any way.
+        cost: of the work on a matrix of a shape, to divide it equally; by default that of products with its own Gram
+            matrix.
+
+    Attributes:
+        matrices: all of them; equal on all ranks that share them.
+        rank: this rank, as `Matrix.owner` counts.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        context: BuildContext,
+        cost: Callable[[Sequence[int]], float] = lambda shape: math.prod(shape) * min(shape),
+    ) -> None:
+        self._group, ranks = _sharing_ranks(context.mesh)
+        self.rank = ranks.index(dist.get_rank()) if self._group is not None else 0
+        places = [place_of(rank, context.mesh) if context.mesh is not None else {} for rank in ranks]
+        self.matrices = list(_matrices(parameters, context.mesh, places, self.rank, cost))
+        self._gathers = any(list(matrix.senders) != [matrix.owner] for matrix in self.matrices)
+        self._scatters = any(_holders(matrix.boxes) != [matrix.owner] for matrix in self.matrices)
+
+    def owned(self, numbers: Iterable[int]) -> list[Matrix]:
+        """The matrices of these parameters that this rank owns, in the order in which `map` hands them out."""
+        chosen = set(numbers)
+        return [matrix for matrix in self.matrices if matrix.parameter in chosen and matrix.owner == self.rank]
+
+    def map(
+        self, parts: Mapping[int, Tensor], function: Callable[[list[Tensor]], Sequence[Tensor]]
+    ) -> dict[int, Tensor]:
+        """This rank's parts of what `function` makes of whole matrices. Collective.
+
+        Args:
+            parts: by number of a parameter, a tensor that is split like it. The same numbers on all ranks, all of one
+                dtype.
+            function: from the whole matrices (rows, columns) that this rank owns to others of the same shapes and
+                dtype. It leaves those that it gets as they are. Not called if there are none.
+        """
+        if not parts:
+            return {}
+        like = next(iter(parts.values()))
+        chosen = [matrix for matrix in self.matrices if matrix.parameter in parts]
+        owned = self.owned(parts)
+        pieces = self._exchange(
+            [(m.owner, parts[m.parameter][m.own_place]) for m in chosen if self.rank in m.senders],
+            [(rank, m.boxes[rank]) for m in owned for rank in m.senders],
+            like,
+            self._gathers,
+        )
+        whole = [_assemble(matrix, pieces) for matrix in owned]
+        results = function(whole) if whole else []
+        pieces = self._exchange(
+            [(r, result[m.boxes[r]]) for m, result in zip(owned, results, strict=True) for r in _holders(m.boxes)],
+            [(m.owner, m.boxes[self.rank]) for m in chosen if m.boxes[self.rank] is not None],
+            like,
+            self._scatters,
+        )
+        return self._fill(chosen, parts, pieces)
+
+    def _fill(
+        self, chosen: Sequence[Matrix], parts: Mapping[int, Tensor], pieces: Iterator[Tensor]
+    ) -> dict[int, Tensor]:
+        found: dict[int, Tensor] = {}
+        for matrix in chosen:
+            if matrix.boxes[self.rank] is None:
+                continue
+            if matrix.item is None:
+                found[matrix.parameter] = next(pieces)
+            else:
+                stack = found.setdefault(matrix.parameter, torch.empty_like(parts[matrix.parameter]))
+                stack[matrix.own_place] = next(pieces)
+        return {number: found.get(number, part) for number, part in parts.items()}  # nothing of some may be here
+
+    def _exchange(
+        self,
+        outgoing: Sequence[tuple[int, Tensor]],
+        incoming: Sequence[tuple[int, Box | None]],
+        like: Tensor,
+        needed: bool,
+    ) -> Iterator[Tensor]:
+        """Send tensors to ranks; gives those that come from ranks, which have the shapes of the boxes, in order.
+
+        Args:
+            needed: whether any rank sends another anything; if not, there is no collective.
+        """
+        kept = deque(tensor for rank, tensor in outgoing if rank == self.rank)
+        received = self._send(outgoing, incoming, like) if needed else {}
+        found = []
+        for rank, box in incoming:
+            assert box is not None
+            found.append(kept.popleft() if rank == self.rank else received[rank].popleft().view(_shape(box)))
+        return iter(found)
+
+    def _send(
+        self, outgoing: Sequence[tuple[int, Tensor]], incoming: Sequence[tuple[int, Box | None]], like: Tensor
+    ) -> dict[int, deque[Tensor]]:
+        """Flat tensors by the rank that they come from."""
+        size = dist.get_world_size(self._group)
+        flat: dict[int, list[Tensor]] = defaultdict(list)
+        lengths: dict[int, list[int]] = defaultdict(list)
+        for rank, tensor in outgoing:
+            if rank != self.rank:
+                flat[rank].append(tensor.reshape(-1))
+        for rank, box in incoming:
+            if rank != self.rank:
+                assert box is not None
+                lengths[rank].append(math.prod(_shape(box)))
+        sent = torch.cat([like.new_empty(0), *(tensor for rank in range(size) for tensor in flat[rank])])
+        received = like.new_empty(sum(map(sum, lengths.values())))
+        dist.all_to_all_single(
+            received,
+            sent,
+            [sum(lengths[rank]) for rank in range(size)],
+            [sum(tensor.numel() for tensor in flat[rank]) for rank in range(size)],
+            group=self._group,
+        )
+        parts = iter(received.split([length for rank in range(size) for length in lengths[rank]]))
+        return {rank: deque(next(parts) for _ in lengths[rank]) for rank in range(size)}
+
+
+def _sharing_ranks(mesh: DeviceMesh | None) -> tuple[dist.ProcessGroup | None, list[int]]:
+    """The ranks that have the same layers as this one, as a group; None if it is alone."""
+    if mesh is None:
+        return None, [0]
+    assert mesh.mesh_dim_names is not None
+    names = [name for name, size in zip(mesh.mesh_dim_names, mesh.shape, strict=True) if size > 1 and name != "pp"]
+    if not names:
+        return None, [dist.get_rank()]
+    line = mesh[names[0]] if len(names) == 1 else mesh[tuple(names)]._flatten("_".join(names))
+    group = line.get_group()
+    return group, dist.get_process_group_ranks(group)
+
+
+def _matrices(
+    parameters: Sequence[nn.Parameter],
+    mesh: DeviceMesh | None,
+    places: Sequence[Mapping[str, int]],
+    rank: int,
+    cost: Callable[[Sequence[int]], float],
+) -> Iterator[Matrix]:
+    """All matrices, each with the owner that has least to do so far: among the ranks that hold all of it, if any do."""
+    loads = [0.0] * len(places)
+    for number, parameter in enumerate(parameters):
+        boxes = [_box(parameter, mesh, place) for place in places]
+        shape = tuple(parameter.shape[-2:])
+        items: Iterable[int | None] = [None] if parameter.ndim == 2 else range(parameter.shape[0])
+        for item in items:
+            inside = [_within(box, item) for box in boxes]
+            whole = [r for r, box in enumerate(inside) if box is not None and _shape(box) == shape]
+            owner = min(whole or range(len(places)), key=lambda r: (loads[r], r))
+            loads[owner] += cost(shape)
+            yield Matrix(
+                parameter=number,
+                item=item,
+                shape=shape,
+                boxes=inside,
+                own_place=slice(None) if item is None else item - boxes[rank][0].start,
+                owner=owner,
+                senders=_senders(inside, owner, places),
+            )
+
+
+def own_box(parameter: Tensor, mesh: DeviceMesh | None) -> Box:
+    """What this rank holds of a parameter; on a plan's fake tensors too."""
+    return _box(parameter, mesh, place_of(dist.get_rank(), mesh) if mesh is not None else {})
+
+
+def _box(parameter: Any, mesh: DeviceMesh | None, place: Mapping[str, int]) -> Box:
+    """What the rank at a place of the mesh holds of a parameter. Splits are made as `torch.chunk` makes them."""
+    ranges = [(0, size) for size in parameter.shape]
+    if isinstance(parameter, DTensor):
+        assert mesh is not None
+        splits = [item for item in enumerate(parameter.placements) if not isinstance(item[1], Replicate)]
+        # A strided one divides what the dimensions after it have left.
+        for dimension, placement in sorted(splits, key=lambda item: isinstance(item[1], _StridedShard)):
+            start, stop = ranges[placement.dim]  # type: ignore[attr-defined]
+            name, count = parameter.device_mesh.mesh_dim_names[dimension], parameter.device_mesh.size(dimension)  # type: ignore[index]
+            number = _coordinate(name, count, mesh, place)
+            share = -(-(stop - start) // count)
+            bounds = (min(stop, start + number * share), min(stop, start + (number + 1) * share))
+            ranges[placement.dim] = bounds  # type: ignore[attr-defined]
+    return tuple(slice(start, stop) for start, stop in ranges)
+
+
+def _coordinate(name: str, size: int, mesh: DeviceMesh, place: Mapping[str, int]) -> int:
+    """Of a place along a dimension of that size, which may be several of the mesh flattened (`shard_cp`), or one of
+    those into which `expert_mesh` divides these."""
+    assert mesh.mesh_dim_names is not None
+    sizes = dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))
+    parts = ("shard", "cp") if name in ("edp", "ep") else name.split("_")
+    number, count = 0, 1
+    for part in parts:
+        number, count = number * sizes[part] + place[part], count * sizes[part]
+    if name == "ep":
+        return number % size
+    return number // (count // size)
+
+
+def _within(box: Box, item: int | None) -> Box | None:
+    """What a box of a parameter has of the matrix: of one that is in a stack, or of the parameter itself."""
+    if item is not None:
+        if not box[0].start <= item < box[0].stop:
+            return None
+        box = box[1:]
+    return box if math.prod(_shape(box)) else None
+
+
+def _shape(box: Box) -> tuple[int, ...]:
+    return tuple(side.stop - side.start for side in box)
+
+
+def _holders(boxes: Sequence[Box | None]) -> list[int]:
+    return [rank for rank, box in enumerate(boxes) if box is not None]
+
+
+def _senders(boxes: Sequence[Box | None], owner: int, places: Sequence[Mapping[str, int]]) -> list[int]:
+    """Of ranks that hold the same, the owner, or else the one that shares most coordinates with it."""
+
+    def distance(rank: int) -> tuple[int, int]:
+        return sum(places[rank][name] != places[owner][name] for name in places[owner]), rank
+
+    alike: dict[tuple[tuple[int, int], ...], list[int]] = {}
+    for rank in _holders(boxes):
+        alike.setdefault(tuple((side.start, side.stop) for side in boxes[rank] or ()), []).append(rank)
+    return sorted(min(ranks, key=distance) for ranks in alike.values())
+
+
+def _assemble(matrix: Matrix, pieces: Iterator[Tensor]) -> Tensor:
+    if len(matrix.senders) == 1:
+        return next(pieces)
+    whole: Tensor | None = None
+    for rank in matrix.senders:
+        piece = next(pieces)
+        if whole is None:
+            whole = piece.new_empty(matrix.shape)
+        whole[matrix.boxes[rank]] = piece
+    assert whole is not None
+    return whole

@@ -1,0 +1,50 @@
+"""What `forge-run plugins --check` finds: each entry point is loaded in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from forge_core.plugins.catalog import CORE, Catalog, Distribution, Offer
+from forge_plugin_author.probe import Probe
+from forge_testing.inspection import bound_problems
+from forge_testing.stale import stale_entries
+
+WORKERS = 4
+"""Entry points that are loaded at a time."""
+TIMEOUT_S = 120
+"""After which one that is still loading is given up."""
+
+
+def probes(offers: Sequence[Offer]) -> list[Probe]:
+    """What loading each showed, so that neither its failure nor its imports touch another."""
+    with ThreadPoolExecutor(WORKERS) as pool:
+        return list(pool.map(_probe, offers))
+
+
+def distribution_problems(distribution: Distribution, catalog: Catalog) -> Iterator[str]:
+    """What is wrong with a distribution as it is installed: what it requires of the core, and whether it is stale."""
+    if distribution.name != CORE:
+        yield from (f"problem: {distribution}: {problem}" for problem in bound_problems(distribution))
+    yield from (f"stale: {line}" for line in stale_entries([distribution], catalog))
+
+
+def _probe(offer: Offer) -> Probe:
+    what = f"loading {offer.kind} {offer.qualified}"
+    command = [sys.executable, "-P", "-m", "forge_plugin_author.probe", offer.kind, offer.qualified]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        return Probe(f"{what} takes more than {TIMEOUT_S} s; see what its module does when it is imported")
+    try:
+        answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    except (IndexError, json.JSONDecodeError):
+        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        return Probe(f"{what} ended the process: {last}")
+    return Probe(**answer)

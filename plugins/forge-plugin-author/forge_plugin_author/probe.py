@@ -1,0 +1,51 @@
+"""Loads one entry point and tells how it went, as a line of JSON: run by `forge-run plugins --check`."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+
+from attrs import asdict, frozen
+
+from forge_core.contracts.errors import PluginError
+from forge_core.plugins.catalog import Catalog
+
+
+@frozen
+class Probe:
+    """What loading an entry point showed."""
+
+    error: str = ""
+    """Why it cannot be loaded."""
+    seconds: float = 0.0
+    torch: bool = False
+    """Whether loading it imported torch, which makes checking a job slow."""
+    problems: Sequence[str] = ()
+    """What is wrong with what was loaded, each with its fix: as `forge_testing.check_distribution` tells it."""
+
+    @property
+    def verdict(self) -> str:
+        if self.error:
+            return "error"
+        return f"{self.seconds:.2f} s{' (imports torch)' if self.torch else ''}"
+
+
+def probe(kind: str, qualified: str) -> Probe:
+    """Load what `qualified` names, as a job that names it would, and look at it."""
+    catalog = Catalog.installed()
+    [offer] = (offer for offer in catalog.offers(kind) if offer.qualified == qualified)
+    start = time.perf_counter()
+    try:
+        target = catalog.load_target(offer)
+    except PluginError as error:
+        return Probe(str(error))
+    seconds, torch = round(time.perf_counter() - start, 3), "torch" in sys.modules
+    from forge_testing.inspection import target_problems  # late: what it imports must not count as loaded here
+
+    return Probe("", seconds, torch, list(target_problems(offer, target, torch, catalog, None)))
+
+
+if __name__ == "__main__":
+    print("\n" + json.dumps(asdict(probe(*sys.argv[1:3]))))

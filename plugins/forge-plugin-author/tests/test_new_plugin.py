@@ -1,0 +1,200 @@
+"""`forge-run new-plugin`: what is refused, what is written, and that it is as good as a plugin of ours.
+
+All kinds are linted and looked at in every run. One of them is also installed by pip, passes its own tests and trains
+its job: in turn, by the date. `FORGE_NEW_PLUGIN=KIND` tries another one, and `FORGE_NEW_PLUGIN=all` (`make test-all`)
+each.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from forge_core import Catalog
+from forge_core.contracts.errors import ExitCode
+from forge_plugin_author.new_plugin import class_name, distribution_files, distribution_name, kinds, write
+from forge_testing.distribution import check_distribution
+
+Run = Callable[..., tuple[int, str, str]]
+ROOT = Path(__file__).parents[3]
+KINDS = kinds()
+LONG = "a_name_as_long_as_they_come_30"
+WANTED = os.environ.get("FORGE_NEW_PLUGIN", "in turn")
+
+
+def generate(kind: str, name: str, folder: Path) -> Path:
+    """Write a new distribution into `folder`; gives its own one."""
+    write(distribution_files(kind, name, Catalog.installed()), folder / distribution_name(name))
+    return folder / distribution_name(name)
+
+
+# --- what is refused -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "told"),
+    [
+        ("optimiser", "mine", "there is no kind 'optimiser'; did you mean 'optimizer'?"),
+        ("every", "mine", "there is no kind 'every'. Kinds: dataset, evaluation, executor, "),
+        (
+            "ffn",
+            "mine",
+            "kind 'ffn' is declared by forge-plugin-transformer 0.2.0, and there are templates for kinds of",
+        ),
+        ("optimizer", "MyOptimizer-2", "'MyOptimizer-2' is no name for a type: small letters, digits and single under"),
+        ("optimizer", "MyOptimizer-2", "a letter first; take 'my_optimizer_2'"),
+        ("optimizer", "2nd", "a letter first; take 'nd'"),
+        ("optimizer", "../up", "; take 'up'"),
+        ("optimizer", "lambda", "'lambda' is a keyword of Python, and would be the name of a module; take 'my_lambda'"),
+        ("optimizer", "a" * 31, "has 31 characters; 30 are allowed"),
+        (
+            "optimizer",
+            "momentum",
+            "'momentum' cannot be told from a module 'momentum' that a new optimizer has already",
+        ),
+        ("plugin", "plugin", "'plugin' cannot be told from a 'Plugin' that a new plugin has already; take 'my_plugin'"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_what_can(
+    forge_run: Run, tmp_path: Path, kind: str, name: str, told: str
+) -> None:
+    code, _, err = forge_run("new-plugin", kind, name, "--dir", str(tmp_path))
+    assert code == ExitCode.BAD_JOB
+    assert told in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_is_overwritten(forge_run: Run, tmp_path: Path) -> None:
+    (tmp_path / "forge-plugin-mine").mkdir()
+    code, _, err = forge_run("new-plugin", "loss", "mine", "--dir", str(tmp_path))
+    assert code == ExitCode.BAD_JOB
+    seen = f"{tmp_path}/forge-plugin-mine exists already, and nothing is overwritten"
+    assert err == f"forge-run new-plugin: {seen}; choose another --dir\n"
+    assert list((tmp_path / "forge-plugin-mine").iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_made_is_told(forge_run: Run, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    code, _, err = forge_run("new-plugin", "loss", "mine", "--dir", str(tmp_path / "file"))
+    assert code == ExitCode.BAD_JOB
+    assert "cannot write" in err
+
+
+# --- what is written -----------------------------------------------------------------------------------------------
+
+
+def test_there_is_a_template_for_every_kind_of_the_core() -> None:
+    entry_points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+    assert sorted(entry_points["forge.kind"]) == KINDS
+
+
+def test_it_ends_with_what_to_do_next(forge_run: Run, tmp_path: Path) -> None:
+    code, out, err = forge_run("new-plugin", "scheduler", "slow_fall", "--dir", str(tmp_path / "new folder"))
+    assert (code, err) == (0, "")
+    folder = tmp_path / "new folder" / "forge-plugin-slow-fall"
+    assert out.splitlines() == [
+        f"wrote {folder}:",
+        "  README.md",
+        "  forge_plugin_slow_fall/__init__.py",
+        "  forge_plugin_slow_fall/py.typed",
+        "  forge_plugin_slow_fall/slow_fall.py",
+        "  job.toml",
+        "  pyproject.toml",
+        "  tests/conftest.py",
+        "  tests/test_slow_fall.py",
+        "",
+        "install it, run its tests, and train with it:",
+        f"  cd '{folder}'",
+        "  pip install -e . pytest",
+        "  pytest",
+        "  forge-run job.toml",
+    ]
+    project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+    assert project["name"] == "forge-plugin-slow-fall"
+    assert project["dependencies"] == ["forge-run>=0.1,<0.2"]
+    assert project["entry-points"] == {"forge.scheduler": {"slow_fall": "forge_plugin_slow_fall:SlowFall"}}
+
+
+def test_a_type_that_is_taken_is_written_with_a_warning(forge_run: Run, tmp_path: Path) -> None:
+    code, _, err = forge_run("new-plugin", "optimizer", "muon", "--dir", str(tmp_path))
+    assert code == 0
+    assert err.splitlines() == [
+        "warning: optimizer 'muon' is offered by forge-plugin-muon 0.2.0 too, so that jobs with both installed must "
+        "write forge-plugin-muon/muon",
+        "warning: forge-plugin-muon 0.2.0 is installed already; installing the new one replaces it",
+    ]
+
+
+# --- that it is good -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["x", LONG])
+def test_every_kind_is_linted_whatever_its_name(tmp_path: Path, name: str) -> None:
+    for kind in KINDS:
+        for path in generate(kind, name, tmp_path / kind).rglob("*"):
+            assert "template" not in path.name.lower()
+            assert path.is_dir() or "template" not in path.read_text().lower(), path
+    config = ["--config", "pyproject.toml", "--no-cache", str(tmp_path)]
+    for command in (["check", *config], ["format", "--check", *config]):
+        done = subprocess.run([sys.executable, "-m", "ruff", *command], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_kind_passes_the_check_of_distributions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if one distribution offered all of them, which is looked at in a single process."""
+    groups = ""
+    for kind in KINDS:
+        name = f"new_{kind}"
+        folder = generate(kind, name, tmp_path)
+        monkeypatch.syspath_prepend(str(folder))
+        groups += f"[forge.{kind}]\n{name} = forge_plugin_{name}:{class_name(name)}\n"
+    info = tmp_path / "site" / "forge_plugin_of_all_kinds-1.0.dist-info"
+    info.mkdir(parents=True)
+    requires = "Requires-Dist: forge-run>=0.1,<0.2\n"
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: forge-plugin-of-all-kinds\nVersion: 1.0\n{requires}")
+    (info / "entry_points.txt").write_text(groups)
+    monkeypatch.syspath_prepend(str(info.parent))
+    check_distribution("forge-plugin-of-all-kinds")
+
+
+def in_turn() -> str:
+    """Another kind every day."""
+    return KINDS[datetime.now(UTC).toordinal() % len(KINDS)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wanted", KINDS if WANTED == "all" else [WANTED])
+def test_a_kind_installs_passes_its_tests_and_trains(tmp_path: Path, wanted: str) -> None:
+    """As a stranger would do it, but for the folder into which pip installs."""
+    kind = in_turn() if wanted == "in turn" else wanted
+    folder, site = generate(kind, "brand_new", tmp_path), tmp_path / "site"
+    environment = os.environ | {"PYTHONPATH": str(site)}
+
+    def run(*module: str) -> None:
+        command = [sys.executable, "-m", *module]
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, f"{kind}: {' '.join(module)}\n{done.stdout}{done.stderr}"
+
+    run("pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--target", str(site), ".")
+    run("pytest", "-q", "-p", "no:cacheprovider")
+    run("forge_core", "job.toml")
+    assert (folder / "runs" / "brand_new" / "metrics.jsonl").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(WANTED != "all", reason="takes long; `make test-all` does it")
+def test_every_kind_is_typed(tmp_path: Path) -> None:
+    packages = [generate(kind, f"new_{kind}", tmp_path) / f"forge_plugin_new_{kind}" for kind in KINDS]
+    command = [sys.executable, "-m", "mypy", "--config-file", str(ROOT / "pyproject.toml"), *map(str, packages)]
+    path = os.pathsep.join(str(package.parent) for package in packages)
+    done = subprocess.run(
+        command, cwd=ROOT, env=os.environ | {"MYPYPATH": path}, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,319 @@
+"""`forge-run checkpoints`: what a run has saved, and what can be done with it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from attrs import fields_dict, frozen
+
+from forge_core.checkpoint.manifest import MANIFEST, How, find_faults, read_manifest
+from forge_core.checkpoint.storage import UNFINISHED, LocalStorage
+from forge_core.cli.tables import columns
+from forge_core.contracts.errors import CheckpointError, ExitCode, JobError
+
+if TYPE_CHECKING:
+    from forge_plugin_checkpoints.differences import Differences
+
+PROGRAM = "forge-run checkpoints"
+SHOWN = 20
+"""Tensors that `diff` lists unless told otherwise."""
+
+
+def command(argv: list[str]) -> int:
+    """List, verify, compare, prune or export the checkpoints of a run."""
+    options = _parser().parse_args(_with_action(argv))
+    return int(options.action(options))
+
+
+def _with_action(argv: list[str]) -> list[str]:
+    """`list` is what is meant where no action follows the run."""
+    has_run = bool(argv) and not argv[0].startswith("-")
+    return [argv[0], "list", *argv[1:]] if has_run and (len(argv) == 1 or argv[1].startswith("-")) else argv
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(PROGRAM, description=command.__doc__)
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run folder")
+    actions = parser.add_subparsers(metavar="ACTION", required=True, help="list if left out")
+    add = partial(_add, actions)
+    listing = add("list", list_checkpoints)
+    listing.add_argument("--full", action="store_true", help="compare SHA-256 of every file, not only sizes")
+    verify = add("verify", verify_checkpoints)
+    verify.add_argument("steps", nargs="*", type=int, metavar="STEP", help="by default all")
+    diff = add("diff", diff_checkpoints)
+    diff.add_argument("first", metavar="A", help="a step of the run, or the path of a checkpoint or run folder")
+    diff.add_argument("second", metavar="B", help="likewise")
+    diff.add_argument("--all", action="store_true", help=f"list every tensor that differs, not only {SHOWN}")
+    prune = add("prune", prune_checkpoints)
+    prune.add_argument("--keep", type=_positive, metavar="N", help="keep the newest N, instead of what the job says")
+    prune.add_argument("--dry-run", action="store_true", help="only tell what would be deleted")
+    export = add("export", export_checkpoint)
+    export.add_argument(
+        "--output", type=Path, required=True, metavar="PATH", help="NAME.safetensors for one file, else a folder"
+    )
+    export.add_argument("--step", type=int, metavar="N", help="by default the newest intact one")
+    export.add_argument("--shard-size", type=float, default=5.0, metavar="GB", help="of each file of a folder (5)")
+    return parser
+
+
+def _add(actions: Any, name: str, function: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
+    """An action whose help is the docstring of its function."""
+    parser: argparse.ArgumentParser = actions.add_parser(name, help=function.__doc__, description=function.__doc__)
+    parser.set_defaults(action=function)
+    return parser
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return value
+
+
+# --- list and verify ---------------------------------------------------------------------------------------------
+
+
+@frozen
+class Row:
+    """One checkpoint, as it is listed."""
+
+    step: int
+    manifest: Mapping[str, Any]
+    """Empty if it cannot be read."""
+    size: int
+    """Bytes that its files take now."""
+    faults: Sequence[str]
+
+    @classmethod
+    def of(cls, storage: LocalStorage, step: int, how: How) -> Row:
+        path = storage.path(step)
+        size = sum(file.stat().st_size for file in path.iterdir())
+        try:
+            manifest = read_manifest(path)
+        except CheckpointError as error:
+            return cls(step, {}, size, [str(error)])
+        return cls(step, manifest, size, find_faults(path, manifest, list(manifest["files"]), how))
+
+    def cells(self) -> list[str]:
+        if not self.manifest:
+            return [str(self.step), "?", _size(self.size), "?", "", "damaged"]
+        saved = datetime.fromtimestamp(self.manifest["time"]).strftime("%Y-%m-%d %H:%M:%S")
+        tokens = f"{self.manifest['tokens']:,}"
+        return [str(self.step), saved, _size(self.size), tokens, self._loss(), "damaged" if self.faults else "intact"]
+
+    def _loss(self) -> str:
+        evaluation = self.manifest.get("evaluation") or {}
+        loss = evaluation.get("metrics", {}).get("eval/loss")
+        if loss is None:
+            return ""
+        return f"{loss:.4f}" + ("" if evaluation["step"] == self.step else f" (step {evaluation['step']})")
+
+
+def list_checkpoints(options: argparse.Namespace) -> int:
+    """List the checkpoints: step, date, size, tokens, loss of the last evaluation, and whether all files are there."""
+    from forge_core.checkpoint.run_folder import owner
+
+    storage = _storage(options.run)
+    rows = list(_rows(storage, "full" if options.full else "sizes"))
+    how = "SHA-256" if options.full else "sizes"
+    head = ["step", "saved", "size", "tokens", "eval/loss", f"files ({how})"]
+    if rows:
+        _print_table(head, [row.cells() for row in rows], right=(0, 2, 3))
+    else:
+        print(f"{options.run} has no checkpoints")
+    for line in (*_damage(rows), *_unfinished(storage)):
+        print(line)
+    if user := owner(options.run):
+        print(f"in use by {user}")
+    return ExitCode.FINISHED
+
+
+def _rows(storage: LocalStorage, how: How) -> Iterator[Row]:
+    for step in storage.steps():
+        with suppress(FileNotFoundError):  # a run that goes on may delete it while we look
+            row = Row.of(storage, step, how)
+            if storage.path(step).is_dir():
+                yield row
+
+
+def verify_checkpoints(options: argparse.Namespace) -> int:
+    """Compare every file with its SHA-256; exit code 1 if one is damaged."""
+    storage = _storage(options.run)
+    found = storage.steps()
+    for step in options.steps:
+        _demand_step(step, found, options.run)
+    damaged = False
+    for step in options.steps or found:
+        row = Row.of(storage, step, "full")
+        damaged |= bool(row.faults)
+        print("\n".join(_damage([row])) or f"step {step}: intact, {_size(row.size)}", flush=True)
+    if not found:
+        print(f"{options.run} has no checkpoints")
+    return ExitCode.FAILED if damaged else ExitCode.FINISHED
+
+
+def _damage(rows: Sequence[Row]) -> Iterator[str]:
+    for row in rows:
+        yield from (f"step {row.step}: {fault}" for fault in row.faults)
+
+
+def _unfinished(storage: LocalStorage) -> Iterator[str]:
+    for path in sorted(storage.path(0).parent.glob(f"*{UNFINISHED}")):
+        yield f"{path.name}: unfinished; the next save removes it"
+
+
+# --- diff --------------------------------------------------------------------------------------------------------
+
+
+def diff_checkpoints(options: argparse.Namespace) -> int:
+    """Compare two checkpoints: tensors, progress, and the jobs that saved them."""
+    from forge_core.checkpoint.job_diff import describe_changes, text_changes
+    from forge_core.plugins.catalog import Catalog
+    from forge_plugin_checkpoints.differences import compare_tensors
+
+    (first, one), (second, other) = (_checkpoint(options.run, name) for name in (options.first, options.second))
+    print(f"{first} -> {second}")
+    for line in _progress_changes(one["progress"], other["progress"]):
+        print(line)
+    changes = text_changes(one["job"], other["job"], Catalog.installed())
+    print(f"job:\n{describe_changes(changes)}" if changes else "job: the same")
+    _print_differences(compare_tensors(first, second), sys.maxsize if options.all else SHOWN)
+    return ExitCode.FINISHED
+
+
+def _progress_changes(one: Any, other: Any, path: str = "") -> Iterator[str]:
+    if isinstance(one, dict) and isinstance(other, dict):
+        for key in {**one, **other}:
+            yield from _progress_changes(one.get(key), other.get(key), f"{path}.{key}" if path else key)
+    elif one != other:
+        yield f"{path}: {one} -> {other}"
+
+
+def _print_differences(found: Differences, shown: int) -> None:
+    for title, names in (
+        ("only in the first", found.only_first),
+        ("only in the second", found.only_second),
+        ("another shape or dtype", found.reshaped),
+    ):
+        if names:
+            print(f"{title} ({len(names)}):", *names[:shown], *_left_out(names, shown), sep="\n  ")
+    print(f"tensors: {found.equal} equal, {len(found.changed)} with other values")
+    rows = [[d.name, f"{d.largest:.3g}", f"{d.relative:.3g}"] for d in found.changed]
+    if rows:
+        _print_table(["tensor", "largest difference", "relative"], rows[:shown], right=(1, 2))
+    for line in _left_out(rows, shown):
+        print(line)
+
+
+def _left_out(entries: Sequence[Any], shown: int) -> list[str]:
+    return [f"… and {len(entries) - shown} more (--all)"] if len(entries) > shown else []
+
+
+def _checkpoint(run: Path, name: str) -> tuple[Path, Mapping[str, Any]]:
+    from forge_core.checkpoint.resume import locate
+
+    if not name.isdecimal():
+        return locate(Path(name), "sizes")
+    storage = _storage(run)
+    _demand_step(int(name), storage.steps(), run)
+    return locate(storage.path(int(name)), "sizes")
+
+
+# --- prune -------------------------------------------------------------------------------------------------------
+
+
+def prune_checkpoints(options: argparse.Namespace) -> int:
+    """Delete what the job's retention does not keep; never the only intact checkpoint."""
+    from forge_core.checkpoint.run_folder import locked
+
+    storage = _storage(options.run)
+    with locked(options.run, "stop that run first, or wait until it ends"):
+        return _prune(options, storage)
+
+
+def _prune(options: argparse.Namespace, storage: LocalStorage) -> int:
+    from forge_core.checkpoint.manager import Checkpoints
+    from forge_core.checkpoint.retention import Retention
+    from forge_core.checkpoint.run_folder import checkpoint_table
+
+    table = {"keep": options.keep} if options.keep else checkpoint_table(options.run)
+    retention = Retention(**{name: table[name] for name in fields_dict(Retention) if name in table})
+    doomed = Checkpoints(storage, retention, "full").to_prune()
+    staying = [step for step in storage.steps() if step not in doomed]
+    faults = [Row.of(storage, step, "full").faults for step in staying] if doomed else []
+    if doomed and all(faults):
+        raise CheckpointError(f"nothing is deleted, since none of what would stay is intact: {faults[-1][0]}")
+    for step in doomed:
+        print(f"{'would delete' if options.dry_run else 'deleting'} {storage.path(step)}")
+        if not options.dry_run:
+            storage.delete(step)
+    print(f"{len(doomed)} of {len(doomed) + len(staying)}{' would be' if options.dry_run else ''} deleted; ", end="")
+    print(f"staying: {', '.join(map(str, staying)) or 'none'}")
+    return ExitCode.FINISHED
+
+
+# --- export ------------------------------------------------------------------------------------------------------
+
+
+def export_checkpoint(options: argparse.Namespace) -> int:
+    """Write the weights as safetensors, with the job in their metadata."""
+    from forge_core.checkpoint.resume import locate
+    from forge_plugin_checkpoints.export import export_weights
+
+    storage = _storage(options.run)
+    if options.step is not None:
+        _demand_step(options.step, storage.steps(), options.run)
+    path, manifest = locate(options.run if options.step is None else storage.path(options.step), "full")
+    files = export_weights(path, manifest, options.output, round(options.shard_size * 1e9))
+    for file in files:
+        print(f"{file}: {_size(file.stat().st_size)}")
+    return ExitCode.FINISHED
+
+
+# --- common ------------------------------------------------------------------------------------------------------
+
+
+def _storage(run: Path) -> LocalStorage:
+    from forge_core.checkpoint.run_folder import storage_folder
+
+    if not run.is_dir():
+        raise JobError(f"{PROGRAM}: there is no folder {run}")
+    if (run / MANIFEST).is_file():
+        raise JobError(f"{PROGRAM}: {run} is a checkpoint; give the folder of its run")
+    return LocalStorage(storage_folder(run))
+
+
+def _demand_step(step: int, steps: Sequence[int], run: Path) -> None:
+    if step not in steps:
+        known = ", ".join(map(str, steps)) or "none"
+        raise JobError(f"{PROGRAM}: {run} has no checkpoint of step {step}; there are {known}")
+
+
+def _size(count: int) -> str:
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= scale:
+            return f"{count / scale:.1f} {unit}"
+    return f"{count} B"
+
+
+def _print_table(head: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> None:
+    """With colours and lines on a terminal, else as plain columns."""
+    if not sys.stdout.isatty():
+        print(columns([[cell.upper() for cell in head], *rows]))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table()
+    for number, title in enumerate(head):
+        table.add_column(title, justify="right" if number in right else "left")
+    for row in rows:
+        table.add_row(*row, style="red" if "damaged" in row else None)
+    Console().print(table)

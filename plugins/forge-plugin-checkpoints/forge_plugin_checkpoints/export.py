@@ -1,0 +1,84 @@
+"""The weights of a checkpoint as safetensors, for programs that know nothing of Forge."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from forge_core.checkpoint.state import evaluated_names
+from forge_core.checkpoint.tensors import stored_tensors
+from forge_core.contracts.errors import CheckpointError
+from forge_kit.whole_tensors import Stored, batches, read_whole, tensor_bytes
+
+SUFFIX = ".safetensors"
+SHARD_BYTES = 5 * 10**9
+"""Of each file, where a folder is asked for."""
+
+
+def export_weights(
+    checkpoint: Path, manifest: Mapping[str, Any], output: Path, shard_bytes: int = SHARD_BYTES
+) -> list[Path]:
+    """Write parameters and persistent buffers under their names in the model, tied ones once, as they are evaluated;
+    gives the files.
+
+    `output` is a file if it ends in `.safetensors`. Else it is a folder: files of at most `shard_bytes`, or one tensor,
+    and an index, named as on the Hugging Face hub. Only one file's tensors are in memory at a time. The metadata of
+    each file are the resolved job (TOML), the step and the tokens.
+
+    Raises:
+        CheckpointError: `output` exists already, or the checkpoint cannot be read.
+    """
+    if output.exists():
+        raise CheckpointError(f"{output} exists already; choose another --output, or remove it")
+    entries = stored_tensors(checkpoint)
+    stored = {name: entries[name] for name in evaluated_names(entries).values()}
+    one_file = output.suffix == SUFFIX
+    shards = [list(stored)] if one_file else batches(stored, stored, shard_bytes)
+    unfinished = output.with_name(f"{output.name}.tmp")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    names = [output.name] if one_file else _names(len(shards))
+    for name, shard in zip(names, shards, strict=True):
+        _write(unfinished / name, checkpoint, shard, stored, _metadata(manifest))
+    if one_file:
+        (unfinished / output.name).rename(output)
+        unfinished.rmdir()
+        return [output]
+    if len(shards) > 1:
+        names.append(_write_index(unfinished, dict(zip(names, shards, strict=True)), stored))
+    unfinished.rename(output)
+    return [output / name for name in names]
+
+
+def _in_model(name: str) -> str:
+    """What a parameter or buffer is called in the model, by its name in the checkpoint (`model.` or `evaluation.`)."""
+    return name.partition(".")[2]
+
+
+def _names(count: int) -> list[str]:
+    if count == 1:
+        return [f"model{SUFFIX}"]
+    return [f"model-{number:05}-of-{count:05}{SUFFIX}" for number in range(1, count + 1)]
+
+
+def _metadata(manifest: Mapping[str, Any]) -> dict[str, str]:
+    return {"format": "pt"} | {key: str(manifest[key]) for key in ("job", "step", "tokens")}
+
+
+def _write(path: Path, checkpoint: Path, names: list[str], stored: Stored, metadata: dict[str, str]) -> None:
+    from safetensors.torch import save_file
+
+    tensors = read_whole(checkpoint, names, stored)
+    save_file({_in_model(name): tensor for name, tensor in tensors.items()}, path, metadata)
+    path.chmod(0o644)  # it is made for its owner alone
+
+
+def _write_index(folder: Path, shards: Mapping[str, list[str]], stored: Stored) -> str:
+    name = f"model{SUFFIX}.index.json"
+    where = {_in_model(tensor): file for file, tensors in shards.items() for tensor in tensors}
+    index = {"metadata": {"total_size": tensor_bytes(stored, stored)}, "weight_map": where}
+    (folder / name).write_text(json.dumps(index, indent=1) + "\n")
+    return name

@@ -1,0 +1,1 @@
+"""The command `forge-run generate`: text from a trained Forge model."""

@@ -1,0 +1,96 @@
+"""`forge-run generate`: continue prompts with a trained model."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from forge_core.contracts.data import Tokenizer
+    from forge_core.contracts.model import Model
+
+
+def command(argv: list[str]) -> int:
+    """Continue prompts with the model of a run or checkpoint."""
+    options = _parser().parse_args(argv)
+    from forge_plugin_generate.generate import Sampling, generate
+
+    model, tokenizer = load_model_and_tokenizer(options.path, options.device)
+    sampling = Sampling(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)
+    prompts = options.prompt or [""]
+    ids = [tokenizer.encode(prompt) or [tokenizer.end_of_text] for prompt in prompts]
+    rows = generate(
+        model,
+        ids,
+        options.max_tokens,
+        tokenizer.end_of_text,
+        sampling,
+        seed=options.seed,
+        use_cache=not options.no_cache,
+    )
+    for prompt, row in zip(prompts, rows, strict=True):
+        print(prompt + tokenizer.decode(row))
+        if len(rows) > 1:
+            print("-" * 40)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="forge-run generate", description=command.__doc__)
+    parser.add_argument(
+        "path", metavar="RUN_OR_CHECKPOINT", help="a run folder (its newest checkpoint) or a checkpoint"
+    )
+    parser.add_argument("--prompt", action="append", help="text to continue; give it several times for a batch")
+    parser.add_argument("--max-tokens", type=_positive, default=200, help="tokens to generate a prompt (200)")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token (0.8)")
+    parser.add_argument("--top-k", type=int, default=0, help="only the k likeliest tokens; 0: all (0)")
+    parser.add_argument("--top-p", type=float, default=0.95, help="only the likeliest with this probability (0.95)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (0)")
+    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    parser.add_argument("--no-cache", action="store_true", help="recompute everything for each token (for comparison)")
+    return parser
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return value
+
+
+def load_model_and_tokenizer(
+    path: Path | str, device: Literal["auto", "cpu", "cuda"] = "auto"
+) -> tuple[Model, Tokenizer]:
+    """The trained model, in evaluation mode, and the tokenizer of a run folder or checkpoint.
+
+    Raises:
+        CheckpointError: there is no intact checkpoint.
+        ForgeError: the run has no tokenizer.
+    """
+    from pathlib import Path
+
+    import attrs
+
+    from forge_core.checkpoint.resume import locate
+    from forge_core.checkpoint.run_folder import TOKENIZER
+    from forge_core.checkpoint.state import load_model
+    from forge_core.config.load import parse_job
+    from forge_core.contracts.errors import ForgeError
+    from forge_core.engine.build import build_context, build_model, build_tokenizer
+    from forge_core.plugins.catalog import Catalog
+
+    checkpoint, manifest = locate(Path(path), "sizes")
+    folder = checkpoint.parent.parent
+    catalog = Catalog.installed()
+    job = parse_job(manifest["job"], str(checkpoint / "manifest.json"), catalog)
+    job = attrs.evolve(job, parallel={}, train=attrs.evolve(job.train, device=device))
+    context: Any = build_context(job, catalog, folder)
+    if job.data.tokenizer is None or not (folder / TOKENIZER).is_dir():
+        raise ForgeError(f"{folder} has no tokenizer, so prompts cannot be read")
+    context = attrs.evolve(context, tokenizer=build_tokenizer(job, context))
+    model = build_model(job, context).model
+    load_model(checkpoint, model)
+    model.eval()
+    return model, context.tokenizer

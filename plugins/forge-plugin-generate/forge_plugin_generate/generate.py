@@ -1,0 +1,108 @@
+"""Sampling from a trained model, with a cache of keys and values (or whatever a model's cache is)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from attrs import field, frozen
+from attrs.validators import ge, gt, le
+from torch import Tensor
+
+from forge_core.contracts.errors import ForgeError
+from forge_core.contracts.model import Generates, Model
+
+NO_POSITION = -1
+"""Position of left padding."""
+
+
+@frozen(kw_only=True)
+class Sampling:
+    """How the next token is drawn: temperature, then top-k, then top-p."""
+
+    temperature: float = field(default=1.0, validator=ge(0))
+    """0 takes the likeliest token."""
+    top_k: int = field(default=0, validator=ge(0))
+    """Only the k likeliest tokens; 0: all."""
+    top_p: float = field(default=1.0, validator=[gt(0), le(1)])
+    """Only the likeliest tokens that together have this probability."""
+
+    def draw(self, logits: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """(B, V) logits -> (B,) token ids."""
+        if self.temperature == 0:
+            return logits.argmax(-1)
+        logits = logits.float() / self.temperature
+        if self.top_k:
+            kth = logits.topk(min(self.top_k, logits.shape[-1])).values[:, -1:]
+            logits = logits.masked_fill(logits < kth, -torch.inf)
+        if self.top_p < 1:
+            logits = _nucleus(logits, self.top_p)
+        return torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
+
+
+def _nucleus(logits: Tensor, top_p: float) -> Tensor:
+    """Mask what lies beyond the smallest set of likeliest tokens with probability `top_p` (Holtzman et al. 2020)."""
+    ordered, order = logits.sort(descending=True)
+    before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
+    ordered = ordered.masked_fill(before >= top_p, -torch.inf)
+    return torch.empty_like(logits).scatter_(-1, order, ordered)
+
+
+@torch.no_grad()
+def generate(
+    model: Model,
+    prompts: Sequence[Sequence[int]],
+    max_tokens: int,
+    end_of_text: int,
+    sampling: Sampling | None = None,
+    *,
+    seed: int | None = None,
+    use_cache: bool = True,
+) -> list[list[int]]:
+    """Continue every prompt by up to `max_tokens` tokens; a row stops before its own end-of-text.
+
+    Args:
+        prompts: token ids, none empty; they may differ in length.
+        use_cache: False runs the whole model for every token. The tokens are the same, up to the rounding of logits.
+
+    Raises:
+        ForgeError: a prompt is empty, or the model has no cache (`forge_core.contracts.model.Generates`).
+    """
+    if not all(prompts):
+        raise ForgeError("a prompt is empty; give at least one token")
+    if not isinstance(model, Generates):
+        raise ForgeError(f"{type(model).__name__} cannot generate: it has no new_cache and decode")
+    sampling = sampling or Sampling()
+    device = next(model.parameters()).device
+    generator = None if seed is None else torch.Generator(device).manual_seed(seed)
+    ids, positions = _left_padded(prompts, end_of_text, device)
+    cache = model.new_cache(len(prompts), ids.shape[1] + max_tokens)
+    done = torch.zeros(len(prompts), dtype=torch.bool, device=device)
+    rows: list[Tensor] = []
+    step_ids, step_positions = ids, positions
+    for _ in range(max_tokens):
+        hidden = model.decode({"input_ids": step_ids, "positions": step_positions}, cache)
+        token = sampling.draw(model.head.logits(hidden[:, -1:])[:, 0], generator)
+        token = torch.where(done, end_of_text, token)
+        done |= token == end_of_text
+        rows.append(token)
+        if bool(done.all()):
+            break
+        following = positions[:, -1:] + 1
+        ids, positions = torch.cat([ids, token[:, None]], 1), torch.cat([positions, following], 1)
+        step_ids, step_positions = (token[:, None], following) if use_cache else (ids, positions)
+        if not use_cache:
+            cache = model.new_cache(len(prompts), ids.shape[1])
+    return [_until(row, end_of_text) for row in torch.stack(rows, 1).tolist()] if rows else [[] for _ in prompts]
+
+
+def _left_padded(prompts: Sequence[Sequence[int]], pad: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Ids and positions (B, longest prompt), prompts flush right; padding has a negative position."""
+    length = max(len(prompt) for prompt in prompts)
+    ids = [[pad] * (length - len(prompt)) + list(prompt) for prompt in prompts]
+    positions = [[NO_POSITION] * (length - len(prompt)) + list(range(len(prompt))) for prompt in prompts]
+    return torch.tensor(ids, device=device), torch.tensor(positions, device=device)
+
+
+def _until(row: list[int], end: int) -> list[int]:
+    return row[: row.index(end)] if end in row else row

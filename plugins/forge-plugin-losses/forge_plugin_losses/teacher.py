@@ -1,0 +1,98 @@
+"""Models that other runs have trained, to be used beside the one in training: a teacher, a reference."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from attrs import frozen
+from torch import nn
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from forge_core.auxiliary import Auxiliary
+from forge_core.checkpoint.resume import locate
+from forge_core.checkpoint.state import load_model
+from forge_core.config.job import JobSection
+from forge_core.config.load import parse_job
+from forge_core.contracts.contexts import BuildContext
+from forge_core.contracts.errors import CheckpointError
+from forge_core.contracts.layout import Layout
+from forge_core.contracts.model import Model, Role
+from forge_core.engine.build import build_bare_model
+from forge_core.parallel.initialise import allocate, materialise
+from forge_core.plugins.manager import Plugins
+
+COMPUTED_IN: frozenset[Role] = frozenset(("embedding", "head", "matrix", "stack", "fused"))
+"""Roles of parameters that are cast to the compute dtype wherever they are used."""
+
+
+@frozen(kw_only=True)
+class TrainedModel:
+    """A model with the weights of a checkpoint."""
+
+    model: Model
+    checkpoint: Path
+    manifest: Mapping[str, Any]
+
+
+def find_trained(source: Path) -> tuple[Path, Mapping[str, Any]]:
+    """The checkpoint that `source` means, with its manifest: itself, or the newest one of a run folder, or of the run
+    of a job file.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
+    if source.suffix != ".toml":
+        return locate(source, "sizes")
+    try:
+        table = tomllib.loads(source.read_text()).get("job", {})
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise CheckpointError(f"{source} cannot be read as a job file: {error}") from error
+    section = JobSection(**{key: table[key] for key in ("name", "output") if key in table})
+    return locate(Path(section.output) / section.name, "sizes")
+
+
+def load_trained(source: Path, context: BuildContext) -> TrainedModel:
+    """The whole model on every rank, for forward passes only: in evaluation mode, frozen, in the dtype of `context`.
+
+    It is built from the checkpoint's own job, with that job's plugins and without its stages. Parameters that are cast
+    to the compute dtype wherever they are used are kept in it. Collective. While a job is planned, it has no values.
+
+    Args:
+        source: see `find_trained`.
+
+    Raises:
+        CheckpointError: there is no intact checkpoint.
+        JobError: it needs components that are not installed.
+    """
+    checkpoint, manifest = find_trained(source)
+    catalog = context.plugins.catalog
+    job = parse_job(manifest["job"], str(checkpoint / "manifest.json"), catalog)
+    own = BuildContext(
+        job=job,
+        plugins=Plugins.activate(job, catalog),
+        layout=Layout(),
+        mesh=None,
+        device=context.device,
+        dtype=context.dtype,
+        auxiliary=Auxiliary(context.device),
+        tokenizer=context.tokenizer,
+    )
+    with unset_fake_temporarily():  # on the meta device, like the run's own model
+        model, outline = build_bare_model(job, own)
+    if detect_fake_mode() is not None:
+        allocate(model, torch.device("cpu"))  # the device that is planned for need not exist
+    else:
+        materialise(model, context.device, job.job.seed)  # for the buffers, which a checkpoint need not have
+        load_model(checkpoint, model)
+    assert isinstance(model, nn.Module)
+    for name, parameter in model.named_parameters():
+        if outline.roles[name] in COMPUTED_IN:
+            parameter.data = parameter.data.to(context.dtype)
+        parameter.requires_grad_(False)
+    model.eval()
+    return TrainedModel(model=model, checkpoint=checkpoint, manifest=manifest)

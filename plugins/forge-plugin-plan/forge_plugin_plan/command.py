@@ -1,0 +1,35 @@
+"""`forge-run plan`: what would a job take on so many ranks?"""
+
+from __future__ import annotations
+
+import argparse
+
+from forge_core.cli.arguments import parse_job_arguments
+
+
+def command(argv: list[str]) -> int:
+    """Tell what a job takes on N ranks: memory, FLOPs, communication, and the time that follows; needs no GPU."""
+    parser = argparse.ArgumentParser("forge-run plan", description=command.__doc__)
+    parser.add_argument("--world-size", type=int, default=1, metavar="N", help="ranks that the job is to run on (1)")
+    parser.add_argument("--gpu", metavar="NAME", help="GPU by which to bound the time: h100, h200, b200, a100 …")
+    parser.add_argument(
+        "--network", type=float, metavar="GBITS", help="Gbit/s that each GPU has to other nodes, with --gpu (400)"
+    )
+    options, files, overrides = parse_job_arguments(parser, argv)
+    if options.world_size < 1:
+        parser.error(f"--world-size {options.world_size}: at least 1")
+    if options.network is not None and (options.gpu is None or options.network <= 0):
+        parser.error(f"--network {options.network:g}: must be above 0, and goes with --gpu")
+    from forge_core.config.load import load_job
+    from forge_core.contracts.errors import ExitCode
+    from forge_core.plugins.catalog import Catalog
+    from forge_plugin_plan.gpus import NETWORK_GBITS, find_gpu
+
+    gpu = find_gpu(options.gpu) if options.gpu else None
+    catalog = Catalog.installed()
+    job = load_job(*files, overrides=overrides, catalog=catalog, world_size=options.world_size, with_data=False)
+    from forge_plugin_plan.estimate import make_plan
+    from forge_plugin_plan.report import report
+
+    print(report(make_plan(job, catalog, options.world_size), gpu, (options.network or NETWORK_GBITS) * 1e9 / 8))
+    return ExitCode.FINISHED

@@ -1,0 +1,80 @@
+"""A run on tensors that have shapes and no content, built as a real one is."""
+
+from __future__ import annotations
+
+import attrs
+import torch
+from attrs import frozen
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from forge_core.auxiliary import Auxiliary
+from forge_core.config.job import Job
+from forge_core.contracts.contexts import BuildContext
+from forge_core.contracts.model import Initialises, Model
+from forge_core.engine.build import (
+    BuiltModel,
+    Run,
+    assemble,
+    build_bare_model,
+    build_context,
+    build_tokenizer,
+    stages_of,
+)
+from forge_core.engine.hooks import HookRunner
+from forge_core.parallel.initialise import allocate
+from forge_core.parallel.stages import apply_stages
+from forge_core.plugins.catalog import Catalog
+from forge_plugin_plan.meter import MeteredLoss
+
+CPU = torch.device("cpu")
+
+
+@frozen
+class FakeRun:
+    """A run, the mode in which its tensors live, and its loss."""
+
+    run: Run
+    mode: FakeTensorMode
+    loss: MeteredLoss
+
+
+def fake_run(job: Job, catalog: Catalog, device: torch.device) -> FakeRun:
+    """Build a job for this rank of a world that exists already. No data are read, unless the model's vocabulary is the
+    tokenizer's.
+
+    Args:
+        device: where it is to run, which need not exist. Models and losses choose their kernels by it.
+
+    Raises:
+        JobError: the job cannot be built; tells what each stage has to say.
+    """
+    train = attrs.evolve(job.train, device="cpu", non_finite="ignore")  # nothing can be decided by values
+    job = attrs.evolve(job, train=train)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    context = _context(job, catalog, mode)
+    choosing = attrs.evolve(context, device=device)
+    model, outline = build_bare_model(job, choosing)  # outside of the mode: within it, meshes cannot be sliced
+    stages = stages_of(job, context)
+    model, built = apply_stages(model, stages, context)
+    with mode:
+        _give_memory(model)
+        loss = MeteredLoss(context.plugins.build_loss(job.loss, choosing))
+        run = assemble(job, context, BuiltModel(model, outline, stages, built), loss, (), HookRunner({}))
+    return FakeRun(run, mode, loss)
+
+
+def _context(job: Job, catalog: Catalog, mode: FakeTensorMode) -> BuildContext:
+    context = build_context(job, catalog, None)
+    tokenizer = None if getattr(job.model, "vocab_size", 0) else build_tokenizer(job, context)
+    with mode:
+        return attrs.evolve(context, auxiliary=Auxiliary(CPU), tokenizer=tokenizer)
+
+
+def _give_memory(model: Model) -> None:
+    """As `materialise` does, without drawing initial values."""
+    assert isinstance(model, nn.Module)
+    allocate(model, CPU)
+    for module in model.modules():
+        if isinstance(module, Initialises):
+            module.init_buffers(CPU)

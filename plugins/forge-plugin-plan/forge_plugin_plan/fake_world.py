@@ -1,0 +1,111 @@
+"""A world of ranks that do not exist: this process is one of them, and its collectives send nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+from unittest.mock import patch
+
+import torch.distributed as dist
+from attrs import define, field, frozen
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from forge_core.contracts.errors import ForgeError
+from forge_core.parallel.mesh import place_of
+
+NODE = 8
+"""GPUs of a node; ranks are numbered node by node."""
+
+
+@define
+class Said:
+    """Objects that ranks send one another, in order. Those of a rank that was played reach the ranks played later."""
+
+    broadcasts: list[Any] = field(factory=list)
+
+
+@contextmanager
+def fake_world(size: int, rank: int, said: Said) -> Iterator[None]:
+    """Within this context, this process is rank `rank` of `size`.
+
+    Raises:
+        ForgeError: the process is part of a real world.
+    """
+    if dist.is_initialized():
+        raise ForgeError("a plan is made by a process of its own: this one has a process group already")
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    heard = iter(tuple(said.broadcasts))
+
+    def broadcast(objects: list[Any], src: int | None = None, group: Any = None, *_: Any, **more: Any) -> None:
+        source = more.get("group_src")
+        source = src if source is None else dist.get_global_rank(group, source)
+        if source == rank:
+            said.broadcasts.append(list(objects))
+        else:
+            objects[:] = next(heard)
+
+    def gather(gathered: list[Any], value: Any, group: Any = None) -> None:
+        gathered[:] = [value] * dist.get_world_size(group)
+
+    try:
+        with (
+            patch.object(dist, "broadcast_object_list", broadcast),
+            patch.object(dist, "all_gather_object", gather),
+            _without_vote(),
+        ):
+            yield
+    finally:
+        dist.destroy_process_group()
+        _clear_sharding_prop_cache()  # it holds on to meshes, which another world's equal
+
+
+def _without_vote() -> AbstractContextManager:
+    """torch's pipelines vote, since 2.13 and before their first step, on whether all stages know what they get and
+    give. Here nobody answers; those of a job must know, or the step fails."""
+    from torch.distributed.pipelining import schedules
+
+    here: Any = schedules
+    base: Any = here._PipelineSchedule
+    if not hasattr(base, "_warmup_p2p"):
+        return nullcontext()
+
+    def agree(schedule: Any, stages: Sequence[Any], has_backward: bool, p2p_done: bool) -> None:
+        for stage in stages:
+            stage._inference_mode = here.InferenceMode.STATIC
+
+    return patch.object(base, "_warmup_p2p", agree)
+
+
+@frozen
+class Line:
+    """Ranks that communicate, as the mesh arranges them."""
+
+    dimension: str
+    """The mesh dimension along which they differ; several joined by ` x `."""
+    ranks: int
+    per_node: int
+    """How many of them share a node, on the node that has fewest of them."""
+
+    @property
+    def in_node(self) -> bool:
+        return self.per_node == self.ranks
+
+    def __str__(self) -> str:
+        where = "" if self.in_node else f", {self.per_node} a node"
+        return f"{self.dimension} ({self.ranks} ranks{where})"
+
+
+def line_of(group: dist.ProcessGroup, mesh: DeviceMesh) -> Line:
+    """How the ranks of a group lie in the mesh and on nodes."""
+    ranks = dist.get_process_group_ranks(group)
+    places = [place_of(rank, mesh) for rank in ranks]
+    varying = [name for name in places[0] if len({place[name] for place in places}) > 1]
+    return Line(" x ".join(varying) or "none", len(ranks), _fewest_on_a_node(ranks))
+
+
+def _fewest_on_a_node(ranks: Sequence[int]) -> int:
+    nodes = [rank // NODE for rank in ranks]
+    return min(nodes.count(node) for node in set(nodes))

@@ -1,0 +1,263 @@
+"""Watches the operations of a step: what memory they take, what they compute, what they send."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import cache
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as distributed_c10d
+from attrs import define, frozen
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from forge_core.contracts.errors import ForgeError
+from forge_core.parallel.mesh import local_part
+from forge_plugin_plan.storages import Piece, Purpose, Storages
+
+Sent = Callable[[int, int], float]
+"""(bytes of the whole tensor, ranks) -> bytes that each rank sends."""
+
+
+def _ring(whole: int, ranks: int) -> float:
+    """Each rank sends every part but one on."""
+    return whole * (ranks - 1) / ranks
+
+
+def _both_ways(whole: int, ranks: int) -> float:
+    return 2 * _ring(whole, ranks)
+
+
+def _once(whole: int, ranks: int) -> float:
+    return whole
+
+
+def _nothing(whole: int, ranks: int) -> float:
+    """It is counted where it is sent."""
+    return 0
+
+
+COLLECTIVES = ("c10d", "_c10d_functional")
+KINDS: Mapping[str, tuple[str, Sent]] = {
+    "_allgather_base_": ("all-gather", _ring),
+    "allgather_": ("all-gather", _ring),
+    "allgather_into_tensor_coalesced_": ("all-gather", _ring),
+    "all_gather_into_tensor": ("all-gather", _ring),
+    "all_gather_into_tensor_out": ("all-gather", _ring),
+    "_reduce_scatter_base_": ("reduce-scatter", _ring),
+    "reduce_scatter_": ("reduce-scatter", _ring),
+    "reduce_scatter_tensor_coalesced_": ("reduce-scatter", _ring),
+    "reduce_scatter_tensor": ("reduce-scatter", _ring),
+    "allreduce_": ("all-reduce", _both_ways),
+    "all_reduce": ("all-reduce", _both_ways),
+    "all_reduce_": ("all-reduce", _both_ways),
+    "alltoall_base_": ("all-to-all", _ring),
+    "alltoall_": ("all-to-all", _ring),
+    "all_to_all_single": ("all-to-all", _ring),
+    "broadcast_": ("broadcast", _ring),
+    "broadcast": ("broadcast", _ring),
+    "send": ("send", _once),
+    "recv_": ("receive", _nothing),
+    "recv_any_source_": ("receive", _nothing),
+}
+"""What each operation of torch's is, and what a rank sends in it, by the algorithms that send least (rings)."""
+SILENT = ("barrier", "monitored_barrier_", "wait_tensor")
+"""Operations in which no tensor is sent."""
+
+
+@frozen
+class Transfer:
+    """One collective, or one message."""
+
+    kind: str
+    group: str
+    """Name of its process group."""
+    whole: int
+    """Bytes of the whole tensor: gathered, before it is scattered, reduced, or sent."""
+    ranks: int
+
+    @property
+    def sent(self) -> float:
+        """Bytes that each rank sends."""
+        return next(sent for kind, sent in KINDS.values() if kind == self.kind)(self.whole, self.ranks)
+
+
+class Meter(TorchDispatchMode):
+    """Watches within `with meter.watching():`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages = Storages()
+        self.transfers: Counter[Transfer] = Counter()
+        self.groups: dict[str, dist.ProcessGroup] = {}
+        self.flops = 0.0
+        self._purpose: Purpose | None = None
+        self._pausing = False
+
+    # --- around a step ---------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Within this context, operations are watched, and what forward passes keep for the backward."""
+        with ExitStack() as stack:
+            stack.enter_context(self.storages.resizing())
+            stack.enter_context(self._without_questions_of_dtensors())
+            stack.enter_context(self)
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._keep, lambda tensor: tensor))
+            yield
+
+    @contextmanager
+    def making(self, purpose: Purpose) -> Iterator[None]:
+        """Within this context, memory is taken for `purpose`."""
+        held, self._purpose = self._purpose, purpose
+        try:
+            yield
+        finally:
+            self._purpose = held
+
+    def _without_questions_of_dtensors(self) -> AbstractContextManager:
+        """DTensors find out shapes by operations on fake tensors, which compute nothing."""
+        ask: Any = ShardingPropagator._propagate_tensor_meta_non_cached
+
+        def asked(propagator: Any, schema: Any) -> Any:
+            held, self._pausing = self._pausing, True
+            try:
+                return ask(propagator, schema)
+            finally:
+                self._pausing = held
+
+        return patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", asked)
+
+    def _keep(self, tensor: Tensor) -> Tensor:
+        self.storages.keep(self.storages.piece(local_part(tensor))[0])
+        return tensor.detach()  # the tensor itself, kept by the node that made it, would never be freed
+
+    # --- every operation ----------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(type_, DTensor) for type_ in types):
+            return NotImplemented  # it is made of operations on this rank's part, which come here
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if self._pausing or func.namespace == "prim":  # a question, such as for the device
+            return result
+        read = _tensors((args, kwargs))
+        overwritten = _tensors(list(_overwritten(func, args, kwargs)))
+        made = [*_tensors(result), *overwritten]
+        if func.namespace in COLLECTIVES:
+            self._communicate(func, args, result, (*read, *made))
+        self._allocate(read, made, overwritten)
+        if (formula := flop_registry.get(func._overloadpacket)) is not None:
+            self.flops += formula(*args, **kwargs, out_val=result)
+        return result
+
+    # --- memory ----------------------------------------------------------------------------------------------------
+
+    def _allocate(self, read: list[Tensor], made: list[Tensor], overwritten: list[Tensor]) -> None:
+        pieces = [self._piece(tensor) for tensor in made]
+        if self._only_weights(read, {id(self.storages.find(tensor)) for tensor in overwritten}):
+            for piece in pieces:
+                piece.copy_of_weights = True
+
+    def _piece(self, tensor: Tensor) -> Piece:
+        piece, new = self.storages.piece(tensor)
+        if new:
+            piece.purpose = self._purpose
+        return piece
+
+    def _only_weights(self, read: list[Tensor], overwritten: Set[int]) -> bool:
+        """Whether an operation turned weights alone into something: a cast, a copy, a gathering."""
+        sources = [piece for piece in map(self.storages.find, read) if id(piece) not in overwritten]
+        return bool(sources) and all(
+            piece is not None and (piece.copy_of_weights or piece.purpose is Purpose.WEIGHTS) for piece in sources
+        )
+
+    # --- communication ---------------------------------------------------------------------------------------------
+
+    def _communicate(self, func: Any, args: Any, result: Any, tensors: Sequence[Tensor]) -> None:
+        """
+        Raises:
+            ForgeError: it is not known what a rank sends in this operation.
+        """
+        name = func._overloadpacket._qualified_op_name.rpartition("::")[2]
+        for tensor in tensors:
+            self.storages.piece(tensor)[0].sent = True
+        if name in SILENT:
+            return
+        if name not in KINDS:
+            raise ForgeError(f"it is not known what a rank sends in {func}")
+        kind, _ = KINDS[name]
+        group = _group_of(args)
+        self.groups[group.group_name] = group
+        self.transfers[Transfer(kind, group.group_name, _largest((*args, result)), group.size())] += 1
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+@cache
+def _places_overwritten(func: Any) -> tuple[tuple[int, str], ...]:
+    """Arguments that an operation fills anew, each with its number and its name."""
+    written = [
+        (number, argument)
+        for number, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    copies = "copy" in func._schema.name
+    if func._schema.name == "fsdp::all_gather_copy_in":  # it does not say so
+        return ((1, "all_gather_output"),)
+    return tuple((number, argument.name) for number, argument in written if copies or argument.kwarg_only)
+
+
+def _overwritten(func: Any, args: Any, kwargs: Any) -> Iterator[Any]:
+    if func.namespace in COLLECTIVES:
+        yield args[0] if "gather" in func._schema.name else ()
+        return
+    for number, name in _places_overwritten(func):
+        yield args[number] if number < len(args) else kwargs.get(name)
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _largest(args: Any) -> int:
+    """Of the tensors, or lists of them, that an operation is given and gives, the largest in all: the whole one."""
+    return max(sum(map(_bytes, _tensors(arg))) for arg in args)
+
+
+def _group_of(args: Any) -> dist.ProcessGroup:
+    """The process group among the arguments of an operation: itself, or its name."""
+    for arg in args:
+        if isinstance(arg, torch.ScriptObject):
+            try:
+                return dist.ProcessGroup.unbox(arg)
+            except RuntimeError:  # the reduction, which is an object too
+                continue
+    names = [arg for arg in args if isinstance(arg, str)]
+    resolve: Any = distributed_c10d
+    return resolve._resolve_process_group(names[-1])
+
+
+@define
+class MeteredLoss:
+    """A loss that tells what memory it takes for itself."""
+
+    loss: Any
+    meter: Meter | None = None
+
+    def __call__(self, *args: Any) -> Any:
+        if self.meter is None:
+            return self.loss(*args)
+        with self.meter.making(Purpose.LOGITS):
+            return self.loss(*args)

@@ -1,0 +1,260 @@
+"""One training step of one rank, played on shapes alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+
+import attrs
+import torch
+from attrs import frozen
+from torch import Tensor, nn
+
+from forge_core.config.job import Job
+from forge_core.contracts.contexts import StepContext
+from forge_core.contracts.data import Batch
+from forge_core.contracts.errors import JobError
+from forge_core.engine.build import Run
+from forge_core.engine.model_facts import Outline
+from forge_core.engine.step import Stepper
+from forge_core.parallel.layout import micro_batches
+from forge_core.plugins.catalog import Catalog
+from forge_plugin_plan.fake_run import FakeRun, fake_run
+from forge_plugin_plan.fake_world import Line, Said, fake_world, line_of
+from forge_plugin_plan.kernels import FusedAttention, count_kernels
+from forge_plugin_plan.meter import Meter, Transfer
+from forge_plugin_plan.storages import Memory, Purpose
+
+
+@frozen(kw_only=True)
+class Traffic:
+    """What a step of a rank moves and computes."""
+
+    transfers: Mapping[Transfer, int]
+    """Everything that the rank takes part in, with how often."""
+    lines: Mapping[str, Line]
+    """How the ranks of each process group lie, by the group's name."""
+    flops: float
+    """Of matrix products and attention, recomputation included."""
+    kept: int
+    """Bytes that forward passes kept for the backward, gathered and cast weights included."""
+
+
+@frozen(kw_only=True)
+class RankPlan:
+    """What a rank takes. Figures that need a step are None where none could be played."""
+
+    rank: int
+    pipeline_rank: int
+    weights: int
+    """Bytes, each storage once; so are gradients and optimizer state."""
+    gradients: int
+    optimizer: int
+    memory: Memory | None
+    traffic: Traffic | None
+    failure: str
+    """Why no step could be played, if so."""
+    outline: Outline
+    """Of the whole model."""
+    compiled: bool
+    """Whether blocks are compiled; they were played as they are."""
+
+    @property
+    def training_state(self) -> Mapping[Purpose, int]:
+        """Bytes of what is known without playing a step."""
+        return {
+            Purpose.WEIGHTS: self.weights,
+            Purpose.GRADIENTS: self.gradients,
+            Purpose.OPTIMIZER: self.optimizer,
+        }
+
+
+def simulate(
+    job: Job, catalog: Catalog, world_size: int, rank: int, said: Said, device: torch.device, play: bool = True
+) -> RankPlan:
+    """Build a job as rank `rank` of `world_size` does, and play a step.
+
+    Args:
+        said: what ranks with lower numbers have said.
+        device: where the job is to run; it need not exist.
+        play: whether the step is played; else there are only the figures that need none.
+
+    Raises:
+        JobError: the job cannot be built on so many ranks.
+    """
+    with fake_world(world_size, rank, said):
+        built = fake_run(job, catalog, device)
+        with built.mode:
+            return _Rank(built, rank, device).plan(play)
+
+
+class _Rank:
+    def __init__(self, built: FakeRun, rank: int, device: torch.device) -> None:
+        self._run, self._loss, self._rank = built.run, built.loss, rank
+        self._layout = built.run.context.layout
+        self._on_gpu = device.type == "cuda"
+        self._compiled = _is_compiled(built.run.model)
+        self._gradients = 0
+        count_kernels()
+
+    def plan(self, play: bool) -> RankPlan:
+        memory, traffic, failure = None, None, ""
+        try:
+            if play:
+                memory, traffic = self._play()
+            else:
+                self._update_by_zeros()
+        except JobError:
+            raise
+        except Exception as error:
+            failure = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            self._update_by_zeros()
+        return RankPlan(
+            rank=self._rank,
+            pipeline_rank=self._rank // (self._layout.world_size // self._layout.pp),
+            weights=Meter().storages.assign(_weights(self._run), Purpose.WEIGHTS),
+            gradients=self._gradients,
+            optimizer=Meter().storages.assign(_state(self._run), Purpose.OPTIMIZER),
+            memory=memory,
+            traffic=traffic,
+            failure=failure,
+            outline=self._run.outline,
+            compiled=self._compiled,
+        )
+
+    def _play(self) -> tuple[Memory, Traffic]:
+        """Play as many micro-batches as tell what each further one takes, and add those up.
+
+        They are played in rounds, each of as many as the pipeline has ranks. What the second takes more than the first
+        each further one does, too; if in a pipeline that is memory, the third is asked: then all ranks are busy.
+        """
+        count, _ = micro_batches(self._run.job, self._layout)
+        pipeline = self._layout.pp
+        if pipeline > 1:
+            with self._surroundings():
+                self._run.executor.evaluate([self._batch()])  # it finds out, once, what travels
+        first = pipeline if self._may_run(pipeline) else 2 * pipeline
+        if count <= first + pipeline:
+            meter = self._measure(count)
+            return meter.storages.memory(), self._traffic(meter, meter, 0)
+        played = first + pipeline
+        fewer, meter = self._measure(first), self._measure(played)
+        before, memory = fewer.storages.memory(), meter.storages.memory()
+        if pipeline == 1:  # micro-batches share their memory
+            return memory, self._traffic(meter, fewer, count - played)
+        if memory.peak > before.peak and count >= played + pipeline:
+            played += pipeline
+            fewer, before, meter = meter, memory, self._measure(played)
+            memory = meter.storages.memory()
+        further = (count - played) / pipeline
+        return memory.continued(before, further), self._traffic(meter, fewer, further)
+
+    def _may_run(self, count: int) -> bool:
+        """Whether the stages accept so many micro-batches."""
+        job, layout = self._run.job, self._layout
+        _, rows = micro_batches(job, layout)
+        train = attrs.evolve(job.train, global_batch_size=count * rows * layout.data_parallel)
+        fewer = attrs.evolve(job, train=train)
+        return layout.pp == 1 or not any(list(stage.problems(fewer, layout)) for stage in job.parallel.values())
+
+    def _traffic(self, meter: Meter, fewer: Meter, further: float) -> Traffic:
+        """What `meter` saw, and `further` times what it saw more than `fewer`."""
+        mesh = self._run.context.mesh
+        assert mesh is not None
+        return Traffic(
+            transfers=_continued(meter.transfers, fewer.transfers, further),
+            lines={name: line_of(group, mesh) for name, group in meter.groups.items()},
+            flops=meter.flops + further * (meter.flops - fewer.flops),
+            kept=meter.storages.kept + round(further * (meter.storages.kept - fewer.storages.kept)),
+        )
+
+    def _measure(self, count: int) -> Meter:
+        """A whole step of `count` micro-batches, with the update."""
+        run, meter = self._run, Meter()
+        batches = [self._batch() for _ in range(count)]
+        self._loss.meter = meter
+        meter.storages.assign(_state(run), Purpose.OPTIMIZER)
+        _name(meter, run)
+        with meter.watching(), self._surroundings():
+            stepper = Stepper(run)
+            _, sums = stepper.gradients(batches, step=0)
+            norm = stepper.norm()
+            self._gradients = meter.storages.assign(_gradients(run), Purpose.GRADIENTS)
+            stepper.update(_step_context(run, norm), sums["loss_sum"])
+        meter.storages.assign(_state(run), Purpose.OPTIMIZER)
+        _name(meter, run)  # fsdp has put others in their place
+        return meter
+
+    @contextmanager
+    def _surroundings(self) -> Iterator[None]:
+        """Attention as on the planned device, and blocks as they are."""
+        with ExitStack() as stack:
+            if self._on_gpu:
+                stack.enter_context(FusedAttention())
+            if self._compiled:
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            yield
+
+    def _batch(self) -> Batch:
+        _, rows = micro_batches(self._run.job, self._layout)
+        shape = rows, self._run.job.train.seq_len
+        return {name: torch.zeros(shape, dtype=torch.long) for name in ("input_ids", "labels")}
+
+    def _update_by_zeros(self) -> None:
+        """Without a step, gradients are as large as what they are of."""
+        for item in self._run.parameters:
+            p = item.parameter
+            p.grad = torch.zeros_like(p, dtype=p.grad_dtype) if p.requires_grad else None
+        self._gradients = Meter().storages.assign(_gradients(self._run), Purpose.GRADIENTS)
+        self._run.optimizer.step()
+
+
+def _continued(now: Mapping[Transfer, int], before: Mapping[Transfer, int], further: float) -> Mapping[Transfer, int]:
+    """`now`, and `further` times what it has more than `before`. Some transfers are not more but larger."""
+    grown = {(old.kind, old.group, times): old for old, times in before.items() if old not in now}
+    found: Counter[Transfer] = Counter()
+    for transfer, times in now.items():
+        smaller = grown.get((transfer.kind, transfer.group, times))
+        if transfer not in before and smaller is not None:
+            whole = transfer.whole + round(further * (transfer.whole - smaller.whole))
+            found[attrs.evolve(transfer, whole=whole)] += times
+        else:
+            found[transfer] += times + round(further * (times - before.get(transfer, 0)))
+    return found
+
+
+def _name(meter: Meter, run: Run) -> None:
+    assert isinstance(run.model, nn.Module)
+    meter.storages.assign(_weights(run), Purpose.WEIGHTS)
+    meter.storages.assign(run.model.buffers(), Purpose.BUFFERS)
+
+
+def _weights(run: Run) -> list[Tensor]:
+    return [item.parameter.detach() for item in run.parameters]
+
+
+def _gradients(run: Run) -> list[Tensor]:
+    return [item.parameter.grad for item in run.parameters if item.parameter.grad is not None]
+
+
+def _state(run: Run) -> list[Tensor]:
+    values = (value for state in run.optimizer.state.values() for value in state.values())
+    return [value for value in values if isinstance(value, Tensor)]
+
+
+def _step_context(run: Run, norm: Tensor) -> StepContext:
+    return StepContext(
+        job=run.job,
+        model=run.model,
+        optimizer=run.optimizer,
+        tokenizer=run.context.tokenizer,
+        folder=None,
+        step=1,
+        grad_norm=norm,
+    )
+
+
+def _is_compiled(model: object) -> bool:
+    assert isinstance(model, nn.Module)
+    return any(module._compiled_call_impl is not None for module in model.modules())

@@ -1,0 +1,184 @@
+"""`forge-run plan`, as a user meets it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from forge_core.cli import main
+from forge_core.parallel.mesh import leave_group
+from forge_plugin_plan.kernels import count_kernels
+
+ROOT = Path(__file__).parents[3]
+JOB = """
+[train]
+steps = 1
+global_batch_size = 64
+micro_batch_size = 2
+seq_len = 256
+precision = "bf16"
+[model]
+type = "transformer"
+dim = 64
+layers = 4
+vocab_size = 512
+[model.attention]
+heads = 4
+[optimizer]
+type = "adamw"
+[[data.sources]]
+type = "memmap"
+path = "nowhere"
+"""
+
+
+def plan(folder: Path, *arguments: str, command: str = "plan") -> int:
+    leave_group()
+    (folder / "job.toml").write_text(JOB)
+    return main([command, str(folder / "job.toml"), *arguments])
+
+
+def test_it_needs_neither_data_nor_ranks(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    parallel = ("--parallel.fsdp.replicate=2", "--parallel.pp.degree=2", "--parallel.tp.degree=4")
+    assert plan(tmp_path, "--world-size=32", "--gpu=h200", *parallel) == 0
+    out = capsys.readouterr().out
+    assert "ranks      32: pp 2, replicate 2, shard 2, tp 4" in out
+    for line in (
+        "weights",
+        "optimizer state",
+        "activations",
+        "shard (2 ranks): all-gather",
+        "pp (2 ranks, 1 a node): send",
+    ):
+        assert f"  {line}" in out
+    assert "pipeline rank      weights    gradients    optimizer  activations       logits         peak" in out
+    assert "of 141.00 GB (H200 SXM): fits" in out
+    assert re.search(r"  pp \(2 ranks, 1 a node\) +[\d.]+ ms   [\d.]+ [kM]B at 50 GB/s, over the network", out)
+
+
+def test_without_a_gpu_there_are_no_times(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    assert plan(tmp_path) == 0
+    assert "at least" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["plan", "check"])
+def test_all_that_is_impossible_is_told_at_once(tmp_path: Path, capsys: pytest.CaptureFixture, command: str) -> None:
+    """What keys, the layout, the batch, and the model itself make impossible, in one answer."""
+    stages = (
+        "tp.degree=3",
+        "cp.degree=2",
+        'cp.method="ulysses"',
+        "pp.degree=5",
+        'float8.exclude=["layers.*.ffn.left"]',
+    )
+    settings = [*(f"--parallel.{key}" for key in stages), "--train.seq_len=255", "--model.vocab_size=510"]
+    settings += ["--train.global_batch_size=6", "--model.attention.heads=3", "--model.attention.head_dim=16"]
+    assert plan(tmp_path, "--world-size=30", *settings, "--model.ffn.hidden=176", command=command) == 2
+    seen = capsys.readouterr().err
+    for problem in (
+        "parallel.tp.degree: layers.0.ffn.gate.weight has 176 rows, which 3 ranks cannot share equally",
+        "parallel.cp.method: each of 3 tensor-parallel ranks has 1 key/value heads, which 2 ranks cannot share equally",
+        "parallel.cp.degree: 2 pieces x tp 3 = 6 do not divide train.seq_len = 255",
+        "parallel.pp.degree: 5 stages, but the model has 4 layers",
+        "parallel.pp.schedule: 1f1b needs a micro-batch for each of the 5 stages, and there are 3",
+        "parallel.float8.exclude: 'layers.*.ffn.left' fits no linear layer",
+    ):
+        assert problem in seen
+    assert "embedding.weight" not in seen, "510 rows are 170 for each of three"
+    assert plan(tmp_path, "--world-size=7", "--parallel.tp.degree=2", command=command) == 2
+    assert "tp 2 = 2 does not divide the 7 ranks" in capsys.readouterr().err
+
+
+def test_a_check_without_such_stages_imports_no_torch(tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_text(JOB.replace('path = "nowhere"', 'path = "data"'))
+    job = f"{str(tmp_path / 'job.toml')!r}, '--world-size=4', '--parallel.fsdp.shard=4'"
+    code = f"import sys; from forge_core.cli import main; main(['check', {job}]); print('torch' in sys.modules)"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert told.stdout.splitlines()[-1] == "False"
+
+
+def test_what_does_not_fit_is_said(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    assert plan(tmp_path, "--gpu=a100-40gb", "--model.vocab_size=80000000") == 0
+    assert "DOES NOT FIT" in capsys.readouterr().out
+
+
+def test_what_cannot_be_played_is_unknown_with_the_reason(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    (tmp_path / "deciding.py").write_text(
+        "from attrs import frozen\n"
+        "from forge_core import LossComponent\n"
+        "from forge_core.losses import CrossEntropy\n"
+        "@frozen(kw_only=True)\n"
+        "class Deciding(LossComponent):\n"
+        "    def build(self, context):\n"
+        "        inner = CrossEntropy().build(context)\n"
+        "        return lambda head, hidden, batch: inner(head, hidden, batch) if hidden.sum().item() else None\n"
+    )
+    assert plan(tmp_path, f"--loss.type={tmp_path}/deciding.py:Deciding", "--gpu=h200") == 0
+    out = capsys.readouterr().out
+    assert "unknown   the step cannot be played: DataDependentOutputException" in out
+    assert "  optimizer state" in out
+
+
+@pytest.mark.parametrize("backend", ["grouped_mm", "loop"])
+def test_experts_are_played_as_if_all_had_as_many_tokens(
+    tmp_path: Path, capsys: pytest.CaptureFixture, backend: str
+) -> None:
+    experts = ("--model.ffn.type=moe", "--model.ffn.experts=4", "--model.ffn.hidden=64", "--parallel.ep.degree=2")
+    backend = f"--model.ffn.backend={backend}"
+    assert plan(tmp_path, "--world-size=4", "--gpu=h200", "--parallel.fsdp.shard=4", *experts, backend) == 0
+    out = capsys.readouterr().out
+    assert "ranks      4: shard 4, ep 2" in out
+    assert "unknown" not in out
+    assert "shard (2 ranks): all-to-all" in out
+
+
+def test_what_leaves_nodes_is_less_where_tokens_cross_once(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Of 16 ranks with an expert each, a token's two are on two; of two nodes, on 2 (1 - 28/120)."""
+    experts = ["--model.ffn.type=moe", "--model.ffn.experts=16", "--model.ffn.hidden=64", "--parallel.ep.degree=16"]
+    leaving = []
+    for per_node in (0, 8):
+        sizes = ("--world-size=16", "--parallel.fsdp.shard=16", "--train.global_batch_size=32")
+        assert plan(tmp_path, *sizes, "--gpu=h200", *experts, f"--parallel.ep.ranks_per_node={per_node}") == 0
+        out = capsys.readouterr().out
+        sent = re.findall(r"([\d.]+) ([kM])B to other nodes at 50 GB/s", out)
+        leaving.append(sum(float(number) * {"k": 1e3, "M": 1e6}[unit] for number, unit in sent))
+    assert leaving[1] / leaving[0] == pytest.approx(1 - 28 / 120, rel=0.05)
+    groups = re.findall(r"^  (.* \(.*\)) +[\d.]+ m?s ", out, re.MULTILINE)
+    assert groups == ["shard (16 ranks, 8 a node)", "shard (2 ranks, 1 a node)", "shard (8 ranks)"]
+
+
+def test_products_of_groups_count_as_many_flops_as_their_rows_make() -> None:
+    count_kernels()
+    x, weight = torch.randn(10, 16, requires_grad=True), torch.randn(3, 8, 16, requires_grad=True)
+    with FlopCounterMode(display=False) as counter:
+        y = torch.nn.functional.grouped_mm(x, weight.mT, offs=torch.tensor([4, 4, 10], dtype=torch.int32))
+        assert counter.get_total_flops() == 2 * 10 * 16 * 8
+        y.backward(torch.ones(10, 8))
+    assert counter.get_total_flops() == 3 * 2 * 10 * 16 * 8
+
+
+def test_an_unknown_gpu_is_named_with_those_there_are(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    assert plan(tmp_path, "--gpu=h300") == 2
+    assert "--gpu h300: not in the table; there are a100" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "ranks", "sequences"),
+    [("llama-7b-1gpu", 1, 4), ("llama-8b-4gpu", 4, 16), ("llama-34b-8gpu", 8, 16), ("llama-70b-64gpu", 64, 64)],
+)
+def test_the_configs_fit_their_gpus(name: str, ranks: int, sequences: int, capsys: pytest.CaptureFixture) -> None:
+    """Two micro-batches a rank take as much memory as any number of them, and are sooner played."""
+    leave_group()
+    config = str(ROOT / "configs" / f"{name}.toml")
+    sized = [f"--world-size={ranks}", f"--train.global_batch_size={sequences}", "--gpu=h200"]
+    assert main(["plan", config, *sized]) == 0
+    out = capsys.readouterr().out
+    assert ": fits, " in out
+    assert "little for what is not counted" not in out

@@ -1,0 +1,43 @@
+"""Catalogs and plugins for tests, into which nothing leaks from what happens to be installed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from forge_core.contracts.components import Component, Plugin
+from forge_core.plugins.catalog import CORE, Catalog
+from forge_core.plugins.manager import Plugins
+
+Components = Mapping[str, Mapping[str, type[Component]]]
+"""Kind -> type -> class."""
+
+
+def catalog_of(components: Components | None = None, name: str = "in-memory") -> Catalog:
+    """A catalog of the core's own components and these, and of nothing else that is installed.
+
+        catalog = catalog_of({"optimizer": {"lion": Lion}})
+        job = load_job("job.toml", catalog=catalog)
+
+    Args:
+        components: by kind and type. A kind of your own is declared like a component, by its base:
+            `{"kind": {"ffn": FFNComponent}, "ffn": {"swiglu": SwiGLU}}`.
+        name: of the distribution that offers them.
+    """
+    installed = Catalog.installed()
+    core = installed.distribution(CORE)
+    assert core is not None, "the core is running, so it is installed"
+    own = Catalog([offer for offer in installed.all_offers() if offer.distribution == core], [core])
+    return own.with_components(components, name) if components else own
+
+
+def plugins_with(components: Components | None = None, **plugins: Plugin) -> Plugins:
+    """The active plugins of a job, for calling hooks: `plugins_with(ema=EMA(decay=0.9)).build_optimizer(…)`.
+
+    Args:
+        components: what there is besides the core's own, as for `catalog_of`.
+        plugins: those that a job names, under their names in the job.
+
+    Raises:
+        PluginError: a plugin's hooks do not fit their specifications.
+    """
+    return Plugins(plugins, catalog_of(components))

@@ -1,0 +1,155 @@
+"""Whether a component class is what its kind asks for. Needs no torch."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import sys
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import PurePath
+from typing import Any
+
+import attrs
+import tomli_w
+from attrs import Attribute
+
+from forge_core.config.describe import is_component, is_literal, is_union, members
+from forge_core.config.docs import field_docs
+from forge_core.config.dump import to_toml
+from forge_core.config.leaves import Mismatch
+from forge_core.config.structure import resolved_fields
+from forge_core.contracts.components import Component, Plugin, TrainingHook
+from forge_core.contracts.errors import PluginError
+from forge_core.plugins.catalog import Catalog, Offer
+from forge_core.plugins.manager import Plugins
+from forge_testing.tables import read_value
+
+
+def component_problems(
+    cls: type[Component], base: type[Component], offer: Offer, catalog: Catalog, sample: Mapping[str, Any] | None
+) -> Iterator[str]:
+    """Everything that is wrong with a component class, each with its fix.
+
+    Args:
+        base: of its kind.
+        sample: keys with which it can be made; None: they are not known, and whether its defaults do is no problem.
+    """
+    if not (vars(cls).get("__doc__") or "").strip():
+        yield "the class has no docstring, which `forge-run explain` shows; say what it does, with its source"
+    yield from method_problems(cls, base)
+    before = "torch" in sys.modules
+    try:
+        fields = resolved_fields(cls)
+    except Mismatch as error:
+        yield str(error)
+        return
+    if "torch" in sys.modules and not before:
+        yield "the types of its keys import torch; give keys types of TOML, and make torch's of them in `build`"
+    yield from field_problems(cls, fields)
+    component = None
+    try:
+        component = read_value({"type": offer.qualified, **_with_required(fields, sample or {})}, base, catalog)
+    except ValueError as error:
+        if sample is not None:
+            yield f'it cannot be made for a trial: {error}; give samples={{"{offer.type}": {{…}}}} with keys that work'
+    if component is not None:
+        yield from instance_problems(component, base, offer, catalog)
+
+
+def field_problems(cls: type[Component], fields: Mapping[str, Attribute]) -> Iterator[str]:
+    """What is wrong with its keys."""
+    docs = field_docs(cls)
+    for key, field in fields.items():
+        if field.type is None:
+            yield f"{key}: has no type; annotate it, as in `{key}: float = 1.0`"
+            continue
+        if not field.kw_only:
+            yield f"{key}: is positional; decorate the class with @frozen(kw_only=True)"
+        if field.name not in docs:
+            yield f"{key}: has no documentation; put a string under the field: meaning, unit, what 0 or None stand for"
+        if is_union(field.type) and type(None) in _arguments(field.type) and field.default is not None:
+            yield f"{key}: may be None, which TOML cannot say, so None must be its default"
+
+
+def method_problems(cls: type[Component], base: type[Component]) -> Iterator[str]:
+    """What is wrong with what it implements."""
+    for name, asked in inspect.getmembers(base, inspect.isfunction):
+        own = getattr(cls, name)
+        if name.startswith("_"):
+            continue
+        if own is asked and "NotImplementedError" in asked.__code__.co_names:  # the base leaves it to others
+            parameters = ", ".join(inspect.signature(asked).parameters)
+            yield f"it does not implement {name}({parameters}), as {base.__name__} asks"
+        elif inspect.isfunction(own) and own is not asked and (why := _refusal(own, asked)):
+            parameters = ", ".join(inspect.signature(asked).parameters)
+            yield f"{name} {why}; it is called as {name}({parameters})"
+    if issubclass(cls, TrainingHook):
+        events = [name for name in dir(TrainingHook) if name.startswith("on_")]
+        for name in dir(cls):
+            if name.startswith("on_") and name not in events:
+                close = difflib.get_close_matches(name, events, n=1)
+                yield f"there is no event {name}, so it is never called{f'; did you mean {close[0]}?' if close else ''}"
+
+
+def instance_problems(component: Any, base: type[Component], offer: Offer, catalog: Catalog) -> Iterator[str]:
+    """What is wrong with one that was made."""
+    try:
+        text = tomli_w.dumps({"value": to_toml(component, catalog)})
+        again = read_value(tomllib.loads(text)["value"], base, catalog)
+    except (TypeError, ValueError) as error:
+        yield f"written to TOML, it cannot be read back: {error}; use types that TOML has, tuples, and components"
+    else:
+        differ = [] if again == component else _differing(component, again)
+        if differ:
+            told = "; ".join(f"{key}: {before!r} became {after!r}" for key, before, after in differ)
+            yield f"written to TOML and read back, it is not equal: {told}; see that converters keep their own results"
+    if isinstance(component, Plugin):
+        try:
+            Plugins({offer.type: component}, catalog)
+        except PluginError as error:
+            yield str(error)
+
+
+def _refusal(own: Any, asked: Any) -> str:
+    """Why `own` cannot be called as `asked` is: the first argument by position, what is built with by name."""
+    names = list(inspect.signature(asked).parameters)[1:]
+    by_name = names[1:] if asked.__name__ == "build" else []
+    by_position = [name for name in names if name not in by_name]
+    try:
+        inspect.signature(own).bind(None, *by_position, **dict.fromkeys(by_name))
+    except TypeError as error:
+        return f"cannot be called: {error}"
+    return ""
+
+
+def _with_required(fields: Mapping[str, Attribute], sample: Mapping[str, Any]) -> dict[str, Any]:
+    """The sample, and something of the right type for required keys that it does not give."""
+    table = dict(sample)
+    for key, field in fields.items():
+        if field.default is attrs.NOTHING and key not in table and field.type is not None:
+            value = _some_value(members(field.type)[0])
+            table |= {} if value is None else {key: value}
+    return table
+
+
+def _some_value(type_: Any) -> Any:
+    """A value of a simple type; None where there is no telling."""
+    if is_literal(type_):
+        return _arguments(type_)[0]
+    if is_component(type_) or not isinstance(type_, type):
+        return None
+    if issubclass(type_, PurePath):
+        return "x"
+    return {bool: True, int: 2, float: 1.0, str: "x"}.get(type_)
+
+
+def _arguments(type_: Any) -> tuple[Any, ...]:
+    return getattr(type_, "__args__", ())
+
+
+def _differing(one: Any, other: Any) -> list[tuple[str, Any, Any]]:
+    if type(one) is not type(other):
+        return [("type", type(one).__name__, type(other).__name__)]
+    pairs = [(f.name, getattr(one, f.name), getattr(other, f.name)) for f in attrs.fields(type(one))]
+    return [(name, before, after) for name, before, after in pairs if before != after]

@@ -1,0 +1,138 @@
+"""A short run, with all that must not depend on the layout: loss, gradients and their norm, weights, evaluation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from forge_core.config.job import Job
+from forge_core.contracts.contexts import StepContext
+from forge_core.data.held_out import evaluation_batches
+from forge_core.data.loader import TrainLoader
+from forge_core.engine.build import Run, build_context, build_run
+from forge_core.engine.step import Stepper
+from forge_core.parallel.mesh import all_reduce_tokens, gather_objects, pipeline_group
+from forge_core.plugins.catalog import Catalog
+
+
+@frozen
+class Curve:
+    """What a run came to."""
+
+    losses: list[float]
+    norms: list[float]
+    """Of the gradient, before clipping."""
+    initial: Mapping[str, Tensor]
+    gradients: Mapping[str, Tensor]
+    """Of the first step."""
+    weights: Mapping[str, Tensor]
+    """After the last step."""
+    evaluation: float
+    """Held-out loss at the end; 0 where nothing is held out."""
+
+
+@frozen
+class Difference:
+    """The largest differences between two curves."""
+
+    initial: float
+    loss: float
+    norm: float
+    gradient: float
+    weights: float
+    """Relative to the norm of what the steps changed."""
+    evaluation: float
+
+    @classmethod
+    def between(cls, found: Curve, expected: Curve) -> Difference:
+        update = {name: expected.weights[name] - expected.initial[name] for name in expected.initial}
+        error = {name: found.weights[name] - expected.weights[name] for name in expected.initial}
+        return cls(
+            initial=_largest(found.initial, expected.initial),
+            loss=_worst(abs(a - b) for a, b in zip(found.losses, expected.losses, strict=True)),
+            norm=_worst(abs(a - b) for a, b in zip(found.norms, expected.norms, strict=True)),
+            gradient=_largest(found.gradients, expected.gradients),
+            weights=_worst([_norm(error) / _norm(update)]),
+            evaluation=_worst([abs(found.evaluation - expected.evaluation)]),
+        )
+
+
+def train(job: Job, catalog: Catalog | None = None) -> Curve:
+    """Train a job from the start; collective. `catalog`: by default, everything installed."""
+    context = build_context(job, catalog or Catalog.installed(), None)
+    run = build_run(job, context)
+    stepper, loader = Stepper(run), TrainLoader(job, run.datasets, context)
+    pipeline = pipeline_group(context.mesh)
+    initial = _whole({item.name: item.parameter.detach() for item in run.parameters}, pipeline)
+    losses, norms, gradients = [], [], dict[str, Tensor]()
+    for step in range(job.train.steps):
+        run.rates.apply(step, 0)
+        _, sums = stepper.gradients(loader.next_step(), step)
+        norm = stepper.norm()
+        if step == 0:
+            there = {item.name: item.parameter.grad for item in run.parameters if item.parameter.grad is not None}
+            gradients = _whole(there, pipeline)
+        stepper.update(_step_context(run, step, norm), sums["loss_sum"])
+        losses.append((sums["loss_sum"] / sums["count"]).item())
+        norms.append(norm.item())
+    loader.close()
+    weights = _whole({item.name: item.parameter.detach() for item in run.parameters}, pipeline)
+    return Curve(losses, norms, initial, gradients, weights, _held_out_loss(run))
+
+
+def _step_context(run: Run, step: int, norm: Tensor) -> StepContext:
+    return StepContext(
+        job=run.job,
+        model=run.model,
+        optimizer=run.optimizer,
+        tokenizer=run.context.tokenizer,
+        folder=None,
+        step=step + 1,
+        grad_norm=norm,
+    )
+
+
+def _held_out_loss(run: Run) -> float:
+    """As the run loop evaluates: some optimizers keep other weights for it."""
+    if run.held_out is None:
+        return 0.0
+    total = torch.zeros(2, dtype=torch.float64)
+    assert isinstance(run.model, torch.nn.Module)
+    run.model.eval()
+    getattr(run.optimizer, "eval", lambda: None)()
+    for batch in evaluation_batches(run.held_out, 0, run.job, run.context):
+        output = run.executor.evaluate([batch])
+        total += torch.stack([output.loss_sum.double(), output.count.double()])
+    getattr(run.optimizer, "train", lambda: None)()
+    run.model.train()
+    all_reduce_tokens(total, run.context.mesh)
+    return (total[0] / total[1]).item()
+
+
+def _whole(tensors: Mapping[str, Any], pipeline: Any) -> dict[str, Tensor]:
+    """Of all ranks, those of a pipeline included. What several of them have must be equal; else it is infinite here."""
+    own = {name: (t.full_tensor() if hasattr(t, "full_tensor") else t).clone() for name, t in tensors.items()}
+    found: dict[str, Tensor] = {}
+    for part in gather_objects(own, pipeline) if pipeline is not None else [own]:
+        unequal = [name for name in part.keys() & found.keys() if not torch.equal(part[name], found[name])]
+        found |= part | {name: torch.full_like(part[name], torch.inf) for name in unequal}
+    return found
+
+
+def _largest(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+    assert found.keys() == expected.keys(), f"not both have {', '.join(sorted(found.keys() ^ expected.keys()))}"
+    return _worst((found[name] - expected[name]).abs().max().item() for name in expected)
+
+
+def _worst(differences: Iterable[float]) -> float:
+    """The largest; one that is not a number counts as infinite, as every comparison with it would be false."""
+    return max((math.inf if math.isnan(value) else value for value in differences), default=0.0)
+
+
+def _norm(tensors: Mapping[str, Tensor]) -> float:
+    return math.sqrt(sum(tensor.square().sum().item() for tensor in tensors.values()))

@@ -1,0 +1,47 @@
+"""Whether an installed distribution keeps the contracts of plugins."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+Samples = Mapping[str, Mapping[str, Any]]
+"""Type -> keys of its table."""
+
+
+def check_distribution(name: str, samples: Samples | None = None) -> None:
+    """See that a distribution's metadata and all that it offers are as a plugin's must be:
+
+    - it requires `forge-run`, with an upper bound, in a version that is running, and is installed as its sources say;
+    - each entry point loads, and those of components without importing torch;
+    - a component is a documented attrs class of its kind, keyword-only, each key with a type and documentation;
+    - it implements what its kind asks for, with the parameters that it is called with;
+    - a component written to TOML is read back equal;
+    - hooks of plugins fit their specifications, and events of training hooks exist.
+
+    It is looked at in a process of its own, so that no test before it can hide an import.
+
+        def test_the_distribution():
+            check_distribution("forge-plugin-lion")
+
+    Args:
+        name: of the distribution.
+        samples: keys of the components that cannot be made of their defaults, by type: `{"text": {"path": "a.txt"}}`.
+
+    Raises:
+        AssertionError: tells every problem found, each with its fix.
+    """
+    command = [sys.executable, "-m", "forge_testing.inspection", name]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    given = json.dumps(samples or {})
+    done = subprocess.run(command, input=given, env=environment, capture_output=True, text=True, check=False)
+    try:
+        problems: list[str] = json.loads(done.stdout.splitlines()[-1])
+    except (IndexError, json.JSONDecodeError):
+        raise AssertionError(f"looking at {name} ended the process:\n{done.stdout}{done.stderr}") from None
+    count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
+    assert not problems, "\n".join([f"{name} has {count}:", *(f"- {problem}" for problem in problems)])

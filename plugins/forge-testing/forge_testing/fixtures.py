@@ -1,0 +1,75 @@
+"""Fixtures for tests of components, as a pytest plugin to be named explicitly.
+
+# conftest.py
+pytest_plugins = ["forge_testing.fixtures"]
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forge_core.config.job import Job
+from forge_core.contracts.components import TrainingHook
+from forge_core.engine.build import Run, build_context, build_run
+from forge_core.engine.trainer import Summary, Trainer
+from forge_core.plugins.catalog import Catalog
+from forge_core.plugins.manager import Plugins
+from forge_testing import catalogs, tiny_job
+
+
+@pytest.fixture(scope="session")
+def catalog() -> Catalog:
+    """Everything installed, scanned once."""
+    return Catalog.installed()
+
+
+@pytest.fixture
+def catalog_of() -> Callable[..., Catalog]:
+    """A catalog of the core's own components and given ones, and of nothing else (`catalogs.catalog_of`). The other
+    fixtures take it where a test module has a fixture `catalog` that returns one."""
+    return catalogs.catalog_of
+
+
+@pytest.fixture
+def plugins_with() -> Callable[..., Plugins]:
+    """The active plugins of a job, over such a catalog (`catalogs.plugins_with`)."""
+    return catalogs.plugins_with
+
+
+@pytest.fixture
+def make_job(tmp_path: Path, catalog: Catalog) -> Callable[..., Job]:
+    """`tiny_job` with its run folder in a temporary folder."""
+    return lambda **changes: tiny_job(str(tmp_path), catalog, **changes)
+
+
+@pytest.fixture
+def train(catalog: Catalog) -> Callable[..., Summary]:
+    """Train a job in this process, silently; takes the options of `Trainer`."""
+
+    def run(job: Job, *hooks: TrainingHook, **options: Any) -> Summary:
+        silent: dict[str, Any] = {"echo": lambda text: None}
+        return Trainer(job, hooks=hooks, catalog=catalog, **silent | options).run()
+
+    return run
+
+
+@pytest.fixture
+def build(catalog: Catalog, tmp_path: Path) -> Callable[..., Run]:
+    """Everything a job builds, without training."""
+    return lambda job: build_run(job, build_context(job, catalog, tmp_path))
+
+
+@pytest.fixture
+def lines() -> Callable[[Summary], list[dict[str, Any]]]:
+    """The training lines of a finished run."""
+
+    def read(summary: Summary) -> list[dict[str, Any]]:
+        text = (summary.folder / "metrics.jsonl").read_text()
+        return [record for line in text.splitlines() if "loss" in (record := json.loads(line))]
+
+    return read

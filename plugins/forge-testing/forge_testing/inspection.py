@@ -1,0 +1,114 @@
+"""Looks at one distribution and prints its problems as a line of JSON: run by `check_distribution`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from importlib import metadata
+from typing import Any
+
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.version import Version
+
+from forge_core.contracts.errors import PluginError
+from forge_core.plugins.catalog import CORE, Catalog, Distribution, Offer, check_requirement, core_version
+from forge_testing.component_checks import component_problems
+from forge_testing.distribution import Samples
+from forge_testing.stale import stale_entries
+
+BOUNDS = ("<", "<=", "==", "~=", "===")
+"""Operators that set an upper bound."""
+
+
+def problems_of(name: str, samples: Samples) -> Iterator[str]:
+    """Everything that is wrong with a distribution, each with its fix."""
+    catalog = Catalog.installed()
+    distribution = catalog.distribution(name)
+    if distribution is None:
+        yield _absent(name)
+        return
+    if distribution.name != CORE:
+        yield from requirement_problems(distribution)
+    yield from stale_entries([distribution], catalog)
+    offers = [offer for offer in catalog.all_offers() if offer.distribution == distribution]
+    known = {offer.type for offer in offers}
+    for type_ in samples.keys() - known:
+        yield f"samples has {type_!r}, which it does not offer; it offers {', '.join(sorted(known))}"
+    for offer in sorted(offers, key=lambda offer: offer.kind == "command"):  # these may import what they like
+        yield from offer_problems(offer, catalog, samples)
+
+
+def _absent(name: str) -> str:
+    try:
+        metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return f"it is not installed; pip install -e its folder (installed distributions offer: {_names()})"
+    fix = '[project.entry-points."forge.optimizer"] with a line for each type, and install it again'
+    return f"it offers nothing: it has no entry points in groups `forge.KIND`; add a table such as {fix}"
+
+
+def _names() -> str:
+    return ", ".join(sorted({offer.distribution.name for offer in Catalog.installed().all_offers()}))
+
+
+def requirement_problems(distribution: Distribution) -> Iterator[str]:
+    """What is wrong with its requirement on the core."""
+    yield from bound_problems(distribution)
+    try:
+        check_requirement(distribution)
+    except PluginError as error:
+        yield str(error)
+
+
+def bound_problems(distribution: Distribution) -> Iterator[str]:
+    """What its requirement on the core lacks, whether or not the running one fits: that is seen when it is loaded."""
+    running = Version(core_version())
+    fix = f'"{CORE}>={running.major}.{running.minor},<{running.major}.{running.minor + 1}"'
+    try:
+        lines = [Requirement(line) for line in distribution.requires]
+    except InvalidRequirement:  # which `check_requirement` tells
+        return
+    found = [line for line in lines if line.name.lower().replace("_", "-") == CORE]
+    if not found:
+        yield f"it does not require {CORE}, so an installer may pair it with any; add {fix} to `dependencies`"
+    for line in found:
+        if not any(specifier.operator in BOUNDS for specifier in line.specifier):
+            yield f"it requires {line}, without an upper bound, and the next version may break it; write {fix}"
+
+
+def offer_problems(offer: Offer, catalog: Catalog, samples: Samples) -> Iterator[str]:
+    """What is wrong with an entry point and what it names."""
+    before = "torch" in sys.modules
+    try:
+        target = catalog.load_target(offer)
+    except PluginError as error:
+        yield str(error)
+        return
+    imported_torch = "torch" in sys.modules and not before
+    yield from target_problems(offer, target, imported_torch, catalog, samples.get(offer.type, {}))
+
+
+def target_problems(
+    offer: Offer, target: Any, imported_torch: bool, catalog: Catalog, sample: Mapping[str, Any] | None
+) -> Iterator[str]:
+    """What is wrong with what an entry point names.
+
+    Args:
+        target: what it names, loaded.
+        imported_torch: whether loading it did.
+        sample: see `component_problems`.
+    """
+    what = f"{offer.kind} {offer.type!r} ({offer.value})"
+    if imported_torch and offer.kind != "command":
+        fix = "import torch inside `build`, or under TYPE_CHECKING, and no module that needs it at the top"
+        yield f"{what}: importing it imports torch, which makes checking a job slow; {fix}"
+    if offer.kind not in ("kind", "command"):
+        base = catalog.kind_base(offer.kind)
+        for problem in component_problems(target, base, offer, catalog, sample):
+            yield f"{what}: {problem}"
+
+
+if __name__ == "__main__":
+    found = list(problems_of(sys.argv[1], json.load(sys.stdin)))
+    print("\n" + json.dumps(found))

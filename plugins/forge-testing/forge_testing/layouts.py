@@ -1,0 +1,79 @@
+"""Layouts to try a component under, as a job file has them: stages are found by their type in the catalog."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from attrs import frozen
+
+from forge_core.contracts.components import ParallelComponent
+from forge_core.plugins.catalog import Catalog
+from forge_testing.tables import read_value
+
+
+@frozen(kw_only=True)
+class LayoutCase:
+    """A layout that a run is tried under."""
+
+    ranks: int
+    """Processes that it takes."""
+    parallel: Mapping[str, Mapping[str, Any]]
+    """The tables `[parallel.NAME]`."""
+    micro_batch_size: int = 0
+    """Sequences of a forward pass on one rank; the global batch has 8. 0: as many as fall to the rank."""
+    needs: str = ""
+    """Protocol of `forge_core.contracts.model` without which a model cannot have this layout."""
+
+    def missing(self, catalog: Catalog) -> list[str]:
+        """Types of stages that no installed distribution offers."""
+        types = [table.get("type", name) for name, table in self.parallel.items()]
+        return [type_ for type_ in types if type_ not in catalog.types("parallel")]
+
+    def stages(self, catalog: Catalog) -> Mapping[str, ParallelComponent]:
+        """The stages, read as those of a job file.
+
+        Raises:
+            ValueError: a key is wrong; tells every problem.
+        """
+        tables = {name: dict(table) for name, table in self.parallel.items()}
+        return read_value(tables, Mapping[str, ParallelComponent], catalog)
+
+
+LAYOUTS: Mapping[str, LayoutCase] = {
+    "replicate2": LayoutCase(ranks=2, parallel={"replicate": {}}, micro_batch_size=2),
+    "fsdp2": LayoutCase(ranks=2, parallel={"fsdp": {}}, micro_batch_size=2),
+    "tp2": LayoutCase(ranks=2, parallel={"tp": {"degree": 2}}, needs="HasTensorParallelPlan"),
+    "pp2": LayoutCase(ranks=2, parallel={"pp": {"degree": 2}}, micro_batch_size=4, needs="HasEnds"),
+    "cp2": LayoutCase(ranks=2, parallel={"cp": {"degree": 2}}, needs="HasSequenceMixers"),
+    "checkpointing2": LayoutCase(ranks=2, parallel={"fsdp": {}, "activation_checkpointing": {}}),
+    "compiled": LayoutCase(ranks=1, parallel={"compile": {"backend": "aot_eager"}}),
+    "fsdp2_tp2": LayoutCase(ranks=4, parallel={"fsdp": {}, "tp": {"degree": 2}}, needs="HasTensorParallelPlan"),
+    "fsdp2_ep2": LayoutCase(ranks=2, parallel={"fsdp": {}, "ep": {"degree": 2}}, needs="HasExpertStacks"),
+    "fsdp4_ep2": LayoutCase(
+        ranks=4, parallel={"fsdp": {}, "ep": {"degree": 2}}, micro_batch_size=1, needs="HasExpertStacks"
+    ),
+    "fsdp4_ep4": LayoutCase(ranks=4, parallel={"fsdp": {}, "ep": {"degree": 4}}, needs="HasExpertStacks"),
+    "hsdp2x2_ep2": LayoutCase(
+        ranks=4, parallel={"fsdp": {"replicate": 2}, "ep": {"degree": 2}}, needs="HasExpertStacks"
+    ),
+    "fsdp2_tp2_ep2": LayoutCase(
+        ranks=4, parallel={"fsdp": {}, "tp": {"degree": 2}, "ep": {"degree": 2}}, needs="HasExpertStacks"
+    ),
+    "fsdp2_pp2_ep2": LayoutCase(
+        ranks=4,
+        parallel={"fsdp": {}, "pp": {"degree": 2}, "ep": {"degree": 2}},
+        micro_batch_size=1,
+        needs="HasExpertStacks",
+    ),
+    "fsdp2_cp2_ep2": LayoutCase(
+        ranks=4, parallel={"fsdp": {}, "cp": {"degree": 2}, "ep": {"degree": 2}}, needs="HasExpertStacks"
+    ),
+    "fsdp2_cp2_ep4": LayoutCase(
+        ranks=4, parallel={"fsdp": {}, "cp": {"degree": 2}, "ep": {"degree": 4}}, needs="HasExpertStacks"
+    ),
+    "checkpointing_fsdp2_ep2": LayoutCase(
+        ranks=2, parallel={"fsdp": {}, "ep": {"degree": 2}, "activation_checkpointing": {}}, needs="HasExpertStacks"
+    ),
+}
+"""Layouts by name. Those of equally many ranks are tried by the same processes."""

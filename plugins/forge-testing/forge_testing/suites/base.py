@@ -1,0 +1,127 @@
+"""What the suites of all kinds share."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from attrs import define
+from torch import Tensor
+
+from forge_core.checkpoint.manager import stored_tensors
+from forge_core.checkpoint.manifest import read_manifest
+from forge_core.config.job import Job
+from forge_core.contracts.components import TrainingHook
+from forge_core.contracts.contexts import BuildContext, StepContext
+from forge_core.engine.build import build_context
+from forge_core.engine.trainer import Summary, Trainer
+from forge_core.plugins.catalog import Catalog
+from forge_kit.whole_tensors import read_whole
+from forge_testing import tiny_job
+
+
+class Suite:
+    """Tests of one component. A subclass gives the component, and pytest finds it if its name starts with `Test`:
+
+        class TestLion(OptimizerSuite):
+            component = Lion(lr=1e-3)
+
+    Suites use no fixtures but pytest's own.
+    """
+
+    component: ClassVar[Any]
+    """The component, with the settings to test."""
+    job: ClassVar[Mapping[str, Any]] = {}
+    """What else the job around it says, as `forge_testing.tiny_job` takes it: `{"seq_len": 32}`. It runs on the
+    CPU if this does not say otherwise."""
+
+    def make(self, folder: Path) -> Any:
+        """The component. Override it where one needs files, which belong into `folder`, or where each run needs an
+        object of its own, as with hooks that have state."""
+        name = type(self).__name__
+        assert hasattr(self, "component"), f"{name} says not what it tests: set `component`, or override `make(folder)`"
+        return self.component
+
+    @property
+    def catalog(self) -> Catalog:
+        """Where stages and default components are looked up: by default, everything installed."""
+        return _installed()
+
+    def tiny_job(self, folder: Path, **changes: Any) -> Job:
+        """The job around a component, with changes that win over `job`. Runs go to `folder`."""
+        merged = {"device": "cpu", "gc_interval": 0, **self.job}  # collecting takes longer than the steps
+        for name, value in changes.items():
+            both = isinstance(value, Mapping) and isinstance(merged.get(name), Mapping)
+            merged[name] = {**merged[name], **value} if both else value
+        return tiny_job(str(folder), self.catalog, **merged)
+
+    def context(self, job: Job, folder: Path | None = None) -> BuildContext:
+        """What a component of the job is given when it is built. `folder`: the run folder."""
+        return build_context(job, self.catalog, folder)
+
+    def train(self, job: Job, *hooks: TrainingHook) -> Summary:
+        """Run a job to its end, silently."""
+        return Trainer(job, hooks=hooks, catalog=self.catalog, echo=lambda text: None).run()
+
+
+@functools.cache
+def _installed() -> Catalog:
+    return Catalog.installed()
+
+
+@define(kw_only=True, slots=False)
+class Stop(TrainingHook):
+    """Asks to stop after a step."""
+
+    step: int
+
+    def on_step_end(self, context: StepContext) -> None:
+        if context.step == self.step:
+            context.request_stop("a test of continuing")
+
+
+def losses_of(summary: Summary) -> list[float]:
+    """The training losses of a finished run."""
+    records = map(json.loads, (summary.folder / "metrics.jsonl").read_text().splitlines())
+    return [record["loss"] for record in records if "loss" in record]
+
+
+def saved_state(summary: Summary) -> tuple[Mapping[str, Tensor], Mapping[str, Any]]:
+    """Tensors and plain values of a run's last checkpoint, but for those that tell of the run and not of its state."""
+    folder = summary.folder / "checkpoints" / f"step-{summary.step}"
+    stored = stored_tensors(folder)
+    values = read_manifest(folder)
+    return read_whole(folder, stored, stored), {key: values[key] for key in ("progress", "optimizer", "extras")}
+
+
+def state_differences(found: Summary, expected: Summary) -> list[str]:
+    """What is not the same, to the bit, in the last checkpoints of two runs."""
+    (tensors, values), (expected_tensors, expected_values) = saved_state(found), saved_state(expected)
+    names = [*expected_tensors, *(name for name in tensors if name not in expected_tensors)]
+    differ = [name for name in names if not _same(tensors.get(name), expected_tensors.get(name))]
+    return differ + [key for key in values if values[key] != expected_values[key]]
+
+
+def _same(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None or one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+
+
+def some(names: list[str]) -> str:
+    """Some of the names, for a message."""
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+@contextmanager
+def explained(what: str) -> Iterator[None]:
+    """Any exception within becomes an AssertionError that begins with `what`."""
+    try:
+        yield
+    except Exception as error:
+        raise AssertionError(f"{what}: {type(error).__name__}: {error}") from error

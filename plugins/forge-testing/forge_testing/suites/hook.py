@@ -1,0 +1,113 @@
+"""What every training hook, and every plugin that acts through hooks, must do."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import attrs
+import torch
+from torch import Tensor
+
+from forge_core.config.job import Job
+from forge_core.contracts.components import Plugin, TrainingHook
+from forge_core.engine.hooks import EVENTS
+from forge_core.engine.trainer import Summary
+from forge_testing.suites.base import Stop, Suite, explained, losses_of, saved_state, some, state_differences
+
+STEPS = 6
+
+
+class HookSuite(Suite):
+    """State that travels with checkpoints, and training that it leaves as it is, unless it says otherwise.
+
+        class TestSamples(HookSuite):
+            component = Samples(every_eval=True)
+
+    Takes training hooks and components of kind `plugin`.
+    """
+
+    component: ClassVar[TrainingHook | Plugin]
+    changes_training: ClassVar[bool] = False
+    """Whether losses and weights may differ from those of a run without it."""
+
+    def make(self, folder: Path) -> Any:
+        """A fresh object with the settings of `component`: it holds the state of a run."""
+        return attrs.evolve(super().make(folder))
+
+    def test_its_events_exist(self, tmp_path: Path) -> None:
+        """A method `on_…` that no event calls would never run."""
+        hook = self.make(tmp_path)
+        names = [name for name in dir(type(hook)) if name.startswith("on_")] if isinstance(hook, TrainingHook) else []
+        for name in names:
+            close = difflib.get_close_matches(name, EVENTS, n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            assert name in EVENTS, f"there is no event {name}{hint} There are {', '.join(EVENTS)}"
+
+    def test_its_state_is_plain_and_comes_back(self, tmp_path: Path) -> None:
+        """`state_dict` gives tensors and plain types, and what `load_state_dict` makes of it has the same state."""
+        hook = self.make(tmp_path)
+        with explained("a run with it fails; its state must be numbers, strings, lists, dicts or tensors"):
+            self.train(self._job(tmp_path, hook, "run"))
+        before = hook.state_dict()
+        fresh = self.make(tmp_path)
+        with explained("load_state_dict does not take what state_dict gave"):
+            fresh.load_state_dict(before)
+        lost = _unequal(fresh.state_dict(), before)
+        assert not lost, f"after load_state_dict, {some(lost)} of the state is not what state_dict gave"
+
+    def test_a_run_that_continues_equals_one_that_was_not_interrupted(self, tmp_path: Path) -> None:
+        """Losses, weights, and its own state, to the bit."""
+        whole = self.train(self._job(tmp_path, self.make(tmp_path), "whole"))
+        self.train(self._job(tmp_path, self.make(tmp_path), "parts"), Stop(step=3))
+        parts = self.train(self._job(tmp_path, self.make(tmp_path), "parts"))
+        differ = state_differences(parts, whole)
+        assert not differ, (
+            f"a run that stopped after step 3 and continued ends with other values of {some(differ)}; what the hook "
+            "remembers from step to step must be a field(init=False), or in its `state_dict`"
+        )
+        assert losses_of(parts) == losses_of(whole), "a run that stopped and continued has other losses"
+
+    def test_it_changes_training_only_if_it_says_so(self, tmp_path: Path) -> None:
+        """A run without it has the same losses and ends with the same weights, to the bit."""
+        found = self.train(self._job(tmp_path, self.make(tmp_path), "with"))
+        expected = self.train(self._job(tmp_path, None, "without"))
+        differ = _weights_that_differ(found, expected)
+        if losses_of(found) != losses_of(expected):
+            differ = ["the losses", *differ]
+        if self.changes_training:
+            assert differ, (
+                "changes_training is set, and a run without it comes to the same: leave it out, or choose settings "
+                "with which it acts within some steps"
+            )
+            return
+        assert not differ, (
+            f"a run without it differs in {some(differ)}; a hook that observes must neither write into weights, "
+            "gradients or optimizer, nor draw from torch's generators. One that is to change training says so with "
+            "`changes_training = True` in its suite"
+        )
+
+    def _job(self, folder: Path, hook: TrainingHook | Plugin | None, name: str) -> Job:
+        table = "plugins" if isinstance(hook, Plugin) else "hooks"
+        changes: dict[str, Any] = {} if hook is None else {table: {"tested": hook}}
+        where = {"name": name, "output": str(folder)}
+        return self.tiny_job(
+            folder, steps=STEPS, eval={"interval": 2}, checkpoint={"interval": 2}, job=where, **changes
+        )
+
+
+def _weights_that_differ(found: Summary, expected: Summary) -> list[str]:
+    ours, theirs = saved_state(found)[0], saved_state(expected)[0]
+    return [name for name in theirs if name not in ours or not torch.equal(ours[name], theirs[name])]
+
+
+def _unequal(found: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
+    return [name for name in expected if name not in found or not _same(found[name], expected[name])]
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    return type(one) is type(other) and one == other

@@ -1,0 +1,251 @@
+"""What every model must do. Shapes: B sequences, S positions, D width, V vocabulary."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, ClassVar, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from forge_core.contracts import model as protocols
+from forge_core.contracts.components import ModelComponent
+from forge_core.contracts.data import Batch
+from forge_core.contracts.errors import ForgeError
+from forge_core.contracts.model import Head, Model
+from forge_core.contracts.parameters import roles_of
+from forge_core.engine.build import build_bare_model
+from forge_core.parallel.initialise import check_finite, materialise
+from forge_testing.layouts import LAYOUTS
+from forge_testing.suites.base import explained
+from forge_testing.suites.parity import ParitySuite
+
+B, S = 2, 8
+
+
+class ModelSuite(ParitySuite):
+    """Protocols, initial values, documents, cache, and one curve under every layout whose protocol the model has.
+
+        class TestTransformer(ModelSuite):
+            component = Transformer(vocab_size=32, dim=16, layers=2)
+
+    Give sizes that 2 ranks can share, at least two layers, and a vocabulary of at least 32: the model trains on
+    numbers below that. Everything is compared in float64.
+    """
+
+    component: ClassVar[ModelComponent]
+    layouts = ("replicate2", "fsdp2", "tp2", "pp2", "cp2", "checkpointing2")
+    tolerance: ClassVar[float] = 1e-9
+    """Largest difference of hidden states that must be equal."""
+
+    # --- parts ---------------------------------------------------------------------------------------------------
+
+    def test_it_is_built_on_the_meta_device(self, tmp_path: Path) -> None:
+        """Memory and values come later, from the engine."""
+        model = _module(self._bare(tmp_path))
+        placed = [name for name, tensor in model.state_dict().items() if tensor.device.type != "meta"]
+        assert not placed, f"{placed[0]} has memory; make tensors with torch.empty(…) and no device, and fill none"
+
+    def test_forward_is_the_sum_of_its_parts(self, tmp_path: Path) -> None:
+        """`finish` after all `layers` after `embed`, (B, S, D); stages that split the model run the parts."""
+        model = self._model(tmp_path)
+        assert isinstance(model.layers, nn.ModuleDict), "`layers` must be a torch.nn.ModuleDict"
+        numbers = [str(number) for number in range(len(model.layers))]
+        assert list(model.layers) == numbers, f"`layers` has the keys {list(model.layers)}, which must be {numbers}"
+        batch = self._batch(model)
+        hidden, parts = model(batch), self._by_parts(model, batch)
+        assert hidden.shape[:2] == (B, S), f"forward gives {tuple(hidden.shape)}; it must be (B, S, D), from ({B}, {S})"
+        error = _error(hidden, parts)
+        assert error <= self.tolerance, (
+            f"forward differs from finish(layers(embed(batch))) by {error:.3g}; a pipeline runs the parts, each on the "
+            "ranks that hold it, so nothing may happen between or around them"
+        )
+
+    def test_the_head_is_a_head(self, tmp_path: Path) -> None:
+        """(B, S, D) to (B, S, V), the same within `whole`."""
+        model = self._model(tmp_path)
+        head = model.head
+        assert isinstance(head, Head), f"`head` is a {type(head).__name__} without logits, whole and vocab_shard"
+        hidden = model(self._batch(model)).detach()
+        logits = head.logits(hidden)
+        assert logits.shape[:2] == (B, S), f"head.logits gives {tuple(logits.shape)} for {tuple(hidden.shape)}"
+        assert bool(torch.isfinite(logits).all()), "logits are not finite with the initial values"
+        with head.whole(hidden.dtype):
+            error = _error(head.logits(hidden), logits)
+        assert error <= self.tolerance, f"within head.whole(), logits differ by {error:.3g}"
+
+    def test_parameters_are_float32_and_activations_of_the_job(self, tmp_path: Path) -> None:
+        """What `embed` emits is the compute dtype of the whole model: there is no autocast."""
+        model = self._model(tmp_path, precision="bf16")
+        other = [name for name, parameter in model.named_parameters() if parameter.dtype != torch.float32]
+        assert not other, f"{other[0]} is {model.state_dict()[other[0]].dtype}; parameters are stored in float32"  # type: ignore[attr-defined]
+        dtype = model(self._batch(model)).dtype
+        assert dtype == torch.bfloat16, (
+            f'with precision = "bf16", hidden states are {dtype}; give embeddings in context.dtype, and cast '
+            "parameters to the dtype of what reaches them (forge_kit.modules does)"
+        )
+
+    # --- initial values ------------------------------------------------------------------------------------------
+
+    def test_every_tensor_is_initialised_from_the_seed_alone(self, tmp_path: Path) -> None:
+        """No NaN is left of the memory's filling; neither torch's generator nor what is beside it matters."""
+        first = _tensors(self._model(tmp_path))
+        torch.manual_seed(99)
+        second, other = _tensors(self._model(tmp_path)), _tensors(self._model(tmp_path, seed=7))
+        for name, tensor in first.items():
+            finite = not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())
+            assert finite, f"{name} is not finite after initialisation; fill it in init_parameter or init_buffers"
+            assert torch.equal(tensor, second[name]), (
+                f"the initial values of {name} depend on torch's default generator; draw them with `fill`"
+            )
+        if all(torch.equal(first[name], other[name]) for name in first):
+            raise AssertionError("another seed gives the same initial values; draw them with `fill`")
+
+    # --- declarations --------------------------------------------------------------------------------------------
+
+    def test_what_it_declares_is_there(self, tmp_path: Path) -> None:
+        """Names and patterns in its roles, ties, plans and units are of parameters and modules that it has."""
+        model = self._bare(tmp_path)
+        with explained("parameter_roles is wrong"):
+            roles_of(model)
+        known = [name for name, _ in _module(model).named_modules()]
+        for method, names in _declared(model):
+            for name in names:
+                assert any(fnmatchcase(module, name) for module in known), f"{method} names {name!r}: no such module"
+        if isinstance(model, protocols.HasTensorParallelPlan):
+            plan = model.tensor_parallel_plan()
+            for name, module in _module(model).named_modules():
+                own = next(module.parameters(recurse=False), None) is not None
+                assert not own or any(fnmatchcase(name, pattern) for pattern in plan), (
+                    f"tensor_parallel_plan does not name {name}, which has parameters"
+                )
+        if isinstance(model, protocols.HasTies):
+            for other, name in model.tied_parameters().items():
+                one, two = (_module(model).get_parameter(key) for key in (other, name))
+                assert one is two, f"tied_parameters has {other} and {name}, which are two parameters"
+
+    def test_its_flops_are_a_number(self, tmp_path: Path) -> None:
+        """Per token, positive, and not less for longer sequences."""
+        model = self._bare(tmp_path)
+        if not isinstance(model, protocols.HasFlops):
+            pytest.skip("it states no FLOPs, so runs report no utilisation")
+        short, long = model.flops(S), model.flops(64 * S)
+        good = math.isfinite(long) and 0 < short <= long
+        assert good, f"flops({S}) = {short:g} and flops({64 * S}) = {long:g}; they are positive, for a token"
+
+    # --- documents and cache -------------------------------------------------------------------------------------
+
+    def test_documents_of_a_row_do_not_see_each_other(self, tmp_path: Path) -> None:
+        """Two documents in one row give what each gives in a row of its own."""
+        model = self._model(tmp_path)
+        ids, cut = self._batch(model)["input_ids"], 3
+        positions = torch.cat([torch.arange(cut), torch.arange(S - cut)]).expand(B, S)
+        document_ids = (torch.arange(S) >= cut).long().expand(B, S)
+        together = model({"input_ids": ids, "positions": positions, "document_ids": document_ids})
+        apart = torch.cat([model({"input_ids": ids[:, :cut]}), model({"input_ids": ids[:, cut:]})], dim=1)
+        error = _error(together, apart)
+        assert error <= self.tolerance, (
+            f"with document_ids and positions in the batch, hidden states differ by {error:.3g} from those of each "
+            "document by itself; attention must not leave a document, and positions count from 0 where one begins"
+        )
+
+    def test_a_cache_changes_nothing(self, tmp_path: Path) -> None:
+        """Decoding in pieces gives what forward gives at once, also for rows with padding on the left."""
+        model = self._model(tmp_path)
+        can_generate = isinstance(model, protocols.Generates)
+        if not can_generate:
+            pytest.skip("it has no new_cache and decode, so it cannot generate")
+        model.eval()
+        ids = self._batch(model)["input_ids"]
+        expected = model({"input_ids": ids})
+        padding = torch.tensor([0, 2])
+        positions = torch.arange(S) - padding[:, None]
+        shifted = ids.gather(1, positions.clamp(min=0))
+        cache, found = model.new_cache(B, S), []
+        for piece in (slice(0, 4), slice(4, 5), slice(5, 8)):
+            batch = {"input_ids": shifted[:, piece], "positions": positions[:, piece].clamp(min=-1)}
+            with explained("decode fails"):
+                found.append(model.decode(batch, cache))
+        hidden = torch.cat(found, dim=1)
+        for row, left in enumerate(padding.tolist()):
+            error = _error(hidden[row, left:], expected[row, : S - left])
+            assert error <= self.tolerance, (
+                f"with a cache, hidden states of a row with {left} positions of padding differ by {error:.3g} from "
+                "those of forward; negative positions are padding, and what was seen must be kept as it was"
+            )
+
+    # --- layouts -------------------------------------------------------------------------------------------------
+
+    def cannot_have(self, layout: str) -> str:
+        needs = LAYOUTS[layout].needs
+        with tempfile.TemporaryDirectory() as folder:
+            lacks = needs and not isinstance(self._bare(Path(folder)), getattr(protocols, needs))
+        return f"the model is not a {needs}" if lacks else super().cannot_have(layout)
+
+    def parity_changes(self, folder: Path) -> Mapping[str, Any]:
+        return {"model": self.make(folder)}
+
+    # --- surroundings --------------------------------------------------------------------------------------------
+
+    def _bare(self, folder: Path, **changes: Any) -> Model:
+        job = self.tiny_job(folder, **{"model": self.make(folder), "precision": "fp64", **changes})
+        with explained("the model cannot be built"):
+            return build_bare_model(job, self.context(job))[0]
+
+    def _model(self, folder: Path, seed: int = 42, **changes: Any) -> Any:
+        model = self._bare(folder, **changes)
+        try:
+            materialise(model, torch.device("cpu"), seed)
+            check_finite(model)
+        except ForgeError as error:
+            raise AssertionError(str(error)) from error
+        return model
+
+    def _batch(self, model: Model) -> Batch:
+        generator = torch.Generator().manual_seed(11)
+        return {"input_ids": torch.randint(32, (B, S), generator=generator)}
+
+    def _by_parts(self, model: Model, batch: Batch) -> Tensor:
+        batch = model.prepare(batch) if isinstance(model, protocols.Prepares) else batch
+        carry = model.embed(batch)
+        assert isinstance(carry, tuple), f"embed gives a {type(carry).__name__}; what travels is a tuple of tensors"
+        for name, layer in model.layers.items():
+            carry = layer(carry, batch)
+            assert isinstance(carry, tuple), f"layer {name} gives a {type(carry).__name__}, not a tuple of tensors"
+        return model.finish(carry, batch)
+
+
+def _module(model: Model) -> nn.Module:
+    return cast(nn.Module, model)
+
+
+def _tensors(model: Model) -> dict[str, Tensor]:
+    """Parameters and all buffers, those that are not saved included."""
+    module = _module(model)
+    return {name: tensor.detach() for name, tensor in (*module.named_parameters(), *module.named_buffers())}
+
+
+def _declared(model: Any) -> Iterable[tuple[str, Iterable[str]]]:
+    """What a model names in each of its optional protocols: names of modules, or patterns of them."""
+    if isinstance(model, protocols.HasTensorParallelPlan):
+        yield "tensor_parallel_plan", model.tensor_parallel_plan()
+    if isinstance(model, protocols.HasSequenceMixers):
+        yield "sequence_mixers", model.sequence_mixers()
+    if isinstance(model, protocols.HasEnds):
+        yield "ends", [name for end in model.ends() for name in end]
+    if isinstance(model, protocols.HasFurtherBlocks):
+        yield "further_blocks", model.further_blocks()
+    if isinstance(model, protocols.HasFSDPUnits):
+        yield "fsdp_units", [name for unit in model.fsdp_units() for name in unit]
+    if isinstance(model, protocols.HasFloat8Exemptions):
+        yield "float8_exempt", model.float8_exempt()
+
+
+def _error(found: Tensor, expected: Tensor) -> float:
+    error = (found.detach().double() - expected.detach().double()).abs().max().item()
+    return math.inf if math.isnan(error) else error

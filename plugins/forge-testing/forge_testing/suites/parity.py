@@ -1,0 +1,108 @@
+"""One curve: a short run in float64 comes to the same under every layout as in one process."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import pytest
+import torch.distributed.fsdp  # noqa: F401  before ranks are forked, since most layouts take it, and it takes a while
+
+from forge_core.config.job import Job
+from forge_testing import Numbers, SplittableModel
+from forge_testing.curves import Curve, Difference, train
+from forge_testing.layouts import LAYOUTS, LayoutCase
+from forge_testing.processes import run_on_ranks
+from forge_testing.suites.base import Suite
+
+if TYPE_CHECKING:
+    from _pytest.python import Metafunc
+
+
+class ParitySuite(Suite):
+    """Runs the component under layouts, on real processes, and compares with one process."""
+
+    layouts: ClassVar[Sequence[str]] = ("replicate2", "fsdp2", "tp2", "pp2")
+    """Names in `forge_testing.layouts.LAYOUTS`. One whose stages nobody installed offers is skipped."""
+    loss_tolerance: ClassVar[float] = 1e-9
+    """Largest difference of losses, gradient norms, gradients and evaluation, absolute."""
+    weights_tolerance: ClassVar[float] = 1e-7
+    """Largest distance of the weights, relative to what the steps changed."""
+
+    def parity_changes(self, folder: Path) -> Mapping[str, Any]:
+        """What the job of the comparison says, the component included; see `Suite.job`."""
+        raise NotImplementedError
+
+    def parity_job(self, folder: Path, case: LayoutCase | None) -> Job:
+        """The job of the comparison under a layout; None: in one process."""
+        changes: dict[str, Any] = {"precision": "fp64", "global_batch_size": 8, "steps": 5, "seq_len": 16}
+        changes |= {"model": SplittableModel(), "data": {"sources": (Numbers(ignored=7, held_out=5),)}}
+        changes |= self.parity_changes(folder)
+        if case is not None:
+            changes |= {"parallel": case.stages(self.catalog), "micro_batch_size": case.micro_batch_size}
+        return self.tiny_job(folder, **changes)
+
+    def pytest_generate_tests(self, metafunc: Metafunc) -> None:
+        """One test for each layout."""
+        if "layout" in metafunc.fixturenames:
+            metafunc.parametrize("layout", self.layouts)
+
+    def test_every_layout_trains_like_one_process(self, layout: str) -> None:
+        """Loss, gradient norm, gradients, weights and evaluation, from the same initial weights."""
+        if why := self.cannot_have(layout):
+            pytest.skip(f"{layout}: {why}")
+        found, expected = self._curves(layout)
+        difference = Difference.between(found, expected)
+        near = max(difference.loss, difference.norm, difference.gradient, difference.evaluation)
+        good = not difference.initial and near <= self.loss_tolerance and difference.weights <= self.weights_tolerance
+        assert good, (
+            f"{self._what()} trains differently under {layout} than in one process, by {difference}; allowed are "
+            f"{self.loss_tolerance:g} and for weights {self.weights_tolerance:g}. What is computed from a part of a "
+            "parameter, a gradient or the batch must be summed over the ranks that share it"
+        )
+
+    def cannot_have(self, layout: str) -> str:
+        """Why a layout cannot be tried; empty if it can."""
+        missing = LAYOUTS[layout].missing(self.catalog)
+        return f"no installed distribution offers the stage {' or '.join(missing)}" if missing else ""
+
+    def _what(self) -> str:
+        return type(self).__name__
+
+    def _curves(self, layout: str) -> tuple[Curve, Curve]:
+        """What a layout and one process came to. All layouts of equally many ranks are run together, once."""
+        cls = type(self)
+        if "_found" not in vars(cls):
+            cls._found = {}
+        if layout not in cls._found:
+            cls._found |= self._run_together(LAYOUTS[layout].ranks, layout)
+        found = cls._found[layout]
+        if isinstance(found, AssertionError):
+            raise AssertionError(f"{self._what()} cannot train under {layout}: {found}") from found
+        return found
+
+    _found: ClassVar[dict[str, Any]]
+
+    def _run_together(self, ranks: int, wanted: str) -> dict[str, Any]:
+        """The curves of all layouts of so many ranks. After an error, each is run by itself, to tell which fails."""
+        names = [name for name in {**dict.fromkeys(self.layouts), wanted: None} if LAYOUTS[name].ranks == ranks]
+        names = [name for name in names if not self.cannot_have(name)]
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                return self._run(Path(folder), ranks, names)
+            except AssertionError:
+                return {name: self._run_alone(Path(folder), ranks, name) for name in names}
+
+    def _run_alone(self, folder: Path, ranks: int, name: str) -> Any:
+        try:
+            return self._run(folder, ranks, [name])[name]
+        except AssertionError as error:
+            return error
+
+    def _run(self, folder: Path, ranks: int, names: Sequence[str]) -> dict[str, Any]:
+        jobs = [self.parity_job(folder, LAYOUTS[name]) for name in names]
+        expected = train(self.parity_job(folder, None), self.catalog)  # first: what it imports, the ranks inherit
+        found = run_on_ranks(ranks, lambda rank: [train(job, self.catalog) for job in jobs], timeout=120)[0]
+        return {name: (curve, expected) for name, curve in zip(names, found, strict=True)}

@@ -1,0 +1,125 @@
+"""What every router must do. Shapes: B sequences, S positions, D width, E experts, K experts of a token."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from forge_core.contracts.components import RouterComponent
+from forge_core.contracts.data import Batch
+from forge_core.contracts.errors import ForgeError
+from forge_core.contracts.model import Model
+from forge_core.parallel.initialise import check_finite, materialise
+from forge_testing.suites.base import Suite, explained
+
+TOKENS = (2, 12)
+"""Sequences and positions."""
+
+
+class RouterSuite(Suite):
+    """Shapes, numbers of experts in range, finite weights, determinism and initial values.
+
+    class TestTopK(RouterSuite):
+        component = TopK(top_k=2)
+    """
+
+    component: ClassVar[RouterComponent]
+    dim: ClassVar[int] = 16
+    experts: ClassVar[int] = 8
+
+    def test_it_is_a_module_on_the_meta_device(self, tmp_path: Path) -> None:
+        """As all of a model: memory and values come later."""
+        router = self._build(tmp_path)
+        assert isinstance(router, nn.Module), f"build gave a {type(router).__name__}; a router is a torch.nn.Module"
+        placed = [name for name, tensor in router.state_dict().items() if tensor.device.type != "meta"]
+        assert not placed, f"{placed[0]} has memory; make parameters with torch.empty(…) and no device"
+
+    def test_its_initial_values_are_its_own(self, tmp_path: Path) -> None:
+        """None is left out, and none depends on torch's default generator."""
+        first, second = self._ready(tmp_path, seed=1), self._ready(tmp_path, seed=2)
+        for name, tensor in first.state_dict().items():
+            same = torch.equal(tensor, second.state_dict()[name])
+            assert same, f"the initial values of {name} depend on the default generator; draw them with `fill`"
+
+    def test_each_token_gets_weights_and_numbers_of_experts(self, tmp_path: Path) -> None:
+        """As many of one as of the other, of experts that there are, and finite."""
+        router = self._ready(tmp_path)
+        weights, experts = self._said(router, *self._tokens())
+        told = f"weights {tuple(weights.shape)} and numbers {tuple(experts.shape)} for tokens {TOKENS}"
+        assert weights.shape == experts.shape, f"{told}; both are (sequences, positions, experts of a token)"
+        assert weights.shape[:2] == TOKENS, f"{told}; both are (sequences, positions, experts of a token)"
+        assert weights.ndim == 3, f"{told}; both are (sequences, positions, experts of a token)"
+        wide = weights.dtype == torch.promote_types(weights.dtype, torch.float32)
+        assert wide, f"weights are {weights.dtype}; compute them in float32 or wider"
+        assert bool(torch.isfinite(weights).all()), "some weights are not finite"
+        assert not experts.dtype.is_floating_point, f"numbers of experts are {experts.dtype}; give integers"
+        low, high = experts.min().item(), experts.max().item()
+        least = -1 if getattr(router, "leaves_out", False) else 0
+        inside = low >= least and high < self.experts
+        fix = "" if least else "; to give -1 for none, set `leaves_out = True` on the module"
+        assert inside, f"numbers of experts from {low} to {high}; there are experts 0 to {self.experts - 1}{fix}"
+
+    def test_it_says_how_many_experts_a_token_has(self, tmp_path: Path) -> None:
+        """By which the FLOPs of a model are counted."""
+        router = self._ready(tmp_path)
+        _, experts = self._said(router, *self._tokens())
+        seen = (experts >= 0).sum().item() / experts[..., 0].numel()
+        told = getattr(router, "experts_per_token", None)
+        assert told is not None, f"the module has no `experts_per_token`; set it ({seen:g} here)"
+        assert abs(told - seen) < 1e-6, f"`experts_per_token` is {told:g}, but tokens have {seen:g} in the mean"
+
+    def test_it_says_the_same_again(self, tmp_path: Path) -> None:
+        """In evaluation mode; and in training mode, once the default generator is where it was."""
+        router, tokens = self._ready(tmp_path), self._tokens()
+        for mode in (False, True):
+            router.train(mode)
+            answers = []
+            for _ in range(2):
+                torch.manual_seed(0)
+                answers.append(self._said(router, *tokens))
+            same = all(torch.equal(one, other) for one, other in zip(*answers, strict=True))
+            name = "training" if mode else "evaluation"
+            assert same, f"asked twice in {name} mode, it says different things; keep nothing from call to call"
+
+    def test_gradients_reach_it(self, tmp_path: Path) -> None:
+        """The weights must be differentiable, or its parameters would never train."""
+        router, (x, batch) = self._ready(tmp_path), self._tokens()
+        if not any(parameter.requires_grad for parameter in router.parameters()):
+            return
+        weights, _ = self._said(router, x.requires_grad_(), batch)
+        assert weights.requires_grad, "the weights are not differentiable; make them of what its parameters gave"
+        weights.double().square().sum().backward()
+        for name, parameter in router.named_parameters():
+            assert parameter.grad is not None, f"no gradient reaches {name}"
+            assert bool(torch.isfinite(parameter.grad).all()), f"the gradient of {name} is not finite"
+
+    def _build(self, folder: Path) -> nn.Module:
+        context = self.context(self.tiny_job(folder)).at("layers.0.router", layer=0)
+        with torch.device("meta"):
+            return context.build(self.make(folder), dim=self.dim, experts=self.experts)
+
+    def _ready(self, folder: Path, seed: int = 0) -> nn.Module:
+        router = self._build(folder)
+        torch.manual_seed(seed)
+        model = cast(Model, router)
+        try:
+            materialise(model, torch.device("cpu"), seed=1)
+            check_finite(model)
+        except ForgeError as error:
+            raise AssertionError(str(error)) from error
+        return router
+
+    def _tokens(self) -> tuple[Tensor, Batch]:
+        generator = torch.Generator().manual_seed(5)
+        ids = torch.randint(32, TOKENS, generator=generator)
+        return torch.randn(*TOKENS, self.dim, generator=generator), {"input_ids": ids, "labels": ids}
+
+    def _said(self, router: nn.Module, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        with explained(f"it fails on tokens of shape {tuple(x.shape)}"):
+            said: Any = router(x, batch)
+        pair = isinstance(said, tuple) and len(said) == 2 and all(isinstance(part, Tensor) for part in said)
+        assert pair, f"the router said {type(said).__name__}; it gives two tensors: weights, and numbers of experts"
+        return said

@@ -1,0 +1,90 @@
+"""What every schedule must do."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import ClassVar
+
+from forge_core.config.job import Job
+from forge_core.contracts.components import SchedulerComponent
+from forge_core.contracts.layout import Layout
+from forge_core.contracts.optimizer import Schedule
+from forge_testing.suites.base import Suite, explained
+
+
+class SchedulerSuite(Suite):
+    """A pure function (step, total steps) -> a finite, plain number, for runs of every length that the component takes.
+
+        class TestRex(SchedulerSuite):
+            component = Rex()
+
+    For the learning rate or any other scalar.
+    """
+
+    component: ClassVar[SchedulerComponent]
+    total_steps: ClassVar[int] = 100
+    """Length of a run that the component takes. Shorter and longer ones are tried too, where its `problems` lets them
+    pass."""
+
+    def test_it_gives_a_finite_plain_number_for_every_step(self, tmp_path: Path) -> None:
+        """From step 0 to the last one, for every length of a run, one of a single step included."""
+        for total in self._totals(tmp_path):
+            schedule = self._build(tmp_path, total)
+            for step in range(total):
+                with explained(f"schedule(step={step}, total={total}) fails"):
+                    value = schedule(step, total)
+                assert type(value) in (int, float), (
+                    f"schedule(step={step}, total={total}) gives {value!r} of type {type(value).__name__}; give a "
+                    "Python float, which can be written to metrics as it is"
+                )
+                assert math.isfinite(value), f"schedule(step={step}, total={total}) gives {value}, which is not finite"
+                json.dumps(value)
+
+    def test_it_is_a_pure_function(self, tmp_path: Path) -> None:
+        """A step gives the same number whatever was asked before: a run that continues asks for no earlier step."""
+        steps = range(self.total_steps)
+        schedule, again = self._build(tmp_path, self.total_steps), self._build(tmp_path, self.total_steps)
+        forward = [schedule(step, self.total_steps) for step in steps]
+        backward = [again(step, self.total_steps) for step in reversed(steps)][::-1]
+        repeated = [schedule(step, self.total_steps) for step in steps]
+        for step, values in enumerate(zip(forward, backward, repeated, strict=True)):
+            assert len(set(values)) == 1, (
+                f"step {step} of {self.total_steps} gives {sorted(set(values))}, depending on what was asked before; "
+                "compute it from step and total alone, and keep nothing from call to call"
+            )
+
+    def test_one_schedule_serves_runs_of_other_lengths(self, tmp_path: Path) -> None:
+        """The length is an argument: asking for a longer run changes nothing of a shorter one's."""
+        schedule = self._build(tmp_path, self.total_steps)
+        before = [schedule(step, self.total_steps) for step in range(self.total_steps)]
+        longer = 2 * self.total_steps
+        for step in range(longer):
+            with explained(f"schedule(step={step}, total={longer}) fails"):
+                schedule(step, longer)
+        after = [schedule(step, self.total_steps) for step in range(self.total_steps)]
+        assert after == before, f"asking for a run of {longer} steps changed what one of {self.total_steps} steps gives"
+
+    def test_a_job_refuses_no_run_of_the_stated_length(self, tmp_path: Path) -> None:
+        """`total_steps` of the suite is one that the component takes."""
+        problems = self._problems(tmp_path, self.total_steps)
+        assert not problems, (
+            f"a run of total_steps = {self.total_steps} is refused: {'; '.join(problems)}; give the suite another "
+            "`total_steps`, or mend `problems`"
+        )
+
+    def _totals(self, folder: Path) -> list[int]:
+        lengths = (1, 2, 3, 10, self.total_steps, 10 * self.total_steps + 7)
+        return [total for total in lengths if not self._problems(folder, total)]
+
+    def _job(self, folder: Path, total: int) -> Job:
+        return self.tiny_job(folder, scheduler=self.make(folder), steps=total)
+
+    def _problems(self, folder: Path, total: int) -> list[str]:
+        job = self._job(folder, total)
+        return [str(problem) for problem in job.scheduler.problems(job, Layout())]
+
+    def _build(self, folder: Path, total: int) -> Schedule:
+        job = self._job(folder, total)
+        return self.context(job).build(job.scheduler)

@@ -1,0 +1,153 @@
+"""What every stage must do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+from torch import nn
+
+from forge_core.config.job import Job
+from forge_core.contracts.components import ModelComponent, ParallelComponent
+from forge_core.contracts.contexts import BuildContext
+from forge_core.contracts.layout import MESH_DIMENSIONS
+from forge_core.engine.build import build_bare_model, stages_of
+from forge_testing import Numbers, SplittableModel
+from forge_testing.curves import Curve, Difference, train
+from forge_testing.processes import run_on_ranks
+from forge_testing.suites.base import Suite, explained
+
+
+class StageSuite(Suite):
+    """Names of parameters stay, and a run comes to the same as without the stage.
+
+        class TestTensorParallel(StageSuite):
+            component = TensorParallel(degree=2)
+            ranks = 2
+
+    One that rounds differently gives its `precision` and wider tolerances.
+    """
+
+    component: ClassVar[ParallelComponent]
+    ranks: ClassVar[int] = 1
+    """Processes to try it on."""
+    model: ClassVar[ModelComponent] = SplittableModel()
+    """A model that has what the stage needs, with a vocabulary of at least 32."""
+    micro_batch_size: ClassVar[int] = 0
+    """Sequences, of 8 a step; 0: all that fall to a rank."""
+    precision: ClassVar[str] = "fp64"
+    loss_tolerance: ClassVar[float] = 1e-9
+    """Largest difference of losses, gradient norms, gradients and evaluation, absolute."""
+    weights_tolerance: ClassVar[float] = 1e-7
+    """Largest distance of the weights, relative to what the steps changed."""
+
+    def test_its_relations_have_reasons(self) -> None:
+        """`after` and `before` map types of stages to reasons, which the plan prints."""
+        component = self.make(Path())
+        for relation in ("after", "before"):
+            for type_, reason in getattr(component, relation).items():
+                assert isinstance(reason, str), f"{relation}[{type_!r}] is no text that gives the reason"
+                assert reason.strip(), f"{relation}[{type_!r}] gives no reason; the plan prints it"
+        both = component.after.keys() & component.before.keys()
+        assert not both, f"it is to come both after and before {', '.join(sorted(both))}"
+
+    def test_its_degrees_are_of_the_mesh(self) -> None:
+        """Dimensions that exist, with sizes of at least 1 or `auto`."""
+        for dimension, size in self.make(Path()).degrees().items():
+            allowed = ", ".join((*MESH_DIMENSIONS, "ep"))
+            assert dimension in allowed.split(", "), f"degrees has {dimension!r}; the mesh has {allowed}"
+            good = size == "auto" or (isinstance(size, int) and size >= 1)
+            assert good, f'degrees gives {dimension} the size {size!r}; it is a number from 1, or "auto"'
+
+    def test_it_keeps_the_names_of_parameters(self, tmp_path: Path) -> None:
+        """By these, optimizers, checkpoints and initial values know them. Ranks that share a model's layers out have
+        all of them together."""
+        ranks = [names for names, _ in self._found(tmp_path)]
+        whole = set(ranks[0].before)
+        for rank, names in enumerate(ranks):
+            new = sorted(set(names.after) - whole)
+            assert not new, f"rank {rank} has parameters that the bare model has not: {', '.join(new[:3])}"
+        lost = sorted(whole - {name for names in ranks for name in names.after})
+        assert not lost, f"no rank has {', '.join(lost[:3])} any more"
+        for rank, names in enumerate(ranks):
+            lacking = [] if self.make(tmp_path).drops_parameters else sorted(whole - set(names.after))
+            fix = "a stage that leaves each rank some of them sets `drops_parameters`"
+            assert not lacking, f"rank {rank} lacks {', '.join(lacking[:3])}; {fix}"
+            said = names.described
+            assert isinstance(said, str), f"describe() gives a {type(said).__name__}; it is a text for the plan"
+
+    def test_a_run_comes_to_the_same_as_without_it(self, tmp_path: Path) -> None:
+        """Loss, gradient norm, gradients, weights and evaluation, from the same initial weights."""
+        expected = self._trained(self._job(tmp_path, parallel=False))
+        found = [curve for _, curve in self._found(tmp_path)]
+        if isinstance(found[0], AssertionError):
+            raise AssertionError(str(found[0])) from found[0]
+        difference = Difference.between(found[0], expected)
+        assert difference.initial == 0, (
+            f"initial values differ by {difference.initial:.3g} from those of a run without it; they are drawn after "
+            "the stages, by the parameters' names and shapes, which must be those of the whole"
+        )
+        near = max(difference.loss, difference.norm, difference.gradient, difference.evaluation)
+        good = near <= self.loss_tolerance and difference.weights <= self.weights_tolerance
+        assert good, (
+            f"a run with it differs from one without by {difference}; allowed are {self.loss_tolerance:g} and for "
+            f"weights {self.weights_tolerance:g}. What a rank computes a part of must be summed over the ranks that "
+            "share it, once"
+        )
+        for rank, other in enumerate(found):
+            same = (other.losses, other.norms) == (found[0].losses, found[0].norms)
+            assert same, f"ranks 0 and {rank} report different losses or gradient norms; they must agree on them"
+
+    # --- surroundings --------------------------------------------------------------------------------------------
+
+    def _job(self, folder: Path, parallel: bool = True) -> Job:
+        changes: dict[str, Any] = {"model": self.model, "precision": self.precision, "global_batch_size": 8}
+        changes |= {"data": {"sources": (Numbers(ignored=7, held_out=5),)}, "seq_len": 16, "steps": 5}
+        if parallel:
+            component = self.make(folder)
+            name = self.catalog.type_of(type(component)).rpartition("/")[2].rpartition(":")[2]
+            changes |= {"parallel": {name: component}, "micro_batch_size": self.micro_batch_size}
+        return self.tiny_job(folder, **changes)
+
+    def _found(self, folder: Path) -> list[tuple[Names, Any]]:
+        """What each rank found: names, and the curve or why there is none. The ranks are started once."""
+        cls = type(self)
+        if "_ranks" not in vars(cls):
+            job = self._job(folder)
+            try:
+                cls._ranks = self._on_ranks(lambda rank: (self._names(job), self._trained(job)))
+            except AssertionError as error:
+                failed = error  # the name of an exception ends with its clause
+                cls._ranks = self._on_ranks(lambda rank: (self._names(job), failed))
+        return cls._ranks
+
+    _ranks: ClassVar[list[tuple[Names, Any]]]
+
+    def _on_ranks(self, function: Callable[[int], Any]) -> list[Any]:
+        with explained(f"it fails on {self.ranks} rank{'s' if self.ranks > 1 else ''}"):
+            return run_on_ranks(self.ranks, function, timeout=120)
+
+    def _trained(self, job: Job) -> Curve:
+        return train(job, self.catalog)
+
+    def _names(self, job: Job) -> Names:
+        context: BuildContext = self.context(job)
+        model, _ = build_bare_model(job, context)
+        before = [name for name, _ in model.named_parameters()]
+        described: Any = ""
+        for stage in stages_of(job, context):
+            built = context.plugins.build_parallel_stage(stage.component, context)
+            model = built.apply(model)
+            assert isinstance(model, nn.Module), f"apply gave a {type(model).__name__}; return the model"
+            if stage.component in job.parallel.values() and hasattr(built, "describe"):
+                described = built.describe()
+        return Names(before, [name for name, _ in model.named_parameters()], described)
+
+
+class Names(NamedTuple):
+    """Names of parameters, and what the stage says of itself."""
+
+    before: list[str]
+    after: list[str]
+    described: Any

@@ -1,0 +1,86 @@
+"""The core's own components, and those that it has for tests, pass the suites that plugins must pass."""
+
+from __future__ import annotations
+
+import json
+
+from forge_core.losses import CrossEntropy
+from forge_core.metrics.console import Console
+from forge_core.metrics.jsonl import JsonLines
+from forge_core.parallel.replicate import Replicate
+from forge_core.schedules import Constant
+from forge_testing import Numbers, RandomDocuments, SplittableModel, TinyAdamW, TinyModel
+from forge_testing.distribution import check_distribution
+from forge_testing.suites import (
+    DatasetSuite,
+    LoggerSuite,
+    LossSuite,
+    ModelSuite,
+    OptimizerSuite,
+    SchedulerSuite,
+    StageSuite,
+)
+
+
+def test_the_distribution():
+    check_distribution("forge-run")
+
+
+class TestTinyAdamW(OptimizerSuite):
+    component = TinyAdamW()
+    layouts = ("replicate2",)
+
+
+class TestConstant(SchedulerSuite):
+    component = Constant(warmup_steps=7)
+
+
+class TestCrossEntropy(LossSuite):
+    component = CrossEntropy()
+    layouts = ("replicate2", "tp2")
+
+
+class TestCrossEntropyWithZLoss(LossSuite):
+    component = CrossEntropy(z_loss=1e-2)
+    layouts = ()
+
+    def objective(self, logits, labels):
+        return self.reported(logits, labels) + 1e-2 * logits.logsumexp(-1).square()
+
+
+class TestNumbers(DatasetSuite):
+    component = Numbers()
+
+
+class TestRandomDocuments(DatasetSuite):
+    component = RandomDocuments()
+
+
+class TestTinyModel(ModelSuite):
+    component = TinyModel()
+    layouts = ("replicate2", "pp2")
+
+
+class TestSplittableModel(ModelSuite):
+    component = SplittableModel()
+
+
+class TestReplicate(StageSuite):
+    component = Replicate()
+    ranks = 2
+
+
+class TestJsonLines(LoggerSuite):
+    component = JsonLines()
+
+    def recorded_steps(self, folder):
+        records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+        return [record["step"] for record in records if "loss" in record]
+
+
+class TestConsole(LoggerSuite):
+    component = Console(style="plain", interval=1)
+
+
+class TestLiveConsole(LoggerSuite):
+    component = Console(style="live")
