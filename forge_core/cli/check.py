@@ -10,7 +10,6 @@ from forge_core.config.job import Job
 from forge_core.config.load import load_job
 from forge_core.config.walk import walk_components
 from forge_core.contracts.errors import ExitCode
-from forge_core.parallel.layout import plan_layout
 from forge_core.plugins.catalog import Catalog
 
 
@@ -22,13 +21,13 @@ def command(argv: list[str]) -> int:
     catalog = Catalog.installed()
     job = load_job(*files, overrides=overrides, catalog=catalog, world_size=options.world_size)
     print(f"ok: {' + '.join(files)}\n")
-    print(plan(job, catalog, options.world_size))
+    print(summary(job, catalog))
     return ExitCode.FINISHED
 
 
-def plan(job: Job, catalog: Catalog, world_size: int = 1) -> str:
-    """The components of a job, the distributions they come from, and the layout."""
+def summary(job: Job, catalog: Catalog) -> str:
+    """The components of a checked job, the distributions they come from, and the layout."""
     types = {path: catalog.type_of(type(component)) for path, component in walk_components(job)}
-    layout, _ = plan_layout(job, world_size)
     used = ", ".join(str(distribution) for _, distribution in sorted(catalog.used.items()))
-    return f"{columns([*types.items()])}\n\nlayout: {layout}\nfrom: {used or 'no distribution'}"
+    assert job.checked is not None, "load_job checks every job"
+    return f"{columns([*types.items()])}\n\nlayout: {job.checked.layout}\nfrom: {used or 'no distribution'}"

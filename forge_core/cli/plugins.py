@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from attrs import asdict, frozen
@@ -18,7 +18,7 @@ from forge_core.plugins.catalog import Catalog, Offer
 CHECK = "check-plugins"
 """The command that `--check` stands for; a distribution for authors of plugins offers it."""
 
-UNCHECKED: Mapping[str, Any] = {"check": None, "distribution_problems": []}
+UNCHECKED: dict[str, Any] = {"check": None, "distribution_problems": []}
 """What JSON has in place of the findings of `--check`: a component has the same keys with and without it."""
 
 

@@ -21,6 +21,8 @@ def complete(job: Job, catalog: Catalog | None = None) -> Job:
     Raises:
         JobError: default components are not installed; names each one's path.
     """
+    if job.checked:  # from a file: it has been completed
+        return job
     completed, problems = complete_value(_with_always(job), catalog or Catalog.installed())
     if problems:
         raise JobError(problems)

@@ -25,6 +25,8 @@ from forge_core.contracts.components import (
     TrainingHook,
     default_type,
 )
+from forge_core.contracts.layout import Layout
+from forge_core.plugins.catalog import Catalog
 
 
 @frozen(kw_only=True)
@@ -196,6 +198,15 @@ class LaunchSection:
     """With `--nproc`: seconds from a request to stop until ranks that have not saved and ended are killed. 0: never."""
 
 
+@frozen(eq=False)
+class Checked:
+    """Record that a job passed every check, and under which circumstances."""
+
+    world_size: int
+    layout: Layout
+    catalog: Catalog
+
+
 @frozen(kw_only=True)
 class Job:
     """A whole job. `forge_core.load_job` makes one from TOML; `forge_core.dump_job` writes it back."""
@@ -235,6 +246,12 @@ class Job:
     """`[hooks.NAME]`: training hooks, in the order of the file."""
     plugins: Mapping[str, Plugin] = field(factory=dict)
     """`[plugins.NAME]`: plugins whose hooks act in this run, in the order of the file."""
+    # Not a key. A job that `attrs.evolve` derives from a checked one starts without it, so it is checked again.
+    checked: Checked | None = field(init=False, default=None, eq=False, repr=False)
+
+    def layout_for(self, world_size: int) -> Layout | None:
+        """The layout with which the job was checked; None if it was not checked for this many ranks."""
+        return self.checked.layout if self.checked and self.checked.world_size == world_size else None
 
 
 ALWAYS: Mapping[str, tuple[str, ...]] = {"evaluations": ("held_out",), "loggers": ("console", "jsonl")}

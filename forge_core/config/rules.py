@@ -7,7 +7,7 @@ from pathlib import Path
 
 import attrs
 
-from forge_core.config.job import Job
+from forge_core.config.job import Checked, Job
 from forge_core.config.mixture import mixture_problems
 from forge_core.config.suggest import did_you_mean
 from forge_core.config.walk import walk_components
@@ -23,10 +23,10 @@ READS = ("data.sources", "data.tokenizer")
 
 
 def check_rules(job: Job, catalog: Catalog, world_size: int = 1, with_data: bool = True) -> list[Problem]:
-    """Every rule that a well-formed job breaks when it is to run on `world_size` ranks.
+    """Rules that a well-formed job breaks on `world_size` ranks; a job that breaks none is marked as `checked`.
 
     Args:
-        with_data: whether what the job reads must be there.
+        with_data: whether what the job reads must exist. Without it, the job is not marked.
     """
     layout, problems = _plan(job, world_size)
     planned = not problems
@@ -43,7 +43,10 @@ def check_rules(job: Job, catalog: Catalog, world_size: int = 1, with_data: bool
     wrong_plugins = _plugin_problems(job, layout, catalog)
     if planned and not wrong_plugins:
         problems += [problem for problem in _model_problems(job, layout, catalog) if problem not in problems]
-    return problems + wrong_plugins
+    problems += wrong_plugins
+    if with_data and not problems:
+        object.__setattr__(job, "checked", Checked(world_size, layout, catalog))  # the job is frozen; this is no key
+    return problems
 
 
 def _plan(job: Job, world_size: int) -> tuple[Layout, list[Problem]]:

@@ -31,7 +31,7 @@ from forge_core.engine.rates import Rates
 from forge_core.engine.splitting import SplittingExecutor
 from forge_core.parallel.bare_model import DTYPES, bare_model
 from forge_core.parallel.initialise import check_finite, materialise
-from forge_core.parallel.layout import batch_problems, plan_layout
+from forge_core.parallel.layout import layout_of
 from forge_core.parallel.mesh import choose_device, make_mesh, world_size
 from forge_core.parallel.stages import OrderedStage, apply_stages, order_stages, with_owner
 from forge_core.plugins.catalog import Catalog
@@ -77,10 +77,7 @@ def build_context(job: Job, catalog: Catalog, folder: Path | None) -> BuildConte
         JobError: the layout does not fit the number of ranks, or a plugin cannot be used.
     """
     plugins = Plugins.activate(job, catalog)
-    layout, problems = plan_layout(job, world_size())
-    problems = problems or list(batch_problems(job, layout))
-    if problems:
-        raise JobError(problems)
+    layout = job.layout_for(world_size()) or layout_of(job, world_size())
     device = choose_device(job.train.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -69,7 +69,7 @@ class Trainer:
         echo: Callable[[str], object] = print,
         on_folder: Callable[[Path], object] = lambda folder: None,
     ) -> None:
-        self._catalog = catalog or Catalog.installed()
+        self._catalog = catalog or (job.checked.catalog if job.checked else Catalog.installed())
         self.job = complete(job, self._catalog)
         self._hooks = list(hooks)
         self._resume = resume
@@ -115,6 +115,9 @@ class Trainer:
         )
 
     def _check(self) -> None:
+        checked = self.job.checked
+        if checked and checked.catalog is self._catalog and checked.world_size == world_size():
+            return
         problems = check_rules(self.job, self._catalog, world_size())
         if problems:
             raise JobError(problems)

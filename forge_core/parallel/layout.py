@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from forge_core.contracts.errors import Problem
+from forge_core.contracts.errors import JobError, Problem
 from forge_core.contracts.layout import MESH_DIMENSIONS, Layout
 
 if TYPE_CHECKING:
@@ -55,6 +55,19 @@ def _collect_degrees(job: Job, degrees: dict[str, int | str]) -> Iterator[Proble
                 origin[dimension] = name
                 if degree == "auto":
                     origin["auto"] = name
+
+
+def layout_of(job: Job, world_size: int) -> Layout:
+    """The layout of a job that has not been checked.
+
+    Raises:
+        JobError: no layout of `world_size` ranks fits the job, or its batch does not divide over it.
+    """
+    layout, problems = plan_layout(job, world_size)
+    problems = problems or list(batch_problems(job, layout))
+    if problems:
+        raise JobError(problems)
+    return layout
 
 
 def batch_problems(job: Job, layout: Layout) -> Iterator[Problem]:
