@@ -1,5 +1,5 @@
 # make run: from nothing to a trained model.  make test: from nothing to a green suite.
-# make test-all: likewise, with what is tried in turn otherwise (every kind of `forge-run new-plugin`).
+# make test-all: likewise, with the tests of the test suites and every kind of `forge-run new-plugin`.
 PYTHON ?= python3
 # Installed only if the environment has no torch yet; set TORCH to choose another build.
 TORCH ?= torch==2.13.0
@@ -17,7 +17,7 @@ run: $(STAMP)
 
 test: lint types contracts tests docs
 
-test-all: export FORGE_NEW_PLUGIN = all
+test-all: export FORGE_TESTS = all
 test-all: test
 
 lint: $(STAMP)

@@ -130,13 +130,14 @@ def test_a_run_can_continue_from_step_0(make_job, train, lines, async_save):
 
 
 def test_the_manifest_tells_what_the_checkpoint_is_of(make_job, train):
+    began = time.time()
     summary = train(make_job(steps=3))
     manifest = json.loads((summary.folder / "checkpoints/step-3/manifest.json").read_text())
     assert (manifest["step"], manifest["tokens"]) == (3, 3 * 4 * 8)
     assert manifest["tokens"] == manifest["progress"]["tokens"]
     assert manifest["evaluation"]["step"] == 3
     assert manifest["evaluation"]["metrics"]["eval/loss"] == summary.evaluation["eval/loss"]
-    assert abs(manifest["time"] - time.time()) < 60
+    assert began <= manifest["time"] <= time.time()
     assert {"job", "provenance", "files"} <= manifest.keys()
 
 

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from forge_testing.processes import HANG_S
+
 JOB = """
 [job]
 name = "tiny"
@@ -68,7 +70,7 @@ def environment(folder):
 
 def forge_run(folder, *arguments):
     command = [sys.executable, "-m", "forge_core", *arguments]
-    return subprocess.run(command, cwd=folder, env=environment(folder), capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=folder, env=environment(folder), capture_output=True, text=True, timeout=HANG_S)
 
 
 def records(folder):
@@ -115,7 +117,7 @@ def start(folder, *arguments):
     command = [sys.executable, "-m", "forge_core", "job.toml", "--hooks.slow.type=./slow.py:Slow", *arguments]
     pipe = subprocess.PIPE
     process = subprocess.Popen(command, cwd=folder, env=environment(folder), stdout=pipe, stderr=pipe, text=True)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + HANG_S
     for line in process.stdout:
         if line.startswith("step 2") and "/" not in line:
             return process
@@ -130,7 +132,7 @@ def test_a_signal_stops_with_75_and_the_same_command_continues(folder):
     (folder / "runs/tiny").rename(folder / "runs/straight")
     process = start(folder)
     process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=HANG_S)
     assert process.returncode == 75, err
     assert "(signal SIGTERM), everything saved: loss " in out
     assert "run the same command to continue" in out
@@ -145,7 +147,7 @@ def test_a_second_signal_exits_at_once_with_130(folder):
     process = start(folder, "--train.steps=500")
     process.send_signal(signal.SIGINT)
     process.send_signal(signal.SIGTERM)  # another one: equal signals that are pending together count once
-    process.communicate(timeout=60)
+    process.communicate(timeout=HANG_S)
     assert process.returncode == 130
 
 

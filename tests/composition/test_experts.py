@@ -76,7 +76,7 @@ def alone(tmp_path_factory):
 def test_every_optimizer_trains_experts_alike(tmp_path, alone, layout):
     """Matrices of a stack by themselves, wherever they are."""
     ranks, stages = LAYOUTS[layout]
-    by_rank = run_on_ranks(ranks, lambda rank: weights(tmp_path, stages), timeout=120)
+    by_rank = run_on_ranks(ranks, lambda rank: weights(tmp_path, stages))
     for name, expected in alone.items():
         seen = {key: tensor for found in by_rank for key, tensor in found[name].items()}
         assert seen.keys() == expected.keys()
@@ -129,7 +129,7 @@ def test_shared_experts_give_the_same_to_the_bit_while_tokens_travel(tmp_path, l
     def both(rank):
         return first_gradients(tmp_path, before), first_gradients(tmp_path, stages)
 
-    for (loss, gradients), (same_loss, same_gradients) in run_on_ranks(ranks, both, timeout=120):
+    for (loss, gradients), (same_loss, same_gradients) in run_on_ranks(ranks, both):
         assert torch.equal(loss, same_loss)
         assert all(torch.equal(gradient, same_gradients[name]) for name, gradient in gradients.items())
 
@@ -312,7 +312,7 @@ def graphs_after(folder, steps):
 
 def test_other_numbers_of_tokens_for_a_rank_are_not_more_to_compile(tmp_path):
     """Each micro-batch of each step has its own."""
-    few, many = (run_on_ranks(2, lambda rank, n=n: graphs_after(tmp_path, n), timeout=120) for n in (1, 5))
+    few, many = (run_on_ranks(2, lambda rank, n=n: graphs_after(tmp_path, n)) for n in (1, 5))
     assert few == many
     assert min(few) > 0
 

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from fences import EXAMPLE
 
+from forge_testing.processes import HANG_S
+
 FORGE_RUN = [sys.executable, "-m", "forge_core"]
 
 
@@ -20,7 +22,7 @@ def run(installed_example: Path, tmp_path: Path):
 
     def run(*command: str, installed: bool = True) -> subprocess.CompletedProcess[str]:
         environment = os.environ | {"PYTHONPATH": str(installed_example) if installed else ""}
-        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=HANG_S)
 
     return run
 

@@ -11,6 +11,7 @@ import pytest
 
 from forge_core.checkpoint.run_folder import locked
 from forge_core.contracts.errors import ForgeError
+from forge_testing.processes import HANG_S
 
 KILLED_WITH_A_WORKER = """
 import os, signal, sys, time
@@ -21,7 +22,7 @@ from forge_core.checkpoint.run_folder import locked
 with locked(Path(sys.argv[1])):
     worker = os.fork()
     if not worker:
-        time.sleep(60)
+        time.sleep(3600)
         os._exit(0)
     print(worker, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -40,7 +41,7 @@ def test_a_worker_that_outlives_a_killed_run_does_not_keep_the_folder(tmp_path):
     killed = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     worker = int(killed.stdout.readline())
     try:
-        assert killed.wait(timeout=60) == -signal.SIGKILL
+        assert killed.wait(timeout=HANG_S) == -signal.SIGKILL
         os.kill(worker, 0)  # lives
         with locked(tmp_path):
             pass

@@ -8,6 +8,7 @@ import sys
 import textwrap
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -30,6 +31,8 @@ def say(text, code, echo=False):
 
 
 open(f"rank-{rank}", "w").write(str(os.getpid()))
+while not (os.path.exists("rank-0") and os.path.exists("rank-1")):  # on a busy machine one starts long after the other
+    time.sleep(0.01)
 """
 
 
@@ -62,7 +65,7 @@ def test_ranks_know_their_number_and_share_an_address(supervise, tmp_path):
 
 @pytest.mark.parametrize("code", [1, 2, 76])
 def test_the_exit_code_is_that_of_the_rank_that_failed(supervise, code):
-    ended = supervise(f"say('why', {code}) if rank else time.sleep(60)")
+    ended = supervise(f"say('why', {code}) if rank else time.sleep(600)")
     assert (ended.code, ended.message) == (code, "why")
 
 
@@ -93,6 +96,7 @@ def test_ranks_that_have_saved_end_with_75(supervise):
 
 def later(seconds, *signals):
     def send():
+        assert wait_until(lambda: Path("rank-0").exists() and Path("rank-1").exists())
         for number in signals:
             time.sleep(seconds)
             os.kill(os.getpid(), number)
@@ -109,14 +113,12 @@ def test_a_signal_is_passed_on_by_the_socket_and_not_as_a_signal(supervise, tmp_
 
 def test_a_second_signal_kills(supervise):
     later(1, signal.SIGTERM, signal.SIGINT)
-    began = time.monotonic()
-    assert supervise("time.sleep(60)").code == ExitCode.SECOND_SIGNAL
-    assert time.monotonic() - began < 20
+    assert supervise("time.sleep(600)").code == ExitCode.SECOND_SIGNAL
 
 
 def test_after_the_grace_period_ranks_are_killed(supervise):
     later(1, signal.SIGTERM)
-    ended = supervise("time.sleep(60)", grace_s=1.0)
+    ended = supervise("time.sleep(600)", grace_s=1.0)
     assert ended.code == 1
     assert "rank 0, 1 did not stop within launch.grace_s = 1 s" in ended.message
 
@@ -127,7 +129,7 @@ def test_one_rank_that_stops_before_training_stops_the_others(supervise):
 
 
 def test_a_rank_that_dies_of_a_request_to_stop_has_stopped(supervise):
-    ended = supervise("os.kill(os.getpid(), signal.SIGTERM) if rank else time.sleep(60)")
+    ended = supervise("os.kill(os.getpid(), signal.SIGTERM) if rank else time.sleep(600)")
     assert (ended.code, ended.message) == (ExitCode.STOPPED, "")
 
 
@@ -135,9 +137,9 @@ def test_the_children_of_a_rank_are_killed_with_it(supervise, tmp_path):
     script = """
     import subprocess
     if rank:
-        child = subprocess.Popen(["sleep", "60"])
+        child = subprocess.Popen(["sleep", "600"])
         open("child", "w").write(str(child.pid))
-        time.sleep(60)
+        time.sleep(600)
     while not os.path.exists("child"):
         time.sleep(0.05)
     time.sleep(0.1)
@@ -145,4 +147,4 @@ def test_the_children_of_a_rank_are_killed_with_it(supervise, tmp_path):
     """
     assert supervise(script).code == 1
     child = int((tmp_path / "child").read_text())
-    assert wait_until(lambda: not alive(child), 5)
+    assert wait_until(lambda: not alive(child))

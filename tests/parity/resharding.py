@@ -106,7 +106,7 @@ def train(folder: Path, layout: Layout, steps: int, experts: bool = False) -> No
         with redirect_stdout(io.StringIO()):
             Trainer(job(folder, layout, steps, experts), echo=len).run()
 
-    run_on_ranks(layout.ranks, go_on, timeout=120)
+    run_on_ranks(layout.ranks, go_on)
 
 
 def job(folder: Path, layout: Layout, steps: int, experts: bool) -> Job:

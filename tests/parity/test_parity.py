@@ -73,7 +73,8 @@ def curves(tmp_path_factory) -> Callable[[Row], list[Curve]]:
         rows = [other for other in ROWS if other.ranks == row.ranks]
         if row.name not in found:
             ranks = run_on_ranks(
-                row.ranks, lambda rank: [train(other.job(folder, steps=STEPS)) for other in rows], timeout=240
+                row.ranks,
+                lambda rank: [train(other.job(folder, steps=STEPS)) for other in rows],
             )
             found.update(zip([other.name for other in rows], map(list, zip(*ranks, strict=True)), strict=True))
         return found[row.name]
@@ -119,7 +120,7 @@ def test_each_row_fails_without_one_of_its_reductions(alone, tmp_path, ranks):
         with without(row.reduction):
             return train(row.job(str(tmp_path), steps=1))
 
-    found = run_on_ranks(ranks, lambda rank: [sabotaged(row) for row in rows], timeout=240)
+    found = run_on_ranks(ranks, lambda rank: [sabotaged(row) for row in rows])
     for row, curve in zip(rows, found[0], strict=True):
         expected = alone(row)
         wrong = [(curve.gradients[name] - gradient).abs().max().item() for name, gradient in expected.gradients.items()]
@@ -131,7 +132,8 @@ def test_in_float32_losses_stay_together_for_twenty_steps(tmp_path):
     """One row of each kind here; `table.py` runs them all."""
     rows = [row for row in ROWS if row.name in ("replicate2", "fsdp2", "tp2+sp", "cp2, ring", "pp2, 1f1b")]
     found = run_on_ranks(
-        2, lambda rank: [train(r.job(str(tmp_path), precision="fp32", steps=20)).losses for r in rows], timeout=240
+        2,
+        lambda rank: [train(r.job(str(tmp_path), precision="fp32", steps=20)).losses for r in rows],
     )
     for row, losses in zip(rows, found[0], strict=True):
         expected = train(row.job(str(tmp_path), parallel=False, precision="fp32", steps=20)).losses

@@ -114,7 +114,6 @@ def test_on_two_ranks_it_trains_like_one_process(tmp_path, alone, recipe):
     run_on_ranks(
         2,
         lambda rank: [train(tmp_path / name, {**stages, **layout}) for name, layout in layouts.items()],
-        timeout=240,
     )
     for name in layouts:
         assert close(curve(tmp_path / name), alone(recipe)), name
@@ -130,13 +129,13 @@ def test_in_a_pipeline(tmp_path, schedule):
 
 
 def test_sharded_and_split_at_once(tmp_path, alone):
-    run_on_ranks(4, lambda rank: train(tmp_path, {"float8": Float8(), **FSDP2, **TP2}), timeout=240)
+    run_on_ranks(4, lambda rank: train(tmp_path, {"float8": Float8(), **FSDP2, **TP2}))
     assert close(curve(tmp_path), alone("tensorwise"))
 
 
 def test_high_precision_gradients_make_the_curve_independent_of_which_tokens_go_together(tmp_path, alone):
     stages = {"float8": Float8(recipe="rowwise_with_gw_hp"), "cp": ContextParallel(degree=2)}
-    run_on_ranks(2, lambda rank: train(tmp_path, stages, micro_batch_size=2), timeout=240)
+    run_on_ranks(2, lambda rank: train(tmp_path, stages, micro_batch_size=2))
     assert close(curve(tmp_path), alone("rowwise_with_gw_hp"))
 
 
@@ -168,8 +167,8 @@ def test_parameters_and_initial_values_are_those_of_the_bare_model(tmp_path):
 
 def test_a_checkpoint_serves_any_layout_with_or_without_float8(tmp_path, alone):
     stages = {"float8": Float8(recipe="rowwise")}
-    run_on_ranks(2, lambda rank: train(tmp_path, {**stages, **FSDP2}, steps=1), timeout=120)
-    run_on_ranks(2, lambda rank: train(tmp_path, {**stages, **TP2}, steps=2), timeout=120)
+    run_on_ranks(2, lambda rank: train(tmp_path, {**stages, **FSDP2}, steps=1))
+    run_on_ranks(2, lambda rank: train(tmp_path, {**stages, **TP2}, steps=2))
     train(tmp_path, {}, steps=3)
     assert close(curve(tmp_path), alone("rowwise"))
 
@@ -287,7 +286,7 @@ def test_gathering_in_float8(tmp_path, alone):
             for steps in (2, 3):  # the second run continues the first
                 train(tmp_path, {"float8": Float8(all_gather=True), **FSDP2}, steps=steps)
 
-    run_on_ranks(2, run, timeout=240)
+    run_on_ranks(2, run)
     assert close(curve(tmp_path), alone("tensorwise"))
     train(tmp_path, {}, steps=4)  # the checkpoint is one of plain weights
     assert len(curve(tmp_path)) == 4 * 3

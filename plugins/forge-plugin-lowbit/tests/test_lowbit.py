@@ -237,7 +237,7 @@ def checkpoints(tmp_path_factory):
             for name, optimizer in OPTIMIZERS.items()
             if "rows" not in name
         ]
-        run_on_ranks(ranks, lambda rank: [Trainer(job, echo=len).run().step for job in jobs], timeout=120)
+        run_on_ranks(ranks, lambda rank: [Trainer(job, echo=len).run().step for job in jobs])
 
     for number, layout in enumerate(CHAIN, 1):
         train("chain", layout, number)

@@ -20,6 +20,7 @@ import pytest
 from pyarrow import parquet
 
 from forge_plugin_memmap.prepare import documents, folder, lines, reading, rows, run, texts, writing
+from forge_testing.processes import HANG_S
 
 Prepare = Callable[..., str]
 INPUTS = ("a.jsonl", "b.txt", "c.jsonl.gz", "d.parquet")
@@ -150,7 +151,7 @@ def saved_tokens() -> int:
 
 
 def wait_for_more_than(tokens: int, process: subprocess.Popen[bytes]) -> None:
-    for _ in range(600):
+    for _ in range(12_000):
         if saved_tokens() > tokens or process.poll() is not None:
             return
         time.sleep(0.05)
@@ -171,7 +172,7 @@ def test_after_sigkill_it_goes_on_and_no_worker_stays_behind(prepare: Prepare) -
         left = list(children(process))
         process.kill()
         process.communicate()
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + HANG_S
         while any(Path(f"/proc/{child}").exists() for child in left):
             assert time.monotonic() < deadline, "a worker outlived the command"
             time.sleep(0.05)
@@ -184,7 +185,7 @@ def test_an_interrupt_ends_it_with_the_way_to_go_on(here: Path) -> None:
     process = start("--workers=2", seconds=0.3)
     wait_for_more_than(0, process)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=HANG_S)
     assert process.returncode == 130, err.decode()
     assert b"Traceback" not in err
 
@@ -194,7 +195,7 @@ def test_a_worker_that_is_killed_ends_it_with_the_way_to_go_on(here: Path) -> No
     wait_for_more_than(0, process)
     for child in children(process):
         os.kill(child, signal.SIGKILL)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=HANG_S)
     assert process.returncode == 1
     assert b"a worker process ended unexpectedly; run the same command again to continue" in err
 

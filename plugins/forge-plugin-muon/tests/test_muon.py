@@ -100,7 +100,7 @@ def trained(folder, stages):
 def found(tmp_path_factory):
     """Every layout's weights and shares of the work, of all ranks."""
     folder = tmp_path_factory.mktemp("runs")
-    by_rank = run_on_ranks(4, lambda rank: [trained(folder, stages) for stages in LAYOUTS.values()], timeout=120)
+    by_rank = run_on_ranks(4, lambda rank: [trained(folder, stages) for stages in LAYOUTS.values()])
     return {"one process": [trained(folder, {})], **dict(zip(LAYOUTS, zip(*by_rank, strict=True), strict=True))}
 
 

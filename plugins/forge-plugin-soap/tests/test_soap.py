@@ -194,7 +194,7 @@ def found(tmp_path_factory):
     results = {"one process": [trained(folder, {})]}
     for ranks in (2, 4):
         names = [name for name, (wanted, _) in LAYOUTS.items() if wanted == ranks]
-        by_rank = run_on_ranks(ranks, lambda rank: [trained(folder, LAYOUTS[n][1]) for n in names], timeout=120)  # noqa: B023
+        by_rank = run_on_ranks(ranks, lambda rank: [trained(folder, LAYOUTS[n][1]) for n in names])  # noqa: B023
         results |= dict(zip(names, zip(*by_rank, strict=True), strict=True))
     return results
 
@@ -230,7 +230,7 @@ def test_a_run_continues_under_every_layout(tmp_path):
     def train(which, layout, steps):
         ranks, stages = LAYOUTS.get(layout, (1, {}))
         job = tiny_job(str(tmp_path / which), model=MODEL, optimizer=OPTIMIZER, parallel=stages, steps=steps, **SIZES)
-        run_on_ranks(ranks, lambda rank: Trainer(job, echo=len).run().step, timeout=60)
+        run_on_ranks(ranks, lambda rank: Trainer(job, echo=len).run().step)
 
     for number, layout in enumerate(CHAIN, 1):
         train("chain", layout, number)

@@ -17,6 +17,7 @@ from forge_core.contracts.errors import ForgeError, JobError
 from forge_kit import cache
 from forge_plugin_text import Text, corpus
 from forge_plugin_text.bytes import ByteTokenizer
+from forge_testing.processes import HANG_S
 
 
 class CountingTokenizer(ByteTokenizer):
@@ -298,7 +299,7 @@ def test_of_several_processes_that_start_at_once_one_builds_and_all_get_the_same
     processes = [
         subprocess.Popen([sys.executable, "-c", SLOW_BUILD], stdout=subprocess.PIPE, text=True) for _ in range(3)
     ]
-    outputs = {process.communicate(timeout=60)[0] for process in processes}
+    outputs = {process.communicate(timeout=HANG_S)[0] for process in processes}
     assert [process.returncode for process in processes] == [0, 0, 0]
     assert len(outputs) == 1
     assert (here / "encoded").read_text() == "once\n"

@@ -31,13 +31,25 @@ IMPORTED = (
 """What most runs import, a second's work or two: done once here, and not by every rank of every test."""
 
 
-def run_on_ranks(ranks: int, function: Callable[[int], Any], timeout: float = 60) -> list[Any]:
-    """`function(rank)` on every rank, results in the order of ranks.
+HANG_S = 600.0
+"""Seconds after which processes are taken to wait for one another for ever. No test takes as long, however busy the
+machine is, so reaching it is an error of the code."""
 
-    Results travel as bytes: tensors in a queue would be asked for after their process has gone.
+
+def run_on_ranks(ranks: int, function: Callable[[int], Any], timeout: float = HANG_S) -> list[Any]:
+    """Run `function(rank)` on every rank, each a forked process of one gloo group.
+
+    Args:
+        ranks: World size.
+        function: Called in each process. Its result is pickled: tensors travel as bytes, since a queue would ask for
+            their shared memory after the process has ended.
+        timeout: Seconds until all ranks are killed.
+
+    Returns:
+        The results, in the order of ranks.
 
     Raises:
-        AssertionError: a rank failed (its traceback is the message) or the time was up.
+        AssertionError: A rank failed (its traceback is the message), or the time was up.
     """
     for name in IMPORTED:
         importlib.import_module(name)

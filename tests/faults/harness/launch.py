@@ -21,9 +21,9 @@ from forge_core.checkpoint.manager import MANIFEST
 from forge_core.checkpoint.storage import UNFINISHED
 
 RUN = Path("runs/run")
-TIME_LIMIT_S = 180.0
+TIME_LIMIT_S = 600.0
 POLL_S = 0.002
-RANKS_END_S = 15.0
+RANKS_END_S = 120.0
 """What ranks have to end once their launcher is dead."""
 
 Moment = Literal["life", "training", "writing", "committing"]

@@ -104,5 +104,5 @@ class ParitySuite(Suite):
     def _run(self, folder: Path, ranks: int, names: Sequence[str]) -> dict[str, Any]:
         jobs = [self.parity_job(folder, LAYOUTS[name]) for name in names]
         expected = train(self.parity_job(folder, None), self.catalog)  # first: what it imports, the ranks inherit
-        found = run_on_ranks(ranks, lambda rank: [train(job, self.catalog) for job in jobs], timeout=120)[0]
+        found = run_on_ranks(ranks, lambda rank: [train(job, self.catalog) for job in jobs])[0]
         return {name: (curve, expected) for name, curve in zip(names, found, strict=True)}

@@ -126,7 +126,7 @@ class StageSuite(Suite):
 
     def _on_ranks(self, function: Callable[[int], Any]) -> list[Any]:
         with explained(f"it fails on {self.ranks} rank{'s' if self.ranks > 1 else ''}"):
-            return run_on_ranks(self.ranks, function, timeout=120)
+            return run_on_ranks(self.ranks, function)
 
     def _trained(self, job: Job) -> Curve:
         return train(job, self.catalog)

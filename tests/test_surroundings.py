@@ -1,0 +1,65 @@
+"""The suite gives the same verdict on a busy machine, and on any day."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+ROOT = Path(__file__).parents[1]
+CLOCKS = {"monotonic", "perf_counter", "time"}
+DATES = {"now", "today", "utcnow"}
+
+
+def files_of_tests() -> Iterator[Path]:
+    for folder in (ROOT / "tests", *(ROOT / "plugins").glob("*/tests")):
+        yield from (path for path in folder.rglob("*.py") if "benchmarks" not in path.parts)
+
+
+def called(node: ast.AST) -> set[str]:
+    """The last names of the functions that are called within `node`."""
+    return {
+        call.func.attr for call in ast.walk(node) if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)
+    }
+
+
+def timed_assertions(tree: ast.AST) -> Iterator[int]:
+    """The lines of assertions about the difference of two readings of a clock."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assert):
+            for part in ast.walk(node.test):
+                if isinstance(part, ast.BinOp) and isinstance(part.op, ast.Sub) and called(part) & CLOCKS:
+                    yield node.lineno
+
+
+def dated_choices(tree: ast.AST) -> Iterator[int]:
+    """The lines in which the date selects something: a number of the day in an index or a remainder."""
+    for node in ast.walk(tree):
+        selects = isinstance(node, ast.Subscript) or (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod))
+        if selects and called(node) & DATES:
+            yield node.lineno
+
+
+def test_hypothesis_sets_no_deadline():
+    assert hypothesis.settings.default.deadline is None
+
+
+@pytest.mark.parametrize("rule", [timed_assertions, dated_choices], ids=["durations", "dates"])
+def test_no_test_depends_on_the_clock(rule):
+    paths = [*files_of_tests(), *(ROOT / "plugins/forge-testing").rglob("*.py")]
+    assert [f"{path}:{line}" for path in paths for line in rule(ast.parse(path.read_text()))] == []
+
+
+@pytest.mark.parametrize(
+    ("rule", "code"),
+    [
+        (timed_assertions, "assert time.monotonic() - began < 5"),
+        (timed_assertions, "assert abs(x - time.time()) < 60"),
+        (dated_choices, "KINDS[datetime.now(UTC).toordinal() % len(KINDS)]"),
+    ],
+)
+def test_a_dependence_on_the_clock_is_recognised(rule, code):
+    assert list(rule(ast.parse(code)))
