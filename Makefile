@@ -10,7 +10,7 @@ STAMP := $(VENV)/.installed
 # Threads that wait must not spin: a busy neighbour would slow them down several times over.
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: run test test-all lint types contracts tests docs venv wheels alone clean
+.PHONY: run test test-all lint types contracts tests coverage measure docs venv wheels alone clean
 
 run: $(STAMP)
 	$(BIN)/forge-run configs/quickstart.toml
@@ -25,10 +25,21 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 
 types: $(STAMP)
-	$(BIN)/mypy
+	$(BIN)/python tools/workspace.py types
 
+# Who may import whom; and parts of files that are made from the folders of `plugins/`.
 contracts: $(STAMP)
-	$(BIN)/lint-imports
+	$(BIN)/python tools/workspace.py contracts
+	$(BIN)/python tools/workspace.py readme --check
+	$(BIN)/python tools/workspace.py extra --check
+
+# The tests with the share of lines that they reach, as a report in htmlcov/. A parallel run's shares are added up.
+coverage: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 8 --dist loadfile --cov --cov-report=term --cov-report=html
+
+# The figures that the house holds itself to: sizes, private imports, comments.
+measure: $(STAMP)
+	$(BIN)/python tests/measure.py
 
 # A process a core, and a file's tests in one process, since they share what they set up.
 tests: $(STAMP)
@@ -54,8 +65,8 @@ $(STAMP): requirements-dev.txt pyproject.toml $(wildcard plugins/*/pyproject.tom
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/pip install --quiet "$(TORCH)"
 	$(BIN)/pip install --quiet hatchling editables
-	$(BIN)/pip install --quiet --no-build-isolation -r requirements-dev.txt
+	$(BIN)/pip install --quiet --no-build-isolation -r requirements-dev.txt -e . $(addprefix -e ./,$(wildcard plugins/*/))
 	touch $@
 
 clean:
-	rm -rf $(VENV) dist site .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) dist site htmlcov .coverage .mypy_cache .ruff_cache .pytest_cache

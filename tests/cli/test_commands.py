@@ -17,7 +17,7 @@ from forge_testing.stale import left_overs, stale_entries
 
 Run = Callable[..., tuple[int, str, str]]
 Python = Callable[..., subprocess.CompletedProcess[str]]
-REQUIRES = "Requires-Dist: forge-run>=0.1,<0.2\n"
+REQUIRES = "Requires-Dist: forge-run>=0.2,<0.3\n"
 
 
 class TestCheck:

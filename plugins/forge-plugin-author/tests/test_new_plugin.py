@@ -118,7 +118,7 @@ def test_it_ends_with_what_to_do_next(forge_run: Run, tmp_path: Path) -> None:
     ]
     project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
     assert project["name"] == "forge-plugin-slow-fall"
-    assert project["dependencies"] == ["forge-run>=0.1,<0.2"]
+    assert project["dependencies"] == ["forge-run>=0.2,<0.3"]
     assert project["entry-points"] == {"forge.scheduler": {"slow_fall": "forge_plugin_slow_fall:SlowFall"}}
 
 
@@ -157,7 +157,7 @@ def test_every_kind_passes_the_check_of_distributions(tmp_path: Path, monkeypatc
         groups += f"[forge.{kind}]\n{name} = forge_plugin_{name}:{class_name(name)}\n"
     info = tmp_path / "site" / "forge_plugin_of_all_kinds-1.0.dist-info"
     info.mkdir(parents=True)
-    requires = "Requires-Dist: forge-run>=0.1,<0.2\n"
+    requires = "Requires-Dist: forge-run>=0.2,<0.3\n"
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: forge-plugin-of-all-kinds\nVersion: 1.0\n{requires}")
     (info / "entry_points.txt").write_text(groups)
     monkeypatch.syspath_prepend(str(info.parent))

@@ -22,7 +22,7 @@ BUILD = "    def build(self, context):\n        return lambda step, total: 1.0\n
 LIVE = '@define(kw_only=True, slots=False)\nclass Odd({}):\n    """Odd."""\n'
 IMPLEMENTED = LIVE.format("Plugin") + "    @hookimpl\n"
 RIGHT = CLASS + "    x: float = 1.0\n    'What it is.'\n" + BUILD
-FITTING = ("forge-run>=0.1,<0.2",)
+FITTING = ("forge-run>=0.2,<0.3",)
 
 
 def install(folder: Path, sources: Mapping[str, Mapping[str, str]], requires: tuple[str, ...] = FITTING) -> Path:
@@ -76,9 +76,9 @@ def test_one_that_offers_nothing_is_told():
 @pytest.mark.parametrize(
     ("requires", "told"),
     [
-        ((), 'it does not require forge-run, so an installer may pair it with any; add "forge-run>=0.1,<0.2" to'),
+        ((), 'it does not require forge-run, so an installer may pair it with any; add "forge-run>=0.2,<0.3" to'),
         (("forge-run>=0.1",), "it requires forge-run>=0.1, without an upper bound, and the next version may break it"),
-        (("forge-run>=7,<8",), "forge-plugin-odd 1.0 requires forge-run<8,>=7, but this is forge-run 0.1.0; pip"),
+        (("forge-run>=7,<8",), "forge-plugin-odd 1.0 requires forge-run<8,>=7, but this is forge-run 0.2.0; pip"),
     ],
 )
 def test_requirements_that_do_not_fit_are_told(site, requires, told):
