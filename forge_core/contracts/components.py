@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
 import attrs
 from attrs import define, field, frozen
@@ -83,8 +83,15 @@ def when_resumed(change: WhenResumed) -> dict[str, WhenResumed]:
     return {"when_resumed": change}
 
 
-class Component:
-    """What every component shares. Subclasses that found a new kind set the class variable `kind`."""
+Built = TypeVar("Built")
+
+
+class Component(Generic[Built]):
+    """Base of all components. A base class of a new kind sets the class variable `kind`.
+
+    class FFNComponent(Component[nn.Module]):   # `context.build(ffn)` is then known to return a module
+        kind = "ffn"
+    """
 
     kind: ClassVar[str]
     resumes_as: ClassVar[WhenResumed | None] = None
@@ -105,7 +112,7 @@ class Component:
 
 
 @frozen(kw_only=True)
-class ModelComponent(Component):
+class ModelComponent(Component["Model"]):
     """Builds the network, on the meta device; memory and initial values come later from the engine."""
 
     kind = "model"
@@ -116,7 +123,7 @@ class ModelComponent(Component):
 
 
 @frozen(kw_only=True)
-class RouterComponent(Component):
+class RouterComponent(Component["nn.Module"]):
     """Builds the module that assigns tokens to experts.
 
     The module maps `(x (B, S, D), batch)` to the weights and the numbers of K experts for each token, both (B, S, K).
@@ -161,7 +168,7 @@ class ParameterGroup:
 
 
 @frozen(kw_only=True)
-class OptimizerComponent(Component):
+class OptimizerComponent(Component["torch.optim.Optimizer"]):
     """Builds a `torch.optim.Optimizer`.
 
     Every parameter group has `names`, those of its parameters in their order (`NamedParameters.groups` gives them).
@@ -192,7 +199,7 @@ class OptimizerComponent(Component):
 
 
 @frozen(kw_only=True)
-class SchedulerComponent(Component):
+class SchedulerComponent(Component["Schedule"]):
     """Builds a pure function (step, total steps) -> factor. Step 0 is the first update."""
 
     kind = "scheduler"
@@ -203,7 +210,7 @@ class SchedulerComponent(Component):
 
 
 @frozen(kw_only=True)
-class LossComponent(Component):
+class LossComponent(Component["LossFunction"]):
     """Builds a function (head, hidden, batch) -> `LossOutput`."""
 
     kind = "loss"
@@ -214,7 +221,7 @@ class LossComponent(Component):
 
 
 @frozen(kw_only=True)
-class DatasetComponent(Component):
+class DatasetComponent(Component["Dataset | Documents | DocumentStream"]):
     """One source of training sequences: an entry of `[[data.sources]]`."""
 
     kind = "dataset"
@@ -238,7 +245,7 @@ class DatasetComponent(Component):
 
 
 @frozen(kw_only=True)
-class PackingComponent(Component):
+class PackingComponent(Component["Dataset"]):
     """Makes training sequences of the documents that sources give: `[data.packing]`."""
 
     kind = "packing"
@@ -254,7 +261,7 @@ class PackingComponent(Component):
 
 
 @frozen(kw_only=True)
-class TokenizerComponent(Component):
+class TokenizerComponent(Component["Tokenizer"]):
     """Text to token ids and back."""
 
     kind = "tokenizer"
@@ -275,7 +282,7 @@ class TokenizerComponent(Component):
 
 
 @frozen(kw_only=True)
-class ParallelComponent(Component):
+class ParallelComponent(Component["ParallelStage"]):
     """A stage: transforms the model on the meta device (compile, tensor parallel, FSDP, …).
 
     `after` and `before` map the type of another stage to the reason for that order. A relation to a stage that the
@@ -330,7 +337,7 @@ class ParallelComponent(Component):
 
 
 @frozen(kw_only=True)
-class ExecutorComponent(Component):
+class ExecutorComponent(Component["Executor"]):
     """Runs the micro-batches of one step forward and backward, each within what the stages put around it
     (`forge_core.parallel.stages.around`)."""
 
@@ -356,7 +363,7 @@ class EvaluationComponent(Component):
 
 
 @frozen(kw_only=True)
-class StorageComponent(Component):
+class StorageComponent(Component["Storage"]):
     """Where checkpoints live and how one becomes visible at once."""
 
     kind = "storage"
@@ -367,7 +374,7 @@ class StorageComponent(Component):
 
 
 @frozen(kw_only=True)
-class LoggerComponent(Component):
+class LoggerComponent(Component["Logger"]):
     """Receives the metrics, on rank 0."""
 
     kind = "logger"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import attrs
 from attrs import define, field, frozen
@@ -23,7 +23,24 @@ if TYPE_CHECKING:
     from forge_core.contracts.layout import Layout
     from forge_core.contracts.model import Model
     from forge_core.contracts.runtime import Executor, StepOutput
-    from forge_core.plugins.manager import Plugins
+
+
+Built = TypeVar("Built")
+
+
+class Builder(Protocol):
+    """Builds components through the hooks of the active plugins, and knows the types of components.
+
+    The engine's is `forge_core.plugins.manager.Plugins`; components use it through `BuildContext`.
+    """
+
+    def build(self, component: Component[Built], context: BuildContext, **inputs: Any) -> Built:
+        """See `BuildContext.build`."""
+        ...
+
+    def type_of(self, component: Component) -> str:
+        """See `BuildContext.type_of`."""
+        ...
 
 
 @frozen(kw_only=True)
@@ -34,7 +51,7 @@ class BuildContext:
     """
 
     job: Job
-    plugins: Plugins
+    plugins: Builder
     layout: Layout
     mesh: DeviceMesh | None
     """None only where no process group exists (single process)."""
@@ -52,13 +69,17 @@ class BuildContext:
     layer: int | None = None
     """Global number of the layer that is being built, if any."""
 
-    def build(self, component: Component, **inputs: Any) -> Any:
+    def build(self, component: Component[Built], **inputs: Any) -> Built:
         """Build a nested component: through `forge_build_<kind>` where such a hook exists, else by its own `build`.
 
         Raises:
             PluginError: the builder returned None, or failed (with the distribution's name and the cause).
         """
         return self.plugins.build(component, self, **inputs)
+
+    def type_of(self, component: Component) -> str:
+        """The type of a component with the distribution that offers it, as in `forge-plugin-lion/lion`."""
+        return self.plugins.type_of(component)
 
     def at(self, name: str, layer: int | None = None) -> BuildContext:
         """This context for a part of the model called `name` below the present path."""

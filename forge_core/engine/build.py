@@ -13,11 +13,13 @@ from attrs import frozen
 from forge_core.auxiliary import Auxiliary
 from forge_core.checkpoint.run_folder import TOKENIZER
 from forge_core.config.job import Job
+from forge_core.config.load import parse_job
 from forge_core.config.mixture import is_drawn
 from forge_core.contracts.components import DatasetComponent, PackingComponent, TrainingHook
 from forge_core.contracts.contexts import BuildContext
 from forge_core.contracts.data import Dataset, Documents, DocumentStream, Stream, Tokenizer
 from forge_core.contracts.errors import JobError, Problem
+from forge_core.contracts.layout import Layout
 from forge_core.contracts.model import Model, PreparesSequences
 from forge_core.contracts.parameters import NamedParameters
 from forge_core.contracts.runtime import Executor, LossFunction, ParallelStage
@@ -35,7 +37,7 @@ from forge_core.parallel.layout import layout_of
 from forge_core.parallel.mesh import choose_device, make_mesh, world_size
 from forge_core.parallel.stages import OrderedStage, apply_stages, order_stages, with_owner
 from forge_core.plugins.catalog import Catalog
-from forge_core.plugins.manager import Plugins
+from forge_core.plugins.manager import Plugins, RunContext
 from forge_core.products import set_float32_matmul
 
 
@@ -55,7 +57,7 @@ class Run:
     """Everything a job builds."""
 
     job: Job
-    context: BuildContext
+    context: RunContext
     datasets: Sequence[Dataset | Stream]
     held_out: Dataset | None
     model: Model
@@ -70,7 +72,7 @@ class Run:
     hooks: HookRunner
 
 
-def build_context(job: Job, catalog: Catalog, folder: Path | None) -> BuildContext:
+def build_context(job: Job, catalog: Catalog, folder: Path | None) -> RunContext:
     """Device, mesh and plugins of a job; nothing that depends on its data or model.
 
     Raises:
@@ -84,7 +86,7 @@ def build_context(job: Job, catalog: Catalog, folder: Path | None) -> BuildConte
     set_float32_matmul(job.train.float32_matmul, device)
     if torch.are_deterministic_algorithms_enabled() != job.train.deterministic:  # the call imports the compiler
         torch.use_deterministic_algorithms(job.train.deterministic)
-    return BuildContext(
+    return RunContext(
         job=job,
         plugins=plugins,
         layout=layout,
@@ -96,7 +98,34 @@ def build_context(job: Job, catalog: Catalog, folder: Path | None) -> BuildConte
     )
 
 
-def build_run(job: Job, context: BuildContext, hooks: Iterable[TrainingHook] = ()) -> Run:
+def context_of(resolved: str, source: str, beside: BuildContext) -> RunContext:
+    """The context in which the model of another run's job is built beside the one in training: a teacher, a reference.
+
+    It has the plugins of its own job, this run's device, dtype and tokenizer, no mesh, and the layout of one process.
+
+    Args:
+        resolved: TOML that `dump_job` wrote, as the manifest of a checkpoint has it.
+        source: where it is from, for messages.
+        beside: this run's context.
+
+    Raises:
+        JobError: it needs components that are not installed.
+    """
+    assert isinstance(beside, RunContext), "components receive the engine's context"
+    job = parse_job(resolved, source, beside.plugins.catalog)
+    return RunContext(
+        job=job,
+        plugins=Plugins.activate(job, beside.plugins.catalog),
+        layout=Layout(),
+        mesh=None,
+        device=beside.device,
+        dtype=beside.dtype,
+        auxiliary=Auxiliary(beside.device),
+        tokenizer=beside.tokenizer,
+    )
+
+
+def build_run(job: Job, context: RunContext, hooks: Iterable[TrainingHook] = ()) -> Run:
     """Build data, model, optimizer and all else, in this order.
 
     Raises:
@@ -105,13 +134,13 @@ def build_run(job: Job, context: BuildContext, hooks: Iterable[TrainingHook] = (
     context = attrs.evolve(context, tokenizer=build_tokenizer(job, context))
     datasets = build_datasets(job, context)
     built = build_model(job, context)
-    loss = context.plugins.build_loss(job.loss, context)
+    loss = context.build(job.loss)
     return assemble(job, context, built, loss, datasets, HookRunner(collect_hooks(job, context.plugins, hooks)))
 
 
 def assemble(
     job: Job,
-    context: BuildContext,
+    context: RunContext,
     built: BuiltModel,
     loss: LossFunction,
     datasets: Sequence[Dataset | Stream],
@@ -119,7 +148,7 @@ def assemble(
 ) -> Run:
     """Build what needs a model in memory, and put all of it together."""
     parameters = NamedParameters.of(built.model, built.outline.roles)
-    optimizer = context.plugins.build_optimizer(job.optimizer, context, parameters)
+    optimizer = context.build(job.optimizer, parameters=parameters)
     check_modes(optimizer)
     check_groups(optimizer.param_groups, parameters)
     apply_settings(optimizer, job.optimizer.groups, built.outline)
@@ -177,7 +206,7 @@ def build_datasets(job: Job, context: BuildContext) -> list[Dataset | Stream]:
 def _build_dataset(source: DatasetComponent, path: str, context: BuildContext) -> Dataset | Stream:
     packing = context.job.data.packing
     with _table(path):
-        built = context.plugins.build_dataset(source, context)
+        built = context.build(source)
     if isinstance(built, DocumentStream):
         return _windows_of(built, packing, path, context)
     if isinstance(built, Documents):
@@ -209,7 +238,7 @@ def _windows_of(stream: DocumentStream, packing: PackingComponent, path: str, co
     return StreamWindows(stream, context.job.train.seq_len, packing)
 
 
-def build_model(job: Job, context: BuildContext) -> BuiltModel:
+def build_model(job: Job, context: RunContext) -> BuiltModel:
     """Build on the meta device, apply the stages in order, then give memory and initial values."""
     model, outline = build_bare_model(job, context)
     stages = stages_of(job, context)
@@ -226,7 +255,7 @@ def build_bare_model(job: Job, context: BuildContext) -> tuple[Model, Outline]:
     return model, Outline.of(model, job.train.seq_len)
 
 
-def stages_of(job: Job, context: BuildContext) -> list[OrderedStage]:
+def stages_of(job: Job, context: RunContext) -> list[OrderedStage]:
     """The stages in order, with the one that the core adds.
 
     Raises:

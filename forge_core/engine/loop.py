@@ -284,7 +284,7 @@ class Loop:
         self._echo(plan)
         loggers: list[Logger] = []
         for component in self.job.loggers.values():
-            logger = run.context.plugins.build_logger(component, run.context)
+            logger = run.context.build(component)
             logger.start(self.progress.step)
             stack.callback(logger.close)
             loggers.append(logger)

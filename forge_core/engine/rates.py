@@ -26,9 +26,9 @@ class Rates:
         self._total = job.train.steps
         self._groups = optimizer.param_groups
         self._base = [group["lr"] for group in self._groups]
-        self._schedule: Schedule = context.plugins.build_scheduler(job.scheduler, context)
+        self._schedule: Schedule = context.build(job.scheduler)
         self._scheduled = {
-            field.name: context.plugins.build_scheduler(value, context)
+            field.name: context.build(value)
             for field in attrs.fields(type(job.optimizer))
             if isinstance(value := getattr(job.optimizer, field.name), SchedulerComponent)
         }

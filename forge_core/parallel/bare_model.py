@@ -15,7 +15,7 @@ from forge_core.contracts.layout import Layout
 from forge_core.contracts.model import Model
 from forge_core.parallel.stages import model_problems
 from forge_core.plugins.catalog import Catalog
-from forge_core.plugins.manager import Plugins
+from forge_core.plugins.manager import Plugins, RunContext
 
 if TYPE_CHECKING:
     from forge_core.config.job import Job
@@ -26,7 +26,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 def bare_model(job: Job, context: BuildContext) -> Model:
     """The whole model, without memory, as no stage has changed it; parameters have the dtype that they are kept in."""
     with torch.device("meta"):
-        model = context.plugins.build_model(job.model, context)
+        model = context.build(job.model)
     assert isinstance(model, nn.Module)
     if context.dtype == torch.float64:
         model.double()
@@ -85,7 +85,7 @@ def _context(
     job: Job, layout: Layout, catalog: Catalog, device: torch.device, tokenizer: Tokenizer | None
 ) -> BuildContext:
     """Without a mesh: no process group is needed to look at a job."""
-    return BuildContext(
+    return RunContext(
         job=job,
         plugins=Plugins.activate(job, catalog),
         layout=layout,

@@ -106,7 +106,7 @@ def apply_stages(
     built = []
     for stage in stages:
         names, modules, hooks = _names(model), _modules(model), _hooks(model)
-        transform = context.plugins.build_parallel_stage(stage.component, context)
+        transform = context.build(stage.component)
         model = transform.apply(model)
         changed = names ^ _names(model)
         if stage.component.drops_parameters:

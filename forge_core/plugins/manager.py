@@ -1,6 +1,6 @@
 """Activation of plugins, and the typed facade through which the engine calls hooks.
 
-pluggy is called from this file alone. One manager per job, none at module level.
+pluggy is called from this file alone. Each job has a manager of its own: jobs in one process do not share plugins.
 """
 
 from __future__ import annotations
@@ -8,61 +8,51 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace, TracebackType
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import pluggy
+from attrs import frozen
 
 from forge_core.contracts.components import Component, DefaultType, Plugin, TrainingHook
+from forge_core.contracts.contexts import BuildContext
 from forge_core.contracts.errors import ForgeError, PluginError, Problem
 from forge_core.contracts.hookspecs import PROJECT, ForgeHooks, hookimpl
 from forge_core.plugins.catalog import Catalog
 
 if TYPE_CHECKING:
-    import torch
-    from torch import nn
-
     from forge_core.config.job import Job
-    from forge_core.contracts.contexts import BuildContext
-    from forge_core.contracts.data import Dataset
     from forge_core.contracts.layout import Layout
-    from forge_core.contracts.model import Model
-    from forge_core.contracts.optimizer import Schedule
-    from forge_core.contracts.parameters import NamedParameters
-    from forge_core.contracts.runtime import Logger, LossFunction, ParallelStage
+
+Built = TypeVar("Built")
 
 BUILD_HOOKS: Mapping[str, str] = {"parallel": "forge_build_parallel_stage"}
 """Kinds whose build hook is not called `forge_build_<kind>`."""
 
 
-class ComponentBuilders:
-    """The implementations of build hooks that come last: build the component that the job selected.
+@frozen(kw_only=True)
+class RunContext(BuildContext):
+    """The engine's own context: components see its base."""
 
-    pluggy passes an implementation the arguments it names; these take any kind's, so they find the inputs of the build
-    under way on top of a stack.
-    """
-
-    def __init__(self, hooks: Iterable[str], inputs: list[dict[str, Any]]) -> None:
-        for hook in hooks:
-            implementation = hookimpl(trylast=True)(lambda component, context: component.build(context, **inputs[-1]))
-            setattr(self, hook, implementation)
+    plugins: Plugins
 
 
 class Plugins:
-    """The active plugins of one job, and every hook call as a typed method."""
+    """The active plugins of one job, and every hook call as a typed method. Implements `contracts.contexts.Builder`."""
 
     def __init__(self, plugins: Mapping[str, Plugin], catalog: Catalog) -> None:
         self.catalog = catalog
         self.active = dict(plugins)
         self._manager = pluggy.PluginManager(PROJECT)
         self._inputs: list[dict[str, Any]] = []
+        """Inputs of the builds under way, innermost last."""
         self._manager.add_hookspecs(ForgeHooks)
         for name, plugin in reversed(self.active.items()):  # pluggy calls the last registered first
             self._register(name, plugin)
         self._add_hookspecs()
         self._check_pending()
-        builders = [name for name in self._specified() if name.startswith("forge_build_")]
-        self._manager.register(ComponentBuilders(builders, self._inputs), "forge-run")
+        hooks = [name for name in self._specified() if name.startswith("forge_build_")]
+        self._manager.register(SimpleNamespace(**dict.fromkeys(hooks, self._build_last)), "forge-run")
 
     @classmethod
     def activate(cls, job: Job, catalog: Catalog) -> Plugins:
@@ -75,7 +65,7 @@ class Plugins:
 
     # --- calling hooks -------------------------------------------------------------------------------------------
 
-    def build(self, component: Component, context: BuildContext, **inputs: Any) -> Any:
+    def build(self, component: Component[Built], context: BuildContext, **inputs: Any) -> Built:
         """Build a component of any kind: through its build hook if one is specified, else by its own `build`.
 
         Raises:
@@ -84,47 +74,29 @@ class Plugins:
         assert not isinstance(component, DefaultType), "defaults are filled in when the job is made"
         kind = component.kind
         hook = getattr(self._manager.hook, BUILD_HOOKS.get(kind, f"forge_build_{kind}"), None)
-        with self._blame(component, context.path):
-            if hook is None:
-                built = component.build(context, **inputs)  # type: ignore[attr-defined]
-            else:
-                built = self._call(hook, inputs, component=component, context=context, **inputs)
-        if built is None:
-            raise PluginError(f"building {kind} {self.catalog.type_of(type(component))!r} gave None")
-        return built
-
-    def _call(self, hook: Any, inputs: dict[str, Any], **arguments: Any) -> Any:
         self._inputs.append(inputs)
         try:
-            return hook(**arguments)
+            with self._blame(component, context.path):
+                if hook is None:
+                    built = self._build_last(component, context)
+                else:
+                    built = hook(component=component, context=context, **inputs)
         finally:
             self._inputs.pop()
+        if built is None:
+            raise PluginError(f"building {kind} {self.type_of(component)!r} gave None")
+        return built
 
-    def build_model(self, component: Component, context: BuildContext) -> Model:
-        return self.build(component, context)
+    @hookimpl(trylast=True)
+    def _build_last(self, component: Any, context: BuildContext) -> Any:
+        """Build the component that the job selected; the core's own implementation of every build hook."""
+        # pluggy passes an implementation the arguments that it names. This one serves every kind, those of plugins
+        # too, whose inputs it cannot name; it finds them where `build` has put them.
+        return component.build(context, **self._inputs[-1])
 
-    def build_router(self, component: Component, context: BuildContext, dim: int, experts: int) -> nn.Module:
-        return self.build(component, context, dim=dim, experts=experts)
-
-    def build_optimizer(
-        self, component: Component, context: BuildContext, parameters: NamedParameters
-    ) -> torch.optim.Optimizer:
-        return self.build(component, context, parameters=parameters)
-
-    def build_scheduler(self, component: Component, context: BuildContext) -> Schedule:
-        return self.build(component, context)
-
-    def build_loss(self, component: Component, context: BuildContext) -> LossFunction:
-        return self.build(component, context)
-
-    def build_dataset(self, component: Component, context: BuildContext) -> Dataset:
-        return self.build(component, context)
-
-    def build_parallel_stage(self, component: Component, context: BuildContext) -> ParallelStage:
-        return self.build(component, context)
-
-    def build_logger(self, component: Component, context: BuildContext) -> Logger:
-        return self.build(component, context)
+    def type_of(self, component: Component) -> str:
+        """See `BuildContext.type_of`."""
+        return self.catalog.type_of(type(component))
 
     def validate_job(self, job: Job, layout: Layout) -> list[Problem]:
         """Problems that active plugins find, with full paths."""
@@ -144,13 +116,13 @@ class Plugins:
         try:
             self._manager.register(plugin, name)
         except pluggy.PluginValidationError as error:
-            raise PluginError(f"plugin {self._describe(name, plugin)}: {' '.join(str(error).split())}") from error
+            raise self._refused(name, error) from error
         implementations = list(self._implementations(plugin))
         if not implementations:
             hint = "mark its methods with @forge_core.hookimpl"
-            raise PluginError(f"plugin {self._describe(name, plugin)} implements no hook; {hint}")
+            raise PluginError(f"plugin {self._describe(name)} implements no hook; {hint}")
         for method, function in implementations:
-            _check_signature(f"plugin {self._describe(name, plugin)}, {method}", function)
+            _check_signature(f"plugin {self._describe(name)}, {method}", function)
 
     def _add_hookspecs(self) -> None:
         for name, plugin in self.active.items():
@@ -159,8 +131,14 @@ class Plugins:
                 continue
             try:
                 self._manager.add_hookspecs(declare())
-            except (ValueError, pluggy.PluginValidationError) as error:
-                raise PluginError(f"plugin {self._describe(name, plugin)}: {' '.join(str(error).split())}") from error
+            except pluggy.PluginValidationError as error:  # of whichever plugin implements what is declared here
+                culprit = next(other for other, active in self.active.items() if active is error.plugin)
+                raise self._refused(culprit, error) from error
+            except ValueError as error:
+                raise self._refused(name, error) from error
+
+    def _refused(self, name: str, error: Exception) -> PluginError:
+        return PluginError(f"plugin {self._describe(name)}: {' '.join(str(error).split())}")
 
     def _check_pending(self) -> None:
         specified = self._specified()
@@ -168,7 +146,7 @@ class Plugins:
             for method, _ in self._implementations(plugin):
                 if method not in specified:
                     close = _closest(method, specified)
-                    raise PluginError(f"plugin {self._describe(name, plugin)}: there is no hook {method!r}{close}")
+                    raise PluginError(f"plugin {self._describe(name)}: there is no hook {method!r}{close}")
 
     def _specified(self) -> list[str]:
         known = [name for name in dir(self._manager.hook) if name.startswith("forge_")]
@@ -179,8 +157,8 @@ class Plugins:
             if self._manager.parse_hookimpl_opts(plugin, name) is not None:
                 yield name, getattr(plugin, name)
 
-    def _describe(self, name: str, plugin: Plugin) -> str:
-        return f"{name!r} ({self.catalog.type_of(type(plugin))})"
+    def _describe(self, name: str) -> str:
+        return f"{name!r} ({self.type_of(self.active[name])})"
 
     # --- errors --------------------------------------------------------------------------------------------------
 
@@ -191,7 +169,7 @@ class Plugins:
             yield
         except Exception as error:
             for name in self._plugins_in(error.__traceback__):
-                error.add_note(f"in plugin {self._describe(name, self.active[name])}")
+                error.add_note(f"in plugin {self._describe(name)}")
             if component is not None and not isinstance(error, ForgeError):
                 where = f" for {path}" if path else ""
                 error.add_note(f"while building {component.kind} {self.catalog.type_of(type(component))!r}{where}")

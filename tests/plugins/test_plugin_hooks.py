@@ -206,6 +206,32 @@ def test_without_the_declaring_plugin_the_implementation_is_refused(make_job, ca
         Plugins.activate(make_job(plugins={"implements": Implements()}), catalog)
 
 
+def test_an_implementation_that_does_not_fit_anothers_specification_is_blamed_on_its_own_plugin(make_job, catalog):
+    @define(kw_only=True, slots=False)
+    class Misfit(Plugin):
+        @hookimpl
+        def forge_build_test_norm(self, width):
+            """The specification has `dim`."""
+
+    with pytest.raises(PluginError, match=r"^plugin 'misfit' \(.*width"):
+        Plugins.activate(make_job(plugins={"declares": Declares(), "misfit": Misfit()}), catalog)
+
+
+def test_builds_within_builds_each_receive_their_own_inputs(make_job, catalog, tmp_path):
+    @frozen(kw_only=True)
+    class Outer(NormComponent):
+        def build(self, context, dim):
+            return f"{context.build(Unit(), dim=2 * dim)} in {dim}"
+
+    context = build_context(make_job(plugins={"declares": Declares()}), catalog, tmp_path)
+    assert context.build(Outer(), dim=3) == "unit of 6 in 3"
+
+
+def test_a_context_names_the_type_of_a_component(make_job, catalog, tmp_path):
+    job = make_job()
+    assert build_context(job, catalog, tmp_path).type_of(job.loss) == "forge-run/cross_entropy"
+
+
 def test_the_state_of_a_plugin_travels_with_the_checkpoint(make_job, train):
     @define(kw_only=True, slots=False)
     class Counts(Plugin):

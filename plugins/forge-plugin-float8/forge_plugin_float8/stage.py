@@ -49,8 +49,7 @@ class Float8Stage:
         self._component = component
         self._device = context.device
         self._emulated = not multiplies_float8(context.device)
-        type_of = context.plugins.catalog.type_of
-        self._compiled = any(type_of(type(s)).endswith("/compile") for s in context.job.parallel.values())
+        self._compiled = any(context.type_of(s).endswith("/compile") for s in context.job.parallel.values())
         self._changed: Sequence[str] = ()
         self._left: Mapping[str, Sequence[str]] = {}
         """Names of linear layers that keep their precision, by the reason."""

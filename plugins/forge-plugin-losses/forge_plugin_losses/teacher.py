@@ -13,18 +13,14 @@ from torch import nn
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from forge_core.auxiliary import Auxiliary
 from forge_core.checkpoint.resume import locate
 from forge_core.checkpoint.state import load_model
 from forge_core.config.job import JobSection
-from forge_core.config.load import parse_job
 from forge_core.contracts.contexts import BuildContext
 from forge_core.contracts.errors import CheckpointError
-from forge_core.contracts.layout import Layout
 from forge_core.contracts.model import Model, Role
-from forge_core.engine.build import build_bare_model
+from forge_core.engine.build import build_bare_model, context_of
 from forge_core.parallel.initialise import allocate, materialise
-from forge_core.plugins.manager import Plugins
 
 COMPUTED_IN: frozenset[Role] = frozenset(("embedding", "head", "matrix", "stack", "fused"))
 """Roles of parameters that are cast to the compute dtype wherever they are used."""
@@ -70,24 +66,13 @@ def load_trained(source: Path, context: BuildContext) -> TrainedModel:
         JobError: it needs components that are not installed.
     """
     checkpoint, manifest = find_trained(source)
-    catalog = context.plugins.catalog
-    job = parse_job(manifest["job"], str(checkpoint / "manifest.json"), catalog)
-    own = BuildContext(
-        job=job,
-        plugins=Plugins.activate(job, catalog),
-        layout=Layout(),
-        mesh=None,
-        device=context.device,
-        dtype=context.dtype,
-        auxiliary=Auxiliary(context.device),
-        tokenizer=context.tokenizer,
-    )
+    own = context_of(manifest["job"], str(checkpoint / "manifest.json"), context)
     with unset_fake_temporarily():  # on the meta device, like the run's own model
-        model, outline = build_bare_model(job, own)
+        model, outline = build_bare_model(own.job, own)
     if detect_fake_mode() is not None:
         allocate(model, torch.device("cpu"))  # the device that is planned for need not exist
     else:
-        materialise(model, context.device, job.job.seed)  # for the buffers, which a checkpoint need not have
+        materialise(model, context.device, own.job.job.seed)  # for the buffers, which a checkpoint need not have
         load_model(checkpoint, model)
     assert isinstance(model, nn.Module)
     for name, parameter in model.named_parameters():

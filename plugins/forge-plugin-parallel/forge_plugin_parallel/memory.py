@@ -117,7 +117,7 @@ def optimizer_bytes(model: Model, context: BuildContext) -> Bytes:
             NamedParameter(item.name, _fake(item.parameter, context.device, None), item.role)
             for item in NamedParameters.of(model)
         ]
-        optimizer = context.plugins.build_optimizer(context.job.optimizer, context, NamedParameters(parts))
+        optimizer = context.build(context.job.optimizer, parameters=NamedParameters(parts))
         for part in parts:
             part.parameter.grad = torch.empty_like(part.parameter) if part.parameter.requires_grad else None
         optimizer.step()

@@ -146,7 +146,7 @@ def _activations(model: Model, every: int, context: BuildContext) -> dict[str, B
     job = context.job
     count, _ = micro_batches(job, context.layout)
     alive = max([stage.micro_batches_alive(count) for stage in job.parallel.values()], default=1.0)
-    loss = context.plugins.build_loss(job.loss, context)
+    loss = context.build(job.loss)
     shapes = _carry(model, context)
     with stand_ins(model, context.device, _compute_dtype(context)), Rehearsing(context.auxiliary):
         batch = _batch(model, context)

@@ -149,7 +149,7 @@ def budget_before_sharding(parallel, **sizes):
     wanted = job(parallel, **sizes)
     context = build_context(wanted, Catalog.installed(), None)
     with torch.device("meta"):
-        model = context.plugins.build_model(wanted.model, context)
+        model = context.build(wanted.model)
     stages = {name: stage for name, stage in parallel.items() if name != "fsdp"}
     model, _ = apply_stages(model, order_stages(stages, context.plugins.catalog), context)
     return Budget.of(model, AUTO, context)

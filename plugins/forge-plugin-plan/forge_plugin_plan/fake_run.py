@@ -59,7 +59,7 @@ def fake_run(job: Job, catalog: Catalog, device: torch.device) -> FakeRun:
     model, built = apply_stages(model, stages, context)
     with mode:
         _give_memory(model)
-        loss = MeteredLoss(context.plugins.build_loss(job.loss, choosing))
+        loss = MeteredLoss(choosing.build(job.loss))
         run = assemble(job, context, BuiltModel(model, outline, stages, built), loss, (), HookRunner({}))
     return FakeRun(run, mode, loss)
 

@@ -114,7 +114,7 @@ def forward(job: Job) -> int:
     loader = TrainLoader(job, run.datasets, context)
     batch = loader.next_step()[0]
     loader.close()
-    loss = context.plugins.build_loss(job.loss, context)
+    loss = context.build(job.loss)
     with StillThere() as there:
         output = loss(run.model.head, run.model(batch), batch)
     kept = there.bytes()

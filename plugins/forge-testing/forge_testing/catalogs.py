@@ -31,7 +31,7 @@ def catalog_of(components: Components | None = None, name: str = "in-memory") ->
 
 
 def plugins_with(components: Components | None = None, **plugins: Plugin) -> Plugins:
-    """The active plugins of a job, for calling hooks: `plugins_with(ema=EMA(decay=0.9)).build_optimizer(…)`.
+    """The active plugins of a job, for calling hooks: `plugins_with(ema=EMA(decay=0.9)).training_hooks(job)`.
 
     Args:
         components: what there is besides the core's own, as for `catalog_of`.

@@ -137,7 +137,7 @@ class StageSuite(Suite):
         before = [name for name, _ in model.named_parameters()]
         described: Any = ""
         for stage in stages_of(job, context):
-            built = context.plugins.build_parallel_stage(stage.component, context)
+            built = context.build(stage.component)
             model = built.apply(model)
             assert isinstance(model, nn.Module), f"apply gave a {type(model).__name__}; return the model"
             if stage.component in job.parallel.values() and hasattr(built, "describe"):
