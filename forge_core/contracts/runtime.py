@@ -1,60 +1,95 @@
-"""What losses, parallel stages, executors, loggers and storages promise to the engine.
+"""Contracts of losses, parallel stages, executors, loggers and storages with the engine.
 
 Shapes: B sequences of a micro-batch, S positions, D model width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    import torch
+    from torch import Tensor, nn
 
     from forge_core.contracts.data import Batch
     from forge_core.contracts.model import Head, Model
 
 
 class LossOutput(NamedTuple):
-    """What a loss returns for one micro-batch. All float32 (float64 if the model is)."""
+    """Output of a loss for one micro-batch, all float32 (float64 if the model is)."""
 
     sum: Tensor
     """() differentiable: the sum over valid positions. The engine divides by the valid tokens of the global batch."""
     count: Tensor  # type: ignore[assignment]  # the name hides a method of tuples that nobody calls
     """() number of valid positions."""
     per_sequence: tuple[Tensor, Tensor]
-    """(B,) and (B,): detached sums and counts, of which per-source losses are made."""
+    """(B,) and (B,): detached sums and counts, from which per-source losses are computed."""
 
 
 LossFunction = Callable[["Head", "Tensor", "Batch"], LossOutput]
 """(head, hidden (B, S, D), batch) -> LossOutput."""
 
 
-class ParallelStage(Protocol):
-    """A built stage. More is optional:
+class ParallelStage:
+    """What a `ParallelComponent` builds: a transform of the model, and what it adds to each step.
 
-    `describe()` says what it did to the model, for the plan of the run.
-    `parameter_device` is where it keeps parameters, gradients and optimizer state, if not on the run's device.
-    `split(batch)` gives this rank's part of a micro-batch to the executor, by a stage that divides sequences.
-    `micro_batch(model, backward=, last=)` is a context that executors hold around the forward pass of a micro-batch
-    and, with `backward`, its recomputation and backward pass (`last`: of this step). An executor that lets
-    micro-batches overlap holds one around all of a step, with `last=False`: what is left to reduce is then reduced in
-    `complete_gradients`.
-    `complete_gradients(model)` is called once a step after the last backward, last stage first, by a stage that leaves
-    gradients partial or owns their reduction.
-    `executor(model, loss, stages)` is for a stage that runs the micro-batches itself; its component says so
-    (`ParallelComponent.brings_executor`).
-    `counted_elsewhere(model)` gives parameters that other pipeline ranks have too and count in the global norm.
+    Derive from it and override what the stage needs. Attributes and helpers of a stage's own start with an underscore:
+    a public name that is not one of these is refused when the stage is built, because a misspelt
+    `complete_gradients` would otherwise never be called, and gradients would stay partial in silence.
     """
 
+    parameter_device: torch.device | None = None
+    """Where the stage keeps parameters, gradients and optimizer state; None: on the run's device."""
+
     def apply(self, model: Model) -> Model:
-        """Transform the model, in place or not, on the meta device. Parameter names must stay the same."""
-        ...
+        """Transform the model, in place or not. It is on the meta device, and parameter names must stay the same.
+
+        Returns:
+            The model that the next stage receives.
+        """
+        return model
+
+    def describe(self) -> str:
+        """Returns what the stage did to the model, for the summary of the run; empty: nothing worth a line."""
+        return ""
+
+    def micro_batch(self, model: Model, *, backward: bool, last: bool) -> AbstractContextManager[Any]:
+        """A context that executors hold around the forward pass of a micro-batch.
+
+        An executor that lets micro-batches overlap holds one around all of a step, with `last=False`: what is left to
+        reduce is then reduced in `complete_gradients`.
+
+        Args:
+            backward: whether the context also spans recomputation and the backward pass.
+            last: whether this is the last micro-batch of its step.
+        """
+        return nullcontext()
+
+    def split(self, batch: Batch) -> Batch:
+        """Returns this rank's part of a micro-batch; overridden by a stage that divides sequences."""
+        return batch
+
+    def complete_gradients(self, model: Model) -> None:
+        """Sum what the backward passes left partial; overridden by a stage that leaves gradients partial or owns their
+        reduction. Called once a step, after the last backward pass, in the reverse of the order of `apply`."""
+
+    def executor(self, model: Model, loss: LossFunction, stages: Sequence[ParallelStage]) -> Executor | None:
+        """Returns an executor where the stage runs the micro-batches itself, else None.
+
+        Its component says so too (`ParallelComponent.brings_executor`).
+        """
+        return None
+
+    def counted_elsewhere(self, model: Model) -> Iterable[nn.Parameter]:
+        """Returns parameters of this rank that another pipeline rank has too and counts in the global norm."""
+        return ()
 
 
 class StepOutput(NamedTuple):
-    """What an executor gives back for one step (or one evaluation batch). On device, nothing waited for."""
+    """Output of an executor for one step (or one evaluation batch). On the device, without a wait."""
 
     loss_sum: Tensor
     """() detached, float32 or wider: the sum over this rank's valid positions."""
@@ -68,16 +103,21 @@ class Executor(Protocol):
     """Runs micro-batches of equal shape. The run loop cannot tell one executor from another."""
 
     def train_step(self, batches: Sequence[Batch], denominator: Tensor) -> StepOutput:
-        """Forward and backward of all micro-batches; gradients accumulate. Each loss sum is divided by `denominator`
-        (the valid tokens of the global batch, a device scalar) before backward, so reductions are plain sums."""
+        """Forward and backward of all micro-batches; gradients accumulate.
+
+        Args:
+            batches: the step's micro-batches on this rank.
+            denominator: () valid tokens of the global batch, on the device. Each loss sum is divided by it before its
+                backward pass, so every reduction of gradients is a plain sum.
+        """
         ...
 
     def evaluate(self, batches: Sequence[Batch], measure: LossFunction | None = None) -> StepOutput:
         """Forward only, without gradients.
 
         Args:
-            measure: what takes the place of the job's loss, such as a count of right guesses. Of its output,
-                `per_sequence` is what comes back.
+            measure: replaces the job's loss, for example by a count of right predictions; its `per_sequence` is
+                returned.
         """
         ...
 

@@ -26,11 +26,11 @@ from forge_core.contracts.runtime import Executor, LossFunction, ParallelStage
 from forge_core.data.held_out import held_out
 from forge_core.data.packing import WindowPacking
 from forge_core.data.windows import StreamWindows
+from forge_core.engine.executor import SplittingExecutor
 from forge_core.engine.groups import apply_settings, check_groups, check_modes
 from forge_core.engine.hooks import HookRunner, collect_hooks
 from forge_core.engine.model_facts import Outline
 from forge_core.engine.rates import Rates
-from forge_core.engine.splitting import SplittingExecutor
 from forge_core.parallel.bare_model import DTYPES, bare_model
 from forge_core.parallel.initialise import check_finite, materialise
 from forge_core.parallel.layout import layout_of
@@ -243,7 +243,7 @@ def build_model(job: Job, context: RunContext) -> BuiltModel:
     model, outline = build_bare_model(job, context)
     stages = stages_of(job, context)
     model, built = apply_stages(model, stages, context)
-    home = next((stage.parameter_device for stage in built if hasattr(stage, "parameter_device")), None)
+    home = next((stage.parameter_device for stage in built if stage.parameter_device is not None), None)
     materialise(model, context.device, job.job.seed, home)
     check_finite(model)
     return BuiltModel(model, outline, stages, built)
@@ -268,16 +268,18 @@ def stages_of(job: Job, context: RunContext) -> list[OrderedStage]:
 def _executor(job: Job, context: BuildContext, built: BuiltModel, loss: LossFunction) -> Executor:
     """The executor of the stage that brings one, else the job's."""
     model, stages = built.model, built.built_stages
-    for stage in stages:
-        if hasattr(stage, "executor"):
-            return _splitting(stage.executor(model, loss, stages), model, stages)
-    return _splitting(context.build(job.executor, model=model, loss=loss, stages=stages), model, stages)
+    brought = (stage.executor(model, loss, stages) for stage in stages)
+    executor = next((executor for executor in brought if executor is not None), None)
+    if executor is None:
+        executor = context.build(job.executor, model=model, loss=loss, stages=stages)
+    return _splitting(executor, model, stages)
 
 
 def _splitting(executor: Executor, model: Model, stages: Sequence[ParallelStage]) -> Executor:
     """The executor, given this rank's part of each micro-batch where a stage divides sequences."""
-    splits = [stage.split for stage in stages if hasattr(stage, "split")]
+    splits = [stage.split for stage in stages if type(stage).split is not ParallelStage.split]
     if not splits:
         return executor
+    # Before the first split: afterwards no rank sees the neighbours of its last position.
     first = [model.prepare_sequences] if isinstance(model, PreparesSequences) else []
     return SplittingExecutor(executor, [*first, *splits])

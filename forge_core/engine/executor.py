@@ -1,18 +1,24 @@
-"""The plain executor: micro-batches one after the other on one device."""
+"""Executors of the core: micro-batches one after the other, and the part of each that is this rank's."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import reduce
 from typing import TYPE_CHECKING
 
 from attrs import frozen
 
 from forge_core.contracts.components import ExecutorComponent
+from forge_core.contracts.runtime import StepOutput
+from forge_core.parallel.stages import around
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from forge_core.contracts.contexts import BuildContext
+    from forge_core.contracts.data import Batch
     from forge_core.contracts.model import Model
-    from forge_core.contracts.runtime import Executor, LossFunction, ParallelStage
+    from forge_core.contracts.runtime import Executor, LossFunction, LossOutput, ParallelStage
 
 
 @frozen(kw_only=True)
@@ -22,6 +28,71 @@ class Plain(ExecutorComponent):
     def build(
         self, context: BuildContext, model: Model, loss: LossFunction, stages: Sequence[ParallelStage]
     ) -> Executor:
-        from forge_core.engine.plain_executor import PlainExecutor
-
         return PlainExecutor(model, loss, stages)
+
+
+class PlainExecutor:
+    """Runs micro-batches one after the other; see `forge_core.contracts.runtime.Executor`."""
+
+    def __init__(self, model: Model, loss: LossFunction, stages: Sequence[ParallelStage] = ()) -> None:
+        self._model = model
+        self._loss = loss
+        self._stages = stages
+
+    def train_step(self, batches: Sequence[Batch], denominator: Tensor) -> StepOutput:
+        outputs = []
+        for number, batch in enumerate(batches, 1):
+            # The context spans the backward pass, because recomputation and the reduction of gradients happen there.
+            with around(self._stages, self._model, backward=True, last=number == len(batches)):
+                output = self._forward(batch, self._loss)
+                (output.sum / denominator).backward()
+            outputs.append(output._replace(sum=output.sum.detach()))  # else the graph of every micro-batch lives on
+        return combine(outputs)
+
+    def evaluate(self, batches: Sequence[Batch], measure: LossFunction | None = None) -> StepOutput:
+        import torch
+
+        outputs = []
+        with torch.no_grad():
+            for number, batch in enumerate(batches, 1):
+                with around(self._stages, self._model, backward=False, last=number == len(batches)):
+                    outputs.append(self._forward(batch, measure or self._loss))
+        return combine(outputs)
+
+    def _forward(self, batch: Batch, loss: LossFunction) -> LossOutput:
+        return loss(self._model.head, self._model(batch), batch)
+
+
+class SplittingExecutor:
+    """Passes this rank's part of each micro-batch to another executor; callers see whole micro-batches.
+
+    Args:
+        executor: runs the parts.
+        splits: applied to each micro-batch in order; the first may add what the model needs of whole sequences.
+    """
+
+    def __init__(self, executor: Executor, splits: Sequence[Callable[[Batch], Batch]]) -> None:
+        self._executor, self._splits = executor, splits
+
+    def train_step(self, batches: Sequence[Batch], denominator: Tensor) -> StepOutput:
+        return self._executor.train_step([self._split(batch) for batch in batches], denominator)
+
+    def evaluate(self, batches: Sequence[Batch], measure: LossFunction | None = None) -> StepOutput:
+        return self._executor.evaluate([self._split(batch) for batch in batches], measure)
+
+    def _split(self, batch: Batch) -> Batch:
+        return reduce(lambda part, split: split(part), self._splits, batch)
+
+
+def combine(outputs: Sequence[LossOutput]) -> StepOutput:
+    """Joins the outputs of several micro-batches.
+
+    Returns:
+        Sums and counts of all sequences. The loss sum is that of the plain loss, `per_sequence`: other terms of an
+        objective (z-loss, label smoothing) are trained on but not reported as the loss.
+    """
+    import torch
+
+    sums = torch.cat([output.per_sequence[0] for output in outputs])
+    counts = torch.cat([output.per_sequence[1] for output in outputs])
+    return StepOutput(sums.sum(), counts.sum(), (sums, counts))

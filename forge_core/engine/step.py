@@ -80,9 +80,10 @@ class Stepper:
         output = self._run.executor.train_step(batches, tokens.clamp(min=1).to(self._loss_dtype()))
         sums = self._reduce(output, batches, auxiliary.totals())
         auxiliary.end_step({name: value for name, value in sums.items() if isinstance(name, Count)})
+        # Last stage first, as the backward pass goes. In a pipeline, `fsdp`, applied last, makes the sharded gradients
+        # only here; `tp` and `pp`, applied before it, sum these over their own ranks and must find them.
         for stage in reversed(self._run.built_stages):
-            if hasattr(stage, "complete_gradients"):
-                stage.complete_gradients(self._run.model)
+            stage.complete_gradients(self._run.model)
         return output, sums
 
     def _loss_dtype(self) -> torch.dtype:
@@ -198,8 +199,7 @@ def _unflatten(flat: Tensor, like: Sums) -> dict[str | Count, Tensor]:
 
 def _counted_elsewhere(run: Run) -> Iterator[torch.nn.Parameter]:
     for stage in run.built_stages:
-        if hasattr(stage, "counted_elsewhere"):
-            yield from stage.counted_elsewhere(run.model)
+        yield from stage.counted_elsewhere(run.model)
 
 
 def metrics(sums: Sums) -> dict[str | Count, Tensor]:

@@ -50,9 +50,8 @@ def _rows(run: Run, stepper: Stepper, provenance: Mapping[str, Any]) -> Iterator
 
 
 def _stage(stage: OrderedStage, built: ParallelStage) -> str:
-    """Why it stands where it does, and what it did."""
-    done = [built.describe()] if hasattr(built, "describe") else []
-    return "; ".join([*stage.reasons, *done]) or "no relation to another stage"
+    """The reasons for its place, and what it did."""
+    return "; ".join(filter(None, [*stage.reasons, built.describe()])) or "no relation to another stage"
 
 
 def _choices(run: Run) -> Iterator[tuple[str, str, str]]:

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from attrs import field, frozen
 
 from forge_core.contracts.components import ParallelComponent
+from forge_core.contracts.runtime import ParallelStage
 
 if TYPE_CHECKING:
     from forge_core.contracts.contexts import BuildContext
-    from forge_core.contracts.runtime import ParallelStage
+    from forge_core.contracts.model import Model
 
 
 def _positive_or_auto(_: object, attribute: object, value: int | str) -> None:
@@ -32,6 +33,24 @@ class Replicate(ParallelComponent):
         return {"replicate": self.replicate}
 
     def build(self, context: BuildContext) -> ParallelStage:
-        from forge_core.parallel.replicate_stage import ReplicateStage
-
         return ReplicateStage(context)
+
+
+class ReplicateStage(ParallelStage):
+    """Leaves the model as it is, and sums its gradients once all micro-batches of a step are done.
+
+    Not in a hook of the backward pass: gradients accumulate over micro-batches first, so that one reduction a step
+    suffices.
+    """
+
+    def __init__(self, context: BuildContext) -> None:
+        self._mesh = context.mesh
+        self._alone = context.layout.token_ranks == 1
+
+    def complete_gradients(self, model: Model) -> None:
+        """Sum every gradient over the token dimensions. A parameter that got none on this rank counts as zero."""
+        from forge_core.parallel.mesh import all_reduce_tokens
+        from forge_core.parallel.reduce import sum_gradients
+
+        if not self._alone:
+            sum_gradients(model.parameters(), lambda flat: all_reduce_tokens(flat, self._mesh))

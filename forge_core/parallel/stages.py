@@ -10,15 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
 
+from forge_core.config.suggest import did_you_mean
 from forge_core.contracts.components import ParallelComponent
 from forge_core.contracts.errors import ForgeError, JobError, Problem
+from forge_core.contracts.runtime import ParallelStage
 
 if TYPE_CHECKING:
     from forge_core.config.job import Job
     from forge_core.contracts.contexts import BuildContext
     from forge_core.contracts.layout import Layout
     from forge_core.contracts.model import Model
-    from forge_core.contracts.runtime import ParallelStage
     from forge_core.plugins.catalog import Catalog
 
 
@@ -98,7 +99,8 @@ def apply_stages(
 
     Raises:
         JobError: some cannot be applied to this model.
-        ForgeError: a stage changed the name of a parameter, or lost a hook or parametrisation that was there before.
+        ForgeError: a stage breaks its contract (`check_contract`), changed the name of a parameter, or lost a hook or
+            parametrisation that was there before.
     """
     problems = list(model_problems(model, {stage.name: stage.component for stage in stages}, context.layout))
     if problems:
@@ -107,6 +109,7 @@ def apply_stages(
     for stage in stages:
         names, modules, hooks = _names(model), _modules(model), _hooks(model)
         transform = context.build(stage.component)
+        check_contract(transform, f"parallel.{stage.name}")
         model = transform.apply(model)
         changed = names ^ _names(model)
         if stage.component.drops_parameters:
@@ -124,18 +127,40 @@ def apply_stages(
     return model, built
 
 
-@contextmanager
-def around(stages: Sequence[ParallelStage], model: Model, *, backward: bool, last: bool) -> Iterator[None]:
-    """What stages put around a micro-batch; for executors.
+def check_contract(stage: object, name: str) -> None:
+    """Refuse a stage with a public name that its base class does not know, as a misspelt method would never be called.
 
     Args:
+        stage: as its component built it.
+        name: TOML path of its table, for the message.
+
+    Raises:
+        ForgeError: it has such a name, or does not derive from `ParallelStage`.
+    """
+    cls = f"{type(stage).__module__}.{type(stage).__qualname__}"
+    base = "forge_core.contracts.runtime.ParallelStage"
+    if not isinstance(stage, ParallelStage):
+        raise ForgeError(f"{name}: its build() returned a {cls}, which is no stage; derive it from {base}")
+    contract = {attribute for attribute in dir(ParallelStage) if not attribute.startswith("_")}
+    for attribute in dir(stage):
+        if not attribute.startswith("_") and attribute not in contract:
+            hint = did_you_mean(attribute, contract) or "; what is its own starts with an underscore"
+            raise ForgeError(f"{name}: {cls} has {attribute!r}, which {base} does not know{hint}")
+
+
+@contextmanager
+def around(stages: Sequence[ParallelStage], model: Model, *, backward: bool, last: bool) -> Iterator[None]:
+    """A context that holds those of all stages around a micro-batch; for executors.
+
+    Args:
+        stages: in the order in which they were applied; the first is outermost.
+        model: the model after all stages.
         backward: whether the context spans a backward pass too.
         last: whether it is the last micro-batch of its step.
     """
     with ExitStack() as stack:
         for stage in stages:
-            if hasattr(stage, "micro_batch"):
-                stack.enter_context(stage.micro_batch(model, backward=backward, last=last))
+            stack.enter_context(stage.micro_batch(model, backward=backward, last=last))
         yield
 
 

@@ -55,7 +55,7 @@ def test_the_curve_is_that_of_one_process(tmp_path, single, ranks, micro_batch_s
 
 
 def test_without_the_reduction_the_curve_differs(tmp_path, single, monkeypatch):
-    from forge_core.parallel.replicate_stage import ReplicateStage
+    from forge_core.parallel.replicate import ReplicateStage
 
     monkeypatch.setattr(ReplicateStage, "complete_gradients", lambda self, model: None)
     run_on_ranks(2, lambda rank: Trainer(job(tmp_path), echo=lambda text: None).run() and None)

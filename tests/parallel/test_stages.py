@@ -9,8 +9,12 @@ from attrs import frozen
 
 from forge_core.contracts.components import ParallelComponent
 from forge_core.contracts.errors import ForgeError, JobError
+from forge_core.contracts.runtime import ParallelStage
+from forge_core.engine.trainer import Trainer
 from forge_core.parallel.stages import order_stages
 from forge_core.plugins.catalog import Catalog
+from forge_testing import tiny_job
+from forge_testing.processes import run_on_ranks
 
 
 @frozen(kw_only=True)
@@ -18,7 +22,7 @@ class Stage(ParallelComponent):
     def build(self, context):
         component = self
 
-        class Built:
+        class Built(ParallelStage):
             def apply(self, model):
                 return component.transform(model)
 
@@ -112,8 +116,53 @@ def test_a_stage_must_not_lose_what_an_earlier_one_put_on(make_job, build):
         build(make_job(parallel={"h": Hooks(), "d": Drops()}))
 
 
+class Misspelt(ParallelStage):
+    def complete_gradient(self, model):
+        """Would sum the gradients, if anyone called it."""
+
+
+class Unknown(ParallelStage):
+    ranks = 2
+
+
+class Stranger:
+    def apply(self, model):
+        return model
+
+
+@frozen(kw_only=True)
+class Building(ParallelComponent):
+    """Owns the reduction of gradients, as its stage says."""
+
+    owns_reduction: ClassVar[bool] = True
+    cls: type
+
+    def degrees(self):
+        return {"replicate": "auto"}
+
+    def build(self, context):
+        return self.cls()
+
+
+@pytest.mark.parametrize(
+    ("cls", "message"),
+    [
+        (Misspelt, r"Misspelt has 'complete_gradient', which .*ParallelStage does not know.*'complete_gradients'\?"),
+        (Unknown, r"Unknown has 'ranks', .*what is its own starts with an underscore"),
+        (Stranger, r"returned a .*Stranger, which is no stage; derive it from .*runtime\.ParallelStage"),
+    ],
+)
+def test_a_run_refuses_a_stage_that_breaks_its_contract(tmp_path, cls, message):
+    def train(rank):
+        with pytest.raises(ForgeError, match=rf"parallel\.mine: .*{message}"):
+            Trainer(tiny_job(str(tmp_path), parallel={"mine": Building(cls=cls)}), echo=lambda text: None).run()
+        return True
+
+    assert run_on_ranks(2, train) == [True, True]
+
+
 def test_a_stage_that_brings_an_executor_replaces_the_plain_one(make_job, build):
-    from forge_core.engine.plain_executor import PlainExecutor
+    from forge_core.engine.executor import PlainExecutor
 
     class Mine(PlainExecutor):
         pass
@@ -121,10 +170,7 @@ def test_a_stage_that_brings_an_executor_replaces_the_plain_one(make_job, build)
     @frozen(kw_only=True)
     class Pipeline(Stage):
         def build(self, context):
-            class Built:
-                def apply(self, model):
-                    return model
-
+            class Built(ParallelStage):
                 def executor(self, model, loss, stages):
                     return Mine(model, loss)
 

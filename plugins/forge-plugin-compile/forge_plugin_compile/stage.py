@@ -12,6 +12,7 @@ from torch import nn
 
 from forge_core.contracts.errors import JobError, Problem
 from forge_core.contracts.model import Generates
+from forge_core.contracts.runtime import ParallelStage
 from forge_kit.blocks import blocks_of
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ GRAPHS_OF_A_BLOCK = 4
 """At most: a first training pass that makes counters, those after it, evaluation, and one to spare."""
 
 
-class CompileStage:
+class CompileStage(ParallelStage):
     """See `forge_core.contracts.runtime.ParallelStage`."""
 
     def __init__(self, component: Compile) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from forge_core.contracts.errors import JobError, Problem
+from forge_core.contracts.runtime import ParallelStage
 from forge_plugin_float8.choice import choose, linear_layers, short
 from forge_plugin_float8.float8 import NO_GLOO
 
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from forge_plugin_float8.float8 import Float8
 
 
-class Float8Stage:
+class Float8Stage(ParallelStage):
     """See `forge_core.contracts.runtime.ParallelStage`."""
 
     def __init__(self, component: Float8, context: BuildContext) -> None:

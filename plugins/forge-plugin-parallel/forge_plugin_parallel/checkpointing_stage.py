@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from forge_core.contracts.runtime import ParallelStage
 from forge_kit.blocks import blocks_of
 from forge_plugin_parallel.recomputation import Checkpointed, Contexts
 
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
     from forge_plugin_parallel.activation_checkpointing import ActivationCheckpointing
 
 
-class CheckpointingStage:
+class CheckpointingStage(ParallelStage):
     """See `forge_core.contracts.runtime.ParallelStage`."""
 
     def __init__(self, component: ActivationCheckpointing, context: BuildContext) -> None:

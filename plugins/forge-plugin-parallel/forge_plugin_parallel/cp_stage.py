@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from forge_core.contracts.model import HasSequenceMixers
+from forge_core.contracts.runtime import ParallelStage
 from forge_plugin_parallel.collectives import all_gather, all_to_all
 from forge_plugin_parallel.ring import Piece, attend, ring_attention
 
@@ -30,7 +31,7 @@ PLACES, DOCUMENTS = "places by rank", "documents by rank"
 number of each one's document."""
 
 
-class ContextParallelStage:
+class ContextParallelStage(ParallelStage):
     """See `forge_core.contracts.runtime.ParallelStage`.
 
     For `ring` and `all_gather`, a sequence is cut into twice as many pieces as there are ranks, and each rank has one

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 
 from forge_core.contracts.errors import Problem
 from forge_core.contracts.model import ExpertStack, HasExpertStacks
+from forge_core.contracts.runtime import ParallelStage
 from forge_core.parallel.mesh import expert_mesh, local_part
 from forge_plugin_parallel.ep_exchange import Exchange, LocalExperts
 
@@ -44,7 +45,7 @@ def _stacks(model: Model) -> Iterator[tuple[str, nn.Module]]:
         yield from ((name, model.get_submodule(name)) for name in model.expert_stacks())
 
 
-class ExpertParallelStage:
+class ExpertParallelStage(ParallelStage):
     """See `forge_core.contracts.runtime.ParallelStage`."""
 
     def __init__(self, component: ExpertParallel, context: BuildContext) -> None:

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.pipelining import PipelineStage
 
 from forge_core.contracts.model import Generates, HasFSDPUnits
+from forge_core.contracts.runtime import ParallelStage
 from forge_kit.blocks import further_blocks
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from forge_plugin_parallel.fsdp import FSDP
 
 
-class FSDPStage:
+class FSDPStage(ParallelStage):
     """See `forge_core.contracts.runtime.ParallelStage`.
 
     The root unit has what no other has, and always the head: a loss uses the head's weights without a forward pass

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from forge_core.contracts.errors import ForgeError
 from forge_core.contracts.model import Prepares
 from forge_core.contracts.runtime import LossOutput, StepOutput
-from forge_core.engine.plain_executor import combine
+from forge_core.engine.executor import combine
 from forge_core.parallel.stages import around
 from forge_plugin_parallel.cuts import Section
 from forge_plugin_parallel.pp import ONE_STAGE
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from forge_core.contracts.data import Batch
     from forge_core.contracts.model import Carry, Model
     from forge_core.contracts.runtime import LossFunction, ParallelStage
-    from forge_plugin_parallel.pp_stage import PipelineParallelStage
+    from forge_plugin_parallel.pp_stage import Pipeline
 
 SCHEDULES: dict[str, Callable[..., Any]] = {
     "gpipe": pipelining.ScheduleGPipe,
@@ -56,7 +56,7 @@ class PipelineExecutor:
         model: Model,
         loss: LossFunction,
         stages: Sequence[ParallelStage],
-        pipeline: PipelineParallelStage,
+        pipeline: Pipeline,
         schedule: str,
         device: torch.device,
     ) -> None:

@@ -11,6 +11,7 @@ from attrs.validators import deep_iterable, ge
 from forge_core.contracts.components import ParallelComponent
 from forge_core.contracts.errors import Problem
 from forge_core.contracts.model import HasEnds
+from forge_core.contracts.runtime import ParallelStage
 from forge_core.parallel.layout import micro_batches
 
 if TYPE_CHECKING:
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from forge_core.contracts.contexts import BuildContext
     from forge_core.contracts.layout import Layout
     from forge_core.contracts.model import Model
-    from forge_core.contracts.runtime import ParallelStage
 
 ONE_STAGE = ("gpipe", "1f1b")
 """Schedules in which each rank has one stage."""
@@ -141,6 +141,8 @@ class PipelineParallel(ParallelComponent):
                     yield Problem("schedule", f"{seen}, which are one parameter, are in one stage; {fix}")
 
     def build(self, context: BuildContext) -> ParallelStage:
-        from forge_plugin_parallel.pp_stage import PipelineParallelStage, WholeStage
+        if self.degree == 1:
+            return ParallelStage()
+        from forge_plugin_parallel.pp_stage import PipelineParallelStage
 
-        return PipelineParallelStage(self, context) if self.degree > 1 else WholeStage()
+        return PipelineParallelStage(self, context)

@@ -1,4 +1,4 @@
-"""What the component `pp` builds: of a model, the sections of this rank."""
+"""The stage of the component `pp`: cuts a model, and leaves a rank its sections."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch.distributed as dist
+from attrs import define
 from torch import Tensor, nn
 
 from forge_core.contracts.errors import ForgeError
 from forge_core.contracts.model import Generates, HasEnds, HasLayerFlops, HasRoles
+from forge_core.contracts.runtime import ParallelStage
 from forge_core.parallel.initialise import ties
 from forge_core.parallel.mesh import group_timeout
-from forge_core.parallel.replicate_stage import sum_gradients
+from forge_core.parallel.reduce import sum_gradients
 from forge_plugin_parallel.cuts import Section, balance, ranks_of, sections
 from forge_plugin_parallel.pp import V_SHAPED
 
@@ -20,19 +22,26 @@ if TYPE_CHECKING:
     from forge_core.contracts.contexts import BuildContext
     from forge_core.contracts.data import Batch
     from forge_core.contracts.model import Carry, Model
-    from forge_core.contracts.runtime import Executor, LossFunction, ParallelStage
+    from forge_core.contracts.runtime import Executor, LossFunction
     from forge_plugin_parallel.pp import PipelineParallel
 
 
-class WholeStage:
-    """A pipeline of one rank."""
+@define(kw_only=True)
+class Pipeline:
+    """The ranks of a pipeline and what each has; shared by the stage and its executor."""
 
-    def apply(self, model: Model) -> Model:
-        return model
+    group: dist.ProcessGroup
+    ranks: int
+    rank: int
+    """This rank's number in `group`."""
+    owners: Sequence[int]
+    """Rank of each pipeline stage in `group`."""
+    sections: Sequence[Section] = ()
+    """The part of the model that each pipeline stage has; set when the model is cut."""
 
 
-class PipelineParallelStage:
-    """See `forge_core.contracts.runtime.ParallelStage`.
+class PipelineParallelStage(ParallelStage):
+    """Leaves a rank the layers of its pipeline stages, and brings the executor that runs micro-batches through them.
 
     A parameter that ties the ends together is kept where either end is. Its gradients are summed over those ranks,
     which then make the same update.
@@ -42,12 +51,12 @@ class PipelineParallelStage:
         assert context.mesh is not None
         self._component, self._context = component, context
         self._mesh = context.mesh
-        self.group = context.mesh.get_group("pp")
-        self.ranks, self.rank = context.layout.pp, context.mesh.get_local_rank("pp")
-        self.owners = ranks_of(component.stages, self.ranks, component.schedule in V_SHAPED)
-        """Rank of each stage in `group`."""
-        self.sections: list[Section] = []
-        """What each stage has, those of other ranks included."""
+        self._pipeline = Pipeline(
+            group=context.mesh.get_group("pp"),
+            ranks=context.layout.pp,
+            rank=context.mesh.get_local_rank("pp"),
+            owners=ranks_of(component.stages, context.layout.pp, component.schedule in V_SHAPED),
+        )
         self._shared: dict[str, tuple[int, ...]] = {}
         """Of parameters that several ranks have, these ranks."""
 
@@ -56,16 +65,16 @@ class PipelineParallelStage:
         assert isinstance(model, nn.Module)
         assert isinstance(model, HasEnds)
         layers: nn.ModuleDict = model.layers
-        self.sections = sections(list(layers), self._layer_counts(model))
-        kept = [self._modules_of(model, rank) for rank in range(self.ranks)]
+        self._pipeline.sections = sections(list(layers), self._layer_counts(model))
+        kept = [self._modules_of(model, rank) for rank in range(self._pipeline.ranks)]
         self._find_shared(model, kept)
         for name in list(layers):
-            if f"layers.{name}" not in kept[self.rank]:
+            if f"layers.{name}" not in kept[self._pipeline.rank]:
                 del layers[name]
         for end in model.ends():
-            for name in set(end) - kept[self.rank]:
+            for name in set(end) - kept[self._pipeline.rank]:
                 parent, _, key = name.rpartition(".")
-                setattr(model.get_submodule(parent), key, Absent(name, self.rank))
+                setattr(model.get_submodule(parent), key, Absent(name, self._pipeline.rank))
         model.forward = SectionForward(model)
         _keep_roles(model)
         if isinstance(model, Generates):
@@ -73,26 +82,26 @@ class PipelineParallelStage:
         return model
 
     def describe(self) -> str:
-        counts = ", ".join(str(len(section.layers)) for section in self.sections)
+        counts = ", ".join(str(len(section.layers)) for section in self._pipeline.sections)
         return f"{self._component.schedule}, stages of {counts} layers"
 
     def executor(self, model: Model, loss: LossFunction, stages: Sequence[ParallelStage]) -> Executor:
         from forge_plugin_parallel.pipeline_executor import PipelineExecutor
 
-        return PipelineExecutor(model, loss, stages, self, self._component.schedule, self._context.device)
+        return PipelineExecutor(model, loss, stages, self._pipeline, self._component.schedule, self._context.device)
 
     def complete_gradients(self, model: Model) -> None:
         """Sum the gradients of parameters that several ranks have."""
         assert isinstance(model, nn.Module)
         for ranks, group in self._groups.items():
-            shared = [model.get_parameter(name) for name, holders in self._shared.items() if holders == ranks]
-            if self.rank in ranks:
+            if self._pipeline.rank in ranks:  # a rank between the ends has none of these parameters
+                shared = [model.get_parameter(name) for name, holders in self._shared.items() if holders == ranks]
                 sum_gradients(shared, lambda flat, group=group: dist.all_reduce(flat, group=group))
 
     def counted_elsewhere(self, model: Model) -> Iterable[nn.Parameter]:
         """A shared parameter is counted by the first rank that has it."""
         assert isinstance(model, nn.Module)
-        shared = [name for name, ranks in self._shared.items() if self.rank in ranks[1:]]
+        shared = [name for name, ranks in self._shared.items() if self._pipeline.rank in ranks[1:]]
         return [model.get_parameter(name) for name in shared]
 
     # --- cutting ---------------------------------------------------------------------------------------------------
@@ -108,11 +117,12 @@ class PipelineParallelStage:
             _, end = model.ends()
             costs = [_weights(layer) for layer in model.layers.values()]  # type: ignore[attr-defined]
             last = sum(_weights(model.get_submodule(name)) for name in end)  # type: ignore[attr-defined]
-        return balance(costs, len(self.owners), last=last)
+        return balance(costs, len(self._pipeline.owners), last=last)
 
     def _modules_of(self, model: Any, rank: int) -> set[str]:
         """Names of the modules that a rank keeps: layers, and those of the ends."""
-        own = [section for section, owner in zip(self.sections, self.owners, strict=True) if owner == rank]
+        owned = zip(self._pipeline.sections, self._pipeline.owners, strict=True)
+        own = [section for section, owner in owned if owner == rank]
         kept = {f"layers.{name}" for section in own for name in section.layers}
         first, last = model.ends()
         kept |= set(first) if any(section.first for section in own) else set()

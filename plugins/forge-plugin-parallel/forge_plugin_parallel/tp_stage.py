@@ -22,9 +22,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from forge_core.contracts.model import HasTensorParallelPlan, MatrixShard, VocabShard
+from forge_core.contracts.runtime import ParallelStage
 from forge_core.parallel.initialise import ties
 from forge_core.parallel.mesh import local_part
-from forge_core.parallel.replicate_stage import sum_gradients
+from forge_core.parallel.reduce import sum_gradients
 from forge_plugin_parallel.collectives import all_gather, all_reduce, fan_out, gather_equal, reduce_scatter
 from forge_plugin_parallel.tp_plan import ENDS, INPUT, MATRICES, OUTPUT, SPLIT, ways_of
 
@@ -38,7 +39,7 @@ SEQUENCE = 1
 """Dimension of the sequence in activations (B, S, D)."""
 
 
-class TensorParallelStage:
+class TensorParallelStage(ParallelStage):
     """See `forge_core.contracts.runtime.ParallelStage`."""
 
     def __init__(self, component: TensorParallel, context: BuildContext) -> None:

@@ -322,7 +322,7 @@ class TestWhatIsRefused:
             run = built(job(tmp_path, pp(layers=(2, 1)), model=WideningModel(layers=3)))
             batch = {"input_ids": torch.zeros(1, 4, dtype=torch.long)}
             shapes = ((torch.Size((1, 4, 16)), torch.float64),)
-            section = run.built_stages[0].sections[rank]
+            section = run.built_stages[0]._pipeline.sections[rank]
             stage = _StageModule(run.model, section, lambda number: batch, shapes)
             with pytest.raises(ForgeError, match=r"the carry must have the same shapes .* after layer 1 it is"):
                 stage(number=torch.tensor(0))

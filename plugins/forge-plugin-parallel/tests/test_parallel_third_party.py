@@ -16,6 +16,7 @@ from attrs import frozen
 from torch.distributed.tensor import DTensor
 
 from forge_core.contracts.components import ParallelComponent
+from forge_core.contracts.runtime import ParallelStage
 
 
 @frozen(kw_only=True)
@@ -29,7 +30,7 @@ class Doubling(ParallelComponent):
         return DoublingStage()
 
 
-class DoublingStage:
+class DoublingStage(ParallelStage):
     def apply(self, model):
         assert all(isinstance(parameter, DTensor) for parameter in model.parameters()), "tp has been there"
         for block in model.layers.values():

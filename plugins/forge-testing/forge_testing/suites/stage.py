@@ -13,6 +13,7 @@ from forge_core.contracts.components import ModelComponent, ParallelComponent
 from forge_core.contracts.contexts import BuildContext
 from forge_core.contracts.layout import MESH_DIMENSIONS
 from forge_core.engine.build import build_bare_model, stages_of
+from forge_core.parallel.stages import check_contract
 from forge_testing import Numbers, SplittableModel
 from forge_testing.curves import Curve, Difference, train
 from forge_testing.processes import run_on_ranks
@@ -138,9 +139,10 @@ class StageSuite(Suite):
         described: Any = ""
         for stage in stages_of(job, context):
             built = context.build(stage.component)
+            check_contract(built, f"parallel.{stage.name}")
             model = built.apply(model)
             assert isinstance(model, nn.Module), f"apply gave a {type(model).__name__}; return the model"
-            if stage.component in job.parallel.values() and hasattr(built, "describe"):
+            if stage.component in job.parallel.values():
                 described = built.describe()
         return Names(before, [name for name, _ in model.named_parameters()], described)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from forge_core.engine.plain_executor import combine
+from forge_core.engine.executor import combine
 from forge_core.parallel.stages import around
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""What the component builds."""
+"""The stage that the component builds."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from forge_core.auxiliary import Recomputing
+from forge_core.contracts.runtime import ParallelStage
 
 if TYPE_CHECKING:
     from forge_core.auxiliary import Auxiliary
@@ -17,15 +18,15 @@ if TYPE_CHECKING:
     from forge_core.contracts.model import Carry, Model
 
 
-class RecomputeStage:
-    """See `forge_core.contracts.runtime.ParallelStage`. It adds no module, so that the names of parameters stay."""
+class RecomputeStage(ParallelStage):
+    """Adds no module, so that the names of parameters stay."""
 
     def __init__(self, every: int, auxiliary: Auxiliary) -> None:
         self._every, self._auxiliary = every, auxiliary
         self._changed = 0
 
     def apply(self, model: Model) -> Model:
-        """Put a forward pass that is computed again in the place of that of every n-th layer."""
+        """Replace the forward pass of every n-th layer by one that is computed again."""
         for number, layer in enumerate(model.layers.values()):
             if number % self._every == 0:
                 layer.forward = self._recomputed(layer.forward)
@@ -33,7 +34,7 @@ class RecomputeStage:
         return model
 
     def describe(self) -> str:
-        """What the plan of the run says of it."""
+        """Returns the line of the run's summary."""
         return f"{self._changed} layers are computed again"
 
     def _recomputed(self, forward: Callable[[Carry, Batch], Carry]) -> Callable[[Carry, Batch], Carry]:

@@ -1,44 +1,26 @@
-"""What the component `replicate` builds."""
+"""Sums of gradients over ranks, many at a time."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from forge_core.parallel.mesh import all_reduce_tokens, local_part
-
-if TYPE_CHECKING:
-    from forge_core.contracts.contexts import BuildContext
-    from forge_core.contracts.model import Model
+from forge_core.parallel.mesh import local_part
 
 BUCKET = 25 * 2**20
 """Elements a reduction takes at most: large enough for bandwidth, small enough to bound the copy."""
 
 
-class ReplicateStage:
-    """Leaves the model as it is, and sums its gradients once all micro-batches of a step are done."""
-
-    def __init__(self, context: BuildContext) -> None:
-        self._mesh = context.mesh
-        self._alone = context.layout.token_ranks == 1
-
-    def apply(self, model: Model) -> Model:
-        return model
-
-    def complete_gradients(self, model: Model) -> None:
-        """Sum every gradient over the token dimensions. A parameter that got none on this rank counts as zero."""
-        if self._alone:
-            return
-        sum_gradients(model.parameters(), lambda flat: all_reduce_tokens(flat, self._mesh))
-
-
 def sum_gradients(parameters: Iterable[nn.Parameter], reduce: Callable[[Tensor], object]) -> None:
-    """Sum, in place, the gradients of parameters that train; of split ones, this rank's part. None counts as zero.
+    """Sum, in place, the gradients of parameters that train; of sharded ones, this rank's part.
+
+    A gradient that is None on this rank counts as zero: another rank may have one, and every rank must take part in
+    the same collectives.
 
     Args:
+        parameters: the same ones in the same order on every rank of the reduction.
         reduce: sums a flat tensor over ranks, in place; called with many gradients at a time.
     """
     for bucket in _buckets([parameter for parameter in parameters if parameter.requires_grad]):
@@ -46,6 +28,7 @@ def sum_gradients(parameters: Iterable[nn.Parameter], reduce: Callable[[Tensor],
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
         gradients = [local_part(parameter.grad) for parameter in bucket]
+        # bfloat16 gradients are summed in float32: the sum over ranks must not depend on how many there are.
         dtype = torch.promote_types(bucket[0].dtype, torch.float32)
         flat = torch.cat([gradient.reshape(-1).to(dtype) for gradient in gradients])
         reduce(flat)
