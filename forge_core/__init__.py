@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from forge_core.contracts.errors import ForgeError, JobError, PluginError, Problem
     from forge_core.contracts.hookspecs import hookimpl, hookspec
     from forge_core.engine.trainer import Trainer
+    from forge_core.launch.progress_beacon import report_progress
     from forge_core.plugins.catalog import Catalog
 
     __version__: str
@@ -62,6 +63,7 @@ _HOMES = {
     "hookimpl": "forge_core.contracts.hookspecs",
     "hookspec": "forge_core.contracts.hookspecs",
     "load_job": "forge_core.config.load",
+    "report_progress": "forge_core.launch.progress_beacon",
 }
 """Where each public name is defined; those that are not listed, in `forge_core.contracts.components`."""
 
@@ -98,6 +100,7 @@ __all__ = [
     "hookimpl",
     "hookspec",
     "load_job",
+    "report_progress",
     "when_resumed",
 ]
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from forge_core.config.walk import walk_components
 from forge_core.contracts.components import TrainingHook
-from forge_core.launch.progress_beacon import Phases
+from forge_core.launch.progress_beacon import ProgressBeacon
 from forge_core.moved import forwarding
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class HookRunner:
 
     def __init__(self, hooks: Mapping[str, TrainingHook]) -> None:
         self.hooks = dict(hooks)
-        self.phases = Phases()
+        self.phases = ProgressBeacon()
         self._listeners: dict[str, list[tuple[str, Callable[..., None]]]] = {
             event: [(name, getattr(hook, event)) for name, hook in hooks.items() if _overrides(hook, event)]
             for event in EVENTS

@@ -31,8 +31,8 @@ from forge_core.engine.restore import continue_run, take_weights
 from forge_core.engine.signals import stop_on_signals
 from forge_core.engine.step import Stepper, dry_run, metrics
 from forge_core.engine.summary import describe_run
-from forge_core.launch.progress_beacon import Phases
-from forge_core.launch.rendezvous import current_meeting
+from forge_core.launch.progress_beacon import ProgressBeacon
+from forge_core.launch.rendezvous import current_rendezvous
 from forge_core.parallel.mesh import all_reduce_tokens, any_rank, global_rank, pipeline_group
 
 
@@ -45,7 +45,7 @@ class Loop:
         checkpoints: Checkpoints,
         start: Start,
         stack: ExitStack,
-        phases: Phases,
+        phases: ProgressBeacon,
         echo: Callable[[str], object],
     ) -> None:
         assert run.context.folder is not None
@@ -237,7 +237,7 @@ class Loop:
             try:
                 yield
             except BaseException as error:
-                report(error, current_meeting())  # first of all: what follows may wait for other ranks
+                report(error, current_rendezvous())  # first of all: what follows may wait for other ranks
                 self.built.hooks.exception(self._train_context(), error)
                 self.saver.abandon(error)
                 raise

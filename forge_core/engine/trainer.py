@@ -17,8 +17,8 @@ from forge_core.contracts.components import TrainingHook
 from forge_core.contracts.errors import ExitCode, JobError
 from forge_core.engine.build import build_context, build_run
 from forge_core.engine.loop import Loop
-from forge_core.engine.rank_agreement import agree_on_job, together
-from forge_core.launch.progress_beacon import Phases
+from forge_core.engine.rank_agreement import agree_on_job, joined_run
+from forge_core.launch.progress_beacon import ProgressBeacon
 from forge_core.parallel.mesh import global_rank, world_size
 from forge_core.plugins.catalog import Catalog
 
@@ -87,13 +87,13 @@ class Trainer:
             EndedElsewhere: another rank has ended the run.
         """
         folder = run_folder(self.job)
-        phases = Phases()
+        phases = ProgressBeacon()
         with ExitStack() as stack:
-            meeting = stack.enter_context(together(self.job, phases))
+            rendezvous = stack.enter_context(joined_run(self.job, phases))
             self._check()
-            if meeting is not None:
-                agree_on_job(meeting, self.job, self._catalog)
-                meeting.on_first("owned", lambda: stack.enter_context(locked(folder)))
+            if rendezvous is not None:
+                agree_on_job(rendezvous, self.job, self._catalog)
+                rendezvous.on_rank0("owned", lambda: stack.enter_context(locked(folder)))
             elif global_rank() == 0:
                 stack.enter_context(locked(folder))
             self._on_folder(folder)

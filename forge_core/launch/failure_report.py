@@ -1,4 +1,4 @@
-"""What a rank that fails has to say: over the socket to our launcher, and over the store to the other ranks."""
+"""Failure reports of a rank: sent to our launcher over a socket, and to the other ranks over the rendezvous."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from attrs import asdict, frozen
 from forge_core.contracts.errors import ExitCode, ForgeError, JobError
 
 LONGEST = 60_000
-"""Characters of a text that are passed on, the last ones: what a socket takes in one piece."""
+"""Characters of a text that are passed on, the last ones: a socket takes this much in one piece."""
 
 
 @frozen(kw_only=True)
-class LastWords:
+class FailureReport:
     """Why a rank ends before the run does."""
 
     rank: int
@@ -39,31 +39,31 @@ class LastWords:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: str | bytes) -> LastWords:
+    def from_json(cls, text: str | bytes) -> FailureReport:
         return cls(**json.loads(text))
 
 
 class EndedElsewhere(ForgeError):
     """Another rank has ended the run."""
 
-    def __init__(self, words: LastWords) -> None:
-        super().__init__(f"rank {words.rank} has ended the run")
-        self.words = words
+    def __init__(self, report: FailureReport) -> None:
+        super().__init__(f"rank {report.rank} has ended the run")
+        self.report = report
 
 
-def words_for(rank: int, error: BaseException) -> LastWords:
-    """The last words of a rank that fails with `error`."""
+def report_of(rank: int, error: BaseException) -> FailureReport:
+    """The report of a rank that fails with `error`."""
     if isinstance(error, EndedElsewhere):
-        return echo_of(error.words, rank)
+        return echo_of(error.report, rank)
     now = time.monotonic()
     code = error.exit_code if isinstance(error, ForgeError) else ExitCode.FAILED
-    return LastWords(rank=rank, code=int(code), text=describe(rank, error)[-LONGEST:], time=now)
+    return FailureReport(rank=rank, code=int(code), text=describe(rank, error)[-LONGEST:], time=now)
 
 
-def echo_of(words: LastWords, rank: int) -> LastWords:
-    """The last words of a rank that ends because another one did."""
-    text = f"forge-run: rank {rank}: rank {words.rank} has ended the run"
-    return LastWords(rank=rank, code=words.code, text=text, time=time.monotonic(), echo=True)
+def echo_of(report: FailureReport, rank: int) -> FailureReport:
+    """The report of a rank that ends because another one did."""
+    text = f"forge-run: rank {rank}: rank {report.rank} has ended the run"
+    return FailureReport(rank=rank, code=report.code, text=text, time=time.monotonic(), echo=True)
 
 
 def describe(rank: int, error: BaseException) -> str:
@@ -75,37 +75,37 @@ def describe(rank: int, error: BaseException) -> str:
     return f"forge-run: rank {rank} failed:\n{''.join(traceback.format_exception(error)).rstrip()}"
 
 
-def speak(words: LastWords) -> None:
-    """Say them where a person, or our launcher, hears them."""
-    _speaker(words)
+def emit(report: FailureReport) -> None:
+    """Pass the report on to whoever shows it: our launcher, else standard error."""
+    _emitter(report)
 
 
-def speak_through(speaker: Callable[[LastWords], object]) -> None:
-    """From now on, this process's last words go there; to standard error otherwise."""
-    global _speaker
-    _speaker = speaker
+def set_emitter(emitter: Callable[[FailureReport], object]) -> None:
+    """Pass the reports of this process to `emitter` from now on."""
+    global _emitter
+    _emitter = emitter
 
 
-def _print(words: LastWords) -> None:
-    if not words.echo:
-        print(words.text, file=sys.stderr, flush=True)
+def _print(report: FailureReport) -> None:
+    if not report.echo:
+        print(report.text, file=sys.stderr, flush=True)
 
 
-_speaker: Callable[[LastWords], object] = _print
+_emitter: Callable[[FailureReport], object] = _print
 
 
-def send(launcher: socket.socket, words: LastWords) -> None:
-    """To our launcher."""
+def send(launcher: socket.socket, report: FailureReport) -> None:
+    """Send a report to our launcher."""
     with suppress(OSError):  # it is dead
-        launcher.sendall(words.to_json().encode() + b"\n")
+        launcher.sendall(report.to_json().encode() + b"\n")
 
 
-def receive(rank: socket.socket) -> LastWords | None:
-    """From a rank; None if it has said nothing."""
+def receive(rank: socket.socket) -> FailureReport | None:
+    """The report that a rank has sent; None if it has sent none."""
     rank.setblocking(False)
     parts = []
     with suppress(OSError):
         while part := rank.recv(1 << 16):
             parts.append(part)
-    line, whole, _ = b"".join(parts).partition(b"\n")
-    return LastWords.from_json(line) if whole else None
+    line, newline, _ = b"".join(parts).partition(b"\n")
+    return FailureReport.from_json(line) if newline else None

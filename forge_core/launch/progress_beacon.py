@@ -1,29 +1,56 @@
-"""Where a rank is in its work."""
+"""Where a rank is in its work, and whether it moves: the watchdogs of all ranks judge a hang by it."""
 
 from __future__ import annotations
+
+from typing import ClassVar
 
 from attrs import frozen
 
 
 @frozen
-class Place:
+class Position:
     """A phase that a rank has entered."""
 
     count: int
-    """How many phases it has entered, this one included. Ranks go through the same phases in the same order, so the one
+    """Phases entered so far, this one included. All ranks go through the same phases in the same order, so the rank
     with the smallest count is behind."""
     step: int
-    """Number of the step that it is in, from 1; 0 before the first."""
+    """Number of the current step, from 1; 0 before the first."""
     phase: str
 
 
-class Phases:
-    """Keeps the place of this rank. Entering a phase costs about a microsecond."""
+class ProgressBeacon:
+    """Keeps the position of this rank. Entering a phase costs about a microsecond."""
+
+    reports: ClassVar[int] = 0
+    """Calls of `report_progress` in this process, from any thread: a report need not know which run it belongs to."""
+    detail: ClassVar[str] = ""
+    """Text of the last report."""
 
     def __init__(self) -> None:
-        self.place = Place(0, 0, "start-up")
+        self.position = Position(0, 0, "start-up")
 
     def enter(self, phase: str, step: int | None = None) -> None:
-        """Note that a phase begins, of the same step as before unless told otherwise."""
-        place = self.place
-        self.place = Place(place.count + 1, place.step if step is None else step, phase)
+        """Note that a phase begins.
+
+        Args:
+            step: number of the step that it belongs to; by default that of the phase before.
+        """
+        before = self.position
+        self.position = Position(before.count + 1, before.step if step is None else step, phase)
+        ProgressBeacon.detail = ""
+
+
+def report_progress(detail: str = "") -> None:
+    """Report that this rank moves, from inside work that takes longer than a second.
+
+    The run is ended as a hang when no rank has moved for `launch.hang_timeout_s`. Entering a phase of the engine counts
+    as a move, and so does each call of this function: tokenizing, building a cache, downloading or saving calls it
+    once for every document, file or batch. It costs about a microsecond, may be called from any thread of a rank's
+    process (not from a worker process, which the watchdog does not see), and does nothing where no run is watched.
+
+    Args:
+        detail: what has been done, such as `"3 of 7 files"`; shown beside the phase when a run hangs.
+    """
+    ProgressBeacon.reports += 1
+    ProgressBeacon.detail = detail

@@ -1,19 +1,23 @@
-"""Where the ranks of a run speak besides any process group: before there is one, and when it is of no use.
+"""The rendezvous of a run's ranks: a key-value store beside the process groups.
 
-A key-value store (torch's TCPStore) that rank 0 serves, or torchrun's agent. Nothing waits in it for longer than a
-moment at a time, so that a rank can always be ended.
+Ranks use it before there is a process group, and when a process group is of no use because a rank has failed. It is
+torch's TCPStore, served by rank 0 or by torchrun's agent.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any, TypeVar
 
 from torch.distributed import (  # type: ignore[attr-defined]
     DistNetworkError,
@@ -23,142 +27,239 @@ from torch.distributed import (  # type: ignore[attr-defined]
 )
 
 from forge_core.contracts.errors import ForgeError
-from forge_core.launch.failure_report import EndedElsewhere, LastWords
+from forge_core.launch.failure_report import EndedElsewhere, FailureReport
 from forge_core.launch.world import LISTENING, World
 
+T = TypeVar("T")
+
 POLL_S = 0.05
+SLICE_S = 0.25
 ANSWER_S = 60.0
-"""The store answers at once, or the process that serves it is gone or stopped."""
+"""torch's own limit for the store, which acts on some of its calls only; see `DeadlineThread` for the others."""
 FAREWELL_S = 20.0
-"""How long the rank that serves the store stays for the others, so that they hear why the run ends."""
+"""Seconds that the rank which serves the store stays for the others after a failure, so that they learn of it."""
+SILENT_S = 5.0
+"""A rank whose heartbeat stands still for this long is not waited for at the end."""
+RANKS_A_SECOND = 500
+"""With more ranks than this the watchdogs wake less often, so that the store has time for all."""
+HEARTBEAT = "heartbeat"
 END = "end"
 
 
-class Absent(ForgeError):
-    """Ranks did not come to the meeting in time."""
+class RanksMissing(ForgeError):
+    """Some ranks did not reach the rendezvous in time."""
 
 
-class Meeting:
-    """This rank's connection to the others.
+class StoreUnresponsive(ForgeError):
+    """The process that serves the store does not answer: it is stopped, or its machine has gone."""
 
-    Args:
-        start_timeout_s: how long to wait for ranks that have not come yet, in seconds.
-        hang_timeout_s: limit of the process groups of this run, in seconds; 0: none.
+
+class DeadlineThread:
+    """Makes calls in a thread of its own, one at a time, so that each can have a deadline.
+
+    TCPStore waits for its server without one in most calls, and keeps a lock meanwhile: a rank 0 that is stopped
+    (SIGSTOP, a machine that swaps) would stop whoever asks the store for anything, watchdogs included.
     """
 
-    def __init__(self, world: World, store: Store, start_timeout_s: float, hang_timeout_s: float) -> None:
+    def __init__(self) -> None:
+        self._calls: SimpleQueue[tuple[Future, Callable[..., Any], tuple]] = SimpleQueue()
+        self._unresponsive = ""
+        # A daemon thread and not an executor, whose threads the interpreter joins at exit, stuck ones too
+        Thread(target=self._work, name="forge-store", daemon=True).start()
+
+    def call(self, limit_s: float, function: Callable[..., T], *arguments: object) -> T:
+        """`function(*arguments)`.
+
+        Args:
+            limit_s: deadline in seconds; infinite for none.
+
+        Raises:
+            StoreUnresponsive: no answer within `limit_s`, now or in an earlier call.
+        """
+        if self._unresponsive:
+            raise StoreUnresponsive(self._unresponsive)
+        future: Future[T] = Future()
+        self._calls.put((future, function, arguments))
+        waited_s = 0.0
+        # In slices, since a process that is itself suspended would find its deadline passed when it continues
+        while waited_s < limit_s:
+            if wait([future], SLICE_S).done:
+                return future.result()
+            waited_s += SLICE_S
+        self._unresponsive = f"no answer for {limit_s:g} s"
+        raise StoreUnresponsive(self._unresponsive)
+
+    def _work(self) -> None:
+        while True:
+            future, function, arguments = self._calls.get()
+            try:
+                future.set_result(function(*arguments))
+            except Exception as error:
+                future.set_exception(error)
+
+
+class Rendezvous:
+    """This rank's connection to the other ranks. May be used by several threads.
+
+    Args:
+        start_timeout_s: how long to wait for ranks that have not arrived, in seconds.
+        hang_timeout_s: how long the store may take to answer, in seconds; 0: no limit.
+    """
+
+    def __init__(
+        self, world: World, store: Store, calls: DeadlineThread, start_timeout_s: float, hang_timeout_s: float
+    ) -> None:
         self.world = world
-        self._store = store
         self.start_timeout_s = start_timeout_s
         self.hang_timeout_s = hang_timeout_s
+        self.heartbeat_s = max(1.0, world.size / RANKS_A_SECOND)
+        """Seconds between two heartbeats of a rank."""
+        if hang_timeout_s:
+            self.heartbeat_s = min(self.heartbeat_s, hang_timeout_s / 4)
+        self._store, self._calls = store, calls
         self._opened = time.monotonic()
-        self.tell("here", True)
+        self.set("here", True)
+
+    @property
+    def server(self) -> str:
+        """The process that serves the store, for messages."""
+        return "torchrun's agent" if _served_by_agent() else "rank 0"
 
     def group_store(self) -> Store:
-        """The store for a process group, over a connection of its own: waiting there stops nobody here."""
-        return PrefixStore("groups", _connect(self.world, self.start_timeout_s, serve=False))
+        """The store for a process group, over a connection of its own: waiting there blocks no call here."""
+        return PrefixStore("groups", _connect(self.world, DeadlineThread(), self.start_timeout_s, serve=False))
 
-    # --- what ranks tell -----------------------------------------------------------------------------------------
+    # --- values by topic and rank --------------------------------------------------------------------------------
 
-    def tell(self, topic: str, value: Any) -> None:
-        """Say something under a topic; plain JSON. Saying it again replaces it."""
-        self._store.set(f"{topic}/{self.world.rank}", json.dumps(value))
+    def set(self, topic: str, value: Any) -> None:
+        """Publish a value (plain JSON) of this rank under a topic, in place of an earlier one.
 
-    def hear(self, topic: str, ranks: Iterable[int]) -> dict[int, Any]:
-        """What some ranks have said under a topic; those that have said nothing are left out."""
+        Raises:
+            StoreUnresponsive: the store does not answer; so do all methods of this class.
+        """
+        self._call(self._store.set, f"{topic}/{self.world.rank}", json.dumps(value))
+
+    def get(self, topic: str, ranks: Iterable[int]) -> dict[int, Any]:
+        """The values of some ranks under a topic, without those that have published none."""
         keys = {rank: f"{topic}/{rank}" for rank in ranks}
-        if not self._store.check(list(keys.values())):
-            keys = {rank: key for rank, key in keys.items() if self._store.check([key])}
-        values = self._store.multi_get(list(keys.values())) if keys else []
+        if not self._exist(keys.values()):
+            keys = {rank: key for rank, key in keys.items() if self._exist([key])}
+        values = self._call(self._store.multi_get, list(keys.values())) if keys else []
         return {rank: json.loads(value) for rank, value in zip(keys, values, strict=True)}
 
     def wait_for(self, topic: str, ranks: Sequence[int]) -> dict[int, Any]:
-        """What all these ranks say under a topic.
+        """The values of all these ranks under a topic, once they are there.
 
         Raises:
-            Absent: some say nothing within `start_timeout_s`; names them.
+            RanksMissing: some rank published none within `start_timeout_s`; names them.
             EndedElsewhere: another rank has ended the run.
         """
         keys = [f"{topic}/{rank}" for rank in ranks]
         deadline = time.monotonic() + self.start_timeout_s
-        while not self._store.check(keys):
-            if words := self.ending():
-                raise EndedElsewhere(words)
+        while not self._exist(keys):
+            if report := self.ending():
+                raise EndedElsewhere(report)
             if time.monotonic() > deadline:
-                missing = [rank for rank, key in zip(ranks, keys, strict=True) if not self._store.check([key])]
-                raise Absent(_absent(missing, self.world.size, self.start_timeout_s))
+                missing = [rank for rank, key in zip(ranks, keys, strict=True) if not self._exist([key])]
+                raise RanksMissing(_describe_missing(missing, self.world.size, self.start_timeout_s))
             time.sleep(POLL_S)
-        return self.hear(topic, ranks)
+        return self.get(topic, ranks)
 
-    def on_first(self, topic: str, action: Callable[[], object]) -> None:
-        """Do something on rank 0 alone; the others wait until it is done.
+    def on_rank0(self, topic: str, action: Callable[[], object]) -> None:
+        """Call `action` on rank 0; the other ranks wait until it has returned.
 
         Raises:
-            EndedElsewhere: on the others, if it failed.
+            EndedElsewhere: on the other ranks, if it failed.
         """
         if self.world.rank == 0:
             action()
-            self.tell(topic, True)
+            self.set(topic, True)
         else:
             self.wait_for(topic, [0])
 
+    def _exist(self, keys: Collection[str]) -> bool:
+        return bool(self._call(self._store.check, list(keys)))
+
+    def _call(self, function: Callable[..., T], *arguments: object) -> T:
+        return self._calls.call(self.hang_timeout_s or math.inf, function, *arguments)
+
     # --- the end -------------------------------------------------------------------------------------------------
 
-    def end(self, words: LastWords) -> LastWords:
-        """End the run for all ranks; gives the last words that count, those of the first rank to call this."""
-        return LastWords.from_json(self._store.compare_set(END, "", words.to_json()))
+    def end(self, report: FailureReport) -> FailureReport:
+        """End the run for all ranks; returns the report that counts, that of the first rank to call this."""
+        return FailureReport.from_json(self._call(self._store.compare_set, END, "", report.to_json()))
 
-    def ending(self) -> LastWords | None:
-        """Why the run ends, if some rank has said so."""
-        return LastWords.from_json(self._store.get(END)) if self._store.check([END]) else None
+    def ending(self) -> FailureReport | None:
+        """Why the run ends, if a rank has ended it."""
+        return FailureReport.from_json(self._call(self._store.get, END)) if self._exist([END]) else None
 
-    def leave(self) -> None:
-        """The last call: this rank needs the others no more. The one that serves the store waits for them to leave."""
+    def leave(self, unresponsive: Collection[int] = ()) -> None:
+        """The last call, when this rank needs the others no more.
+
+        The rank that serves the store first waits for the others to leave: without the store they could not learn why
+        the run ends. A rank whose heartbeat goes on is waited for, after a failure for `FAREWELL_S` at the most.
+
+        Args:
+            unresponsive: ranks not to wait for.
+        """
         global _of_process
         _of_process = None
-        with suppress(Exception):  # whoever serves the store has gone
-            self.tell("left", True)
+        with suppress(Exception):  # the process that serves the store has gone
+            self.set("left", True)
             if _serves(self.world):
-                deadline = time.monotonic() + FAREWELL_S
-                while self._awaited() and time.monotonic() < deadline:
-                    time.sleep(POLL_S)
+                self._see_off({rank for rank in range(self.world.size) if rank not in unresponsive})
 
-    def _awaited(self) -> list[int]:
-        """Ranks that have not left; those that did not even come are not awaited for long."""
-        there = [rank for rank in range(self.world.size) if not self._store.check([f"left/{rank}"])]
-        if time.monotonic() < self._opened + min(self.start_timeout_s, FAREWELL_S):
-            return there
-        return [rank for rank in there if self._store.check([f"here/{rank}"])]
+    def _see_off(self, ranks: set[int]) -> None:
+        began = time.monotonic()
+        heartbeats: dict[int, Any] = {}
+        moved = dict.fromkeys(ranks, began)
+        while ranks := {rank for rank in ranks if not self._exist([f"left/{rank}"])}:
+            now, beating = time.monotonic(), self.get(HEARTBEAT, ranks)
+            moved |= {rank: now for rank, beat in beating.items() if beat != heartbeats.get(rank)}
+            heartbeats |= beating
+            patience_s = SILENT_S + 2 * self.heartbeat_s
+            if all(now - moved[rank] > patience_s and not self._may_come(rank, now) for rank in ranks):
+                return
+            if now - began > FAREWELL_S and self.ending() is not None:
+                return
+            time.sleep(POLL_S)
+
+    def _may_come(self, rank: int, now: float) -> bool:
+        """Whether a rank that was never here may still arrive, and ask why there is no run."""
+        return now < self._opened + min(self.start_timeout_s, FAREWELL_S) and not self._exist([f"here/{rank}"])
 
 
-_of_process: Meeting | None = None
+_of_process: Rendezvous | None = None
 
 
-def meet(world: World, start_timeout_s: float, hang_timeout_s: float) -> Meeting:
-    """The meeting of this process, which is connected at the first call.
+def join_rendezvous(world: World, start_timeout_s: float, hang_timeout_s: float) -> Rendezvous:
+    """The rendezvous of this process, which the first call connects.
 
     Raises:
-        Absent: rank 0 cannot be reached within `start_timeout_s`.
+        RanksMissing: rank 0 cannot be reached within `start_timeout_s`.
         ForgeError: rank 0 cannot serve at its port.
     """
     global _of_process
     if _of_process is None:
-        _of_process = Meeting(world, _connect(world, start_timeout_s), start_timeout_s, hang_timeout_s)
+        calls = DeadlineThread()
+        store = _connect(world, calls, start_timeout_s)
+        _of_process = Rendezvous(world, store, calls, start_timeout_s, hang_timeout_s)
     return _of_process
 
 
-def current_meeting() -> Meeting | None:
-    """The meeting of this process, if it has joined one."""
+def current_rendezvous() -> Rendezvous | None:
+    """The rendezvous of this process, if it has joined one."""
     return _of_process
 
 
-def _connect(world: World, timeout_s: float, serve: bool = True) -> Store:
+def _connect(world: World, calls: DeadlineThread, timeout_s: float, serve: bool = True) -> Store:
     answer = timedelta(seconds=ANSWER_S)
     if serve and _serves(world):
         store = _serve(world, answer)
     else:
         _wait_for_host(world, timeout_s)
-        store = TCPStore(world.address, world.port, is_master=False, timeout=answer)
+        # A rank 0 that is stopped still accepts connections, by its kernel, and torch then waits for its greeting
+        store = calls.call(timeout_s, lambda: TCPStore(world.address, world.port, is_master=False, timeout=answer))
     return PrefixStore(_name(os.environ), store)
 
 
@@ -169,13 +270,17 @@ def _serve(world: World, answer: timedelta) -> Store:
     try:
         return TCPStore(world.address, world.port, **options)
     except DistNetworkError as error:
-        fix = "set MASTER_PORT to a free port, the same for all ranks"
-        raise ForgeError(f"rank 0 cannot serve the ranks' store at port {world.port}; {fix}: {error}") from error
+        hint = "set MASTER_PORT to a free port, the same for all ranks"
+        raise ForgeError(f"rank 0 cannot serve the ranks' store at port {world.port}; {hint}: {error}") from error
 
 
 def _serves(world: World) -> bool:
-    """torchrun's agent serves the store itself."""
-    return world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    return world.rank == 0 and not _served_by_agent()
+
+
+def _served_by_agent() -> bool:
+    """Whether torchrun's agent serves the store at the ranks' address itself."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _name(variables: Mapping[str, str]) -> str:
@@ -184,7 +289,7 @@ def _name(variables: Mapping[str, str]) -> str:
 
 
 def _wait_for_host(world: World, timeout_s: float) -> None:
-    """A plain connection first: torch's own attempts cannot be interrupted, and write stack traces of C++."""
+    """Connect a plain socket first: torch's own attempts cannot be interrupted, and print C++ stack traces."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:
@@ -192,12 +297,12 @@ def _wait_for_host(world: World, timeout_s: float) -> None:
             return
         except OSError as error:
             if time.monotonic() > deadline:
-                where = f"rank 0 at {world.address}:{world.port} (MASTER_ADDR, MASTER_PORT)"
-                seen = f"rank {world.rank} cannot reach {where} within launch.start_timeout_s = {timeout_s:g} s"
-                raise Absent(f"{seen}: {error}") from error
+                server = f"rank 0 at {world.address}:{world.port} (MASTER_ADDR, MASTER_PORT)"
+                message = f"rank {world.rank} cannot reach {server} within launch.start_timeout_s = {timeout_s:g} s"
+                raise RanksMissing(f"{message}: {error}") from error
             time.sleep(4 * POLL_S)
 
 
-def _absent(missing: Sequence[int], size: int, timeout_s: float) -> str:
-    which = ", ".join(map(str, missing[:20])) + (" …" if len(missing) > 20 else "")
-    return f"of {size} ranks, {which} did not arrive within launch.start_timeout_s = {timeout_s:g} s"
+def _describe_missing(missing: Sequence[int], size: int, timeout_s: float) -> str:
+    ranks = ", ".join(map(str, missing[:20])) + (" …" if len(missing) > 20 else "")
+    return f"of {size} ranks, {ranks} did not arrive within launch.start_timeout_s = {timeout_s:g} s"

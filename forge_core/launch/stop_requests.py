@@ -1,4 +1,4 @@
-"""Requests to stop that reach this process: signals, and what our launcher passes on.
+"""Requests to stop that reach this process: signals, and those that our launcher passes on.
 
 A thread reads them, so that a second signal ends the process at once even while the main thread waits for other ranks
 inside torch, where Python runs no signal handler.
@@ -28,9 +28,9 @@ that gets the signal too passes it on."""
 Deliver = Callable[[str], object]
 
 
-class Inbox:
-    """One process's requests to stop. The first is delivered, a second signal ends the process with exit code 130; what
-    our launcher passes on never counts as a second.
+class StopRequests:
+    """Requests to stop one process. The first is delivered, a second signal ends the process with exit code 130; those
+    that our launcher passes on never count as a second.
 
     Args:
         deliver: receives the reason, in any thread, perhaps more than once.
@@ -43,7 +43,7 @@ class Inbox:
         self._last: tuple[int, float] | None = None
         self._read, self._write = socket.socketpair()
         self._write.setblocking(False)
-        self._thread = threading.Thread(target=self._listen, name="forge-inbox", daemon=True)
+        self._thread = threading.Thread(target=self._listen, name="forge-stop-requests", daemon=True)
 
     def open(self) -> None:
         """Install the handlers; only in the main thread."""
@@ -71,7 +71,7 @@ class Inbox:
             self._deliver = afterwards
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        """Tells at once if the main thread runs Python; the thread counts."""
+        """Deliver at once if the main thread runs Python. The listening thread, which sees every signal too, counts."""
         self._deliver(_reason(number))
 
     def _listen(self) -> None:
@@ -110,19 +110,19 @@ def _reason(number: int) -> str:
     return f"signal {signal.Signals(number).name}"
 
 
-_of_process: Inbox | None = None
+_of_process: StopRequests | None = None
 
 
 def open_for_process(deliver: Deliver, launcher: socket.socket | None) -> None:
-    """Open the inbox of this process, for the rest of its life."""
+    """Listen for requests to stop this process, for the rest of its life."""
     global _of_process
-    _of_process = Inbox(deliver, launcher)
+    _of_process = StopRequests(deliver, launcher)
     _of_process.open()
 
 
 @contextmanager
 def requests_to_stop(deliver: Deliver) -> Iterator[None]:
-    """While this context lasts, `deliver` is told of requests to stop. Without effect outside the main thread."""
+    """Call `deliver` on requests to stop while this context lasts. Without effect outside the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -130,12 +130,12 @@ def requests_to_stop(deliver: Deliver) -> Iterator[None]:
         with _of_process.delivering(deliver, afterwards=_ignore):
             yield
         return
-    inbox = Inbox(deliver)
-    inbox.open()
+    requests = StopRequests(deliver)
+    requests.open()
     try:
         yield
     finally:
-        inbox.close()
+        requests.close()
 
 
 def _ignore(reason: str) -> None:

@@ -4,8 +4,8 @@ Our own rather than torch's elastic agent, which kills after a fixed 30 s, repla
 pass SIGUSR1 on. Each rank is a fresh interpreter, not a fork: this process needs no torch then, what the plugins have
 started here (threads, CUDA) cannot break in a child, and a rank is the same process as under torchrun or srun.
 
-A socket to each rank carries requests to stop, and the rank's last words back. When this process dies, however it does,
-the sockets close and the ranks end.
+A socket to each rank carries requests to stop, and the rank's failure report back. When this process dies, however it
+does, the sockets close and the ranks end.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from types import FrameType
 from attrs import define, frozen
 
 from forge_core.contracts.errors import ExitCode
-from forge_core.launch.failure_report import LastWords, receive
+from forge_core.launch.failure_report import FailureReport, receive
 from forge_core.launch.stop_requests import ECHO_S, STOP_SIGNALS
 from forge_core.launch.world import CONTROL, LISTENING
 
 POLL_S = 0.05
-TOGETHER_S = 0.3
-"""Ranks that fail within this time of the first are looked at together: which of them came first?"""
+SIMULTANEOUS_S = 0.3
+"""Ranks that fail within this time of the first are compared, to find the one that was first."""
 FAREWELL_S = 4.0
-"""What the ranks have, once one has failed, to write down where they are."""
+"""Seconds that the ranks have, once one has failed, to write down where they are."""
 
 LOST = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
-"""A rank that died of one of these is the cause of what the others say. Not SIGABRT: torch aborts for the sake of other
-ranks."""
+"""A rank that died of one of these is the cause of what the others report. Not SIGABRT: torch aborts for the sake of
+other ranks."""
 
 
 @define
-class Rank:
-    """A process that was started."""
+class RankHandle:
+    """A rank that was started."""
 
-    number: int
+    rank: int
     process: subprocess.Popen
     control: socket.socket
 
@@ -57,7 +57,7 @@ class Ended:
 
     code: int
     message: str = ""
-    """What to tell a person, beyond what rank 0 said."""
+    """For a person, beyond what rank 0 has printed."""
 
 
 class Supervisor:
@@ -65,7 +65,7 @@ class Supervisor:
 
     Args:
         command: what each rank runs.
-        ranks: how many.
+        ranks: the world size.
         logs: folder in which the ranks keep logs, for messages.
         grace_s: seconds that the ranks have to end after a request to stop; 0: as many as they need.
     """
@@ -75,7 +75,7 @@ class Supervisor:
         self._count = ranks
         self._logs = logs
         self._grace_s = grace_s
-        self._ranks: list[Rank] = []
+        self._ranks: list[RankHandle] = []
         self._signals: list[int] = []
         self._last_signal = (0, 0.0)
         self._asked_at: float | None = None
@@ -92,20 +92,20 @@ class Supervisor:
     # --- start ---------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        with socket.socket() as meeting_place:  # rank 0 inherits it, so nobody can take the port in between
-            meeting_place.bind(("127.0.0.1", 0))
-            meeting_place.listen(4096)
-            port = meeting_place.getsockname()[1]
-            for number in range(self._count):
-                self._ranks.append(self._spawn(number, port, meeting_place))
+        with socket.socket() as listener:  # rank 0 inherits it, so nobody can take the port in between
+            listener.bind(("127.0.0.1", 0))
+            listener.listen(4096)
+            port = listener.getsockname()[1]
+            for rank in range(self._count):
+                self._ranks.append(self._spawn(rank, port, listener))
         if self._signals:  # it came meanwhile
             self._ask_all(self._signals[0])
 
-    def _spawn(self, number: int, port: int, meeting_place: socket.socket) -> Rank:
+    def _spawn(self, rank: int, port: int, listener: socket.socket) -> RankHandle:
         ours, theirs = socket.socketpair()
         variables = {
-            "RANK": number,
-            "LOCAL_RANK": number,
+            "RANK": rank,
+            "LOCAL_RANK": rank,
             "WORLD_SIZE": self._count,
             "LOCAL_WORLD_SIZE": self._count,
             "MASTER_ADDR": "127.0.0.1",
@@ -113,9 +113,9 @@ class Supervisor:
             CONTROL: theirs.fileno(),
         }
         passed = [theirs.fileno()]
-        if number == 0:
-            variables[LISTENING] = meeting_place.fileno()
-            passed.append(meeting_place.fileno())
+        if rank == 0:
+            variables[LISTENING] = listener.fileno()
+            passed.append(listener.fileno())
         environment = {"OMP_NUM_THREADS": self._threads(), **os.environ}
         environment |= {name: str(value) for name, value in variables.items()}
         with theirs:
@@ -126,7 +126,7 @@ class Supervisor:
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,  # the terminal's Ctrl-C comes to this process only, which passes it on
             )
-        return Rank(number, process, ours)
+        return RankHandle(rank, process, ours)
 
     def _threads(self) -> str:
         """An equal share of the processor's cores: torch would give all of them to each rank."""
@@ -156,38 +156,38 @@ class Supervisor:
         return Ended(code=max(rank.code or 0 for rank in self._ranks))
 
     @staticmethod
-    def _bad(rank: Rank) -> bool:
+    def _bad(rank: RankHandle) -> bool:
         return rank.code not in (None, ExitCode.FINISHED, ExitCode.STOPPED)
 
     def _failed(self) -> Ended:
-        """A rank has failed: let the others write down where they are, end them, and tell of the first."""
-        time.sleep(TOGETHER_S)
+        """A rank has failed: let the others write down where they are, end them, and report the first."""
+        time.sleep(SIMULTANEOUS_S)
         self._poll()
-        words = {rank.number: receive(rank.control) for rank in self._ranks}
-        failed = [rank for rank in self._ranks if self._bad(rank) or words[rank.number] is not None]
-        first = min(failed, key=lambda rank: _order(rank, words[rank.number]))
+        reports = {rank.rank: receive(rank.control) for rank in self._ranks}
+        failed = [rank for rank in self._ranks if self._bad(rank) or reports[rank.rank] is not None]
+        first = min(failed, key=lambda rank: _order(rank, reports[rank.rank]))
         deadline = time.monotonic() + FAREWELL_S
         while None in self._poll() and time.monotonic() < deadline and not self._second_signal():
             time.sleep(POLL_S)
         self._kill()
-        return self._ended_by(first, words[first.number])
+        return self._ended_by(first, reports[first.rank])
 
-    def _ended_by(self, first: Rank, words: LastWords | None) -> Ended:
+    def _ended_by(self, first: RankHandle, report: FailureReport | None) -> Ended:
         logs = f"logs of all ranks: {self._logs}" if self._logs.is_dir() else ""
-        if words is not None:
-            return Ended(code=words.code, message=words.text if words.bad_job else _lines(words.text, logs))
+        if report is not None:
+            return Ended(code=report.code, message=report.text if report.bad_job else _lines(report.text, logs))
         assert first.code is not None
         if first.code == ExitCode.SECOND_SIGNAL:
             return Ended(code=ExitCode.SECOND_SIGNAL)
         if first.code >= 0:
-            seen = f"forge-run: rank {first.number} left with exit code {first.code} and said nothing"
-            return Ended(code=ExitCode.FAILED, message=_lines(f"{seen}; the other ranks were ended", logs))
+            left = f"forge-run: rank {first.rank} left with exit code {first.code} and without a report"
+            return Ended(code=ExitCode.FAILED, message=_lines(f"{left}; the other ranks were ended", logs))
         died = -first.code
         if died in STOP_SIGNALS:  # it was not listening yet, so there is nothing to save
             return Ended(code=ExitCode.STOPPED)
         name = signal.Signals(died).name
         why = ": the machine may be short of memory" if died == signal.SIGKILL else ""
-        text = f"forge-run: rank {first.number} was killed by {name}{why}; the other ranks were ended"
+        text = f"forge-run: rank {first.rank} was killed by {name}{why}; the other ranks were ended"
         return Ended(code=ExitCode.FAILED, message=_lines(text, logs))
 
     # --- requests to stop ----------------------------------------------------------------------------------------
@@ -210,7 +210,7 @@ class Supervisor:
             self._ask_all(number)
 
     def _ask_all(self, number: int) -> None:
-        """Ask all ranks to stop. For them, this never counts as a second signal, so they may be told twice."""
+        """Ask all ranks to stop. For them this never counts as a second signal, so it may come twice."""
         self._asked_at = time.monotonic()
         for rank in self._ranks:
             with suppress(OSError):  # it has ended
@@ -223,9 +223,9 @@ class Supervisor:
         """Once the ranks have had their time to stop."""
         if not self._grace_s or self._asked_at is None or time.monotonic() - self._asked_at < self._grace_s:
             return None
-        slow = ", ".join(str(rank.number) for rank in self._ranks if rank.code is None)
-        seen = f"forge-run: rank {slow} did not stop within launch.grace_s = {self._grace_s:g} s and was killed"
-        return Ended(code=ExitCode.FAILED, message=f"{seen}; the last checkpoint is intact")
+        slow = ", ".join(str(rank.rank) for rank in self._ranks if rank.code is None)
+        text = f"forge-run: rank {slow} did not stop within launch.grace_s = {self._grace_s:g} s and was killed"
+        return Ended(code=ExitCode.FAILED, message=f"{text}; the last checkpoint is intact")
 
     def _kill(self) -> None:
         for rank in self._ranks:
@@ -241,10 +241,10 @@ def _lines(*lines: str) -> str:
     return "\n".join(line for line in lines if line)
 
 
-def _order(rank: Rank, words: LastWords | None) -> tuple[int, float]:
-    """Smallest for the rank that is the cause. One that is lost, or left without a word, comes before those that tell
-    of an error, as that may be the lost connection to it."""
-    if words is not None:
-        return (3 if words.echo else 1, words.time)
+def _order(rank: RankHandle, report: FailureReport | None) -> tuple[int, float]:
+    """Smallest for the rank that is the cause. One that is lost, or left without a report, comes before those that
+    report an error, which may be the lost connection to it."""
+    if report is not None:
+        return (3 if report.echo else 1, report.time)
     assert rank.code is not None
     return (0 if rank.code >= 0 or -rank.code in LOST else 2, 0.0)

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from forge_core.contracts.errors import JobError, Problem
 from forge_core.contracts.layout import SAMPLE_DIMENSIONS, TOKEN_DIMENSIONS, Layout, degrees_of
-from forge_core.launch.rendezvous import current_meeting
+from forge_core.launch.rendezvous import current_rendezvous
 from forge_core.launch.slurm import is_rank_of_step
 from forge_core.launch.world import join_world
 
@@ -63,9 +63,9 @@ def make_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
     """Start the process group if there is none, and arrange its ranks by `layout`. A world of one is a mesh too."""
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        meeting = current_meeting()
-        if meeting is not None:
-            store, world = meeting.group_store(), meeting.world
+        rendezvous = current_rendezvous()
+        if rendezvous is not None:
+            store, world = rendezvous.group_store(), rendezvous.world
             dist.init_process_group(
                 backend, store=store, rank=world.rank, world_size=world.size, timeout=group_timeout()
             )
@@ -99,16 +99,18 @@ def expert_mesh(mesh: DeviceMesh | None, layout: Layout, ranks_per_node: int = 0
     return divided
 
 
-GROUP_MARGIN_S = 60.0
-"""Process groups wait so much longer than the watch over the ranks, which can say more about a hang than they can."""
+GROUP_MARGIN = timedelta(days=1)
+"""How much longer than the watchdog process groups wait. The watchdog sees whether any rank still moves, as in a long
+save on rank 0; a collective only knows how long it has waited, and is for the case that no watchdog can run."""
 
 
 def group_timeout() -> timedelta | None:
     """The limit of this run's process groups; None: torch's own, where nobody watches the ranks."""
-    meeting = current_meeting()
-    if meeting is None:
+    rendezvous = current_rendezvous()
+    if rendezvous is None:
         return None
-    return timedelta(seconds=meeting.hang_timeout_s + GROUP_MARGIN_S) if meeting.hang_timeout_s else timedelta(days=365)
+    limit_s = rendezvous.hang_timeout_s
+    return timedelta(seconds=limit_s) + GROUP_MARGIN if limit_s else timedelta(days=365)
 
 
 def _set_timeouts(mesh: DeviceMesh) -> None:
@@ -123,9 +125,9 @@ def leave_group() -> None:
     """End the process group, at the end of a process that ends well: after a failure other ranks may be gone."""
     if dist.is_initialized():
         dist.destroy_process_group()
-    meeting = current_meeting()
-    if meeting is not None:
-        meeting.leave()
+    rendezvous = current_rendezvous()
+    if rendezvous is not None:
+        rendezvous.leave()
 
 
 def sample_rank(mesh: DeviceMesh | None, layout: Layout) -> int:

@@ -30,7 +30,7 @@ from pathlib import Path
 
 import torch
 from attrs import define
-from forge_core import TrainingHook
+from forge_core import TrainingHook, report_progress
 
 
 @define(kw_only=True, slots=False)
@@ -58,6 +58,11 @@ class Trouble(TrainingHook):
             time.sleep(3600)
         if self.what == "leave":
             os._exit(7)
+        if self.what == "work":
+            for number in range(100):
+                report_progress(f"{number} of 100 files")
+                time.sleep(0.15)
+            return
         if self.what == "linger":
             atexit.register(Path("took-leave").touch)
             threading.Thread(target=self.stay_in_torch, daemon=True).start()

@@ -60,7 +60,7 @@ def test_the_error_of_one_rank_is_shown_first_and_ends_all(job):
     ("what", "told"),
     [
         ("SIGKILL", "rank 1 was killed by SIGKILL: the machine may be short of memory; the other ranks were ended"),
-        ("leave", "rank 1 left with exit code 7 and said nothing; the other ranks were ended"),
+        ("leave", "rank 1 left with exit code 7 and without a report; the other ranks were ended"),
     ],
 )
 def test_a_rank_that_is_lost_is_the_one_that_is_told_of(job, what, told):
@@ -68,6 +68,9 @@ def test_a_rank_that_is_lost_is_the_one_that_is_told_of(job, what, told):
     assert code == 1
     assert err.splitlines()[0] == f"forge-run: {told}"
     assert job.steps_saved() == [2]
+
+
+STEPS = ("--train.steps=500", "--checkpoint.interval=0")
 
 
 def test_a_hang_ends_and_tells_which_rank_is_late_and_where(job):
@@ -85,7 +88,25 @@ def test_a_hang_ends_and_tells_which_rank_is_late_and_where(job):
     assert job.steps_saved() == [2]
 
 
-STEPS = ("--train.steps=500", "--checkpoint.interval=0")
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_a_rank_that_is_stopped_ends_the_run_and_is_named(job, stopped):
+    process = job.start("--nproc", "2", "--launch.hang_timeout_s=8", *STEPS, *job.trouble(pause_s=0.05))
+    wait_for_step(process, 3)
+    os.kill(children(process)[stopped], signal.SIGSTOP)
+    began = time.monotonic()
+    code, _, err = job.finish(process)
+    assert code == 1
+    assert 7 < time.monotonic() - began < 8 + 15, "the limit and a few seconds"
+    lines = err.splitlines()
+    assert lines[0].startswith("forge-run: the run hangs")
+    assert any(f"rank {stopped}" in line and "does not respond" in line for line in lines[:2]), err
+
+
+def test_work_that_reports_its_progress_is_no_hang_however_long_it_takes(job):
+    began = time.monotonic()
+    code, _, err = job.finish(job.start("--nproc", "2", "--launch.hang_timeout_s=5", *job.trouble("work", rank=0)))
+    assert (code, err) == (0, "")
+    assert time.monotonic() - began > 15
 
 
 @pytest.mark.parametrize(

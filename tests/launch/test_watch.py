@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from forge_core.launch.collectives import oldest_unfinished, unfinished
-from forge_core.launch.progress_beacon import Phases
+from forge_core.launch.progress_beacon import ProgressBeacon
 from forge_core.launch.watchdog import describe_hang, line_of, waits_for_ranks
 from forge_testing.processes import run_on_ranks
 
@@ -58,10 +58,16 @@ def test_of_many_ranks_the_late_ones_are_shown():
 
 
 def test_phases_are_counted_and_keep_the_step():
-    phases = Phases()
-    phases.enter("data", 3)
-    phases.enter("optimizer")
-    assert (phases.place.count, phases.place.step, phases.place.phase) == (2, 3, "optimizer")
+    beacon = ProgressBeacon()
+    beacon.enter("data", 3)
+    beacon.enter("optimizer")
+    assert (beacon.position.count, beacon.position.step, beacon.position.phase) == (2, 3, "optimizer")
+
+
+def test_a_rank_that_is_stopped_is_named_whatever_the_others_do():
+    lines = describe_hang({0: beat(12, waits=True), 1: beat(12)}, 2, 60, silent=[1]).splitlines()
+    assert lines[1] == "rank 1 does not respond: its process is stopped, or its machine has gone"
+    assert lines[2] == "  rank 1: last seen in step 7, data"
 
 
 def test_a_frame_inside_torch_distributed_waits_for_ranks():
