@@ -64,13 +64,16 @@ def without(reduction: str) -> AbstractContextManager:
 
 
 @pytest.fixture(scope="module")
-def curves(tmp_path_factory) -> Callable[[Row], list[Curve]]:
-    """What each rank of a row found. Rows with equally many ranks are run by the same processes."""
+def curves(request, tmp_path_factory) -> Callable[[Row], list[Curve]]:
+    """What each rank of a row found. Those rows of the session that take equally many ranks are run by the same
+    processes."""
     folder = str(tmp_path_factory.mktemp("runs"))
+    cases = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    names = {case["row"].name for case in cases if isinstance(case.get("row"), Row)}
     found: dict[str, list[Curve]] = {}
 
     def run(row: Row) -> list[Curve]:
-        rows = [other for other in ROWS if other.ranks == row.ranks]
+        rows = [other for other in ROWS if other.ranks == row.ranks and other.name in names]
         if row.name not in found:
             ranks = run_on_ranks(
                 row.ranks,
