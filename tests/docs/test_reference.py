@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import ast
 import functools
-import re
 import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
-from importlib import import_module
 from pathlib import Path
 
 import pytest
 from fences import ALL, EXAMPLE, ROOT, TEN_MINUTES
+from public_names import documented, imported, is_public
 
 import forge_core
 from forge_core.engine.hooks import EVENTS
@@ -105,30 +103,6 @@ def test_every_event_is_listed() -> None:
 
 # --- what is public ----------------------------------------------------------------------------------------------
 
-REFERENCE = re.compile(r"^::: (?P<target>[\w.]+)\n(?:    options:\n(?P<options>(?:      .*\n)*))?", re.MULTILINE)
-MEMBERS = re.compile(r"members: \[(.*)\]")
-
-
-def documented() -> tuple[set[str], set[str]]:
-    """Modules that the reference has as a whole, and single names that it has."""
-    modules, names = set(), set()
-    for page in DOCS.rglob("*.md"):
-        for match in REFERENCE.finditer(page.read_text()):
-            members = MEMBERS.search(match["options"] or "")
-            names.add(match["target"])
-            if members:
-                names |= {f"{match['target']}.{name.strip()}" for name in members[1].split(",")}
-            else:
-                modules.add(match["target"])
-    return modules, names
-
-
-def imported(source: str) -> Iterator[tuple[str, str]]:
-    """Names that a source takes from the core, each with its module."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("forge_core"):
-            yield from ((str(node.module), alias.name) for alias in node.names)
-
 
 def sources() -> Iterator[tuple[str, str]]:
     """What authors are shown: templates, the example, and the blocks of the pages."""
@@ -138,16 +112,8 @@ def sources() -> Iterator[tuple[str, str]]:
 
 
 def test_authors_are_shown_public_names_only() -> None:
-    modules, names = documented()
-    private = []
-    for where, source in sources():
-        for module, name in imported(source):
-            thing = getattr(import_module(module), name)
-            home = getattr(thing, "__module__", module)
-            if module == "forge_core" and name in forge_core.__all__:
-                continue
-            if not {module, home} & modules and not {f"{module}.{name}", f"{home}.{name}"} & names:
-                private.append(f"{where}: {module}.{name}")
+    used = [(where, *names) for where, source in sources() for names in imported(source)]
+    private = [f"{where}: {module}.{name}" for where, module, name in used if not is_public(module, name)]
     assert private == [], "put these into docs/reference/, or do without them"
 
 

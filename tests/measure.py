@@ -1,0 +1,272 @@
+"""The figures that the house keeps: python tests/measure.py (`make measure`).
+
+`LIMITS` has for each what the tests allow now, and the goal.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import io
+import statistics
+import sys
+import tokenize
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "tools")]
+
+from public_names import imported, is_public  # noqa: E402
+from workspace import FLOORS  # noqa: E402
+
+ROOT = Path(__file__).parents[1]
+CORE = ROOT / "forge_core"
+TESTING = "forge-testing"
+
+
+class Limit(NamedTuple):
+    """What a figure must not exceed."""
+
+    now: float
+    goal: float
+
+
+LIMITS: Mapping[str, Limit] = {
+    "core: lines": Limit(11_400, 10_000),
+    "core: files": Limit(126, 120),
+    "engine: lines": Limit(2_300, 2_300),
+    "core: longest function": Limit(45, 45),
+    "core: median function": Limit(6, 6),
+    "core: modules that nothing reaches": Limit(1, 0),
+    "core: imports upwards": Limit(6, 0),
+    "core: hasattr on components": Limit(3, 0),
+    "plugins: private names of the core": Limit(82, 0),
+    "forge-testing: private names of the core": Limit(50, 50),
+}
+
+NO_COMPONENT = {
+    "to_local": "tells DTensors from plain tensors",
+    "parametrizations": "torch puts it on modules",
+    "posix_fadvise": "os has it on some platforms only",
+    "sched_getaffinity": "os has it on some platforms only",
+}
+"""Attributes that `hasattr` may ask for: not of components, nor of what they build. Each with the reason."""
+NO_COMPONENTS = {"config/validators.py": "asks validators of attrs", "moved.py": "asks modules"}
+"""Files of the core that ask no component by `hasattr`."""
+
+
+# --- files and lines --------------------------------------------------------------------------------------------------
+
+
+def modules(folder: Path) -> list[Path]:
+    """The Python files below a folder, without templates."""
+    return [path for path in sorted(folder.rglob("*.py")) if "templates" not in path.parts]
+
+
+@functools.cache
+def tree(path: Path) -> ast.Module:
+    """The syntax tree of a file."""
+    return ast.parse(path.read_text())
+
+
+def lines(folder: Path) -> int:
+    """Lines that are not blank, comments and docstrings included."""
+    return sum(1 for path in modules(folder) for line in path.read_text().splitlines() if line.strip())
+
+
+def function_lengths(folder: Path) -> list[int]:
+    """Lines of every function and method, from `def` to its end, docstring included."""
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+    nodes = (node for path in modules(folder) for node in ast.walk(tree(path)) if isinstance(node, kinds))
+    return sorted((node.end_lineno or 0) - node.lineno + 1 for node in nodes)
+
+
+def comments(folder: Path) -> int:
+    """Comments for readers, not for tools."""
+    count = 0
+    for path in modules(folder):
+        for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
+            for_tools = ("# type:", "# noqa", "# pragma", "# ---")
+            count += token.type == tokenize.COMMENT and not token.string.startswith(for_tools)
+    return count
+
+
+def docstring_lines(folder: Path) -> int:
+    """Lines of strings that stand by themselves: docstrings, and documentation of fields."""
+    count = 0
+    for path in modules(folder):
+        for node in ast.walk(tree(path)):
+            if (
+                isinstance(node, ast.Expr)
+                and isinstance(node.value, ast.Constant)
+                and isinstance(node.value.value, str)
+            ):
+                count += sum(1 for line in ast.get_source_segment(path.read_text(), node).splitlines() if line.strip())
+    return count
+
+
+# --- imports ----------------------------------------------------------------------------------------------------------
+
+
+def name_of(path: Path) -> str:
+    """`forge_core.engine.step`."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+@functools.cache
+def core_modules() -> Mapping[str, Path]:
+    """Every module of the core by name."""
+    return {name_of(path): path for path in modules(CORE)}
+
+
+def targets(node: ast.AST) -> Iterator[str]:
+    """Modules of the core that a statement imports, or that a string names."""
+    known = core_modules()
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names if alias.name in known)
+    elif isinstance(node, ast.ImportFrom) and node.module in known:
+        below = [f"{node.module}.{alias.name}" for alias in node.names]
+        yield from [name for name in below if name in known] or [str(node.module)]
+
+
+def for_type_checkers(module: ast.Module) -> set[ast.AST]:
+    """All nodes below `if TYPE_CHECKING:`."""
+    blocks = [n for n in ast.walk(module) if isinstance(n, ast.If) and ast.unparse(n.test).endswith("TYPE_CHECKING")]
+    return {node for block in blocks for node in ast.walk(block)}
+
+
+def imports(name: str) -> set[str]:
+    """Modules that a module of the core imports when it runs, at the top, inside functions, or by a name in a string.
+
+    `moved` names modules for old import paths only.
+    """
+    module = tree(core_modules()[name])
+    skipped = for_type_checkers(module)
+    nodes = [node for node in ast.walk(module) if node not in skipped]
+    found = {target for node in nodes for target in targets(node)}
+    if name != "forge_core.moved":
+        strings = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+        found |= strings & core_modules().keys()
+    return found
+
+
+def entry_modules() -> set[str]:
+    """Where a run, or a command of the core, begins: its entry points, and the names that `forge_core` exports."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    groups = [project["scripts"], *project["entry-points"].values()]
+    return {
+        "forge_core",
+        "forge_core.__main__",
+        *(value.partition(":")[0] for group in groups for value in group.values()),
+    }
+
+
+def unreached() -> list[str]:
+    """Modules of the core that neither a run nor a command of the core comes to."""
+    waiting, reached = list(entry_modules()), set[str]()
+    while waiting:
+        name = waiting.pop()
+        if name in reached or name not in core_modules():
+            continue
+        reached.add(name)
+        waiting += [*imports(name), name.rpartition(".")[0]]
+    return sorted(core_modules().keys() - reached)
+
+
+def floor_of(name: str) -> int | None:
+    """Number of the floor on which a module is, 0 the highest; None for those that stand outside."""
+    for number, floor in enumerate(FLOORS):
+        if any(name == room or name.startswith(f"{room}.") for room in floor.split(" | ")):
+            return number
+    return None
+
+
+def imports_upwards() -> list[str]:
+    """Imports of a higher floor, those for type checkers included, but for the job in `problems(job, …)`."""
+    found = []
+    for name, path in core_modules().items():
+        for target in sorted({target for node in ast.walk(tree(path)) for target in targets(node)}):
+            here, there = floor_of(name), floor_of(target)
+            the_job = name.startswith("forge_core.contracts") and target == "forge_core.config.job"
+            if here is not None and there is not None and there < here and not the_job:
+                found.append(f"{name} -> {target}")
+    return found
+
+
+def probes() -> list[str]:
+    """Places in the core that ask by `hasattr` what a component, or what it builds, can do."""
+    found = []
+    for path in (path for path in modules(CORE) if str(path.relative_to(CORE)) not in NO_COMPONENTS):
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "hasattr":
+                asked = node.args[1].value if isinstance(node.args[1], ast.Constant) else "?"
+                if asked not in NO_COMPONENT:
+                    found.append(f"{path.relative_to(ROOT)}:{node.lineno} {asked}")
+    return found
+
+
+def private_imports() -> Mapping[str, list[str]]:
+    """By distribution, the names of the core that it imports though they are not public."""
+    found: dict[str, list[str]] = {}
+    for folder in sorted((ROOT / "plugins").iterdir()):
+        paths = [path for path in modules(folder) if "tests" not in path.relative_to(folder).parts[:1]]
+        used = {pair for path in paths if "benchmarks" not in path.parts for pair in imported(path.read_text())}
+        if names := sorted(f"{module}.{name}" for module, name in used if not is_public(module, name)):
+            found[folder.name] = names
+    return found
+
+
+# --- all together -----------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def figures() -> Mapping[str, float]:
+    """Every figure by name."""
+    lengths, private = function_lengths(CORE), private_imports()
+    total = lines(CORE)
+    return {
+        "core: lines": total,
+        "core: files": len(modules(CORE)),
+        "engine: lines": lines(CORE / "engine"),
+        "core: median lines of a file": statistics.median(len(path.read_text().split("\n")) for path in modules(CORE)),
+        "core: median function": statistics.median(lengths),
+        "core: 90 % of functions": lengths[int(0.9 * len(lengths))],
+        "core: longest function": lengths[-1],
+        "core: comments per 100 lines": round(100 * comments(CORE) / total, 1),
+        "core: docstring lines per 100 lines": round(100 * docstring_lines(CORE) / total, 1),
+        "core: modules that nothing reaches": len(unreached()),
+        "core: imports upwards": len(imports_upwards()),
+        "core: hasattr on components": len(probes()),
+        "plugins: private names of the core": sum(len(names) for key, names in private.items() if key != TESTING),
+        "plugins: those that import such": sum(1 for key in private if key != TESTING),
+        "forge-testing: private names of the core": len(private.get(TESTING, [])),
+    }
+
+
+def details() -> Mapping[str, list[str]]:
+    """What the counts are made of."""
+    private = private_imports()
+    return {
+        "core: modules that nothing reaches": unreached(),
+        "core: imports upwards": imports_upwards(),
+        "core: hasattr on components": probes(),
+        **{f"{key}: private names of the core": names for key, names in private.items()},
+    }
+
+
+def main() -> None:
+    width = max(map(len, figures()))
+    for name, value in figures().items():
+        limit = LIMITS.get(name)
+        allowed = f"  (limit {limit.now:g}, goal {limit.goal:g})" if limit else ""
+        print(f"{name:<{width}}  {value:>8g}{allowed}")
+    for name, entries in details().items():
+        if entries:
+            print(f"\n{name}:", *entries, sep="\n  ")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""The figures of the house stay within their limits, and are counted right."""
+
+from __future__ import annotations
+
+import measure
+import pytest
+from public_names import imported, is_public
+
+
+@pytest.mark.parametrize("name", measure.LIMITS)
+def test_a_figure_is_within_its_limit(name: str) -> None:
+    value, limit = measure.figures()[name], measure.LIMITS[name]
+    assert limit.goal <= limit.now
+    assert value <= limit.now, "\n".join([name, *measure.details().get(name, [])])
+
+
+def test_the_closure_follows_imports_inside_of_functions_and_names_in_strings() -> None:
+    assert "forge_core.engine.trainer" in measure.imports("forge_core")  # a string of `_HOMES`
+    assert "forge_core.engine.trainer" in measure.imports("forge_core.cli.run")  # inside of a function
+    assert "forge_core.config.job" not in measure.imports("forge_core.contracts.components")  # for type checkers
+
+
+def test_a_module_that_nothing_imports_is_found(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = measure.unreached()
+    (tmp_path / "alone.py").write_text("import forge_core.engine.trainer\n")
+    known = {**measure.core_modules(), "forge_core.alone": tmp_path / "alone.py"}
+    monkeypatch.setattr(measure, "core_modules", lambda: known)
+    assert sorted(set(measure.unreached()) - set(before)) == ["forge_core.alone"]
+
+
+def test_an_import_upwards_is_found_even_for_type_checkers(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "low.py"
+    path.write_text("if TYPE_CHECKING:\n    from forge_core.engine.trainer import Trainer\n")
+    known = {**measure.core_modules(), "forge_core.launch.low": path}
+    monkeypatch.setattr(measure, "core_modules", lambda: known)
+    assert "forge_core.launch.low -> forge_core.engine.trainer" in measure.imports_upwards()
+
+
+def test_public_names_are_those_of_the_reference() -> None:
+    assert is_public("forge_core", "load_job")
+    assert is_public("forge_core.contracts.components", "OptimizerComponent")
+    assert not is_public("forge_core.engine.loop", "Loop")
+    assert list(imported("from forge_core.engine.loop import Loop\nimport forge_core.engine.step")) == [
+        ("forge_core.engine.loop", "Loop"),
+        ("forge_core.engine", "step"),
+    ]
+
+
+def test_statements_are_measured_without_their_surroundings(tmp_path) -> None:
+    text = '"""Two\n\nlines."""\n\n\ndef f():\n    # why\n    return 1  # noqa\n'
+    (tmp_path / "m.py").write_text(text)
+    assert measure.lines(tmp_path) == 5
+    assert measure.function_lengths(tmp_path) == [3]
+    assert measure.comments(tmp_path) == 1
+    assert measure.docstring_lines(tmp_path) == 2
