@@ -70,7 +70,7 @@ def _section_doc(title: str, cls: type) -> str:
 def components(_: str) -> str:
     """One section for each kind that something is installed of, and in it one for each type."""
     catalog = Catalog.installed()
-    kinds = [kind for kind in catalog.kinds() if catalog.offers(kind)]
+    kinds = [kind for kind in catalog.kinds() if catalog.offers(kind) and kind not in NO_COMPONENTS]
     return "\n\n".join(part for kind in kinds for part in _kind(kind, catalog))
 
 

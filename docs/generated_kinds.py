@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from forge_core.config.docs import class_doc, one_paragraph
-from forge_core.contracts.components import Component, TrainingHook
+from forge_core.contracts.components import Command, Component, TrainingHook
 from forge_core.contracts.hookspecs import PROJECT, ForgeHooks
 from forge_core.engine.hooks import EVENTS
 from forge_core.plugins.catalog import CORE, Catalog
@@ -46,8 +46,9 @@ Row = tuple[str, ...]
 
 
 def core_kinds(catalog: Catalog) -> list[str]:
-    """Kinds that the core declares, in alphabetical order."""
-    return sorted(offer.type for offer in catalog.offers("kind") if offer.distribution.name == CORE)
+    """Kinds of the core whose components stand in jobs, in alphabetical order: all but commands."""
+    declared = sorted(offer.type for offer in catalog.offers("kind") if offer.distribution.name == CORE)
+    return [kind for kind in declared if kind != Command.kind]
 
 
 def kind_rows(catalog: Catalog) -> list[Row]:

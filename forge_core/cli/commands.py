@@ -1,29 +1,32 @@
-"""The commands of `forge-run`: entry points of group `forge.command`, each a function `command(argv) -> int`.
+"""The commands of `forge-run`: what is installed of kind `command` (`forge_core.contracts.components.Command`).
 
-They are listed from metadata and imported when called; the first line of a command's docstring is its help, read from
-source.
+They are listed from metadata and imported when called.
 """
 
 from __future__ import annotations
 
 from forge_core.config.docs import function_summary
-from forge_core.config.suggest import did_you_mean
-from forge_core.contracts.errors import JobError
+from forge_core.contracts.errors import JobError, did_you_mean
 from forge_core.plugins.catalog import CORE, Catalog, Offer
+from forge_core.plugins.offers import first_party
 
 
 def find_command(catalog: Catalog, name: str) -> Offer:
-    """The installed command of this name, or of `distribution/name`.
+    """The installed command `name`, or `distribution/name`.
 
     Raises:
-        JobError: there is none, or several distributions offer it.
+        JobError: there is none, or several distributions offer it. A command that a first-party distribution has comes
+            with the line that installs it.
     """
     owner, _, bare = name.rpartition("/")
     known = catalog.offers("command")
     offers = [offer for offer in known if offer.type == bare and owner in ("", offer.distribution.name)]
     if not offers:
+        first_party_commands = first_party()["command"]
+        if distribution := first_party_commands.get(name):
+            raise JobError(f"forge-run: the command {name!r} is not installed: pip install {distribution}")
         names = sorted({offer.type for offer in known})
-        hint = did_you_mean(name, names) or f". Commands: {', '.join(names)}"
+        hint = did_you_mean(name, [*names, *first_party_commands]) or f". Commands: {', '.join(names)}"
         raise JobError(f"forge-run: {name!r} is no command and no job file{hint}")
     if len(offers) > 1:
         choices = " or ".join(f"forge-run {offer.qualified}" for offer in offers)
@@ -32,7 +35,7 @@ def find_command(catalog: Catalog, name: str) -> Offer:
 
 
 def help_rows(catalog: Catalog) -> list[tuple[str, str]]:
-    """Every installed command with its help, those of the core first. Imports none of them."""
+    """Name and help line of every installed command, those of the core first. Imports none of them."""
     offers = sorted(catalog.offers("command"), key=lambda offer: (offer.distribution.name != CORE, offer.type))
     return [(f"  {offer.type}", _help_line(offer)) for offer in offers]
 

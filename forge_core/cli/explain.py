@@ -21,9 +21,8 @@ from forge_core.config.describe import (
 from forge_core.config.docs import class_doc, one_paragraph
 from forge_core.config.job import Job
 from forge_core.config.keys import Key, keys_of
-from forge_core.config.suggest import did_you_mean
-from forge_core.contracts.components import Component
-from forge_core.contracts.errors import ExitCode, JobError, PluginError
+from forge_core.contracts.components import Command, Component
+from forge_core.contracts.errors import ExitCode, JobError, PluginError, did_you_mean
 from forge_core.plugins.catalog import Catalog
 
 
@@ -87,9 +86,10 @@ def _step(place: Place, rest: list[str], catalog: Catalog) -> tuple[int, Place]:
     path = _join(place.path, rest[0])
     if rest[0] in keys:
         return 1, _place_of(path, keys[rest[0]])
-    if place.table is Job and rest[0] in catalog.kinds():
+    kinds = [kind for kind in catalog.kinds() if kind != Command.kind]  # which stands in no job
+    if place.table is Job and rest[0] in kinds:
         return 1, Place(rest[0], kind=catalog.kind_base(rest[0]))
-    known = [*keys, *(catalog.kinds() if place.table is Job else [])]
+    known = [*keys, *(kinds if place.table is Job else [])]
     hint = did_you_mean(rest[0], known) or f". There is: {', '.join(known) or 'nothing below it'}"
     raise JobError(f"forge-run explain: nothing is called {path!r}{hint}")
 

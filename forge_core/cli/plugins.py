@@ -11,8 +11,7 @@ from attrs import asdict, frozen
 
 from forge_core.cli.commands import find_command
 from forge_core.cli.tables import columns
-from forge_core.config.suggest import did_you_mean
-from forge_core.contracts.errors import ExitCode, JobError
+from forge_core.contracts.errors import ExitCode, JobError, did_you_mean
 from forge_core.plugins.catalog import Catalog, Offer
 
 CHECK = "check-plugins"

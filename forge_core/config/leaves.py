@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from forge_core.config.describe import correction, is_array, is_literal, is_table, members, type_name, value_name
-from forge_core.config.suggest import SURE, did_you_mean
+from forge_core.contracts.errors import SURE, did_you_mean
 
 SCALARS: Mapping[type, tuple[type, ...]] = {bool: (bool,), int: (int,), float: (int, float), str: (str,), Path: (str,)}
 """What each scalar type accepts; a bool is no int here, though it is in Python."""

@@ -11,12 +11,12 @@ from forge_core.config.job import ALWAYS, Job
 from forge_core.config.lines import find_lines
 from forge_core.config.read import read_job
 from forge_core.config.rules import check_rules
-from forge_core.config.structure import INVALID, Findings, structure
+from forge_core.config.structure import INVALID, structure
 from forge_core.config.tree import Node, Origin, annotate
 from forge_core.config.unknown import explain_unknown
 from forge_core.contracts.errors import JobError, Problem
 from forge_core.launch.world import join_world
-from forge_core.plugins.catalog import CORE, Catalog
+from forge_core.plugins.catalog import CORE, Catalog, install_line
 
 
 def load_job(
@@ -48,7 +48,7 @@ def load_job(
         problems += _broken_rules(job, catalog, world_size, with_data, root, problems)
     if problems:
         problems.sort(key=lambda problem: _place(root, problem))
-        raise JobError([*problems, *to_install(findings)])
+        raise JobError([*problems, *install_line(findings.missing)])
     for warning in findings.deprecated:
         warnings.warn(warning, stacklevel=1)  # its place is in the text, and not in the code
     return job
@@ -69,7 +69,7 @@ def parse_job(text: str, source: str, catalog: Catalog | None = None) -> Job:
     job, findings = structure(root, Job, catalog or Catalog.installed())
     if job is INVALID or findings.problems or findings.unknown:
         unknown = [explain_unknown(found, findings, root, catalog or Catalog.installed()) for found in findings.unknown]
-        raise JobError([*findings.problems, *unknown, *to_install(findings)])
+        raise JobError([*findings.problems, *unknown, *install_line(findings.missing)])
     return job
 
 
@@ -104,9 +104,3 @@ def _related(path: str, table: str) -> bool:
 def _place(root: Node, problem: Problem) -> tuple[int, int]:
     origin = root.origin_of(problem.path)
     return origin.layer, origin.line
-
-
-def to_install(findings: Findings) -> list[Problem]:
-    """One line that tells how to install what is missing, if anything is."""
-    names = dict.fromkeys(name for name in findings.missing if name)
-    return [Problem("", f"to install what is missing: pip install {' '.join(names)}")] if names else []

@@ -6,8 +6,7 @@ import math
 from collections.abc import Iterator
 
 from forge_core.config.job import Job, Phase
-from forge_core.config.suggest import did_you_mean
-from forge_core.contracts.errors import Problem
+from forge_core.contracts.errors import Problem, did_you_mean
 
 
 def source_names(job: Job) -> list[str]:

@@ -6,14 +6,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from forge_core.config.load import to_install
 from forge_core.config.read import read_job
 from forge_core.config.structure import structure
 from forge_core.config.tree import Node, Origin, annotate
 from forge_core.config.unknown import explain_unknown
 from forge_core.contracts.components import Component
 from forge_core.contracts.errors import JobError, Problem
-from forge_core.plugins.catalog import Catalog
+from forge_core.plugins.catalog import Catalog, install_line
 
 C = TypeVar("C", bound=Component)
 
@@ -53,5 +52,5 @@ def _component(node: Node, path: str, base: type[C], catalog: Catalog, known: li
     unknown = [explain_unknown(key, findings, node, catalog) for key in findings.unknown]
     problems = [*known, *(problem.below(path) for problem in [*findings.problems, *unknown])]
     if problems:
-        raise JobError([*problems, *to_install(findings)])
+        raise JobError([*problems, *install_line(findings.missing)])
     return component

@@ -9,9 +9,8 @@ from pathlib import Path
 
 from forge_core.config.lines import find_lines
 from forge_core.config.overrides import apply_override
-from forge_core.config.suggest import SURE, did_you_mean
 from forge_core.config.tree import Node, Origin, annotate, merge
-from forge_core.contracts.errors import JobError, Problem
+from forge_core.contracts.errors import SURE, JobError, Problem, did_you_mean
 
 _POSITION = re.compile(r" \(at (?:line (\d+), column (\d+)|end of document)\)$")
 

@@ -9,10 +9,9 @@ import attrs
 
 from forge_core.config.job import Checked, Job
 from forge_core.config.mixture import mixture_problems
-from forge_core.config.suggest import did_you_mean
 from forge_core.config.walk import walk_components
 from forge_core.contracts.components import Component, ParallelComponent
-from forge_core.contracts.errors import JobError, PluginError, Problem
+from forge_core.contracts.errors import JobError, PluginError, Problem, did_you_mean
 from forge_core.contracts.layout import Layout
 from forge_core.parallel.layout import batch_problems, plan_layout
 from forge_core.parallel.stages import order_stages

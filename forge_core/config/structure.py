@@ -218,11 +218,10 @@ class _Structurer:
 
     def _load(self, base: type[Component], type_: str) -> type[Component]:
         try:
-            self._catalog.check_kind(base)
             return self._catalog.load(base.kind, type_, base)
         except UnknownTypeError as error:
             self.findings.missing.append(error.distribution)
-            raise Mismatch(str(error)) from error
+            raise Mismatch(error.message) from error
         except PluginError as error:
             raise Mismatch(str(error)) from error
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from forge_core.config.structure import Findings, UnknownKey
-from forge_core.config.suggest import SURE, closest, did_you_mean
 from forge_core.config.tree import Node, flag
 from forge_core.config.walk import key_fields
 from forge_core.contracts.components import Component
-from forge_core.contracts.errors import Problem
+from forge_core.contracts.errors import SURE, Problem, closest, did_you_mean
 from forge_core.plugins.catalog import Catalog
 
 

@@ -351,6 +351,36 @@ class ExecutorComponent(Component["Executor"]):
 
 
 @frozen(kw_only=True)
+class Command(Component):
+    """A subcommand of `forge-run`: a function of group `forge.command`.
+
+        [project.entry-points."forge.command"]
+        tokens = "forge_plugin_tokens.command:command"
+
+    Commands stand in no job file, so the entry point names a plain function and not a component class. `forge-run`
+    shows the first line of its docstring as help, which it reads from the source: the module is imported only when the
+    command is called. `forge_core.cli.arguments.parse_job_arguments` parses the command line of a command that takes a
+    job.
+    """
+
+    kind = "command"
+
+    def __call__(self, argv: list[str]) -> int:
+        """Run the command.
+
+        Args:
+            argv: the command line after the command's name.
+
+        Returns:
+            The exit code (`forge_core.contracts.errors.ExitCode`).
+
+        Raises:
+            ForgeError: shown to the user without a traceback; its `exit_code` ends the process.
+        """
+        raise NotImplementedError
+
+
+@frozen(kw_only=True)
 class EvaluationComponent(Component):
     """Measures the model during training; an entry of `[evaluations.NAME]`."""
 

@@ -1,7 +1,8 @@
-"""The errors a user can meet, and the exit codes of `forge-run`."""
+"""The errors a user can meet, how they suggest a spelling, and the exit codes of `forge-run`."""
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable
 from enum import IntEnum
 
@@ -74,3 +75,26 @@ class DataError(ForgeError):
 
 class CheckpointError(ForgeError):
     """A checkpoint is missing, damaged, or does not fit the job."""
+
+
+# --- suggestions -------------------------------------------------------------------------------------------------
+
+SURE = 0.8
+"""Similarity from which a word is more likely a misspelling than a word of its own."""
+
+
+def closest(word: str, options: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The most similar option, or None if none is similar enough; case and dashes are ignored."""
+    plain = {_plain(option): option for option in sorted(options)}
+    matches = difflib.get_close_matches(_plain(word), plain, n=1, cutoff=cutoff)
+    return plain[matches[0]] if matches else None
+
+
+def did_you_mean(word: str, options: Iterable[str], cutoff: float = 0.6) -> str:
+    """The end of an error message, `; did you mean 'momentum'?`; empty if no option is similar enough."""
+    option = closest(word, options, cutoff)
+    return f"; did you mean {option!r}?" if option else ""
+
+
+def _plain(word: str) -> str:
+    return word.lower().replace("-", "_")

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
-from forge_core.config.suggest import did_you_mean
-from forge_core.contracts.errors import ForgeError, JobError, Problem
+from forge_core.contracts.errors import ForgeError, JobError, Problem, did_you_mean
 from forge_core.contracts.optimizer import HasEvaluationWeights
 
 if TYPE_CHECKING:

@@ -12,8 +12,7 @@ from torch import Size
 from forge_core.checkpoint.manager import load_tensors, stored_tensors
 from forge_core.checkpoint.state import evaluated_names, model_tensors
 from forge_core.config.job import LoadSection
-from forge_core.config.suggest import did_you_mean
-from forge_core.contracts.errors import CheckpointError, JobError, Problem
+from forge_core.contracts.errors import CheckpointError, JobError, Problem, did_you_mean
 from forge_core.contracts.model import Model
 from forge_core.engine.model_facts import Outline
 

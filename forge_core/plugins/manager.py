@@ -16,7 +16,7 @@ from attrs import frozen
 
 from forge_core.contracts.components import Component, DefaultType, Plugin, TrainingHook
 from forge_core.contracts.contexts import BuildContext
-from forge_core.contracts.errors import ForgeError, PluginError, Problem
+from forge_core.contracts.errors import ForgeError, PluginError, Problem, did_you_mean
 from forge_core.contracts.hookspecs import PROJECT, ForgeHooks, hookimpl
 from forge_core.plugins.catalog import Catalog
 
@@ -145,7 +145,7 @@ class Plugins:
         for name, plugin in self.active.items():
             for method, _ in self._implementations(plugin):
                 if method not in specified:
-                    close = _closest(method, specified)
+                    close = did_you_mean(method, specified)
                     raise PluginError(f"plugin {self._describe(name)}: there is no hook {method!r}{close}")
 
     def _specified(self) -> list[str]:
@@ -197,10 +197,3 @@ def _check_signature(where: str, function: Any) -> None:
                 f"{where}: parameter {str(parameter)!r} would never be passed; hook implementations take plain "
                 "positional parameters without defaults, named as in the specification"
             )
-
-
-def _closest(name: str, names: Iterable[str]) -> str:
-    import difflib
-
-    close = difflib.get_close_matches(name, list(names), n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""

@@ -70,6 +70,41 @@ class TestDispatch:
         main(["zzz"])
         assert capsys.readouterr().err == "forge-run: 'zzz' is no command and no job file. Commands: check, run\n"
 
+    @pytest.mark.parametrize(
+        ("command", "distribution"),
+        [
+            ("plan job.toml", "forge-plugin-plan"),
+            ("compare", "forge-plugin-curves"),
+            ("prepare-data", "forge-plugin-memmap"),
+            ("checkpoints runs/mine", "forge-plugin-checkpoints"),
+            ("generate", "forge-plugin-generate"),
+            ("new-plugin optimizer mine", "forge-plugin-author"),
+        ],
+    )
+    def test_a_first_party_command_that_is_not_installed_comes_with_the_line_that_installs_it(
+        self, with_commands: Commands, capsys: Capture, command: str, distribution: str
+    ) -> None:
+        with_commands(check=finished, run=finished)
+        assert main(command.split()) == ExitCode.BAD_JOB
+        name = command.partition(" ")[0]
+        assert capsys.readouterr().err == (
+            f"forge-run: the command {name!r} is not installed: pip install {distribution}\n"
+        )
+
+    def test_so_does_the_check_of_plugins(self, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+        installed = Catalog.installed()
+        core = [offer for offer in installed.all_offers() if offer.distribution.name == "forge-run"]
+        monkeypatch.setattr(Catalog, "installed", classmethod(lambda cls: Catalog(core)))
+        assert main(["plugins", "--check"]) == ExitCode.BAD_JOB
+        assert "'check-plugins' is not installed: pip install forge-plugin-author" in capsys.readouterr().err
+
+    def test_a_misspelt_command_is_recognised_before_it_is_installed(
+        self, with_commands: Commands, capsys: Capture
+    ) -> None:
+        with_commands(check=finished)
+        main(["generat"])
+        assert capsys.readouterr().err.endswith("; did you mean 'generate'?\n")
+
     def test_commands_of_two_distributions_need_a_qualified_name(
         self, with_commands: Commands, capsys: Capture
     ) -> None:

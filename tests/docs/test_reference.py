@@ -25,7 +25,8 @@ import generated_kinds
 
 DOCS = ROOT / "docs"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-KINDS = sorted(PROJECT["entry-points"]["forge.kind"])
+KINDS = sorted(PROJECT["entry-points"]["forge.kind"].keys() - {"command"})
+"""Those whose components stand in jobs; a command is a function."""
 
 
 class Page:

@@ -17,17 +17,10 @@ from typing import Any
 import pytest
 from attrs import frozen
 
-from forge_core.contracts.components import OptimizerComponent, RouterComponent
+from forge_core.contracts.components import LossComponent, OptimizerComponent, RouterComponent
 from forge_core.contracts.errors import ExitCode, PluginError
-from forge_core.plugins.catalog import (
-    Catalog,
-    Distribution,
-    Offer,
-    UnknownTypeError,
-    check_requirement,
-    core_version,
-    declared_entry_points,
-)
+from forge_core.plugins.catalog import Catalog, UnknownTypeError
+from forge_core.plugins.offers import Distribution, Offer, check_requirement, core_version, declared_entry_points
 
 Install = Callable[..., Path]
 
@@ -178,8 +171,9 @@ class TestSelection:
     @pytest.mark.parametrize(
         ("type_", "distribution"),
         [
-            ("sophia", "forge-plugin-sophia"),
-            ("grad_hist", "forge-plugin-grad-hist"),
+            ("lion", "forge-plugin-lion"),  # one of Forge's own
+            ("Lion", "forge-plugin-lion"),
+            ("sophia", ""),  # nobody knows a distribution that has it
             ("acme-optimizers/sophia", "acme-optimizers"),
             ("moun", ""),  # more likely misspelt
             ("d/sophia", ""),  # d is installed, and does not have it
@@ -190,6 +184,19 @@ class TestSelection:
         with pytest.raises(UnknownTypeError) as caught:
             Catalog([Offer("optimizer", "muon", "x:Y", dist)], [dist]).load("optimizer", type_)
         assert caught.value.distribution == distribution
+
+    def test_a_first_party_type_that_is_not_installed_comes_with_the_line_that_installs_it(self) -> None:
+        catalog = Catalog([Offer("optimizer", "soap", "x:Y", Distribution("d", "1"))])
+        with pytest.raises(UnknownTypeError) as caught:
+            catalog.load("optimizer", "muon")
+        assert str(caught.value) == (
+            "no optimizer 'muon' is installed. Installed: soap\n"
+            "to install what is missing: pip install forge-plugin-muon"
+        )
+        with pytest.raises(UnknownTypeError, match=r"did you mean 'muon'\? Installed: soap\nto install .*-muon$"):
+            catalog.load("optimizer", "muonn")
+        with pytest.raises(UnknownTypeError, match=r"kind 'ffn'; .*\nto install .*-transformer$"):
+            catalog.kind_base("ffn")
 
     def test_a_type_is_looked_up_in_its_own_kind_only(self, install: Install) -> None:
         install("forge-plugin-x", {"optimizer": {"xx": "forge_x:X"}}, {"forge_x": OPTIMIZER.format(name="X")})
@@ -392,9 +399,9 @@ class TestKinds:
         install("forge-plugin-adapter", entry, {"forge_adapter": self.BASE})
         install("forge-plugin-rival", entry)
         catalog = Catalog.installed()
-        catalog.check_kind(OptimizerComponent)
+        assert catalog.load("loss", "cross_entropy", LossComponent)
         with pytest.raises(PluginError) as caught:
-            catalog.check_kind(importlib.import_module("forge_adapter").Adapter)
+            catalog.load("adapter", "lora", importlib.import_module("forge_adapter").Adapter)
         assert str(caught.value) == (
             "kind 'adapter' is declared by forge-plugin-adapter 1.0 and forge-plugin-rival 1.0; uninstall one of them"
         )

@@ -15,8 +15,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from forge_core.config.suggest import did_you_mean
-from forge_core.contracts.errors import ExitCode, JobError
+from forge_core.contracts.errors import ExitCode, JobError, did_you_mean
 from forge_core.plugins.catalog import CORE, Catalog, core_version
 
 TEMPLATES = Path(__file__).parent / "templates"

@@ -8,8 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from torch import nn
 
-from forge_core.config.suggest import did_you_mean
-from forge_core.contracts.errors import Problem
+from forge_core.contracts.errors import Problem, did_you_mean
 from forge_core.contracts.layout import Layout
 from forge_core.contracts.model import HasFloat8Exemptions, HasTensorParallelPlan, Model
 from forge_kit.modules import Linear

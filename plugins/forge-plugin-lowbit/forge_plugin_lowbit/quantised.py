@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from forge_core.config.suggest import did_you_mean
-from forge_core.contracts.errors import JobError, Problem
+from forge_core.contracts.errors import JobError, Problem, did_you_mean
 from forge_core.parallel.mesh import gather_objects, pipeline_group
 from forge_plugin_lowbit.arithmetic import adamw
 from forge_plugin_lowbit.blocks import Blocks, blocks_of, check_whole, split_like

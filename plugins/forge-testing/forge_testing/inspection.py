@@ -12,7 +12,8 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.version import Version
 
 from forge_core.contracts.errors import PluginError
-from forge_core.plugins.catalog import CORE, Catalog, Distribution, Offer, check_requirement, core_version
+from forge_core.plugins.catalog import Catalog
+from forge_core.plugins.offers import CORE, Distribution, Offer, check_requirement, core_version
 from forge_testing.component_checks import component_problems
 from forge_testing.distribution import Samples
 from forge_testing.stale import stale_entries

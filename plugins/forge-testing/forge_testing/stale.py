@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
 
-from forge_core.plugins.catalog import PREFIX, Catalog, Distribution, declared_entry_points, has_metadata
+from forge_core.plugins.catalog import Catalog
+from forge_core.plugins.offers import PREFIX, Distribution, declared_entry_points, has_metadata
 
 
 def stale_entries(distributions: Iterable[Distribution], catalog: Catalog) -> Iterator[str]:
