@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
 
-from forge_core.config.suggest import did_you_mean
 from forge_core.contracts.components import ParallelComponent
-from forge_core.contracts.errors import ForgeError, JobError, Problem
+from forge_core.contracts.errors import ForgeError, JobError, Problem, did_you_mean
 from forge_core.contracts.runtime import ParallelStage
 
 if TYPE_CHECKING:

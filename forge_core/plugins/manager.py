@@ -6,7 +6,7 @@ pluggy is called from this file alone. Each job has a manager of its own: jobs i
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import SimpleNamespace, TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar

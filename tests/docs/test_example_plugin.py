@@ -38,7 +38,7 @@ def test_its_job_trains(run, tmp_path: Path) -> None:
 
 
 def test_without_it_the_job_is_refused_with_the_line_that_installs_it(run, tmp_path: Path) -> None:
-    qualified = f"--optimizer.type={EXAMPLE.name}/signsgd"  # as a resolved job has it: only so is its distribution known
+    qualified = f"--optimizer.type={EXAMPLE.name}/signsgd"  # as resolved jobs write it
     done = run(*FORGE_RUN, str(EXAMPLE / "job.toml"), qualified, installed=False)
     assert done.returncode == 2
     assert f"pip install {EXAMPLE.name}" in done.stderr

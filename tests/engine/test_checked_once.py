@@ -41,9 +41,9 @@ class Curious(ParallelComponent):
         return ()
 
     def build(self, context):
-        from forge_core.contracts import runtime
+        from forge_core.contracts.runtime import ParallelStage
 
-        class Nothing(getattr(runtime, "Stage", object)):
+        class Nothing(ParallelStage):
             def apply(self, model):
                 return model
 
