@@ -1,4 +1,4 @@
-"""Schedules of the learning rate: `constant`, and what others share: the warm-up, and a decay after it.
+"""Schedules of the learning rate: `constant`, and the warm-up that other schedules share.
 
 Updates are numbered from 0. Warm-up over W updates gives the factors 1/W, 2/W, …, 1, so that no update is wasted at a
 rate of zero.
@@ -10,10 +10,11 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from attrs import field, frozen
-from attrs.validators import and_, ge, le
+from attrs.validators import ge
 
 from forge_core.contracts.components import SchedulerComponent
 from forge_core.contracts.errors import Problem
+from forge_core.moved import forwarding
 
 if TYPE_CHECKING:
     from forge_core.config.job import Job
@@ -22,17 +23,12 @@ if TYPE_CHECKING:
     from forge_core.contracts.optimizer import Schedule
 
 
+__getattr__ = forwarding(__name__, ["forge_kit.schedules"])
+
+
 def warmup(step: int, warmup_steps: int) -> float:
     """Factor of update `step` in a linear warm-up: (step + 1) / warmup_steps, then 1."""
     return min(1.0, (step + 1) / max(warmup_steps, 1))
-
-
-def progress(step: int, start: int, length: int) -> float:
-    """How much of the phase of `length` updates that begins with update `start` lies before `step`: in [0, 1].
-
-    The last update of the phase is at 1 - 1/length: it still moves the weights when the phase leads to zero.
-    """
-    return min(1.0, max(0.0, (step - start) / max(length, 1)))
 
 
 @frozen(kw_only=True)
@@ -46,38 +42,6 @@ class WarmupComponent(SchedulerComponent):
         if self.warmup_steps > job.train.steps:
             message = f"{self.warmup_steps} is longer than the run; train.steps is {job.train.steps}"
             yield Problem("warmup_steps", message)
-
-
-@frozen(kw_only=True)
-class DecayComponent(WarmupComponent):
-    """A schedule that decays right after the warm-up. Subclasses give its `shape`."""
-
-    decay_steps: int = field(default=0, validator=ge(0))
-    """Updates over which the rate decays; afterwards it stays at the floor. 0: until the end of the run."""
-    min_ratio: float = field(default=0.0, validator=and_(ge(0), le(1)))
-    """The floor, as a share of the base rate."""
-
-    def shape(self, progress: float) -> float:
-        """What is left of the way down: from 1 at progress 0 to 0 at progress 1."""
-        raise NotImplementedError
-
-    def build(self, context: BuildContext) -> Schedule:
-        def schedule(step: int, total: int) -> float:
-            if step < self.warmup_steps:
-                return warmup(step, self.warmup_steps)
-            left = self.shape(progress(step, self.warmup_steps, self.decay_steps or total - self.warmup_steps))
-            return self.min_ratio + (1 - self.min_ratio) * left
-
-        return schedule
-
-    def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
-        yield from super().problems(job, layout)
-        end = self.warmup_steps + self.decay_steps
-        if self.decay_steps and end > job.train.steps:
-            message = (
-                f"warmup_steps {self.warmup_steps} + decay_steps {self.decay_steps} = {end} updates are more than "
-            )
-            yield Problem("decay_steps", f"{message}train.steps {job.train.steps}; 0 decays until the end")
 
 
 @frozen(kw_only=True)

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forge_core.schedules import Constant, progress, warmup
+from forge_core.schedules import Constant, warmup
+from forge_kit.schedules import progress
 
 steps = st.integers(0, 10_000)
 lengths = st.integers(0, 10_000)

@@ -6,7 +6,7 @@ import math
 
 from attrs import frozen
 
-from forge_core.schedules import DecayComponent
+from forge_kit.schedules import DecayComponent
 
 
 @frozen(kw_only=True)

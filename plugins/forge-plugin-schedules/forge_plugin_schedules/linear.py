@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from attrs import frozen
 
-from forge_core.schedules import DecayComponent
+from forge_kit.schedules import DecayComponent
 
 
 @frozen(kw_only=True)

@@ -11,7 +11,8 @@ from attrs.validators import and_, ge, le
 
 from forge_core.contracts.components import when_resumed
 from forge_core.contracts.errors import Problem
-from forge_core.schedules import WarmupComponent, progress, warmup
+from forge_core.schedules import WarmupComponent, warmup
+from forge_kit.schedules import progress
 
 if TYPE_CHECKING:
     from forge_core.config.job import Job
