@@ -66,6 +66,17 @@ def test_accumulation_over_uneven_micro_batches_is_the_mean_over_valid_tokens(
         torch.testing.assert_close(trained[name], tensor, rtol=1e-10, atol=1e-12)
 
 
+def test_what_a_loss_adds_to_the_cross_entropy_is_trained_on_and_not_reported(make_job, train, lines):
+    from forge_core.losses import CrossEntropy
+
+    plain, penalised = (
+        lines(train(make_job(loss=loss, micro_batch_size=2, job={"name": f"{number}"})))[0]
+        for number, loss in enumerate([CrossEntropy(), CrossEntropy(z_loss=1.0)])
+    )
+    assert penalised["loss"] == plain["loss"]
+    assert penalised["grad_norm"] != plain["grad_norm"]
+
+
 def test_bf16_keeps_weights_gradients_norms_and_losses_in_float32(make_job, build):
     run = build(make_job(precision="bf16"))
     seen = {}

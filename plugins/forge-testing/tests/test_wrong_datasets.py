@@ -104,6 +104,12 @@ class AnotherHeldOut(Sequences):
         self.held_out = NumberSequences(4, SEQ_LEN, 1, next(self.starts))
 
 
+class HeldOutFromTraining(Sequences):
+    """Holds out what it trains on."""
+
+    held_out = NumberSequences(8, SEQ_LEN, 1, 4)
+
+
 class OfTheProcess(Sequences):
     parent = os.getpid()
 
@@ -192,6 +198,11 @@ CONTINUED = "test_a_run_that_continues_gets_the_sequences_that_come_next"
         (LABELS, component_of(Floats), "input_ids of sequence 0 are float32; they must be integers"),
         (LABELS, component_of(Negative), "input_ids of sequence 0 have the id -1000; allowed is 0 or more"),
         ("test_what_is_held_out_is_fixed", component_of(AnotherHeldOut), "built twice, held-out sequence 0 differs"),
+        (
+            "test_what_is_held_out_is_not_trained_on",
+            component_of(HeldOutFromTraining),
+            "all of the first 8 held-out sequences are trained on too; hold out sequences that training never reads",
+        ),
         ("test_workers_change_nothing", component_of(OfTheProcess), "with data.workers = 2, the run gets other `input"),
         (CONTINUED, component_of(NextPosition), "a run that continues after step 3 gets other `input_ids` in step 4"),
         (CONTINUED, component_of(OddPosition), "is not plain JSON"),

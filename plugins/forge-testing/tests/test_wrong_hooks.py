@@ -54,6 +54,24 @@ class Nudges(TrainingHook):
 
 
 @define(kw_only=True, slots=False)
+class NoiseOfTheRank(TrainingHook):
+    """Gradient noise from the default generator, whose seed differs from rank to rank."""
+
+    def on_gradients(self, context):
+        for parameter in context.model.parameters():
+            parameter.grad.add_(torch.randn_like(parameter.grad), alpha=0.01)
+
+
+@define(kw_only=True, slots=False)
+class ScalesWithRanks(TrainingHook):
+    """Divides by the number of ranks what is a sum already."""
+
+    def on_gradients(self, context):
+        for parameter in context.model.parameters():
+            parameter.grad.mul_(0.1 if torch.distributed.get_world_size() > 1 else 1.0)
+
+
+@define(kw_only=True, slots=False)
 class Watches(TrainingHook):
     """Right: it does nothing to training."""
 
@@ -68,6 +86,7 @@ class Doubles(Plugin):
         return lambda step, total: 2 * schedule(step, total)
 
 
+RANKS = "test_ranks_change_training_alike"
 STATE, SAME = "test_its_state_is_plain_and_comes_back", "test_it_changes_training_only_if_it_says_so"
 
 
@@ -95,6 +114,8 @@ STATE, SAME = "test_its_state_is_plain_and_comes_back", "test_it_changes_trainin
         ),
         (SAME, Nudges(), {}, "a run without it differs in the losses, model.embedding.weight"),
         (SAME, Doubles(), {}, "One that is to change training says so with `changes_training = True`"),
+        (RANKS, NoiseOfTheRank(), {"changes_training": True}, "two ranks have other values of embedding.weight, "),
+        (RANKS, ScalesWithRanks(), {"changes_training": True}, "than one process; what a hook does must not depend on"),
         (
             SAME,
             Watches(),

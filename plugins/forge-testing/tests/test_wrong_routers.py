@@ -115,6 +115,36 @@ class Unseeded(TopTwo):
         self.noise = torch.randn(3, device=device)
 
 
+class ByRow(TopTwo):
+    """The row of the micro-batch decides."""
+
+    def forward(self, x, batch):
+        return super().forward(x + torch.arange(len(x)).view(-1, 1, 1), batch)
+
+
+class ByMicroBatch(TopTwo):
+    """The mean over the micro-batch decides."""
+
+    def forward(self, x, batch):
+        return super().forward(x - x.mean((0, 1)), batch)
+
+
+class Noisy(TopTwo):
+    def forward(self, x, batch):
+        return super().forward(x + torch.randn_like(x), batch)
+
+
+class NoisyInTraining(TopTwo):
+    """Right: noise in training is its own affair."""
+
+    def forward(self, x, batch):
+        return super().forward(x + torch.randn_like(x) if self.training else x, batch)
+
+
+class TestNoisyInTraining(RouterSuite):
+    component = component_of(NoisyInTraining)
+
+
 SHAPES = "test_each_token_gets_weights_and_numbers_of_experts"
 MEAN = "test_it_says_how_many_experts_a_token_has"
 
@@ -137,6 +167,9 @@ MEAN = "test_it_says_how_many_experts_a_token_has"
         (SHAPES, Silent, "the router said NoneType; it gives two tensors"),
         (MEAN, Modest, "`experts_per_token` is 1, but tokens have 2 in the mean"),
         ("test_it_says_the_same_again", Counting, "asked twice in evaluation mode, it says different things"),
+        ("test_it_says_the_same_again", Noisy, "in evaluation mode, it says different things; keep nothing from call"),
+        ("test_a_sequence_is_routed_by_itself", ByRow, "a sequence in another row of the micro-batch is routed other"),
+        ("test_a_sequence_is_routed_by_itself", ByMicroBatch, "without the other sequences of the micro-batch is rou"),
         ("test_gradients_reach_it", Deaf, "the weights are not differentiable"),
         ("test_gradients_reach_it", HalfDeaf, "no gradient reaches unused.weight"),
     ],

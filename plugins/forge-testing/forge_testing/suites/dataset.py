@@ -23,6 +23,8 @@ from forge_core.engine.build import build_datasets, build_tokenizer
 from forge_testing.suites.base import Suite, explained
 
 Sample = Mapping[str, np.ndarray]
+COMPARED = 512
+"""Sequences that are compared at the most."""
 
 
 class DatasetSuite(Suite):
@@ -108,6 +110,21 @@ class DatasetSuite(Suite):
             assert _equal(held[number], again[number]), f"built twice, held-out sequence {number} differs"
             shape = np.asarray(held[number]["labels"]).shape
             assert shape == (job.train.seq_len,), f"labels of held-out sequence {number} have the shape {shape}"
+
+    def test_what_is_held_out_is_not_trained_on(self, tmp_path: Path) -> None:
+        """Else a held-out loss would measure what was learnt by heart."""
+        data = self._build(self._job(tmp_path))
+        if data.held_out is None or not len(data.held_out):
+            pytest.skip("it holds nothing out")
+        held = {_content(data.held_out[number]) for number in range(min(len(data.held_out), COMPARED))}
+        if isinstance(data, Stream):
+            trained = {_content(s) for lane in range(data.lanes) for s, _ in islice(data.read(lane, None), COMPARED)}
+        else:
+            trained = {_content(data[number]) for number in range(min(len(data), COMPARED))}
+        assert held - trained, (
+            f"all of the first {len(held)} held-out sequences are trained on too; hold out sequences that training "
+            "never reads (if the data of this test repeats itself, give the suite some that does not)"
+        )
 
     # --- positions -----------------------------------------------------------------------------------------------
 
@@ -235,6 +252,11 @@ def _check_documents(name: str, documents: Documents) -> None:
         f"{name}learned(0, {total}) must be None or (T,) bool"
     )
     assert isinstance(documents.where(0, 1), str), f"{name}where(0, 1) must be a text that names the place"
+
+
+def _content(sample: Sample) -> bytes:
+    """The tokens of a sequence."""
+    return np.asarray(sample["input_ids"]).astype(np.int64).tobytes()
 
 
 def _equal(one: Sample, other: Sample) -> bool:

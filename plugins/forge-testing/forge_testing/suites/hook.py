@@ -8,13 +8,17 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import attrs
+import pytest
 import torch
+from attrs import define
 from torch import Tensor
 
 from forge_core.config.job import Job
 from forge_core.contracts.components import Plugin, TrainingHook
+from forge_core.contracts.contexts import TrainContext
 from forge_core.engine.hooks import EVENTS
 from forge_core.engine.trainer import Summary
+from forge_testing.processes import run_on_ranks
 from forge_testing.suites.base import Stop, Suite, explained, losses_of, saved_state, some, state_differences
 
 STEPS = 6
@@ -89,13 +93,45 @@ class HookSuite(Suite):
             "`changes_training = True` in its suite"
         )
 
-    def _job(self, folder: Path, hook: TrainingHook | Plugin | None, name: str) -> Job:
+    def test_ranks_change_training_alike(self, tmp_path: Path) -> None:
+        """Two ranks that each hold the whole model end with the same weights, and with those of one process."""
+        if not self.changes_training:
+            pytest.skip("it leaves training as it is")
+
+        def weights(name: str) -> Mapping[str, Tensor]:
+            last = Weights()
+            self.train(self._job(tmp_path, self.make(tmp_path), name, precision="fp64"), last)
+            return last.weights
+
+        with explained("it fails on two ranks"):
+            first, second = run_on_ranks(2, lambda rank: weights("two"))
+        differ = _unequal(second, first)
+        assert not differ, (
+            f"after {STEPS} steps two ranks have other values of {some(differ)}; what a hook draws or decides must be "
+            "the same on every rank: derive it from the seed of the job and the step, or agree on it"
+        )
+        alone = weights("one")
+        differ = [name for name in alone if not torch.allclose(first[name], alone[name], rtol=1e-6, atol=1e-8)]
+        assert not differ, (
+            f"two ranks end with other values of {some(differ)} than one process; what a hook does must not depend on "
+            "the number of ranks"
+        )
+
+    def _job(self, folder: Path, hook: TrainingHook | Plugin | None, name: str, **changes: Any) -> Job:
         table = "plugins" if isinstance(hook, Plugin) else "hooks"
-        changes: dict[str, Any] = {} if hook is None else {table: {"tested": hook}}
+        changes |= {} if hook is None else {table: {"tested": hook}}
         where = {"name": name, "output": str(folder)}
         return self.tiny_job(
             folder, steps=STEPS, eval={"interval": 2}, checkpoint={"interval": 2}, job=where, **changes
         )
+
+
+@define(kw_only=True, slots=False)
+class Weights(TrainingHook):
+    """Keeps a copy of the weights after the last step."""
+
+    def on_train_end(self, context: TrainContext) -> None:
+        self.weights = {name: value.detach().clone() for name, value in context.model.state_dict().items()}
 
 
 def _weights_that_differ(found: Summary, expected: Summary) -> list[str]:

@@ -20,7 +20,7 @@ TOKENS = (2, 12)
 
 
 class RouterSuite(Suite):
-    """Shapes, numbers of experts in range, finite weights, determinism and initial values.
+    """Shapes, experts in range, finite weights, determinism, independence of the micro-batch, and initial values.
 
     class TestTopK(RouterSuite):
         component = TopK(top_k=2)
@@ -72,17 +72,36 @@ class RouterSuite(Suite):
         assert abs(told - seen) < 1e-6, f"`experts_per_token` is {told:g}, but tokens have {seen:g} in the mean"
 
     def test_it_says_the_same_again(self, tmp_path: Path) -> None:
-        """In evaluation mode; and in training mode, once the default generator is where it was."""
+        """In training mode once the default generator is where it was; in evaluation mode, which is without noise,
+        whatever the generator."""
         router, tokens = self._ready(tmp_path), self._tokens()
-        for mode in (False, True):
-            router.train(mode)
-            answers = []
-            for _ in range(2):
-                torch.manual_seed(0)
-                answers.append(self._said(router, *tokens))
-            same = all(torch.equal(one, other) for one, other in zip(*answers, strict=True))
-            name = "training" if mode else "evaluation"
-            assert same, f"asked twice in {name} mode, it says different things; keep nothing from call to call"
+        for training in (False, True):
+            torch.manual_seed(0)
+            router.train(training)
+            first = self._said(router, *tokens)
+            torch.manual_seed(0 if training else 1)
+            name, fix = ("training", "") if training else ("evaluation", ", and draw noise in training only")
+            assert _equal(first, self._said(router, *tokens)), (
+                f"asked twice in {name} mode, it says different things; keep nothing from call to call{fix}"
+            )
+
+    def test_a_sequence_is_routed_by_itself(self, tmp_path: Path) -> None:
+        """Whatever other sequences are in the micro-batch, and in which row it is: layouts and micro-batches decide
+        that. In training mode too, if nothing is drawn there."""
+        router, (x, batch) = self._ready(tmp_path), self._tokens()
+        for training in (False, True):
+            router.train(training)
+            whole = self._said(router, x, batch)
+            if training and not _equal(whole, self._said(router, x, batch)):
+                continue  # noise, which is drawn for a micro-batch
+            for rows, what in (([1, 0], "in another row"), ([0], "without the other sequences")):
+                part = self._said(router, x[rows], {name: value[rows] for name, value in batch.items()})
+                near = torch.allclose(part[0], whole[0][rows], rtol=1e-4, atol=1e-6)
+                same = near and torch.equal(part[1], whole[1][rows])
+                assert same, (
+                    f"a sequence {what} of the micro-batch is routed otherwise; what depends on several tokens must "
+                    "depend on those of their sequence only, or the curve depends on the layout"
+                )
 
     def test_gradients_reach_it(self, tmp_path: Path) -> None:
         """The weights must be differentiable, or its parameters would never train."""
@@ -123,3 +142,7 @@ class RouterSuite(Suite):
         pair = isinstance(said, tuple) and len(said) == 2 and all(isinstance(part, Tensor) for part in said)
         assert pair, f"the router said {type(said).__name__}; it gives two tensors: weights, and numbers of experts"
         return said
+
+
+def _equal(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> bool:
+    return all(torch.equal(*pair) for pair in zip(one, other, strict=True))
