@@ -15,10 +15,14 @@ from typing import Any, Literal
 
 from forge_core.checkpoint.ranks import Ranks, describe_fault
 from forge_core.contracts.errors import CheckpointError
+from forge_core.launch.progress_beacon import report_progress
 
 MANIFEST = "manifest.json"
 FORMAT = 2
 """2: tensors as raw bytes."""
+
+BLOCK = 1 << 24
+"""Bytes that are hashed at a time."""
 
 How = Literal["full", "sizes"]
 
@@ -136,5 +140,9 @@ def _fault(path: Path, entry: Mapping[str, Any], how: How) -> str:
 
 
 def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        while block := file.read(BLOCK):
+            digest.update(block)
+            report_progress("verifying")
+    return digest.hexdigest()

@@ -28,6 +28,7 @@ from forge_core.checkpoint.index import INDEX, Extent, index_to_json, read_index
 from forge_core.checkpoint.manifest import threads
 from forge_core.checkpoint.ranks import describe_fault
 from forge_core.contracts.errors import CheckpointError
+from forge_core.launch.progress_beacon import report_progress
 
 SMALLEST_SHARE = 1 << 25
 """Bytes below which another file, and a thread to write it, does not pay."""
@@ -133,6 +134,7 @@ class ShardReader(StorageReader):
             read = _fill(torch.empty(sizes, dtype=dtype), file, item)
             target.copy_(_part(read, item) if sizes == chunk.sizes else read)
         planner.commit_tensor(item, target)
+        report_progress("reading")
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
@@ -154,6 +156,7 @@ class _HashedFile:
         if self.size - self._on_its_way >= FLUSHED_TOGETHER:
             self._start_flush()
         self._digest.update(data)
+        report_progress("writing")
 
     def _start_flush(self) -> None:
         """Have the kernel begin to write to the disk now, so that at the end there is little left to wait for. This is

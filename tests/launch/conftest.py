@@ -31,6 +31,7 @@ from pathlib import Path
 import torch
 from attrs import define
 from forge_core import TrainingHook, report_progress
+from forge_core.checkpoint import shards
 
 
 @define(kw_only=True, slots=False)
@@ -62,6 +63,10 @@ class Trouble(TrainingHook):
             for number in range(100):
                 report_progress(f"{number} of 100 files")
                 time.sleep(0.15)
+            return
+        if self.what == "slow save":
+            write = shards._HashedFile.write
+            shards._HashedFile.write = lambda *arguments: (time.sleep(1.2), write(*arguments))
             return
         if self.what == "linger":
             atexit.register(Path("took-leave").touch)

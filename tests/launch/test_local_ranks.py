@@ -102,9 +102,11 @@ def test_a_rank_that_is_stopped_ends_the_run_and_is_named(job, stopped):
     assert any(f"rank {stopped}" in line and "does not respond" in line for line in lines[:2]), err
 
 
-def test_work_that_reports_its_progress_is_no_hang_however_long_it_takes(job):
+@pytest.mark.parametrize("what", ["work", "slow save"])
+def test_work_that_moves_is_no_hang_however_long_it_takes(job, what):
     began = time.monotonic()
-    code, _, err = job.finish(job.start("--nproc", "2", "--launch.hang_timeout_s=5", *job.trouble("work", rank=0)))
+    limit = "--launch.hang_timeout_s=5"
+    code, _, err = job.finish(job.start("--nproc", "2", limit, "--checkpoint.interval=0", *job.trouble(what, rank=0)))
     assert (code, err) == (0, "")
     assert time.monotonic() - began > 15
 

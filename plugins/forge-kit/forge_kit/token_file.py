@@ -21,6 +21,7 @@ import numpy as np
 
 from forge_core.contracts.data import Documents
 from forge_core.contracts.errors import ForgeError, JobError
+from forge_core.launch.progress_beacon import report_progress
 
 MAGIC = b"FORGETOK"
 FORMAT = 1
@@ -118,6 +119,7 @@ class TokenFileWriter:
         self._text_bytes += text_bytes
         if is_last:
             self._ends.append(self._tokens)
+        report_progress("tokenizing")  # other ranks wait for this one
 
     def _checked(self, name: str, ids: Sequence[int] | np.ndarray) -> np.ndarray:
         found = np.asarray(ids, dtype=np.int64)

@@ -1,0 +1,45 @@
+"""A corpus whose tokenization takes longer than `launch.hang_timeout_s` starts on two ranks."""
+
+from __future__ import annotations
+
+import time
+
+SLOW_BYTES = """
+import time
+
+from attrs import frozen
+from forge_core import TokenizerComponent
+from forge_plugin_text.bytes import Bytes, ByteTokenizer
+from forge_testing.tiny import VOCABULARY
+
+
+class SlowTokenizer(ByteTokenizer):
+    vocab_size, end_of_text = VOCABULARY, 0
+
+    def encode(self, text):
+        return [1 + byte % (VOCABULARY - 1) for byte in text.encode()]
+
+    def encode_batch(self, texts):
+        time.sleep(2.5)
+        return super().encode_batch(texts)
+
+
+@frozen(kw_only=True)
+class SlowBytes(Bytes):
+    def build(self, context, documents):
+        return SlowTokenizer()
+"""
+
+BATCHES, DOCUMENTS_OF_A_BATCH = 5, 1024
+
+
+def test_a_corpus_that_tokenizes_for_longer_than_the_limit_starts_on_two_ranks(job):
+    (job.folder / "slow.py").write_text(SLOW_BYTES)
+    lines = (f'{{"text": "document {number}"}}\n' for number in range(BATCHES * DOCUMENTS_OF_A_BATCH))
+    (job.folder / "corpus.jsonl").write_text("".join(lines))
+    source = '--data.sources=[{type = "text", path = "corpus.jsonl", held_out_every = 0}]'
+    keys = (source, "--data.tokenizer={type = './slow.py:SlowBytes'}", "--launch.hang_timeout_s=6")
+    began = time.monotonic()
+    code, _, err = job.finish(job.start("--nproc", "2", *keys))
+    assert (code, err) == (0, ""), err
+    assert time.monotonic() - began > 2.5 * BATCHES
