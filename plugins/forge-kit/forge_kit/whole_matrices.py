@@ -7,23 +7,21 @@ travel back: two collectives a step, and the work is divided, not repeated. Rank
 from __future__ import annotations
 
 import math
+import warnings
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from attrs import frozen
-from torch import Tensor, nn
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from forge_core.contracts.deprecation import deprecated
 from forge_core.parallel.mesh import place_of
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from forge_core.contracts.contexts import BuildContext
 
 Box = tuple[slice, ...]
 """What a rank holds of a tensor: a range along each dimension."""
@@ -53,8 +51,8 @@ class WholeMatrices:
 
     Args:
         parameters: matrices, or stacks of them on dimension 0, split over ranks in any way.
-        cost: of the work on a matrix of a shape, to divide it equally; by default that of products with its own Gram
-            matrix.
+        mesh: the run's; None in a single process.
+        cost: work on a matrix of a shape, to divide it equally; by default that of products with its own Gram matrix.
 
     Attributes:
         matrices: all of them; equal on all ranks that share them.
@@ -63,16 +61,18 @@ class WholeMatrices:
 
     def __init__(
         self,
-        parameters: Sequence[nn.Parameter],
-        context: BuildContext,
+        parameters: Sequence[Tensor],
+        mesh: DeviceMesh | None = None,
         cost: Callable[[Sequence[int]], float] = lambda shape: math.prod(shape) * min(shape),
     ) -> None:
-        self._group, ranks = _sharing_ranks(context.mesh)
+        mesh = _mesh_of(mesh)
+        self._group, ranks = _sharing_ranks(mesh)
         self.rank = ranks.index(dist.get_rank()) if self._group is not None else 0
-        places = [place_of(rank, context.mesh) if context.mesh is not None else {} for rank in ranks]
-        self.matrices = list(_matrices(parameters, context.mesh, places, self.rank, cost))
+        places = [place_of(rank, mesh) if mesh is not None else {} for rank in ranks]
+        self.matrices = list(_matrices(parameters, mesh, places, self.rank, cost))
         self._gathers = any(list(matrix.senders) != [matrix.owner] for matrix in self.matrices)
         self._scatters = any(_holders(matrix.boxes) != [matrix.owner] for matrix in self.matrices)
+        self._batches: dict[tuple[Any, ...], list[list[Matrix]]] = {}
 
     def owned(self, numbers: Iterable[int]) -> list[Matrix]:
         """The matrices of these parameters that this rank owns, in the order in which `map` hands them out."""
@@ -88,42 +88,80 @@ class WholeMatrices:
             parts: by number of a parameter, a tensor that is split like it. The same numbers on all ranks, all of one
                 dtype.
             function: from the whole matrices (rows, columns) that this rank owns to others of the same shapes and
-                dtype. It leaves those that it gets as they are. Not called if there are none.
+                dtype. It leaves its inputs as they are. Not called if there are none.
         """
         if not parts:
             return {}
-        like = next(iter(parts.values()))
+        results: dict[int, Tensor] = {}
         chosen = [matrix for matrix in self.matrices if matrix.parameter in parts]
-        owned = self.owned(parts)
+        like = next(iter(parts.values()))
+        for matrix, piece in self.each(
+            chosen, lambda matrix: parts[matrix.parameter][matrix.own_place], function, like
+        ):
+            if matrix.item is None:
+                results[matrix.parameter] = piece
+            else:
+                stack = results.setdefault(matrix.parameter, torch.empty_like(parts[matrix.parameter]))
+                stack[matrix.own_place] = piece
+        return {number: results.get(number, part) for number, part in parts.items()}  # this rank may hold none of some
+
+    def each(
+        self,
+        chosen: Sequence[Matrix],
+        part: Callable[[Matrix], Tensor],
+        function: Callable[[list[Tensor]], Sequence[Tensor]],
+        like: Tensor,
+    ) -> Iterator[tuple[Matrix, Tensor]]:
+        """This rank's part of what `function` makes of each matrix, for the matrices of which it holds a part.
+
+        Collective, once iterated; the memory of a part is free when the next one is asked for.
+
+        Args:
+            chosen: some of `matrices`, the same on all ranks, in their order.
+            part: this rank's part of a matrix that it holds a part of; all of one dtype.
+            function: as in `map`.
+            like: a tensor of that dtype, on the device.
+        """
+        owned = [matrix for matrix in chosen if matrix.owner == self.rank]
         pieces = self._exchange(
-            [(m.owner, parts[m.parameter][m.own_place]) for m in chosen if self.rank in m.senders],
+            [(m.owner, part(m)) for m in chosen if self.rank in m.senders],
             [(rank, m.boxes[rank]) for m in owned for rank in m.senders],
             like,
             self._gathers,
         )
         whole = [_assemble(matrix, pieces) for matrix in owned]
         results = function(whole) if whole else []
+        del whole
         pieces = self._exchange(
             [(r, result[m.boxes[r]]) for m, result in zip(owned, results, strict=True) for r in _holders(m.boxes)],
             [(m.owner, m.boxes[self.rank]) for m in chosen if m.boxes[self.rank] is not None],
             like,
             self._scatters,
         )
-        return self._fill(chosen, parts, pieces)
-
-    def _fill(
-        self, chosen: Sequence[Matrix], parts: Mapping[int, Tensor], pieces: Iterator[Tensor]
-    ) -> dict[int, Tensor]:
-        found: dict[int, Tensor] = {}
+        del results
         for matrix in chosen:
-            if matrix.boxes[self.rank] is None:
-                continue
-            if matrix.item is None:
-                found[matrix.parameter] = next(pieces)
-            else:
-                stack = found.setdefault(matrix.parameter, torch.empty_like(parts[matrix.parameter]))
-                stack[matrix.own_place] = next(pieces)
-        return {number: found.get(number, part) for number, part in parts.items()}  # nothing of some may be here
+            if matrix.boxes[self.rank] is not None:
+                yield matrix, next(pieces)
+
+    def batches(self, numbers: Iterable[int], elements: int, stacked: int = 1) -> list[list[Matrix]]:
+        """The matrices of these parameters, divided so that a rank works on few elements at a time.
+
+        The same on all ranks, since each batch is a call of the collective `each`.
+
+        Args:
+            numbers: of parameters, the same on all ranks.
+            elements: bound on what a rank owns in a batch, and on what it holds parts of; exceeded where a single stack
+                does, and where ranks would otherwise have less than a matrix each.
+            stacked: matrices of one shape and owner are kept together in stacks of at most so many elements. A product
+                of a stack may round otherwise than products of its parts, so stacks must not depend on `elements`.
+        """
+        key = (tuple(numbers), elements, stacked)
+        if key not in self._batches:
+            # Only the latest division is kept: which parameters are trained seldom changes from step to step.
+            chosen = set(key[0])
+            stacks = _stacks([matrix for matrix in self.matrices if matrix.parameter in chosen], stacked)
+            self._batches = {key: _divided(stacks, elements)}
+        return self._batches[key]
 
     def _exchange(
         self,
@@ -172,6 +210,47 @@ class WholeMatrices:
         return {rank: deque(next(parts) for _ in lengths[rank]) for rank in range(size)}
 
 
+def _mesh_of(mesh: Any) -> DeviceMesh | None:
+    """A build context is accepted in place of its mesh, as before 0.2."""
+    if mesh is None or isinstance(mesh, DeviceMesh):
+        return mesh
+    warnings.warn(deprecated("WholeMatrices(parameters, context)", "0.3", "pass context.mesh"), stacklevel=3)
+    return mesh.mesh
+
+
+def _stacks(matrices: Sequence[Matrix], elements: int) -> list[list[Matrix]]:
+    """Matrices of one shape and owner, as many together as have at most so many elements; ordered by the first."""
+    stacks: list[list[Matrix]] = []
+    latest: dict[tuple[int, tuple[int, ...]], list[Matrix]] = {}
+    for matrix in matrices:
+        stack = latest.get((matrix.owner, matrix.shape))
+        if stack is None or (len(stack) + 1) * math.prod(matrix.shape) > elements:
+            stack = latest[matrix.owner, matrix.shape] = []
+            stacks.append(stack)
+        stack.append(matrix)
+    return stacks
+
+
+def _divided(stacks: Sequence[Sequence[Matrix]], elements: int) -> list[list[Matrix]]:
+    batches: list[list[Matrix]] = []
+    owned: dict[int, int] = defaultdict(int)
+    held: dict[int, int] = defaultdict(int)
+    for stack in stacks:
+        size = len(stack) * math.prod(stack[0].shape)
+        busiest = max([owned[stack[0].owner] + size, *held.values()])
+        # With fewer matrices than ranks, some owners would idle while others work, batch after batch.
+        if not batches or (busiest > elements and len(batches[-1]) >= len(stack[0].boxes)):
+            batches.append([])
+            owned.clear()
+            held.clear()
+        batches[-1].extend(stack)
+        owned[stack[0].owner] += size
+        for matrix in stack:
+            for rank in _holders(matrix.boxes):
+                held[rank] += math.prod(_shape(matrix.boxes[rank] or ()))
+    return batches
+
+
 def _sharing_ranks(mesh: DeviceMesh | None) -> tuple[dist.ProcessGroup | None, list[int]]:
     """The ranks that have the same layers as this one, as a group; None if it is alone."""
     if mesh is None:
@@ -186,7 +265,7 @@ def _sharing_ranks(mesh: DeviceMesh | None) -> tuple[dist.ProcessGroup | None, l
 
 
 def _matrices(
-    parameters: Sequence[nn.Parameter],
+    parameters: Sequence[Tensor],
     mesh: DeviceMesh | None,
     places: Sequence[Mapping[str, int]],
     rank: int,

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from forge_core.contracts.deprecation import ForgeDeprecation
 from forge_core.parallel.mesh import local_part
 from forge_kit.whole_matrices import WholeMatrices
 from forge_testing.processes import run_on_ranks
@@ -77,7 +78,7 @@ def found(ranks, degrees, left_out):
         mesh_dim_names=DIMENSIONS,
     )
     parameters = parameters_of(mesh, degrees)
-    whole = WholeMatrices(list(parameters.values()), SimpleNamespace(mesh=mesh))
+    whole = WholeMatrices(list(parameters.values()), mesh)
     worked_on = []
 
     def work(matrices):
@@ -127,6 +128,37 @@ def test_every_rank_gets_its_part_and_each_matrix_is_worked_on_once(tried, name,
     matrices = [shape for shape_name in SHAPES if shape_name not in left_out for shape in shapes_of(shape_name)]
     worked_on = [shape for _, shapes in by_rank for shape in shapes]
     assert sorted(worked_on) == sorted(matrices * LAYOUTS[name][1].get("pp", 1))
+
+
+def test_batches_hold_few_elements_and_every_matrix_once():
+    whole = WholeMatrices([full(name) for name in SHAPES])
+    numbers = range(len(SHAPES))
+    batches = whole.batches(numbers, elements=72)
+    assert [matrix for batch in batches for matrix in batch] == whole.matrices
+    sizes = [sum(math.prod(matrix.shape) for matrix in batch) for batch in batches]
+    assert len(sizes) > 3
+    assert max(sizes) <= 72
+    assert [len(batch) for batch in whole.batches(numbers, elements=1)] == [1] * len(whole.matrices)
+    assert len(whole.batches(numbers, elements=10**6)) == 1
+
+
+def test_a_batch_has_a_matrix_for_every_rank():
+    """Else owners would idle, batch after batch."""
+    by_rank = run_on_ranks(4, lambda rank: batches_on(4))
+    assert all(sizes == by_rank[0] for sizes in by_rank)
+    assert min(by_rank[0][:-1]) >= 4
+
+
+def batches_on(ranks):
+    degrees = [ranks if name == "replicate" else 1 for name in DIMENSIONS]
+    mesh = DeviceMesh("cpu", torch.arange(ranks).view(degrees), mesh_dim_names=DIMENSIONS)
+    whole = WholeMatrices([full(name) for name in SHAPES], mesh)
+    return [len(batch) for batch in whole.batches(range(len(SHAPES)), elements=1)]
+
+
+def test_a_context_in_place_of_its_mesh_is_deprecated():
+    with pytest.warns(ForgeDeprecation, match=r"pass context\.mesh"):
+        assert WholeMatrices([full("square")], SimpleNamespace(mesh=None)).rank == 0
 
 
 def shapes_of(name):

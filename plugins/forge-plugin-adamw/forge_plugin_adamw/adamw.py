@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from attrs import field, frozen
 from attrs.validators import ge, gt
 
 from forge_core.contracts.components import OptimizerComponent, when_resumed
+from forge_kit import fields
 
 if TYPE_CHECKING:
     import torch
 
     from forge_core.contracts.contexts import BuildContext
     from forge_core.contracts.parameters import NamedParameters
-
-
-def _betas(_: object, attribute: Any, betas: tuple[float, float]) -> None:
-    if not all(0 <= beta < 1 for beta in betas):
-        raise ValueError(f"each must be >= 0 and < 1, got {list(betas)}")
 
 
 @frozen(kw_only=True)
@@ -30,7 +26,7 @@ class AdamW(OptimizerComponent):
 
     lr: float = field(default=3e-4, validator=gt(0))
     """Base learning rate; the schedule multiplies it."""
-    betas: tuple[float, float] = field(default=(0.9, 0.95), validator=_betas)
+    betas: tuple[float, float] = field(default=(0.9, 0.95), validator=fields.betas)
     """Decay of the averages of the gradient and of its square."""
     eps: float = field(default=1e-8, validator=gt(0))
     """Added to the root of the averaged square."""

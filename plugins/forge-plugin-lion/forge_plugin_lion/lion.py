@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from attrs import field, frozen
 from attrs.validators import ge, gt
 
 from forge_core.contracts.components import OptimizerComponent
+from forge_kit import fields
 
 if TYPE_CHECKING:
     import torch
 
     from forge_core.contracts.contexts import BuildContext
     from forge_core.contracts.parameters import NamedParameters
-
-
-def _betas(_: object, attribute: Any, betas: tuple[float, float]) -> None:
-    if not all(0 <= beta < 1 for beta in betas):
-        raise ValueError(f"each must be >= 0 and < 1, got {list(betas)}")
 
 
 @frozen(kw_only=True)
@@ -32,7 +28,7 @@ class Lion(OptimizerComponent):
 
     lr: float = field(default=1e-4, validator=gt(0))
     """Base learning rate; the schedule multiplies it."""
-    betas: tuple[float, float] = field(default=(0.9, 0.99), validator=_betas)
+    betas: tuple[float, float] = field(default=(0.9, 0.99), validator=fields.betas)
     """Weight of the momentum where it is interpolated with the gradient for the update, and its decay from step to
     step."""
     weight_decay: float = field(default=0.3, validator=ge(0))

@@ -1,18 +1,48 @@
-"""Moments in bfloat16."""
+"""AdamW with moments in bfloat16."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from forge_kit.groups import Groups, as_groups, names_in
 from forge_plugin_lowbit.arithmetic import adamw
-from forge_plugin_lowbit.optimizer import STEP, contiguous_like
+from forge_plugin_lowbit.optimizer import STEP, LowBitAdamW, contiguous_like
 from forge_plugin_lowbit.rounding import Rounding, random_bits, round_with
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
 MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class BF16AdamW(LowBitAdamW):
+    """`LowBitAdamW` with moments in bfloat16.
+
+    State: `exp_avg` and `exp_avg_sq` like each parameter, and `step`.
+
+    Args:
+        params: as of `LowBitAdamW`, whose further arguments are `settings`.
+        stochastic_rounding: false: to the nearest.
+        seed: of the random bits.
+        mesh: over which parameters that are DTensors are split.
+    """
+
+    def __init__(
+        self,
+        params: Groups,
+        *,
+        stochastic_rounding: bool = True,
+        seed: int = 0,
+        mesh: DeviceMesh | None = None,
+        **settings: Any,
+    ) -> None:
+        groups = as_groups(params)
+        rounding = Rounding(names_in(groups), seed, mesh)
+        super().__init__(groups, BF16Moments(rounding, stochastic_rounding), rounding, **settings)
 
 
 class BF16Moments:

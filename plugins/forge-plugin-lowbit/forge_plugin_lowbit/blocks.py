@@ -7,7 +7,8 @@ blocks do not depend on how the parameter is split, as long as no block is.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,8 +22,6 @@ from forge_kit.whole_matrices import own_box
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-    from forge_core.contracts.parameters import NamedParameter
 
 SMALLEST = 8
 """Elements of a block, at least."""
@@ -65,25 +64,34 @@ def blocks_of(shape: Sequence[int], size: int) -> Blocks | None:
     return found if shape[-2] % found.rows == 0 else None
 
 
-def check_whole(blocks: Mapping[NamedParameter, Blocks], mesh: DeviceMesh | None) -> None:
-    """Stages must leave each rank whole blocks.
+def blocks_for(
+    name: str, shape: Sequence[int], block_size: int, min_size: int, exclude: Iterable[str]
+) -> Blocks | None:
+    """The blocks of a parameter whose moments are quantised; None if they are kept in float32."""
+    if math.prod(shape) < min_size or any(fnmatchcase(name, glob) for glob in exclude):
+        return None
+    return blocks_of(shape, block_size)
+
+
+def check_whole(blocks: Mapping[Tensor, Blocks], names: Mapping[Tensor, str], mesh: DeviceMesh | None) -> None:
+    """Each rank must have whole blocks.
 
     Raises:
-        JobError: they do not; says which size of blocks they would leave whole.
+        JobError: stages cut some; names the size of blocks that they would leave whole.
     """
-    cut = [item.parameter for item, found in blocks.items() if _is_cut(item.parameter, found, mesh)]
+    cut = [parameter for parameter, found in blocks.items() if _is_cut(parameter, found, mesh)]
     if not cut:
         return
-    name, size = next((item.name, found.size) for item, found in blocks.items() if item.parameter is cut[0])
+    name, size = names[cut[0]], blocks[cut[0]].size
     part = f"{list(local_part(cut[0]).shape)} of {name}, {list(cut[0].shape)}"
     more = f", and so with {len(cut) - 1} more" if len(cut) > 1 else ""
-    seen = f"a rank has {part}, which is not made of whole blocks of {size} elements{more}"
-    fix = "add such parameters to optimizer.exclude"
+    message = f"a rank has {part}, which is not made of whole blocks of {size} elements{more}"
+    hint = "add such parameters to optimizer.exclude"
     for smaller in (size >> shift for shift in range(1, size.bit_length()) if size >> shift >= SMALLEST):
         if not any(_is_cut(parameter, Blocks.of(parameter.shape, smaller), mesh) for parameter in cut):
-            fix = f"set it to {smaller}, or {fix}"
+            hint = f"set it to {smaller}, or {hint}"
             break
-    raise JobError([Problem("optimizer.block_size", f"{seen}; {fix}")])
+    raise JobError([Problem("optimizer.block_size", f"{message}; {hint}")])
 
 
 def _is_cut(parameter: Tensor, blocks: Blocks, mesh: DeviceMesh | None) -> bool:

@@ -1,9 +1,9 @@
-"""What the components of this plugin build: AdamW over moments that are kept in fewer bits."""
+"""AdamW over moments that are kept in fewer bits, as a `torch.optim.Optimizer`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -11,11 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from forge_core.contracts.errors import CheckpointError
 from forge_core.parallel.mesh import local_part
+from forge_kit.groups import Groups, as_groups, names_in
 from forge_plugin_lowbit.rounding import Rounding, random_bits, round_with
-
-if TYPE_CHECKING:
-    from forge_core.contracts.parameters import NamedParameters
-    from forge_plugin_lowbit.adamw import _LowBitAdamW
 
 STEP = "step"
 
@@ -43,22 +40,40 @@ class Moments(Protocol):
 
 
 class LowBitAdamW(torch.optim.Optimizer):
-    """See `AdamW8bit` and `AdamWBF16`. The update is computed in float32 whatever the parameters' dtype.
+    """AdamW (Loshchilov and Hutter 2019) over moments that are kept in fewer bits.
+
+    The update is computed in float32 whatever the parameters' dtype; parameters in bfloat16 are rounded stochastically.
 
     Args:
+        params: parameters, or groups of them with a `lr`, `betas`, `eps` and `weight_decay` of their own.
+        moments: how moments are kept.
         rounding: of parameters that are kept in bfloat16.
+        lr: learning rate.
+        betas: decay of the averages of the gradient and of its square.
+        eps: added to the root of the averaged square.
+        weight_decay: each step takes lr x this of a parameter away.
+        compile: whether the update of a parameter is compiled to one kernel.
     """
 
     def __init__(
-        self, component: _LowBitAdamW, parameters: NamedParameters, moments: Moments, rounding: Rounding
+        self,
+        params: Groups,
+        moments: Moments,
+        rounding: Rounding,
+        *,
+        lr: float = 3e-4,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.1,
+        compile: bool = True,
     ) -> None:
-        defaults = {"lr": component.lr, "betas": component.betas, "eps": component.eps}
-        super().__init__(parameters.groups(component.weight_decay), defaults)
+        groups = as_groups(params)
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self._moments = moments
         self._rounding = rounding
-        self._names: dict[Tensor, str] = {item.parameter: item.name for item in parameters}
+        self._names = names_in(groups)
         self._rounded: dict[Callable[..., None], Callable[..., None]] = {}
-        self._compile = component.compile
+        self._compile = compile
         self._compiled: dict[Callable[..., None], Callable[..., None]] = {}
 
     @torch.no_grad()

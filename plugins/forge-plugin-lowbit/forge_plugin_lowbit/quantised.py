@@ -1,4 +1,4 @@
-"""Moments that are kept as codes, with a scale for every block of elements."""
+"""AdamW with moments that are kept as codes, with a scale for every block of elements."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from torch import Tensor
 
 from forge_core.contracts.errors import JobError, Problem, did_you_mean
 from forge_core.parallel.mesh import gather_objects, pipeline_group
+from forge_kit.groups import as_groups, names_in
 from forge_plugin_lowbit.arithmetic import adamw
-from forge_plugin_lowbit.blocks import Blocks, blocks_of, check_whole, split_like
+from forge_plugin_lowbit.blocks import Blocks, blocks_for, check_whole, split_like
 from forge_plugin_lowbit.optimizer import LowBitAdamW, contiguous_like
 from forge_plugin_lowbit.rounding import Rounding
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from forge_core.contracts.contexts import BuildContext
-    from forge_core.contracts.parameters import NamedParameter, NamedParameters
-    from forge_plugin_lowbit.adamw import AdamW4bit, AdamW8bit, AdamWFloat8
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from forge_kit.groups import Groups
     from forge_plugin_lowbit.formats import Format
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -29,24 +30,47 @@ SCALE = "_scale"
 """Ends the slots of scales."""
 
 
-def quantised(
-    component: AdamW8bit | AdamW4bit | AdamWFloat8, format: Format, context: BuildContext, parameters: NamedParameters
-) -> LowBitAdamW:
-    """The optimizer with moments of a format.
+class QuantisedAdamW(LowBitAdamW):
+    """`LowBitAdamW` with moments of a format of `forge_plugin_lowbit.formats`.
+
+    State: of a quantised parameter `exp_avg`, `exp_avg_sq` (codes), `exp_avg_scale`, `exp_avg_sq_scale` (float32, one
+    a block) and `step`; of others two float32 tensors like it.
+
+    Args:
+        params: as of `LowBitAdamW`, whose further arguments are `settings`.
+        format: EIGHT_BIT, FOUR_BIT or FLOAT8.
+        block_size: elements that share a scale; a power of two.
+        min_size: parameters with fewer elements keep float32 moments.
+        exclude: globs over names of parameters that keep float32 moments.
+        seed: of the random bits by which parameters in bfloat16 are rounded.
+        mesh: over which parameters that are DTensors are split.
 
     Raises:
-        JobError: a pattern of `exclude` fits no parameter, or a stage cuts through blocks.
+        JobError: a glob of `exclude` matches no parameter, or the mesh cuts through blocks.
     """
-    _check_patterns(component.exclude, [item.name for item in parameters], context)
-    blocks: dict[NamedParameter, Blocks] = {}
-    for item in parameters:
-        found = blocks_of(item.parameter.shape, component.block_size)
-        small = item.parameter.numel() < component.min_size
-        if found is not None and not small and not any(fnmatchcase(item.name, p) for p in component.exclude):
-            blocks[item] = found
-    check_whole(blocks, context.mesh)
-    moments = QuantisedMoments(format, {item.parameter: found for item, found in blocks.items()})
-    return LowBitAdamW(component, parameters, moments, Rounding(context, parameters))
+
+    def __init__(
+        self,
+        params: Groups,
+        format: Format,
+        *,
+        block_size: int = 256,
+        min_size: int = 4096,
+        exclude: Sequence[str] = (),
+        seed: int = 0,
+        mesh: DeviceMesh | None = None,
+        **settings: Any,
+    ) -> None:
+        groups = as_groups(params)
+        names = names_in(groups)
+        _check_globs(exclude, list(names.values()), mesh)
+        blocks: dict[Tensor, Blocks] = {}
+        for parameter, name in names.items():
+            of_parameter = blocks_for(name, parameter.shape, block_size, min_size, exclude)
+            if of_parameter is not None:
+                blocks[parameter] = of_parameter
+        check_whole(blocks, names, mesh)
+        super().__init__(groups, QuantisedMoments(format, blocks), Rounding(names, seed, mesh), **settings)
 
 
 class QuantisedMoments:
@@ -111,14 +135,14 @@ def _over(format: Format) -> Callable[..., None]:
     return update
 
 
-def _check_patterns(patterns: Sequence[str], names: list[str], context: BuildContext) -> None:
-    pipeline = pipeline_group(context.mesh)
+def _check_globs(globs: Sequence[str], names: list[str], mesh: DeviceMesh | None) -> None:
+    pipeline = pipeline_group(mesh)
     if pipeline is not None:
         names = [name for part in gather_objects(names, pipeline) for name in part]
     problems = [
-        Problem(f"optimizer.exclude.{number}", f"{pattern!r} fits no parameter{did_you_mean(pattern, names)}")
-        for number, pattern in enumerate(patterns)
-        if not any(fnmatchcase(name, pattern) for name in names)
+        Problem(f"optimizer.exclude.{number}", f"{glob!r} fits no parameter{did_you_mean(glob, names)}")
+        for number, glob in enumerate(globs)
+        if not any(fnmatchcase(name, glob) for name in names)
     ]
     if problems:
         raise JobError(problems)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,8 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from forge_kit.whole_matrices import own_box
 
 if TYPE_CHECKING:
-    from forge_core.contracts.contexts import BuildContext
-    from forge_core.contracts.parameters import NamedParameters
+    from torch.distributed.device_mesh import DeviceMesh
 
 Place = tuple[tuple[int, int, int], ...]
 """Of the elements of a part of a tensor, as nested loops, the outermost first: the first index, how many there are, and
@@ -24,18 +23,26 @@ WORD = 0xFFFFFFFF
 
 
 class Rounding:
-    """What determines the random bits of each update of each parameter: the job's seed, the parameter's name, the
-    number of the update, and the places of its elements."""
+    """Determines the random bits of each update of each parameter.
 
-    def __init__(self, context: BuildContext, parameters: NamedParameters) -> None:
-        self._seed = context.job.job.seed
-        self._names: dict[Tensor, str] = {item.parameter: item.name for item in parameters}
+    They are a function of the seed, the parameter's name, the number of the update, and the places of its elements: not
+    of ranks, layout or restarts.
+
+    Args:
+        names: of the parameters.
+        seed: the run's.
+        mesh: over which parameters that are DTensors are split.
+    """
+
+    def __init__(self, names: Mapping[Tensor, str], seed: int = 0, mesh: DeviceMesh | None = None) -> None:
+        self._seed = seed
+        self._names = dict(names)
         self._places: dict[Tensor, Tensor] = {}
-        for item in parameters:
-            box = own_box(item.parameter, context.mesh)
+        for parameter in names:
+            box = own_box(parameter, mesh)
             offsets, sizes = [side.start for side in box], [side.stop - side.start for side in box]
-            place = place_of(offsets, sizes, item.parameter.shape)
-            self._places[item.parameter] = torch.tensor(place, device=context.device)
+            place = place_of(offsets, sizes, parameter.shape)
+            self._places[parameter] = torch.tensor(place, device=parameter.device)
 
     def of(self, parameter: Tensor, step: Tensor, purpose: str) -> tuple[Tensor, Tensor]:
         """Key and place, as `random_bits` takes them. Each `purpose` has bits of its own."""

@@ -8,6 +8,7 @@ import math
 import attrs
 import pytest
 import torch
+from torch import nn
 from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 from torchao.optim import AdamW4bit as TorchaoAdamW4bit
@@ -25,6 +26,9 @@ from forge_core.plugins.catalog import Catalog
 from forge_kit.whole_tensors import read_whole
 from forge_plugin_checkpoints.differences import compare_tensors
 from forge_plugin_lowbit import AdamW4bit, AdamW8bit, AdamWBF16, AdamWFloat8
+from forge_plugin_lowbit.bf16 import BF16AdamW
+from forge_plugin_lowbit.formats import EIGHT_BIT
+from forge_plugin_lowbit.quantised import QuantisedAdamW
 from forge_plugin_lowbit.rounding import place_of, random_bits, round_with
 from forge_plugin_parallel import FSDP, ContextParallel, PipelineParallel, TensorParallel
 from forge_plugin_plan.estimate import make_plan
@@ -439,3 +443,30 @@ def test_a_pattern_that_fits_nothing_is_refused(make_job, build):
 def test_blocks_that_cannot_be_are_refused(size):
     with pytest.raises(ValueError, match="must be a power of two, 8 at least"):
         AdamW4bit(block_size=size)
+
+
+# --- without a job ---------------------------------------------------------------------------------------------------
+
+
+MAKERS = {
+    "8 bits": lambda params: QuantisedAdamW(params, EIGHT_BIT, lr=0.01, min_size=1, exclude=("1",), compile=False),
+    "bf16": lambda params: BF16AdamW(params, lr=0.01, seed=3, compile=False),
+}
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+def test_plain_tensors_are_stepped_like_named_ones(make):
+    plain, named, reference = ([nn.Parameter(draw(f"{n}", (8, 64), 0).float()) for n in range(2)] for _ in range(3))
+    optimizers = (
+        make(plain),
+        make([{"params": named, "names": ["0", "1"]}]),
+        torch.optim.AdamW(reference, lr=0.01, betas=(0.9, 0.95), weight_decay=0.1),
+    )
+    for step in range(3):
+        for number, twins in enumerate(zip(plain, named, reference, strict=True)):
+            for parameter in twins:
+                parameter.grad = draw(f"gradient {number}", parameter.shape, step).float()
+        for optimizer in optimizers:
+            optimizer.step()
+    torch.testing.assert_close(plain, named, rtol=0, atol=0)
+    torch.testing.assert_close(plain, reference, rtol=0, atol=5e-3)

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal
 
 from attrs import field, frozen
 from attrs.validators import ge, gt, le
 
 from forge_core.contracts.components import OptimizerComponent, SchedulerComponent, when_resumed
+from forge_kit import fields
 
 if TYPE_CHECKING:
     import torch
 
     from forge_core.contracts.contexts import BuildContext
     from forge_core.contracts.parameters import NamedParameters
-
-
-def _betas(_: object, attribute: Any, betas: tuple[float, float]) -> None:
-    if not all(0 <= beta < 1 for beta in betas):
-        raise ValueError(f"each must be >= 0 and < 1, got {list(betas)}")
 
 
 def _momentum(_: object, attribute: Any, value: float | SchedulerComponent) -> None:
@@ -54,15 +51,20 @@ class Muon(OptimizerComponent):
     """Steps of the Newton-Schulz iteration."""
     ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315)
     """Of its polynomial a X + b (X Xᵀ) X + c (X Xᵀ)² X; these are Jordan's."""
-    ns_dtype: Literal["bf16", "fp32"] = "bf16"
+    ns_dtype: Literal["auto", "bf16", "fp32"] = "auto"
     """Dtype of the iteration. bf16 is what is published, and drifts by some 1e-4 with the order of sums. fp32: float32,
-    or that of the parameters if it is wider."""
+    or that of the parameters if it is wider. auto: bf16 where the processor multiplies it by itself, else fp32, which
+    is then faster; the run's summary shows which."""
     ns_eps: float = field(default=1e-7, validator=gt(0))
     """Least norm by which a matrix is divided before the iteration."""
+    working_gb: float = field(default=1.0, validator=gt(0), metadata=when_resumed("safe"))
+    """Gigabytes (10⁹ bytes) of whole matrices that a rank works on at a time, or one matrix a rank. A step needs about
+    three times this beside the state. Less memory means more rounds, each with two collectives; the result is the
+    same."""
 
     adam_lr: float = field(default=3e-4, validator=gt(0))
     """Base learning rate of all other parameters."""
-    adam_betas: tuple[float, float] = field(default=(0.9, 0.95), validator=_betas)
+    adam_betas: tuple[float, float] = field(default=(0.9, 0.95), validator=fields.betas)
     """Decay of AdamW's averages of the gradient and of its square."""
     adam_eps: float = field(default=1e-8, validator=gt(0))
     """Added to the root of AdamW's averaged square."""
@@ -71,7 +73,38 @@ class Muon(OptimizerComponent):
     fused: bool = field(default=True, metadata=when_resumed("safe"))
     """One kernel for AdamW's whole update. false: torch's loop over parameters."""
 
+    def choices(self, context: BuildContext) -> Iterable[tuple[str, str, str]]:
+        from forge_plugin_muon.newton_schulz import fast_dtype
+
+        if self.ns_dtype == "auto":
+            dtype = str(fast_dtype(context.device)).removeprefix("torch.")
+            native = "this processor multiplies bfloat16 by itself"
+            yield "Newton-Schulz", dtype, native if dtype == "bfloat16" else "this processor emulates bfloat16"
+
     def build(self, context: BuildContext, parameters: NamedParameters) -> torch.optim.Optimizer:
+        import torch
+
+        from forge_kit.matrix_optimizer import divide
         from forge_plugin_muon.optimizer import MuonOptimizer
 
-        return MuonOptimizer(self, context, parameters)
+        matrices, others = divide(parameters)
+        return MuonOptimizer(
+            [matrices.group()],
+            others.groups(self.adam_weight_decay),
+            lr=self.lr,
+            # A schedule is written into the groups before each step.
+            momentum=0.0 if isinstance(self.momentum, SchedulerComponent) else self.momentum,
+            nesterov=self.nesterov,
+            weight_decay=self.weight_decay,
+            scaling=self.scaling,
+            ns_steps=self.ns_steps,
+            ns_coefficients=self.ns_coefficients,
+            ns_dtype={"auto": None, "bf16": torch.bfloat16, "fp32": torch.float32}[self.ns_dtype],
+            ns_eps=self.ns_eps,
+            adam_lr=self.adam_lr,
+            adam_betas=self.adam_betas,
+            adam_eps=self.adam_eps,
+            fused=self.fused,
+            working_bytes=int(self.working_gb * 1e9),
+            mesh=context.mesh,
+        )

@@ -7,21 +7,28 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+JORDAN = (3.4445, -4.7750, 2.0315)
+"""Coefficients of Jordan et al. (2024), whose polynomial brings singular values near to 1 in few steps."""
 TOGETHER = 1 << 24
 """Elements that are worked on at a time at most, or one matrix: so much memory is needed three times over."""
 
 
 def orthogonalise(
-    matrices: Sequence[Tensor], coefficients: tuple[float, float, float], steps: int, eps: float
+    matrices: Sequence[Tensor], coefficients: tuple[float, float, float] = JORDAN, steps: int = 5, eps: float = 1e-7
 ) -> list[Tensor]:
-    """Each matrix (rows, columns) with its singular values brought near to 1 (Jordan et al. 2024): by
+    """Each matrix with its singular values brought near to 1 (Jordan et al. 2024): by
     X <- a X + b (X Xᵀ) X + c (X Xᵀ)² X, from X divided by its norm. Those of one shape are worked on together.
 
     Args:
-        matrices: of one dtype, in which all is computed; left as they are.
+        matrices: (rows, columns) each, of one dtype, in which all is computed; left as they are.
+        coefficients: a, b, c.
+        steps: iterations.
         eps: least norm to divide by.
+
+    Returns:
+        A new tensor for each matrix, of its shape and dtype.
     """
-    found: dict[int, Tensor] = {}
+    results: dict[int, Tensor] = {}
     alike: dict[torch.Size, list[int]] = {}
     for number, matrix in enumerate(matrices):
         alike.setdefault(matrix.shape, []).append(number)
@@ -30,8 +37,8 @@ def orthogonalise(
         for start in range(0, len(numbers), count):
             part = numbers[start : start + count]
             stack = torch.stack([matrices[number] for number in part])
-            found.update(zip(part, _iterate(stack, coefficients, steps, eps).unbind(), strict=True))
-    return [found[number] for number in range(len(matrices))]
+            results.update(zip(part, _iterate(stack, coefficients, steps, eps).unbind(), strict=True))
+    return [results[number] for number in range(len(matrices))]
 
 
 def _iterate(x: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
@@ -44,3 +51,12 @@ def _iterate(x: Tensor, coefficients: tuple[float, float, float], steps: int, ep
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if tall else x
+
+
+def fast_dtype(device: torch.device) -> torch.dtype:
+    """bfloat16 where the processor multiplies it by itself; float32 where it would be emulated, slower than float32."""
+    if device.type == "cuda":
+        native = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        native = device.type != "cpu" or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return torch.bfloat16 if native else torch.float32

@@ -1,75 +1,126 @@
-"""What the component `muon` builds."""
+"""Muon as a `torch.optim.Optimizer`, usable without a Forge job."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
 from forge_core.parallel.mesh import local_part
-from forge_kit.matrix_optimizer import MatrixOptimizer, divide
-from forge_kit.whole_matrices import WholeMatrices
-from forge_plugin_muon.newton_schulz import orthogonalise
+from forge_kit.groups import Groups, as_groups
+from forge_kit.matrix_optimizer import WORKING_BYTES, MatrixOptimizer, matrices_in
+from forge_kit.whole_matrices import Matrix, WholeMatrices
+from forge_plugin_muon import newton_schulz
+from forge_plugin_muon.newton_schulz import JORDAN, fast_dtype, orthogonalise
 
 if TYPE_CHECKING:
-    from forge_core.contracts.contexts import BuildContext
-    from forge_core.contracts.parameters import NamedParameters
-    from forge_plugin_muon.muon import Muon
-
-GROUP_KEYS = ("nesterov", "ns_steps", "ns_coefficients", "ns_eps", "scaling")
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class MuonOptimizer(MatrixOptimizer):
-    """See `forge_plugin_muon.Muon`.
+    """Muon (Jordan et al. 2024) for matrices of hidden layers, AdamW for all other parameters.
+
+    With gradient G, momentum M and matrix W (rows, columns), and NS the Newton-Schulz iteration,
+
+        M ← μ M + (1 - μ) G;  U = NS(μ M + (1 - μ) G if nesterov else M);  W ← (1 - lr λ) W - lr s U
+
+    where s depends on the shape, by `scaling`. State: `momentum_buffer`, like each matrix, and that of AdamW.
 
     Args:
-        parameters: all of a model.
+        matrices: parameters of two dimensions, or of three that stack matrices, or groups of them. Groups may have
+            each of the settings but `ns_dtype` for themselves.
+        others: all other parameters, or groups of them, as `torch.optim.AdamW` takes them.
+        lr: learning rate of matrices.
+        momentum: μ.
+        nesterov: whether the present gradient counts once more.
+        weight_decay: λ.
+        scaling: of s: "original" or "match_rms_adamw"; see `forge_plugin_muon.Muon`.
+        ns_steps: steps of the iteration.
+        ns_coefficients: of its polynomial.
+        ns_dtype: dtype of the iteration. None: what the processor of the matrices is fast in (`fast_dtype`).
+        ns_eps: least norm by which a matrix is divided before the iteration.
+        adam_lr: learning rate of all other parameters, unless their groups have their own, as the next three.
+        adam_betas: decay of AdamW's averages.
+        adam_eps: added to the root of AdamW's averaged square.
+        adam_weight_decay: weight decay of all other parameters.
+        fused: whether AdamW's update is one kernel.
+        working_bytes: bound on the bytes of whole matrices that a rank works on at a time.
+        mesh: over which parameters that are DTensors are split, or whose ranks share the work on copies.
+
+    Raises:
+        ValueError: one of `matrices` is none.
     """
 
     matrix_key = "momentum"
 
-    def __init__(self, component: Muon, context: BuildContext, parameters: NamedParameters) -> None:
-        matrices, others = divide(parameters)
-        decay = component.adam_weight_decay
-        adam = torch.optim.AdamW(
-            others.groups(decay), component.adam_lr, component.adam_betas, component.adam_eps, fused=component.fused
-        )
+    def __init__(
+        self,
+        matrices: Groups,
+        others: Groups = (),
+        *,
+        lr: float = 0.02,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        weight_decay: float = 0.1,
+        scaling: Literal["original", "match_rms_adamw"] = "original",
+        ns_steps: int = 5,
+        ns_coefficients: tuple[float, float, float] = JORDAN,
+        ns_dtype: torch.dtype | None = None,
+        ns_eps: float = 1e-7,
+        adam_lr: float = 3e-4,
+        adam_betas: tuple[float, float] = (0.9, 0.95),
+        adam_eps: float = 1e-8,
+        adam_weight_decay: float = 0.1,
+        fused: bool = True,
+        working_bytes: int = WORKING_BYTES,
+        mesh: DeviceMesh | None = None,
+    ) -> None:
+        adam = torch.optim.AdamW(as_groups(others), adam_lr, adam_betas, adam_eps, adam_weight_decay, fused=fused)
         settings = {
-            "lr": component.lr,
-            "weight_decay": component.weight_decay,
-            "momentum": component.momentum if isinstance(component.momentum, float) else 0.0,
-            **{key: getattr(component, key) for key in GROUP_KEYS},
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_steps": ns_steps,
+            "ns_coefficients": ns_coefficients,
+            "ns_eps": ns_eps,
+            "scaling": scaling,
         }
-        super().__init__(matrices, settings, WholeMatrices([item.parameter for item in matrices], context), adam)
-        self._dtype = torch.bfloat16 if component.ns_dtype == "bf16" else torch.float32
+        groups = as_groups(matrices)
+        super().__init__(groups, settings, WholeMatrices(matrices_in(groups), mesh), adam, working_bytes)
+        self._ns_dtype = ns_dtype
 
     def step_matrices(self, group: dict[str, Any]) -> None:
         trained = [parameter for parameter in group["params"] if parameter.grad is not None]
         if not trained:
             return
-        gradients = [local_part(parameter.grad) for parameter in trained]
-        averages = [local_part(self._average(parameter)) for parameter in trained]
-        torch._foreach_lerp_(averages, gradients, 1 - group["momentum"])
-        narrow = self._dtype == torch.bfloat16
-        dtype = self._dtype if narrow else torch.promote_types(self._dtype, averages[0].dtype)
+        gradients = {parameter: local_part(parameter.grad) for parameter in trained}
+        averages = {parameter: local_part(self._average(parameter)) for parameter in trained}
+        weights = {parameter: local_part(parameter) for parameter in trained}
+        torch._foreach_lerp_(list(averages.values()), list(gradients.values()), 1 - group["momentum"])
+        torch._foreach_mul_(list(weights.values()), 1 - group["lr"] * group["weight_decay"])
         share = group["momentum"] if group["nesterov"] else 1.0
-        parts = {
-            self.numbers[parameter]: torch.lerp(gradient, average, share).to(dtype)
-            for parameter, gradient, average in zip(trained, gradients, averages, strict=True)
-        }
+        dtype = self._dtype_for(weights[trained[0]])
 
-        def orthogonal(matrices: Sequence[Tensor]) -> Sequence[Tensor]:
+        def direction(parameter: Tensor, matrix: Matrix) -> Tensor:
+            place = matrix.own_place
+            return torch.lerp(gradients[parameter][place], averages[parameter][place], share).to(dtype)
+
+        def orthogonal(_: Sequence[Matrix], matrices: list[Tensor]) -> Sequence[Tensor]:
             return orthogonalise(matrices, group["ns_coefficients"], group["ns_steps"], group["ns_eps"])
 
-        updates = self.matrices.map(parts, orthogonal)
-        weights = [local_part(parameter) for parameter in trained]
-        torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
-        for parameter, weight in zip(trained, weights, strict=True):
-            rate = group["lr"] * _scale(parameter.shape, group["scaling"])
-            weight.add_(updates[self.numbers[parameter]], alpha=-rate)
+        updates = self.each_matrix(trained, dtype, direction, orthogonal, stacked=newton_schulz.TOGETHER)
+        for parameter, matrix, update in updates:
+            rate = group["lr"] * _scale(matrix.shape, group["scaling"])
+            weights[parameter][matrix.own_place].add_(update, alpha=-rate)
+
+    def _dtype_for(self, weight: Tensor) -> torch.dtype:
+        dtype = fast_dtype(weight.device) if self._ns_dtype is None else self._ns_dtype
+        # An iteration in float32 stands for full precision: parameters in float64 keep theirs.
+        return dtype if dtype == torch.bfloat16 else torch.promote_types(dtype, weight.dtype)
 
     def _average(self, parameter: Tensor) -> Tensor:
         state = self.state[parameter]
@@ -80,8 +131,8 @@ class MuonOptimizer(MatrixOptimizer):
 
 
 def _scale(shape: Sequence[int], scaling: str) -> float:
-    """Factor on the rate of a matrix (…, rows, columns); see `Muon.scaling`."""
-    rows, columns = shape[-2:]
+    """Factor on the rate of a matrix (rows, columns); see `Muon.scaling`."""
+    rows, columns = shape
     if scaling == "original":
         return math.sqrt(max(1.0, rows / columns))
     return 0.2 * math.sqrt(max(rows, columns))

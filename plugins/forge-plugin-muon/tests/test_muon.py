@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
 from attrs import define, frozen
 
 from forge_core.contracts.components import ParameterGroup, SchedulerComponent, TrainingHook
-from forge_plugin_muon import Muon
+from forge_plugin_muon import Muon, newton_schulz
 from forge_plugin_muon.newton_schulz import orthogonalise
+from forge_plugin_muon.optimizer import MuonOptimizer
 from forge_plugin_parallel import FSDP, ContextParallel, PipelineParallel, TensorParallel
 from forge_plugin_transformer import GroupedQueryAttention, Transformer
 from forge_testing import TinyModel
+from forge_testing.memory import peak_of
 from forge_testing.processes import run_on_ranks
 from forge_testing.runs import advance, draw, tiny_run, whole
 
@@ -69,6 +72,65 @@ def test_many_matrices_are_worked_on_in_parts(monkeypatch):
     together = orthogonalise(matrices, JORDAN, 5, 1e-7)
     monkeypatch.setattr("forge_plugin_muon.newton_schulz.TOGETHER", 50)
     torch.testing.assert_close(orthogonalise(matrices, JORDAN, 5, 1e-7), together)
+
+
+# --- without a job -----------------------------------------------------------------------------------------------
+
+
+def test_plain_tensors_are_stepped_as_by_torch():
+    ours, theirs = (
+        [torch.nn.Parameter(draw("matrix", (8, 4), 0)), torch.nn.Parameter(draw("bias", (8,), 0))] for _ in range(2)
+    )
+    optimizer = MuonOptimizer(ours[:1], ours[1:], lr=0.03, momentum=0.9, adam_lr=0.01, ns_dtype=torch.bfloat16)
+    references = (
+        torch.optim.Muon(theirs[:1], lr=0.03, momentum=0.9, weight_decay=0.1),
+        torch.optim.AdamW(theirs[1:], lr=0.01, betas=(0.9, 0.95), weight_decay=0.1, fused=True),
+    )
+    for step in range(4):
+        for number, pair in enumerate(zip(ours, theirs, strict=True)):
+            for parameter in pair:
+                parameter.grad = draw(f"gradient {number}", parameter.shape, step)
+        optimizer.step()
+        for reference in references:
+            reference.step()
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+def test_groups_may_have_settings_of_their_own():
+    together, alone = ([torch.nn.Parameter(draw(f"{n}", (6, 4), 0)) for n in range(2)] for _ in range(2))
+    settings = [{"lr": 0.5, "nesterov": False}, {"ns_steps": 3}]
+    optimizers = [MuonOptimizer([{"params": [p], **own} for p, own in zip(together, settings, strict=True)])]
+    optimizers += [MuonOptimizer([p], **own) for p, own in zip(alone, settings, strict=True)]
+    for parameter in (*together, *alone):
+        parameter.grad = torch.ones_like(parameter)
+    for optimizer in optimizers:
+        optimizer.step()
+    torch.testing.assert_close(together, alone, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_step_takes_the_memory_of_a_batch_and_the_same_bits(dtype, monkeypatch):
+    monkeypatch.setattr(newton_schulz, "TOGETHER", 2 * 64 * 64)
+    shapes = [(64, 64), (64, 128), (128, 64), (4, 64, 64)] * 4
+
+    def train(working_bytes):
+        parameters = [torch.nn.Parameter(draw(f"{n}", shape, 0).float()) for n, shape in enumerate(shapes)]
+        optimizer = MuonOptimizer(parameters, ns_dtype=dtype, working_bytes=working_bytes)
+        for step in range(2):
+            for number, parameter in enumerate(parameters):
+                parameter.grad = draw(f"gradient {number}", parameter.shape, step).float()
+            peak = peak_of(optimizer.step)
+        return parameters, peak
+
+    everything = sum(math.prod(shape) for shape in shapes) * dtype.itemsize
+    (at_once, much), (in_batches, little) = train(everything), train(everything // 8)
+    torch.testing.assert_close(in_batches, at_once, rtol=0, atol=0)
+    assert little < everything < much
+
+
+def test_a_vector_among_matrices_is_refused():
+    with pytest.raises(ValueError, match=r"shape \[3\] is no matrix; pass it in `others`"):
+        MuonOptimizer([torch.nn.Parameter(torch.zeros(3))])
 
 
 # --- layouts -----------------------------------------------------------------------------------------------------

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from attrs import field, frozen
 from attrs.validators import ge, gt, lt
 
 from forge_core.contracts.components import OptimizerComponent
+from forge_kit import fields
 
 if TYPE_CHECKING:
     import torch
 
     from forge_core.contracts.contexts import BuildContext
     from forge_core.contracts.parameters import NamedParameters
-
-
-def _betas(_: object, attribute: Any, betas: tuple[float, float]) -> None:
-    if not (0 < betas[0] < 1 and 0 <= betas[1] < 1):
-        raise ValueError(f"the first must be > 0 and < 1, the second >= 0 and < 1, got {list(betas)}")
 
 
 @frozen(kw_only=True)
@@ -49,7 +45,7 @@ class ScheduleFreeAdamW(ScheduleFree):
 
     lr: float = field(default=2.5e-3, validator=gt(0))
     """Learning rate; larger ones than with a schedule do well."""
-    betas: tuple[float, float] = field(default=(0.9, 0.999), validator=_betas)
+    betas: tuple[float, float] = field(default=(0.9, 0.999), validator=fields.betas_with_positive_first)
     """How far gradients are taken towards the average, and decay of the average of their square."""
     eps: float = field(default=1e-8, validator=gt(0))
     """Added to the root of the averaged square."""

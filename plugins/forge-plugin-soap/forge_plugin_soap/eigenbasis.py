@@ -27,13 +27,14 @@ def orthonormal(columns: Tensor) -> Tensor:
     Where a column is a combination of those before it, its direction would be that of rounding errors, which differ
     from layout to layout. It is then any that is orthogonal to those before, but always the same one.
     """
+    # LAPACK returns bases column by column, checkpoints row by row, and products of the two round otherwise.
     basis, triangle = torch.linalg.qr(columns)
     lengths = triangle.diagonal().abs()
     lost = lengths <= lengths.max() * TOLERANCE * len(lengths) * torch.finfo(columns.dtype).eps
     if isinstance(columns, FakeTensor) or not bool(lost.any()):
-        return basis
+        return basis.contiguous()
     # To a column of zeros, Householder's method answers with what its earlier reflections leave of the unit vector.
-    return torch.linalg.qr(columns.masked_fill(lost, 0))[0]
+    return torch.linalg.qr(columns.masked_fill(lost, 0))[0].contiguous()
 
 
 TOLERANCE = 4

@@ -1,4 +1,4 @@
-"""What the component `soap` builds."""
+"""SOAP as a `torch.optim.Optimizer`, usable without a Forge job."""
 
 from __future__ import annotations
 
@@ -11,67 +11,111 @@ from torch import Tensor
 
 from forge_core.checkpoint.state import empty_slot
 from forge_core.parallel.mesh import local_part
-from forge_kit.matrix_optimizer import MatrixOptimizer, divide
+from forge_kit.groups import Groups, as_groups
+from forge_kit.matrix_optimizer import WORKING_BYTES, MatrixOptimizer, matrices_in
 from forge_kit.whole_matrices import Matrix, WholeMatrices
 from forge_plugin_soap.preconditioner import Preconditioner
 
 if TYPE_CHECKING:
-    from forge_core.contracts.contexts import BuildContext
-    from forge_core.contracts.parameters import NamedParameters
-    from forge_plugin_soap.soap import SOAP
+    from torch.distributed.device_mesh import DeviceMesh
 
-GROUP_KEYS = ("lr", "weight_decay", "betas", "eps", "precondition_frequency")
 STEP = "step"
 
 
 class SOAPOptimizer(MatrixOptimizer):
-    """See `forge_plugin_soap.SOAP`.
+    """SOAP (Vyas et al. 2024, algorithm 3) for matrices of hidden layers, AdamW for all other parameters.
 
     The owner of a matrix has its state, in slots `exp_avg`, `left`, …; of the third matrix that a parameter stacks, in
     `exp_avg-2`, `left-2`, …. All ranks count the gradients of a parameter, in `step`.
 
     Args:
-        parameters: all of a model.
+        matrices: parameters of two dimensions, or of three that stack matrices, or groups of them. Groups may have
+            `lr`, `weight_decay`, `betas`, `eps`, `precondition_frequency` and `preconditioner_beta` of their own.
+        others: all other parameters, or groups of them, as `torch.optim.AdamW` takes them.
+        lr: learning rate of matrices.
+        betas: decay of the averages of the gradient and, in the eigenbasis, of its square.
+        preconditioner_beta: decay of the averages of G Gᵀ and Gᵀ G. None: the second of `betas`.
+        eps: added to the root of the averaged square.
+        weight_decay: each step takes lr x this of a matrix away.
+        precondition_frequency: updates between two corrections of the eigenbasis.
+        max_dim: longer sides of a matrix keep their own basis.
+        adam_lr: learning rate of all other parameters, unless their groups have their own, as the next three. None:
+            `lr`.
+        adam_betas: decay of AdamW's averages.
+        adam_eps: added to the root of AdamW's averaged square.
+        adam_weight_decay: weight decay of all other parameters.
+        fused: whether AdamW's update is one kernel.
+        working_bytes: bound on the bytes of whole matrices that a rank works on at a time.
+        mesh: over which parameters that are DTensors are split, or whose ranks share the work on copies.
+
+    Raises:
+        ValueError: one of `matrices` is none.
     """
 
     matrix_key = "precondition_frequency"
 
-    def __init__(self, component: SOAP, context: BuildContext, parameters: NamedParameters) -> None:
-        matrices, others = divide(parameters)
+    def __init__(
+        self,
+        matrices: Groups,
+        others: Groups = (),
+        *,
+        lr: float = 3e-3,
+        betas: tuple[float, float] = (0.95, 0.95),
+        preconditioner_beta: float | None = None,
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        precondition_frequency: int = 10,
+        max_dim: int = 10000,
+        adam_lr: float | None = None,
+        adam_betas: tuple[float, float] = (0.9, 0.95),
+        adam_eps: float = 1e-8,
+        adam_weight_decay: float = 0.01,
+        fused: bool = True,
+        working_bytes: int = WORKING_BYTES,
+        mesh: DeviceMesh | None = None,
+    ) -> None:
         adam = torch.optim.AdamW(
-            others.groups(component.adam_weight_decay),
-            component.adam_lr or component.lr,
-            component.adam_betas,
-            component.adam_eps,
-            fused=component.fused,
+            as_groups(others), lr if adam_lr is None else adam_lr, adam_betas, adam_eps, adam_weight_decay, fused=fused
         )
-        beta = component.betas[1] if component.preconditioner_beta is None else component.preconditioner_beta
-        settings = {key: getattr(component, key) for key in GROUP_KEYS} | {"preconditioner_beta": beta}
-        self._max_dim, frequency = component.max_dim, component.precondition_frequency
-        whole = WholeMatrices(
-            [item.parameter for item in matrices], context, lambda shape: _cost(shape, component.max_dim, frequency)
-        )
-        super().__init__(matrices, settings, whole, adam)
+        settings = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "betas": betas,
+            "eps": eps,
+            "precondition_frequency": precondition_frequency,
+            "preconditioner_beta": betas[1] if preconditioner_beta is None else preconditioner_beta,
+        }
+        groups = as_groups(matrices)
+        whole = WholeMatrices(matrices_in(groups), mesh, lambda shape: _cost(shape, max_dim, precondition_frequency))
+        super().__init__(groups, settings, whole, adam, working_bytes)
+        self._max_dim = max_dim
         self._owned = {(m.parameter, m.item) for m in whole.owned(self.numbers.values())}
 
     def step_matrices(self, group: dict[str, Any]) -> None:
-        trained = {self.numbers[p]: p for p in group["params"] if p.grad is not None}
-        for parameter in trained.values():
+        trained = [parameter for parameter in group["params"] if parameter.grad is not None]
+        if not trained:
+            return
+        for parameter in trained:
             self.state[parameter][STEP] = self.state[parameter].get(STEP, 0) + 1
+        by_number = {self.numbers[parameter]: parameter for parameter in trained}
+        gradients = {parameter: local_part(parameter.grad) for parameter in trained}
+        weights = {parameter: local_part(parameter) for parameter in trained}
 
-        def precondition(gradients: Sequence[Tensor]) -> list[Tensor]:
-            owned = self.matrices.owned(trained)
+        def precondition(owned: Sequence[Matrix], wholes: list[Tensor]) -> list[Tensor]:
             return [
-                self._precondition(matrix, self.state[trained[matrix.parameter]], gradient, group)
-                for matrix, gradient in zip(owned, gradients, strict=True)
+                self._precondition(matrix, self.state[by_number[matrix.parameter]], gradient, group)
+                for matrix, gradient in zip(owned, wholes, strict=True)
             ]
 
-        updates = self.matrices.map({n: local_part(p.grad) for n, p in trained.items()}, precondition)
-        for number, parameter in trained.items():
-            done = self.state[parameter][STEP] - 1
-            if done:  # the first gradient only starts the preconditioner
-                weight, rate = local_part(parameter), group["lr"] * _debias(group["betas"], done)
-                weight.add_(updates[number], alpha=-rate)
+        def part(parameter: Tensor, matrix: Matrix) -> Tensor:
+            return gradients[parameter][matrix.own_place]
+
+        dtype = gradients[trained[0]].dtype
+        for parameter, matrix, update in self.each_matrix(trained, dtype, part, precondition):
+            updates = self.state[parameter][STEP] - 1
+            if updates:  # the first gradient only starts the preconditioner
+                weight, rate = weights[parameter][matrix.own_place], group["lr"] * _debias(group["betas"], updates)
+                weight.add_(update, alpha=-rate)
                 weight.mul_(1 - group["lr"] * group["weight_decay"])
 
     def _precondition(self, matrix: Matrix, state: dict[str, Any], gradient: Tensor, group: dict[str, Any]) -> Tensor:

@@ -75,7 +75,7 @@ class Preconditioner:
             self.right.lerp_(gradient.mT @ gradient, 1 - beta)
             if correct:
                 self.right_basis, order = next_basis(self.right, self.right_basis)
-                self.exp_avg_sq = self.exp_avg_sq[:, order]
+                self.exp_avg_sq = self.exp_avg_sq[:, order].contiguous()
 
     def _there(self, matrix: Tensor) -> Tensor:
         matrix = matrix if self.left_basis is None else self.left_basis.mT @ matrix

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from attrs import field, frozen
 from attrs.validators import ge, gt, lt, optional
 
 from forge_core.contracts.components import OptimizerComponent, when_resumed
+from forge_kit import fields
 
 if TYPE_CHECKING:
     import torch
 
     from forge_core.contracts.contexts import BuildContext
     from forge_core.contracts.parameters import NamedParameters
-
-
-def _betas(_: object, attribute: Any, betas: tuple[float, float]) -> None:
-    if not all(0 <= beta < 1 for beta in betas):
-        raise ValueError(f"each must be >= 0 and < 1, got {list(betas)}")
 
 
 @frozen(kw_only=True)
@@ -37,7 +33,7 @@ class SOAP(OptimizerComponent):
 
     lr: float = field(default=3e-3, validator=gt(0))
     """Base learning rate; the schedule multiplies it."""
-    betas: tuple[float, float] = field(default=(0.95, 0.95), validator=_betas)
+    betas: tuple[float, float] = field(default=(0.95, 0.95), validator=fields.betas)
     """Decay of the averages of the gradient and, in the eigenbasis, of its square."""
     preconditioner_beta: float | None = field(default=None, validator=optional([ge(0), lt(1)]))
     """Decay of the averages of G Gᵀ and Gᵀ G, whose eigenvectors are the basis. None: the second of `betas`."""
@@ -50,10 +46,13 @@ class SOAP(OptimizerComponent):
     More often is better and slower (section 6.3 of the paper)."""
     max_dim: int = field(default=10000, validator=ge(1), metadata=when_resumed("impossible"))
     """Sides of a matrix longer than this keep their own basis."""
+    working_gb: float = field(default=1.0, validator=gt(0), metadata=when_resumed("safe"))
+    """Gigabytes (10⁹ bytes) of whole matrices that a rank works on at a time, or one matrix a rank. A step needs about
+    twice this beside the state. Less memory means more rounds, each with two collectives; the result is the same."""
 
     adam_lr: float | None = field(default=None, validator=optional(gt(0)))
     """Base learning rate of all other parameters. None: `lr`."""
-    adam_betas: tuple[float, float] = field(default=(0.9, 0.95), validator=_betas)
+    adam_betas: tuple[float, float] = field(default=(0.9, 0.95), validator=fields.betas)
     """Decay of AdamW's averages of the gradient and of its square."""
     adam_eps: float = field(default=1e-8, validator=gt(0))
     """Added to the root of AdamW's averaged square."""
@@ -63,6 +62,24 @@ class SOAP(OptimizerComponent):
     """One kernel for AdamW's whole update. false: torch's loop over parameters."""
 
     def build(self, context: BuildContext, parameters: NamedParameters) -> torch.optim.Optimizer:
+        from forge_kit.matrix_optimizer import divide
         from forge_plugin_soap.optimizer import SOAPOptimizer
 
-        return SOAPOptimizer(self, context, parameters)
+        matrices, others = divide(parameters)
+        return SOAPOptimizer(
+            [matrices.group()],
+            others.groups(self.adam_weight_decay),
+            lr=self.lr,
+            betas=self.betas,
+            preconditioner_beta=self.preconditioner_beta,
+            eps=self.eps,
+            weight_decay=self.weight_decay,
+            precondition_frequency=self.precondition_frequency,
+            max_dim=self.max_dim,
+            adam_lr=self.adam_lr,
+            adam_betas=self.adam_betas,
+            adam_eps=self.adam_eps,
+            fused=self.fused,
+            working_bytes=int(self.working_gb * 1e9),
+            mesh=context.mesh,
+        )

@@ -21,8 +21,10 @@ from forge_plugin_parallel import FSDP, ContextParallel, PipelineParallel, Tenso
 from forge_plugin_plan.estimate import make_plan
 from forge_plugin_soap import SOAP
 from forge_plugin_soap.eigenbasis import first_basis, next_basis, orthonormal
+from forge_plugin_soap.optimizer import SOAPOptimizer
 from forge_plugin_transformer import GroupedQueryAttention, Transformer
 from forge_testing import TinyModel, tiny_job
+from forge_testing.memory import peak_of
 from forge_testing.processes import run_on_ranks
 from forge_testing.runs import advance, draw, tiny_run, whole
 
@@ -155,6 +157,26 @@ def test_rounding_errors_choose_no_direction(rank):
     for seed in range(3):
         error = columns * (draw("error", (8, 8), seed).sign() * 2e-16)
         torch.testing.assert_close(orthonormal(columns + error), exact, rtol=0, atol=1e-11)
+
+
+# --- without a job -----------------------------------------------------------------------------------------------
+
+
+def test_plain_tensors_are_stepped_as_in_a_job(tmp_path):
+    component = SOAP(lr=0.02, adam_lr=0.01, precondition_frequency=2)
+    in_job, parameters = optimizer_of(component, tmp_path, matrix=(6, 4), stack=(2, 4, 4))
+    plain = [nn.Parameter(parameter.detach().clone()) for parameter in parameters.values()]
+    bias = nn.Parameter(torch.zeros(4))
+    optimizer = SOAPOptimizer(plain, [bias], lr=0.02, adam_lr=0.01, precondition_frequency=2)
+    for step in range(4):
+        for (name, parameter), twin in zip(parameters.items(), plain, strict=True):
+            parameter.grad = draw(name, parameter.shape, step)
+            twin.grad = parameter.grad.clone()
+        bias.grad = torch.ones(4)
+        in_job.step()
+        optimizer.step()
+    torch.testing.assert_close(plain, list(parameters.values()), rtol=0, atol=0)
+    torch.testing.assert_close(bias.detach(), torch.full((4,), -0.04), rtol=1e-3, atol=0)
 
 
 # --- layouts -----------------------------------------------------------------------------------------------------
@@ -300,6 +322,36 @@ def test_a_frozen_matrix_stays_and_trains_once_it_is_unfrozen(make_job, build):
     assert torch.equal(frozen_one, before[0])
     run.optimizer.step()
     assert not torch.equal(frozen_one, before[0])
+
+
+def test_state_is_kept_row_by_row():
+    """As a checkpoint returns it: some processors round products and sums of another order in memory otherwise, and a
+    run that continues would leave the curve."""
+    parameter = nn.Parameter(draw("matrix", (12, 8), 0))
+    optimizer = SOAPOptimizer([parameter], precondition_frequency=2)
+    for step in range(4):
+        parameter.grad = draw("gradient", (12, 8), step)
+        optimizer.step()
+        tensors = {slot: value for slot, value in optimizer.state[parameter].items() if slot != "step"}
+        assert len(tensors) == 6
+        assert [slot for slot, tensor in tensors.items() if not tensor.is_contiguous()] == []
+
+
+def test_a_step_takes_the_memory_of_a_batch_and_the_same_bits():
+    def train(working_bytes):
+        parameters = [nn.Parameter(draw(f"matrix {n}", (64, 64), 0).float()) for n in range(16)]
+        optimizer = SOAPOptimizer(parameters, precondition_frequency=2, working_bytes=working_bytes)
+        peak = 0
+        for step in range(3):
+            for number, parameter in enumerate(parameters):
+                parameter.grad = draw(f"gradient {number}", (64, 64), step).float()
+            peak = peak_of(optimizer.step)
+        return parameters, peak
+
+    one_matrix = 64 * 64 * 4
+    (at_once, much), (in_batches, little) = train(16 * one_matrix), train(one_matrix)
+    torch.testing.assert_close(in_batches, at_once, rtol=0, atol=0)
+    assert little <= much - 14 * one_matrix
 
 
 def test_a_gradient_of_zeros_does_no_harm(tmp_path):

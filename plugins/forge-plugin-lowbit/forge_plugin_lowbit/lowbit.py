@@ -10,6 +10,7 @@ from attrs.validators import ge, gt
 
 from forge_core.contracts.components import OptimizerComponent, when_resumed
 from forge_core.contracts.errors import Problem
+from forge_kit import fields
 
 if TYPE_CHECKING:
     import torch
@@ -18,16 +19,7 @@ if TYPE_CHECKING:
     from forge_core.contracts.contexts import BuildContext
     from forge_core.contracts.layout import Layout
     from forge_core.contracts.parameters import NamedParameters
-
-
-def _betas(_: object, attribute: Any, betas: tuple[float, float]) -> None:
-    if not all(0 <= beta < 1 for beta in betas):
-        raise ValueError(f"each must be >= 0 and < 1, got {list(betas)}")
-
-
-def _block_size(_: object, attribute: Any, size: int) -> None:
-    if size < 8 or size & (size - 1):
-        raise ValueError(f"must be a power of two, 8 at least, got {size}")
+    from forge_plugin_lowbit.formats import Format
 
 
 @frozen(kw_only=True)
@@ -36,7 +28,7 @@ class _LowBitAdamW(OptimizerComponent):
 
     lr: float = field(default=3e-4, validator=gt(0))
     """Base learning rate; the schedule multiplies it."""
-    betas: tuple[float, float] = field(default=(0.9, 0.95), validator=_betas)
+    betas: tuple[float, float] = field(default=(0.9, 0.95), validator=fields.betas)
     """Decay of the averages of the gradient and of its square."""
     eps: float = field(default=1e-8, validator=gt(0))
     """Added to the root of the averaged square."""
@@ -48,6 +40,11 @@ class _LowBitAdamW(OptimizerComponent):
     compile: bool = field(default=True, metadata=when_resumed("safe"))
     """Whether the update of a parameter is compiled to one kernel. false: many small operations, which are slow and for
     a moment take several times the memory of the largest parameter."""
+
+    def settings(self, context: BuildContext) -> dict[str, Any]:
+        """Arguments that all of the optimizers take."""
+        own = {key: getattr(self, key) for key in ("lr", "betas", "eps", "compile")}
+        return own | {"seed": context.job.job.seed, "mesh": context.mesh}
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
         if self.parameter_dtype == "bf16" and job.train.precision == "fp64":
@@ -62,7 +59,15 @@ class _QuantisedAdamW(_LowBitAdamW):
     min_size: int = field(default=4096, validator=ge(1), metadata=when_resumed("impossible"))
     """Parameters with fewer elements keep float32 moments."""
     exclude: tuple[str, ...] = field(default=(), metadata=when_resumed("impossible"))
-    """Patterns of names of parameters that keep float32 moments (`embedding.*`)."""
+    """Globs over the names of parameters that keep float32 moments (`embedding.*`)."""
+
+    def over(self, format: Format, context: BuildContext, parameters: NamedParameters) -> torch.optim.Optimizer:
+        """The optimizer with moments of a format."""
+        from forge_plugin_lowbit.quantised import QuantisedAdamW
+
+        keys = ("block_size", "min_size", "exclude")
+        own = {key: getattr(self, key) for key in keys} | self.settings(context)
+        return QuantisedAdamW(parameters.groups(self.weight_decay), format, **own)
 
 
 @frozen(kw_only=True)
@@ -76,14 +81,13 @@ class AdamW8bit(_QuantisedAdamW):
     parameter, so the result does not depend on the layout.
     """
 
-    block_size: int = field(default=256, validator=_block_size, metadata=when_resumed("impossible"))
+    block_size: int = field(default=256, validator=fields.power_of_two(8), metadata=when_resumed("impossible"))
     """Elements that share a scale; a power of two."""
 
     def build(self, context: BuildContext, parameters: NamedParameters) -> torch.optim.Optimizer:
         from forge_plugin_lowbit.formats import EIGHT_BIT
-        from forge_plugin_lowbit.quantised import quantised
 
-        return quantised(self, EIGHT_BIT, context, parameters)
+        return self.over(EIGHT_BIT, context, parameters)
 
 
 @frozen(kw_only=True)
@@ -94,14 +98,13 @@ class AdamW4bit(_QuantisedAdamW):
     State: of parameters of two or more dimensions, one byte an element and two scales a block; else as `adamw_8bit`.
     """
 
-    block_size: int = field(default=128, validator=_block_size, metadata=when_resumed("impossible"))
+    block_size: int = field(default=128, validator=fields.power_of_two(8), metadata=when_resumed("impossible"))
     """Elements that share a scale; a power of two."""
 
     def build(self, context: BuildContext, parameters: NamedParameters) -> torch.optim.Optimizer:
         from forge_plugin_lowbit.formats import FOUR_BIT
-        from forge_plugin_lowbit.quantised import quantised
 
-        return quantised(self, FOUR_BIT, context, parameters)
+        return self.over(FOUR_BIT, context, parameters)
 
 
 @frozen(kw_only=True)
@@ -111,14 +114,13 @@ class AdamWFloat8(_QuantisedAdamW):
     State: of parameters of two or more dimensions, two bytes an element and two scales a block; else as `adamw_8bit`.
     """
 
-    block_size: int = field(default=256, validator=_block_size, metadata=when_resumed("impossible"))
+    block_size: int = field(default=256, validator=fields.power_of_two(8), metadata=when_resumed("impossible"))
     """Elements that share a scale; a power of two."""
 
     def build(self, context: BuildContext, parameters: NamedParameters) -> torch.optim.Optimizer:
         from forge_plugin_lowbit.formats import FLOAT8
-        from forge_plugin_lowbit.quantised import quantised
 
-        return quantised(self, FLOAT8, context, parameters)
+        return self.over(FLOAT8, context, parameters)
 
 
 @frozen(kw_only=True)
@@ -135,9 +137,7 @@ class AdamWBF16(_LowBitAdamW):
     itself, as it does with `betas[1]` above 0.998."""
 
     def build(self, context: BuildContext, parameters: NamedParameters) -> torch.optim.Optimizer:
-        from forge_plugin_lowbit.bf16 import BF16Moments
-        from forge_plugin_lowbit.optimizer import LowBitAdamW
-        from forge_plugin_lowbit.rounding import Rounding
+        from forge_plugin_lowbit.bf16 import BF16AdamW
 
-        rounding = Rounding(context, parameters)
-        return LowBitAdamW(self, parameters, BF16Moments(rounding, self.stochastic_rounding), rounding)
+        groups = parameters.groups(self.weight_decay)
+        return BF16AdamW(groups, stochastic_rounding=self.stochastic_rounding, **self.settings(context))

@@ -1,0 +1,44 @@
+"""Validators of attrs fields that many components have.
+
+Each is passed as `field(validator=...)` and raises ValueError, which a job's error report shows under the key's path.
+They need no torch: component modules are imported when a job is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+
+def betas(_: object, attribute: Any, value: Sequence[float]) -> None:
+    """Decays of moving averages: each in [0, 1).
+
+    Raises:
+        ValueError: one is outside.
+    """
+    if not all(0 <= beta < 1 for beta in value):
+        raise ValueError(f"each must be >= 0 and < 1, got {list(value)}")
+
+
+def betas_with_positive_first(_: object, attribute: Any, value: Sequence[float]) -> None:
+    """As `betas`, where the first is divided by: it is in (0, 1).
+
+    Raises:
+        ValueError: one is outside.
+    """
+    if not (0 < value[0] < 1 and all(0 <= beta < 1 for beta in value[1:])):
+        raise ValueError(f"the first must be > 0 and < 1, the second >= 0 and < 1, got {list(value)}")
+
+
+def power_of_two(least: int = 1) -> Any:
+    """Validator of a power of two.
+
+    Args:
+        least: the smallest value that is allowed.
+    """
+
+    def validate(_: object, attribute: Any, value: int) -> None:
+        if value < least or value & (value - 1):
+            raise ValueError(f"must be a power of two, {least} at least, got {value}")
+
+    return validate
