@@ -214,7 +214,7 @@ def _mesh_of(mesh: Any) -> DeviceMesh | None:
     """A build context is accepted in place of its mesh, as before 0.2."""
     if mesh is None or isinstance(mesh, DeviceMesh):
         return mesh
-    warnings.warn(deprecated("WholeMatrices(parameters, context)", "0.3", "pass context.mesh"), stacklevel=3)
+    warnings.warn(deprecated("WholeMatrices(parameters, context)", "0.4", "pass context.mesh"), stacklevel=3)
     return mesh.mesh
 
 
