@@ -1,5 +1,5 @@
 # make run: from nothing to a trained model.  make test: from nothing to a green suite.
-# make test-all: likewise, with the tests of the test suites and every kind of `forge-run new-plugin`.
+# make test-all: likewise, with the tests of the tests (tests/watched.py) and every kind of `forge-run new-plugin`.
 PYTHON ?= python3
 # Installed only if the environment has no torch yet; set TORCH to choose another build.
 TORCH ?= torch==2.13.0
@@ -19,6 +19,7 @@ test: lint types contracts tests docs
 
 test-all: export FORGE_TESTS = all
 test-all: test
+	$(BIN)/python tests/watched.py --record
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

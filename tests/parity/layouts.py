@@ -1,8 +1,13 @@
-"""The table of layouts: stages, and the features that are spread over the rows so that every two meet somewhere."""
+"""The table of layouts: stages, and the features that are spread over the rows so that every two meet somewhere.
+
+The rows that are not `thorough` have every pair of stages, of features, and of a stage and a feature that any row has,
+and each value of `FORMS`; `test_parity.py` sees to that. So one row of four ranks for each pair of stages always runs.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import combinations
 from typing import Any
 
 import attrs
@@ -31,6 +36,14 @@ from forge_plugin_parallel import (
 from forge_plugin_transformer import GroupedQueryAttention, MultiTokenPrediction, Transformer
 from forge_testing import Numbers, RandomDocuments, tiny_job
 
+FORMS = {
+    "fsdp": ("replicate",),
+    "tp": ("sequence_parallel", "loss_parallel"),
+    "pp": ("schedule", "degree"),
+    "cp": ("method", "degree"),
+    "ep": ("degree", "ranks_per_node"),
+}
+"""Keys of a stage whose values are tried each."""
 SEQUENCES = 8
 SEQ_LEN = 16
 
@@ -60,6 +73,18 @@ class Row:
     """Tokens after the next that are predicted too."""
     shared_gate: bool = False
     """Whether shared experts have a gate."""
+    thorough: bool = False
+    """Whether other rows have all of its pairs already: then it runs in `make test-all`, and when what is watched
+    has changed (`tests/watched.py`)."""
+
+    @property
+    def pairs(self) -> set[frozenset[str]]:
+        """What the row tries together: every two of its stages, of its features, and of one and the other; and each
+        stage in the form that it has here."""
+        stages = {*self.stages, *(["replicate"] if "replicate" in self.name else [])}
+        forms = [f"{name} {getattr(stage, key)}" for name, stage in self.stages.items() for key in FORMS.get(name, ())]
+        parts = sorted({*stages, *filter(None, self.features.split(", "))})
+        return {frozenset(pair) for pair in combinations(parts, 2)} | {frozenset([form]) for form in forms}
 
     @property
     def features(self) -> str:
@@ -218,6 +243,7 @@ ROWS = [
     Row(
         name="fsdp2 x cp2",
         ranks=4,
+        thorough=True,
         stages={"fsdp": FSDP(), "cp": cp("ring")},
         reduction=FSDP_SCATTER,
         micro_batch_size=1,
@@ -233,7 +259,15 @@ ROWS = [
         chunked=True,
         mtp=1,
     ),
-    Row(name="fsdp4", ranks=4, stages={"fsdp": FSDP()}, reduction=FSDP_SCATTER, ignored=7, micro_batch_size=1),
+    Row(
+        name="fsdp4",
+        ranks=4,
+        thorough=True,
+        stages={"fsdp": FSDP()},
+        reduction=FSDP_SCATTER,
+        ignored=7,
+        micro_batch_size=1,
+    ),
     Row(
         name="hsdp 2x2",
         ranks=4,
@@ -247,6 +281,7 @@ ROWS = [
     Row(
         name="fsdp2 x tp2",
         ranks=4,
+        thorough=True,
         stages={"fsdp": FSDP(), "tp": tp()},
         reduction=TP_COMPLETION,
         chunked=True,
@@ -366,6 +401,7 @@ ROWS = [
     Row(
         name="fsdp2 x pp2",
         ranks=4,
+        thorough=True,
         stages={"fsdp": FSDP(), "pp": pp("1f1b")},
         reduction=FSDP_SCATTER,
         tied=True,
@@ -376,6 +412,7 @@ ROWS = [
     Row(
         name="fsdp2 x pp2, zbv",
         ranks=4,
+        thorough=True,
         stages={"fsdp": FSDP(), "pp": pp("zbv")},
         reduction=FSDP_SCATTER,
         layers=4,
@@ -387,6 +424,7 @@ ROWS = [
     Row(
         name="fsdp2 x pp2, resharded, interleaved 1f1b",
         ranks=4,
+        thorough=True,
         stages={"fsdp": FSDP(reshard_after_forward=True), "pp": pp("interleaved_1f1b")},
         reduction=FSDP_SCATTER,
         layers=4,
@@ -405,6 +443,7 @@ ROWS = [
     Row(
         name="tp2 x pp2, zero-bubble",
         ranks=4,
+        thorough=True,
         stages={"tp": tp(), "pp": pp("interleaved_zero_bubble")},
         reduction=TP_COMPLETION,
         layers=4,
@@ -484,6 +523,7 @@ ROWS = [
     Row(
         name="fsdp4/ep2",
         ranks=4,
+        thorough=True,
         stages={"fsdp": FSDP(), "ep": ep()},
         reduction=FSDP_SCATTER,
         router=SOFTMAX,
@@ -538,6 +578,7 @@ ROWS = [
     Row(
         name="fsdp2 x tp2/ep2",
         ranks=4,
+        thorough=True,
         stages={"fsdp": FSDP(), "tp": tp(), "ep": ep()},
         reduction=TP_COMPLETION,
         router=SIGMOID,
@@ -547,6 +588,7 @@ ROWS = [
     Row(
         name="fsdp2 x pp2/ep2",
         ranks=4,
+        thorough=True,
         stages={"fsdp": FSDP(), "pp": pp("1f1b"), "ep": ep()},
         reduction=FSDP_SCATTER,
         router=SIGMOID,

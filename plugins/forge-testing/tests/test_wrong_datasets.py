@@ -16,6 +16,8 @@ from forge_testing import ListedDocuments
 from forge_testing.suites import DatasetSuite
 from forge_testing.tiny import NumberSequences
 
+pytestmark = pytest.mark.thorough
+
 SEQ_LEN = 8
 HELD_OUT = NumberSequences(4, SEQ_LEN, 1, 50)
 

@@ -10,6 +10,8 @@ import pytest
 
 from forge_testing.distribution import check_distribution
 
+pytestmark = pytest.mark.thorough
+
 NAME = "forge-plugin-odd"
 HEAD = """
 from __future__ import annotations

@@ -10,6 +10,8 @@ from forge_core.contracts.components import Plugin, TrainingHook
 from forge_core.contracts.hookspecs import hookimpl
 from forge_testing.suites import HookSuite
 
+pytestmark = pytest.mark.thorough
+
 
 @define(kw_only=True, slots=False)
 class Misspelt(TrainingHook):

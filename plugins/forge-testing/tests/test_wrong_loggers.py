@@ -11,6 +11,8 @@ from forge_core.contracts.components import LoggerComponent
 from forge_core.metrics.jsonl import JsonLinesLogger
 from forge_testing.suites import LoggerSuite
 
+pytestmark = pytest.mark.thorough
+
 
 class Lines(JsonLinesLogger):
     """The core's, which is right; subclasses alter it."""

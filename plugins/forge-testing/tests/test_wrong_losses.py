@@ -11,6 +11,8 @@ from forge_core.cross_entropy import cross_entropy_loss
 from forge_core.losses import CrossEntropy
 from forge_testing.suites import LossSuite
 
+pytestmark = pytest.mark.thorough
+
 
 def component_of(change):
     """The core's cross-entropy, whose output and inputs `change(right, head, hidden, batch)` alters."""

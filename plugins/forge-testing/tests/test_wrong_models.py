@@ -11,6 +11,8 @@ from forge_core.contracts.components import ModelComponent
 from forge_testing.suites import ModelSuite
 from forge_testing.tiny_model import SplittableNetwork
 
+pytestmark = pytest.mark.thorough
+
 
 class Network(SplittableNetwork):
     """Right, and altered by subclasses."""

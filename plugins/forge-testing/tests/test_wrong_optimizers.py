@@ -9,6 +9,8 @@ from attrs import frozen
 from forge_core.contracts.components import OptimizerComponent
 from forge_testing.suites import OptimizerSuite
 
+pytestmark = pytest.mark.thorough
+
 
 class Descent(torch.optim.Optimizer):
     """w <- w - lr g, which is right."""

@@ -11,6 +11,8 @@ from forge_core.contracts.components import RouterComponent
 from forge_kit.modules import Linear
 from forge_testing.suites import RouterSuite
 
+pytestmark = pytest.mark.thorough
+
 
 class TopTwo(nn.Module):
     """Weights and numbers (B, S, 2) of the two best experts, which is right; subclasses alter it."""

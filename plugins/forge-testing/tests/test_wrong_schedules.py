@@ -12,6 +12,8 @@ from forge_core.contracts.components import SchedulerComponent
 from forge_core.contracts.errors import Problem
 from forge_testing.suites import SchedulerSuite
 
+pytestmark = pytest.mark.thorough
+
 
 def component_of(make):
     """`make()` gives a schedule."""

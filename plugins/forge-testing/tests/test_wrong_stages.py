@@ -12,6 +12,8 @@ from torch import nn
 from forge_core.contracts.components import ParallelComponent
 from forge_testing.suites import StageSuite
 
+pytestmark = pytest.mark.thorough
+
 
 def component_of(transform, stage=None):
     """`transform(model)` is what it applies."""
