@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     import torch
@@ -123,9 +123,7 @@ class Executor(Protocol):
 
 
 class Logger(Protocol):
-    """Receives metrics on rank 0. One more method is optional: `flush()`, called before each checkpoint, by a logger
-    that keeps records in memory, since a run that is killed continues from the checkpoint and does not log those steps
-    again. What it raises is a failed save."""
+    """Receives metrics on rank 0. One that keeps records in memory implements `Flushes` too."""
 
     def start(self, step: int) -> None:
         """The run starts after `step` completed steps: anything recorded later than that is stale. 0: from nothing, and
@@ -140,6 +138,16 @@ class Logger(Protocol):
 
     def close(self) -> None:
         """The run ended, in whatever way. Called exactly once."""
+
+
+@runtime_checkable
+class Flushes(Protocol):
+    """A logger that keeps records in memory: a run that is killed continues from its checkpoint, and does not log the
+    steps before that again."""
+
+    def flush(self) -> None:
+        """Put all records where they outlive the process. Called before each checkpoint; raising fails the save."""
+        ...
 
 
 class Storage(Protocol):

@@ -31,6 +31,7 @@ from forge_core.engine.groups import apply_settings, check_groups, check_modes
 from forge_core.engine.hooks import HookRunner, collect_hooks
 from forge_core.engine.model_facts import Outline
 from forge_core.engine.rates import Rates
+from forge_core.launch.progress_beacon import ProgressBeacon
 from forge_core.parallel.bare_model import DTYPES, bare_model
 from forge_core.parallel.initialise import check_finite, materialise
 from forge_core.parallel.layout import layout_of
@@ -125,8 +126,14 @@ def context_of(resolved: str, source: str, beside: BuildContext) -> RunContext:
     )
 
 
-def build_run(job: Job, context: RunContext, hooks: Iterable[TrainingHook] = ()) -> Run:
+def build_run(
+    job: Job, context: RunContext, hooks: Iterable[TrainingHook] = (), beacon: ProgressBeacon | None = None
+) -> Run:
     """Build data, model, optimizer and all else, in this order.
+
+    Args:
+        hooks: besides those of the job; they run last.
+        beacon: where the rank is, for the watchdog.
 
     Raises:
         JobError: the job cannot run as written.
@@ -135,7 +142,7 @@ def build_run(job: Job, context: RunContext, hooks: Iterable[TrainingHook] = ())
     datasets = build_datasets(job, context)
     built = build_model(job, context)
     loss = context.build(job.loss)
-    return assemble(job, context, built, loss, datasets, HookRunner(collect_hooks(job, context.plugins, hooks)))
+    return assemble(job, context, built, loss, datasets, HookRunner(collect_hooks(job, context.plugins, hooks), beacon))
 
 
 def assemble(

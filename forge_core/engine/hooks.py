@@ -1,19 +1,23 @@
-"""What training hooks see and may ask for, and the order in which they run."""
+"""Training hooks: the order in which they run, what they receive, and how they are called."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forge_core.config.walk import walk_components
+from forge_core.contracts import contexts  # not its names: this module forwards them from where they were
 from forge_core.contracts.components import TrainingHook
 from forge_core.launch.progress_beacon import ProgressBeacon
 from forge_core.moved import forwarding
 
 if TYPE_CHECKING:
     from forge_core.config.job import Job
-    from forge_core.contracts.contexts import TrainContext
+    from forge_core.contracts.contexts import CheckpointContext, Requests, StepContext, TrainContext
+    from forge_core.contracts.data import Batch
+    from forge_core.engine.build import Run
     from forge_core.plugins.manager import Plugins
 
 __getattr__ = forwarding(__name__, ["forge_core.contracts.contexts"])
@@ -22,8 +26,12 @@ EVENTS = tuple(name for name in vars(TrainingHook) if name.startswith("on_"))
 
 
 def collect_hooks(job: Job, plugins: Plugins, given: Iterable[TrainingHook]) -> dict[str, TrainingHook]:
-    """Every hook of a run by name, in the order in which they run: those that components bring, in the order of the
-    job's tables; those of plugins; those of `[hooks]`; those given from Python."""
+    """Every hook of a run by name, in the order in which they run.
+
+    Those that components bring come first, in the order of the job's tables, since they belong to what is trained; then
+    those of plugins, of `[hooks]` and from Python, which observe it. The order is the same on every rank: hooks may
+    communicate.
+    """
     hooks: dict[str, TrainingHook] = {}
     for path, component in walk_components(job):
         if isinstance(component, TrainingHook):
@@ -50,13 +58,14 @@ def _add(hooks: dict[str, TrainingHook], name: str, hook: TrainingHook) -> None:
 class HookRunner:
     """Calls the hooks of each event, in order. Events nobody listens to cost an empty loop.
 
-    Attributes:
-        phases: where this rank is; each call of a hook is a phase.
+    Args:
+        hooks: by name.
+        beacon: receives each call of a hook as a phase, for the watchdog.
     """
 
-    def __init__(self, hooks: Mapping[str, TrainingHook]) -> None:
+    def __init__(self, hooks: Mapping[str, TrainingHook], beacon: ProgressBeacon | None = None) -> None:
         self.hooks = dict(hooks)
-        self.phases = ProgressBeacon()
+        self.beacon = beacon or ProgressBeacon()
         self._listeners: dict[str, list[tuple[str, Callable[..., None]]]] = {
             event: [(name, getattr(hook, event)) for name, hook in hooks.items() if _overrides(hook, event)]
             for event in EVENTS
@@ -69,7 +78,7 @@ class HookRunner:
 
     def __call__(self, event: str, *args: Any) -> None:
         for name, method in self._listeners[event]:
-            self.phases.enter(f"hook {name}, {event}")
+            self.beacon.enter(f"hook {name}, {event}")
             try:
                 method(*args)
             except Exception as error:
@@ -77,10 +86,39 @@ class HookRunner:
                 raise
 
     def exception(self, context: TrainContext, error: BaseException) -> None:
-        """Tell every hook of `error`, whatever they raise themselves: the first error is the one to report."""
+        """Call `on_exception` of every hook. What they raise is dropped: the first error is the one to report."""
         for _, method in self._listeners["on_exception"]:
             with suppress(Exception):
                 method(context, error)
+
+
+class Contexts:
+    """Makes what hooks receive: live references to one run, and the requests that they share with signals."""
+
+    def __init__(self, run: Run, requests: Requests) -> None:
+        common = {"job": run.job, "model": run.model, "optimizer": run.optimizer}
+        self._common: dict[str, Any] = {**common, "tokenizer": run.context.tokenizer, "folder": run.context.folder}
+        self._hooks = run.hooks
+        self._requests = requests
+
+    def train(self, step: int) -> TrainContext:
+        """Args: `step`, completed steps."""
+        return contexts.TrainContext(**self._common, step=step)
+
+    def step(self, step: int, batches: Sequence[Batch] = ()) -> StepContext:
+        """Args: `step`, the number of the step from 1; `batches`, its micro-batches."""
+        requests = self._requests.for_step()
+        return contexts.StepContext(
+            **self._common, step=step, batches=batches, may_skip=self._hooks.may_skip, requests=requests
+        )
+
+    def checkpoint(self, step: int, path: Path) -> CheckpointContext:
+        """Args: `step`, the one that was saved."""
+        return contexts.CheckpointContext(**self._common, step=step, path=path)
+
+    def saved(self, step: int, path: Path) -> None:
+        """Call `on_checkpoint_save`."""
+        self._hooks("on_checkpoint_save", self.checkpoint(step, path))
 
 
 def _overrides(hook: TrainingHook, event: str) -> bool:

@@ -3,24 +3,59 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import Tensor
 
-from forge_core.auxiliary import Count
 from forge_core.contracts.contexts import StepContext
-from forge_core.contracts.runtime import Logger
+from forge_core.contracts.runtime import Flushes, Logger
 from forge_core.engine.build import Run
+from forge_core.engine.step import Sums, metrics
 from forge_core.metrics.flops import peak_flops
 from forge_core.metrics.tracker import Clock, Tracker
+from forge_core.parallel.mesh import global_rank
+
+
+def open_loggers(run: Run, step: int, stack: ExitStack) -> dict[str, Logger]:
+    """Start the loggers of the job on rank 0, by name; none on other ranks.
+
+    Args:
+        step: completed steps.
+        stack: closes them.
+    """
+    loggers: dict[str, Logger] = {}
+    for name, component in run.job.loggers.items() if global_rank() == 0 else ():
+        name = f"loggers.{name} ({run.context.type_of(component)})"
+        with _named(name):
+            logger = run.context.build(component)
+            logger.start(step)
+        stack.callback(logger.close)
+        loggers[name] = logger
+    return loggers
+
+
+@contextmanager
+def _named(logger: str) -> Iterator[None]:
+    """Add to an exception which logger raised it."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"in {logger}")
+        raise
 
 
 class Recorder:
     """Makes the lines of a run, and hands each to every logger once its numbers are on the host."""
 
-    def __init__(self, run: Run, loggers: Sequence[Logger], on_line: Callable[[Mapping[str, Any]], None]) -> None:
-        """`on_line` sees every training line, on every rank; loggers are on rank 0 only."""
+    def __init__(self, run: Run, loggers: Mapping[str, Logger], on_line: Callable[[Mapping[str, Any]], None]) -> None:
+        """
+        Args:
+            loggers: by name, for errors; on rank 0 only.
+            on_line: receives every training line, on every rank.
+        """
+        self._summaries = run.context.auxiliary.summaries
         train, ranks = run.job.train, run.context.layout.world_size
         self._tokens = train.global_batch_size * train.seq_len
         self._loggers = loggers
@@ -33,10 +68,23 @@ class Recorder:
         self.last_evaluation: Mapping[str, float] = {}
 
     def step(
-        self, context: StepContext, tokens: int, rate: float, waited: float, scalars: dict[str | Count, Tensor]
+        self, context: StepContext, tokens: int, rate: float, waited: float, sums: Sums, skipped: Tensor | None
     ) -> None:
-        """Queue a step's line; `scalars` are on the device and the same on every rank, as is what hooks logged.
-        `waited`: seconds that the step waited for data."""
+        """Queue a step's line. What it has from the device is the same on every rank, as is what hooks logged.
+
+        Args:
+            tokens: positions fed since the run began.
+            rate: learning rate of the first parameter group.
+            waited: seconds that the step waited for data.
+            sums: of the step, over all ranks.
+            skipped: whether the update was skipped, (), where only the device knows.
+        """
+        assert context.grad_norm is not None
+        scalars = metrics(sums)
+        scalars.update(self._summaries())
+        scalars["grad_norm"] = context.grad_norm
+        if skipped is not None:
+            scalars["skipped"] = skipped
         seconds, speed = self._clock.tick(self._tokens)
         record: dict[str, Any] = {"step": context.step, "lr": rate, "tokens": tokens, "tokens_per_second": speed}
         record |= {"step_seconds": seconds, "data_wait": min(waited / seconds, 1.0)}
@@ -59,10 +107,11 @@ class Recorder:
         self._tracker.flush()
 
     def sync(self) -> None:
-        """See that loggers put the lines so far where they outlive the process and the machine."""
-        for logger in self._loggers:
-            if hasattr(logger, "flush"):
-                logger.flush()
+        """Let loggers put the lines so far where they outlive the process and the machine."""
+        for name, logger in self._loggers.items():
+            if isinstance(logger, Flushes):
+                with _named(name):
+                    logger.flush()
 
     def restart_clock(self) -> None:
         """After a pause (evaluation, checkpoint): it is not part of the speed."""
@@ -76,9 +125,9 @@ class Recorder:
         self._write({"step": record.pop("step"), "loss": record.pop("loss"), **record})
 
     def _write(self, record: Mapping[str, Any]) -> None:
-        """A full disk or a closed terminal ends no run."""
-        for logger in self._loggers:
+        for name, logger in self._loggers.items():
             try:
-                logger.log(record)
-            except OSError as error:
-                warnings.warn(f"{type(logger).__name__}: {error}", stacklevel=2)
+                with _named(name):
+                    logger.log(record)
+            except OSError as error:  # a full disk or a closed terminal ends no run
+                warnings.warn(f"{name}: {error}", stacklevel=2)

@@ -18,11 +18,13 @@ from forge_core.contracts.model import ChangesWithUpdates
 from forge_core.contracts.runtime import StepOutput
 from forge_core.engine.build import Run
 from forge_core.engine.gradients import clip, global_norm
+from forge_core.engine.requests import agreed_reason
 from forge_core.metrics.tracker import ABSENT, SOURCE_LOSS, per_source
 from forge_core.parallel.layout import micro_batches
 from forge_core.parallel.mesh import (
     all_reduce_samples,
     all_reduce_tokens,
+    any_rank,
     gather_objects,
     part_of_step,
     pipeline_group,
@@ -89,10 +91,6 @@ class Stepper:
     def _loss_dtype(self) -> torch.dtype:
         return torch.float64 if self._run.context.dtype == torch.float64 else torch.float32
 
-    def summaries(self) -> Mapping[str, Tensor]:
-        """Metrics that modules make of what all of them counted in the last step."""
-        return self._run.context.auxiliary.summaries()
-
     def norm(self) -> Tensor:
         """The global norm of the gradient, before clipping."""
         return global_norm(self._counted, self._pipeline)
@@ -115,7 +113,9 @@ class Stepper:
         if not self.decides:
             return False
         broken = self._job.train.non_finite != "ignore" and not finite.item()
-        return broken or self._agreed(bool(context.requests.skip))
+        if not broken:
+            context.requests.skip = self._agreed(context.requests.skip)
+        return broken or bool(context.requests.skip)
 
     def _optimizer_step(self, norm: Tensor, finite: Tensor) -> None:
         optimizer = self._run.optimizer
@@ -132,12 +132,11 @@ class Stepper:
         for module in self._changing:
             module.after_update()
 
-    def _agreed(self, skip: bool) -> bool:
+    def _agreed(self, skip: str) -> str:
+        """Why any rank asks to skip; empty if none does."""
         if not self._run.hooks.may_skip or self._run.context.layout.world_size == 1:
             return skip
-        flag = torch.tensor(float(skip))
-        torch.distributed.all_reduce(flag)
-        return bool(flag.item())
+        return agreed_reason(skip) if any_rank([bool(skip)])[0] else ""
 
     def _valid_tokens(self, batches: Sequence[Batch]) -> Tensor:
         counts = [(batch["labels"] != IGNORED_LABEL).sum() for batch in batches]

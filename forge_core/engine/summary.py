@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from forge_core.checkpoint.run_folder import save_tokenizer, write_record
+from forge_core.config.dump import dump_job
 from forge_core.config.mixture import first_step, source_names
 from forge_core.config.walk import walk_components
 from forge_core.contracts.parameters import NamedParameters
@@ -15,12 +17,27 @@ from forge_core.data.supply import expected_draws
 from forge_core.engine.build import Run
 from forge_core.metrics.flops import peak_flops
 from forge_core.parallel.layout import micro_batches
+from forge_core.parallel.mesh import global_rank
 from forge_core.products import float32_choice
 
 if TYPE_CHECKING:
     from forge_core.contracts.runtime import ParallelStage
     from forge_core.engine.step import Stepper
     from forge_core.parallel.stages import OrderedStage
+
+
+def announce(run: Run, stepper: Stepper, provenance: Mapping[str, Any], echo: Callable[[str], object]) -> None:
+    """On rank 0: print what the run is about to do, and keep it in the run folder, with the resolved job, the
+    provenance and the tokenizer."""
+    folder, tokenizer = run.context.folder, run.context.tokenizer
+    if global_rank() != 0:
+        return
+    assert folder is not None
+    summary = describe_run(run, stepper, provenance)
+    if tokenizer is not None:
+        save_tokenizer(folder, tokenizer)
+    write_record(folder, dump_job(run.job, run.context.plugins.catalog), provenance, summary)
+    echo(summary)
 
 
 def describe_run(run: Run, stepper: Stepper, provenance: Mapping[str, Any]) -> str:

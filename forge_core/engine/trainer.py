@@ -87,9 +87,9 @@ class Trainer:
             EndedElsewhere: another rank has ended the run.
         """
         folder = run_folder(self.job)
-        phases = ProgressBeacon()
+        beacon = ProgressBeacon()
         with ExitStack() as stack:
-            rendezvous = stack.enter_context(joined_run(self.job, phases))
+            rendezvous = stack.enter_context(joined_run(self.job, beacon))
             self._check()
             if rendezvous is not None:
                 agree_on_job(rendezvous, self.job, self._catalog)
@@ -97,14 +97,14 @@ class Trainer:
             elif global_rank() == 0:
                 stack.enter_context(locked(folder))
             self._on_folder(folder)
-            phases.enter("starting the process groups")
+            beacon.enter("starting the process groups")
             context = build_context(self.job, self._catalog, folder)
-            phases.enter("looking for a checkpoint")
+            beacon.enter("looking for a checkpoint")
             checkpoints = open_checkpoints(self.job, context)
             start = find_start(self.job, self._catalog, checkpoints, self._resume, self._with_changes)
-            phases.enter("building")
-            run = build_run(self.job, context, self._hooks)
-            loop = Loop(run, checkpoints, start, stack, phases, self._echo if global_rank() == 0 else _silent)
+            beacon.enter("building")
+            run = build_run(self.job, context, self._hooks, beacon)
+            loop = Loop(run, checkpoints, start, stack, self._echo if global_rank() == 0 else _silent)
             loop.run()
         return Summary(
             step=loop.progress.step,

@@ -10,6 +10,7 @@ from attrs import define, field
 
 from forge_core.contracts.components import TrainingHook
 from forge_core.contracts.errors import ExitCode
+from forge_core.engine.trainer import Trainer
 
 
 @define(kw_only=True, slots=False)
@@ -95,6 +96,15 @@ def test_a_hook_can_skip_updates(make_job, train, lines):
     records = lines(train(make_job(), SkipEven()))
     assert [record.get("skipped", 0) for record in records] == [0, 1, 0, 1]
     assert [record["step"] for record in records] == [1, 2, 3, 4]
+
+
+def test_the_reason_for_a_skipped_update_is_printed(make_job, catalog):
+    printed: list[str] = []
+    Trainer(make_job(), hooks=[SkipEven()], catalog=catalog, echo=printed.append).run()
+    assert [line for line in printed if "update skipped" in line] == [
+        "step 2: update skipped: even",
+        "step 4: update skipped: even",
+    ]
 
 
 def test_only_a_hook_that_declares_it_may_skip(make_job, train):

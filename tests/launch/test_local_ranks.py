@@ -124,7 +124,7 @@ def test_a_signal_saves_once_and_ends_with_75(job, to, number):
     code, out, err = job.finish(process)
     assert (code, err) == (75, "")
     [step] = job.steps_saved()
-    reason = "another rank asked for it" if to == "rank" else f"signal {number.name}"
+    reason = f"signal {number.name}" + (" (rank 1)" if to == "rank" else "")
     assert f"stopped at step {step} ({reason}), everything saved" in out
 
 

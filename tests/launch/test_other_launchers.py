@@ -89,6 +89,6 @@ def test_a_signal_to_one_rank_is_agreed_on_by_all(job):
     second.send_signal(signal.SIGUSR1)
     code, out, err = job.finish(first)
     assert (code, err) == (75, "")
-    assert "(another rank asked for it), everything saved" in out
+    assert "(signal SIGUSR1 (rank 1)), everything saved" in out
     assert job.finish(second) == (75, "", "")
     assert len(job.steps_saved()) == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -79,13 +80,38 @@ def test_ranks_agree_on_a_stop_that_one_of_them_asks_for(tmp_path):
             import torch.distributed as dist
 
             if dist.get_rank() == 1 and context.step == 2:
-                context.request_stop("rank 1 wants to")
+                context.request_stop("I want to")
 
     def train(rank):
         summary = Trainer(job(tmp_path), hooks=[Stop()], echo=lambda text: None).run()
         return summary.step, summary.stopped
 
-    assert run_on_ranks(2, train) == [(2, "another rank asked for it"), (2, "rank 1 wants to")]
+    assert run_on_ranks(2, train) == [(2, "I want to (rank 1)"), (2, "I want to")]
+
+
+def test_the_reason_to_skip_an_update_is_printed_whichever_rank_gives_it(tmp_path):
+    class Skip(TrainingHook):
+        may_skip: ClassVar[bool] = True
+        reasons: ClassVar[list[str]] = []
+
+        def on_gradients(self, context):
+            import torch.distributed as dist
+
+            if dist.get_rank() == 1 and context.step == 2:
+                context.skip_update("the gradient jumps")
+
+        def on_step_end(self, context):
+            self.reasons.append(context.requests.skip)
+
+    def train(rank):
+        printed = []
+        Trainer(job(tmp_path), hooks=[Skip()], echo=printed.append).run()
+        return Skip.reasons, [line for line in printed if "skipped" in line]
+
+    (first, printed), (second, _) = run_on_ranks(2, train)
+    assert printed == ["step 2: update skipped: the gradient jumps (rank 1)"]
+    assert first == ["", "the gradient jumps (rank 1)", "", ""]
+    assert second == ["", "the gradient jumps", "", ""]
 
 
 def test_a_bad_number_of_ranks_is_refused_with_the_arithmetic(tmp_path):

@@ -1,29 +1,66 @@
-"""From a checkpoint to a freshly built run: all that it remembers, or only weights."""
+"""The state of a run: what a checkpoint holds of it, and how a freshly built run takes it back, all or only weights."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from forge_core.checkpoint.job_diff import describe_changes
+from forge_core.checkpoint.manager import State
 from forge_core.checkpoint.provenance import check_tokenizer
 from forge_core.checkpoint.resume import FLAG, Start
-from forge_core.checkpoint.state import Progress, has_state, holders, restore_state
+from forge_core.checkpoint.state import Progress, gather_state, has_state, holders, restore_state
+from forge_core.config.dump import dump_job
 from forge_core.config.mixture import source_names
 from forge_core.contracts.errors import CheckpointError
 from forge_core.data.mixture import sizes_of
 from forge_core.data.order import source_changes
 from forge_core.engine.weights import load_weights
+from forge_core.parallel.mesh import pipeline_group
 
 if TYPE_CHECKING:
     from forge_core.contracts.components import Plugin, TrainingHook
     from forge_core.engine.build import Run
+    from forge_core.engine.hooks import Contexts
     from forge_core.engine.rates import Rates
 
 
+def snapshot(run: Run, progress: Progress, provenance: Mapping[str, Any]) -> State:
+    """All that a checkpoint holds. Taking it changes nothing. Collective over the ranks of a pipeline.
+
+    Args:
+        progress: receives the factor of the schedule, by which a continued run notices another schedule.
+    """
+    progress.schedule = run.rates.factor(progress.step - 1) if progress.step else None
+    plugins, pipeline = run.context.plugins, pipeline_group(run.context.mesh)
+    state = gather_state(run.model, run.optimizer, progress, run.hooks.hooks, plugins.active, pipeline)
+    values = {"tokens": progress.tokens, "job": dump_job(run.job, plugins.catalog), "provenance": provenance}
+    return State(state.tensors, {**values, **state.values})
+
+
+def restore(
+    start: Start, run: Run, provenance: Mapping[str, Any], contexts: Contexts, echo: Callable[[str], object]
+) -> Progress:
+    """Continue a checkpoint, or take the weights of one, or neither, as `start` says. Collective.
+
+    Raises:
+        CheckpointError: it does not fit what was built.
+        JobError: `[checkpoint.load]` does not fit the model.
+    """
+    if start.weights is not None:
+        echo(take_weights(start, run, provenance))
+    if start.checkpoint is None:
+        return Progress()
+    run.hooks.beacon.enter("loading the checkpoint")
+    progress, report = continue_run(start, run, provenance)
+    run.hooks("on_checkpoint_load", contexts.checkpoint(progress.step, start.checkpoint))
+    echo(report)
+    return progress
+
+
 def continue_run(start: Start, run: Run, provenance: Mapping[str, Any]) -> tuple[Progress, str]:
-    """Load the checkpoint into a freshly built run; gives how far it was, and what to tell. Collective.
+    """Load the checkpoint into a freshly built run; returns how far it was, and a report for the user. Collective.
 
     Raises:
         CheckpointError: it does not fit what was built.
