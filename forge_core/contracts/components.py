@@ -29,6 +29,7 @@ from attrs import define, field, frozen
 from attrs.validators import ge, matches_re, min_len, optional
 
 from forge_core.contracts.errors import Problem
+from forge_core.contracts.layout import MeshDimension
 
 if TYPE_CHECKING:
     import torch
@@ -320,8 +321,11 @@ class ParallelComponent(Component["ParallelStage"]):
         the most; a fraction where a rank keeps those of some layers only."""
         return 1.0
 
+    dimensions: ClassVar[Sequence[MeshDimension]] = ()
+    """Mesh dimensions that this stage adds to the usual ones (`forge_core.contracts.layout.DIMENSIONS`)."""
+
     def degrees(self) -> Mapping[str, int | str]:
-        """Mesh dimensions that this stage asks for, with their size, or `"auto"` for what is left over."""
+        """Mesh dimensions that this stage asks for, with their size, or `"auto"` for the ranks that are left."""
         return {}
 
     def model_problems(self, model: Model, layout: Layout) -> Iterable[Problem]:

@@ -3,49 +3,118 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 
-from attrs import frozen
-
-MESH_DIMENSIONS = ("pp", "replicate", "shard", "cp", "tp")
-"""Outermost first, so that the ranks of one tp group are neighbours."""
-TOKEN_DIMENSIONS = ("replicate", "shard", "cp")
-"""Dimensions along which ranks hold different tokens."""
-SAMPLE_DIMENSIONS = ("replicate", "shard")
-"""Dimensions along which ranks hold different sequences."""
+from attrs import field, frozen
+from attrs.validators import matches_re
 
 
-@frozen(kw_only=True)
+@frozen
+class MeshDimension:
+    """A dimension of the mesh of ranks, as a stage declares it (`ParallelComponent.dimensions`).
+
+    The flags decide what the engine does along it: which ranks read the same samples, over which ranks losses and
+    gradients are summed, and which ranks draw the same random numbers.
+    """
+
+    name: str = field(validator=matches_re(r"[a-z][a-z0-9]*"))  # no "_", which joins the names of flattened dimensions
+    tokens: bool = field(default=False, kw_only=True)
+    """Whether its ranks hold different tokens, so that gradients are summed over them."""
+    samples: bool = field(default=False, kw_only=True)
+    """Whether its ranks read different sequences; they then hold different tokens too."""
+    layers: bool = field(default=False, kw_only=True)
+    """Whether its ranks hold different layers (a pipeline)."""
+    order: int = field(default=50, kw_only=True)
+    """Place among the dimensions, the smallest outermost. Ranks of the innermost one are neighbours, so that those
+    which communicate most can share a node: pp 0, replicate 10, shard 20, cp 30, tp 40."""
+
+    @property
+    def divides_tokens(self) -> bool:
+        return self.tokens or self.samples
+
+
+DIMENSIONS = (
+    MeshDimension("pp", layers=True, order=0),
+    MeshDimension("replicate", samples=True, order=10),
+    MeshDimension("shard", samples=True, order=20),
+    MeshDimension("cp", tokens=True, order=30),
+    MeshDimension("tp", order=40),
+)
+"""The usual dimensions, part of every layout: a stage may ask for ranks along them without declaring them."""
+
+
+@frozen(init=False)
 class Layout:
-    """Degrees of every dimension; their product, `ep` left out, is the world size."""
+    """Ranks along each mesh dimension; their product is the world size.
 
-    pp: int = 1
-    replicate: int = 1
-    shard: int = 1
-    cp: int = 1
-    tp: int = 1
-    ep: int = 1
-    """Expert parallel: folded into shard x cp, multiplies nothing."""
+        Layout(shard=4, tp=2)
+        Layout([MeshDimension("branch", order=45)], branch=2)
+
+    Args:
+        further: dimensions besides the usual ones.
+        degrees: ranks by dimension; 1 where left out.
+    """
+
+    sizes: tuple[tuple[MeshDimension, int], ...]
+    """Every dimension with its ranks, outermost first."""
+
+    def __init__(self, further: Iterable[MeshDimension] = (), **degrees: int) -> None:
+        known = {dimension.name: dimension for dimension in (*DIMENSIONS, *further)}
+        if unknown := degrees.keys() - known.keys():
+            raise ValueError(f"no mesh dimension {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+        ordered = sorted(known.values(), key=lambda dimension: dimension.order)
+        self.__attrs_init__(tuple((dimension, degrees.get(dimension.name, 1)) for dimension in ordered))
+
+    @property
+    def degrees(self) -> Mapping[str, int]:
+        """Ranks by dimension, outermost first."""
+        return {dimension.name: size for dimension, size in self.sizes}
+
+    def degree(self, name: str) -> int:
+        """Returns the ranks along a dimension; 1 where no stage of the job has it."""
+        return self.degrees.get(name, 1)
+
+    @property
+    def pp(self) -> int:
+        return self.degree("pp")
+
+    @property
+    def replicate(self) -> int:
+        return self.degree("replicate")
+
+    @property
+    def shard(self) -> int:
+        return self.degree("shard")
+
+    @property
+    def cp(self) -> int:
+        return self.degree("cp")
+
+    @property
+    def tp(self) -> int:
+        return self.degree("tp")
 
     @property
     def world_size(self) -> int:
-        return math.prod(getattr(self, name) for name in MESH_DIMENSIONS)
+        return math.prod(self.degrees.values())
 
     @property
     def data_parallel(self) -> int:
         """Ranks that hold different sequences."""
-        return self.replicate * self.shard
+        return self._ranks(lambda dimension: dimension.samples)
 
     @property
     def token_ranks(self) -> int:
         """Ranks that hold different tokens."""
-        return self.data_parallel * self.cp
+        return self._ranks(lambda dimension: dimension.divides_tokens)
+
+    @property
+    def layer_ranks(self) -> int:
+        """Ranks that hold different layers."""
+        return self._ranks(lambda dimension: dimension.layers)
+
+    def _ranks(self, wanted: Callable[[MeshDimension], bool]) -> int:
+        return math.prod(size for dimension, size in self.sizes if wanted(dimension))
 
     def __str__(self) -> str:
-        parts = [f"{name} {getattr(self, name)}" for name in (*MESH_DIMENSIONS, "ep") if getattr(self, name) > 1]
-        return ", ".join(parts) or "one process"
-
-
-def degrees_of(layout: Layout) -> Mapping[str, int]:
-    """Mesh dimensions in order, with their sizes."""
-    return {name: getattr(layout, name) for name in MESH_DIMENSIONS}
+        return ", ".join(f"{name} {size}" for name, size in self.degrees.items() if size > 1) or "one process"

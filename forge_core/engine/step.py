@@ -239,7 +239,7 @@ def dry_run(run: Run, batches: Sequence[Batch]) -> str:
     buffers = {name: buffer.clone() for name, buffer in run.model.named_buffers()}
     shape, device = tuple(batches[0]["input_ids"].shape), run.context.device
     try:
-        Stepper(run).gradients(batches if run.context.layout.pp > 1 else batches[:1], step=0)
+        Stepper(run).gradients(batches if run.context.layout.layer_ranks > 1 else batches[:1], step=0)
     except Exception as error:
         raise ForgeError(f"the dry run failed on a micro-batch of {shape}: {type(error).__name__}: {error}") from error
     run.optimizer.zero_grad(set_to_none=True)

@@ -3,30 +3,31 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from forge_core.contracts.errors import JobError, Problem
-from forge_core.contracts.layout import MESH_DIMENSIONS, Layout
+from forge_core.contracts.layout import DIMENSIONS, Layout, MeshDimension
 
 if TYPE_CHECKING:
     from forge_core.config.job import Job
 
 
 def plan_layout(job: Job, world_size: int) -> tuple[Layout, list[Problem]]:
-    """The layout that the job's stages ask for on `world_size` ranks, and what is wrong with it.
+    """The layout that the job's stages ask for on `world_size` ranks, and the problems with it.
 
-    A dimension given as `"auto"` takes the ranks that are left. Where no stage sets `replicate` or `shard`, they go to
-    `replicate`: the core then adds that stage. Otherwise left-over ranks are an error.
+    A dimension given as `"auto"` takes the ranks that are left. Where no stage asks for a dimension that divides
+    samples, they go to `replicate`: the core then adds that stage. Otherwise left-over ranks are an error.
     """
+    known = {dimension.name: dimension for dimension in DIMENSIONS}
     degrees: dict[str, int | str] = {}
-    problems = list(_collect_degrees(job, degrees))
-    if "auto" not in degrees.values() and not degrees.keys() & {"replicate", "shard"}:
+    problems = [*_collect_dimensions(job, known), *_collect_degrees(job, known, degrees)]
+    if "auto" not in degrees.values() and not any(known[name].samples for name in degrees):
         degrees["replicate"] = "auto"
     automatic = [name for name, degree in degrees.items() if degree == "auto"]
     fixed = {name: int(degree) for name, degree in degrees.items() if degree != "auto"}
-    product = math.prod(degree for name, degree in fixed.items() if name != "ep")
-    arithmetic = " x ".join(f"{name} {degree}" for name, degree in fixed.items() if name != "ep") or "1"
+    product = math.prod(fixed.values())
+    arithmetic = " x ".join(f"{name} {degree}" for name, degree in fixed.items()) or "1"
     if world_size % product:
         problems.append(Problem("parallel", f"{arithmetic} = {product} does not divide the {world_size} ranks"))
     elif automatic:
@@ -34,22 +35,35 @@ def plan_layout(job: Job, world_size: int) -> tuple[Layout, list[Problem]]:
     elif product != world_size:
         message = f"{arithmetic} = {product}, but there are {world_size} ranks; "
         problems.append(Problem("parallel", message + f'start {product}, or set replicate or shard to "auto"'))
-    return (Layout(**fixed) if not problems else Layout()), problems
+    return (Layout(known.values(), **fixed) if not problems else Layout()), problems
 
 
-def _collect_degrees(job: Job, degrees: dict[str, int | str]) -> Iterator[Problem]:
+def _collect_dimensions(job: Job, known: dict[str, MeshDimension]) -> Iterator[Problem]:
+    """Add the dimensions that stages declare to `known`."""
+    for name, stage in job.parallel.items():
+        for dimension in stage.dimensions:
+            if known.setdefault(dimension.name, dimension) != dimension:
+                yield Problem(
+                    f"parallel.{name}", f"declares the dimension {dimension.name}, which there is already, otherwise"
+                )
+
+
+def _collect_degrees(job: Job, known: Mapping[str, MeshDimension], degrees: dict[str, int | str]) -> Iterator[Problem]:
     origin: dict[str, str] = {}
     for name, stage in job.parallel.items():
         for dimension, degree in stage.degrees().items():
-            if dimension not in (*MESH_DIMENSIONS, "ep"):
-                allowed = ", ".join((*MESH_DIMENSIONS, "ep"))
-                yield Problem(f"parallel.{name}", f"no mesh dimension {dimension!r}; there are {allowed}")
+            divided = [other for other in degrees if known[other].layers and degrees[other] != 1]
+            if dimension not in known:
+                hint = f"declare it in `dimensions`, or take one of {', '.join(known)}"
+                yield Problem(f"parallel.{name}", f"no stage declares the mesh dimension {dimension!r}; {hint}")
             elif dimension in degrees:
                 yield Problem(
                     f"parallel.{name}", f"dimension {dimension} is already set by parallel.{origin[dimension]}"
                 )
             elif degree == "auto" and "auto" in degrees.values():
                 yield Problem(f"parallel.{name}", f"only one dimension can be auto; parallel.{origin['auto']} is")
+            elif known[dimension].layers and divided and degree != 1:
+                yield Problem(f"parallel.{name}", f"parallel.{origin[divided[0]]} already divides the layers")
             else:
                 degrees[dimension] = degree
                 origin[dimension] = name

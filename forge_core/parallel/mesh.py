@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from forge_core.contracts.errors import JobError, Problem
-from forge_core.contracts.layout import SAMPLE_DIMENSIONS, TOKEN_DIMENSIONS, Layout, degrees_of
+from forge_core.contracts.errors import ForgeError, JobError, Problem
+from forge_core.contracts.layout import Layout, MeshDimension
 from forge_core.launch.rendezvous import current_rendezvous
 from forge_core.launch.slurm import is_rank_of_step
 from forge_core.launch.world import join_world
@@ -72,31 +72,30 @@ def make_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
         else:
             store = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group(backend, store=store, rank=0, world_size=1)
-    degrees = degrees_of(layout)
-    ranks = torch.arange(layout.world_size, dtype=torch.int).view(*degrees.values())
-    mesh = DeviceMesh(device.type, ranks, mesh_dim_names=tuple(degrees))
-    _set_timeouts(mesh)
+    mesh = _mesh_of(layout.degrees, device.type)
+    mesh.forge_layout, mesh.forge_arrangements = layout, []  # type: ignore[attr-defined]
     return mesh
 
 
-def expert_mesh(mesh: DeviceMesh | None, layout: Layout, ranks_per_node: int = 0) -> DeviceMesh:
-    """The ranks of `mesh`, with `shard` and `cp` together divided anew: into `edp`, ranks that have the same experts,
-    and `ep`, neighbours that have different ones. Collective.
+def arrange(mesh: DeviceMesh, sizes: Mapping[str, int]) -> DeviceMesh:
+    """The ranks of the run's mesh in another arrangement, for a stage that groups them its own way. Collective.
+
+    Parameters may be split over its dimensions: `coordinate` knows them from then on.
 
     Args:
-        ranks_per_node: of those, how many share a node. If given, `ep` has these, and `ep_nodes`, before it, the nodes.
+        mesh: the run's mesh (`context.mesh`).
+        sizes: ranks by name, outermost first, for all ranks of the run. A name that `mesh` has too must mean the same.
     """
-    assert mesh is not None
-    sizes = {"pp": layout.pp, "replicate": layout.replicate, "edp": layout.shard * layout.cp // layout.ep}
-    if ranks_per_node:
-        sizes |= {"ep_nodes": layout.ep // ranks_per_node, "ep": ranks_per_node}
-    else:
-        sizes["ep"] = layout.ep
-    sizes["tp"] = layout.tp
-    ranks = torch.arange(layout.world_size, dtype=torch.int).view(*sizes.values())
-    divided = DeviceMesh(mesh.device_type, ranks, mesh_dim_names=tuple(sizes))
-    _set_timeouts(divided)
-    return divided
+    other = _mesh_of(sizes, mesh.device_type)
+    mesh.forge_arrangements.append(other)  # type: ignore[attr-defined]
+    return other
+
+
+def _mesh_of(sizes: Mapping[str, int], device_type: str) -> DeviceMesh:
+    ranks = torch.arange(math.prod(sizes.values()), dtype=torch.int).view(*sizes.values())
+    mesh = DeviceMesh(device_type, ranks, mesh_dim_names=tuple(sizes))
+    _set_timeouts(mesh)
+    return mesh
 
 
 GROUP_MARGIN = timedelta(days=1)
@@ -131,34 +130,60 @@ def leave_group() -> None:
 
 
 def sample_rank(mesh: DeviceMesh | None, layout: Layout) -> int:
-    """This rank's number among those that hold different sequences."""
-    return _rank_along(SAMPLE_DIMENSIONS, mesh, layout)
+    """This rank's number among those that read different sequences."""
+    return _rank_along([d.name for d, _ in layout.sizes if d.samples], mesh, layout)
+
+
+def part_of_step(mesh: DeviceMesh | None, layout: Layout) -> int:
+    """This rank's number among those that compute different tokens or different layers."""
+    return _rank_along([d.name for d, _ in layout.sizes if d.divides_tokens or d.layers], mesh, layout)
 
 
 def _rank_along(dimensions: Sequence[str], mesh: DeviceMesh | None, layout: Layout) -> int:
     number = 0
     for name in dimensions:
-        number = number * getattr(layout, name) + (mesh.get_local_rank(name) if mesh is not None else 0)
+        number = number * layout.degree(name) + (mesh.get_local_rank(name) if mesh is not None else 0)
     return number
 
 
 def all_reduce_tokens(tensor: torch.Tensor, mesh: DeviceMesh | None) -> torch.Tensor:
-    """Sum in place over the token dimensions; the identity in a world of one."""
-    return _all_reduce_along(TOKEN_DIMENSIONS, tensor, mesh)
+    """Sum in place over the ranks that hold different tokens; the identity in a world of one."""
+    return _all_reduce_along(lambda dimension: dimension.divides_tokens, tensor, mesh)
 
 
 def all_reduce_samples(tensor: torch.Tensor, mesh: DeviceMesh | None) -> torch.Tensor:
     """Sum in place over the ranks that hold different sequences; the identity in a world of one."""
-    return _all_reduce_along(SAMPLE_DIMENSIONS, tensor, mesh)
+    return _all_reduce_along(lambda dimension: dimension.samples, tensor, mesh)
 
 
-def _all_reduce_along(dimensions: Sequence[str], tensor: torch.Tensor, mesh: DeviceMesh | None) -> torch.Tensor:
-    if mesh is None:
-        return tensor
-    for name in dimensions:
-        if _size(mesh, name) > 1:
-            dist.all_reduce(tensor, group=mesh.get_group(name))
+def _all_reduce_along(
+    wanted: Callable[[MeshDimension], bool], tensor: torch.Tensor, mesh: DeviceMesh | None
+) -> torch.Tensor:
+    for dimension in _divided(mesh):
+        if wanted(dimension):
+            assert mesh is not None
+            dist.all_reduce(tensor, group=mesh.get_group(dimension.name))
     return tensor
+
+
+def _divided(mesh: DeviceMesh | None) -> list[MeshDimension]:
+    """The dimensions with more than one rank, outermost first."""
+    if mesh is None:
+        return []
+    known = _dimensions(mesh)
+    sizes = zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)
+    return [known[name] for name, size in sizes if size > 1 and name in known]
+
+
+def _dimensions(mesh: DeviceMesh) -> Mapping[str, MeshDimension]:
+    """What the stages of its job declare of its dimensions; of a mesh that no job made, the usual ones."""
+    layout: Layout = vars(mesh).get("forge_layout", Layout())
+    return {dimension.name: dimension for dimension, _ in layout.sizes}
+
+
+def layer_dimensions(mesh: DeviceMesh) -> set[str]:
+    """Names of the dimensions whose ranks hold different layers."""
+    return {name for name, dimension in _dimensions(mesh).items() if dimension.layers}
 
 
 def place_of(rank: int, mesh: DeviceMesh) -> dict[str, int]:
@@ -168,14 +193,28 @@ def place_of(rank: int, mesh: DeviceMesh) -> dict[str, int]:
     return {name: rank // below[number] % mesh.shape[number] for number, name in enumerate(names)}
 
 
+def coordinate(rank: int, dimension: str, mesh: DeviceMesh) -> int:
+    """The place of a global rank along a dimension of the run's mesh, along several that were flattened into one
+    (`shard_cp`), or along one of another arrangement (`arrange`).
+
+    Raises:
+        ForgeError: there is no such dimension.
+    """
+    parts = dimension.split("_")
+    arrangements: list[DeviceMesh] = [mesh, *vars(mesh).get("forge_arrangements", ())]
+    for arrangement in arrangements:
+        names = arrangement.mesh_dim_names or ()
+        if set(parts) <= set(names):
+            place, number = place_of(rank, arrangement), 0
+            for part in parts:
+                number = number * arrangement.shape[names.index(part)] + place[part]
+            return number
+    raise ForgeError(f"no mesh of this run has the dimension {dimension!r}; make one by `parallel.mesh.arrange`")
+
+
 def local_part(tensor: Any) -> torch.Tensor:
     """This rank's part of a tensor that is split over ranks; any other tensor itself."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
-def part_of_step(mesh: DeviceMesh | None, layout: Layout) -> int:
-    """This rank's number among those that compute different tokens or different layers."""
-    return _rank_along(("pp", *TOKEN_DIMENSIONS), mesh, layout)
 
 
 def any_rank(flags: Sequence[bool]) -> list[bool]:
@@ -187,13 +226,8 @@ def any_rank(flags: Sequence[bool]) -> list[bool]:
 
 def pipeline_group(mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
     """The group of ranks that hold different layers, or None where each holds all."""
-    return mesh.get_group("pp") if mesh is not None and _size(mesh, "pp") > 1 else None
-
-
-def _size(mesh: DeviceMesh, name: str) -> int:
-    """Ranks along one dimension; slicing the mesh for it would build a new one each time."""
-    assert mesh.mesh_dim_names is not None
-    return mesh.size(mesh.mesh_dim_names.index(name))
+    divided = [dimension.name for dimension in _divided(mesh) if dimension.layers]
+    return mesh.get_group(divided[0]) if mesh is not None and divided else None
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:

@@ -43,11 +43,7 @@ class Curious(ParallelComponent):
     def build(self, context):
         from forge_core.contracts.runtime import ParallelStage
 
-        class Nothing(ParallelStage):
-            def apply(self, model):
-                return model
-
-        return Nothing()
+        return ParallelStage()
 """
 JOB = TINY_JOB.replace("forge_testing:TinyModel", "./parts.py:Counted")
 JOB += '[parallel.curious]\ntype = "./parts.py:Curious"\n'

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from forge_core.contracts.deprecation import deprecated
-from forge_core.parallel.mesh import place_of
+from forge_core.parallel.mesh import coordinate, layer_dimensions, place_of
 
 Box = tuple[slice, ...]
 """What a rank holds of a tensor: a range along each dimension."""
@@ -68,8 +68,7 @@ class WholeMatrices:
         mesh = _mesh_of(mesh)
         self._group, ranks = _sharing_ranks(mesh)
         self.rank = ranks.index(dist.get_rank()) if self._group is not None else 0
-        places = [place_of(rank, mesh) if mesh is not None else {} for rank in ranks]
-        self.matrices = list(_matrices(parameters, mesh, places, self.rank, cost))
+        self.matrices = list(_matrices(parameters, mesh, ranks, self.rank, cost))
         self._gathers = any(list(matrix.senders) != [matrix.owner] for matrix in self.matrices)
         self._scatters = any(_holders(matrix.boxes) != [matrix.owner] for matrix in self.matrices)
         self._batches: dict[tuple[Any, ...], list[list[Matrix]]] = {}
@@ -255,8 +254,8 @@ def _sharing_ranks(mesh: DeviceMesh | None) -> tuple[dist.ProcessGroup | None, l
     """The ranks that have the same layers as this one, as a group; None if it is alone."""
     if mesh is None:
         return None, [0]
-    assert mesh.mesh_dim_names is not None
-    names = [name for name, size in zip(mesh.mesh_dim_names, mesh.shape, strict=True) if size > 1 and name != "pp"]
+    sizes = zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)
+    names = [name for name, size in sizes if size > 1 and name not in layer_dimensions(mesh)]
     if not names:
         return None, [dist.get_rank()]
     line = mesh[names[0]] if len(names) == 1 else mesh[tuple(names)]._flatten("_".join(names))
@@ -267,20 +266,21 @@ def _sharing_ranks(mesh: DeviceMesh | None) -> tuple[dist.ProcessGroup | None, l
 def _matrices(
     parameters: Sequence[Tensor],
     mesh: DeviceMesh | None,
-    places: Sequence[Mapping[str, int]],
+    ranks: Sequence[int],
     rank: int,
     cost: Callable[[Sequence[int]], float],
 ) -> Iterator[Matrix]:
     """All matrices, each with the owner that has least to do so far: among the ranks that hold all of it, if any do."""
-    loads = [0.0] * len(places)
+    places = [place_of(other, mesh) if mesh is not None else {} for other in ranks]
+    loads = [0.0] * len(ranks)
     for number, parameter in enumerate(parameters):
-        boxes = [_box(parameter, mesh, place) for place in places]
+        boxes = [_box(parameter, mesh, other) for other in ranks]
         shape = tuple(parameter.shape[-2:])
         items: Iterable[int | None] = [None] if parameter.ndim == 2 else range(parameter.shape[0])
         for item in items:
             inside = [_within(box, item) for box in boxes]
             whole = [r for r, box in enumerate(inside) if box is not None and _shape(box) == shape]
-            owner = min(whole or range(len(places)), key=lambda r: (loads[r], r))
+            owner = min(whole or range(len(ranks)), key=lambda r: (loads[r], r))
             loads[owner] += cost(shape)
             yield Matrix(
                 parameter=number,
@@ -295,11 +295,11 @@ def _matrices(
 
 def own_box(parameter: Tensor, mesh: DeviceMesh | None) -> Box:
     """What this rank holds of a parameter; on a plan's fake tensors too."""
-    return _box(parameter, mesh, place_of(dist.get_rank(), mesh) if mesh is not None else {})
+    return _box(parameter, mesh, dist.get_rank() if mesh is not None else 0)
 
 
-def _box(parameter: Any, mesh: DeviceMesh | None, place: Mapping[str, int]) -> Box:
-    """What the rank at a place of the mesh holds of a parameter. Splits are made as `torch.chunk` makes them."""
+def _box(parameter: Any, mesh: DeviceMesh | None, rank: int) -> Box:
+    """The part of a parameter that a global rank holds. Splits are made as `torch.chunk` makes them."""
     ranges = [(0, size) for size in parameter.shape]
     if isinstance(parameter, DTensor):
         assert mesh is not None
@@ -308,25 +308,11 @@ def _box(parameter: Any, mesh: DeviceMesh | None, place: Mapping[str, int]) -> B
         for dimension, placement in sorted(splits, key=lambda item: isinstance(item[1], _StridedShard)):
             start, stop = ranges[placement.dim]  # type: ignore[attr-defined]
             name, count = parameter.device_mesh.mesh_dim_names[dimension], parameter.device_mesh.size(dimension)  # type: ignore[index]
-            number = _coordinate(name, count, mesh, place)
+            number = coordinate(rank, name, mesh)
             share = -(-(stop - start) // count)
             bounds = (min(stop, start + number * share), min(stop, start + (number + 1) * share))
             ranges[placement.dim] = bounds  # type: ignore[attr-defined]
     return tuple(slice(start, stop) for start, stop in ranges)
-
-
-def _coordinate(name: str, size: int, mesh: DeviceMesh, place: Mapping[str, int]) -> int:
-    """Of a place along a dimension of that size, which may be several of the mesh flattened (`shard_cp`), or one of
-    those into which `expert_mesh` divides these."""
-    assert mesh.mesh_dim_names is not None
-    sizes = dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))
-    parts = ("shard", "cp") if name in ("edp", "ep") else name.split("_")
-    number, count = 0, 1
-    for part in parts:
-        number, count = number * sizes[part] + place[part], count * sizes[part]
-    if name == "ep":
-        return number % size
-    return number // (count // size)
 
 
 def _within(box: Box, item: int | None) -> Box | None:

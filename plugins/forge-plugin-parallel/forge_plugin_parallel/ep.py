@@ -52,19 +52,27 @@ class ExpertParallel(ParallelComponent):
     def waits_in_blocks(self) -> str:
         return "it waits for how many tokens go to each rank" if self.degree > 1 else ""
 
-    def degrees(self) -> Mapping[str, int | str]:
-        return {"ep": self.degree}
-
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
         ranks = layout.shard * layout.cp
         if ranks % self.degree:
             seen = f"{self.degree} does not divide shard {layout.shard} x cp {layout.cp} = {ranks}"
             fix = "change it" if ranks > 1 else "add [parallel.fsdp], whose ranks it divides"
             yield Problem("degree", f"{seen}; {fix}")
+        if self.degree > 1 and (others := self._other_dimensions(layout)):
+            seen = f"experts are shared and reduced over replicate, shard and cp, and not over {', '.join(others)}"
+            yield Problem("degree", f"{seen}; leave the stage out")
         if self.ranks_per_node and self.ranks_per_node not in (allowed := self._parts()):
             seen = f"{self.ranks_per_node} ranks a node do not make several equal nodes of the {self.degree} ranks"
             fix = f"set it to {' or '.join(map(str, allowed))}, or leave it out" if allowed else "leave it out"
             yield Problem("ranks_per_node", f"{seen}; {fix}")
+
+    def _other_dimensions(self, layout: Layout) -> list[str]:
+        """Dimensions of other stages that hold different tokens, or that part `shard` from `cp`."""
+        divided = [dimension for dimension, size in layout.sizes if size > 1]
+        names = [dimension.name for dimension in divided]
+        inside = names[names.index("shard") : names.index("cp")] if {"shard", "cp"} <= {*names} else []
+        other = [dimension.name for dimension in divided if dimension.divides_tokens] + inside
+        return [name for name in dict.fromkeys(other) if name not in ("replicate", "shard", "cp")]
 
     def _parts(self) -> list[int]:
         """Ranks of a node with which there is something to send between nodes and within them."""

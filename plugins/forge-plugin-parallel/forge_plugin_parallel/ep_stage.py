@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,7 +14,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from forge_core.contracts.errors import Problem
 from forge_core.contracts.model import ExpertStack, HasExpertStacks
 from forge_core.contracts.runtime import ParallelStage
-from forge_core.parallel.mesh import expert_mesh, local_part
+from forge_core.parallel.mesh import arrange, local_part
 from forge_plugin_parallel.ep_exchange import Exchange, LocalExperts
 
 if TYPE_CHECKING:
@@ -45,6 +46,24 @@ def _stacks(model: Model) -> Iterator[tuple[str, nn.Module]]:
         yield from ((name, model.get_submodule(name)) for name in model.expert_stacks())
 
 
+def expert_mesh(context: BuildContext, experts: Mapping[str, int]) -> DeviceMesh:
+    """The run's ranks with `shard` and `cp` together divided anew. Collective.
+
+    Args:
+        experts: sizes of the dimensions along which ranks have different experts, outermost first. Before them comes
+            `edp`: ranks that have the same experts. Neighbours differ, so that tokens stay within a node if they can.
+    """
+    assert context.mesh is not None
+    layout = context.layout
+    sizes: dict[str, int] = {}
+    for name, size in layout.degrees.items():
+        if name == "cp":
+            sizes |= {"edp": layout.shard * layout.cp // math.prod(experts.values()), **experts}
+        elif name != "shard":
+            sizes[name] = size
+    return arrange(context.mesh, sizes)
+
+
 class ExpertParallelStage(ParallelStage):
     """See `forge_core.contracts.runtime.ParallelStage`."""
 
@@ -52,9 +71,10 @@ class ExpertParallelStage(ParallelStage):
         self._ranks, self._per_node = component.degree, component.ranks_per_node
         self._overlap = component.overlap
         if self._ranks > 1:
-            self._mesh = expert_mesh(context.mesh, context.layout)
+            self._mesh = expert_mesh(context, {"ep": self._ranks})
             if self._per_node:
-                self._nodes = expert_mesh(context.mesh, context.layout, self._per_node)
+                nodes = {"epacross": self._ranks // self._per_node, "epwithin": self._per_node}
+                self._nodes = expert_mesh(context, nodes)
             copies = ["replicate"] if context.layout.replicate > 1 else []
             self._data_mesh = self._mesh[(*copies, "edp")]
 
@@ -83,7 +103,7 @@ class ExpertParallelStage(ParallelStage):
         """A stack of which this rank has so many experts."""
         if not self._per_node:
             return Exchange(local, self._mesh["ep"].get_group(), experts, overlap=self._overlap)
-        across, within = (self._nodes[name].get_group() for name in ("ep_nodes", "ep"))
+        across, within = (self._nodes[name].get_group() for name in ("epacross", "epwithin"))
         of_node = Exchange(local, within, experts, outer=self._ranks // self._per_node)
         return Exchange(of_node, across, experts * self._per_node, overlap=self._overlap)
 

@@ -67,6 +67,9 @@ class FSDP(ParallelComponent):
         return {"replicate": self.replicate, "shard": self.shard}
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        outside = [dimension.name for dimension, size in layout.sizes if dimension.divides_tokens and size > 1]
+        if "replicate" in outside and outside[0] != "replicate":
+            yield Problem("replicate", f"the dimension {outside[0]} lies outside its copies; leave replicate out")
         if self.reduce_every_micro_batch and micro_batches(job, layout)[0] == 1:
             yield Problem("reduce_every_micro_batch", "each rank has one micro-batch a step; leave it out")
         if self.reduce_every_micro_batch and layout.pp > 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -53,7 +53,7 @@ class FSDPStage(ParallelStage):
     def apply(self, model: Model) -> Model:
         """Shard the units of `model`, then what is left of it."""
         assert isinstance(model, nn.Module)
-        apart = [self._shard([module], self._reshards, module.data_mesh) for module in _with_own_ranks(model)]
+        apart = [self._shard([module], self._reshards, mesh) for module, mesh in _with_own_ranks(model)]
         units = [self._shard(modules, self._reshards) for modules in inner_units(model)]
         root = self._shard([model], reshard_after_forward=False)
         self._units = [*apart, *units, root]
@@ -109,14 +109,19 @@ class FSDPStage(ParallelStage):
 
 
 def data_mesh(context: BuildContext) -> DeviceMesh:
-    """The mesh that parameters are sharded on: its last dimension is `shard` x `cp`, one before it is `replicate`."""
+    """The mesh that parameters are sharded on.
+
+    Returns:
+        A mesh whose last dimension has all ranks with different tokens (`shard` x `cp`) but the copies along
+        `replicate`, which are a dimension before it if there are several.
+    """
     mesh, layout = context.mesh, context.layout
     assert mesh is not None
-    if layout.cp == 1 or layout.shard == 1:
-        name = "shard" if layout.cp == 1 else "cp"
-        return mesh["replicate", name] if layout.replicate > 1 else mesh[name]
-    flat = mesh["shard", "cp"]._flatten("shard_cp")
-    return mesh["replicate", "shard_cp"] if layout.replicate > 1 else flat
+    names = [dimension.name for dimension, size in layout.sizes if dimension.divides_tokens and size > 1]
+    names = [name for name in names if name != "replicate"] or ["shard"]
+    name = "_".join(names)
+    flat = mesh[name] if len(names) == 1 else mesh[tuple(names)]._flatten(name)
+    return mesh["replicate", name] if layout.replicate > 1 else flat
 
 
 def inner_units(model: nn.Module) -> list[list[nn.Module]]:
@@ -130,9 +135,9 @@ def inner_units(model: nn.Module) -> list[list[nn.Module]]:
     return [unit for unit in units if unit and head.isdisjoint(unit)]
 
 
-def _with_own_ranks(model: nn.Module) -> list[nn.Module]:
-    """Modules that are on fewer data ranks than the rest, as a stage before has left them (`data_mesh`): experts."""
-    return [module for module in model.modules() if hasattr(module, "data_mesh")]
+def _with_own_ranks(model: nn.Module) -> list[tuple[nn.Module, DeviceMesh]]:
+    """Modules on fewer data ranks than the rest, with the mesh that a stage before has left them (experts)."""
+    return [(module, vars(module)["data_mesh"]) for module in model.modules() if "data_mesh" in vars(module)]
 
 
 def _prefetch(units: Sequence[FSDPModule], further: Container[FSDPModule | nn.Module], ahead: int) -> None:
@@ -146,7 +151,7 @@ def _prefetch(units: Sequence[FSDPModule], further: Container[FSDPModule | nn.Mo
         unit.set_modules_to_backward_prefetch(list(reversed(units[max(0, number - ahead) : number])))
 
 
-def _own_gradients(model: nn.Module) -> None:
+def _own_gradients(model: Any) -> None:
     """torch adds up in float32 what it has not reduced yet, and then keeps gradients in the dtype of parameters."""
     for parameter in model.parameters():
         parameter.grad_dtype = parameter.dtype

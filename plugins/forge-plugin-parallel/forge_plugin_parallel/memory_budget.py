@@ -125,7 +125,7 @@ def _state(model: Model, context: BuildContext) -> dict[str, Bytes]:
 def _shards(context: BuildContext) -> int:
     """Ranks that will share each parameter."""
     sharded = any("shard" in stage.degrees() for stage in context.job.parallel.values())
-    return context.layout.shard * context.layout.cp if sharded else 1
+    return context.layout.token_ranks // context.layout.replicate if sharded else 1
 
 
 def _gathered(model: Model, reshards: bool, dtype: torch.dtype) -> Bytes:

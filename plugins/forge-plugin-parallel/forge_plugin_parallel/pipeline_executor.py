@@ -239,8 +239,8 @@ class _Stage(pipelining.PipelineStage):
         _move(self.args_recv_info[fwd_chunk_id], torch.device("meta"))
         return output
 
-    def backward_one_chunk(self, bwd_chunk_id: int, loss: Tensor | None = None, **kwargs: Any) -> None:
-        super().backward_one_chunk(bwd_chunk_id, loss=loss, **kwargs)
+    def backward_one_chunk(self, bwd_chunk_id: int, loss: Any = None, *args: Any, **kwargs: Any) -> None:
+        super().backward_one_chunk(bwd_chunk_id, loss, *args, **kwargs)
         if loss is not None:
             loss.detach_()  # torch's schedules keep all losses of a step, and a loss keeps what its stage received
         _move(self.grad_recv_info.get(bwd_chunk_id, ()), torch.device("meta"))

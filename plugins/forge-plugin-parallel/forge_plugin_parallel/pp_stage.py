@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch.distributed as dist
@@ -96,7 +97,7 @@ class PipelineParallelStage(ParallelStage):
         for ranks, group in self._groups.items():
             if self._pipeline.rank in ranks:  # a rank between the ends has none of these parameters
                 shared = [model.get_parameter(name) for name, holders in self._shared.items() if holders == ranks]
-                sum_gradients(shared, lambda flat, group=group: dist.all_reduce(flat, group=group))
+                sum_gradients(shared, partial(dist.all_reduce, group=group))
 
     def counted_elsewhere(self, model: Model) -> Iterable[nn.Parameter]:
         """A shared parameter is counted by the first rank that has it."""
@@ -116,7 +117,7 @@ class PipelineParallelStage(ParallelStage):
         else:
             _, end = model.ends()
             costs = [_weights(layer) for layer in model.layers.values()]  # type: ignore[attr-defined]
-            last = sum(_weights(model.get_submodule(name)) for name in end)  # type: ignore[attr-defined]
+            last = sum(_weights(model.get_submodule(name)) for name in end)  # type: ignore[attr-defined, misc]
         return balance(costs, len(self._pipeline.owners), last=last)
 
     def _modules_of(self, model: Any, rank: int) -> set[str]:

@@ -45,7 +45,7 @@ class Checkpointed:
         if not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
         if torch.compiler.is_compiling():  # what is computed again is part of the graph, and counts nothing twice
-            selective = {"context_fn": SELECTIVE} if self.contexts.selective else {}
+            selective: dict[str, Any] = {"context_fn": SELECTIVE} if self.contexts.selective else {}
             return checkpoint(self.forward, *args, use_reentrant=False, **selective, **kwargs)
         return checkpoint(self.forward, *args, use_reentrant=False, context_fn=self.contexts, **kwargs)
 

@@ -217,11 +217,11 @@ class TestWhatIsRefused:
         return [str(problem) for problem in ExpertParallel(**keys).problems(None, layout)]
 
     def test_ranks_that_data_is_not_divided_among(self):
-        found = self.problems(Layout(shard=2, cp=3, ep=4), degree=4)
+        found = self.problems(Layout(shard=2, cp=3), degree=4)
         assert found == ["degree: 4 does not divide shard 2 x cp 3 = 6; change it"]
-        [problem] = self.problems(Layout(ep=4), degree=4)
+        [problem] = self.problems(Layout(), degree=4)
         assert problem.endswith("cp 1 = 1; add [parallel.fsdp], whose ranks it divides")
-        assert not self.problems(Layout(shard=2, cp=2, ep=4), degree=4)
+        assert not self.problems(Layout(shard=2, cp=2), degree=4)
 
     @pytest.mark.parametrize(
         ("degree", "per_node", "fix"),
@@ -233,7 +233,7 @@ class TestWhatIsRefused:
         ],
     )
     def test_nodes_that_ranks_do_not_make(self, degree, per_node, fix):
-        found = self.problems(Layout(shard=degree, ep=degree), degree=degree, ranks_per_node=per_node)
+        found = self.problems(Layout(shard=degree), degree=degree, ranks_per_node=per_node)
         seen = f"{per_node} ranks a node do not make several equal nodes of the {degree} ranks"
         assert found == [f"ranks_per_node: {seen}; {fix}"]
-        assert not self.problems(Layout(shard=8, ep=8), degree=8, ranks_per_node=4)
+        assert not self.problems(Layout(shard=8), degree=8, ranks_per_node=4)

@@ -10,6 +10,7 @@ from attrs import frozen
 from torch import nn
 
 from forge_core.contracts.components import ParallelComponent
+from forge_core.contracts.runtime import ParallelStage
 from forge_testing.suites import StageSuite
 
 pytestmark = pytest.mark.thorough
@@ -27,9 +28,17 @@ def component_of(transform, stage=None):
     return Wrong()
 
 
-class Stage:
+class Stage(ParallelStage):
     def __init__(self, transform):
-        self.apply = transform
+        self._transform = transform
+
+    def apply(self, model):
+        return self._transform(model)
+
+
+class Misspelt(Stage):
+    def complete_gradient(self, model):
+        """Nobody calls it."""
 
 
 class Talkative(Stage):
@@ -93,6 +102,11 @@ NAMES, SAME = "test_it_keeps_the_names_of_parameters", "test_a_run_comes_to_the_
         (NAMES, component_of(dropping), "no rank has layers.1.pair.down.weight, layers.1.pair.up.bias, "),
         (NAMES, component_of(lambda model: None), "apply gave a NoneType; return the model"),
         (NAMES, component_of(lambda model: model, Talkative), "describe() gives a list; it is a text for the plan"),
+        (
+            NAMES,
+            component_of(lambda model: model, Misspelt),
+            "'complete_gradient', which forge_core.contracts",
+        ),
         (SAME, component_of(renaming), "it fails on 1 rank: AssertionError: rank 0: Traceback"),
         (SAME, component_of(doubling), "a run with it differs from one without by Difference(initial=0.0, loss="),
     ],

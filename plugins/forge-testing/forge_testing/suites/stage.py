@@ -11,7 +11,7 @@ from torch import nn
 from forge_core.config.job import Job
 from forge_core.contracts.components import ModelComponent, ParallelComponent
 from forge_core.contracts.contexts import BuildContext
-from forge_core.contracts.layout import MESH_DIMENSIONS
+from forge_core.contracts.layout import DIMENSIONS
 from forge_core.engine.build import build_bare_model, stages_of
 from forge_core.parallel.stages import check_contract
 from forge_testing import Numbers, SplittableModel
@@ -55,9 +55,11 @@ class StageSuite(Suite):
 
     def test_its_degrees_are_of_the_mesh(self) -> None:
         """Dimensions that exist, with sizes of at least 1 or `auto`."""
-        for dimension, size in self.make(Path()).degrees().items():
-            allowed = ", ".join((*MESH_DIMENSIONS, "ep"))
-            assert dimension in allowed.split(", "), f"degrees has {dimension!r}; the mesh has {allowed}"
+        component = self.make(Path())
+        allowed = [dimension.name for dimension in (*DIMENSIONS, *component.dimensions)]
+        for dimension, size in component.degrees().items():
+            hint = "declare it in `dimensions`"
+            assert dimension in allowed, f"degrees has {dimension!r}; the mesh has {', '.join(allowed)}; {hint}"
             good = size == "auto" or (isinstance(size, int) and size >= 1)
             assert good, f'degrees gives {dimension} the size {size!r}; it is a number from 1, or "auto"'
 
