@@ -10,7 +10,7 @@ import attrs
 from forge_core.config.job import Checked, Job
 from forge_core.config.mixture import mixture_problems
 from forge_core.config.walk import walk_components
-from forge_core.contracts.components import Component, ParallelComponent
+from forge_core.contracts.components import Component, OptimizerComponent, ParallelComponent
 from forge_core.contracts.errors import JobError, PluginError, Problem, did_you_mean
 from forge_core.contracts.layout import Layout
 from forge_core.parallel.layout import batch_problems, plan_layout
@@ -107,8 +107,9 @@ def _component_problems(path: str, component: Component, job: Job, layout: Layou
 
 
 def _model_problems(job: Job, layout: Layout, catalog: Catalog) -> list[Problem]:
-    """What stages have to say of the model; it is built only if one could have anything."""
-    if all(type(stage).model_problems is ParallelComponent.model_problems for stage in job.parallel.values()):
+    """Problems of stages and the optimizer with the model, which is built only if one of them looks at it."""
+    bases = {*(type(stage).model_problems for stage in job.parallel.values()), type(job.optimizer).model_problems}
+    if bases <= {ParallelComponent.model_problems, OptimizerComponent.model_problems}:
         return []
     from forge_core.parallel.bare_model import fitting_problems
 

@@ -185,6 +185,8 @@ class OptimizerComponent(Component["torch.optim.Optimizer"]):
     kind = "optimizer"
     resumes_as = "flag"
 
+    has_evaluation_weights: ClassVar[bool] = False
+    """Whether what it builds implements `HasEvaluationWeights`; by it a job is checked."""
     groups: tuple[ParameterGroup, ...] = ()
     """Other settings for some parameters, by pattern of their names."""
 
@@ -194,6 +196,10 @@ class OptimizerComponent(Component["torch.optim.Optimizer"]):
         `train.precision = "fp64"`. bf16 halves their memory, and is for an optimizer whose small updates are not lost
         in it, as by stochastic rounding. Gradients add up in float32 all the same."""
         return "fp32"
+
+    def model_problems(self, model: Model, layout: Layout) -> Iterable[Problem]:
+        """Why `model` cannot be optimized under this layout; as `ParallelComponent.model_problems`."""
+        return ()
 
     def build(self, context: BuildContext, parameters: NamedParameters) -> torch.optim.Optimizer:
         raise NotImplementedError
@@ -253,6 +259,8 @@ class PackingComponent(Component["Dataset"]):
     resumes_as = "flag"
     needs_boundaries: ClassVar[bool] = True
     """Whether it must know where documents end."""
+    isolates: ClassVar[bool] = False
+    """Whether its sequences have `document_ids`, so that documents in them are learned apart."""
     accepts_sequences: ClassVar[bool] = False
     """Whether sources that give finished sequences may stand beside it, and are left as they are."""
 

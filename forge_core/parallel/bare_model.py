@@ -37,8 +37,8 @@ def bare_model(job: Job, context: BuildContext) -> Model:
 
 
 def fitting_problems(job: Job, layout: Layout, catalog: Catalog) -> list[Problem]:
-    """What stages have to say of the model, and the model of itself; it is built on the meta device, and no data are
-    read.
+    """Problems of stages and the optimizer with the model, or of the model itself; it is built on the meta device, and
+    no data are read.
 
     Nothing where that cannot be known ahead, since only the data tell what the model needs to know of the tokenizer.
     The run tells then. On a device that is chosen when a run starts, what is wrong on each of them.
@@ -56,7 +56,8 @@ def fitting_problems(job: Job, layout: Layout, catalog: Catalog) -> list[Problem
             seen = f"building it failed: {type(error).__name__}: {error}"
             refused.append([Problem("model", f"{seen}; a model is built on the meta device, without other ranks")])
         else:
-            return list(model_problems(model, job.parallel, layout))
+            problems = [problem.below("optimizer") for problem in job.optimizer.model_problems(model, layout)]
+            return [*model_problems(model, job.parallel, layout), *problems]
     if job.data.tokenizer is not None and tokenizer is None:
         return []
     return [problem for problem in refused[0] if all(problem in others for others in refused)]

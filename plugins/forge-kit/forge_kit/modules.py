@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ class Linear(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Rows of a table, given in `dtype`; `weight` is (vocabulary, dim), drawn from N(0, std²)."""
+    """Rows of a table in `dtype`; `weight` is (vocabulary, dim), drawn from N(0, std²)."""
 
     def __init__(self, vocab_size: int, dim: int, *, dtype: torch.dtype = torch.float32, std: float = 0.02) -> None:
         super().__init__()
@@ -59,7 +60,56 @@ class Embedding(nn.Module):
         """There are none."""
 
     def forward(self, ids: Tensor) -> Tensor:
-        return F.embedding(ids, self.weight).to(self.dtype)
+        """(…) int64 to (…, dim)."""
+        rows = rows_of(self.weight, ids) if self.weight.dtype.itemsize < 4 else F.embedding(ids, self.weight)
+        return rows.to(self.dtype)
+
+
+def rows_of(table: Tensor, ids: Tensor) -> Tensor:
+    """Rows of a table of 16 bits, whose gradient is added up in float32 and rounded once.
+
+    `F.embedding` adds equal ids in the table's dtype on a CPU, where bfloat16 stands still at 256 + 1: the gradient of
+    a frequent token would be too small, by more the larger the micro-batch.
+
+    Args:
+        table: (vocabulary, dim).
+        ids: (…), int64.
+
+    Returns:
+        (…, dim), in the table's dtype.
+    """
+    return _Rows.apply(table, ids)
+
+
+class _Rows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, table: Tensor, ids: Tensor) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.size, ctx.dtype = table.shape[0], table.dtype
+        return F.embedding(ids, table)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (ids,) = ctx.saved_tensors
+        return _sums_by_id(grad.flatten(0, -2), ids.flatten(), ctx.size).to(ctx.dtype), None
+
+
+def _sums_by_id(rows: Tensor, ids: Tensor, size: int) -> Tensor:
+    """(N, D) to (size, D): the float32 sum of the rows of each id, rounded to the dtype of `rows`.
+
+    Each id's rows are a bag, so no two writes meet and sums do not depend on their order. There are N bags, of which
+    those after the last id are empty: the host does not wait for how many ids there are.
+    """
+    total = rows.new_zeros(size, rows.shape[1])
+    if not len(ids):
+        return total
+    ordered, order = ids.sort(stable=True)
+    bag = F.pad(ordered[1:] != ordered[:-1], (1, 0)).cumsum(0)
+    starts = torch.searchsorted(bag, torch.arange(len(ids), device=ids.device))
+    sums = F.embedding_bag(order, rows.float(), starts, mode="sum")
+    owners = ordered.index_select(0, starts.clamp(max=len(ids) - 1))
+    return total.index_add_(0, owners, sums.to(rows.dtype))
 
 
 class LinearHead(Linear):

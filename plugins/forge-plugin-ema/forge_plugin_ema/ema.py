@@ -35,8 +35,11 @@ class EMA(Plugin):
     @hookimpl
     def forge_validate_job(self, job: Job) -> Iterable[Problem]:
         if job.optimizer.parameter_dtype == "bf16":
-            seen = "an average of parameters in bf16 would be kept in bf16, where its small changes are lost"
-            yield Problem("plugins.ema", f"{seen}; keep parameters in float32, or leave the plugin out")
+            reason = "an average of parameters in bf16 would be kept in bf16, where its small changes are lost"
+            yield Problem("plugins.ema", f"{reason}; keep parameters in float32, or leave the plugin out")
+        if job.optimizer.has_evaluation_weights:
+            reason = f"{type(job.optimizer).__name__} has weights of its own for evaluation"
+            yield Problem("plugins.ema", f"{reason}; leave out one of the two")
 
     @hookimpl(wrapper=True)
     def forge_build_optimizer(self) -> Generator[None, torch.optim.Optimizer, torch.optim.Optimizer]:

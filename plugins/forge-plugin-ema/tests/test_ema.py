@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import ClassVar
 
 import pytest
 import torch
@@ -11,13 +12,15 @@ from safetensors.torch import load_file
 
 from forge_core.cli import main
 from forge_core.config.job import LoadSection
+from forge_core.config.rules import check_rules
 from forge_core.contracts.components import OptimizerComponent, TrainingHook
 from forge_core.contracts.errors import ForgeError
 from forge_core.engine.build import build_context, build_run
+from forge_core.plugins.catalog import Catalog
 from forge_plugin_ema import EMA
 from forge_plugin_muon import Muon
 from forge_plugin_parallel import FSDP
-from forge_testing import tiny_job
+from forge_testing import TinyAdamW, tiny_job
 from forge_testing.processes import run_on_ranks
 
 
@@ -151,3 +154,17 @@ class Averager(torch.optim.SGD):
 class AveragerComponent(OptimizerComponent):
     def build(self, context, parameters):
         return Averager(parameters.groups(0.0), lr=0.1)
+
+
+@frozen(kw_only=True)
+class Averaged(TinyAdamW):
+    """Stands for an optimizer with weights of its own for evaluation."""
+
+    has_evaluation_weights: ClassVar[bool] = True
+
+
+def test_a_job_whose_optimizer_evaluates_other_weights_is_refused_when_it_is_checked(tmp_path):
+    catalog = Catalog.installed()
+    for optimizer, paths in ((TinyAdamW(), []), (Averaged(), ["plugins.ema"])):
+        job = tiny_job(str(tmp_path), catalog, optimizer=optimizer, plugins={"ema": EMA()})
+        assert [problem.path for problem in check_rules(job, catalog)] == paths

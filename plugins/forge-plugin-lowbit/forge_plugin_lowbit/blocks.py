@@ -7,7 +7,7 @@ blocks do not depend on how the parameter is split, as long as no block is.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
@@ -16,9 +16,8 @@ from attrs import frozen
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from forge_core.contracts.errors import JobError, Problem
-from forge_core.parallel.mesh import local_part
-from forge_kit.whole_matrices import own_box
+from forge_core.contracts.errors import Problem
+from forge_kit.whole_matrices import Box, own_box
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -64,42 +63,69 @@ def blocks_of(shape: Sequence[int], size: int) -> Blocks | None:
     return found if shape[-2] % found.rows == 0 else None
 
 
-def blocks_for(
-    name: str, shape: Sequence[int], block_size: int, min_size: int, exclude: Iterable[str]
-) -> Blocks | None:
-    """The blocks of a parameter whose moments are quantised; None if they are kept in float32."""
-    if math.prod(shape) < min_size or any(fnmatchcase(name, glob) for glob in exclude):
-        return None
-    return blocks_of(shape, block_size)
+def quantised_blocks(
+    names: Mapping[Tensor, str], block_size: int, min_size: int, exclude: Sequence[str]
+) -> dict[Tensor, Blocks]:
+    """The blocks of each parameter whose moments are quantised; those of others are kept in float32."""
+    blocks: dict[Tensor, Blocks] = {}
+    for parameter, name in names.items():
+        of_parameter = blocks_of(parameter.shape, block_size)
+        small = parameter.numel() < min_size
+        if of_parameter is not None and not small and not any(fnmatchcase(name, glob) for glob in exclude):
+            blocks[parameter] = of_parameter
+    return blocks
 
 
-def check_whole(blocks: Mapping[Tensor, Blocks], names: Mapping[Tensor, str], mesh: DeviceMesh | None) -> None:
-    """Each rank must have whole blocks.
+Parts = Callable[[Tensor], Iterable[Box]]
+"""What ranks hold of a parameter."""
 
-    Raises:
-        JobError: stages cut some; names the size of blocks that they would leave whole.
+
+def cut_problem(blocks: Mapping[Tensor, Blocks], names: Mapping[Tensor, str], parts: Parts) -> Problem | None:
+    """Why ranks would have parts of blocks, with the size of blocks that they would have whole; None if they have none.
+
+    Args:
+        parts: of a parameter that are looked at.
     """
-    cut = [parameter for parameter, found in blocks.items() if _is_cut(parameter, found, mesh)]
+    cut = [(parameter, box) for parameter, own in blocks.items() if (box := _cut(parameter, own, parts)) is not None]
     if not cut:
-        return
-    name, size = names[cut[0]], blocks[cut[0]].size
-    part = f"{list(local_part(cut[0]).shape)} of {name}, {list(cut[0].shape)}"
+        return None
+    parameter, box = cut[0]
+    size = blocks[parameter].size
+    part = f"{[side.stop - side.start for side in box]} of {names[parameter]}, {list(parameter.shape)}"
     more = f", and so with {len(cut) - 1} more" if len(cut) > 1 else ""
     message = f"a rank has {part}, which is not made of whole blocks of {size} elements{more}"
     hint = "add such parameters to optimizer.exclude"
     for smaller in (size >> shift for shift in range(1, size.bit_length()) if size >> shift >= SMALLEST):
-        if not any(_is_cut(parameter, Blocks.of(parameter.shape, smaller), mesh) for parameter in cut):
+        if not any(_cut(parameter, Blocks.of(parameter.shape, smaller), parts) for parameter, _ in cut):
             hint = f"set it to {smaller}, or {hint}"
             break
-    raise JobError([Problem("optimizer.block_size", f"{message}; {hint}")])
+    return Problem("block_size", f"{message}; {hint}")
 
 
-def _is_cut(parameter: Tensor, blocks: Blocks, mesh: DeviceMesh | None) -> bool:
-    box = own_box(parameter, mesh)
-    if any(side.start == side.stop for side in box):
-        return False
-    offsets, sizes = [side.start for side in box], [side.stop - side.start for side in box]
-    return not blocks.cuts_none(offsets, sizes, parameter.shape[-1])
+def _cut(parameter: Tensor, blocks: Blocks, parts: Parts) -> Box | None:
+    """The first part that is not made of whole blocks."""
+    for box in parts(parameter):
+        offsets, sizes = [side.start for side in box], [side.stop - side.start for side in box]
+        if all(sizes) and not blocks.cuts_none(offsets, sizes, parameter.shape[-1]):
+            return box
+    return None
+
+
+def own_part(mesh: DeviceMesh | None) -> Parts:
+    """This rank's, of parameters as stages have left them."""
+    return lambda parameter: [own_box(parameter, mesh)]
+
+
+def sharded_parts(ranks: int) -> Parts:
+    """Every rank's, of whole parameters that are to be divided along dimension 0, as `fsdp` does."""
+
+    def parts(parameter: Tensor) -> Iterator[Box]:
+        rows, *others = parameter.shape
+        share = -(-rows // ranks)
+        for start in range(0, rows, share):
+            yield slice(start, min(rows, start + share)), *(slice(0, size) for size in others)
+
+    return parts
 
 
 def split_like(parameter: Tensor, blocks: Blocks, factor: int, dtype: torch.dtype) -> Tensor:

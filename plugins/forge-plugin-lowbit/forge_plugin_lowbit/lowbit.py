@@ -14,10 +14,12 @@ from forge_kit import fields
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
 
     from forge_core.config.job import Job
     from forge_core.contracts.contexts import BuildContext
     from forge_core.contracts.layout import Layout
+    from forge_core.contracts.model import Model
     from forge_core.contracts.parameters import NamedParameters
     from forge_plugin_lowbit.formats import Format
 
@@ -61,6 +63,22 @@ class _QuantisedAdamW(_LowBitAdamW):
     exclude: tuple[str, ...] = field(default=(), metadata=when_resumed("impossible"))
     """Globs over the names of parameters that keep float32 moments (`embedding.*`)."""
 
+    block_size: int = field(default=256, validator=fields.power_of_two(8), metadata=when_resumed("impossible"))
+    """Elements that share a scale; a power of two."""
+
+    def model_problems(self, model: Model, layout: Layout) -> Iterable[Problem]:
+        from forge_core.contracts.parameters import NamedParameters
+        from forge_plugin_lowbit.blocks import cut_problem, quantised_blocks, sharded_parts
+
+        # What tensor parallelism leaves of a parameter is known once its stage is built; the build refuses likewise.
+        if layout.shard == 1 or layout.tp > 1:
+            return
+        names: dict[Tensor, str] = {item.parameter: item.name for item in NamedParameters.of(model)}
+        blocks = quantised_blocks(names, self.block_size, self.min_size, self.exclude)
+        problem = cut_problem(blocks, names, sharded_parts(layout.shard * layout.cp))
+        if problem is not None:
+            yield problem
+
     def over(self, format: Format, context: BuildContext, parameters: NamedParameters) -> torch.optim.Optimizer:
         """The optimizer with moments of a format."""
         from forge_plugin_lowbit.quantised import QuantisedAdamW
@@ -80,9 +98,6 @@ class AdamW8bit(_QuantisedAdamW):
     moments: vectors, small parameters, and those whose elements are no whole number of blocks. Blocks are of the whole
     parameter, so the result does not depend on the layout.
     """
-
-    block_size: int = field(default=256, validator=fields.power_of_two(8), metadata=when_resumed("impossible"))
-    """Elements that share a scale; a power of two."""
 
     def build(self, context: BuildContext, parameters: NamedParameters) -> torch.optim.Optimizer:
         from forge_plugin_lowbit.formats import EIGHT_BIT
@@ -113,9 +128,6 @@ class AdamWFloat8(_QuantisedAdamW):
 
     State: of parameters of two or more dimensions, two bytes an element and two scales a block; else as `adamw_8bit`.
     """
-
-    block_size: int = field(default=256, validator=fields.power_of_two(8), metadata=when_resumed("impossible"))
-    """Elements that share a scale; a power of two."""
 
     def build(self, context: BuildContext, parameters: NamedParameters) -> torch.optim.Optimizer:
         from forge_plugin_lowbit.formats import FLOAT8

@@ -12,7 +12,7 @@ from forge_core.contracts.errors import JobError, Problem, did_you_mean
 from forge_core.parallel.mesh import gather_objects, pipeline_group
 from forge_kit.groups import as_groups, names_in
 from forge_plugin_lowbit.arithmetic import adamw
-from forge_plugin_lowbit.blocks import Blocks, blocks_for, check_whole, split_like
+from forge_plugin_lowbit.blocks import Blocks, cut_problem, own_part, quantised_blocks, split_like
 from forge_plugin_lowbit.optimizer import LowBitAdamW, contiguous_like
 from forge_plugin_lowbit.rounding import Rounding
 
@@ -64,12 +64,10 @@ class QuantisedAdamW(LowBitAdamW):
         groups = as_groups(params)
         names = names_in(groups)
         _check_globs(exclude, list(names.values()), mesh)
-        blocks: dict[Tensor, Blocks] = {}
-        for parameter, name in names.items():
-            of_parameter = blocks_for(name, parameter.shape, block_size, min_size, exclude)
-            if of_parameter is not None:
-                blocks[parameter] = of_parameter
-        check_whole(blocks, names, mesh)
+        blocks = quantised_blocks(names, block_size, min_size, exclude)
+        problem = cut_problem(blocks, names, own_part(mesh))
+        if problem is not None:
+            raise JobError([problem.below("optimizer")])
         super().__init__(groups, QuantisedMoments(format, blocks), Rounding(names, seed, mesh), **settings)
 
 

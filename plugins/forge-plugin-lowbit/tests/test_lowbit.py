@@ -18,6 +18,7 @@ from torchao.optim import _AdamW as TorchaoAdamW
 
 from forge_core.checkpoint.state import Progress, gather_state
 from forge_core.checkpoint.tensors import stored_tensors
+from forge_core.config.rules import check_rules
 from forge_core.contracts.components import ParameterGroup
 from forge_core.contracts.errors import JobError
 from forge_core.engine.trainer import Trainer
@@ -273,6 +274,23 @@ def test_a_stage_that_cuts_blocks_is_refused_with_a_size_that_it_does_not_cut(tm
     assert f"optimizer.block_size: a rank has {first}" in message
     assert f"which is not made of whole blocks of {block_size} elements, and so with" in message
     assert "; set it to 8, or add such parameters to optimizer.exclude" in message
+
+
+def problems_on(ranks, folder, optimizer, **stages):
+    catalog = Catalog.installed()
+    settings = {**SIZES, "global_batch_size": 6, "optimizer": optimizer, "parallel": stages}
+    job = tiny_job(str(folder), catalog, model=MODEL, **settings)
+    return [f"{problem.path}: {problem.message}" for problem in check_rules(job, catalog, ranks)]
+
+
+def test_blocks_that_fsdp_cuts_are_refused_when_the_job_is_checked(tmp_path):
+    optimizer = AdamW8bit(block_size=256, min_size=1)
+    (problem,) = problems_on(3, tmp_path, optimizer, fsdp=FSDP())
+    assert problem.startswith("optimizer.block_size: a rank has [11, 16] of embedding.weight, [32, 16]")
+    assert "which is not made of whole blocks of 256 elements, and so with" in problem
+    assert "; set it to 16, or add such parameters to optimizer.exclude" in problem
+    assert problems_on(3, tmp_path, AdamW8bit(block_size=16, min_size=1), fsdp=FSDP()) == []
+    assert problems_on(3, tmp_path, optimizer) == []
 
 
 def test_parameters_whose_blocks_are_cut_may_be_excluded(tmp_path):

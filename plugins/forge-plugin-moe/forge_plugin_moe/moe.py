@@ -10,6 +10,7 @@ from attrs.validators import ge, gt
 
 from forge_core.contracts.components import RouterComponent, default_type, when_resumed
 from forge_core.contracts.errors import Problem
+from forge_plugin_moe.routers import isolation_problem
 from forge_plugin_transformer import FFNComponent, InitStd
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ class MoE(FFNComponent):
     capacity_factor: float = field(default=0.0, validator=ge(0))
     """Of each sequence, an expert takes at most this times its even share of the tokens, those with the largest
     weights; others pass it by, and are counted as `moe/dropped`. 0: as many as come. In training only: what a position
-    comes to would depend on later ones."""
+    comes to would depend on later ones. Refused with a packing that isolates documents."""
     shared_experts: int = field(default=0, validator=ge(0))
     """Experts that every token goes through, with weight 1: one SwiGLU of so many times `hidden`."""
     shared_gate: bool = False
@@ -58,6 +59,8 @@ class MoE(FFNComponent):
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
         if self.shared_gate and not self.shared_experts:
             yield Problem("shared_gate", "is for shared experts, and there are none; set shared_experts")
+        if self.capacity_factor and job.data.packing.isolates:
+            yield Problem("capacity_factor", isolation_problem("an expert's capacity is filled"))
         yield from (problem.below("router") for problem in self.router.expert_problems(self.experts))
 
     def build(self, context: BuildContext, dim: int, init: InitStd) -> nn.Module:

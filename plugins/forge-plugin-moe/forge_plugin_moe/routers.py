@@ -19,6 +19,12 @@ if TYPE_CHECKING:
     from forge_core.contracts.layout import Layout
 
 
+def isolation_problem(choice: str) -> str:
+    """Message about a choice among the tokens of a sequence, whose documents are to be learned apart."""
+    reason = f"{choice} over a whole sequence, so documents that data.packing isolates would change each other"
+    return f'{reason}; set data.packing.type = "concatenate", or let tokens choose without a capacity'
+
+
 @frozen(kw_only=True)
 class LinearRouter(RouterComponent):
     """The keys of routers that score experts by a linear function of the token, in float32 or wider.
@@ -113,6 +119,10 @@ class ExpertChoice(LinearRouter):
 
     capacity_factor: float = field(default=2.0, validator=gt(0))
     """Experts of a token in the mean: an expert takes this times the positions of a sequence / E."""
+
+    def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        if job.data.packing.isolates:
+            yield Problem("type", isolation_problem("experts choose"))
 
     def build(self, context: BuildContext, dim: int, experts: int) -> nn.Module:
         from forge_plugin_moe.modules.expert_choice import ExpertChoiceRouter

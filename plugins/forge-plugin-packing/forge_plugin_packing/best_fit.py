@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from attrs import frozen
 
@@ -26,6 +26,8 @@ class BestFit(PackingComponent):
     label is lost, not even where a long document is cut. Attention stays within a document, or a piece of a long one,
     and positions count from 0 there.
     """
+
+    isolates: ClassVar[bool] = True
 
     def build(self, context: BuildContext, documents: Documents) -> Dataset:
         from forge_plugin_packing.sequences import PackedSequences

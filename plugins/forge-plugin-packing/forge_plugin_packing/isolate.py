@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from attrs import frozen
 
@@ -22,6 +22,8 @@ class Isolate(WindowPacking):
     Attention stays within a document, positions count from 0 where it begins, and the first token of a document is no
     label, since nothing comes before it. What a cut leaves of a document is a document of its own in the next sequence.
     """
+
+    isolates: ClassVar[bool] = True
 
     def sequence(self, window: Window) -> Mapping[str, np.ndarray]:
         from forge_plugin_packing.apart import apart

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from attrs import field, frozen
 from attrs.validators import ge, gt, lt
@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 @frozen(kw_only=True)
 class ScheduleFree(OptimizerComponent):
-    """What both have in common."""
+    """Base of the two optimizers."""
+
+    has_evaluation_weights: ClassVar[bool] = True
 
     weight_decay: float = field(default=0.0, validator=ge(0))
     """Each step takes lr x this of a weight away; norms, biases and embeddings are spared."""

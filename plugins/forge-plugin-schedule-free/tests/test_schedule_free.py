@@ -10,7 +10,9 @@ import torch
 from safetensors.torch import load_file
 
 from forge_core.cli import main
+from forge_core.contracts.optimizer import HasEvaluationWeights
 from forge_plugin_schedule_free import ScheduleFreeAdamW, ScheduleFreeSGD
+from forge_testing.runs import tiny_run
 
 COMPONENTS = [
     ScheduleFreeAdamW(lr=0.01, warmup_steps=3, weight_decay=0.1),
@@ -87,3 +89,11 @@ def test_an_interrupted_run_equals_the_whole_and_exports_its_average(make_job, t
 def test_a_first_beta_of_zero_is_refused():
     with pytest.raises(ValueError, match="the first must be > 0"):
         ScheduleFreeAdamW(betas=(0.0, 0.9))
+
+
+def test_a_job_knows_that_other_weights_are_evaluated(tmp_path):
+    """By it, what brings weights of its own (`ema`) is refused when a job is checked."""
+    for component in (ScheduleFreeAdamW(), ScheduleFreeSGD()):
+        optimizer = tiny_run(tmp_path, optimizer=component).optimizer
+        assert component.has_evaluation_weights
+        assert isinstance(optimizer, HasEvaluationWeights)

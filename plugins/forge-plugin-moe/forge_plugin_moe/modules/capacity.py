@@ -6,11 +6,31 @@ Shapes: B sequences, S positions, K choices of a token, E experts.
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from forge_core.contracts.errors import ForgeError
 from forge_plugin_moe.modules.sequences import Sequences
+
+if TYPE_CHECKING:
+    from forge_core.contracts.data import Batch
+
+
+def refuse_documents(batch: Batch) -> None:
+    """A choice among all tokens of a sequence must not join documents that are to be learned apart.
+
+    Checking a job refuses packings that isolate documents; this catches datasets that do so themselves.
+
+    Raises:
+        ForgeError: the batch has several documents in a sequence.
+    """
+    if "document_ids" in batch:
+        raise ForgeError(
+            "experts choose, or have a capacity, over whole sequences, but the batch has `document_ids`: documents "
+            "would change each other; let tokens choose without a capacity, or leave `document_ids` out"
+        )
 
 
 def largest(scores: Tensor, count: int, sequences: Sequences) -> Tensor:

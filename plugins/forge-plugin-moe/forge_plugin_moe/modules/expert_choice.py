@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from forge_plugin_moe.modules.capacity import largest
+from forge_plugin_moe.modules.capacity import largest, refuse_documents
 from forge_plugin_moe.modules.scores import LinearScores
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ class ExpertChoiceRouter(LinearScores):
         self.experts_per_token = min(component.capacity_factor, experts)
 
     def forward(self, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        refuse_documents(batch)
         logits = self.logits(x)
         probabilities = logits.softmax(-1)
         length, experts = x.shape[1] * self.sequences.pieces, logits.shape[-1]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from forge_core.contracts.errors import JobError, Problem
 from forge_core.contracts.model import Role
 from forge_kit.modules import Linear
-from forge_plugin_moe.modules.capacity import within_capacity
+from forge_plugin_moe.modules.capacity import refuse_documents, within_capacity
 from forge_plugin_moe.modules.experts import Experts, runs_grouped
 from forge_plugin_moe.modules.sequences import Sequences, tally
 from forge_plugin_transformer import InitStd, SwiGLU, default_hidden
@@ -59,6 +59,7 @@ class MoELayer(nn.Module):
         weights, chosen = self.router(x, batch)
         rows = None if getattr(self.router, "leaves_out", False) else chosen.numel()
         if self._capacity and self.training:
+            refuse_documents(batch)
             kept = within_capacity(weights, chosen, self._capacity, self._number, self._sequences)
             self._count_dropped(chosen, kept)
             chosen, rows = chosen.where(kept, -1), None
