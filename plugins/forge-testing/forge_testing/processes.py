@@ -1,4 +1,4 @@
-"""Runs a function on several ranks: real processes with gloo, forked after one import of torch."""
+"""Run a function on several ranks: real processes with gloo, forked after one import of torch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ IMPORTED = (
     "torch.distributed.pipelining",
     "torch.distributed.tensor.parallel",
 )
-"""What most runs import, a second's work or two: done once here, and not by every rank of every test."""
+"""Modules that most runs import, which takes a second or two: once here, and not in each rank of each test."""
 
 
 HANG_S = 600.0
@@ -56,6 +56,7 @@ def run_on_ranks(ranks: int, function: Callable[[int], Any], timeout: float = HA
     if dist.is_initialized():  # a child that inherits a group hangs when it frees it: its threads did not come along
         dist.destroy_process_group()
     gc.collect()
+    gc.freeze()  # else every rank would collect, and so copy, all that was imported here: most of what a short run takes
     context = multiprocessing.get_context("fork")
     results: Any = context.Queue()
     sys.stdout.flush()
