@@ -56,7 +56,7 @@ def run_on_ranks(ranks: int, function: Callable[[int], Any], timeout: float = HA
     if dist.is_initialized():  # a child that inherits a group hangs when it frees it: its threads did not come along
         dist.destroy_process_group()
     gc.collect()
-    gc.freeze()  # else every rank would collect, and so copy, all that was imported here: most of what a short run takes
+    gc.freeze()  # else each rank would go through, and so copy, all that was imported here when it collects
     context = multiprocessing.get_context("fork")
     results: Any = context.Queue()
     sys.stdout.flush()
