@@ -39,7 +39,7 @@ NO_BUILD = {
     "plugin": f"nothing: the class is the running object; its [hooks]({HOOKS_PAGE}) are called",
 }
 """What kinds are asked for whose classes are not built."""
-BY_OTHER_SUITES = {"packing": "DatasetSuite", "tokenizer": "DatasetSuite"}
+BY_OTHER_SUITES = {"loader": "DatasetSuite", "packing": "DatasetSuite", "tokenizer": "DatasetSuite"}
 """Kinds without a suite of their own, and the one that tests them in the job around its component."""
 FIRST, EVERY = "of the first that does not give None", "of all together"
 Row = tuple[str, ...]

@@ -45,6 +45,7 @@ SECTIONS: Mapping[str, WhenResumed] = {
     "train.gc_interval": "safe",
     "data": "flag",
     "data.workers": "safe",
+    "data.loader": "safe",
     "checkpoint": "safe",
     "eval": "safe",
     "metrics": "safe",

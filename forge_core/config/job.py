@@ -12,6 +12,7 @@ from forge_core.contracts.components import (
     DatasetComponent,
     EvaluationComponent,
     ExecutorComponent,
+    LoaderComponent,
     LoggerComponent,
     LossComponent,
     ModelComponent,
@@ -109,7 +110,10 @@ class DataSection:
     packing: PackingComponent = default_type("forge-run/concatenate")
     """`[data.packing]`: how documents become sequences; by default they follow each other without a border."""
     workers: int = field(default=0, validator=ge(0))
-    """Processes that load data; 0 loads in a background thread."""
+    """Processes that load data, for sources that decode or tokenise; 0 loads in a background thread."""
+    loader: LoaderComponent | None = None
+    """`[data.loader]`: what reads samples ahead; by default `plain`, one thread, and with `workers` the loader `nodes`
+    of forge-plugin-torchdata. None of them changes a sample."""
     seed: int | None = None
     """Seed of the data order; by default `job.seed`."""
 

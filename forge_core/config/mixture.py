@@ -6,7 +6,12 @@ import math
 from collections.abc import Iterator
 
 from forge_core.config.job import Job, Phase
-from forge_core.contracts.errors import Problem, did_you_mean
+from forge_core.contracts.components import LoaderComponent
+from forge_core.contracts.errors import PluginError, Problem, did_you_mean
+from forge_core.plugins.catalog import CORE, Catalog, UnknownTypeError
+
+WORKER_LOADER = "nodes"
+"""Type of the loader of `data.workers`, where the job names none. It is not the core's."""
 
 
 def source_names(job: Job) -> list[str]:
@@ -39,6 +44,17 @@ def first_step(phase: Phase, job: Job, step: int = 0, tokens: int = 0) -> int:
     return step - (tokens - (phase.start_tokens or 0)) // (job.train.global_batch_size * job.train.seq_len)
 
 
+def loader_component(job: Job, catalog: Catalog) -> LoaderComponent:
+    """The job's loader: its own table's, or else the core's without `data.workers` and `WORKER_LOADER` with them.
+
+    Raises:
+        UnknownTypeError: it is not installed.
+    """
+    if job.data.loader is not None:
+        return job.data.loader
+    return catalog.load("loader", WORKER_LOADER if job.data.workers else f"{CORE}/plain")()
+
+
 def lr_factor(job: Job, step: int, tokens: int) -> float:
     """The phase's factor on the learning rate, after `step` completed steps and `tokens` positions fed."""
     begun = [phase for phase in job.data.phases if _has_begun(phase, step, tokens)]
@@ -50,6 +66,18 @@ def _has_begun(phase: Phase, step: int, tokens: int) -> bool:
 
 
 # --- rules -------------------------------------------------------------------------------------------------------
+
+
+def loader_problems(job: Job, catalog: Catalog) -> Iterator[Problem]:
+    """Whether the loader that `data.workers` needs is there; one that the job names has been looked up before."""
+    try:
+        loader_component(job, catalog)
+    except UnknownTypeError as error:
+        install = f"; install it: pip install {error.distribution}" if error.distribution else ""
+        message = f"{job.data.workers} workers need the loader {WORKER_LOADER!r}: {error}{install}"
+        yield Problem("data.workers", message)
+    except PluginError as error:
+        yield Problem("data.workers", str(error))
 
 
 def mixture_problems(job: Job) -> Iterator[Problem]:

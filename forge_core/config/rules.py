@@ -8,7 +8,7 @@ from pathlib import Path
 import attrs
 
 from forge_core.config.job import Checked, Job
-from forge_core.config.mixture import mixture_problems
+from forge_core.config.mixture import loader_problems, mixture_problems
 from forge_core.config.walk import walk_components
 from forge_core.contracts.components import Component, OptimizerComponent, ParallelComponent
 from forge_core.contracts.errors import JobError, PluginError, Problem, did_you_mean
@@ -32,6 +32,7 @@ def check_rules(job: Job, catalog: Catalog, world_size: int = 1, with_data: bool
     if planned:
         problems += batch_problems(job, layout)
     problems += _core_problems(job)
+    problems += loader_problems(job, catalog)
     problems += _order_problems(job, catalog)
     problems += _executor_problems(job, catalog)
     problems += _load_problems(job) if with_data else ()

@@ -20,7 +20,7 @@ beside this module.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
@@ -43,7 +43,15 @@ if TYPE_CHECKING:
         StepContext,
         TrainContext,
     )
-    from forge_core.contracts.data import Dataset, Documents, DocumentStream, Tokenizer
+    from forge_core.contracts.data import (
+        Dataset,
+        Documents,
+        DocumentStream,
+        LoadedRows,
+        SampleReader,
+        SampleRow,
+        Tokenizer,
+    )
     from forge_core.contracts.layout import Layout
     from forge_core.contracts.model import Model
     from forge_core.contracts.optimizer import Schedule
@@ -266,6 +274,37 @@ class PackingComponent(Component["Dataset"]):
 
     def build(self, context: BuildContext, documents: Documents) -> Dataset:
         """The sequences of the documents, and in its `held_out` those of `documents.held_out`."""
+        raise NotImplementedError
+
+
+@frozen(kw_only=True)
+class LoaderComponent(Component["Generator[LoadedRows]"]):
+    """Reads the samples of a run ahead of the training: `[data.loader]`.
+
+    The core has drawn the order; a loader decides who reads when. It returns the same rows in the same order whatever
+    reads them, so another loader continues a run.
+    """
+
+    kind = "loader"
+    resumes_as = "safe"
+
+    def build(
+        self, context: BuildContext, reader: SampleReader, units: Iterator[Sequence[SampleRow]], units_per_step: int
+    ) -> Generator[LoadedRows]:
+        """Start to read.
+
+        Args:
+            context: the run; `context.job.data.workers` is the number of workers that the user asked for.
+            reader: reads a unit.
+            units: the rows of this rank that are read at once, unit by unit, to the end of the run or longer. It may
+                be iterated in any one thread of this process.
+            units_per_step: how many units a step has. With `reader.has_lanes`, units whose numbers are equal modulo
+                this hold the same lanes: one copy of the reader must read them, in order.
+
+        Returns:
+            A generator of what was read, in the order of `units` and on pinned memory if the run's device is a GPU.
+            It raises the `DataError` of a unit in its turn; `close()` ends all threads and processes.
+        """
         raise NotImplementedError
 
 

@@ -42,6 +42,10 @@ class Builder(Protocol):
         """See `BuildContext.type_of`."""
         ...
 
+    def load_object(self, spec: str) -> Any:
+        """See `BuildContext.load_object`."""
+        ...
+
 
 @frozen(kw_only=True)
 class BuildContext:
@@ -80,6 +84,18 @@ class BuildContext:
     def type_of(self, component: Component) -> str:
         """The type of a component with the distribution that offers it, as in `forge-plugin-lion/lion`."""
         return self.plugins.type_of(component)
+
+    def load_object(self, spec: str) -> Any:
+        """An object in the user's own code, which a key of the job names.
+
+        Args:
+            spec: `package.module:name`, or `./file.py:name` from the working directory; the SHA-256 of a file goes into
+                the provenance of the run.
+
+        Raises:
+            PluginError: it cannot be imported.
+        """
+        return self.plugins.load_object(spec)
 
     def at(self, name: str, layer: int | None = None) -> BuildContext:
         """This context for a part of the model called `name` below the present path."""
@@ -187,7 +203,8 @@ class EvaluationContext:
     """The engine's side of `all_reduce`."""
 
     def batches(self, dataset: Dataset, count: int) -> Iterable[Batch]:
-        """This rank's share of the first `count` sequences, in batches of the job's micro-batch size, on the device.
+        """This rank's share of `count` sequences, evenly spread over the dataset (0: all), in batches of the job's
+        micro-batch size, on the device. The sequences are the same at each call and under every layout.
 
         Every rank gets equally many batches of equal shape; where the sequences do not suffice, the remaining rows
         have only ignored labels. Each batch counts as progress for the watchdog.

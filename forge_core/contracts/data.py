@@ -17,16 +17,20 @@ Batch = dict[str, "Tensor"]
 """Tensors whose first dimension is B. `input_ids` (B, S) int64; `labels` (B, S) int64, the target *of each position*
 (already shifted by the dataset), -100 where ignored; optional `document_ids` and `positions` (B, S), int64. Neighbours
 with equal document ids are of one document, which attention does not leave; without ids, a row is one document.
-Positions count from 0 where a document begins; without them, where the row begins."""
+Positions count from 0 where a document begins; without them, where the row begins. Further entries have the dtype in
+which the dataset returns them."""
 
+TOKEN_ENTRIES = ("input_ids", "labels", "document_ids", "positions")
+"""Entries of a batch that are int64, whatever integers a dataset returns."""
 IGNORED_LABEL = -100
+BYTES_PER_TOKEN = "bytes_per_token"
+"""Entry (B,) float64 of batches for evaluation, where known: mean UTF-8 bytes of a token of the row's source."""
 
 
 class Dataset(Protocol):
     """Training sequences by number, in no particular order; the engine draws the order.
 
-    Two more methods are optional: `where(index) -> str`, the file and place that a sequence comes from, for errors; and
-    `describe() -> str`, what the plan of the run says of the sequences besides their number.
+    `HasLocation`, `HasDescription` and `HasIdentity` are optional.
     """
 
     @property
@@ -41,8 +45,49 @@ class Dataset(Protocol):
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int) -> Mapping[str, np.ndarray]:
-        """One sequence: `input_ids` (S,) and `labels` (S,), shifted, ignored ones -100; integers of any width."""
+        """One sequence: `input_ids` (S,) and `labels` (S,), shifted, ignored ones -100; integers of any width.
+
+        Further entries are NumPy arrays. All rows of a batch must have the same entries, each of one shape and dtype.
+        """
         ...
+
+
+@runtime_checkable
+class HasLocation(Protocol):
+    """A dataset that knows where its sequences come from."""
+
+    def where(self, index: int) -> str:
+        """File and place of a sequence, for errors."""
+        ...
+
+
+@runtime_checkable
+class HasDescription(Protocol):
+    """A dataset with a line of its own in the summary of the run."""
+
+    def describe(self) -> str:
+        """What there is to know of the sequences besides their number."""
+        ...
+
+
+@runtime_checkable
+class HasIdentity(Protocol):
+    """A dataset, stream or documents that notice when what they read is exchanged.
+
+    Checkpoints keep the identity: a run whose source has another one is continued with `--resume-with-changes` only.
+    """
+
+    def identity(self) -> str:
+        """Differs when the content does (sizes, digests, times of change), and does not depend on where it is stored.
+
+        Empty: unknown. Called at each save: return quickly.
+        """
+        ...
+
+
+def identity_of(data: object) -> str:
+    """The identity of a source (see `HasIdentity`); empty if it does not know one."""
+    return data.identity() if isinstance(data, HasIdentity) else ""
 
 
 @runtime_checkable
@@ -132,6 +177,46 @@ class DocumentStream(Protocol):
     def lanes(self) -> int: ...
     def read(self, lane: int, position: Mapping[str, Any] | None) -> Iterator[StreamedDocument]:
         """The documents of a lane from a position on (None: from the start), without end: epoch after epoch."""
+        ...
+
+
+class SampleRow(NamedTuple):
+    """A row of the global batch, and the sample that fills it."""
+
+    slot: int
+    """Number of the row in the global batch."""
+    source: int
+    number: int
+    """Number of the sequence in its source; from a stream, the next sequence of the row's lane is taken."""
+
+
+class LoadedRows(NamedTuple):
+    """Rows that were read together."""
+
+    batch: Batch
+    """The entries of the samples, and `sources` (B,) int64: the number of the source of each row."""
+    positions: Mapping[tuple[int, int], Mapping[str, Any]]
+    """(source, lane) -> where the lane of a stream continues after these rows."""
+
+
+class SampleReader(Protocol):
+    """Reads rows for a loader. It can be pickled: each worker process has a copy."""
+
+    @property
+    def has_lanes(self) -> bool:
+        """Whether some source is a stream: the rows of a lane must then be read in order, and by one copy."""
+        ...
+
+    def read(self, rows: Sequence[SampleRow]) -> LoadedRows:
+        """Read the samples of these rows, and stack them.
+
+        Raises:
+            DataError: names what could not be read, with the cause's traceback in a note.
+        """
+        ...
+
+    def describe(self, row: SampleRow) -> str:
+        """Which sample a row is, and the file that it comes from where the source knows."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Held-out sequences: of all sources together, shared out over the ranks."""
+"""Held-out sequences: of all sources together, shared out over the ranks. S: positions of a sequence."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from forge_core.contracts.data import IGNORED_LABEL, Batch, Dataset, Stream
+from forge_core.contracts.data import BYTES_PER_TOKEN, IGNORED_LABEL, Batch, Dataset, Stream
 from forge_core.data.reading import collate
 from forge_core.parallel.layout import micro_batches
 from forge_core.parallel.mesh import sample_rank
@@ -18,7 +18,11 @@ if TYPE_CHECKING:
 
 
 class Concatenated:
-    """The held-out sequences of several sources, one after the other. None where no source has any."""
+    """The held-out sequences of several sources, one after the other. None where no source has any.
+
+    Where every source knows its mean bytes a token, each sequence has that as entry `BYTES_PER_TOKEN`, so that an
+    evaluation can weigh the sources by the tokens that it saw of each.
+    """
 
     def __init__(self, datasets: Sequence[Dataset]) -> None:
         self._datasets = datasets
@@ -27,15 +31,17 @@ class Concatenated:
         rates = [dataset.bytes_per_token for dataset in datasets]
         known = [rate for rate in rates if rate is not None]
         lengths = [len(dataset) for dataset in datasets]
-        complete = len(known) == len(rates)
-        self.bytes_per_token = float(np.average(known, weights=lengths)) if complete and any(lengths) else None
+        self._all_known = len(known) == len(rates) and any(lengths)
+        self.bytes_per_token = float(np.average(known, weights=lengths)) if self._all_known else None
 
     def __len__(self) -> int:
         return int(self._ends[-1])
 
     def __getitem__(self, index: int) -> Mapping[str, np.ndarray]:
         number = int(np.searchsorted(self._ends, index, side="right"))
-        return self._datasets[number][index - (int(self._ends[number - 1]) if number else 0)]
+        dataset = self._datasets[number]
+        sample = dataset[index - (int(self._ends[number - 1]) if number else 0)]
+        return {**sample, BYTES_PER_TOKEN: np.array(dataset.bytes_per_token)} if self._all_known else sample
 
 
 def held_out(datasets: Sequence[Dataset | Stream]) -> Dataset | None:
@@ -47,11 +53,13 @@ def held_out(datasets: Sequence[Dataset | Stream]) -> Dataset | None:
 def evaluation_batches(dataset: Dataset, count: int, job: Job, context: BuildContext) -> Iterator[Batch]:
     """See `EvaluationContext.batches`."""
     count = min(count or len(dataset), len(dataset))
+    # Sources and their documents follow one another: the first `count` would be those of the first source alone.
+    drawn = [number * len(dataset) // count for number in range(count)]
     ranks, size = context.layout.data_parallel, micro_batches(job, context.layout)[1]
     rank = sample_rank(context.mesh, context.layout)
     for start in range(0, count, ranks * size):
         first = start + rank * size
-        rows = [dataset[index] for index in range(first, min(first + size, count))]
+        rows = [dataset[index] for index in drawn[first : first + size]]
         batch = collate([*rows, *[_ignored(dataset[0])] * (size - len(rows))])
         yield {name: tensor.to(context.device, non_blocking=True) for name, tensor in batch.items()}
 

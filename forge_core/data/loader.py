@@ -4,47 +4,54 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from itertools import islice, pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forge_core.config.mixture import source_names
-from forge_core.contracts.data import Batch, Dataset, Stream
-from forge_core.data.mixture import sample_order, sizes_of
+from forge_core.config.mixture import loader_component, source_names
+from forge_core.contracts.data import Batch, Dataset, HasIdentity, LoadedRows, SampleRow, Stream
+from forge_core.contracts.errors import DataError
+from forge_core.data.mixture import check_supply, sample_order, sizes_of
 from forge_core.data.order import SampleOrder
-from forge_core.data.reading import LanePositions, Reader, Row, Unit, thread_units, worker_units
-from forge_core.data.supply import check_supply
+from forge_core.data.reading import LanePositions, RowReader
 from forge_core.parallel.layout import micro_batches
 from forge_core.parallel.mesh import gather_objects, sample_rank
 
 if TYPE_CHECKING:
     from forge_core.checkpoint.state import Progress
     from forge_core.config.job import Job
-    from forge_core.contracts.contexts import BuildContext
+    from forge_core.plugins.manager import RunContext
 
 
 class TrainLoader:
     """This rank's micro-batches of each step, from a given position on.
 
-    `workers = 0` loads in a background thread, which suits memory-mapped data; more load in as many processes. Either
-    way the order is that of `SampleOrder`, and the position is what was handed out, not what was loaded ahead.
+    `[data.loader]` reads ahead. Whatever does, the order is that of `SampleOrder`, and the position is what was handed
+    out, not what was read ahead.
     """
 
     def __init__(
         self,
         job: Job,
         datasets: Sequence[Dataset | Stream],
-        context: BuildContext,
+        context: RunContext,
         progress: Progress | None = None,
     ) -> None:
-        """Args: `progress`, where to continue, with what `state()` gave in its `samples`.
+        """Start to read.
+
+        Args:
+            job: the job.
+            datasets: its sources, in their order.
+            context: device, mesh and layout.
+            progress: where to continue, with the `state()` of a loader in its `samples`.
 
         Raises:
             JobError: the sources do not last as long as the run.
         """
-        self._job, self._datasets, self._device = job, datasets, context.device
+        self._job, self._datasets, self._context = job, datasets, context
         self._names = source_names(job)
         self._streams = [data for data in datasets if isinstance(data, Stream)]
         self._rows = job.train.global_batch_size
@@ -54,13 +61,16 @@ class TrainLoader:
         self._parts = _parts(self._share, job.data.workers, self._rows_of_a_lane())
         sizes = sizes_of(datasets)
         check_supply(job, sizes, progress)
-        self._start = sample_order(job, sizes, progress)
-        self._handed_out = 0
-        self._first_positions: LanePositions = progress.samples.get("lanes", {}) if progress else {}
-        self._moved: dict[tuple[int, int], Mapping[str, Any]] = {}
+        order = sample_order(job, sizes, progress)
+        self._position = order.state()
+        # One entry for each step that was planned and not yet handed out. The order runs ahead with the loader, so the
+        # position of a checkpoint is remembered there and then: to count the samples again would take a save 1 µs each.
+        self._positions_ahead: deque[dict[str, Any]] = deque()
+        self._first_lanes: LanePositions = progress.samples.get("lanes", {}) if progress else {}
+        self._lanes: dict[tuple[int, int], Mapping[str, Any]] = {}
         self.waited = 0.0
         """Seconds that the last `next_step` waited for data."""
-        self._units = self._load(sample_order(job, sizes, progress))
+        self._loaded = self._load(order)
 
     def next_step(self) -> list[Batch]:
         """The micro-batches of the next step, on the device.
@@ -69,57 +79,69 @@ class TrainLoader:
             DataError: a sample could not be read; names its source, number and file.
         """
         started = time.perf_counter()
-        units = [next(self._units) for _ in self._parts]
+        loaded = list(islice(self._loaded, len(self._parts)))
         self.waited = time.perf_counter() - started
-        self._handed_out += self._rows
-        for unit in units:
-            self._moved |= unit.positions
-        step = _joined([self._to_device(unit) for unit in units])
+        if len(loaded) < len(self._parts):
+            raise DataError("the sources are used up before the run has ended")
+        self._position = self._positions_ahead.popleft()
+        for rows in loaded:
+            self._lanes |= rows.positions
+        step = _joined([self._to_device(rows) for rows in loaded])
         starts = range(0, self._share, self._micro_batch_size)
         return [{name: t[start : start + self._micro_batch_size] for name, t in step.items()} for start in starts]
 
     def state(self) -> dict[str, Any]:
-        """What was handed out so far, over all ranks, as plain JSON: where to continue.
+        """The position after what was handed out so far, over all ranks, as plain JSON.
 
         Collective if there are streams, since each rank knows the positions of its own lanes only.
         """
-        self._start.advance(self._handed_out)
-        self._handed_out = 0
+        identities = identities_of(self._job, self._datasets)
+        sources = {
+            name: source | ({"identity": identities[name]} if name in identities else {})
+            for name, source in self._position["sources"].items()
+        }
+        position = self._position | {"sources": sources}
         if not self._streams:
-            return self._start.state()
-        lanes = {source: dict(positions) for source, positions in self._first_positions.items()}
-        for moved in gather_objects(self._moved):
-            for (source, lane), position in moved.items():
-                lanes.setdefault(self._names[source], {})[str(lane)] = position
-        return self._start.state() | {"lanes": lanes}
+            return position
+        lanes = {source: dict(positions) for source, positions in self._first_lanes.items()}
+        for of_rank in gather_objects(self._lanes):
+            for (source, lane), lane_position in of_rank.items():
+                lanes.setdefault(self._names[source], {})[str(lane)] = lane_position
+        return position | {"lanes": lanes}
 
     def close(self) -> None:
-        """Stop loading."""
-        self._units.close()
+        """Stop reading."""
+        self._loaded.close()
 
     def _rows_of_a_lane(self) -> int:
         """Rows of the global batch that must be read together: those of a lane, 1 without streams."""
         return math.lcm(*(self._rows // stream.lanes for stream in self._streams))
 
-    def _plan(self, order: SampleOrder) -> Iterator[list[Row]]:
-        """The rows of each unit, until the sources are used up, which is not before the last step."""
+    def _units(self, order: SampleOrder) -> Iterator[list[SampleRow]]:
+        """The rows of each part of each step, until the sources are used up, which is not before the last step."""
         first, share, after = self._first_row, self._share, self._rows - self._first_row - self._share
         while True:
             order.advance(first)
-            mine = [Row(slot, *sample) for slot, sample in enumerate(islice(order, share), first)]
-            if len(mine) < share or order.advance(after) < after:
+            rows = [SampleRow(slot, *sample) for slot, sample in enumerate(islice(order, share), first)]
+            if len(rows) < share or order.advance(after) < after:
                 return
-            yield from (mine[part] for part in self._parts)
+            self._positions_ahead.append(order.state())
+            yield from (rows[part] for part in self._parts)
 
-    def _load(self, order: SampleOrder) -> Generator[Unit]:
-        pin = self._device.type == "cuda"
-        reader = Reader(self._datasets, self._names, self._rows, self._first_positions)
-        if self._job.data.workers:
-            return worker_units(reader, self._plan(order), len(self._parts), pin)
-        return thread_units(reader, self._plan(order), pin)
+    def _load(self, order: SampleOrder) -> Generator[LoadedRows]:
+        reader = RowReader(self._datasets, self._names, self._rows, self._first_lanes)
+        component = loader_component(self._job, self._context.plugins.catalog)
+        inputs = {"reader": reader, "units": self._units(order), "units_per_step": len(self._parts)}
+        return self._context.build(component, **inputs)
 
-    def _to_device(self, unit: Unit) -> Batch:
-        return {name: tensor.to(self._device, non_blocking=True) for name, tensor in unit.batch.items()}
+    def _to_device(self, rows: LoadedRows) -> Batch:
+        return {name: tensor.to(self._context.device, non_blocking=True) for name, tensor in rows.batch.items()}
+
+
+def identities_of(job: Job, datasets: Sequence[Dataset | Stream]) -> dict[str, str]:
+    """Name of each source that knows its identity -> that identity (see `HasIdentity`)."""
+    pairs = zip(source_names(job), datasets, strict=True)
+    return {name: identity for name, data in pairs if isinstance(data, HasIdentity) and (identity := data.identity())}
 
 
 def _parts(share: int, workers: int, rows_of_a_lane: int) -> list[slice]:

@@ -1,15 +1,18 @@
-"""From the mixture that a job states to the order of its samples."""
+"""From the mixture that a job states to the order of its samples, and the check that its sources last."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence, Sized
+from collections.abc import Iterator, Sequence, Sized
 from fractions import Fraction
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from forge_core.config.mixture import first_step, phase_weights, source_names
-from forge_core.data.order import SampleOrder
-from forge_core.data.turns import whole_shares
+from attrs import frozen
+
+from forge_core.config.mixture import first_step, is_drawn, phase_weights, source_names
+from forge_core.contracts.errors import JobError, Problem
+from forge_core.data.order import SampleOrder, whole_shares
 
 if TYPE_CHECKING:
     from forge_core.checkpoint.state import Progress
@@ -55,3 +58,125 @@ def limits(job: Job, sizes: Sequence[int | None]) -> list[int | None]:
 def _limit(epochs: float, size: int | None) -> int | None:
     """In decimals: 0.29 epochs of 100 sequences are 29, though as floats they are a little less."""
     return math.floor(Fraction(repr(epochs)) * size) if epochs and size is not None else None
+
+
+@frozen
+class Stretch:
+    """What one phase takes from the sources, in sequences and as if these could be divided."""
+
+    first: int
+    """Number of its first sample."""
+    end: int
+    """Number of the sample after its last one."""
+    given: list[Fraction]
+    """From each source; together less than what the phase needs if they are used up."""
+    spare: float
+    """What its sources could have given beyond that; negative if they are used up."""
+
+
+def stretches(job: Job, sizes: Sequence[int | None], progress: Progress | None = None) -> Iterator[Stretch]:
+    """What the phases of a run take, from its start or from where `progress` says."""
+    order = sample_order(job, sizes, progress)
+    left = [
+        math.inf if limit is None else Fraction(max(0, limit - count))
+        for limit, count in zip(limits(job, sizes), order.counts, strict=True)
+    ]
+    total = sample_of(job.train.steps, job, progress)
+    ends = (*phase_shares(job, progress), (total, []))
+    for (first, shares), (end, _) in pairwise(ends):
+        need = end - max(first, order.drawn)
+        if need > 0:
+            given = _pour(shares, left, need)
+            spare = float(sum(there for there, share in zip(left, shares, strict=True) if share) - need)
+            left = [there - taken for there, taken in zip(left, given, strict=True)]
+            yield Stretch(end - need, end, given, spare)
+
+
+def _pour(shares: Sequence[int], left: Sequence[Fraction | float], need: int) -> list[Fraction]:
+    """What each source gives, in proportion to its share, the others making up for those that are used up."""
+    given = [Fraction(0)] * len(shares)
+    missing = Fraction(need)
+    while missing and (active := [i for i, share in enumerate(shares) if share and left[i] > given[i]]):
+        total = sum(shares[i] for i in active)
+        until_used_up = [(left[i] - given[i]) * total / shares[i] for i in active if left[i] != math.inf]
+        part = min([missing, *until_used_up])
+        for i in active:
+            given[i] += Fraction(part) * shares[i] / total
+        missing -= Fraction(part)
+    return given
+
+
+def expected_draws(job: Job, sizes: Sequence[int | None]) -> list[float]:
+    """How many sequences of each source a whole run takes, to within a few."""
+    return [float(sum(given)) for given in zip(*(stretch.given for stretch in stretches(job, sizes)), strict=True)]
+
+
+def check_supply(job: Job, sizes: Sequence[int | None], progress: Progress | None = None) -> None:
+    """See that the run's sources last to its end.
+
+    Raises:
+        JobError: a source that is drawn from is empty, or too small for one batch, or limits leave too little; with
+            the arithmetic.
+    """
+    problems = list(_source_problems(job, sizes))
+    short = None if problems else _shortage(job, sizes, progress)
+    if short is not None:
+        problems = [_arithmetic(job, sizes, progress, *short)]
+    if problems:
+        raise JobError(problems)
+
+
+def _source_problems(job: Job, sizes: Sequence[int | None]) -> Iterator[Problem]:
+    columns = zip(job.data.sources, sizes, limits(job, sizes), _most_in_a_batch(job), strict=True)
+    for number, (source, size, limit, most) in enumerate(columns):
+        path = f"data.sources.{number}"
+        if size == 0 and is_drawn(job, number):
+            yield Problem(path, f"holds less than one sequence of {job.train.seq_len} tokens")
+        elif size is None and source.max_epochs:
+            yield Problem(f"{path}.max_epochs", "is a stream, which has no epochs to count; leave max_epochs out")
+        elif limit == 0 and is_drawn(job, number):
+            seen = f"{source.max_epochs:g} epochs of its {size:,} sequences are less than one sequence"
+            yield Problem(f"{path}.max_epochs", f"{seen}; raise it, or set weight = 0")
+        elif size is not None and size < (most if limit is None else min(most, limit)):
+            seen = f"has {size:,} sequences, and a step takes {most:,} from it: it would train on some of them twice"
+            yield Problem(path, f"{seen}; add data, lower train.global_batch_size, or shorten train.seq_len")
+
+
+def _most_in_a_batch(job: Job) -> list[int]:
+    """How many sequences of each source one batch takes, rounded down, in the phase that takes most."""
+    batch = job.train.global_batch_size
+    shares = [[batch * share // sum(shares) for share in shares] for _, shares in phase_shares(job)]
+    return [max(column) for column in zip(*shares, strict=True)]
+
+
+def _shortage(job: Job, sizes: Sequence[int | None], progress: Progress | None) -> tuple[Stretch, int] | None:
+    """The phase in which sources run out, and how many samples it has by then.
+
+    Sources are within one sequence of their shares, so where phases differ, the sum is only sure to within a few. When
+    these matter, the run's turns are gone through one by one.
+    """
+    found = list(stretches(job, sizes, progress))
+    doubt = 2 * len(sizes) * (len(found) + len(sizes)) if len(found) > 1 else 0
+    if any(abs(stretch.spare) < doubt for stretch in found):
+        order = sample_order(job, sizes, progress)
+        order.advance(found[-1].end - order.drawn)
+        short = next((s for s in found if order.drawn < s.end), None)
+        return (short, order.drawn - short.first) if short else None
+    short = next((s for s in found if s.spare < 0), None)
+    return (short, math.floor(sum(short.given))) if short else None
+
+
+def _arithmetic(
+    job: Job, sizes: Sequence[int | None], progress: Progress | None, short: Stretch, there: int
+) -> Problem:
+    batch, need, start = job.train.global_batch_size, short.end - short.first, sample_of(0, job, progress)
+    steps = f"steps {(short.first - start) // batch + 1:,} to {(short.end - start) // batch:,}"
+    columns = zip(source_names(job), job.data.sources, sizes, limits(job, sizes), strict=True)
+    rows = [
+        f"{name} {limit:,} in all ({source.max_epochs:g} x {size:,})"
+        for name, source, size, limit in columns
+        if limit is not None
+    ]
+    seen = f"{steps} need {need // batch:,} x {batch:,} = {need:,} sequences, but max_epochs leaves {there:,} for them"
+    fix = "raise max_epochs (0 is no limit), give weight to another source, or lower train.steps"
+    return Problem("data.sources", f"{seen}: {', '.join(rows)}; {fix}")

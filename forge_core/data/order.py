@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from forge_core.data.turns import Turns, smallest
-
 ROUNDS = 4
 BLOCK = 1024
 """Positions of a permutation that are evaluated at once."""
+RESOLUTION = 1 << 40
+"""The largest share, where a temperature makes them irrational."""
 
 
 class Sample(NamedTuple):
@@ -27,8 +29,7 @@ class Permutation:
 
     A Feistel network of four rounds on the smallest even number of bits that holds `size`; results outside the range
     are fed back until one lies inside (cycle walking, Black and Rogaway 2002). The domain is less than four times
-    `size`, so this ends after fewer than four tries on average. Positions are evaluated a block at a time, since most
-    that are asked for follow each other.
+    `size`, so this ends after fewer than four tries on average.
     """
 
     def __init__(self, size: int, key: str) -> None:
@@ -40,6 +41,7 @@ class Permutation:
         self._number, self._block = -1, [0]
 
     def __getitem__(self, position: int) -> int:
+        # Positions are mostly asked for in order: evaluating a block at a time spreads NumPy's cost per call.
         number, offset = divmod(position, BLOCK)
         if number != self._number:
             self._number, self._block = number, self._evaluate(number)
@@ -67,6 +69,89 @@ def _mix(values: np.ndarray) -> np.ndarray:
     return values ^ values >> np.uint64(31)
 
 
+def whole_shares(weights: Sequence[float], temperature: float = 1.0) -> list[int]:
+    """The smallest whole numbers in the proportion of weight ** (1 / temperature).
+
+    At temperature 1 they are exact: a weight means its shortest decimal (0.1 is a tenth). A weight of 0 is a share of 0
+    at any temperature, and no other weight is.
+    """
+    if temperature == 1:
+        exact = [Fraction(repr(weight)) for weight in weights]
+        scale = math.lcm(*(weight.denominator for weight in exact))
+        return smallest([int(weight * scale) for weight in exact])
+    top = max(weights, default=0.0)
+    flat = [(weight / top) ** (1 / temperature) if weight else 0.0 for weight in weights]
+    shares = zip(flat, weights, strict=True)
+    return smallest([max(1, round(share * RESOLUTION)) if weight else 0 for share, weight in shares])
+
+
+def smallest(shares: Sequence[int]) -> list[int]:
+    """The same proportions in the smallest whole numbers."""
+    divisor = math.gcd(*shares) or 1
+    return [share // divisor for share in shares]
+
+
+class Turns:
+    """Takes turns among sources with fixed shares. Its state is the number of turns that each has had.
+
+    The sequence is a chairman assignment (Tijdeman 1980): with k sources, after any n turns each has had its share of n
+    to within 1 - 1/(2k - 2). It comes from deadlines. Let m = 2k - 2. Turn c (from 0) of a source with share s
+
+    - may come once s n - c >= 1/m, for it is then at most 1 - 1/m ahead of its share;
+    - is due before s n - c > 1 - 1/m, for it would then be further behind.
+
+    At every turn, among the sources that may come the one that is due first does. The bound holds since
+
+    1. one may always come: before turn n the differences s n - c add up to 1; if each were less than 1/m, they would
+       add up to less than k/m <= 1;
+    2. nobody is late: taking the source due first meets all due times if they can be met at all, and they can if no N
+       turns in a row, from turn a to turn b = a + N - 1, hold more than N of the spans between "may come" and "due"
+       (Hall). Of one source, fewer than s N + 2/m lie within. If at most k - 1 sources have some, they are fewer than
+       N + (k - 1) 2/m = N + 1. If all k have, then of each source these are the whole numbers c with
+       s(a - 1) - 1/m < c < s b - 1 + 1/m. The first ones add up to more than a - 1 - k/m >= a - 2, the last ones plus 1
+       to less than b + k/m <= b + 1, so there are at most b - (a - 1) = N.
+
+    All arithmetic is in whole numbers, so that it is exact after any number of turns.
+    """
+
+    def __init__(self, shares: Sequence[int], taken: Sequence[int] = ()) -> None:
+        """Start, or continue.
+
+        Args:
+            shares: whole numbers, one for each source, 0 for never.
+            taken: turns that each source has had.
+        """
+        self.shares = list(shares)
+        self.taken = list(taken) or [0] * len(shares)
+        self.sources = [source for source, share in enumerate(shares) if share]
+        """Those that take turns."""
+        self._turn = sum(self.taken)
+        self._total = sum(shares)
+        self._m = max(1, 2 * len(self.sources) - 2)
+        self._opens, self._due = [0] * len(shares), [0] * len(shares)
+        for source in self.sources:
+            self._set_span(source)
+
+    def take(self) -> int:
+        """The source that comes next."""
+        self._turn += 1
+        if len(self.sources) == 1:
+            self.taken[self.sources[0]] += 1
+            return self.sources[0]
+        turn, opens, due = self._turn, self._opens, self._due
+        chosen = min((source for source in self.sources if opens[source] <= turn), key=due.__getitem__)
+        self.taken[chosen] += 1
+        self._set_span(chosen)
+        return chosen
+
+    def _set_span(self, source: int) -> None:
+        """The turns between which the source's next one must lie."""
+        m, total, had = self._m, self._total, self.taken[source] * self._m
+        scaled = m * self.shares[source]
+        self._opens[source] = -(-total * (had + 1) // scaled)
+        self._due[source] = total * (had + m - 1) // scaled + 1
+
+
 class SampleOrder:
     """The samples of a mixture, one after the other, until the sources are used up or without end.
 
@@ -84,13 +169,15 @@ class SampleOrder:
         seed: int,
         state: Mapping[str, Any] | None = None,
     ) -> None:
-        """
+        """Start, or continue from a state.
+
         Args:
-            sizes: sequences in each source; None for one that is read in its own order, whose samples are numbered on.
+            sizes: sequences in each source; None for a stream, which is read in its own order and numbered on.
             names: one for each source, all different.
             phases: the first sample of each and the whole-numbered shares from there on (see `whole_shares`); the
                 first phase begins at sample 0.
-            limits: how many samples a source gives in all; None if it is not limited.
+            limits: the most samples that each source yields in all; None if it is not limited.
+            seed: seed of the permutations.
             state: where to continue, from `state()`. Sources that it does not know start at their first sample.
         """
         state = state or {"drawn": 0, "sources": {}}
@@ -120,7 +207,7 @@ class SampleOrder:
         return Sample(source, self._permutation(source, size, epoch)[position])
 
     def advance(self, samples: int) -> int:
-        """Pass over so many samples; gives how many there were."""
+        """Pass over samples; returns how many there were, fewer once the sources are used up."""
         for passed in range(samples):
             if not self._turns.sources:
                 return passed
@@ -128,7 +215,7 @@ class SampleOrder:
         return samples
 
     def state(self) -> dict[str, Any]:
-        """Where it is, as plain JSON: all that a new `SampleOrder` needs to continue, whatever the ranks."""
+        """The position as plain JSON: all that a new `SampleOrder` needs to continue, whatever the ranks."""
         columns = zip(self._names, self.counts, self._sizes, self._turns.shares, self._turns.taken, strict=True)
         sources = {
             name: {"drawn": drawn, "size": size, "share": share, "turns": turns}
@@ -171,19 +258,35 @@ def _shares(sources: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
     return {name: source["share"] for name, source in sources.items() if source["share"]}
 
 
-def source_changes(state: Mapping[str, Any], sizes: Mapping[str, int | None]) -> list[str]:
-    """How the sources, by name, differ from those that `state` has the counts of, in words; empty if they do not.
+def source_changes(
+    state: Mapping[str, Any], sizes: Mapping[str, int | None], identities: Mapping[str, str] | None = None
+) -> list[str]:
+    """How the sources differ from those that a saved state counts the samples of.
 
-    A source that was never drawn from may have any size.
+    Args:
+        state: from `TrainLoader.state()`.
+        sizes: sequences of each source by name, None for a stream.
+        identities: of the sources that know theirs (see `HasIdentity`).
+
+    Returns:
+        One message for each difference. A source that was never drawn from may have any size and content.
     """
     saved: Mapping[str, Mapping[str, Any]] = state.get("sources", {})
     new = [f"source {name!r} is new" for name in sizes if saved and name not in saved]
     gone = [
         f"source {name!r} is gone, after {s['drawn']:,} sequences" for name, s in saved.items() if name not in sizes
     ]
-    resized = [
-        f"source {name!r} had {s['size']} sequences and has {sizes[name]}"
+    changed = [
+        f"source {name!r} {message}"
         for name, s in saved.items()
-        if name in sizes and s["drawn"] and s["size"] != sizes[name]
+        if name in sizes and s["drawn"] and (message := _difference(s, sizes[name], (identities or {}).get(name, "")))
     ]
-    return [*new, *gone, *resized]
+    return [*new, *gone, *changed]
+
+
+def _difference(saved: Mapping[str, Any], size: int | None, identity: str) -> str:
+    if saved["size"] != size:
+        return f"had {saved['size']} sequences and has {size}"
+    # A checkpoint of an older version holds no identities; a source may have learned to state its own since.
+    known = saved.get("identity")
+    return "has another content than it had" if known and identity and known != identity else ""

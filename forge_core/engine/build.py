@@ -214,12 +214,15 @@ def _build_dataset(source: DatasetComponent, path: str, context: BuildContext) -
     packing = context.job.data.packing
     with _table(path):
         built = context.build(source)
-    if isinstance(built, DocumentStream):
-        return _windows_of(built, packing, path, context)
-    if isinstance(built, Documents):
+    # A stream of sequences has all that one of documents has, and says besides how many bytes a token has.
+    if isinstance(built, DocumentStream) and not isinstance(built, Stream):
+        built = _windows_of(built, packing, path, context)
+    elif isinstance(built, Documents):
         return context.build(packing, documents=built)
-    if not packing.accepts_sequences:
+    elif not packing.accepts_sequences:
         raise JobError([Problem(path, "gives finished sequences, which [data.packing] cannot pack")])
+    if isinstance(built, Stream):
+        _check_lanes(built, path, context)
     return built
 
 
@@ -233,16 +236,18 @@ def _table(path: str) -> Iterator[None]:
 
 
 def _windows_of(stream: DocumentStream, packing: PackingComponent, path: str, context: BuildContext) -> Stream:
-    """Raises: JobError: a stream cannot be packed like this, or its lanes do not fit the batch or the ranks."""
     if not isinstance(packing, WindowPacking):
         fix = "take another packing, or read the data as a whole"
         raise JobError([Problem(path, f"is a stream, and [data.packing] needs all documents at once; {fix}")])
+    return StreamWindows(stream, context.job.train.seq_len, packing)
+
+
+def _check_lanes(stream: Stream, path: str, context: BuildContext) -> None:
     rows, ranks = context.job.train.global_batch_size, context.layout.data_parallel
     if rows % stream.lanes or stream.lanes % ranks:
         seen = f"is read in {stream.lanes} lanes"
         need = f"they must divide train.global_batch_size = {rows} and be a multiple of the {ranks} data-parallel ranks"
         raise JobError([Problem(path, f"{seen}; {need}")])
-    return StreamWindows(stream, context.job.train.seq_len, packing)
 
 
 def build_model(job: Job, context: RunContext) -> BuiltModel:

@@ -10,6 +10,7 @@ from attrs import field, frozen
 from attrs.validators import ge
 
 from forge_core.contracts.components import EvaluationComponent
+from forge_core.contracts.data import BYTES_PER_TOKEN, IGNORED_LABEL
 
 if TYPE_CHECKING:
     from forge_core.contracts.contexts import EvaluationContext
@@ -24,7 +25,7 @@ class HeldOut(EvaluationComponent):
     """
 
     sequences: int = field(default=0, validator=ge(0))
-    """How many sequences, always the same first ones; 0: all."""
+    """How many sequences, always the same, evenly spread over all held-out ones; 0: all."""
     prefix: str = "eval"
     """What the names of the metrics start with."""
 
@@ -33,13 +34,17 @@ class HeldOut(EvaluationComponent):
 
         if context.held_out is None:
             return {}
-        total = torch.zeros(2, dtype=torch.float64, device=context.build.device)
+        total = torch.zeros(4, dtype=torch.float64, device=context.build.device)
         for batch in context.batches(context.held_out, self.sequences):
             output = context.executor.evaluate([batch])
-            total += torch.stack([output.loss_sum.double(), output.count.double()])
-        loss_sum, tokens = context.all_reduce(total).tolist()
+            total[:2] += torch.stack([output.loss_sum.double(), output.count.double()])
+            if BYTES_PER_TOKEN in batch:
+                labels = (batch["labels"] != IGNORED_LABEL).sum(dim=1)
+                total[2:] += torch.stack([(labels * batch[BYTES_PER_TOKEN]).sum(), labels.sum().double()])
+        # The labels are counted apart from `tokens`: ranks that divide sequences each count those of whole ones.
+        loss_sum, tokens, text_bytes, all_labels = context.all_reduce(total).tolist()
         loss = loss_sum / max(tokens, 1)
         metrics = {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "tokens": tokens}
-        if context.held_out.bytes_per_token:
-            metrics["bits_per_byte"] = loss / math.log(2) / context.held_out.bytes_per_token
+        if text_bytes:
+            metrics["bits_per_byte"] = loss / math.log(2) / (text_bytes / all_labels)
         return {f"{self.prefix}/{name}": value for name, value in metrics.items()}

@@ -14,6 +14,7 @@ from forge_core.checkpoint.state import Progress, gather_state, has_state, holde
 from forge_core.config.dump import dump_job
 from forge_core.config.mixture import source_names
 from forge_core.contracts.errors import CheckpointError
+from forge_core.data.loader import identities_of
 from forge_core.data.mixture import sizes_of
 from forge_core.data.order import source_changes
 from forge_core.engine.weights import load_weights
@@ -102,7 +103,8 @@ def check_sources(start: Start, run: Run) -> list[str]:
         CheckpointError: they do, and the user has not asked to continue with changes.
     """
     sizes = dict(zip(source_names(run.job), sizes_of(run.datasets), strict=True))
-    changes = source_changes(start.manifest["progress"]["samples"], sizes)
+    identities = identities_of(run.job, run.datasets)
+    changes = source_changes(start.manifest["progress"]["samples"], sizes, identities)
     if changes and not start.with_changes:
         fix = f"to continue all the same, run the same command with {FLAG}"
         raise CheckpointError(f"the data is not that of {start.checkpoint}: {'; '.join(changes)}; {fix}")

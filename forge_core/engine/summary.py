@@ -11,9 +11,9 @@ from forge_core.checkpoint.run_folder import save_tokenizer, write_record
 from forge_core.config.dump import dump_job
 from forge_core.config.mixture import first_step, source_names
 from forge_core.config.walk import walk_components
+from forge_core.contracts.data import HasDescription
 from forge_core.contracts.parameters import NamedParameters
-from forge_core.data.mixture import limits, phase_shares, sizes_of
-from forge_core.data.supply import expected_draws
+from forge_core.data.mixture import expected_draws, limits, phase_shares, sizes_of
 from forge_core.engine.build import Run
 from forge_core.metrics.flops import peak_flops
 from forge_core.parallel.layout import micro_batches
@@ -111,8 +111,8 @@ def _data(run: Run) -> Iterator[tuple[str, str]]:
         if len(names) > 1:
             yield f"source {name}", f"share {share}, {amount}"
     for name, dataset in zip(names, run.datasets, strict=True):
-        if describe := getattr(dataset, "describe", None):
-            yield f"packing {name}" if len(names) > 1 else "packing", describe()
+        if isinstance(dataset, HasDescription):
+            yield f"packing {name}" if len(names) > 1 else "packing", dataset.describe()
     for number, (phase, (_, shares)) in enumerate(zip(job.data.phases, phases, strict=True)):
         mixed = ", ".join(f"{name} {share}" for name, share in zip(names, _parts(shares), strict=True))
         yield f"phase {number}", f"from step {first_step(phase, job) + 1:,}: {mixed}; rate x {phase.lr_factor:g}"

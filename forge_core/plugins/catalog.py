@@ -178,6 +178,10 @@ class Catalog:
         self.used.setdefault(offer.distribution.name, offer.distribution)
         return target
 
+    def load_object(self, spec: str) -> Any:
+        """See `BuildContext.load_object`."""
+        return self._load_path("object", spec)[0]
+
     def load_target(self, offer: Offer) -> Any:
         """Import what an entry point names, and check it against its group: a base class, a component or a command.
 

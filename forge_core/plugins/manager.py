@@ -98,6 +98,10 @@ class Plugins:
         """See `BuildContext.type_of`."""
         return self.catalog.type_of(type(component))
 
+    def load_object(self, spec: str) -> Any:
+        """See `BuildContext.load_object`."""
+        return self.catalog.load_object(spec)
+
     def validate_job(self, job: Job, layout: Layout) -> list[Problem]:
         """Problems that active plugins find, with full paths."""
         with self._blame():

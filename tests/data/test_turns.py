@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forge_core.data.turns import Turns, whole_shares
+from forge_core.data.order import Turns, whole_shares
 
 weights = st.one_of(st.floats(0, 5), st.floats(1e-4, 1.0).map(lambda x: x**4), st.sampled_from([0.0, 1.0, 100.0]))
 mixtures = st.lists(weights, min_size=1, max_size=12).filter(any)

@@ -20,6 +20,7 @@ from forge_core.contracts.contexts import BuildContext
 from forge_core.contracts.data import IGNORED_LABEL, Batch, Dataset, Documents, Stream
 from forge_core.data.loader import TrainLoader
 from forge_core.engine.build import build_datasets, build_tokenizer
+from forge_core.plugins.catalog import Catalog
 from forge_testing.suites.base import Suite, explained
 
 Sample = Mapping[str, np.ndarray]
@@ -43,6 +44,8 @@ class DatasetSuite(Suite):
     component: ClassVar[DatasetComponent]
     steps: ClassVar[int] = 6
     """Steps of 4 sequences that are loaded."""
+    one_thread: ClassVar[bool] = False
+    """Whether the job has a loader that refuses `data.workers`."""
 
     # --- sequences -----------------------------------------------------------------------------------------------
 
@@ -140,8 +143,12 @@ class DatasetSuite(Suite):
         self._compare([*first, *rest], whole, f"a run that continues after step {cut}", "keep all of it in `position`")
 
     def test_workers_change_nothing(self, tmp_path: Path) -> None:
-        """Two processes load the same batches as none. What is built is pickled to get there."""
+        """Two processes load the same batches as none. Needs forge-plugin-torchdata."""
+        if self.one_thread:
+            pytest.skip("the loader of the job reads without workers")
         job = self._job(tmp_path)
+        if job.data.loader is None and "nodes" not in Catalog.installed().types("loader"):
+            pytest.skip("forge-plugin-torchdata, which has the loader of data.workers, is not installed")
         alone, _ = self._load(job, self.steps)
         with_workers = attrs.evolve(job, data=attrs.evolve(job.data, workers=2))
         with explained("loading by two worker processes fails"):

@@ -1,0 +1,70 @@
+"""The graph that reads ahead: sampler -> reading by workers, in order -> prefetcher -> pinned memory."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Generator, Iterator, Sequence
+from typing import Any
+
+import torch
+from torchdata.nodes import BaseNode, Mapper, ParallelMapper, PinMemory, Prefetcher, SamplerWrapper
+
+from forge_core.contracts.data import LoadedRows, SampleRow
+from forge_plugin_torchdata.workers import PATIENCE_S, Workers
+
+NO_SNAPSHOTS = {"snapshot_frequency": 0}
+"""The position of a run is what was handed out, which the core counts: the graph need not keep states."""
+
+
+def load(workers: Workers, units: Iterator[Sequence[SampleRow]], ahead: int, pin: bool) -> Generator[LoadedRows]:
+    """What the units hold, in their order.
+
+    Args:
+        workers: who reads; closed at the end.
+        units: the rows that are read at once.
+        ahead: units that are kept ready.
+        pin: whether they are copied to pinned memory.
+
+    Raises:
+        DataError: a unit could not be read, or its worker died.
+    """
+    others = set(threading.enumerate())
+    threads_of_torch = torch.get_num_threads()
+    root = graph(workers, units, ahead, pin)
+    try:
+        root.reset()
+        first = True
+        for item in root:
+            if first:
+                # Threads of torchdata call torch.set_num_threads(1), which holds for all threads that start later.
+                torch.set_num_threads(threads_of_torch)
+                first = False
+            if isinstance(item, Exception):
+                raise item
+            yield item
+    finally:
+        workers.close()  # first: threads of the graph may be waiting for a unit
+        del root  # torchdata ends a graph when nobody refers to it, and has no other way
+        deadline = time.monotonic() + PATIENCE_S
+        for thread in set(threading.enumerate()) - others:
+            # One that were inside torch when the interpreter ends would abort the process.
+            if thread.daemon:
+                thread.join(max(0.0, deadline - time.monotonic()))
+
+
+def graph(workers: Workers, units: Iterator[Sequence[SampleRow]], ahead: int, pin: bool) -> BaseNode[Any]:
+    """The graph over the units.
+
+    Rows by number may be read by any worker: a `ParallelMapper` gives the next unit to the one that is idle. Its
+    threads wait for workers, which may be processes: those of `ParallelMapper` itself would hang the run when one dies,
+    and outlive a run that is killed. The rows of a lane must be read by one worker and in order, so units of streams
+    are handed out in turn, and the prefetcher keeps `ahead` of them under way.
+    """
+    node: BaseNode[Any] = SamplerWrapper(units)  # type: ignore[arg-type]  # any iterable will do
+    if workers.has_lanes:
+        node = Mapper(Prefetcher(Mapper(node, workers.hand_out), ahead, **NO_SNAPSHOTS), workers.collect)
+    else:
+        node = ParallelMapper(node, workers.read, num_workers=workers.count, method="thread", **NO_SNAPSHOTS)
+        node = Prefetcher(node, ahead, **NO_SNAPSHOTS)
+    return PinMemory(node, **NO_SNAPSHOTS) if pin else node

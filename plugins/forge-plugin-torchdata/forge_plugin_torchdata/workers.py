@@ -1,0 +1,152 @@
+"""Workers that read units: processes or threads, each behind an executor of its own.
+
+A pool of several processes fails as a whole when one dies, and does not tell which task that one had. With one process
+an executor, the death of a worker is the failure of exactly the unit that it was reading.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import queue
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.process import BaseProcess
+from typing import Literal
+
+import torch
+
+from forge_core.contracts.data import LoadedRows, SampleReader, SampleRow
+from forge_core.contracts.errors import DataError
+
+PARENT_CHECK_S = 1.0
+"""How often a worker process looks whether the run is still there."""
+PATIENCE_S = 5.0
+"""How long the end of a run waits for a unit that is being read, before the process that reads it is killed."""
+
+
+class Workers:
+    """Reads units by workers.
+
+    A failure is returned, not raised: the graph would put its text into an exception of its own.
+    """
+
+    def __init__(self, reader: SampleReader, count: int, method: Literal["process", "thread"]) -> None:
+        self.count = count
+        self.has_lanes = reader.has_lanes
+        self._reader = reader
+        self._processes: list[BaseProcess | None] = [None] * count
+        self._executors: list[Executor]
+        if method == "thread":
+            self._executors = [ThreadPoolExecutor(1, "forge-data") for _ in range(count)]
+        else:
+            # torch.multiprocessing registers how tensors travel: through shared memory, not through the pipe.
+            start = {"initializer": _begin, "initargs": (reader, os.getpid())}
+            self._executors = [ProcessPoolExecutor(1, **start) for _ in range(count)]
+            self._processes = self._started()
+        self._idle: queue.SimpleQueue[int] = queue.SimpleQueue()
+        for number in range(count):
+            self._idle.put(number)
+        self._handed_out = 0
+
+    def read(self, rows: Sequence[SampleRow]) -> LoadedRows | Exception:
+        """Read a unit by whichever worker is idle. Called from `count` threads at most."""
+        number = self._idle.get()
+        try:
+            return self._result(number, rows, self._submit(number, rows))
+        except Exception as error:  # the executor was shut down
+            return error
+        finally:
+            self._idle.put(number)
+
+    def hand_out(self, rows: Sequence[SampleRow]) -> tuple[int, Sequence[SampleRow], Future[LoadedRows | Exception]]:
+        """Let the workers take units in turn: the one that has read a lane once reads it always, and in order."""
+        number = self._handed_out % self.count
+        self._handed_out += 1
+        return number, rows, self._submit(number, rows)
+
+    def collect(
+        self, handed_out: tuple[int, Sequence[SampleRow], Future[LoadedRows | Exception]]
+    ) -> LoadedRows | Exception:
+        """The unit that `hand_out` began."""
+        number, rows, future = handed_out
+        return self._result(number, rows, future)
+
+    def close(self) -> None:
+        """End all workers."""
+        for executor in self._executors:
+            executor.shutdown(wait=False, cancel_futures=True)
+        deadline = time.monotonic() + PATIENCE_S
+        for process in filter(None, self._processes):
+            process.join(max(0.0, deadline - time.monotonic()))
+            if process.exitcode is None:
+                process.kill()
+        for executor in self._executors:
+            executor.shutdown()
+
+    def _submit(self, number: int, rows: Sequence[SampleRow]) -> Future[LoadedRows | Exception]:
+        if isinstance(self._executors[number], ThreadPoolExecutor):
+            return self._executors[number].submit(_attempt, self._reader, rows)
+        return self._executors[number].submit(_read, rows)
+
+    def _result(
+        self, number: int, rows: Sequence[SampleRow], future: Future[LoadedRows | Exception]
+    ) -> LoadedRows | Exception:
+        try:
+            return future.result()
+        except BrokenProcessPool:
+            rows_read = "; ".join(map(self._reader.describe, rows))
+            return DataError(f"a data worker died ({self._death(number)}); it was reading {rows_read}")
+
+    def _death(self, number: int) -> str:
+        process = self._processes[number]
+        if process is None:
+            return "it could not start"
+        process.join(PATIENCE_S)
+        code = process.exitcode
+        cause = f"exit code {code}" if code is None or code >= 0 else f"killed by {signal.Signals(-code).name}"
+        return f"process {process.pid}, {cause}"
+
+    def _started(self) -> list[BaseProcess | None]:
+        """The processes, one for each executor. They are forked here, by the thread that will live longest."""
+        pids = [executor.submit(os.getpid) for executor in self._executors]
+        children = {process.pid: process for process in multiprocessing.active_children()}
+        return [children.get(pid.result()) for pid in pids]
+
+
+_reader: SampleReader
+"""A worker process's copy."""
+
+
+def _begin(reader: SampleReader, parent: int) -> None:
+    """What a worker process does first."""
+    global _reader
+    _reader = reader
+    torch.set_num_threads(1)
+    # Ctrl-C and a scheduler's signal reach the whole process group. The run then saves before it ends, and for that it
+    # needs its data: workers end with the run, and not before.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+
+
+def _end_with(parent: int) -> None:
+    """End this process when the run has been killed: nobody would tell it to end."""
+    while os.getppid() == parent:
+        time.sleep(PARENT_CHECK_S)
+    os._exit(1)
+
+
+def _read(rows: Sequence[SampleRow]) -> LoadedRows | Exception:
+    return _attempt(_reader, rows)
+
+
+def _attempt(reader: SampleReader, rows: Sequence[SampleRow]) -> LoadedRows | Exception:
+    try:
+        return reader.read(rows)
+    except Exception as error:
+        return error
