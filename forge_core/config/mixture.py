@@ -6,9 +6,8 @@ import math
 from collections.abc import Iterator
 
 from forge_core.config.job import Job, Phase
-from forge_core.contracts.components import LoaderComponent
 from forge_core.contracts.errors import PluginError, Problem, did_you_mean
-from forge_core.plugins.catalog import CORE, Catalog, UnknownTypeError
+from forge_core.plugins.catalog import Catalog, UnknownTypeError
 
 WORKER_LOADER = "nodes"
 """Type of the loader of `data.workers`, where the job names none. It is not the core's."""
@@ -44,17 +43,6 @@ def first_step(phase: Phase, job: Job, step: int = 0, tokens: int = 0) -> int:
     return step - (tokens - (phase.start_tokens or 0)) // (job.train.global_batch_size * job.train.seq_len)
 
 
-def loader_component(job: Job, catalog: Catalog) -> LoaderComponent:
-    """The job's loader: its own table's, or else the core's without `data.workers` and `WORKER_LOADER` with them.
-
-    Raises:
-        UnknownTypeError: it is not installed.
-    """
-    if job.data.loader is not None:
-        return job.data.loader
-    return catalog.load("loader", WORKER_LOADER if job.data.workers else f"{CORE}/plain")()
-
-
 def lr_factor(job: Job, step: int, tokens: int) -> float:
     """The phase's factor on the learning rate, after `step` completed steps and `tokens` positions fed."""
     begun = [phase for phase in job.data.phases if _has_begun(phase, step, tokens)]
@@ -70,12 +58,13 @@ def _has_begun(phase: Phase, step: int, tokens: int) -> bool:
 
 def loader_problems(job: Job, catalog: Catalog) -> Iterator[Problem]:
     """Whether the loader that `data.workers` needs is there; one that the job names has been looked up before."""
+    if job.data.loader is not None or not job.data.workers:
+        return
     try:
-        loader_component(job, catalog)
+        catalog.load("loader", WORKER_LOADER)
     except UnknownTypeError as error:
-        install = f"; install it: pip install {error.distribution}" if error.distribution else ""
-        message = f"{job.data.workers} workers need the loader {WORKER_LOADER!r}: {error}{install}"
-        yield Problem("data.workers", message)
+        install = f"; pip install {error.distribution}" if error.distribution else ""
+        yield Problem("data.workers", f"workers need the loader {WORKER_LOADER!r}: {error}{install}")
     except PluginError as error:
         yield Problem("data.workers", str(error))
 

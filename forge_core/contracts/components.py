@@ -50,6 +50,7 @@ if TYPE_CHECKING:
         LoadedRows,
         SampleReader,
         SampleRow,
+        Stream,
         Tokenizer,
     )
     from forge_core.contracts.layout import Layout
@@ -236,7 +237,7 @@ class LossComponent(Component["LossFunction"]):
 
 
 @frozen(kw_only=True)
-class DatasetComponent(Component["Dataset | Documents | DocumentStream"]):
+class DatasetComponent(Component["Dataset | Stream | Documents | DocumentStream"]):
     """One source of training sequences: an entry of `[[data.sources]]`."""
 
     kind = "dataset"
@@ -254,7 +255,7 @@ class DatasetComponent(Component["Dataset | Documents | DocumentStream"]):
         """Texts of the training split, for tokenizers that are trained on the corpus. Empty if it has no text."""
         return ()
 
-    def build(self, context: BuildContext) -> Dataset | Documents | DocumentStream:
+    def build(self, context: BuildContext) -> Dataset | Stream | Documents | DocumentStream:
         """Tokenised documents, of which `[data.packing]` makes sequences; or finished sequences."""
         raise NotImplementedError
 

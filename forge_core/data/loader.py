@@ -11,18 +11,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forge_core.config.mixture import loader_component, source_names
+from forge_core.config.mixture import WORKER_LOADER, source_names
 from forge_core.contracts.data import Batch, Dataset, HasIdentity, LoadedRows, SampleRow, Stream
 from forge_core.contracts.errors import DataError
 from forge_core.data.mixture import check_supply, sample_order, sizes_of
 from forge_core.data.order import SampleOrder
-from forge_core.data.reading import LanePositions, RowReader
+from forge_core.data.reading import LanePositions, Plain, RowReader
 from forge_core.parallel.layout import micro_batches
 from forge_core.parallel.mesh import gather_objects, sample_rank
 
 if TYPE_CHECKING:
     from forge_core.checkpoint.state import Progress
     from forge_core.config.job import Job
+    from forge_core.contracts.components import LoaderComponent
+    from forge_core.plugins.catalog import Catalog
     from forge_core.plugins.manager import RunContext
 
 
@@ -130,12 +132,18 @@ class TrainLoader:
 
     def _load(self, order: SampleOrder) -> Generator[LoadedRows]:
         reader = RowReader(self._datasets, self._names, self._rows, self._first_lanes)
-        component = loader_component(self._job, self._context.plugins.catalog)
         inputs = {"reader": reader, "units": self._units(order), "units_per_step": len(self._parts)}
-        return self._context.build(component, **inputs)
+        return self._context.build(loader_component(self._job, self._context.plugins.catalog), **inputs)
 
     def _to_device(self, rows: LoadedRows) -> Batch:
         return {name: tensor.to(self._context.device, non_blocking=True) for name, tensor in rows.batch.items()}
+
+
+def loader_component(job: Job, catalog: Catalog) -> LoaderComponent:
+    """The job's loader: its own table's, or else the core's without `data.workers` and `WORKER_LOADER` with them."""
+    if job.data.loader is not None:
+        return job.data.loader
+    return catalog.load("loader", WORKER_LOADER)() if job.data.workers else Plain()
 
 
 def identities_of(job: Job, datasets: Sequence[Dataset | Stream]) -> dict[str, str]:

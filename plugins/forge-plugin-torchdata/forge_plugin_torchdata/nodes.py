@@ -61,7 +61,7 @@ def graph(workers: Workers, units: Iterator[Sequence[SampleRow]], ahead: int, pi
     and outlive a run that is killed. The rows of a lane must be read by one worker and in order, so units of streams
     are handed out in turn, and the prefetcher keeps `ahead` of them under way.
     """
-    node: BaseNode[Any] = SamplerWrapper(units)  # type: ignore[arg-type]  # any iterable will do
+    node: BaseNode[Any] = SamplerWrapper(units)  # of a sampler it uses no more than that it is iterable
     if workers.has_lanes:
         node = Mapper(Prefetcher(Mapper(node, workers.hand_out), ahead, **NO_SNAPSHOTS), workers.collect)
     else:

@@ -45,8 +45,8 @@ class Workers:
             self._executors = [ThreadPoolExecutor(1, "forge-data") for _ in range(count)]
         else:
             # torch.multiprocessing registers how tensors travel: through shared memory, not through the pipe.
-            start = {"initializer": _begin, "initargs": (reader, os.getpid())}
-            self._executors = [ProcessPoolExecutor(1, **start) for _ in range(count)]
+            start = (reader, os.getpid())
+            self._executors = [ProcessPoolExecutor(1, initializer=_begin, initargs=start) for _ in range(count)]
             self._processes = self._started()
         self._idle: queue.SimpleQueue[int] = queue.SimpleQueue()
         for number in range(count):

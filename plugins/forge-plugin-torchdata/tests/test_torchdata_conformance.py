@@ -24,7 +24,8 @@ def make(lane):
     return MapStyleWrapper(Sequences(lane), range(10))
 
 def held_out(lane):
-    return [Sequences(lane)[0]] * 3
+    tokens = (3 * np.arange(lane.seq_len + 1)) % 32
+    return [{"input_ids": tokens[:-1], "labels": tokens[1:]}] * 3
 """
 
 
