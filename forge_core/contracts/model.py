@@ -5,7 +5,7 @@ Shapes: B sequences of a micro-batch, S positions, D model width, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
@@ -128,8 +128,16 @@ class PreparesSequences(Protocol):
     sequences, no rank sees all of them later on, so whoever divides a batch calls this first; else `prepare` does."""
 
     def prepare_sequences(self, batch: Batch) -> Batch:
-        """The batch, of whole sequences, with further entries. Those of shape (B, S, …) are divided like the others.
-        Those that are there already stay."""
+        """Returns the batch, of whole sequences, with further entries; those that are there already stay. Entries with
+        a value for each position are named by `HasSequenceEntries`, to be divided like the tokens."""
+        ...
+
+
+@runtime_checkable
+class HasSequenceEntries(Protocol):
+    def sequence_entries(self) -> Collection[str]:
+        """Names of batch entries (B, S, …) with a value for each position, besides `input_ids`, `labels`, `positions`
+        and `document_ids`. Where a stage divides sequences, these are divided and all others stay whole."""
         ...
 
 

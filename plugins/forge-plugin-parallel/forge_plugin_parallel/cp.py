@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from attrs import field, frozen
@@ -10,7 +10,7 @@ from attrs.validators import ge
 
 from forge_core.contracts.components import ParallelComponent
 from forge_core.contracts.errors import Problem
-from forge_core.contracts.model import HasSequenceMixers
+from forge_core.contracts.model import HasFurtherBlocks, HasSequenceMixers
 
 if TYPE_CHECKING:
     from forge_core.config.job import Job
@@ -18,6 +18,15 @@ if TYPE_CHECKING:
     from forge_core.contracts.layout import Layout
     from forge_core.contracts.model import Model
     from forge_core.contracts.runtime import ParallelStage
+
+
+def _unmixed(model: Model) -> Iterator[str]:
+    """Names of blocks in which no module is named that lets positions see each other."""
+    mixers = list(model.sequence_mixers())  # type: ignore[attr-defined]
+    further = model.further_blocks() if isinstance(model, HasFurtherBlocks) else ()
+    for name in [*(f"layers.{key}" for key in model.layers), *further]:
+        if not any(mixer == name or mixer.startswith(f"{name}.") for mixer in mixers):
+            yield name
 
 
 @frozen(kw_only=True)
@@ -56,7 +65,13 @@ class ContextParallel(ParallelComponent):
         if not isinstance(model, HasSequenceMixers):
             seen = f"{type(model).__name__} has no sequence_mixers(), so its sequences cannot be split"
             yield Problem("", f"{seen}; leave the stage out")
-        elif self.method == "ulysses":
+            return
+        for name in _unmixed(model):
+            seen = f"{type(model).__name__}.sequence_mixers() names none in {name}"
+            why = "each position would see those of its own rank only"
+            yield Problem("", f"{seen}, so {why}; name what mixes positions there, or leave the stage out")
+            return  # the others are alike
+        if self.method == "ulysses":
             for heads in dict.fromkeys(model.sequence_mixers().values()):
                 yield from self._heads_problems(heads, layout)
 

@@ -6,14 +6,15 @@ that of its values: E or less.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from forge_core.contracts.model import HasSequenceMixers
+from forge_core.contracts.errors import ForgeError
+from forge_core.contracts.model import HasSequenceEntries, HasSequenceMixers, PreparesSequences
 from forge_core.contracts.runtime import ParallelStage
 from forge_plugin_parallel.collectives import all_gather, all_to_all
 from forge_plugin_parallel.ring import Piece, attend, ring_attention
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from forge_core.contracts.model import Model
     from forge_plugin_parallel.cp import ContextParallel
 
+TOKENS = ("input_ids", "labels", "positions", "document_ids")
+"""Entries of a batch that every model has positions in."""
 WHOLE = "whole:"
 """Starts the name of an entry of the batch that has all positions."""
 PLACES, DOCUMENTS = "places by rank", "documents by rank"
@@ -43,6 +46,9 @@ class ContextParallelStage(ParallelStage):
         self._group = context.mesh.get_group("cp")
         self._ranks, self._rank = context.layout.cp, context.mesh.get_local_rank("cp")
         self._method = component.method
+        self._divided: Set[str] | None = None
+        """Entries of a batch that have a value for each position; None: the model does not say."""
+        self._by_shape = False
 
     def apply(self, model: Model) -> Model:
         """Put attention over all ranks' positions in the place of the model's own."""
@@ -50,6 +56,10 @@ class ContextParallelStage(ParallelStage):
             return model
         assert isinstance(model, HasSequenceMixers)
         assert isinstance(model, nn.Module)
+        if isinstance(model, HasSequenceEntries):
+            self._divided = {*TOKENS, *model.sequence_entries()}
+        else:
+            self._by_shape = isinstance(model, PreparesSequences)
         for name in model.sequence_mixers():
             parent, _, key = name.rpartition(".")
             mixer = model.get_submodule(name)
@@ -58,19 +68,32 @@ class ContextParallelStage(ParallelStage):
         return model
 
     def split(self, batch: Batch) -> Batch:
-        """This rank's positions of every entry that has positions, and where they stand; documents also whole."""
+        """Returns this rank's positions of each entry that has positions, their places, and the documents whole too.
+
+        Raises:
+            ForgeError: an entry may have a value for each position, and the model does not say.
+        """
         if self._ranks == 1:
             return batch
         rows, length = batch["input_ids"].shape
         own = places(self._ranks, length, self._method != "ulysses", batch["input_ids"].device)[self._rank]
         part: dict[str, Tensor] = {}
         for name, value in batch.items():
-            has_positions = value.ndim > 1 and value.shape[1] == length
-            part[name] = value.index_select(1, own) if has_positions else value
+            part[name] = value.index_select(1, own) if self._is_divided(name, value, length) else value
         part.setdefault("positions", own.expand(rows, -1))
         if "document_ids" in batch:
             part[WHOLE + "document_ids"] = batch["document_ids"]
         return part
+
+    def _is_divided(self, name: str, value: Tensor, length: int) -> bool:
+        if self._divided is not None or name in TOKENS:
+            return name in TOKENS or name in (self._divided or ())
+        if value.ndim < 2 or value.shape[1] != length:
+            return False
+        if not self._by_shape:
+            seen = f"batch entry {name!r} is {tuple(value.shape)}: {length} positions, or as many by chance"
+            raise ForgeError(f"parallel.cp: {seen}; the model's sequence_entries() must say which")
+        return True  # before there was `sequence_entries`, models with `prepare_sequences` were promised this
 
     def _over_ranks(self) -> nn.Module:
         return Ring(self._group) if self._method == "ring" else Gathered(self._group)

@@ -22,6 +22,8 @@ SPLIT: Mapping[str, Mapping[str, int | None]] = {
 """Dimension along which a way splits each parameter; None, and every parameter of other ways: whole on each rank."""
 MATRICES = ("column", "row", "partial_row")
 WHOLE = ("sequence", "replicate")
+INSIDE = ("column", "row", "partial_row", "column_stack", "replicate")
+"""Ways of modules of which each rank computes a part."""
 INPUT = "whole_input"
 OUTPUT = "partial_output"
 ENDS = (INPUT, OUTPUT)
@@ -64,6 +66,29 @@ def plan_problems(model: Model, ranks: int) -> Iterator[Problem]:
             found.setdefault(NUMBER.sub("*", name), Problem("", f"{seen}; take row, or leave the bias out"))
         elif message := _size_message(name, parameter.shape, SPLIT.get(ways[module], {}).get(key), ranks):
             found.setdefault(NUMBER.sub("*", name), Problem("degree", message))
+    yield from found.values()
+    yield from _pair_problems(kind, ways)
+
+
+def _pair_problems(kind: str, ways: Mapping[str, str]) -> Iterator[Problem]:
+    """Why the split modules do not stand where what they take and return is right; of modules alike, the first one's.
+
+    A module that computes a part needs all positions (with sequence parallel), and the sum of its gradients over the
+    ranks: both happen at the module around it that has `whole_input`.
+    """
+    holders = {name for name, way in ways.items() if way == INPUT}
+    found: dict[str, Problem] = {}
+    for name, way in ways.items():
+        holder = next((h for h in holders if name.startswith(f"{h}.") or (name == h) or not h), None)
+        if way in INSIDE and holder is None:
+            seen = f"the plan of {kind} has {way} for {name!r}, and whole_input for no module around it"
+            fix = "name the module that calls it whole_input"
+        elif way == "sequence" and holder is not None:
+            seen = f"the plan of {kind} has sequence for {name!r}, inside {holder!r}, which has all positions"
+            fix = "take replicate"
+        else:
+            continue
+        found.setdefault(NUMBER.sub("*", name), Problem("", f"{seen}; {fix}"))
     yield from found.values()
 
 

@@ -152,7 +152,61 @@ class PartsOfABias(Transformer):
         return model
 
 
+class PairWithoutHolder(SplittableModel):
+    """Nothing gathers what its pairs take, nor sums the gradients of it."""
+
+    def build(self, context):
+        model = super().build(context)
+        plan = {name: way for name, way in model.tensor_parallel_plan().items() if way != "whole_input"}
+        model.tensor_parallel_plan = lambda: plan
+        return model
+
+
+class NormInsideAPair(Transformer):
+    def build(self, context):
+        model = super().build(context)
+        plan = {"layers.*.attention.q_norm": "sequence", **model.tensor_parallel_plan()}
+        model.tensor_parallel_plan = lambda: plan
+        return model
+
+
+class UnnamedMixers(Transformer):
+    """The attention of the second layer does not say that it mixes positions."""
+
+    def build(self, context):
+        model = super().build(context)
+        mixers = {name: heads for name, heads in model.sequence_mixers().items() if not name.startswith("layers.1")}
+        model.sequence_mixers = lambda: mixers
+        return model
+
+
 class TestWhatIsRefused:
+    @pytest.mark.parametrize("sequence_parallel", [True, False])
+    def test_split_modules_without_one_around_them_that_has_all_positions(self, tmp_path, sequence_parallel):
+        stages = {"tp": TensorParallel(degree=2, sequence_parallel=sequence_parallel)}
+        assert job_problems(job(tmp_path, stages, model=PairWithoutHolder()), 2) == [
+            f"parallel.tp: the plan of SplittableNetwork has {way} for 'layers.0.pair.{name}', and whole_input for no "
+            "module around it; name the module that calls it whole_input"
+            for name, way in (("up", "column"), ("down", "row"))
+        ]
+
+    def test_whole_weights_at_rest_inside_a_pair(self, tmp_path):
+        attention = GroupedQueryAttention(heads=4, kv_heads=2, qk_norm=True)
+        model = NormInsideAPair(vocab_size=32, dim=16, layers=2, attention=attention)
+        [problem] = job_problems(job(tmp_path, TP2, model=model), 2)
+        assert problem == (
+            "parallel.tp: the plan of TransformerModel has sequence for 'layers.0.attention.q_norm', inside "
+            "'layers.0.attention', which has all positions; take replicate"
+        )
+
+    def test_a_layer_that_does_not_name_what_mixes_its_positions(self, tmp_path):
+        model = UnnamedMixers(vocab_size=32, dim=16, layers=3)
+        [problem] = job_problems(job(tmp_path, {"cp": ContextParallel(degree=2)}, model=model), 2)
+        assert problem == (
+            "parallel.cp: TransformerModel.sequence_mixers() names none in layers.1, so each position would see those "
+            "of its own rank only; name what mixes positions there, or leave the stage out"
+        )
+
     def test_a_model_without_a_plan(self, tmp_path):
         [problem] = job_problems(job(tmp_path, TP2, model=TinyModel(layers=2)), 2)
         assert problem.startswith(

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from forge_plugin_parallel.cp_stage import Exchange, Gathered, Ring, places
+from forge_core.contracts.layout import Layout
+from forge_core.parallel.mesh import make_mesh
+from forge_plugin_parallel import ContextParallel
+from forge_plugin_parallel.cp_stage import ContextParallelStage, Exchange, Gathered, Ring, places
 from forge_testing.processes import run_on_ranks
 
 RANKS, ROWS, LENGTH, HEADS, GROUPS, KEYS, VALUES = 2, 2, 8, 4, 2, 6, 5
@@ -49,3 +55,53 @@ def test_forward_and_backward_equal_those_of_one_rank(method: str) -> None:
     order = places(RANKS, LENGTH, method != "ulysses", torch.device("cpu")).flatten()
     for name, whole, *found in zip(("out", "q", "k", "v"), wanted, *parts, strict=True):
         torch.testing.assert_close(torch.cat(found, 1), whole[:, order], msg=lambda text, name=name: f"{name}: {text}")
+
+
+class Model(torch.nn.Module):
+    def sequence_mixers(self) -> dict[str, int]:
+        return {}
+
+
+class Declaring(Model):
+    def sequence_entries(self) -> list[str]:
+        return ["ahead"]
+
+
+class Preparing(Model):
+    def prepare_sequences(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        return batch
+
+
+def split_shapes(model: Model, rows: int = 3) -> list[dict[str, tuple[int, ...]]]:
+    """Shapes of each rank's part of a batch of `LENGTH` positions, with patches that happen to be as many."""
+    tokens = torch.arange(rows * LENGTH).view(rows, LENGTH)
+    batch = {"input_ids": tokens, "labels": tokens, "document_ids": tokens, "sources": tokens[:, 0]}
+    batch |= {"ahead": tokens.unsqueeze(-1), "patches": torch.zeros(rows, LENGTH, 2, 2)}
+
+    def part(rank: int) -> dict[str, tuple[int, ...]]:
+        layout = Layout(cp=2)
+        context: Any = SimpleNamespace(layout=layout, mesh=make_mesh(layout, torch.device("cpu")))
+        stage = ContextParallelStage(ContextParallel(degree=2), context)
+        stage.apply(model)  # type: ignore[arg-type]
+        return {name: tuple(value.shape) for name, value in stage.split(batch).items()}
+
+    return run_on_ranks(RANKS, part)
+
+
+def test_only_entries_that_the_model_names_are_divided() -> None:
+    half, whole = (3, LENGTH // 2), (3, LENGTH)
+    for shapes in split_shapes(Declaring()):
+        assert shapes["input_ids"] == shapes["labels"] == shapes["document_ids"] == shapes["positions"] == half
+        assert (shapes["ahead"], shapes["sources"]) == ((*half, 1), (3,))
+        assert shapes["patches"] == (*whole, 2, 2)
+
+
+def test_an_entry_that_may_have_positions_is_refused_where_the_model_does_not_say() -> None:
+    with pytest.raises(
+        AssertionError, match=r"parallel\.cp: batch entry 'ahead' is \(3, 8, 1\): 8 positions, or as many"
+    ):
+        split_shapes(Model())
+
+
+def test_a_model_that_prepares_sequences_and_does_not_say_has_them_divided_by_shape() -> None:
+    assert all(shapes["ahead"] == (3, LENGTH // 2, 1) for shapes in split_shapes(Preparing()))

@@ -12,7 +12,7 @@ from forge_core.contracts.model import Role
 from forge_kit.modules import Embedding, LinearHead
 from forge_plugin_transformer.modules import parts
 from forge_plugin_transformer.modules.block import PARTS, Block
-from forge_plugin_transformer.modules.multi_token import IDS, PredictionBlock, Predictions
+from forge_plugin_transformer.modules.multi_token import IDS, LABELS, PredictionBlock, Predictions
 
 if TYPE_CHECKING:
     from forge_core.contracts.data import Batch
@@ -50,6 +50,9 @@ class TransformerModel(nn.Module):
     def prepare_sequences(self, batch: Batch) -> Batch:
         predicts = isinstance(self.mtp, Predictions) and "labels" in batch  # else another pipeline rank does
         return self.mtp.look_ahead(batch) if predicts else batch
+
+    def sequence_entries(self) -> Sequence[str]:
+        return [IDS, LABELS]
 
     def prepare(self, batch: Batch) -> Batch:
         batch = self.prepare_sequences(batch)
