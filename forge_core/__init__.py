@@ -40,7 +40,7 @@ if TYPE_CHECKING:
         when_resumed,
     )
     from forge_core.contracts.deprecation import ForgeDeprecation, deprecated, deprecated_key
-    from forge_core.contracts.errors import ForgeError, JobError, PluginError, Problem
+    from forge_core.contracts.errors import CheckpointError, ForgeError, JobError, PluginError, Problem
     from forge_core.contracts.hookspecs import hookimpl, hookspec
     from forge_core.engine.trainer import Trainer
     from forge_core.launch.progress_beacon import report_progress
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 _COMPONENTS = "forge_core.contracts.components"
 _HOMES = {
     "Catalog": "forge_core.plugins.catalog",
+    "CheckpointError": "forge_core.contracts.errors",
     "ForgeDeprecation": "forge_core.contracts.deprecation",
     "ForgeError": "forge_core.contracts.errors",
     "Job": "forge_core.config.job",
@@ -70,6 +71,7 @@ _HOMES = {
 
 __all__ = [
     "Catalog",
+    "CheckpointError",
     "Component",
     "DatasetComponent",
     "EvaluationComponent",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from contextlib import suppress
 
 from attrs import frozen
 
@@ -81,6 +82,8 @@ def _step(place: Place, rest: list[str], catalog: Catalog) -> tuple[int, Place]:
     if place.kind is not None:
         type_ = ".".join(rest) if any(":" in part for part in rest) else rest[0]  # a file or dotted path has dots
         taken = len(rest) if ":" in type_ else 1
+        if key := _key_of_any_type(place, type_, catalog):
+            return 1, _place_of(_join(place.path, type_), key)
         return taken, Place(_join(place.path, type_), catalog.load(place.kind.kind, type_, place.kind))
     keys = {key.name: key for key in keys_of(place.table)} if place.table is not None else {}
     path = _join(place.path, rest[0])
@@ -92,6 +95,18 @@ def _step(place: Place, rest: list[str], catalog: Catalog) -> tuple[int, Place]:
     known = [*keys, *(kinds if place.table is Job else [])]
     hint = did_you_mean(rest[0], known) or f". There is: {', '.join(known) or 'nothing below it'}"
     raise JobError(f"forge-run explain: nothing is called {path!r}{hint}")
+
+
+def _key_of_any_type(place: Place, name: str, catalog: Catalog) -> Key | None:
+    """A key that takes a component, found without the type of the table that has it: `model.ffn`."""
+    assert place.kind is not None
+    types = catalog.types(place.kind.kind)
+    for type_ in types if name not in types and name.isidentifier() else ():
+        with suppress(PluginError):
+            for key in keys_of(catalog.load(place.kind.kind, type_, place.kind)):
+                if key.name == name and component_in(key.type):
+                    return key
+    return None
 
 
 def _place_of(path: str, key: Key) -> Place:

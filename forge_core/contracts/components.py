@@ -20,6 +20,7 @@ beside this module.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
@@ -536,6 +537,24 @@ class Plugin(Component):
         """Restore what `state_dict` gave."""
         for name, value in state.items():
             setattr(self, name, value)
+
+
+def call_refusal(own: Callable[..., Any], asked: Callable[..., Any]) -> str:
+    """Why a method cannot be called as the method of its base class is; empty if it can.
+
+    Args:
+        own: the method of the component.
+        asked: the method that it overrides. Its first argument is passed by position, and what else a `build` receives
+            by name.
+    """
+    names = list(inspect.signature(asked).parameters)[1:]
+    by_name = names[1:] if asked.__name__ == "build" else []
+    try:
+        inspect.signature(own).bind(None, *names[: len(names) - len(by_name)], **dict.fromkeys(by_name))
+    except TypeError as error:
+        signature = ", ".join(inspect.signature(asked).parameters)
+        return f"{asked.__name__} cannot be called: {error}; it is called as {asked.__name__}({signature})"
+    return ""
 
 
 def state_fields(cls: type) -> list[attrs.Attribute]:

@@ -18,7 +18,8 @@ Batch = dict[str, "Tensor"]
 (already shifted by the dataset), -100 where ignored; optional `document_ids` and `positions` (B, S), int64. Neighbours
 with equal document ids are of one document, which attention does not leave; without ids, a row is one document.
 Positions count from 0 where a document begins; without them, where the row begins. Further entries have the dtype in
-which the dataset returns them."""
+which the dataset returns them. In a training step the engine adds `draw` (B,) int64, a number of each sequence and
+step from which noise is made that is the same on every layout."""
 
 TOKEN_ENTRIES = ("input_ids", "labels", "document_ids", "positions")
 """Entries of a batch that are int64, whatever integers a dataset returns."""

@@ -28,6 +28,7 @@ from forge_core.parallel.mesh import (
     gather_objects,
     part_of_step,
     pipeline_group,
+    sample_rank,
 )
 
 AUXILIARY = "auxiliary:"
@@ -76,6 +77,7 @@ class Stepper:
     def gradients(self, batches: Sequence[Batch], step: int) -> tuple[StepOutput, Sums]:
         """Gradients of the whole step, complete on every rank; also the reduced sums that metrics are made of."""
         seed_step(self._job.job.seed, step, self._part, self._run.context.device)
+        batches = self._with_draws(batches, step)
         tokens = self._valid_tokens(batches)
         auxiliary = self._run.context.auxiliary
         auxiliary.begin_step(tokens, self._job.train.global_batch_size, self._micro_batches)
@@ -87,6 +89,19 @@ class Stepper:
         for stage in reversed(self._run.built_stages):
             stage.complete_gradients(self._run.model)
         return output, sums
+
+    def _with_draws(self, batches: Sequence[Batch], step: int) -> list[Batch]:
+        """The micro-batches with `draw` (B,), a number of each sequence and step that no layout changes: for noise."""
+        share = sum(len(batch["input_ids"]) for batch in batches)
+        key = hashlib.blake2b(f"{self._job.job.seed}:draw".encode(), digest_size=7).digest()
+        row = int.from_bytes(key, "little") + step * self._job.train.global_batch_size
+        row += sample_rank(self._mesh, self._run.context.layout) * share
+        drawn = []
+        for batch in batches:
+            rows = len(batch["input_ids"])
+            drawn.append({**batch, "draw": torch.arange(row, row + rows, device=self._run.context.device)})
+            row += rows
+        return drawn
 
     def _loss_dtype(self) -> torch.dtype:
         return torch.float64 if self._run.context.dtype == torch.float64 else torch.float32

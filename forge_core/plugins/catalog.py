@@ -19,7 +19,7 @@ from typing import Any
 
 import attrs
 
-from forge_core.contracts.components import Component
+from forge_core.contracts.components import Component, call_refusal
 from forge_core.contracts.errors import SURE, PluginError, Problem, closest
 from forge_core.plugins.offers import (
     CORE,
@@ -160,6 +160,9 @@ class Catalog:
         if not _is_attrs(cls):
             hint = "decorate it with @attrs.frozen(kw_only=True)"
             raise PluginError(f"{kind} {type_!r} from {source} is not an attrs class; {hint}")
+        own, asked = getattr(cls, "build", None), getattr(base, "build", None)
+        if own is not asked and inspect.isfunction(own) and (refusal := call_refusal(own, asked)):
+            raise PluginError(f"{kind} {type_!r} from {source}: {refusal}")
         self._types[cls] = spelling
         return cls
 

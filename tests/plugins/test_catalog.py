@@ -394,6 +394,14 @@ class TestKinds:
         assert "adapter" in catalog.kinds()
         assert catalog.load("adapter", "lora")().rank == 8
 
+    def test_a_build_that_cannot_be_called_is_refused_when_it_is_named(self, install: Install) -> None:
+        text = OPTIMIZER.format(name="Alone") + "    def build(self):\n        return None\n"
+        install("forge-plugin-alone", {"optimizer": {"alone": "forge_alone:Alone"}}, {"forge_alone": text})
+        assert message_of("alone") == (
+            "optimizer 'alone' from forge-plugin-alone 1.0: build cannot be called: too many positional arguments; "
+            "it is called as build(self, context, parameters)"
+        )
+
     def test_two_owners_are_an_error_once_the_kind_is_needed(self, install: Install) -> None:
         entry = {"kind": {"adapter": "forge_adapter:Adapter"}}
         install("forge-plugin-adapter", entry, {"forge_adapter": self.BASE})

@@ -7,6 +7,7 @@ import inspect
 import sys
 import tomllib
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import PurePath
 from typing import Any
 
@@ -19,7 +20,7 @@ from forge_core.config.docs import field_docs
 from forge_core.config.dump import to_toml
 from forge_core.config.leaves import Mismatch
 from forge_core.config.structure import resolved_fields
-from forge_core.contracts.components import Component, Plugin, TrainingHook
+from forge_core.contracts.components import Component, Plugin, TrainingHook, call_refusal
 from forge_core.contracts.errors import PluginError
 from forge_core.plugins.catalog import Catalog, Offer
 from forge_core.plugins.manager import Plugins
@@ -81,9 +82,8 @@ def method_problems(cls: type[Component], base: type[Component]) -> Iterator[str
         if own is asked and "NotImplementedError" in asked.__code__.co_names:  # the base leaves it to others
             parameters = ", ".join(inspect.signature(asked).parameters)
             yield f"it does not implement {name}({parameters}), as {base.__name__} asks"
-        elif inspect.isfunction(own) and own is not asked and (why := _refusal(own, asked)):
-            parameters = ", ".join(inspect.signature(asked).parameters)
-            yield f"{name} {why}; it is called as {name}({parameters})"
+        elif inspect.isfunction(own) and own is not asked and (refusal := call_refusal(own, asked)):
+            yield refusal
     if issubclass(cls, TrainingHook):
         events = [name for name in dir(TrainingHook) if name.startswith("on_")]
         for name in dir(cls):
@@ -106,21 +106,23 @@ def instance_problems(component: Any, base: type[Component], offer: Offer, catal
             yield f"written to TOML and read back, it is not equal: {told}; see that converters keep their own results"
     if isinstance(component, Plugin):
         try:
-            Plugins({offer.type: component}, catalog)
+            Plugins({offer.type: component, **specifying_plugins(offer, catalog)}, catalog)
         except PluginError as error:
             yield str(error)
 
 
-def _refusal(own: Any, asked: Any) -> str:
-    """Why `own` cannot be called as `asked` is: the first argument by position, what is built with by name."""
-    names = list(inspect.signature(asked).parameters)[1:]
-    by_name = names[1:] if asked.__name__ == "build" else []
-    by_position = [name for name in names if name not in by_name]
-    try:
-        inspect.signature(own).bind(None, *by_position, **dict.fromkeys(by_name))
-    except TypeError as error:
-        return f"cannot be called: {error}"
-    return ""
+def specifying_plugins(offer: Offer, catalog: Catalog) -> dict[str, Plugin]:
+    """The other installed plugins that declare hook specifications, which the one offered may implement."""
+    plugins: dict[str, Plugin] = {}
+    for other in catalog.offers("plugin"):
+        with suppress(PluginError, ValueError):  # one that is broken is not the fault of the one that is looked at
+            cls = catalog.load("plugin", other.qualified)
+            if other != offer and hasattr(cls, "forge_add_hookspecs"):
+                table = {"type": other.qualified, **_with_required(resolved_fields(cls), {})}
+                plugin = read_value(table, Plugin, catalog)
+                Plugins({other.qualified: plugin}, catalog)
+                plugins[other.qualified] = plugin
+    return plugins
 
 
 def _with_required(fields: Mapping[str, Attribute], sample: Mapping[str, Any]) -> dict[str, Any]:

@@ -117,6 +117,33 @@ def test_samples_make_what_defaults_cannot(site):
     assert said == f"{NAME} has 1 problem:\n- samples has 'other', which it does not offer; it offers large"
 
 
+DECLARES = (
+    """
+from forge_core import hookspec
+class Specifications:
+    @hookspec(firstresult=True)
+    def forge_build_thing(self, component, context): ...
+"""
+    + IMPLEMENTED
+)
+DECLARES += "    def forge_add_hookspecs(self):\n        return Specifications\n"
+
+
+def test_a_plugin_may_implement_a_hook_that_another_one_declares(site):
+    implements = IMPLEMENTED + "    def forge_build_thing(self, component): ...\n"
+    install(site, {"plugin": {"declares": DECLARES, "implements": implements}})
+    check_distribution(NAME)
+
+
+def test_a_broken_neighbour_is_not_the_fault_of_a_plugin(site):
+    implements = IMPLEMENTED + "    def forge_build_thing(self, component): ...\n"
+    install(site, {"plugin": {"declares": "1 / 0\n" + DECLARES, "implements": implements}})
+    told = told_of()
+    assert "there is no hook 'forge_build_thing'" in told
+    assert "ZeroDivisionError" in told
+    assert "has 2 problems" in told
+
+
 # --- its components ------------------------------------------------------------------------------------------------
 
 SCHEDULERS = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 
 from forge_kit.modules import Linear
@@ -22,5 +23,6 @@ class Gate(nn.Module):
 
     def forward(self, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """(B, S, D) -> weights (B, S, K), whose sum is 1, and numbers of experts (B, S, K) int64."""
-        scores, experts = self.scores(x.float()).topk(self.experts_per_token)
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))  # bf16 is too coarse to rank experts; float64 stays
+        scores, experts = self.scores(wide).topk(self.experts_per_token)
         return scores.softmax(-1), experts
