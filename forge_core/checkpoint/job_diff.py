@@ -38,6 +38,7 @@ SECTIONS: Mapping[str, WhenResumed] = {
     "train.steps": "safe",
     "train.micro_batch_size": "safe",
     "train.device": "safe",
+    "train.float32_matmul": "safe",
     "train.non_finite": "safe",
     "train.non_finite_limit": "safe",
     "train.dry_run": "safe",

@@ -26,6 +26,7 @@ from forge_core.contracts.components import (
     TrainingHook,
     default_type,
 )
+from forge_core.contracts.deprecation import deprecated_value
 from forge_core.contracts.layout import Layout
 from forge_core.plugins.catalog import Catalog
 
@@ -58,9 +59,11 @@ class TrainSection:
     """Largest global norm of the gradient; it is scaled down to this. 0 turns clipping off."""
     precision: Literal["bf16", "fp32", "fp64"] = "fp32"
     """Compute dtype. With bf16, master weights, losses, reductions and norms stay float32. fp64 is for comparisons."""
-    float32_matmul: Literal["auto", "highest", "high", "medium"] = "auto"
-    """Precision of float32 matrix products inside (torch's `set_float32_matmul_precision`). auto: the highest; on a CPU
-    by oneDNN where that is faster than BLAS and as exact, which is so on AMD processors with AVX-512."""
+    float32_matmul: Literal["auto", "highest", "high", "medium"] = field(
+        default="highest",
+        metadata=deprecated_value("auto", "0.3", "leave it out; for oneDNN on AMD processors, add [plugins.onednn]"),
+    )
+    """Precision of float32 matrix products inside (torch's `set_float32_matmul_precision`). auto: the highest."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train; auto takes CUDA where there is one."""
     non_finite: Literal["skip", "stop", "ignore"] = "skip"

@@ -251,7 +251,7 @@ class _Structurer:
     def _note_deprecated(self, given: Mapping[str, Any], fields: Mapping[str, Attribute]) -> None:
         """A resolved job has every key: those at their defaults are not worth a word."""
         for key, value in given.items():
-            warning = deprecation_of(fields[key])
+            warning = deprecation_of(fields[key], value)
             if warning is not None and value != default_of(fields[key]):
                 path = ".".join([*self._path, key])
                 notice = Problem(path, str(warning), str(self._root.origin_of(path)))

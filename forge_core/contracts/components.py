@@ -477,7 +477,7 @@ class TrainingHook(Component):
     """
 
     kind = "hook"
-    resumes_as = "flag"
+    resumes_as: ClassVar[WhenResumed | None] = "flag"
     may_skip: ClassVar[bool] = False
 
     def on_train_begin(self, context: TrainContext) -> None:
@@ -527,7 +527,7 @@ class Plugin(Component):
     """
 
     kind = "plugin"
-    resumes_as = "flag"
+    resumes_as: ClassVar[WhenResumed | None] = "flag"
 
     def state_dict(self) -> dict[str, Any]:
         """State to save: by default the `field(init=False)` fields."""

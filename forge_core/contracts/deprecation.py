@@ -11,6 +11,7 @@ A hook, or one argument of a hook, whoever implements it being warned when the p
 A key of a component or section, told to whoever sets it to something else than its default:
 
     beta: float = field(default=0.9, metadata=deprecated_key("0.4", "set betas"))
+    mode: Literal["auto", "fast"] = field(default="fast", metadata=deprecated_value("auto", "0.4", "leave the key out"))
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 from attrs import Attribute
 
 KEY = "deprecated"
+VALUE = "deprecated value"
 
 
 class ForgeDeprecation(FutureWarning):
@@ -51,6 +53,12 @@ def deprecated_key(removed_in: str, instead: str) -> dict[str, Any]:
     return {KEY: deprecated("this key", removed_in, instead)}
 
 
-def deprecation_of(key: Attribute) -> ForgeDeprecation | None:
-    """The warning about a field's key, if it is to go."""
-    return key.metadata.get(KEY)
+def deprecated_value(value: str, removed_in: str, instead: str) -> dict[str, Any]:
+    """Metadata of a field one value of which is to go. Arguments as above."""
+    return {VALUE: (value, deprecated(f"the value {value!r}", removed_in, instead))}
+
+
+def deprecation_of(key: Attribute, value: Any = None) -> ForgeDeprecation | None:
+    """The warning about a field's key, or about this value of it, if it is to go."""
+    old, of_value = key.metadata.get(VALUE, (None, None))
+    return of_value if value is not None and value == old else key.metadata.get(KEY)

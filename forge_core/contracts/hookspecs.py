@@ -19,7 +19,7 @@ is observed through `TrainingHook`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import pluggy
@@ -150,6 +150,20 @@ class ForgeHooks:
         """Build one logger, on rank 0.
 
         Example: a wrapper that drops keys of a record before it passes it on.
+        """
+
+    @hookspec
+    def forge_configure_backend(self, job: Job, device: torch.device) -> Callable[[], None] | None:
+        """Configure the libraries of this process, such as torch's kernels, for a job; called on every rank before its
+        mesh, data and model are built. Return a function that undoes it, which is called before another job is built
+        in the process, so that no run is shaped by what its own job does not name.
+
+        Example: flush denormal numbers to zero.
+
+            @hookimpl
+            def forge_configure_backend(self, job, device):
+                torch.set_flush_denormal(True)
+                return lambda: torch.set_flush_denormal(False)
         """
 
     @hookspec

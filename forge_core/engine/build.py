@@ -39,7 +39,6 @@ from forge_core.parallel.mesh import choose_device, make_mesh, world_size
 from forge_core.parallel.stages import OrderedStage, apply_stages, order_stages, with_owner
 from forge_core.plugins.catalog import Catalog
 from forge_core.plugins.manager import Plugins, RunContext
-from forge_core.products import set_float32_matmul
 
 
 @frozen
@@ -84,7 +83,9 @@ def build_context(job: Job, catalog: Catalog, folder: Path | None) -> RunContext
     device = choose_device(job.train.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    set_float32_matmul(job.train.float32_matmul, device)
+    matmul = job.train.float32_matmul
+    torch.set_float32_matmul_precision("highest" if matmul == "auto" else matmul)
+    plugins.configure_backend(job, device)
     if torch.are_deterministic_algorithms_enabled() != job.train.deterministic:  # the call imports the compiler
         torch.use_deterministic_algorithms(job.train.deterministic)
     return RunContext(

@@ -18,7 +18,6 @@ from forge_core.engine.build import Run
 from forge_core.metrics.flops import peak_flops
 from forge_core.parallel.layout import micro_batches
 from forge_core.parallel.mesh import global_rank
-from forge_core.products import float32_choice
 
 if TYPE_CHECKING:
     from forge_core.contracts.runtime import ParallelStage
@@ -72,10 +71,8 @@ def _stage(stage: OrderedStage, built: ParallelStage) -> str:
 
 
 def _choices(run: Run) -> Iterator[tuple[str, str, str]]:
-    """Backends: the model's, made when it was built, and those of other components; and what multiplies."""
+    """Backends: the model's, chosen when it was built, and those of other components."""
     yield from run.outline.backend_choices
-    if run.context.dtype == torch.float32:
-        yield from float32_choice(run.job.train.float32_matmul, run.context.device)
     for _, component in walk_components(run.job):
         yield from component.choices(run.context)
 

@@ -6,10 +6,10 @@ pluggy is called from this file alone. Each job has a manager of its own: jobs i
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import SimpleNamespace, TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import pluggy
 from attrs import frozen
@@ -21,6 +21,8 @@ from forge_core.contracts.hookspecs import PROJECT, ForgeHooks, hookimpl
 from forge_core.plugins.catalog import Catalog
 
 if TYPE_CHECKING:
+    import torch
+
     from forge_core.config.job import Job
     from forge_core.contracts.layout import Layout
 
@@ -39,6 +41,9 @@ class RunContext(BuildContext):
 
 class Plugins:
     """The active plugins of one job, and every hook call as a typed method. Implements `contracts.contexts.Builder`."""
+
+    _undo_backend: ClassVar[list[Callable[[], None]]] = []
+    """Of the process and not of one job: the libraries that are configured are the process's."""
 
     def __init__(self, plugins: Mapping[str, Plugin], catalog: Catalog) -> None:
         self.catalog = catalog
@@ -101,6 +106,13 @@ class Plugins:
     def load_object(self, spec: str) -> Any:
         """See `BuildContext.load_object`."""
         return self.catalog.load_object(spec)
+
+    def configure_backend(self, job: Job, device: torch.device) -> None:
+        """Let active plugins configure the process, after undoing what the job before it in this process had done."""
+        while self._undo_backend:
+            self._undo_backend.pop()()
+        with self._blame():
+            self._undo_backend.extend(self._manager.hook.forge_configure_backend(job=job, device=device))
 
     def validate_job(self, job: Job, layout: Layout) -> list[Problem]:
         """Problems that active plugins find, with full paths."""

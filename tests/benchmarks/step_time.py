@@ -137,7 +137,7 @@ def forge(options: argparse.Namespace, meter: Meter) -> None:
 
 
 def job_text(options: argparse.Namespace, folder: str) -> str:
-    """Forge's defaults for everything that the work does not fix."""
+    """Forge's defaults for everything that the work does not fix, and the plugin that `configs/` has for CPUs."""
     return f"""
 [job]
 output = "{folder}"
@@ -168,6 +168,7 @@ lr = {options.lr}
 weight_decay = {options.wd}
 [checkpoint.storage]
 folder = "checkpoints"
+[plugins.onednn]
 {"[parallel.compile]" if options.compile else ""}
 """
 

@@ -251,3 +251,21 @@ def test_the_state_of_a_plugin_travels_with_the_checkpoint(make_job, train):
     second = Counts()
     train(make_job(steps=5, plugins={"counts": second}))
     assert second.steps == 5
+
+
+def test_a_plugin_configures_the_process_until_the_next_job(make_job, catalog, tmp_path):
+    events: list[str] = []
+
+    @define(kw_only=True, slots=False)
+    class Configures(Plugin):
+        @hookimpl
+        def forge_configure_backend(self, device):
+            events.append(f"on {device.type}")
+            return lambda: events.append("undone")
+
+    build_context(make_job(plugins={"c": Configures()}), catalog, tmp_path)
+    assert events == ["on cpu"]
+    build_context(make_job(), catalog, tmp_path)
+    assert events == ["on cpu", "undone"]
+    build_context(make_job(), catalog, tmp_path)
+    assert events == ["on cpu", "undone"], "once"

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from forge_core import products
 from forge_core.contracts.errors import JobError
 from forge_core.contracts.layout import Layout
+from forge_kit import products
 from forge_plugin_moe import Hash, MoE, SigmoidTopK, SoftmaxTopK
 from forge_plugin_moe.modules.experts import Experts
 from forge_plugin_transformer import GroupedQueryAttention, InitStd, Transformer
@@ -60,7 +60,7 @@ class TestAStack:
     )
     def test_has_few_sizes_where_each_costs_a_kernel(self, monkeypatch, dtype, by_onednn, multiple):
         sizes, compute = [], F.grouped_mm
-        monkeypatch.setattr(products, "_by_onednn", by_onednn)
+        monkeypatch.setattr(products, "_float32", "oneDNN" if by_onednn else "BLAS")
         monkeypatch.setattr(F, "grouped_mm", lambda a, b, offs: sizes.append(offs.diff()) or compute(a, b, offs=offs))
         gradients(stack_of(grouped=True, dtype=dtype), inputs_of(dtype))
         assert len(sizes) == 9

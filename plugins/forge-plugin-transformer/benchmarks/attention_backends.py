@@ -19,7 +19,8 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from forge_core.products import multiplied_by, set_float32_matmul
+from forge_kit.products import multiplied_by
+from forge_plugin_onednn.products import give_back, is_faster, take_over
 from forge_plugin_transformer.attention_backends import SUPPORTED, Choice, Kernel
 from forge_plugin_transformer.document_backends import DocumentChoice
 from forge_plugin_transformer.modules.attention_core import AttentionCore
@@ -43,18 +44,17 @@ def main() -> None:
     options = parser.parse_args()
     device = torch.device(options.device)
     print(HEADER.format(tokens=options.tokens, date=date.today(), machine=machine(device), torch=torch.__version__))
-    for (dtype, matmul), length, width in product(variants(device), LENGTHS, WIDTHS):
-        set_float32_matmul(matmul, device)
+    for (dtype, by_onednn), length, width in product(variants(device), LENGTHS, WIDTHS):
+        (take_over if by_onednn else give_back)()
         shape = (max(1, options.tokens // length), length, width // HEADS)
         times = measure(device, dtype, shape, options.rounds)
         print("\n".join(["", "[[measurement]]", *row(device, dtype, shape, times)]), flush=True)
 
 
-def variants(device: torch.device) -> list[tuple[torch.dtype, str]]:
-    """Dtypes and values of `train.float32_matmul`: float32 by BLAS, and by oneDNN on a CPU where a run takes that."""
-    set_float32_matmul("auto", device)
-    further = [(torch.float32, "auto")] if device.type == "cpu" and multiplied_by(torch.float32) == "oneDNN" else []
-    return [(torch.bfloat16, "highest"), (torch.float32, "highest"), *further]
+def variants(device: torch.device) -> list[tuple[torch.dtype, bool]]:
+    """Dtypes, and whether oneDNN multiplies float32: by BLAS, and by oneDNN where [plugins.onednn] takes that."""
+    further = [(torch.float32, True)] if device.type == "cpu" and is_faster() else []
+    return [(torch.bfloat16, False), (torch.float32, False), *further]
 
 
 def measure(device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int], rounds: int) -> dict[Kernel, float]:

@@ -53,7 +53,7 @@ class Measurement:
     head_dim: int
     milliseconds: Mapping[Kernel, float]
     products: str = ""
-    """What multiplied, where that is a choice; see `forge_core.products.multiplied_by`."""
+    """What multiplied, where that is a choice; see `forge_kit.products.multiplied_by`."""
 
     def fastest(self) -> Kernel:
         return min(self.milliseconds, key=self.milliseconds.__getitem__)
@@ -99,7 +99,7 @@ def choose_backend(backend: Backend, context: BuildContext, head_dim: int) -> Ch
     Raises:
         JobError: the job sets one that cannot run there.
     """
-    from forge_core.products import multiplied_by
+    from forge_kit.products import multiplied_by
 
     device, dtype = context.device.type, str(context.dtype).removeprefix("torch.")
     if backend == "auto":

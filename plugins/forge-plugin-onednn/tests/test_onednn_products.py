@@ -1,22 +1,26 @@
-"""Which library multiplies float32 matrices on a CPU: as exact, and a choice that a job can undo."""
+"""float32 products by oneDNN: as exact as BLAS's, and in no run whose job does not name the plugin."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from forge_core import products
+from forge_core.contracts.contexts import BuildContext
+from forge_core.engine.build import build_context
 from forge_core.engine.trainer import Trainer
+from forge_kit.products import multiplied_by, multiply_float32_by, size_multiple
+from forge_plugin_onednn import OneDNN, products
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
 def _as_before():
-    before = torch.get_float32_matmul_precision(), products._by_onednn
+    before = torch.get_float32_matmul_precision(), products._active, multiplied_by(torch.float32)
     yield
     torch.set_float32_matmul_precision(before[0])
-    products._by_onednn = before[1]
+    products._active = before[1]
+    multiply_float32_by(before[2])
 
 
 @pytest.fixture
@@ -24,11 +28,17 @@ def slow_mkl(monkeypatch):
     monkeypatch.setattr(products, "_mkl_is_slow", lambda: True)
 
 
+def is_exact() -> bool:
+    return torch.backends.mkldnn.is_available() and products._keeps_float32()
+
+
 @pytest.fixture
-def by_onednn(slow_mkl):
-    products.set_float32_matmul("auto", CPU)
-    if not (torch.backends.mkldnn.is_available() and products._by_onednn):
-        pytest.skip("this torch has no oneDNN, or it rounds to bfloat16 on this processor")
+def by_onednn(monkeypatch):
+    """oneDNN multiplies. Where it rounds to bfloat16, torch's own products stand in: whether it is asked, and for which
+    products, is tested on every processor."""
+    if not is_exact():
+        monkeypatch.setattr(products, "_asking_onednn", lambda call, *given, **more: call(*given, **more))
+    products.take_over()
 
 
 @pytest.fixture
@@ -91,12 +101,13 @@ def test_gradients_are_those_of_float32(asked):
 def test_products_of_other_dtypes_are_left_alone(asked, dtype):
     a, b = matrices((256, 128), (128, 256), dtype=dtype)
     found = a @ b
-    products._by_onednn = False
+    products.give_back()
     assert torch.equal(found, a @ b)
     assert not asked
 
 
 @pytest.mark.usefixtures("by_onednn")
+@pytest.mark.skipif(not is_exact(), reason="this torch has no oneDNN, or it rounds to bfloat16 on this processor")
 def test_it_is_onednn_that_computes(capfd):
     a, b = matrices((256, 256), (256, 256))
     with torch.backends.mkldnn.verbose(torch.backends.mkldnn.VERBOSE_ON):
@@ -110,21 +121,45 @@ def test_it_is_onednn_that_computes(capfd):
 
 @pytest.mark.parametrize(("keeps", "choice"), [(True, "oneDNN"), (False, "BLAS")])
 @pytest.mark.usefixtures("slow_mkl")
-def test_what_was_tried_decides_and_is_told(monkeypatch, keeps, choice):
+def test_what_was_tried_decides_and_is_told(monkeypatch, make_job, catalog, tmp_path, keeps, choice):
     monkeypatch.setattr(products, "_keeps_float32", lambda: keeps)
-    products.set_float32_matmul("auto", CPU)
-    assert [told[1] for told in products.float32_choice("auto", CPU)] == [choice]
-    assert products.size_multiple(torch.float32) == (32 if keeps else 1)
+    plugin = OneDNN()
+    context = build_context(make_job(plugins={"onednn": plugin}), catalog, tmp_path)
+    assert [told[1] for told in plugin.choices(context)] == [choice]
+    assert multiplied_by(torch.float32) == choice
+    assert size_multiple(torch.float32) == (32 if keeps else 1)
 
 
-@pytest.mark.usefixtures("slow_mkl")
-@pytest.mark.parametrize(("asked", "device"), [("highest", CPU), ("high", CPU), ("auto", torch.device("cuda"))])
-def test_what_a_job_asks_for_is_taken_and_no_choice_is_told(asked, device):
-    products.set_float32_matmul("auto", CPU)
-    products.set_float32_matmul(asked, device)
-    assert not products._by_onednn
-    assert torch.get_float32_matmul_precision() == asked.replace("auto", "highest")
-    assert not list(products.float32_choice(asked, device))
+@pytest.fixture
+def after(make_job, catalog, tmp_path, slow_mkl, monkeypatch):
+    """Surroundings of a job that is built after one with the plugin, in one process."""
+    monkeypatch.setattr(products, "_keeps_float32", lambda: True)
+
+    def build(plugins, **keys) -> BuildContext:
+        build_context(make_job(plugins={"onednn": OneDNN()}), catalog, tmp_path)
+        assert products._active
+        return build_context(make_job(plugins=plugins, **keys), catalog, tmp_path)
+
+    return build
+
+
+def test_a_job_that_does_not_name_it_has_blas_even_after_one_that_does(after):
+    after({})
+    assert not products._active
+    assert multiplied_by(torch.float32) == "BLAS"
+
+
+@pytest.mark.parametrize("asked", ["high", "medium"])
+def test_a_job_that_asks_for_less_precision_has_torchs_own_way(after, asked):
+    context = after({"onednn": OneDNN()}, float32_matmul=asked)
+    assert not products._active
+    assert torch.get_float32_matmul_precision() == asked
+    assert not list(OneDNN().choices(context))
+
+
+def test_it_does_nothing_on_an_accelerator(slow_mkl, make_job):
+    assert OneDNN().forge_configure_backend(make_job(), torch.device("cuda")) is None
+    assert not products._active
 
 
 def test_products_that_round_to_bfloat16_are_noticed(monkeypatch):
@@ -151,11 +186,8 @@ def test_mkl_is_slow_on_amd_processors_with_avx512(monkeypatch, tmp_path, vendor
         products._mkl_is_slow.cache_clear()
 
 
-@pytest.mark.usefixtures("slow_mkl")
-@pytest.mark.parametrize(
-    ("keys", "told"), [({}, True), ({"float32_matmul": "highest"}, False), ({"precision": "bf16"}, False)]
-)
-def test_the_plan_of_a_run_tells_of_a_choice_that_was_made(make_job, catalog, keys, told):
+@pytest.mark.parametrize(("keys", "told"), [({}, True), ({"precision": "bf16"}, False)])
+def test_the_summary_of_a_run_tells_which_library_multiplies(make_job, catalog, keys, told):
     lines = []
-    Trainer(make_job(**keys), catalog=catalog, echo=lines.append).run()
+    Trainer(make_job(plugins={"onednn": OneDNN()}, **keys), catalog=catalog, echo=lines.append).run()
     assert any(line.startswith("products ") for line in "\n".join(lines).splitlines()) is told
