@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import torch
 
     from forge_core.contracts.contexts import BuildContext
+    from forge_core.contracts.model import Role
     from forge_core.contracts.parameters import NamedParameters
 
 
@@ -40,6 +41,6 @@ class AdamW(OptimizerComponent):
     def build(self, context: BuildContext, parameters: NamedParameters) -> torch.optim.Optimizer:
         import torch
 
-        spared = ("norm", "bias") if self.decay_embeddings else ("norm", "bias", "embedding")
+        spared: tuple[Role, ...] = ("norm", "bias") if self.decay_embeddings else ("norm", "bias", "embedding")
         groups = parameters.groups(self.weight_decay, spared)
         return torch.optim.AdamW(groups, lr=self.lr, betas=self.betas, eps=self.eps, fused=self.fused)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import torch
 
     from forge_core.contracts.contexts import BuildContext
+    from forge_core.contracts.model import Role
     from forge_core.contracts.parameters import NamedParameters
 
 
@@ -42,6 +43,6 @@ class Lion(OptimizerComponent):
     def build(self, context: BuildContext, parameters: NamedParameters) -> torch.optim.Optimizer:
         from forge_plugin_lion.optimizer import LionOptimizer
 
-        spared = ("norm", "bias") if self.decay_embeddings else ("norm", "bias", "embedding")
+        spared: tuple[Role, ...] = ("norm", "bias") if self.decay_embeddings else ("norm", "bias", "embedding")
         groups = parameters.groups(self.weight_decay, spared)
         return LionOptimizer(groups, lr=self.lr, betas=self.betas, cautious=self.cautious)

@@ -74,8 +74,9 @@ def chunked(make: MakeObjective, chunk_tokens: int, auxiliary: Auxiliary | None)
         with head.whole(hidden.dtype) as weights:
             task = Task(head, weights, objective, chunk_tokens, workspace, torch.is_grad_enabled(), metrics)
             total, losses_T = _Chunked.apply(task, hidden.flatten(0, -2), *weights)
-        for name, value in metrics.items() if auxiliary is not None else ():
-            auxiliary.metric(name, value, unit="token")
+        if auxiliary is not None:
+            for name, value in metrics.items():
+                auxiliary.metric(name, value, unit="token")
         return loss_output(total, losses_T.view_as(labels), labels != IGNORED_LABEL)
 
     return loss

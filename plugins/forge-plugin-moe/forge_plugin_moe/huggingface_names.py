@@ -43,7 +43,7 @@ def from_huggingface(
     found: dict[str, Tensor] = {}
     experts: dict[str, dict[int, Tensor]] = defaultdict(dict)
     others = {theirs: ours for name in get_args(SharedNames) for ours, theirs in _others(name).items()}
-    matrices = {theirs: ours for ours, theirs in MATRICES.items()} | MIXTRAL
+    matrices = {**{theirs: ours for ours, theirs in MATRICES.items()}, **MIXTRAL}
     for name, tensor in state.items():
         match = _THEIRS.fullmatch(name)
         key = match["key"] if match else ""

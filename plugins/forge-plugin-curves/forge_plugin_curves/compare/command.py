@@ -62,8 +62,8 @@ def _run(trial: Trial, number: int, count: int, out: Path, ranks: int) -> Outcom
     arguments = [sys.executable, "-m", "forge_core", "run", str(trial.cell.job), *trial.overrides]
     arguments += ["--nproc", str(ranks)] if ranks > 1 else []
     with (out / "logs" / f"{trial.name}.log").open("wb") as log:
-        options = {"stdout": log, "stderr": subprocess.STDOUT, "env": _environment()}
-        code = subprocess.run(arguments, check=False, **options).returncode
+        run = subprocess.run(arguments, check=False, stdout=log, stderr=subprocess.STDOUT, env=_environment())
+        code = run.returncode
     if code == ExitCode.STOPPED:
         raise KeyboardInterrupt
     failure = "" if code == 0 else f"exit code {code}"

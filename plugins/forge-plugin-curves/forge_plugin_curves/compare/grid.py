@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 
-from attrs import field, frozen
+from attrs import frozen
 
 from forge_core.config import load_job
 from forge_core.contracts.errors import JobError, Problem
@@ -21,7 +21,7 @@ class Cell:
     """A job with settings, without its seed: what is compared."""
 
     job: Path
-    settings: Mapping[str, str] = field(converter=dict)
+    settings: Mapping[str, str]
     label: str
     """What it is called in the table and the picture."""
 
@@ -52,9 +52,9 @@ def trials_of(jobs: Sequence[Path], settings: Sequence[str], overrides: Sequence
     axes = dict(read_setting(text) for text in settings)
     seeds = axes.pop(SEED, [""])
     stems = _stems(jobs)
-    trials = []
+    trials: list[Trial] = []
     for (job, stem), values in product(zip(jobs, stems, strict=True), product(*axes.values())):
-        chosen = dict(zip(axes, values, strict=True))
+        chosen: dict[str, str] = dict(zip(axes, values, strict=True))
         cell = Cell(job=job, settings=chosen, label=_label(stem if len(jobs) > 1 else "", chosen) or stem)
         for seed in seeds:
             own = [f"--{key}={value}" for key, value in chosen.items()] + ([f"--{SEED}={seed}"] if seed else [])

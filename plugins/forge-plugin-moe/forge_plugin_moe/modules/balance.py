@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from forge_plugin_moe.modules.sequences import Sequences, tally
 
 if TYPE_CHECKING:
+    from forge_core.auxiliary import Unit
     from forge_core.contracts.contexts import BuildContext
     from forge_plugin_moe.routers import TopKRouter
 
@@ -80,7 +81,7 @@ class Balance(nn.Module):
         return weights
 
     def _attach(self, weights: Tensor, value: Tensor, what: str, weight: float) -> Tensor:
-        unit = "layer" if what == "micro_batch" else "sequence"
+        unit: Unit = "layer" if what == "micro_batch" else "sequence"
         name, weight = f"moe/{what}_balance", weight * self._share
         return self._auxiliary.attach(weights, value, unit=unit, name=name, weight=weight)
 

@@ -6,6 +6,7 @@ Shapes: T tokens; K choices of each; M rows, each a token for one expert, ordere
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -50,12 +51,12 @@ class _GroupedProduct(torch.autograd.Function):
     """`grouped_mm`, whose own backward refuses gradients that are expanded or laid out by columns."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight, ends)
         return _product(x, weight.mT, ends)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight, ends = ctx.saved_tensors
         grad = grad.contiguous()
         of_x = _product(grad, weight, ends) if ctx.needs_input_grad[0] else None
@@ -71,7 +72,7 @@ class _CastingProduct(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, sizes: list[int]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, sizes: list[int]) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.sizes = sizes
         out = x.new_empty(len(x), weight.shape[1])
@@ -81,7 +82,7 @@ class _CastingProduct(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
         for_x, for_weight, _ = ctx.needs_input_grad
         of_x, of_weight = torch.empty_like(x), torch.empty_like(weight)

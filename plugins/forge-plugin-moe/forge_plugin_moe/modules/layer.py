@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -87,12 +87,14 @@ class MoELayer(nn.Module):
         expert = sum(parameter[0].numel() for parameter in self.experts.parameters())
         others = [self.router, self.shared, self.shared_gate]
         always = sum(p.numel() for module in others if module is not None for p in module.parameters() if p.ndim > 1)
-        return 6.0 * (self.router.experts_per_token * expert + always)
+        per_token: Any = self.router.experts_per_token
+        return 6.0 * (float(per_token) * expert + always)
 
     def parameter_roles(self) -> Mapping[str, Role]:
-        routing = {f"router.{name}": "router" for name, _ in self.router.named_parameters()}
-        gate = {} if self.shared_gate is None else {"shared_gate.weight": "router"}
-        return {**routing, **gate, **{f"experts.{name}": "stack" for name, _ in self.experts.named_parameters()}}
+        roles: dict[str, Role] = {f"router.{name}": "router" for name, _ in self.router.named_parameters()}
+        if self.shared_gate is not None:
+            roles["shared_gate.weight"] = "router"
+        return roles | {f"experts.{name}": "stack" for name, _ in self.experts.named_parameters()}
 
     def tensor_parallel_plan(self) -> Mapping[str, str]:
         plan = {"": "whole_input", "router": "replicate", "router.*": "replicate", "output": "partial_output"}

@@ -28,8 +28,7 @@ class Sequences:
     def of(cls, context: BuildContext) -> Sequences:
         """Those of a run's layout."""
         pieces = context.layout.cp
-        shared = context.mesh is not None and pieces > 1
-        return cls(pieces, context.mesh.get_group("cp") if shared else None)
+        return cls(pieces, context.mesh.get_group("cp") if context.mesh is not None and pieces > 1 else None)
 
     def add_up(self, values: Tensor) -> Tensor:
         """The sum, over the pieces of each sequence, of (B, …)."""

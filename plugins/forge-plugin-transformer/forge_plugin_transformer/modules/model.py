@@ -48,8 +48,9 @@ class TransformerModel(nn.Module):
         self._tie()
 
     def prepare_sequences(self, batch: Batch) -> Batch:
-        predicts = isinstance(self.mtp, Predictions) and "labels" in batch  # else another pipeline rank does
-        return self.mtp.look_ahead(batch) if predicts else batch
+        if not isinstance(self.mtp, Predictions) or "labels" not in batch:  # another pipeline rank has the predictions
+            return batch
+        return self.mtp.look_ahead(batch)
 
     def sequence_entries(self) -> Sequence[str]:
         return [IDS, LABELS]
@@ -66,7 +67,9 @@ class TransformerModel(nn.Module):
     def finish(self, carry: Carry, batch: Batch) -> Tensor:
         hidden = self.norm(carry[0])
         batch = self.prepare_sequences(batch)
-        return self.mtp(hidden, self.embedding, self.head, batch) if IDS in batch else hidden
+        if self.mtp is None or IDS not in batch:
+            return hidden
+        return self.mtp(hidden, self.embedding, self.head, batch)
 
     def forward(self, batch: Batch) -> Tensor:
         batch = self.prepare(batch)
@@ -149,9 +152,9 @@ class TransformerModel(nn.Module):
         for number, layer in self.layers.items():
             for name in PARTS:
                 yield f"layers.{number}.{name}", getattr(layer, name)
-        for number, block in self._predictions():
+        for depth, block in self._predictions():
             for name in PredictionBlock.PARTS:
-                yield f"mtp.blocks.{number}.{name}", getattr(block, name)
+                yield f"mtp.blocks.{depth}.{name}", getattr(block, name)
 
     def _predictions(self) -> Iterator[tuple[int, nn.Module]]:
         """The modules of multi-token prediction that this pipeline rank has, by number."""
