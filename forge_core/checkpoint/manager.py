@@ -19,11 +19,11 @@ from torch import Tensor
 from forge_core.checkpoint.manifest import FORMAT, MANIFEST, How, find_faults, read_manifest, verify, write_manifest
 from forge_core.checkpoint.ranks import Ranks
 from forge_core.checkpoint.retention import Retention
-from forge_core.checkpoint.tensors import load_tensors, save_tensors, stored_tensors
+from forge_core.checkpoint.tensors import TensorWriter, load_tensors, stored_tensors
 from forge_core.contracts.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from forge_core.checkpoint.staging import Staged
+    from forge_core.checkpoint.tensors import Staged
     from forge_core.contracts.runtime import Storage
 
 __all__ = ["MANIFEST", "Checkpoints", "State", "load_tensors", "stored_tensors", "verify", "write_manifest"]
@@ -46,7 +46,8 @@ class Checkpoints:
     how: How
     """What `newest` verifies."""
     ranks: Ranks = field(factory=Ranks)
-    """Those of the run, which save and load together."""
+    """All ranks of the run, which save and load together."""
+    writer: TensorWriter = field(factory=TensorWriter)
 
     def save(self, step: int, state: State, staged: Staged | None = None) -> Path:
         """Write the checkpoint of `step`, then delete those that retention does not keep. Collective.
@@ -58,16 +59,16 @@ class Checkpoints:
             CheckpointError: some rank could not write. Nothing of it is left, and earlier checkpoints are untouched.
         """
         try:
-            folder = self.ranks.on_first(lambda: self.storage.begin(step))
-            files = save_tensors(folder, state.tensors, staged, self.ranks)
-            self.ranks.on_first(lambda: self._commit(step, folder, files, state.values))
+            folder = self.ranks.on_rank0(lambda: self.storage.begin(step))
+            files = self.writer.write(folder, state.tensors, staged, self.ranks)
+            self.ranks.on_rank0(lambda: self._commit(step, folder, files, state.values))
         except CheckpointError as error:
             raise self.failure(step, error) from error
         return self.storage.path(step)
 
     def failure(self, step: int, cause: CheckpointError) -> CheckpointError:
         """What to raise when `step` could not be saved; removes what was written of it. Collective."""
-        return CheckpointError(self.ranks.on_first(lambda: self._give_up(step, str(cause))))
+        return CheckpointError(self.ranks.on_rank0(lambda: self._give_up(step, str(cause))))
 
     def newest(self) -> tuple[Path, dict[str, Any]] | None:
         """The newest intact checkpoint: its folder and manifest. Damaged ones are named in a warning and passed over.
@@ -77,7 +78,7 @@ class Checkpoints:
             CheckpointError: there are checkpoints, and none is intact.
         """
         faults = []
-        for step in reversed(self.ranks.on_first(self.steps)):
+        for step in reversed(self.ranks.on_rank0(self.steps)):
             path = self.storage.path(step)
             try:
                 return path, verify(path, self.how, self.ranks)
@@ -117,7 +118,7 @@ class Checkpoints:
     def tidy(self, intact: int) -> None:
         """Delete what retention does not keep and what dead saves have left: the work that a process had still to do
         which was killed right after its last save. Collective; `intact` as for `prune`."""
-        self.ranks.on_first(lambda: self._tidy(intact))
+        self.ranks.on_rank0(lambda: self._tidy(intact))
 
     def _tidy(self, intact: int) -> None:
         try:
@@ -165,7 +166,7 @@ class Checkpoints:
         return bool(manifest) and not find_faults(self.storage.path(step), manifest, list(manifest["files"]), "sizes")
 
     def _warn(self, message: str) -> None:
-        if self.ranks.number == 0:
+        if self.ranks.rank == 0:
             warnings.warn(message, stacklevel=3)
 
 

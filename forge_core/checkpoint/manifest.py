@@ -103,9 +103,9 @@ def verify(folder: Path, how: How, ranks: Ranks | None = None) -> dict[str, Any]
         CheckpointError: names each file and what is wrong with it.
     """
     ranks = ranks or Ranks()
-    manifest = ranks.on_first(lambda: read_manifest(folder))
+    manifest = ranks.on_rank0(lambda: read_manifest(folder))
     names = sorted(manifest["files"], key=lambda name: -manifest["files"][name]["size"])
-    mine = find_faults(folder, manifest, names[ranks.number :: ranks.count], how)
+    mine = find_faults(folder, manifest, names[ranks.rank :: ranks.world_size], how)
     faults = [fault for found in ranks.gather(mine) for fault in found]
     if faults:
         raise CheckpointError("; ".join(faults))

@@ -1,9 +1,9 @@
-"""What the ranks of a run tell each other while they save or load."""
+"""What the ranks of a run exchange while they save or load, so that all of them come to the same result."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from attrs import frozen
@@ -18,46 +18,75 @@ class Ranks:
     """All ranks of the run. A process alone needs no process group."""
 
     group: Any = None
-    """The process group for what they tell each other; None: the default one."""
+    """Their process group; None: the default one."""
 
     @property
-    def count(self) -> int:
+    def world_size(self) -> int:
         dist = _distributed()
         return dist.get_world_size(self.group) if dist and dist.is_initialized() else 1
 
     @property
-    def number(self) -> int:
-        """Of this rank."""
+    def rank(self) -> int:
         dist = _distributed()
         return dist.get_rank(self.group) if dist and dist.is_initialized() else 0
 
     def gather(self, value: T) -> list[T]:
-        """What every rank has to say, in the order of ranks. Collective."""
-        if self.count == 1:
+        """The values of all ranks, in order, on every rank. Collective."""
+        if self.world_size == 1:
             return [value]
-        gathered: list[Any] = [None] * self.count
+        gathered: list[Any] = [None] * self.world_size
         _distributed().all_gather_object(gathered, value, group=self.group)
         return gathered
 
-    def on_first(self, action: Callable[[], T]) -> T:
-        """Do something on rank 0 alone; every rank gets the result. Collective.
+    def scatter(self, values: Sequence[T]) -> T:
+        """One of rank 0's `values` for each rank; other ranks pass none. Collective."""
+        if self.world_size == 1:
+            return values[0]
+        received: list[Any] = [None]
+        source = list(values) if self.rank == 0 else None
+        _distributed().scatter_object_list(received, source, src=0, group=self.group)
+        return received[0]
+
+    def on_rank0(self, action: Callable[[], T]) -> T:
+        """Call `action` on rank 0; returns its result on every rank. Collective.
 
         Raises:
             CheckpointError: on every rank, when it failed on rank 0.
         """
-        told: list[Any] = [None, ""]
+        outcome: list[Any] = [None, ""]
         cause: Exception | None = None
-        if self.number == 0:
+        if self.rank == 0:
             try:
-                told[0] = action()
+                outcome[0] = action()
             except Exception as error:
-                cause, told[1] = error, describe_fault(error)
-        if self.count > 1:
-            _distributed().broadcast_object_list(told, src=0, group=self.group)
-        result, fault = told
+                cause, outcome[1] = error, describe_fault(error)
+        if self.world_size > 1:
+            _distributed().broadcast_object_list(outcome, src=0, group=self.group)
+        result, fault = outcome
         if fault:
             raise CheckpointError(fault) from cause
         return result
+
+    def on_all(self, action: Callable[[], T]) -> list[T]:
+        """Call `action` on every rank; returns all results on rank 0, an empty list elsewhere. Collective.
+
+        Raises:
+            CheckpointError: on every rank, when it failed on some rank; names each of these.
+        """
+        result, fault, cause = None, "", None
+        try:
+            result = action()
+        except Exception as error:
+            # Not raised yet: the others would wait for this rank in the next call
+            fault, cause = f"rank {self.rank}: {describe_fault(error)}", error
+        outcomes: list[Any] | None = [(result, fault)]
+        if self.world_size > 1:
+            outcomes = [None] * self.world_size if self.rank == 0 else None
+            _distributed().gather_object((result, fault), outcomes, dst=0, group=self.group)
+        faults = self.on_rank0(lambda: "; ".join(fault for _, fault in outcomes or () if fault))
+        if faults:
+            raise CheckpointError(faults) from cause
+        return [result for result, _ in outcomes or ()]
 
 
 def _distributed() -> Any:

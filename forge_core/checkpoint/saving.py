@@ -17,7 +17,7 @@ from attrs import frozen
 from forge_core.checkpoint.manager import Checkpoints, State
 from forge_core.checkpoint.manifest import to_json
 from forge_core.checkpoint.ranks import Ranks
-from forge_core.checkpoint.staging import Staging
+from forge_core.checkpoint.tensors import Staging
 from forge_core.config.job import CheckpointSection
 from forge_core.contracts.errors import CheckpointError
 from forge_core.parallel.mesh import group_timeout
@@ -68,7 +68,7 @@ class Saver:
         """Checkpoints from now on tell of this evaluation."""
         finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
         self.evaluation = {"step": step, "metrics": finite}
-        if self._section.keep_best and self._section.best_metric not in metrics and self._checkpoints.ranks.number == 0:
+        if self._section.keep_best and self._section.best_metric not in metrics and self._checkpoints.ranks.rank == 0:
             known = ", ".join(metrics)
             warnings.warn(f"checkpoint.best_metric = {self._section.best_metric!r} is none of {known}", stacklevel=3)
 
@@ -162,7 +162,7 @@ class Saver:
             return to_json({"evaluation": self.evaluation, **state.values})
 
         try:
-            return json.loads(self._checkpoints.ranks.on_first(take))
+            return json.loads(self._checkpoints.ranks.on_rank0(take))
         except CheckpointError as error:
             raise self._checkpoints.failure(step, error) from error
 
@@ -170,5 +170,5 @@ class Saver:
         self.saved_step = None
         if final or self._section.on_failure == "stop":
             raise CheckpointError(f"{error}. {ADVICE}") from error
-        if self._checkpoints.ranks.number == 0:
+        if self._checkpoints.ranks.rank == 0:
             warnings.warn(f"{error}. Training goes on, and the next save tries again", stacklevel=4)

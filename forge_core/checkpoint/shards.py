@@ -1,8 +1,7 @@
-"""Tensors on disk: files of raw bytes, written and read for torch.distributed.checkpoint.
+"""Tensors on disk: files of raw bytes.
 
-DCP plans who writes and who reads what, whatever the sharding; what happens to a file is decided here. A file holds the
-bytes of chunks of tensors, row by row, one chunk after the other, and nothing that could be executed. SHA-256 is taken
-of the bytes on their way to the file.
+A file holds the bytes of chunks of tensors, row by row, one chunk after the other, and nothing that could be executed.
+SHA-256 is taken of the bytes on their way to the file.
 """
 
 from __future__ import annotations
@@ -10,138 +9,83 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
+from attrs import frozen
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
-from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
-from torch.futures import Future
 
-from forge_core.checkpoint.index import INDEX, Extent, index_to_json, read_index
+from forge_core.checkpoint.index import Chunk, Extent, Place
 from forge_core.checkpoint.manifest import threads
 from forge_core.checkpoint.ranks import describe_fault
 from forge_core.contracts.errors import CheckpointError
 from forge_core.launch.progress_beacon import report_progress
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.planner import WriteItem
 
 SMALLEST_SHARE = 1 << 25
 """Bytes below which another file, and a thread to write it, does not pay."""
 FLUSHED_TOGETHER = 1 << 24
 """Bytes that start on their way to the disk at a time."""
 
+Share = Sequence["WriteItem"]
+"""The chunks of one file, in order."""
+Files = dict[str, dict[str, Any]]
+"""Name -> size and SHA-256, as the manifest has them."""
 
-class ShardWriter(StorageWriter):
-    """Writes each rank's chunks into files `__{rank}_{number}.distcp`, and on rank 0 the index.
 
-    Attributes:
-        files: name -> size and SHA-256 of what this rank has written.
+# --- writing -----------------------------------------------------------------------------------------------------
+
+
+def divide(items: Sequence[WriteItem], rank: int) -> dict[str, Share]:
+    """The chunks that a rank writes, by the files that it writes them to, which are of about the same size."""
+    count = max(1, min(threads(), sum(map(_size, items)) // SMALLEST_SHARE))
+    shares: list[list[WriteItem]] = [[] for _ in range(count)]
+    filled = [0] * count
+    for item in sorted(items, key=_size, reverse=True):
+        smallest = filled.index(min(filled))
+        shares[smallest].append(item)
+        filled[smallest] += _size(item)
+    return {f"__{rank}_{number}.distcp": share for number, share in enumerate(shares)}
+
+
+def extents(shares: Mapping[str, Share]) -> dict[Place, Extent]:
+    """Where each chunk will lie."""
+    places = {}
+    for name, share in shares.items():
+        start = 0
+        for item in share:
+            places[item.index.fqn, tuple(item.index.offset or ())] = Extent(name, start)
+            start += _size(item)
+    return places
+
+
+def write_shards(folder: Path, shares: Mapping[str, Share], tensor_of: Callable[[str], Tensor]) -> Files:
+    """Write and flush the files of a rank, several at a time.
+
+    Args:
+        tensor_of: this rank's part of the tensor of a name.
+
+    Raises:
+        CheckpointError: a file cannot be written; names it.
     """
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__()
-        self._folder = folder
-        self.files: dict[str, dict[str, Any]] = {}
+    def write(name: str) -> Files:
+        with new_file(folder / name) as file:
+            for item in shares[name]:
+                file.write(_bytes_of(tensor_of(item.index.fqn)))
+        return {name: file.entry}
 
-    def reset(self, checkpoint_id: Any = None) -> None: ...
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
-    def storage_meta(self) -> StorageMeta | None:
-        return None
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        return [replace(plan, storage_data=rank) for rank, plan in enumerate(plans)]
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        shares = _shares(plan.items)
-        names = [f"__{plan.storage_data}_{number}.distcp" for number in range(len(shares))]
-        with ThreadPoolExecutor(len(shares)) as pool:
-            written = list(pool.map(lambda name, share: self._write_file(name, share, planner), names, shares))
-        future: Future[list[WriteResult]] = Future()
-        future.set_result([result for results in written for result in results])
-        return future
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        extents = {result.index: result.storage_data for written in results for result in written}
-        with _new_file(self._folder / INDEX) as file:
-            file.write(index_to_json(metadata, extents).encode())
-        self.files[INDEX] = file.entry
-
-    def _write_file(self, name: str, items: Iterable[WriteItem], planner: SavePlanner) -> list[WriteResult]:
-        results = []
-        with _new_file(self._folder / name) as file:
-            for item in items:
-                data, start = _bytes_of(planner.resolve_data(item)), file.size
-                file.write(data)
-                results.append(WriteResult(item.index, len(data), Extent(name, start)))
-        self.files[name] = file.entry
-        return results
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        return isinstance(checkpoint_id, Path)
+    with ThreadPoolExecutor(len(shares)) as pool:
+        return {name: entry for written in pool.map(write, shares) for name, entry in written.items()}
 
 
-class ShardReader(StorageReader):
-    """Reads what `ShardWriter` wrote: of each chunk only what this rank needs, where its rows lie together."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__()
-        self._folder = folder
-
-    def reset(self, checkpoint_id: Any = None) -> None: ...
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return read_index(self._folder)
-
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        self._tensors: Any = metadata.state_dict_metadata
-        self._extents: Any = metadata.storage_data
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        by_file: dict[str, list[ReadItem]] = {}
-        for item in plan.items:
-            by_file.setdefault(self._extents[item.storage_index].file, []).append(item)
-        for name, items in by_file.items():
-            with (self._folder / name).open("rb") as file:
-                for item in sorted(items, key=lambda item: self._extents[item.storage_index].start):
-                    self._read(file, item, planner)
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
-
-    def _read(self, file: BinaryIO, item: ReadItem, planner: LoadPlanner) -> None:
-        entry, start = self._tensors[item.storage_index.fqn], self._extents[item.storage_index].start
-        chunk, dtype = entry.chunks[item.storage_index.index], entry.properties.dtype
-        target = planner.resolve_tensor(item).detach()
-        skipped, sizes = _rows(item, chunk)
-        file.seek(start + skipped * dtype.itemsize)
-        if target.is_cpu and target.is_contiguous() and (target.dtype, target.shape) == (dtype, sizes):
-            _fill(target, file, item)
-        else:
-            read = _fill(torch.empty(sizes, dtype=dtype), file, item)
-            target.copy_(_part(read, item) if sizes == chunk.sizes else read)
-        planner.commit_tensor(item, target)
-        report_progress("reading")
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        return isinstance(checkpoint_id, Path)
-
-
-class _HashedFile:
+class HashedFile:
     """Takes the SHA-256 of what is written."""
 
     def __init__(self, file: BinaryIO) -> None:
@@ -159,8 +103,8 @@ class _HashedFile:
         report_progress("writing")
 
     def _start_flush(self) -> None:
-        """Have the kernel begin to write to the disk now, so that at the end there is little left to wait for. This is
-        what it does when told that the pages are not needed; it keeps them until they are on the disk."""
+        """Have the kernel begin to write to the disk now, so that at the end there is little left to wait for. It does
+        so when told that the pages are not needed, and keeps them until they are on the disk."""
         self._file.flush()
         if hasattr(os, "posix_fadvise"):
             started, self._on_its_way = self._on_its_way, self.size
@@ -168,36 +112,24 @@ class _HashedFile:
 
     @property
     def entry(self) -> dict[str, Any]:
-        """What the manifest says of the file."""
+        """The file's entry in the manifest."""
         return {"size": self.size, "sha256": self._digest.hexdigest()}
 
 
 @contextmanager
-def _new_file(path: Path) -> Iterator[_HashedFile]:
+def new_file(path: Path) -> Iterator[HashedFile]:
     """A file that is on the disk when the context ends.
 
     Raises:
-        CheckpointError: it could not be written; names it.
+        CheckpointError: it cannot be written; names it.
     """
     try:
         with path.open("wb") as file:
-            yield _HashedFile(file)
+            yield HashedFile(file)
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
         raise CheckpointError(f"{path} cannot be written: {describe_fault(error)}") from error
-
-
-def _shares(items: Sequence[WriteItem]) -> list[list[WriteItem]]:
-    """The items of one rank for several files of about the same size."""
-    count = max(1, min(threads(), sum(map(_size, items)) // SMALLEST_SHARE))
-    shares: list[list[WriteItem]] = [[] for _ in range(count)]
-    filled = [0] * count
-    for item in sorted(items, key=_size, reverse=True):
-        smallest = filled.index(min(filled))
-        shares[smallest].append(item)
-        filled[smallest] += _size(item)
-    return shares
 
 
 def _size(item: WriteItem) -> int:
@@ -208,31 +140,86 @@ def _size(item: WriteItem) -> int:
     return math.prod(data.chunk.sizes) * data.properties.dtype.itemsize
 
 
-def _bytes_of(tensor: Any) -> memoryview:
+def _bytes_of(tensor: Tensor) -> memoryview:
     """A tensor's own memory where it is contiguous and on the host, else a copy."""
     array: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     return memoryview(array)
 
 
-def _rows(item: ReadItem, chunk: ChunkStorageMetadata) -> tuple[int, torch.Size]:
-    """What to read of a chunk: how many elements to skip, and the sizes from there. All of it, unless whole rows are
-    wanted."""
-    if item.lengths[1:] != chunk.sizes[1:]:
-        return 0, chunk.sizes
-    row = math.prod(chunk.sizes[1:])
-    return (item.storage_offsets[0] * row if item.lengths else 0), item.lengths
+# --- reading -----------------------------------------------------------------------------------------------------
 
 
-def _part(read: Tensor, item: ReadItem) -> Tensor:
-    """Of a whole chunk, what is wanted."""
-    for dimension, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-        read = read.narrow(dimension, offset, length)
-    return read
+@frozen(eq=False)
+class Read:
+    """The overlap of a stored chunk with this rank's part of a tensor."""
+
+    name: str
+    chunk: Chunk
+    dtype: torch.dtype
+    """As stored."""
+    offsets: tuple[int, ...]
+    """Where the overlap begins in the chunk."""
+    target: Tensor
+    """A view of the memory to fill, of the overlap's shape."""
 
 
-def _fill(tensor: Tensor, file: BinaryIO, item: ReadItem) -> Tensor:
+def overlap(name: str, chunk: Chunk, dtype: torch.dtype, local: Tensor, offsets: Sequence[int]) -> Read | None:
+    """What to read of `chunk` into `local`, the tensor's part at `offsets`; None if they have nothing in common."""
+    within = []
+    for dimension, (first, length) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
+        start = max(first, offsets[dimension])
+        count = min(first + length, offsets[dimension] + local.shape[dimension]) - start
+        if count <= 0:
+            return None
+        local = local.narrow(dimension, start - offsets[dimension], count)
+        offsets = [*offsets[:dimension], start, *offsets[dimension + 1 :]]
+        within.append(start - first)
+    return Read(name, chunk, dtype, tuple(within), local)
+
+
+def read_shards(folder: Path, reads: Iterable[Read]) -> None:
+    """Fill the targets: of each chunk only the part that is needed, where its rows lie together.
+
+    Raises:
+        CheckpointError: a file ends too early.
+        OSError: a file cannot be read.
+    """
+    by_file: dict[str, list[Read]] = {}
+    for read in reads:
+        by_file.setdefault(read.chunk.extent.file, []).append(read)
+    for name, parts in by_file.items():
+        with (folder / name).open("rb") as file:
+            for read in sorted(parts, key=lambda read: read.chunk.extent.start):
+                _read(file, read)
+                report_progress("reading")
+
+
+def _read(file: BinaryIO, read: Read) -> None:
+    target, wanted = read.target, read.target.shape
+    skipped, sizes = _rows(read)
+    file.seek(read.chunk.extent.start + skipped * read.dtype.itemsize)
+    if target.is_cpu and target.is_contiguous() and (target.dtype, wanted) == (read.dtype, sizes):
+        _fill(target, file, read.name)
+        return
+    data = _fill(torch.empty(sizes, dtype=read.dtype), file, read.name)
+    if sizes != wanted:
+        for dimension, (offset, length) in enumerate(zip(read.offsets, wanted, strict=True)):
+            data = data.narrow(dimension, offset, length)
+    target.copy_(data)
+
+
+def _rows(read: Read) -> tuple[int, torch.Size]:
+    """How many elements of the chunk to skip, and the sizes of what to read from there: the chunk from its start,
+    unless whole rows are wanted."""
+    sizes, wanted = torch.Size(read.chunk.sizes), read.target.shape
+    if wanted[1:] != sizes[1:]:
+        return 0, sizes
+    return (read.offsets[0] * math.prod(sizes[1:]) if wanted else 0), wanted
+
+
+def _fill(tensor: Tensor, file: BinaryIO, name: str) -> Tensor:
     """Fill a contiguous tensor on the host with the bytes that follow in a file."""
     memory = _bytes_of(tensor)
     if file.readinto(memory) != len(memory):  # type: ignore[attr-defined]
-        raise CheckpointError(f"{file.name} ends before {item.storage_index.fqn} does")
+        raise CheckpointError(f"{file.name} ends before {name} does")
     return tensor

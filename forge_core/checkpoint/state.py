@@ -8,7 +8,7 @@ generator's state needs keeping.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,8 @@ import torch
 from attrs import asdict, define, field
 from torch import Tensor, nn
 
-from forge_core.checkpoint.manager import State, load_tensors, stored_tensors
+from forge_core.checkpoint.manager import State
+from forge_core.checkpoint.tensors import load_tensors, shared_index
 from forge_core.contracts.components import Plugin, TrainingHook, state_fields
 from forge_core.contracts.errors import CheckpointError
 from forge_core.contracts.optimizer import HasEvaluationWeights, PlacesState
@@ -115,7 +116,8 @@ def restore_state(
     Raises:
         CheckpointError: the checkpoint does not fit the job.
     """
-    stored = stored_tensors(folder)
+    index = shared_index(folder)
+    stored = index.shapes
     slots = _empty_slots(optimizer, stored, trained)
     held = {owner: _empty_held(owner, stored) for owner in own if owner in manifest["extras"]}
     tensors = {MODEL + name: tensor for name, tensor in model_tensors(model).items()}
@@ -123,7 +125,7 @@ def restore_state(
     tensors |= {f"{owner}.{name}": tensor for owner, held_ in held.items() for name, tensor in held_.items()}
     evaluated = _empty_evaluated(optimizer, stored)
     tensors |= {EVALUATION + name: tensor for name, (_, tensor) in evaluated.items()}
-    load_tensors(folder, tensors)
+    load_tensors(folder, tensors, index)
     _fill_optimizer(optimizer, slots, manifest["optimizer"])
     if isinstance(optimizer, HasEvaluationWeights) and evaluated:
         optimizer.load_evaluation_weights(dict(evaluated.values()))
@@ -134,8 +136,10 @@ def restore_state(
 
 def load_model(folder: Path, model: Model) -> None:
     """Only the weights of a checkpoint, as they are evaluated."""
-    where = evaluated_names(stored_tensors(folder))
-    load_tensors(folder, {where.get(name, MODEL + name): tensor for name, tensor in model_tensors(model).items()})
+    index = shared_index(folder)
+    where = evaluated_names(index.shapes)
+    tensors = {where.get(name, MODEL + name): tensor for name, tensor in model_tensors(model).items()}
+    load_tensors(folder, tensors, index)
 
 
 def evaluated_names(stored: Iterable[str]) -> dict[str, str]:
@@ -194,9 +198,16 @@ def _named(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, nn.Parameter
 
 
 def _group_state(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Counters that an optimizer keeps in its groups: the keys that it names in an attribute `group_state`."""
+    """Counters that an optimizer keeps in its groups (the keys that it names in an attribute `group_state`), each with
+    what its group matches, since tables of `[[optimizer.groups]]` may change places."""
     keys = getattr(optimizer, "group_state", ())
-    return [{key: group[key] for key in keys if key in group} for group in optimizer.param_groups]
+    groups = zip(_matches(optimizer), optimizer.param_groups, strict=True)
+    return [{"match": match, **{key: group[key] for key in keys if key in group}} for match, group in groups]
+
+
+def _matches(optimizer: torch.optim.Optimizer) -> list[str]:
+    """For each group its number among those that the optimizer made, and the pattern of the table that divided it."""
+    return [group.get("match", str(number)) for number, group in enumerate(optimizer.param_groups)]
 
 
 def _empty_slots(
@@ -240,8 +251,21 @@ def _fill_optimizer(
         own |= saved["scalars"].get(name, {})
         if own:
             optimizer.state[parameter] = own
-    if len(saved["groups"]) != len(optimizer.param_groups) and any(saved["groups"]):
-        counts = f"{len(saved['groups'])} parameter groups with counters, this job makes {len(optimizer.param_groups)}"
-        raise CheckpointError(f"the checkpoint's optimizer has {counts}")
-    for group, values in zip(optimizer.param_groups, saved["groups"], strict=False):
-        group.update(values)
+    _fill_groups(optimizer, saved["groups"])
+
+
+def _fill_groups(optimizer: torch.optim.Optimizer, saved: Sequence[Mapping[str, Any]]) -> None:
+    """Give each group the counters of the group that matched the same parameters."""
+    matches, counters = _matches(optimizer), {}
+    for number, values in enumerate(saved):
+        # A checkpoint of version 0.1 does not say what a group matches: there the order decides
+        by_order = matches[number] if number < len(matches) else str(number)
+        counters[values.get("match", by_order)] = {key: value for key, value in values.items() if key != "match"}
+    if any(counters.values()) and counters.keys() != set(matches):
+        theirs, ours = (", ".join(map(repr, names)) for names in (counters, matches))
+        fix = "give [[optimizer.groups]] the patterns that it had, in any order"
+        raise CheckpointError(
+            f"the checkpoint has counters of the parameter groups {theirs}, this job has {ours}; {fix}"
+        )
+    for match, group in zip(matches, optimizer.param_groups, strict=True):
+        group.update(counters.get(match, {}))

@@ -71,15 +71,21 @@ def apply_settings(optimizer: torch.optim.Optimizer, tables: Sequence[ParameterG
     problems = [*_unfitting(tables, names), *_unknown(tables, optimizer.param_groups, names)]
     if problems:
         raise JobError(problems)
-    optimizer.param_groups[:] = [part for group in optimizer.param_groups for part in _divide(group, tables, names)]
+    groups = enumerate(optimizer.param_groups)
+    optimizer.param_groups[:] = [part for of, group in groups for part in _divide(of, group, tables, names)]
 
 
-def _divide(group: Group, tables: Sequence[ParameterGroup], names: Mapping[str, Sequence[str]]) -> Iterator[Group]:
+def _divide(
+    of: int, group: Group, tables: Sequence[ParameterGroup], names: Mapping[str, Sequence[str]]
+) -> Iterator[Group]:
+    """The parts of group number `of`; `match` says which one a part is, whatever the order of the tables."""
     chosen = [_first_fitting(tables, names.get(name, (name,))) for name in group["names"]]
+    matches = [f"{of}", *(f"{of} {table.match}" for table in tables)]
     for number, settings in enumerate([{}, *(table.values() for table in tables)]):
         own = [index for index, table in enumerate(chosen) if table == number - 1]
         part = {key: [group[key][index] for index in own] for key in ("params", "names")}
-        yield group | part | {key: value for key, value in settings.items() if key in group}
+        known = {key: value for key, value in settings.items() if key in group}
+        yield group | part | known | {"match": matches[number]}
 
 
 def _first_fitting(tables: Sequence[ParameterGroup], names: Sequence[str]) -> int:
@@ -105,7 +111,7 @@ def _unknown(
     """Settings that no group has of those whose parameters a table fits."""
     for number, table in enumerate(tables):
         fitted = [group for group in groups if any(_fits(names.get(name, (name,)), table) for name in group["names"])]
-        known = {key for group in fitted for key in group} - {"params", "names", "param_names"}
+        known = {key for group in fitted for key in group} - {"params", "names", "param_names", "match"}
         for key in table.values():
             if fitted and key not in known:
                 path = f"optimizer.groups.{number}" + ("" if key in ("lr", "weight_decay") else ".settings")

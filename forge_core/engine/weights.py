@@ -9,8 +9,8 @@ from pathlib import Path
 from attrs import frozen
 from torch import Size
 
-from forge_core.checkpoint.manager import load_tensors, stored_tensors
 from forge_core.checkpoint.state import evaluated_names, model_tensors
+from forge_core.checkpoint.tensors import load_tensors, shared_index
 from forge_core.config.job import LoadSection
 from forge_core.contracts.errors import CheckpointError, JobError, Problem, did_you_mean
 from forge_core.contracts.model import Model
@@ -57,7 +57,8 @@ def load_weights(folder: Path, section: LoadSection, model: Model, outline: Outl
         JobError: a pattern fits no name.
         CheckpointError: a selected tensor has another shape there, or is missing although `strict`.
     """
-    entries = stored_tensors(folder)
+    index = shared_index(folder)
+    entries = index.shapes
     where = evaluated_names(entries)
     stored = {name: entries[full][0] for name, full in where.items()}
     names = _names(outline.tensors, outline.ties)
@@ -70,7 +71,7 @@ def load_weights(folder: Path, section: LoadSection, model: Model, outline: Outl
             "strict = false to let them keep their initial values"
         )
     own = model_tensors(model)
-    load_tensors(folder, {where[name]: own[name] for name in selection.loaded if name in own})
+    load_tensors(folder, {where[name]: own[name] for name in selection.loaded if name in own}, index)
     return selection
 
 

@@ -209,10 +209,10 @@ class Rendezvous:
             if _serves(self.world):
                 self._see_off({rank for rank in range(self.world.size) if rank not in unresponsive})
 
-    def _see_off(self, ranks: set[int]) -> None:
+    def _see_off(self, ranks: Collection[int]) -> None:
         began = time.monotonic()
         heartbeats: dict[int, Any] = {}
-        moved = dict.fromkeys(ranks, began)
+        moved: dict[int, float] = dict.fromkeys(ranks, began)
         while ranks := {rank for rank in ranks if not self._exist([f"left/{rank}"])}:
             now, beating = time.monotonic(), self.get(HEARTBEAT, ranks)
             moved |= {rank: now for rank, beat in beating.items() if beat != heartbeats.get(rank)}

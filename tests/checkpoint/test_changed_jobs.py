@@ -24,6 +24,7 @@ from forge_core.contracts.components import (
     Component,
     ModelComponent,
     OptimizerComponent,
+    ParameterGroup,
     Plugin,
     TrainingHook,
     when_resumed,
@@ -75,6 +76,27 @@ class Sgd(OptimizerComponent):
         import torch
 
         return torch.optim.SGD(parameters.groups(0.0), lr=self.lr)
+
+
+@frozen(kw_only=True)
+class Tiring(OptimizerComponent):
+    """SGD whose groups slow down by what they count."""
+
+    lr: float = 0.1
+
+    def build(self, context, parameters):
+        import torch
+
+        class TiringSGD(torch.optim.SGD):
+            group_state = ("walked",)
+
+            def step(self, closure=None):
+                for group in self.param_groups:
+                    group["walked"] = group.get("walked", 0.0) + group["lr"]
+                    group["lr"] /= 1 + 9 * group["walked"]
+                super().step(closure)
+
+        return TiringSGD(parameters.groups(0.0), lr=self.lr)
 
 
 @pytest.fixture
@@ -299,6 +321,21 @@ def test_the_impossible_is_refused_even_with_the_flag_before_anything_is_built(
     monkeypatch.setattr("forge_core.engine.trainer.build_run", built)
     with pytest.raises(CheckpointError, match="impossible"):
         train(make_job(steps=4, **changes))
+
+
+def test_counters_of_groups_go_to_the_groups_of_the_same_patterns(resume, make_job, train, lines):
+    """Tables change places without meaning anything else, where no parameter matches two of them."""
+    tables = (ParameterGroup(match="embed*", lr=0.5), ParameterGroup(match="*head*", lr=0.02))
+    before, after = ({"optimizer": Tiring(groups=groups)} for groups in (tables, tables[::-1]))
+    whole = train(make_job(steps=4, job={"name": "whole"}, **before))
+    cut = resume(before, after, resume_with_changes=True)
+    assert [record["loss"] for record in lines(cut)] == [record["loss"] for record in lines(whole)]
+
+
+def test_counters_of_a_group_that_no_pattern_has_any_more_are_refused_by_name(resume):
+    before, after = ({"optimizer": Tiring(groups=(ParameterGroup(match=match),))} for match in ("embed*", "*head*"))
+    with pytest.raises(CheckpointError, match=r"counters of the parameter groups .*embed\*.*, this job has .*head\*"):
+        resume(before, after, resume_with_changes=True)
 
 
 def test_the_next_checkpoint_has_the_new_job(resume, train, make_job):

@@ -10,6 +10,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
 import pytest
 from attrs import define, evolve, field, frozen
 from harness.outcome import differences, read_outcome
@@ -19,9 +20,12 @@ from parts.hooks import Remembering, Seen
 from forge_core import Catalog, Plugin, TrainingHook, hookimpl
 from forge_core.checkpoint.storage import Local, LocalStorage
 from forge_core.config.job import Phase
-from forge_core.contracts.components import SchedulerComponent
+from forge_core.contracts.components import DatasetComponent, SchedulerComponent
+from forge_core.contracts.data import StreamedDocument
 from forge_plugin_transformer import GroupedQueryAttention, MultiTokenPrediction, Transformer
 from forge_testing import Numbers, TinyModel
+from forge_testing.processes import run_on_ranks
+from forge_testing.tiny import VOCABULARY
 
 TEXT = Path(__file__).parent.parent / "faults/parts/text"
 STEPS = 7
@@ -252,3 +256,35 @@ def test_a_process_that_dies_while_it_shortens_the_metrics_loses_no_line(
     with pytest.raises(PowerCut):
         train(make_job(steps=STEPS, gc_interval=0), Seen(), Interruption())
     assert read_outcome(tmp_path / "run")["metrics"] == before["metrics"]
+
+
+class Reading:
+    """Lane n has documents of its own, each of them once."""
+
+    held_out = None
+    lanes = 4
+
+    def read(self, lane, position):
+        number = (position or {"next": 0})["next"]
+        while True:
+            tokens = np.random.default_rng([lane, number]).integers(1, VOCABULARY, 9)
+            yield StreamedDocument(np.append(tokens, 0), None, {"next": number})
+            number += 1
+
+
+@frozen(kw_only=True)
+class Lanes(DatasetComponent):
+    def build(self, context):
+        return Reading()
+
+
+def test_lanes_that_other_ranks_have_read_go_on_where_these_left_off(make_job, train, lines):
+    def job(name, steps):
+        return make_job(steps=steps, job={"name": name}, data={"sources": (Lanes(),)})
+
+    train(job("whole", 6))
+    train(job("cut", 2))
+    run_on_ranks(2, lambda rank: train(job("cut", 4)).step)
+    whole, cut = train(job("whole", 6)), train(job("cut", 6))
+    losses = [record["loss"] for record in lines(whole)]
+    assert [record["loss"] for record in lines(cut)] == pytest.approx(losses, abs=1e-6)

@@ -12,10 +12,10 @@ import pytest
 import torch
 from attrs import define, field, frozen
 
+from forge_core.checkpoint import tensors as checkpoint_tensors
 from forge_core.checkpoint.manager import Checkpoints, State, load_tensors, stored_tensors
 from forge_core.checkpoint.retention import Retention
 from forge_core.checkpoint.saving import Saver
-from forge_core.checkpoint.shards import ShardWriter
 from forge_core.checkpoint.storage import Local, LocalStorage
 from forge_core.config.job import CheckpointSection
 from forge_core.contracts.components import TrainingHook
@@ -329,11 +329,11 @@ def fail(self, step):
 
 
 def test_ranks_see_a_commit_at_the_same_step_though_one_is_slower(make_job, train, tmp_path, monkeypatch):
-    write_data = ShardWriter.write_data
+    write = checkpoint_tensors.write_shards
 
-    def slow(self, plan, planner):
-        time.sleep(0.3 * plan.storage_data)
-        return write_data(self, plan, planner)
+    def slow(folder, shares, tensor_of):
+        time.sleep(0.3 * torch.distributed.get_rank())
+        return write(folder, shares, tensor_of)
 
     @define(kw_only=True, slots=False)
     class Seen(TrainingHook):
@@ -347,7 +347,7 @@ def test_ranks_see_a_commit_at_the_same_step_though_one_is_slower(make_job, trai
         def on_checkpoint_save(self, context):
             self.seen.append((context.step, self.step))
 
-    monkeypatch.setattr(ShardWriter, "write_data", slow)
+    monkeypatch.setattr(checkpoint_tensors, "write_shards", slow)
     GATE.set()
     job = make_job(steps=40, checkpoint={"interval": 0, "early_steps": 2, "async_save": True})
 

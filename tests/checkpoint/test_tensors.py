@@ -15,11 +15,14 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from forge_core.checkpoint import manifest
+from forge_core.checkpoint import index, manifest
 from forge_core.checkpoint.manager import Checkpoints, State, load_tensors, stored_tensors, verify
 from forge_core.checkpoint.retention import Retention
 from forge_core.checkpoint.storage import LocalStorage
+from forge_core.checkpoint.tensors import TensorWriter
 from forge_core.contracts.errors import CheckpointError
+from forge_core.engine.trainer import Trainer
+from forge_testing import tiny_job
 from forge_testing.processes import run_on_ranks
 
 DTYPES = [
@@ -168,17 +171,17 @@ class TestAnIndex:
         ],
     )
     def test_of_another_form_is_refused(self, checkpoint, change, fault):
-        index = json.loads((checkpoint / "index.json").read_text())
-        index["x"] |= change
-        (checkpoint / "index.json").write_text(json.dumps(index))
+        entries = json.loads((checkpoint / "index.json").read_text())
+        entries["x"] |= change
+        (checkpoint / "index.json").write_text(json.dumps(entries))
         with pytest.raises(CheckpointError, match=rf"index\.json: .*{fault}"):
             stored_tensors(checkpoint)
 
     @pytest.mark.parametrize("start", [33, 10**12, -1])
     def test_that_points_beyond_its_file_is_refused(self, checkpoint, start):
-        index = json.loads((checkpoint / "index.json").read_text())
-        index["x"]["chunks"][0]["start"] = start
-        (checkpoint / "index.json").write_text(json.dumps(index))
+        entries = json.loads((checkpoint / "index.json").read_text())
+        entries["x"]["chunks"][0]["start"] = start
+        (checkpoint / "index.json").write_text(json.dumps(entries))
         with pytest.raises(CheckpointError, match=r"cannot read .*rank 0: .*(ends before x does|Invalid argument)"):
             load_tensors(checkpoint, {"x": torch.zeros(2, 3)})
 
@@ -260,3 +263,47 @@ def test_each_rank_writes_its_own_part_only(tmp_path):
     for rank in (0, 1):
         data = (tmp_path / f"step-1/__{rank}_0.distcp").read_bytes()
         assert torch.frombuffer(bytearray(data), dtype=torch.float32).unique().tolist() == [rank]
+
+
+def counted(monkeypatch, where, name):
+    """Lets calls of a function through, and returns the list that they are noted in."""
+    calls, original = [], getattr(where, name)
+    monkeypatch.setattr(where, name, lambda *arguments: calls.append(name) or original(*arguments))
+    return calls
+
+
+def test_only_rank_0_parses_the_index_of_a_run_that_continues_and_once(tmp_path, monkeypatch):
+    def work(rank):
+        Trainer(tiny_job(str(tmp_path), steps=2), echo=lambda text: None).run()
+        parsed = counted(monkeypatch, index, "parse_index")
+        Trainer(tiny_job(str(tmp_path), steps=3), echo=lambda text: None).run()
+        return len(parsed)
+
+    assert run_on_ranks(2, work) == [1, 0]
+
+
+def test_a_rank_makes_objects_only_of_the_chunks_that_it_needs():
+    rows = 10_000
+    chunks = [{"offsets": [row, 0], "sizes": [1, 4], "file": f"__{row}_0.distcp", "start": 0} for row in range(rows)]
+    parsed = index.parse_index(json.dumps({"x": {"dtype": "float32", "size": [rows, 4], "chunks": chunks}}))
+    assert [chunk.extent.file for chunk in parsed.chunks("x", (7, 0), (2, 4))] == ["__7_0.distcp", "__8_0.distcp"]
+
+
+def test_saves_are_planned_once_while_the_tensors_stay_and_again_when_one_changes(tmp_path, monkeypatch):
+    def work(rank):
+        planned = counted(monkeypatch, TensorWriter, "_plan")
+        mesh = init_device_mesh("cpu", (2,))
+        checkpoints = Checkpoints(LocalStorage(tmp_path), Retention(keep=9), "full")
+        own = DTensor.from_local(torch.full((2, 3), float(rank)), mesh, [Shard(0)])
+        counts = []
+        for step, grown in enumerate(({}, {}, {"y": torch.arange(3.0)}), 1):
+            checkpoints.save(step, State({"x": own + step, **grown}, {}))
+            counts.append(len(planned))
+        loaded = {"x": torch.zeros(4, 3), "y": torch.zeros(3)}
+        load_tensors(tmp_path / "step-3", loaded)
+        second = {"x": torch.zeros(4, 3)}
+        load_tensors(tmp_path / "step-2", second)
+        return counts, loaded["x"][:, 0].tolist(), loaded["y"].tolist(), second["x"][:, 0].tolist()
+
+    outcome = ([1, 1, 2], [3.0, 3.0, 4.0, 4.0], [0.0, 1.0, 2.0], [2.0, 2.0, 3.0, 3.0])
+    assert run_on_ranks(2, work) == [outcome, outcome]

@@ -65,8 +65,8 @@ class Trouble(TrainingHook):
                 time.sleep(0.15)
             return
         if self.what == "slow save":
-            write = shards._HashedFile.write
-            shards._HashedFile.write = lambda *arguments: (time.sleep(1.2), write(*arguments))
+            write = shards.HashedFile.write
+            shards.HashedFile.write = lambda *arguments: (time.sleep(1.2), write(*arguments))
             return
         if self.what == "linger":
             atexit.register(Path("took-leave").touch)

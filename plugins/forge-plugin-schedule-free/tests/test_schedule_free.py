@@ -7,9 +7,11 @@ import copy
 import pytest
 import schedulefree
 import torch
+from attrs import frozen
 from safetensors.torch import load_file
 
 from forge_core.cli import main
+from forge_core.contracts.components import SchedulerComponent
 from forge_core.contracts.optimizer import HasEvaluationWeights
 from forge_plugin_schedule_free import ScheduleFreeAdamW, ScheduleFreeSGD
 from forge_testing.runs import tiny_run
@@ -70,9 +72,17 @@ def test_an_evaluation_leaves_no_trace(make_job, build):
     assert all(torch.equal(item.parameter, before[item.name]) for item in run.parameters)
 
 
+@frozen(kw_only=True)
+class Falling(SchedulerComponent):
+    """Below the largest rate so far, which these optimizers remember."""
+
+    def build(self, context):
+        return lambda step, steps: 1.0 if step < 2 else 0.2
+
+
 @pytest.mark.parametrize("component", COMPONENTS, ids=lambda component: type(component).__name__)
 def test_an_interrupted_run_equals_the_whole_and_exports_its_average(make_job, train, lines, tmp_path, component):
-    settings = {"optimizer": component, "eval": {"interval": 2}, "micro_batch_size": 2}
+    settings = {"optimizer": component, "scheduler": Falling(), "eval": {"interval": 2}, "micro_batch_size": 2}
     whole = train(make_job(steps=6, job={"name": "whole"}, **settings))
     train(make_job(steps=3, job={"name": "cut"}, **settings))
     cut = train(make_job(steps=6, job={"name": "cut"}, **settings))
