@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from itertools import islice, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -143,7 +143,9 @@ def loader_component(job: Job, catalog: Catalog) -> LoaderComponent:
     """The job's loader: its own table's, or else the core's without `data.workers` and `WORKER_LOADER` with them."""
     if job.data.loader is not None:
         return job.data.loader
-    return catalog.load("loader", WORKER_LOADER)() if job.data.workers else Plain()
+    if not job.data.workers:
+        return Plain()
+    return cast("LoaderComponent", catalog.load("loader", WORKER_LOADER)())
 
 
 def identities_of(job: Job, datasets: Sequence[Dataset | Stream]) -> dict[str, str]:

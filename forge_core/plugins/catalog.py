@@ -160,7 +160,8 @@ class Catalog:
         if not _is_attrs(cls):
             hint = "decorate it with @attrs.frozen(kw_only=True)"
             raise PluginError(f"{kind} {type_!r} from {source} is not an attrs class; {hint}")
-        own, asked = getattr(cls, "build", None), getattr(base, "build", None)
+        own: Any = getattr(cls, "build", None)
+        asked: Any = getattr(base, "build", None)
         if own is not asked and inspect.isfunction(own) and (refusal := call_refusal(own, asked)):
             raise PluginError(f"{kind} {type_!r} from {source}: {refusal}")
         self._types[cls] = spelling

@@ -44,7 +44,7 @@ def token_noise(batch: Batch, size: int, name: str) -> Tensor:
     return _shifted(bits_BSN, 64 - MANTISSA).float() * 2.0**-MANTISSA
 
 
-@torch.compiler.assume_constant_result  # dynamo cannot trace hashlib
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # dynamo cannot trace hashlib
 def _key(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little", signed=True)
 

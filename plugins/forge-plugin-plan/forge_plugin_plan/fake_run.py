@@ -10,7 +10,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from forge_core.auxiliary import Auxiliary
 from forge_core.config.job import Job
-from forge_core.contracts.contexts import BuildContext
 from forge_core.contracts.model import Initialises, Model
 from forge_core.engine.build import (
     BuiltModel,
@@ -25,6 +24,7 @@ from forge_core.engine.hooks import HookRunner
 from forge_core.parallel.initialise import allocate
 from forge_core.parallel.stages import apply_stages
 from forge_core.plugins.catalog import Catalog
+from forge_core.plugins.manager import RunContext
 from forge_plugin_plan.meter import MeteredLoss
 
 CPU = torch.device("cpu")
@@ -64,7 +64,7 @@ def fake_run(job: Job, catalog: Catalog, device: torch.device) -> FakeRun:
     return FakeRun(run, mode, loss)
 
 
-def _context(job: Job, catalog: Catalog, mode: FakeTensorMode) -> BuildContext:
+def _context(job: Job, catalog: Catalog, mode: FakeTensorMode) -> RunContext:
     context = build_context(job, catalog, None)
     tokenizer = None if getattr(job.model, "vocab_size", 0) else build_tokenizer(job, context)
     with mode:

@@ -17,10 +17,11 @@ from forge_core.checkpoint.manager import stored_tensors
 from forge_core.checkpoint.manifest import read_manifest
 from forge_core.config.job import Job
 from forge_core.contracts.components import TrainingHook
-from forge_core.contracts.contexts import BuildContext, StepContext
+from forge_core.contracts.contexts import StepContext
 from forge_core.engine.build import build_context
 from forge_core.engine.trainer import Summary, Trainer
 from forge_core.plugins.catalog import Catalog
+from forge_core.plugins.manager import RunContext
 from forge_kit.whole_tensors import read_whole
 from forge_testing import tiny_job
 
@@ -60,7 +61,7 @@ class Suite:
             merged[name] = {**merged[name], **value} if both else value
         return tiny_job(str(folder), self.catalog, **merged)
 
-    def context(self, job: Job, folder: Path | None = None) -> BuildContext:
+    def context(self, job: Job, folder: Path | None = None) -> RunContext:
         """What a component of the job is given when it is built. `folder`: the run folder."""
         return build_context(job, self.catalog, folder)
 

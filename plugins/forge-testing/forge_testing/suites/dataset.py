@@ -16,11 +16,11 @@ import torch
 from forge_core.checkpoint.state import Progress
 from forge_core.config.job import Job
 from forge_core.contracts.components import DatasetComponent
-from forge_core.contracts.contexts import BuildContext
 from forge_core.contracts.data import IGNORED_LABEL, Batch, Dataset, Documents, Stream
 from forge_core.data.loader import TrainLoader
 from forge_core.engine.build import build_datasets, build_tokenizer
 from forge_core.plugins.catalog import Catalog
+from forge_core.plugins.manager import RunContext
 from forge_testing.suites.base import Suite, explained
 
 Sample = Mapping[str, np.ndarray]
@@ -194,11 +194,11 @@ class DatasetSuite(Suite):
     def _job(self, folder: Path) -> Job:
         return self.tiny_job(folder, data={"sources": (self.make(folder),)}, steps=self.steps)
 
-    def _context(self, job: Job) -> BuildContext:
+    def _context(self, job: Job) -> RunContext:
         context = self.context(job)
         return attrs.evolve(context, tokenizer=build_tokenizer(job, context))
 
-    def _build(self, job: Job, context: BuildContext | None = None) -> Any:
+    def _build(self, job: Job, context: RunContext | None = None) -> Any:
         [data] = build_datasets(job, context or self._context(job))
         return data
 
@@ -228,7 +228,7 @@ def _samples(data: Dataset | Stream) -> list[Sample]:
     return [data[number] for number in numbers]
 
 
-def _check_ids(number: int, ids: np.ndarray, labels: np.ndarray, context: BuildContext) -> None:
+def _check_ids(number: int, ids: np.ndarray, labels: np.ndarray, context: RunContext) -> None:
     size = context.tokenizer.vocab_size if context.tokenizer is not None else None
     for name, found in (("input_ids", ids), ("labels", labels[labels != IGNORED_LABEL])):
         outside = found[(found < 0) | (found >= (size or np.inf))]

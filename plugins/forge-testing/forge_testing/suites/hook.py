@@ -131,6 +131,7 @@ class Weights(TrainingHook):
     """Keeps a copy of the weights after the last step."""
 
     def on_train_end(self, context: TrainContext) -> None:
+        assert isinstance(context.model, torch.nn.Module)
         self.weights = {name: value.detach().clone() for name, value in context.model.state_dict().items()}
 
 

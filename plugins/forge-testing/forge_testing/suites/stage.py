@@ -10,10 +10,10 @@ from torch import nn
 
 from forge_core.config.job import Job
 from forge_core.contracts.components import ModelComponent, ParallelComponent
-from forge_core.contracts.contexts import BuildContext
 from forge_core.contracts.layout import DIMENSIONS
 from forge_core.engine.build import build_bare_model, stages_of
 from forge_core.parallel.stages import check_contract
+from forge_core.plugins.manager import RunContext
 from forge_testing import Numbers, SplittableModel
 from forge_testing.curves import Curve, Difference, train
 from forge_testing.processes import run_on_ranks
@@ -135,7 +135,7 @@ class StageSuite(Suite):
         return train(job, self.catalog)
 
     def _names(self, job: Job) -> Names:
-        context: BuildContext = self.context(job)
+        context: RunContext = self.context(job)
         model, _ = build_bare_model(job, context)
         before = [name for name, _ in model.named_parameters()]
         described: Any = ""
