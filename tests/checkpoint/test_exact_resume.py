@@ -166,14 +166,6 @@ def test_an_interrupted_run_equals_the_whole(outcome, feature):
     assert differences(whole, outcome(changes, *OFTEN)) == []
 
 
-@pytest.mark.parametrize("optimizer", installed("optimizer"))
-def test_every_installed_optimizer_continues_exactly(outcome, catalog, optimizer):
-    def changes():
-        return {"optimizer": catalog.load("optimizer", optimizer)(), "micro_batch_size": 2}
-
-    assert differences(outcome(changes), outcome(changes, *OFTEN)) == []
-
-
 @pytest.mark.parametrize("packing", installed("packing"))
 def test_every_installed_packing_continues_exactly(outcome, catalog, packing, tmp_path, monkeypatch):
     monkeypatch.setenv("FORGE_CACHE", str(tmp_path / "cache"))

@@ -195,6 +195,8 @@ class TestAnIndex:
         ('{"format": 1, "files": {}}', "format 1; this version of forge-run reads 2"),
         ('{"format": 2, "files": {"a": {}}}', "manifest.json: KeyError: 'size'"),
         ('{"format": 2, "files": {"../a": {"size": 1, "sha256": ""}}}', "not a file of a checkpoint: '../a'"),
+        ('{"format": 2, "files": {"a/../../b": {"size": 1, "sha256": ""}}}', "not a file of a checkpoint: 'a/../../b'"),
+        ('{"format": 2, "files": {"/b": {"size": 1, "sha256": ""}}}', "not a file of a checkpoint: '/b'"),
         ('{"format": 2, "files": 7}', "manifest.json: AttributeError"),
     ],
 )

@@ -24,7 +24,7 @@ from forge_plugin_lion import Lion
 from forge_plugin_lowbit import AdamW8bit
 from forge_plugin_moe import MoE, SigmoidTopK, SoftmaxTopK
 from forge_plugin_muon import Muon
-from forge_plugin_parallel import FSDP, ActivationCheckpointing, ExpertParallel, PipelineParallel
+from forge_plugin_parallel import FSDP, ActivationCheckpointing, ContextParallel, ExpertParallel, PipelineParallel
 from forge_plugin_schedule_free import ScheduleFreeAdamW
 from forge_plugin_soap import SOAP
 from forge_plugin_transformer import GroupedQueryAttention, MultiTokenPrediction, SwiGLU, Transformer
@@ -358,3 +358,21 @@ def test_pipelines_are_cut_by_what_a_token_meets(tmp_path):
     mtp = MultiTokenPrediction(loss=CrossEntropy())
     model = attrs.evolve(model, ffn=attrs.evolve(ffn, first_dense=0), mtp=mtp)  # a ninth block, in the last stage
     assert run_on_ranks(2, cut) == ["1f1b, stages of 5, 3 layers"] * 2
+
+
+def test_what_is_counted_once_a_layer_does_not_depend_on_how_sequences_are_cut(tmp_path):
+    """The bias of experts, of unit `layer`: every rank and every micro-batch has the same."""
+
+    def biases(name, **changes):
+        attention = GroupedQueryAttention(heads=2)
+        ffn = MoE(experts=4, hidden=16, router=SigmoidTopK(bias_rate=0.5))
+        model = Transformer(dim=16, layers=1, vocab_size=32, attention=attention, ffn=ffn)
+        settings = {"model": model, "steps": 2, "seq_len": 16, "precision": "fp64", "job": {"name": name}}
+        folder = Trainer(tiny_job(str(tmp_path), Catalog.installed(), **settings, **changes), echo=len).run().folder
+        records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+        return [record["counts"]["moe/bias"]["0"] for record in records if "counts" in record][-1]
+
+    alone = biases("alone", micro_batch_size=2)
+    assert max(map(abs, alone)) == 0.5
+    cut = {"cp": ContextParallel(degree=2)}
+    assert run_on_ranks(2, lambda rank: biases("cut", parallel=cut, micro_batch_size=2))[0] == pytest.approx(alone)

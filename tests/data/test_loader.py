@@ -21,6 +21,8 @@ from forge_core.contracts.layout import Layout
 from forge_core.data.held_out import evaluation_batches, held_out
 from forge_core.data.loader import TrainLoader
 from forge_testing import Numbers
+from forge_testing.processes import run_on_ranks
+from forge_testing.runs import tiny_run
 from forge_testing.tiny import NumberSequences
 
 
@@ -210,6 +212,22 @@ def test_streams_continue_from_the_state_whatever_reads_them(make_job, build, wo
     first, state = rows_of(job, run, 3)
     rest, _ = rows_of(job, run, 4, json.loads(json.dumps(state)))
     assert torch.equal(torch.cat([first, rest], dim=1), whole)
+
+
+def test_lanes_continue_on_another_number_of_ranks_and_back(make_job, build):
+    """Each rank knows the positions of its own lanes only, and a checkpoint those of all."""
+    job = make_job(data={"sources": (Counting(),)})
+    whole, _ = rows_of(job, build(job), 5)
+    first, state = rows_of(job, build(job), 1)
+
+    def two_steps(rank):
+        run = tiny_run("unused", data={"sources": (Counting(),)})
+        return rows_of(run.job, run, 2, json.loads(json.dumps(state)))
+
+    (upper, state_0), (lower, state_1) = run_on_ranks(2, two_steps)
+    assert state_0 == state_1
+    last, _ = rows_of(job, build(job), 2, json.loads(json.dumps(state_0)))
+    assert torch.equal(torch.cat([first, torch.cat([upper, lower]), last], dim=1), whole)
 
 
 def test_ranks_share_out_the_lanes(make_job, build):

@@ -12,6 +12,8 @@ from forge_core.contracts.errors import ForgeError
 from forge_core.parallel.initialise import BLOCK, SeededFill, materialise
 from forge_kit.modules import Linear
 from forge_testing import TinyModel
+from forge_testing.tiny import VOCABULARY
+from forge_testing.tiny_model import TinyNetwork
 
 
 def test_the_same_seed_and_name_give_the_same_values(make_job, build):
@@ -130,3 +132,26 @@ def test_modules_of_torch_initialise_as_they_are_seeded(make_job, build):
     assert torch.equal(first[0].weight, second[0].weight)
     assert first[0].weight.abs().max().item() == pytest.approx(1 / 8, rel=0.01)
     assert torch.equal(first[1].running_var, torch.ones(4))
+
+
+class TiedNetwork(TinyNetwork):
+    """Says that its head is its embedding, and leaves it at that: nothing here puts them together again."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.head.weight = self.embedding.weight
+
+    def tied_parameters(self):
+        return {"head.weight": "embedding.weight"}
+
+
+@frozen(kw_only=True)
+class Tied(TinyModel):
+    def build(self, context):
+        return TiedNetwork(self.dim, self.layers, self.dropout, VOCABULARY, context.dtype)
+
+
+def test_tied_parameters_stay_one_through_the_allocation_of_memory(make_job, build, train):
+    run = build(make_job(model=Tied()))
+    assert run.model.head.weight is run.model.embedding.weight
+    assert [item.name for item in run.parameters].count("head.weight") == 0

@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from forge_core.contracts.components import TrainingHook
 from forge_core.engine.trainer import Trainer
+from forge_core.parallel.reduce import sum_gradients
 from forge_core.parallel.replicate import Replicate
 from forge_testing import Numbers, tiny_job
 from forge_testing.processes import run_on_ranks
@@ -121,3 +124,17 @@ def test_a_bad_number_of_ranks_is_refused_with_the_arithmetic(tmp_path):
     assert [str(p) for p in problems] == ["parallel: replicate 3 = 3 does not divide the 4 ranks"]
     layout, problems = plan_layout(job(tmp_path), 4)
     assert (str(layout), problems) == ("replicate 4", [])
+
+
+def test_a_gradient_that_one_rank_does_not_have_is_that_of_the_others():
+    """As where a router sends one rank's tokens past an expert."""
+
+    def summed(rank):
+        used, unused, frozen = (torch.nn.Parameter(torch.zeros(3)) for _ in range(3))
+        frozen.requires_grad_(False)
+        used.grad = torch.full((3,), 1.0 + rank)
+        unused.grad = None if rank else torch.full((3,), 5.0)
+        sum_gradients([used, unused, frozen], dist.all_reduce)
+        return used.grad.tolist(), unused.grad.tolist(), frozen.grad
+
+    assert run_on_ranks(2, summed) == [([3.0] * 3, [5.0] * 3, None)] * 2

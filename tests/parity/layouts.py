@@ -73,6 +73,8 @@ class Row:
     """Tokens after the next that are predicted too."""
     shared_gate: bool = False
     """Whether shared experts have a gate."""
+    biases: bool = False
+    """Whether the projections of attention have biases."""
     thorough: bool = False
     """Whether other rows have all of its pairs already: then it runs in `make test-all`, and when what is watched
     has changed (`tests/watched.py`)."""
@@ -93,12 +95,12 @@ class Row:
         found["multi-token prediction"] = self.mtp
         if self.router is not None:
             found[f"experts by {type(self.router).__name__}"] = True
-        found["gated shared experts"] = self.shared_gate
+        found |= {"gated shared experts": self.shared_gate, "biases": self.biases}
         return ", ".join(name for name, on in found.items() if on)
 
     def job(self, folder: str, parallel: bool = True, precision: str = "fp64", steps: int = 5) -> Job:
         """The row's job; without its stages, what it is compared with."""
-        attention = GroupedQueryAttention(heads=4, kv_heads=2, qk_norm=True)
+        attention = GroupedQueryAttention(heads=4, kv_heads=2, qk_norm=True, bias=self.biases)
         sizes = {"vocab_size": 32, "dim": 16, "layers": self.layers, "tie_embeddings": self.tied}
         if self.router is not None:
             sizes["ffn"] = MoE(experts=4, hidden=16, router=self.router, shared_experts=1, shared_gate=self.shared_gate)
@@ -199,7 +201,14 @@ ROWS = [
     ),
     Row(name="tp2", ranks=2, stages={"tp": PLAIN_TP}, reduction=TP_SUM, ignored=7, chunked=True, mtp=2),
     Row(name="tp2+loss", ranks=2, stages={"tp": tp(sequence_parallel=False)}, reduction=TP_COMPLETION, tied=True),
-    Row(name="tp2+sp", ranks=2, stages={"tp": tp(loss_parallel=False)}, reduction=TP_COMPLETION, micro_batch_size=4),
+    Row(
+        name="tp2+sp",
+        ranks=2,
+        stages={"tp": tp(loss_parallel=False)},
+        reduction=TP_COMPLETION,
+        micro_batch_size=4,
+        biases=True,
+    ),
     Row(
         name="tp2+sp+loss, checkpointing",
         ranks=2,

@@ -93,7 +93,8 @@ def alone(tmp_path_factory) -> Callable[[Row], Curve]:
     found: dict[tuple[object, ...], Curve] = {}
 
     def run(row: Row) -> Curve:
-        key = row.layers, row.ignored, row.tied, row.chunked, row.packed, row.router, row.shared_gate, row.mtp
+        key = (row.layers, row.ignored, row.tied, row.chunked, row.packed)
+        key += (row.router, row.shared_gate, row.mtp, row.biases)
         if key not in found:
             found[key] = train(row.job(folder, parallel=False, steps=STEPS))
         return found[key]

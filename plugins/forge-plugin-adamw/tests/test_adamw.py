@@ -59,15 +59,6 @@ def test_norms_biases_and_embeddings_are_spared_unless_asked(decay_embeddings, d
     assert sum(len(group["params"]) for group in optimizer.param_groups) == len(ROLES)
 
 
-def test_it_trains_and_resumes_bit_for_bit(make_job, train, lines):
-    optimizer = AdamW(lr=1e-2)
-    whole = lines(train(make_job(steps=6, optimizer=optimizer, job={"name": "whole"})))
-    train(make_job(steps=2, optimizer=optimizer, job={"name": "cut"}))
-    cut = lines(train(make_job(steps=6, optimizer=optimizer, job={"name": "cut"})))
-    assert [r["loss"] for r in cut] == [r["loss"] for r in whole]
-    assert whole[-1]["loss"] < whole[0]["loss"]
-
-
 @pytest.mark.parametrize("wrong", [{"lr": 0.0}, {"betas": (0.9, 1.0)}, {"eps": 0.0}, {"weight_decay": -1.0}])
 def test_values_out_of_range_are_refused(wrong):
     with pytest.raises(ValueError, match=r"must be|each must be"):

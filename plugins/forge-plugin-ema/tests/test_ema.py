@@ -76,18 +76,6 @@ def test_evaluation_sees_the_average_and_training_never_does(make_job, train, li
     assert averaged.evaluation["eval/loss"] != plain.evaluation["eval/loss"]
 
 
-def test_an_interrupted_run_equals_the_whole(make_job, train, lines, tmp_path):
-    settings = {"plugins": {"ema": EMA(decay=0.8)}, "eval": {"interval": 2}}
-    whole = train(make_job(steps=6, job={"name": "whole"}, **settings))
-    settings["plugins"] = {"ema": EMA(decay=0.8)}
-    train(make_job(steps=3, job={"name": "cut"}, **settings))
-    settings["plugins"] = {"ema": EMA(decay=0.8)}
-    cut = train(make_job(steps=6, job={"name": "cut"}, **settings))
-    assert lines(cut)[-1]["loss"] == lines(whole)[-1]["loss"]
-    first, second = exported(whole.folder, tmp_path, "whole"), exported(cut.folder, tmp_path, "cut")
-    assert all(torch.equal(first[name], second[name]) for name in first)
-
-
 def test_another_run_starts_from_the_average(make_job, train, tmp_path):
     ended = train(make_job(plugins={"ema": EMA(decay=0.5)}))
     keep = Keep()

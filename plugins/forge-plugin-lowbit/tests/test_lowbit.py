@@ -394,19 +394,6 @@ def test_to_nearest_is_torchaos_rounding(tmp_path):
 # --- training ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "optimizer", [AdamW8bit(**EAGER), AdamW4bit(**EAGER), AdamWFloat8(**EAGER), AdamWBF16(**EAGER)]
-)
-def test_an_interrupted_run_equals_the_whole(make_job, train, lines, optimizer):
-    settings = {"optimizer": optimizer, "model": TinyModel(dim=64), "checkpoint": {"interval": 3}, "precision": "bf16"}
-    whole_run = train(make_job(steps=6, job={"name": "whole"}, **settings))
-    train(make_job(steps=3, job={"name": "cut"}, **settings))
-    continued = train(make_job(steps=6, job={"name": "cut"}, **settings))
-    assert [record["loss"] for record in lines(continued)] == [record["loss"] for record in lines(whole_run)]
-    ends = [summary.folder / "checkpoints/step-6" for summary in (continued, whole_run)]
-    assert compare_tensors(*ends).equal == len(stored_tensors(ends[0]))
-
-
 def test_8_bits_train_as_well_as_32(make_job, train, lines):
     settings = {"model": TinyModel(dim=64), "steps": 30, "global_batch_size": 16}
     full = lines(train(make_job(optimizer=TinyAdamW(lr=3e-3), job={"name": "full"}, **settings)))

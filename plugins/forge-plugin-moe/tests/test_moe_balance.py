@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -147,6 +148,23 @@ def test_an_update_that_only_the_device_knows_to_be_skipped_changes_nothing(tmp_
         assert torch.equal(router.balance.load, load)
         assert torch.equal(router.bias, bias) is not kept
         assert auxiliary.summaries() == logged
+
+
+def test_a_step_that_the_device_skips_leaves_the_bias(tmp_path, monkeypatch):
+    """The optimizer is told by `found_inf`, and routers by the counts, which are zeros then."""
+    monkeypatch.setattr(Stepper, "_can_mask", lambda self: True)
+    run = tiny_run(tmp_path, model=model_of(SigmoidTopK(top_k=K, bias_rate=0.5)), **SIZES)
+    monkeypatch.setattr(run.optimizer, "step", lambda: None)  # only fused ones take `found_inf`
+    stepper, loader = Stepper(run), TrainLoader(run.job, run.datasets, run.context)
+    router = run.model.layers["0"].ffn.router
+    biases = []
+    for norm in (math.nan, 1.0):
+        _, sums = stepper.gradients(loader.next_step(), 0)
+        context = SimpleNamespace(grad_norm=torch.tensor(norm), requests=SimpleNamespace(skip=""))
+        stepper.update(context, sums["loss_sum"])
+        biases.append(router.bias.abs().max().item())
+    loader.close()
+    assert biases == [0.0, 0.5]
 
 
 def test_an_interrupted_run_equals_the_whole(make_job, train, lines):

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from forge_core.contracts.layout import Layout
 from forge_core.parallel.mesh import make_mesh
 from forge_plugin_parallel import ContextParallel
-from forge_plugin_parallel.cp_stage import ContextParallelStage, Exchange, Gathered, Ring, places
+from forge_plugin_parallel.cp_stage import WHOLE, ContextParallelStage, Exchange, Gathered, Ring, places
 from forge_testing.processes import run_on_ranks
 
 RANKS, ROWS, LENGTH, HEADS, GROUPS, KEYS, VALUES = 2, 2, 8, 4, 2, 6, 5
@@ -105,3 +105,24 @@ def test_an_entry_that_may_have_positions_is_refused_where_the_model_does_not_sa
 
 def test_a_model_that_prepares_sequences_and_does_not_say_has_them_divided_by_shape() -> None:
     assert all(shapes["ahead"] == (3, LENGTH // 2, 1) for shapes in split_shapes(Preparing()))
+
+
+DOCUMENTS = torch.tensor([[0, 0, 1, 1, 0, 0, 0, 2], [3, 3, 3, 3, 5, 3, 3, 3]])
+"""(ROWS, LENGTH): an id that comes back is another document."""
+
+
+@pytest.mark.parametrize("method", ["ring", "all_gather"])
+def test_a_document_whose_id_comes_back_does_not_see_the_first_of_that_id(method: str) -> None:
+    (q, k, v), _ = inputs()
+    number = F.pad((DOCUMENTS[:, 1:] != DOCUMENTS[:, :-1]).cumsum(1), (1, 0))
+    mask = (number[:, :, None] == number[:, None, :]).tril().unsqueeze(1)
+    q_, k_, v_ = (tensor.detach().transpose(1, 2) for tensor in (q, k, v))
+    expected = F.scaled_dot_product_attention(q_, k_, v_, mask, enable_gqa=True).transpose(1, 2)
+
+    def part(rank: int) -> Tensor:
+        own = places(RANKS, LENGTH, True, torch.device("cpu"))[rank]
+        batch = {"positions": own.expand(ROWS, -1), f"{WHOLE}document_ids": DOCUMENTS}
+        return MIXERS[method](dist.group.WORLD)(*(tensor.detach()[:, own] for tensor in (q, k, v)), batch)
+
+    order = places(RANKS, LENGTH, True, torch.device("cpu")).flatten()
+    torch.testing.assert_close(torch.cat(run_on_ranks(RANKS, part), 1), expected[:, order])

@@ -270,15 +270,6 @@ def test_a_run_continues_under_every_layout(tmp_path):
 # --- training ----------------------------------------------------------------------------------------------------
 
 
-def test_an_interrupted_run_equals_the_whole(make_job, train, lines):
-    optimizer = SOAP(lr=0.02, precondition_frequency=2)
-    settings = {"optimizer": optimizer, "checkpoint": {"interval": 3}, "precision": "bf16"}
-    whole_run = train(make_job(steps=6, job={"name": "whole"}, **settings))
-    train(make_job(steps=3, job={"name": "cut"}, **settings))
-    continued = train(make_job(steps=6, job={"name": "cut"}, **settings))
-    assert [record["loss"] for record in lines(continued)] == [record["loss"] for record in lines(whole_run)]
-
-
 def test_it_learns(make_job, train, lines):
     records = lines(train(make_job(optimizer=SOAP(lr=0.02), steps=40, global_batch_size=16)))
     assert records[-1]["loss"] < 0.5 * records[0]["loss"]

@@ -8,10 +8,13 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from attrs import frozen
 from torch import Tensor, nn
 
-from forge_core.contracts.components import OptimizerComponent
+from forge_core.contracts.components import OptimizerComponent, SchedulerComponent
+from forge_core.contracts.contexts import BuildContext
 from forge_core.contracts.model import Role
+from forge_core.contracts.optimizer import Schedule
 from forge_core.contracts.parameters import NamedParameter, NamedParameters
 from forge_core.engine.groups import check_groups
 from forge_testing import TinyModel
@@ -27,6 +30,14 @@ SHAPES: Mapping[str, tuple[Role, tuple[int, ...]]] = {
     "head.weight": ("head", (12, 8)),
 }
 """Parameters of the quadratic."""
+
+
+@frozen(kw_only=True)
+class Falling(SchedulerComponent):
+    """From the base rate to half of it, in a straight line."""
+
+    def build(self, context: BuildContext) -> Schedule:
+        return lambda step, total: 1 - step / (2 * total)
 
 
 class OptimizerSuite(ParitySuite):
@@ -79,17 +90,24 @@ class OptimizerSuite(ParitySuite):
     # --- state ---------------------------------------------------------------------------------------------------
 
     def test_a_run_that_continues_equals_one_that_was_not_interrupted(self, tmp_path: Path) -> None:
-        """Losses, weights and state, to the bit; also where every step is saved."""
-        whole = self.train(self._job(tmp_path, name="whole", steps=6))
-        saved_often = {"interval": 1, "keep": 1}
-        self.train(self._job(tmp_path, name="parts", steps=6, checkpoint=saved_often), Stop(step=3))
-        parts = self.train(self._job(tmp_path, name="parts", steps=6, checkpoint=saved_often))
-        differ = state_differences(parts, whole)
-        assert losses_of(parts) == losses_of(whole), (
-            f"a run that stopped after step 3 and continued has the losses {losses_of(parts)}, one that did not stop "
-            f"{losses_of(whole)}; {STATE}" + (f" (not the same at the end: {some(differ)})" if differ else "")
-        )
-        assert not differ, f"a run that stopped and continued ends with other values of {some(differ)}; {STATE}"
+        """Losses, weights and state, to the bit; also where every step is saved. In float32 and in bfloat16."""
+        for precision in ("fp32", "bf16"):
+            # A falling rate: with a constant one, nobody would miss the largest rate so far.
+            settings = {"steps": 6, "scheduler": Falling(), "precision": precision}
+            saved_often = {"interval": 1, "keep": 1}
+            cut = f"parts-{precision}"
+            whole = self.train(self._job(tmp_path, name=f"whole-{precision}", **settings))
+            self.train(self._job(tmp_path, name=cut, **settings, checkpoint=saved_often), Stop(step=3))
+            parts = self.train(self._job(tmp_path, name=cut, **settings, checkpoint=saved_often))
+            differ = state_differences(parts, whole)
+            assert losses_of(parts) == losses_of(whole), (
+                f"a run in {precision} that stopped after step 3 and continued has the losses {losses_of(parts)}, one "
+                f"that did not stop {losses_of(whole)}; {STATE}"
+                + (f" (not the same at the end: {some(differ)})" if differ else "")
+            )
+            assert not differ, (
+                f"a run in {precision} that stopped and continued ends with other values of {some(differ)}; {STATE}"
+            )
 
     # --- groups --------------------------------------------------------------------------------------------------
 
