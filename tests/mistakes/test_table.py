@@ -24,7 +24,7 @@ def test_a_mistake_can_be_made_and_has_tests(mistake):
     compile(text.replace(mistake.old, mistake.new), mistake.name, "exec")
     for test in mistake.tests:
         path, _, name = test.partition("::")
-        name = name.partition("[")[0].rpartition("::")[2]
+        name = name.partition("[")[0].partition("::")[0]
         assert (ROOT / path).is_file(), test
         assert not name or f"def {name}(" in (ROOT / path).read_text() or f"class {name}(" in (ROOT / path).read_text()
 
