@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, settings
 
 sys.path.append(str(Path(__file__).parent / "tests"))
 
-import watched  # noqa: E402: a module of tests/
+import watched
 
 # A busy machine is not an error: an example may take as long as it takes.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
