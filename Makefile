@@ -10,7 +10,7 @@ STAMP := $(VENV)/.installed
 # Threads that wait must not spin: a busy neighbour would slow them down several times over.
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: run test test-all lint types contracts tests coverage measure docs venv wheels alone clean
+.PHONY: run test test-all lint types contracts tests coverage measure gpu docs venv wheels alone clean
 
 run: $(STAMP)
 	$(BIN)/forge-run configs/quickstart.toml
@@ -45,6 +45,13 @@ measure: $(STAMP)
 # A process a core, and a file's tests in one process, since they share what they set up.
 tests: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 8 --dist loadfile
+
+# On a machine with a GPU: the tests of tests/gpu, then the benchmarks, each piece into a JSON and a table in the folder OUT.
+# PIECE=numerics runs one. Nothing is installed: the python that there is needs torch and what Forge imports.
+OUT ?= gpu-results
+GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
+gpu:
+	$(GPU_PYTHON) tests/gpu --out $(OUT) --tests $(addprefix --piece ,$(PIECE))
 
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

@@ -69,7 +69,7 @@ def combine_logsumexp(local: Tensor, shard: VocabShard | None) -> Tensor:
 def combine_mean(total: Tensor, size: int, shard: VocabShard | None) -> tuple[Tensor, Tensor]:
     """The mean over the whole vocabulary, and its size (), from the sum over each rank's slice of `size`. Not
     differentiable."""
-    sums = torch.cat([total.flatten(), total.new_tensor([size])])
+    sums = torch.cat([total.flatten(), total.new_full((1,), size)])
     if shard is not None:
         dist.all_reduce(sums, group=shard.group)
     return sums[:-1].view_as(total) / sums[-1], sums[-1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from pathlib import Path
@@ -86,6 +87,8 @@ def build_context(job: Job, catalog: Catalog, folder: Path | None) -> RunContext
     matmul = job.train.float32_matmul
     torch.set_float32_matmul_precision("highest" if matmul == "auto" else matmul)
     plugins.configure_backend(job, device)
+    if job.train.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before its first product: torch demands it
     if torch.are_deterministic_algorithms_enabled() != job.train.deterministic:  # the call imports the compiler
         torch.use_deterministic_algorithms(job.train.deterministic)
     return RunContext(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -58,6 +58,14 @@ def _is_absent(name: str, value: float) -> bool:
     return value == ABSENT and name.startswith(SOURCE_LOSS)
 
 
+def _on_one_device(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Where some are on the host, as the gradient norm of offloaded parameters is, those follow the others to their
+    device: the other way round, the host would wait."""
+    tensors = list(tensors)
+    home = next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), torch.device("cpu"))
+    return [tensor.to(home, non_blocking=True) for tensor in tensors]
+
+
 class Tracker:
     """Collects what a step has on the device and passes complete records on, in order."""
 
@@ -70,7 +78,7 @@ class Tracker:
         """Queue a step's line: numbers known on the host, and device scalars and counts still to come."""
         sizes = {name: tensor.numel() for name, tensor in scalars.items()}
         dtype = torch.float64 if any(t.dtype == torch.float64 for t in scalars.values()) else torch.float32
-        stacked = torch.cat([tensor.detach().to(dtype).reshape(-1) for tensor in scalars.values()])
+        stacked = torch.cat([tensor.detach().to(dtype).reshape(-1) for tensor in _on_one_device(scalars.values())])
         arrived = None
         if stacked.device.type == "cuda":
             host = torch.empty(stacked.shape, dtype=dtype, pin_memory=True)

@@ -38,6 +38,7 @@ class CompileStage(ParallelStage):
         _check_backend(self._component.backend)
         blocks = blocks_of(model)
         _allow_graphs(GRAPHS_OF_A_BLOCK * len(blocks))
+        _allow_counters_under_recomputation()
         if self._component.backend == "inductor":
             _keep_random_numbers()
         for block in blocks:
@@ -79,6 +80,13 @@ def _allow_graphs(count: int) -> None:
     config = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, count)
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, count)
+
+
+def _allow_counters_under_recomputation() -> None:
+    """Experts make their counters in their first forward pass. Inside a checkpointed block torch refuses to trace this,
+    since recomputation would not do it again. It must not: a pass counts once.
+    """
+    torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
 
 
 def _keep_random_numbers() -> None:

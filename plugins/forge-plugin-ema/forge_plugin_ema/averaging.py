@@ -47,12 +47,15 @@ class Averaging(torch.optim.Optimizer):
                 if parameter.requires_grad and parameter not in averages:
                     averages[parameter] = parameter.detach().clone()
         result = super().step(closure)  # type: ignore[arg-type]
-        share: Any = 1 - self.ema.next_decay()
+        share = 1 - self.ema.next_decay()
+        weights = [local_part(parameter.detach()) for parameter in averages]
+        kept = [local_part(average) for average in averages.values()]
         if getattr(self, "found_inf", None) is not None:  # the device alone knows whether there was an update
-            share = share * (1 - self.found_inf)  # type: ignore[attr-defined]
-        if averages:
-            weights = [local_part(parameter.detach()) for parameter in averages]
-            torch._foreach_lerp_([local_part(average) for average in averages.values()], weights, share)
+            taken = share * (1 - self.found_inf)  # type: ignore[attr-defined]
+            for average, weight in zip(kept, weights, strict=True):
+                average.lerp_(weight, taken.to(average))  # `_foreach_lerp_` would read the share, that is wait for it
+        elif kept:
+            torch._foreach_lerp_(kept, weights, share)
         return result
 
     @torch.no_grad()

@@ -188,5 +188,5 @@ class LatentAttention(nn.Module):
         why = kernel.why
         if kernel.kernel not in NARROW and self.widths.value < self.widths.key:
             why += f"; it takes one width, so values are padded from {self.widths.value} to {self.widths.key}"
-        apart = [("documents", documents.way, documents.why)] if documents.matters else []
+        apart = [("documents", documents.way, documents.reason)] if documents.matters else []
         return [("attention", kernel.kernel, why), *apart]

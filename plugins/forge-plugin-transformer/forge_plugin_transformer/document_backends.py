@@ -46,6 +46,11 @@ class DocumentChoice:
     matters: bool = True
     """Whether the job's packing keeps documents apart, so that the plan should tell."""
 
+    @property
+    def reason(self) -> str:
+        """`why`, and the wait that the way costs, for the plan."""
+        return f"{self.why}; the host waits once a micro-batch, for the bounds" if self.way == "varlen" else self.why
+
 
 @frozen
 class DocumentMeasurement:

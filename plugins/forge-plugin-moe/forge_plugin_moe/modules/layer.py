@@ -42,7 +42,7 @@ class MoELayer(nn.Module):
         self._load = context.auxiliary.counter(LOAD, context.layer)
         context.auxiliary.summarise(LOAD, summarise_load)
         self._number, self._capacity = component.experts, component.capacity_factor
-        self._sequences = Sequences.of(context)
+        self._sequences, self._on_gpu = Sequences.of(context), context.device.type == "cuda"
         self.backend, self._why = choose_backend(component.backend, context)
         self.router = context.at("router").build(component.router, dim=dim, experts=component.experts)
         self.experts = Experts(component.experts, dim, hidden, init=init, grouped=self.backend == "grouped_mm")
@@ -113,7 +113,16 @@ class MoELayer(nn.Module):
         return routing if self.shared_gate is None else [*routing, "shared_gate"]
 
     def backend_choices(self, seq_len: int) -> Sequence[tuple[str, str, str]]:
-        return [("experts", self.backend, self._why)]
+        return [("experts", self.backend, f"{self._why}{self._waits()}")]
+
+    def _waits(self) -> str:
+        """For the plan: on a GPU, the host must wait for numbers of rows that shapes depend on."""
+        if not self._on_gpu:
+            return ""
+        if self.backend == "loop":
+            return "; the host waits in every layer, for the rows of each expert"
+        leaves_out = self._capacity or getattr(self.router, "leaves_out", False)
+        return "; the host waits in every layer, for how many choices are left" if leaves_out else ""
 
 
 def summarise_load(rows: Mapping[int, Tensor]) -> Mapping[str, Tensor]:

@@ -109,5 +109,5 @@ class GroupedQueryAttention(nn.Module):
         if not isinstance(self.core, AttentionCore):  # a stage has put another in its place
             return []
         kernel, documents = self.core.choice, self.core.documents
-        apart = [("documents", documents.way, documents.why)] if documents.matters else []
+        apart = [("documents", documents.way, documents.reason)] if documents.matters else []
         return [("attention", kernel.kernel, kernel.why), *apart]

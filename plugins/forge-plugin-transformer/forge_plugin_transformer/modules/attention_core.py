@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -32,6 +33,9 @@ TORCH_KERNELS: Mapping[Kernel, SDPBackend] = {
 }
 WITHOUT_GROUPS: frozenset[Kernel] = frozenset({"efficient", "cudnn"})
 """Kernels that want a key/value head for every query head."""
+
+
+FLASH_ON_CUDA = (torch.bfloat16, torch.float16)
 
 
 class Prepared(NamedTuple):
@@ -102,7 +106,9 @@ def torch_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kernel
     on_cuda = q.device.type == "cuda"
     if kernel == "flash" and mask is not None and on_cuda:
         raise ValueError("the flash kernel takes no mask (document_ids) on cuda; set attention.backend to another")
-    if kernel in WITHOUT_GROUPS or (on_cuda and mask is not None):
+    # On CUDA the flash kernel alone takes groups, and it takes neither masks nor float32: torch would fall back to the
+    # matrix of all pairs of positions.
+    if kernel in WITHOUT_GROUPS or (on_cuda and (mask is not None or q.dtype not in FLASH_ON_CUDA)):
         k, v = (tensor.repeat_interleave(q.shape[2] // tensor.shape[2], 2) for tensor in (k, v))
     q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
     with _only(kernel):

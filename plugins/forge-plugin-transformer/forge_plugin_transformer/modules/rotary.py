@@ -111,7 +111,16 @@ def _tables(
     positions: Tensor, frequencies: Sequence[float], amplitude: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Tables of any positions (…): (…, 1, E), where dimension 1 from the end stands for the heads."""
-    turns = torch.tensor(frequencies, dtype=torch.float64, device=positions.device)
-    angles = positions[..., None, None].to(torch.float64) * turns
+    angles = positions[..., None, None].to(torch.float64) * _angle_rates(tuple(frequencies), positions.device)
     cos, sin = angles.cos() * amplitude, angles.sin() * amplitude
     return torch.cat([cos, cos], -1).to(dtype), torch.cat([-sin, sin], -1).to(dtype)
+
+
+def _angle_rates(frequencies: tuple[float, ...], device: torch.device) -> Tensor:
+    """(E / 2,) float64. Kept, since the host waits whenever it sends numbers to a GPU."""
+    return _sent(frequencies, device, getattr(torch.empty(0), "fake_mode", None))
+
+
+@lru_cache(maxsize=4)
+def _sent(frequencies: tuple[float, ...], device: torch.device, mode: object) -> Tensor:
+    return torch.tensor(frequencies, dtype=torch.float64, device=device)

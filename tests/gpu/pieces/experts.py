@@ -1,0 +1,81 @@
+"""Products of experts: grouped ones against a loop in float64, and their speed."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from forge_plugin_moe.modules.experts import Experts, runs_grouped
+from forge_plugin_transformer import InitStd
+from gpu.bench import Bench, piece, relative_error
+
+
+@piece("experts", "grouped products against a loop in float64, with an expert without tokens, and their speed")
+def experts(bench: Bench) -> None:
+    for dtype, limit in ((torch.bfloat16, 2e-2), (torch.float32, 1e-4)):
+        for grouped in (True, False):
+            if grouped and not runs_grouped(bench.device, dtype):
+                continue
+            _compare(bench, grouped, dtype, limit)
+    for number, chosen, hidden in ((8, 2, 5632), (64, 8, 1408)):
+        for grouped in (True, False):
+            _time(bench, grouped, number, chosen, bench.size(hidden, 64))
+
+
+def _stack(number: int, dim: int, hidden: int, grouped: bool, device: torch.device) -> Experts:
+    stack = Experts(number, dim, hidden, init=InitStd(inner=0.02, residual=0.02), grouped=grouped)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in stack.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
+    return stack.to(device)
+
+
+def _choices(tokens: int, number: int, chosen: int) -> tuple[Tensor, Tensor]:
+    """Weights and different experts for each token, at random; the last expert is never chosen."""
+    generator = torch.Generator().manual_seed(1)
+    scores = torch.rand(tokens, number - 1, generator=generator)
+    best = scores.topk(chosen)
+    return best.values, best.indices
+
+
+def _compare(bench: Bench, grouped: bool, dtype: torch.dtype, limit: float) -> None:
+    number, dim, hidden, tokens = 8, bench.size(256, 32), bench.size(512, 64), bench.size(1000, 50)
+    x = torch.randn(tokens, dim, generator=torch.Generator().manual_seed(2)).to(dtype)
+    weights, chosen = _choices(tokens, number, 2)
+    expected = _run(_stack(number, dim, hidden, False, torch.device("cpu")).double(), x.double(), weights, chosen)
+    device = bench.device
+    found = _run(_stack(number, dim, hidden, grouped, device), x.to(device), weights.to(device), chosen.to(device))
+    error = max(relative_error(own, reference) for own, reference in zip(found, expected, strict=True))
+    how = "grouped" if grouped else "loop"
+    bench.within("error against float64", error, limit, products=how, dtype=str(dtype).removeprefix("torch."))
+
+
+def _run(stack: Experts, x: Tensor, weights: Tensor, chosen: Tensor) -> list[Tensor]:
+    """The result, and the gradients of inputs and weights."""
+    x = x.detach().requires_grad_()
+    out = stack(x, weights.to(torch.promote_types(x.dtype, torch.float32)), chosen, rows=chosen.numel())
+    grad = torch.ones_like(out) * torch.linspace(-1, 1, len(out), device=out.device, dtype=out.dtype)[:, None]
+    return [out, *torch.autograd.grad(out, (x, *stack.parameters()), grad)]
+
+
+def _time(bench: Bench, grouped: bool, number: int, chosen: int, hidden: int) -> None:
+    """Forward and backward of a stack over 16,384 tokens of width 2,048."""
+    tokens, dim = bench.size(16_384, 64), bench.size(2048, 32)
+    stack = _stack(number, dim, hidden, grouped, bench.device)
+    weights, choices = (tensor.to(bench.device) for tensor in _choices(tokens, number, chosen))
+    x = torch.randn(tokens, dim, device=bench.device, dtype=torch.bfloat16)
+    bench.reset_peak()
+    ms = bench.milliseconds(lambda: _run(stack, x, weights, choices))
+    operations = 3 * 6 * tokens * chosen * dim * hidden
+    peak = bench.peak_bytes()
+    bench.row(
+        "forward and backward",
+        experts=number,
+        of_a_token=chosen,
+        hidden=hidden,
+        products="grouped" if grouped else "loop",
+        ms=ms,
+        tflops=operations / ms / 1e9,
+        peak_gb=None if peak is None else peak / 1e9,
+    )

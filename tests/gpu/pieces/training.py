@@ -1,0 +1,96 @@
+"""Whole training steps: the 8B job of `configs/` at sequence 4096, and mixtures of 8 and of 64 experts."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from gpu.bench import Bench, piece
+from gpu.runs import RANDOM_TOKENS, REPOSITORY, decoder, experts, load, steps_of
+
+CONFIG = REPOSITORY / "configs" / "llama-8b-4gpu.toml"
+STAGES: dict[str, dict[str, Any]] = {
+    "bf16": {},
+    "float8-tensorwise": {"float8": {"recipe": "tensorwise"}},
+    "float8-rowwise": {"float8": {"recipe": "rowwise"}},
+}
+
+
+def dense(bench: Bench, stages: dict[str, Any]) -> None:
+    """The job as it is, but for its length, what it is read from, and what one GPU's memory asks for: all activations
+    computed again, and the loss in smaller chunks."""
+    vocabulary = bench.size(128_256, 256)
+    sections: dict[str, Any] = {
+        "job": {"name": "llama-8b", "output": str(bench.folder)},
+        "train": {
+            "seq_len": bench.size(4096, 64),
+            "micro_batch_size": 1,
+            "global_batch_size": bench.size(8, 2),
+            "device": bench.device.type,
+            "dry_run": "never",
+        },
+        "data": {"sources": [{"type": RANDOM_TOKENS, "vocab_size": vocabulary, "sequences": 32}]},
+        "loss": {"chunk_tokens": 1024},
+        "parallel": {"activation_checkpointing": {"mode": "full"}, **stages},
+    }
+    if bench.tiny:
+        small = {"dim": 64, "layers": 2, "vocab_size": vocabulary, "ffn": {"hidden": 128}}
+        sections["model"] = {**small, "attention": {"heads": 4, "kv_heads": 2}}
+        sections["parallel"]["compile"] = {"backend": "eager"}
+    _measure(bench, sections, [CONFIG])
+
+
+def mixture(bench: Bench, number: int, chosen: int, hidden: int) -> None:
+    """A decoder of 16 layers of width 2,048 whose tokens meet 1.2 billion weights."""
+    model: dict[str, Any] = {"dim": bench.size(2048, 64), "layers": bench.size(16, 2)}
+    model["attention"] = {"heads": bench.size(16, 4), "kv_heads": bench.size(8, 2)}
+    train = {
+        "seq_len": bench.size(4096, 64),
+        "micro_batch_size": bench.size(4, 2),
+        "global_batch_size": bench.size(16, 4),
+    }
+    stages = {"activation_checkpointing": {"mode": "selective"}, "compile": {}}
+    if bench.tiny:
+        stages["compile"] = {"backend": "aot_eager"}
+    sections = decoder(bench, model=model, train=train, parallel=stages)
+    sections["model"]["ffn"] = experts(number, chosen, bench.size(hidden, 64))
+    sections["model"]["ffn"]["router"]["batch_balance"] = 0.01
+    _measure(bench, sections, [])
+
+
+def _measure(bench: Bench, sections: dict[str, Any], files: list[Any]) -> None:
+    bench.reset_peak()
+    torch.compiler.reset()  # graphs of the jobs before it, in one process
+    with steps_of(load(bench, sections, files)) as steps:
+        speed = steps.speed(bench, bench.size(6, 1), bench.size(2, 1))
+        loss, norm = (float(value) for value in steps())
+        peak = bench.peak_bytes()
+        bench.check(loss == loss and norm == norm, f"loss {loss}, gradient norm {norm}")
+        bench.row(
+            "steps",
+            parameters=sum(steps.run.outline.sizes.values()),
+            tokens_a_step=steps.job.train.global_batch_size * steps.job.train.seq_len,
+            **speed,
+            **steps.utilisation(speed["tokens_per_s"]),
+            peak_gb=None if peak is None else peak / 1e9,
+            loss=loss,
+        )
+        for stage, built in zip(steps.run.stages, steps.run.built_stages, strict=True):
+            bench.notes.append(f"{stage.name}: {built.describe()}")
+        bench.notes += [f"{what}: {choice} ({why})" for what, choice, why in steps.run.outline.backend_choices]
+
+
+for _name, _stages in STAGES.items():
+    _requires = ["torchao"] if _stages else []
+    piece(
+        f"dense-8b-{_name}",
+        f"the 8B job at sequence 4096 in {_name}: tokens a second, MFU, memory",
+        requires=_requires,
+        checks=False,
+    )(partial(dense, stages=_stages))
+for _number, _chosen, _hidden in ((8, 2, 2816), (64, 8, 704)):
+    piece(f"experts-{_number}", f"{_number} experts, {_chosen} of a token: tokens a second, MFU, memory", checks=False)(
+        partial(mixture, number=_number, chosen=_chosen, hidden=_hidden)
+    )
