@@ -209,7 +209,7 @@ class ExpertStack(Protocol):
         weights: Tensor,
         chosen: Tensor,
         rows: int | None = None,
-        meanwhile: Callable[[], None] | None = None,
+        overlap_fn: Callable[[], None] | None = None,
     ) -> Tensor:
         """(T, D) to (T, D), in the dtype of `tokens`: the sum of weight x expert(token) over a token's choices.
 
@@ -218,7 +218,7 @@ class ExpertStack(Protocol):
             weights: (T, K), float32 or wider; differentiable.
             chosen: (T, K), int64, numbers of experts. -1: none, whatever the weight.
             rows: how many choices are not -1, where that is known: else the host waits for the number.
-            meanwhile: called once, before this returns. A stage that sends tokens away calls it while they travel.
+            overlap_fn: called once; expert parallelism runs it while the all-to-all is in flight.
         """
         ...
 

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from forge_plugin_moe.modules.experts import Experts
 from forge_plugin_parallel.ep_exchange import Exchange, LocalExperts
 from forge_plugin_transformer import InitStd
-from forge_plugin_transformer.modules.feed_forward import SwiGLU
+from forge_plugin_transformer.modules.feed_forward import GatedFeedForward
 from forge_testing.processes import run_on_ranks
 
 INIT = InitStd(inner=0.02, residual=0.02)
@@ -152,13 +152,13 @@ def on_a_rank(args, rank):
             theory(args, rank, inputs[2], per_node, rank // args.ranks_per_node),
         ],
     }
-    shared = SwiGLU(args.dim, args.shared, bias=False, init=INIT)
+    shared = GatedFeedForward(args.dim, args.shared, bias=False, init=INIT)
     for parameter in shared.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
 
     def during():
         results = []
-        y = flat(*inputs, meanwhile=lambda: results.append(shared(inputs[0], {})))
+        y = flat(*inputs, overlap_fn=lambda: results.append(shared(inputs[0], {})))
         (y + results[0]).sum().backward()
 
     def before():

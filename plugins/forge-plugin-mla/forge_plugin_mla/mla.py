@@ -70,7 +70,7 @@ class MultiHeadLatentAttention(AttentionComponent):
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
     def build(self, context: BuildContext, dim: int, init: InitStd) -> nn.Module:
-        from forge_plugin_mla.latent_attention import LatentAttention, Widths
+        from forge_plugin_mla.modules.latent_attention import LatentAttention, Widths
         from forge_plugin_transformer.modules.attention_core import AttentionCore
 
         kernel = choose_backend(self.backend, context, self._head_dim)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from forge_plugin_mla import MultiHeadLatentAttention, latent_attention
-from forge_plugin_mla.latent_attention import Widths
-from forge_plugin_mla.latent_cache import absorbs
+from forge_plugin_mla.modules.latent_attention import Widths
+from forge_plugin_mla.modules.latent_cache import absorbs
 from forge_plugin_transformer import GroupedQueryAttention, YarnRope
 
 MakeModel = Callable[..., Any]

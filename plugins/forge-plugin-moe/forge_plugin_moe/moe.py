@@ -1,4 +1,4 @@
-"""The component `moe`."""
+"""The components `moe` (kind `ffn`), `softmax_topk`, `sigmoid_topk`, `expert_choice` and `hash` (kind `router`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from attrs.validators import ge, gt
 
 from forge_core.contracts.components import RouterComponent, default_type, when_resumed
 from forge_core.contracts.errors import Problem
-from forge_plugin_moe.routers import isolation_problem
 from forge_plugin_transformer import FFNComponent, InitStd
 
 if TYPE_CHECKING:
@@ -19,6 +18,135 @@ if TYPE_CHECKING:
     from forge_core.config.job import Job
     from forge_core.contracts.contexts import BuildContext
     from forge_core.contracts.layout import Layout
+
+
+def isolation_problem(choice: str) -> str:
+    """Message about a choice among the tokens of a sequence, whose documents are to be learned apart."""
+    reason = f"{choice} over a whole sequence, so documents that data.packing isolates would change each other"
+    return f'{reason}; set data.packing.type = "concatenate", or let tokens choose without a capacity'
+
+
+@frozen(kw_only=True)
+class LinearRouter(RouterComponent):
+    """The keys of routers that score experts by a linear function of the token, in float32 or wider.
+
+    In the losses below, p are a token's scores, divided by their sum; P is their mean over a sequence; f is the share
+    of a sequence's choices that fall on an expert, times E. The reported loss contains none of them.
+    """
+
+    z_loss: float = field(default=0.0, validator=ge(0))
+    """Weight of the mean of log(Σ exp(logits))², which keeps logits from growing (Zoph et al. 2022, ST-MoE). Logged as
+    `moe/z_loss`."""
+    init_std: float = field(default=0.02, validator=gt(0))
+    """Standard deviation of initial weights."""
+
+
+@frozen(kw_only=True)
+class TopKRouter(LinearRouter):
+    """The keys of routers in which tokens choose experts."""
+
+    top_k: int = field(default=2, validator=gt(0))
+    """Experts of a token, K."""
+    scaling: float = field(default=1.0, validator=gt(0))
+    """Factor on the weights (DeepSeek-V3: 2.5)."""
+    groups: int = field(default=1, validator=gt(0))
+    """Groups of equally many experts, of which a token goes to some only: those of a node, to save on sending."""
+    top_groups: int = field(default=1, validator=gt(0))
+    """Groups that a token may go to: those with the largest score."""
+
+    sequence_balance: float = field(default=0.0, validator=ge(0))
+    """Weight of Σ f P of each sequence (DeepSeek-V3, equations 17 to 20), its mean over sequences. 1 where all experts
+    are used alike. Logged as `moe/sequence_balance`."""
+    batch_balance: float = field(default=0.0, validator=ge(0))
+    """Weight of Σ f P, with f of the whole batch of the step before: balance is asked of batches and not of each
+    sequence, under every layout alike. Logged as `moe/batch_balance`."""
+    micro_batch_balance: float = field(default=0.0, validator=ge(0))
+    """Weight of Σ f P of each micro-batch of each rank (Fedus et al. 2021, Switch Transformer, equation 4). Its value,
+    and so the curve, depends on `micro_batch_size` and the layout. Logged as `moe/micro_batch_balance`."""
+
+    def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        if self.top_groups > self.groups:
+            yield Problem("top_groups", f"{self.top_groups} of {self.groups} groups; lower it, or raise groups")
+
+    def expert_problems(self, experts: int) -> Iterable[Problem]:
+        open_to = experts // self.groups * self.top_groups
+        if experts % self.groups:
+            yield Problem("groups", f"{self.groups} groups do not divide {experts} experts equally")
+        elif self.top_k > open_to:
+            of = f" in {self.top_groups} groups" if self.groups > 1 else ""
+            yield Problem("top_k", f"{self.top_k} of {open_to} experts{of}; lower it")
+
+
+@frozen(kw_only=True)
+class SoftmaxTopK(TopKRouter):
+    """Each token's K experts with the largest probabilities (Shazeer et al. 2017; Mixtral, Qwen3-MoE)."""
+
+    normalise: Literal["after", "before"] = "after"
+    """Weights are the softmax over the chosen experts (after), or over all (before), of which the chosen ones' do not
+    add up to 1."""
+
+    def build(self, context: BuildContext, dim: int, experts: int) -> nn.Module:
+        from forge_plugin_moe.modules.topk import SoftmaxRouter
+
+        return SoftmaxRouter(self, context, dim, experts)
+
+
+@frozen(kw_only=True)
+class SigmoidTopK(TopKRouter):
+    """Each token's K experts with the largest sigmoid + bias; the bias takes no part in the weights (DeepSeek-V3,
+    section 2.1.2). After each update it rises by `bias_rate` for experts with fewer tokens than the mean of the whole
+    batch, and falls for those with more, so that balance needs no loss (Wang et al. 2024).
+
+    State: a bias for each expert, saved and never touched by the optimizer.
+    """
+
+    normalise: bool = True
+    """Whether the weights of a token are divided by their sum."""
+    bias_rate: float = field(default=0.001, validator=ge(0))
+    """By how much a bias changes after an update. 0: never."""
+
+    def build(self, context: BuildContext, dim: int, experts: int) -> nn.Module:
+        from forge_plugin_moe.modules.topk import SigmoidRouter
+
+        return SigmoidRouter(self, context, dim, experts)
+
+
+@frozen(kw_only=True)
+class ExpertChoice(LinearRouter):
+    """Experts choose tokens: of each sequence, those with the largest probability (Zhou et al. 2022). All experts have
+    equally many, and a token has any number. A position's experts depend on later positions, so such a model cannot
+    generate as it was trained; it is a baseline.
+    """
+
+    capacity_factor: float = field(default=2.0, validator=gt(0))
+    """Experts of a token in the mean: an expert takes this times the positions of a sequence / E."""
+
+    def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        if job.data.packing.isolates:
+            yield Problem("type", isolation_problem("experts choose"))
+
+    def build(self, context: BuildContext, dim: int, experts: int) -> nn.Module:
+        from forge_plugin_moe.modules.expert_choice import ExpertChoiceRouter
+
+        return ExpertChoiceRouter(self, context, dim, experts)
+
+
+@frozen(kw_only=True)
+class Hash(RouterComponent):
+    """Experts by a hash of the token's id, the same throughout training (Roller et al. 2021, "Hash Layers"); a baseline
+    without parameters. Weights are 1 / K."""
+
+    top_k: int = field(default=1, validator=gt(0))
+    """Experts of a token, K."""
+
+    def expert_problems(self, experts: int) -> Iterable[Problem]:
+        if self.top_k > experts:
+            yield Problem("top_k", f"{self.top_k} of {experts} experts; lower it")
+
+    def build(self, context: BuildContext, dim: int, experts: int) -> nn.Module:
+        from forge_plugin_moe.modules.hashing import HashRouter
+
+        return HashRouter(self.top_k, context.layer or 0, experts)
 
 
 @frozen(kw_only=True)

@@ -75,9 +75,9 @@ class TestAStack:
             parts.append(stack_of(experts=experts)(tokens, weights, local))
         torch.testing.assert_close(sum(parts), stack_of()(tokens, weights, chosen))
 
-    def test_calls_what_can_be_computed_meanwhile_once(self):
+    def test_calls_the_overlap_function_once(self):
         calls = []
-        stack_of()(*inputs_of(), meanwhile=lambda: calls.append(1))
+        stack_of()(*inputs_of(), overlap_fn=lambda: calls.append(1))
         assert calls == [1]
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

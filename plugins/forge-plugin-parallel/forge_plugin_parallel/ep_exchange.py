@@ -7,6 +7,7 @@ D model width; R ranks.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
+from forge_core.contracts.deprecation import deprecated
 from forge_core.contracts.model import ExpertStack
 from forge_kit.dispatch import Dispatch
 from forge_plugin_parallel.collectives import exchange_rows, send_rows
@@ -56,7 +58,7 @@ class Exchange:
     outer: int = 1
     """Nodes among which tokens have been divided before."""
     overlap: bool = True
-    """Whether `meanwhile` is called while tokens travel, or before."""
+    """Whether `overlap_fn` is called while tokens travel, or before."""
 
     def __call__(
         self,
@@ -64,10 +66,15 @@ class Exchange:
         weights: Tensor,
         chosen: Tensor,
         rows: int | None = None,
+        overlap_fn: Callable[[], None] | None = None,
         meanwhile: Callable[[], None] | None = None,
     ) -> Tensor:
-        if meanwhile is not None and not self.overlap:
-            meanwhile()
+        if meanwhile is not None:
+            notice = deprecated("the argument meanwhile of an expert stack", "0.4", "name it overlap_fn")
+            warnings.warn(notice, stacklevel=2)
+            overlap_fn = meanwhile
+        if overlap_fn is not None and not self.overlap:
+            overlap_fn()
         ranks = dist.get_world_size(self.group)
         owners = torch.div(chosen, self.experts, rounding_mode="floor")
         ranks_of = _each_once(owners)
@@ -83,8 +90,8 @@ class Exchange:
         weights = dispatch.to_rows(weights.to(torch.promote_types(weights.dtype, torch.float32)))
         weights, chosen = _SendChoices.apply(weights, local, trip)  # type: ignore[no-untyped-call]
         arrive = trip.depart(dispatch.to_rows(tokens))
-        if meanwhile is not None and self.overlap:
-            meanwhile()
+        if overlap_fn is not None and self.overlap:
+            overlap_fn()
         return dispatch.add_up(trip.back(self.forward(arrive(), weights, chosen, theirs)))
 
     def _sizes(self, chosen: Tensor, rows: int | None, asked: Tensor, offered: Tensor) -> tuple[_Trip, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from unittest import mock
 
@@ -32,9 +33,9 @@ class Stack(nn.Module):
         every = torch.randn(EXPERTS, D, D, generator=generator, dtype=torch.float64)
         self.weight = nn.Parameter(every[first:last].clone())
 
-    def forward(self, tokens, weights, chosen, rows=None, meanwhile=None):
-        if meanwhile is not None:
-            meanwhile()
+    def forward(self, tokens, weights, chosen, rows=None, overlap_fn=None):
+        if overlap_fn is not None:
+            overlap_fn()
         assert rows is None or rows == (chosen >= 0).sum()
         results = torch.einsum("edf,tf->ted", self.weight.square(), tokens)
         own = results.gather(1, chosen.clamp(min=0).unsqueeze(-1).expand(*chosen.shape, D))
@@ -102,6 +103,19 @@ def test_ranks_that_share_a_stack_give_what_one_process_gives(per_node):
             own = stack.weight.grad[rank * EACH : (rank + 1) * EACH]
             for seen, right in zip(ranks[rank][case], (*expected[rank], own), strict=True):
                 torch.testing.assert_close(seen, right, rtol=1e-12, atol=1e-12, msg=f"{case}, rank {rank}")
+
+
+def with_old_keyword(rank):
+    _, stack = shared()
+    calls = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        stack(*tokens_of(rank, "every choice"), meanwhile=lambda: calls.append(1))
+    return len(calls), [item.category.__name__ for item in caught]
+
+
+def test_the_overlap_function_may_have_its_old_name_for_now():
+    assert run_on_ranks(RANKS, with_old_keyword) == [(1, ["ForgeDeprecation"])] * RANKS
 
 
 def sent_by(rank, per_node):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from forge_plugin_schedules import Cosine, InverseSqrt, Linear, NoSchedule, Sequential
-from forge_plugin_schedules.sequential import SequentialPart
+from forge_plugin_schedules.schedules import SequentialPart
 from forge_testing.distribution import check_distribution
 from forge_testing.suites import SchedulerSuite
 

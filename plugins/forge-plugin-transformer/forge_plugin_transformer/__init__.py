@@ -1,14 +1,9 @@
 """Decoder-only transformers whose attention, feed-forward, norm and position encoding are components themselves."""
 
-from forge_plugin_transformer.gelu import GELU
-from forge_plugin_transformer.gqa import GroupedQueryAttention
 from forge_plugin_transformer.kinds import AttentionComponent, FFNComponent, InitStd, NormComponent, RopeComponent
-from forge_plugin_transformer.layernorm import LayerNorm
-from forge_plugin_transformer.mtp import MultiTokenPrediction
-from forge_plugin_transformer.rmsnorm import RMSNorm
+from forge_plugin_transformer.layer_parts import GELU, GroupedQueryAttention, LayerNorm, RMSNorm, SwiGLU, default_hidden
 from forge_plugin_transformer.rope import LinearRope, Llama3Rope, PlainRope, YarnRope
-from forge_plugin_transformer.swiglu import SwiGLU, default_hidden
-from forge_plugin_transformer.transformer import Transformer
+from forge_plugin_transformer.transformer import MultiTokenPrediction, Transformer
 
 __all__ = [
     "GELU",

@@ -15,14 +15,14 @@ from forge_plugin_moe.modules.sequences import Sequences, tally
 if TYPE_CHECKING:
     from forge_core.auxiliary import Unit
     from forge_core.contracts.contexts import BuildContext
-    from forge_plugin_moe.routers import TopKRouter
+    from forge_plugin_moe.moe import TopKRouter
 
 CHOSEN = "moe/chosen"
 """Count of the tokens that chose each expert."""
 
 
 class Balance(nn.Module):
-    """Σ f P in three forms; see `forge_plugin_moe.routers.TopKRouter`. Only P has gradients, in which all are linear:
+    """Σ f P in three forms; see `forge_plugin_moe.moe.TopKRouter`. Only P has gradients, in which all are linear:
     parts of a sequence add up.
 
     Buffers: `load` (E,), the last step's counts of the whole batch, if a loss needs them.

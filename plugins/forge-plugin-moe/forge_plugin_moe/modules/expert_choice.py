@@ -14,7 +14,7 @@ from forge_plugin_moe.modules.scores import LinearScores
 if TYPE_CHECKING:
     from forge_core.contracts.contexts import BuildContext
     from forge_core.contracts.data import Batch
-    from forge_plugin_moe.routers import ExpertChoice
+    from forge_plugin_moe.moe import ExpertChoice
 
 
 class ExpertChoiceRouter(LinearScores):

@@ -128,11 +128,11 @@ class Experts(nn.Module):
         weights: Tensor,
         chosen: Tensor,
         rows: int | None = None,
-        meanwhile: Callable[[], None] | None = None,
+        overlap_fn: Callable[[], None] | None = None,
     ) -> Tensor:
         """(T, D), weights and choices (T, K), to (T, D)."""
-        if meanwhile is not None:
-            meanwhile()
+        if overlap_fn is not None:
+            overlap_fn()
         if rows is None:
             planned = isinstance(chosen, FakeTensor)  # then nobody knows how many, and all is the most
             rows = chosen.numel() if planned else int((chosen >= 0).sum())

@@ -65,9 +65,9 @@ class MoELayer(nn.Module):
             chosen, rows = chosen.where(kept, -1), None
         self._load.add(tally(chosen, self._number).sum(0))
         shared: list[Tensor] = []
-        meanwhile = None if self.shared is None else lambda: shared.append(self._shared_output(x, batch))
+        overlap_fn = None if self.shared is None else lambda: shared.append(self._shared_output(x, batch))
         tokens = (tensor.flatten(0, 1) for tensor in (x, weights, chosen))
-        y = self.experts(*tokens, rows=rows, meanwhile=meanwhile).view_as(x)
+        y = self.experts(*tokens, rows=rows, overlap_fn=overlap_fn).view_as(x)
         return self.output(y if self.shared is None else y + shared[0])
 
     def _shared_output(self, x: Tensor, batch: Batch) -> Tensor:

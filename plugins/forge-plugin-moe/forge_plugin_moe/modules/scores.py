@@ -13,7 +13,7 @@ from forge_plugin_moe.modules.sequences import Sequences
 
 if TYPE_CHECKING:
     from forge_core.contracts.contexts import BuildContext
-    from forge_plugin_moe.routers import LinearRouter
+    from forge_plugin_moe.moe import LinearRouter
 
 
 class LinearScores(nn.Module):

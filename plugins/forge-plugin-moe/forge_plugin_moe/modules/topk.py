@@ -17,7 +17,7 @@ from forge_plugin_moe.modules.scores import LinearScores
 if TYPE_CHECKING:
     from forge_core.contracts.contexts import BuildContext
     from forge_core.contracts.data import Batch
-    from forge_plugin_moe.routers import SigmoidTopK, SoftmaxTopK, TopKRouter
+    from forge_plugin_moe.moe import SigmoidTopK, SoftmaxTopK, TopKRouter
 
 
 BIAS = "moe/bias"

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from forge_kit.modules import Linear
 from forge_plugin_transformer.modules.attention_core import AttentionCore, torch_attention
 from forge_plugin_transformer.modules.cache import Cache
-from forge_plugin_transformer.modules.norms import RMSNorm
+from forge_plugin_transformer.modules.norms import RootMeanSquareNorm
 from forge_plugin_transformer.modules.rotary import rotate, tables, with_tables
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class KVCache(Cache):
         return keys, values, mask
 
 
-class GroupedQueryAttention(nn.Module):
+class GroupedAttention(nn.Module):
     """o(attention(q(x), k(x), v(x))): see `AttentionComponent` for the contract."""
 
     def __init__(
@@ -57,7 +57,8 @@ class GroupedQueryAttention(nn.Module):
         self.v = Linear(dim, kv_heads * head_dim, bias=bias, std=init.inner)
         self.o = Linear(heads * head_dim, dim, bias=bias, std=init.residual)
         self.q_norm, self.k_norm = (
-            RMSNorm(head_dim, eps=qk_norm_eps) if qk_norm_eps is not None else nn.Identity() for _ in range(2)
+            RootMeanSquareNorm(head_dim, eps=qk_norm_eps) if qk_norm_eps is not None else nn.Identity()
+            for _ in range(2)
         )
         self.rotary = rotary
         self.core = core
@@ -99,7 +100,7 @@ class GroupedQueryAttention(nn.Module):
 
     def tensor_parallel_plan(self) -> Mapping[str, str]:
         plan = {"": "whole_input", "q": "column", "k": "column", "v": "column", "o": "row"}
-        normed = isinstance(self.q_norm, RMSNorm)
+        normed = isinstance(self.q_norm, RootMeanSquareNorm)
         return plan | ({"q_norm": "replicate", "k_norm": "replicate"} if normed else {})
 
     def sequence_mixers(self) -> Mapping[str, int]:

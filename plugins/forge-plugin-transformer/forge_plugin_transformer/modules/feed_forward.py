@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from forge_plugin_transformer.kinds import InitStd
 
 
-class SwiGLU(nn.Module):
+class GatedFeedForward(nn.Module):
     """down(silu(gate(x)) * up(x))."""
 
     def __init__(self, dim: int, hidden: int, *, bias: bool, init: InitStd) -> None:
@@ -31,7 +31,7 @@ class SwiGLU(nn.Module):
         return {"": "whole_input", "gate": "column", "up": "column", "down": "row"}
 
 
-class GELU(nn.Module):
+class PlainFeedForward(nn.Module):
     """down(gelu(up(x)))."""
 
     def __init__(self, dim: int, hidden: int, *, bias: bool, approximate: str, init: InitStd) -> None:

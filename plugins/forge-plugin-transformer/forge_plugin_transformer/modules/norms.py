@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from forge_core.contracts.model import Fill
 
 
-class RMSNorm(nn.Module):
+class RootMeanSquareNorm(nn.Module):
     """x / sqrt(mean(x²) + eps) * weight, in the dtype of x; `weight` starts at one."""
 
     def __init__(self, dim: int, *, eps: float) -> None:
@@ -36,7 +36,7 @@ class RMSNorm(nn.Module):
         return f"{self.weight.numel()}, eps={self.eps}"
 
 
-class LayerNorm(nn.Module):
+class CentredNorm(nn.Module):
     """(x - mean(x)) / sqrt(var(x) + eps) * weight + bias, in the dtype of x; starts as the plain normalisation."""
 
     def __init__(self, dim: int, *, eps: float, bias: bool) -> None:

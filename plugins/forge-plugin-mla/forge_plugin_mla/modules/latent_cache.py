@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from forge_plugin_transformer.modules.cache import Cache
 
 if TYPE_CHECKING:
-    from forge_plugin_mla.latent_attention import Widths
+    from forge_plugin_mla.modules.latent_attention import Widths
 
 
 class LatentCache(Cache):

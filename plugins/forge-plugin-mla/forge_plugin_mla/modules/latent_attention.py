@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from forge_kit.modules import Linear
-from forge_plugin_mla.latent_cache import LatentCache, absorbs
+from forge_plugin_mla.modules.latent_cache import LatentCache, absorbs
 from forge_plugin_transformer.modules.attention_core import AttentionCore, torch_attention
 from forge_plugin_transformer.modules.narrow_values import NARROW
-from forge_plugin_transformer.modules.norms import RMSNorm
+from forge_plugin_transformer.modules.norms import RootMeanSquareNorm
 from forge_plugin_transformer.modules.rotary import rotate, tables, with_tables
 
 if TYPE_CHECKING:
@@ -75,12 +75,12 @@ class LatentAttention(nn.Module):
         self.interleaved, self.score_factor = interleaved, score_factor
         if widths.q_latent:
             self.q_down = Linear(dim, widths.q_latent, std=init.inner)
-            self.q_norm = RMSNorm(widths.q_latent, eps=norm_eps)
+            self.q_norm = RootMeanSquareNorm(widths.q_latent, eps=norm_eps)
             self.q_up = Linear(widths.q_latent, heads * widths.key, std=init.inner)
         else:
             self.q = Linear(dim, heads * widths.key, std=init.inner)
         self.kv_down = Linear(dim, widths.kv_latent + widths.rope, std=init.inner)
-        self.kv_norm = RMSNorm(widths.kv_latent, eps=norm_eps)
+        self.kv_norm = RootMeanSquareNorm(widths.kv_latent, eps=norm_eps)
         self.kv_up = Linear(widths.kv_latent, heads * (widths.nope + widths.value), std=init.inner)
         self.o = Linear(heads * widths.value, dim, std=init.residual)
         self.rotary = rotary

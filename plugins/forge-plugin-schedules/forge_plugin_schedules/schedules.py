@@ -1,7 +1,8 @@
-"""The component `sequential`."""
+"""The components `cosine`, `linear`, `inverse_sqrt`, `none` and `sequential`."""
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
@@ -13,12 +14,64 @@ from attrs.validators import ge, min_len, optional
 
 from forge_core.contracts.components import SchedulerComponent
 from forge_core.contracts.errors import Problem
+from forge_core.schedules import WarmupComponent, warmup
+from forge_kit.schedules import DecayComponent
 
 if TYPE_CHECKING:
     from forge_core.config.job import Job
     from forge_core.contracts.contexts import BuildContext
     from forge_core.contracts.layout import Layout
     from forge_core.contracts.optimizer import Schedule
+
+
+@frozen(kw_only=True)
+class Cosine(DecayComponent):
+    """Half a cosine from the base rate down to the floor (Loshchilov and Hutter 2017, without restarts)."""
+
+    def shape(self, progress: float) -> float:
+        return 0.5 * (1 + math.cos(math.pi * progress))
+
+
+@frozen(kw_only=True)
+class Linear(DecayComponent):
+    """A straight line from the base rate down to the floor."""
+
+    def shape(self, progress: float) -> float:
+        return 1 - progress
+
+
+@frozen(kw_only=True)
+class InverseSqrt(WarmupComponent):
+    """Warm up, then fall with the inverse square root of the update (Vaswani et al. 2017, section 5.3).
+
+    It does not know how long the run is. n updates after the warm-up the factor is sqrt(t / (t + n)), t the timescale;
+    with the timescale of the paper, which is the warm-up, that is sqrt(warmup_steps / update).
+    """
+
+    timescale: int = field(default=0, validator=ge(0))
+    """Updates after the warm-up in which the rate falls to 0.71 of its base value; 0: as many as the warm-up has."""
+
+    def build(self, context: BuildContext) -> Schedule:
+        timescale = self.timescale or self.warmup_steps
+
+        def schedule(step: int, total: int) -> float:
+            after = max(0, step + 1 - self.warmup_steps)
+            return warmup(step, self.warmup_steps) * math.sqrt(timescale / (timescale + after))
+
+        return schedule
+
+    def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        yield from super().problems(job, layout)
+        if not (self.timescale or self.warmup_steps):
+            yield Problem("timescale", "is 0, and so is warmup_steps, which it stands for; give one of them")
+
+
+@frozen(kw_only=True)
+class NoSchedule(SchedulerComponent):
+    """The base rate from the first update to the last, for optimizers that schedule themselves."""
+
+    def build(self, context: BuildContext) -> Schedule:
+        return lambda step, total: 1.0
 
 
 @frozen(kw_only=True)

@@ -1,9 +1,9 @@
-"""Attention `gqa`."""
+"""The components `gqa`, `swiglu`, `gelu`, `rmsnorm` and `layernorm`, of which layers are made."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from attrs import field, frozen
 from attrs.validators import ge, gt
@@ -12,7 +12,7 @@ from forge_core.contracts.components import default_type, when_resumed
 from forge_core.contracts.errors import Problem
 from forge_plugin_transformer.attention_backends import Backend, choose_backend
 from forge_plugin_transformer.document_backends import WayOrAuto, choose_documents, kernel_problems
-from forge_plugin_transformer.kinds import AttentionComponent, InitStd, RopeComponent
+from forge_plugin_transformer.kinds import AttentionComponent, FFNComponent, InitStd, NormComponent, RopeComponent
 
 if TYPE_CHECKING:
     from torch import nn
@@ -74,7 +74,7 @@ class GroupedQueryAttention(AttentionComponent):
         head_dim = self.head_dim or dim // self.heads
         kernel = choose_backend(self.backend, context, head_dim)
         documents = choose_documents(self.documents, kernel.kernel, context, head_dim)
-        return attention.GroupedQueryAttention(
+        return attention.GroupedAttention(
             dim,
             heads=self.heads,
             kv_heads=self.kv_heads or self.heads,
@@ -85,3 +85,73 @@ class GroupedQueryAttention(AttentionComponent):
             bias=self.bias,
             init=init,
         )
+
+
+ROUNDING = 256
+"""The derived hidden width is a multiple of this, as accelerators like it."""
+
+
+@frozen(kw_only=True)
+class SwiGLU(FFNComponent):
+    """down(silu(gate(x)) * up(x)) (Shazeer 2020)."""
+
+    hidden: int = field(default=0, validator=ge(0))
+    """Width between the matrices; 0: 8/3 of `dim`, rounded up to a multiple of 256."""
+    bias: bool = False
+    """Whether the three matrices have biases."""
+
+    def build(self, context: BuildContext, dim: int, init: InitStd) -> nn.Module:
+        from forge_plugin_transformer.modules import feed_forward
+
+        return feed_forward.GatedFeedForward(dim, self.hidden or default_hidden(dim), bias=self.bias, init=init)
+
+
+def default_hidden(dim: int) -> int:
+    """8/3 of `dim`, so that three matrices have as many elements as the two of a plain feed-forward of 4 `dim`."""
+    return -(-8 * dim // (3 * ROUNDING)) * ROUNDING
+
+
+@frozen(kw_only=True)
+class GELU(FFNComponent):
+    """down(gelu(up(x))), as in GPT-2."""
+
+    hidden: int = field(default=0, validator=ge(0))
+    """Width between the matrices; 0: 4 times `dim`."""
+    bias: bool = False
+    """Whether the two matrices have biases."""
+    approximate: Literal["tanh", "none"] = "tanh"
+    """The activation by its tanh approximation (GPT-2), or exactly."""
+
+    def build(self, context: BuildContext, dim: int, init: InitStd) -> nn.Module:
+        from forge_plugin_transformer.modules import feed_forward
+
+        hidden = self.hidden or 4 * dim
+        return feed_forward.PlainFeedForward(dim, hidden, bias=self.bias, approximate=self.approximate, init=init)
+
+
+@frozen(kw_only=True)
+class RMSNorm(NormComponent):
+    """Scales by the root mean square, without centring (Zhang & Sennrich 2019)."""
+
+    eps: float = field(default=1e-5, validator=gt(0), metadata=when_resumed("flag"))
+    """Added to the mean square."""
+
+    def build(self, context: BuildContext, dim: int) -> nn.Module:
+        from forge_plugin_transformer.modules import norms
+
+        return norms.RootMeanSquareNorm(dim, eps=self.eps)
+
+
+@frozen(kw_only=True)
+class LayerNorm(NormComponent):
+    """Centres and scales to unit variance (Ba et al. 2016)."""
+
+    eps: float = field(default=1e-5, validator=gt(0), metadata=when_resumed("flag"))
+    """Added to the variance."""
+    bias: bool = True
+    """Whether a learned offset is added after the learned gain."""
+
+    def build(self, context: BuildContext, dim: int) -> nn.Module:
+        from forge_plugin_transformer.modules import norms
+
+        return norms.CentredNorm(dim, eps=self.eps, bias=self.bias)

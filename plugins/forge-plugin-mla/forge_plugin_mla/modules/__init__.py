@@ -1,0 +1,1 @@
+"""What the component `mla` builds."""
