@@ -217,12 +217,32 @@ def local_part(tensor: Any) -> torch.Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def any_rank(flags: Sequence[bool]) -> list[bool]:
-    """Of each flag, whether any rank of the run has it set. Collective."""
-    raised = torch.tensor(flags, dtype=torch.float32)
-    dist.all_reduce(raised, op=dist.ReduceOp.MAX)
-    return [bool(flag) for flag in raised.tolist()]
+RING_UP_TO = 64
+"""Ranks with which gloo's ring, 2 (n - 1) messages one after the other, is still faster than dissemination."""
 
+
+def any_rank(flags: Sequence[bool]) -> list[bool]:
+    """Of each flag, whether any rank of the run has it set. Collective, and part of every step."""
+    known = torch.tensor(flags, dtype=torch.uint8)
+    if dist.get_world_size() > RING_UP_TO:
+        known = _disseminate(known)
+    else:
+        dist.all_reduce(known, op=dist.ReduceOp.MAX)
+    return [bool(flag) for flag in known.tolist()]
+
+
+def _disseminate(known: torch.Tensor) -> torch.Tensor:
+    """Logical or of all ranks' flags in log2(n) rounds (dissemination, Hensgen et al. 1988): in round k a rank sends
+    what it knows to the rank 2^k further on. A flag may arrive twice, which changes nothing, so any n will do."""
+    rank, size, distance = dist.get_rank(), dist.get_world_size(), 1
+    received = torch.empty_like(known)
+    while distance < size:
+        sending = dist.isend(known, (rank + distance) % size)
+        dist.recv(received, (rank - distance) % size)
+        assert sending is not None
+        sending.wait()
+        known, distance = known | received, 2 * distance
+    return known
 
 def pipeline_group(mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
     """The group of ranks that hold different layers, or None where each holds all."""
