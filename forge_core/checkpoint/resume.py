@@ -15,8 +15,7 @@ from forge_core.checkpoint.manager import Checkpoints
 from forge_core.checkpoint.manifest import MANIFEST, How, verify
 from forge_core.checkpoint.provenance import collect, compare
 from forge_core.checkpoint.retention import Retention
-from forge_core.checkpoint.run_folder import run_folder, storage_folder
-from forge_core.checkpoint.storage import LocalStorage
+from forge_core.checkpoint.run_folder import run_folder, storage_of
 from forge_core.config.job import Job
 from forge_core.contracts.errors import CheckpointError, ForgeError
 from forge_core.parallel.mesh import global_rank
@@ -113,25 +112,26 @@ def locate(path: Path, how: How) -> tuple[Path, dict[str, Any]]:
     """
     if (path / MANIFEST).is_file() or re.fullmatch(r"step-\d+", path.name):
         return path, verify(path, how)
-    found = Checkpoints(LocalStorage(storage_folder(path)), Retention(), how).newest()
+    found = Checkpoints(storage_of(path), Retention(), how).newest()
     if found is None:
         raise CheckpointError(f"{path} is neither a checkpoint nor a run folder with checkpoints")
     return found
 
 
 def check_storage(folder: Path) -> None:
-    """See that a run that has no checkpoint where the job keeps them has none where an earlier job kept them either.
+    """Raise if an earlier job of this run kept checkpoints elsewhere: the run would start over.
 
     Raises:
-        CheckpointError: it has, and would start over.
+        CheckpointError: there are such checkpoints.
     """
     try:
-        before = storage_folder(folder)
-    except ForgeError:  # kept in no folder: there is nothing to see
+        before = storage_of(folder)
+    except ForgeError:  # the plugin of that job's storage is not installed any more
         return
-    if LocalStorage(before).steps():
+    if steps := before.steps():
+        place = before.path(steps[-1]).parent
         fix = "set [checkpoint.storage] back, move the checkpoints, or choose another job.name"
-        raise CheckpointError(f"{before} has checkpoints of this run, but the job keeps them elsewhere now; {fix}")
+        raise CheckpointError(f"{place} has checkpoints of this run, but the job keeps them elsewhere now; {fix}")
 
 
 def check_changes(path: Path, changes: Sequence[Change], allowed: bool) -> None:

@@ -14,11 +14,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from forge_core.checkpoint.storage import LocalStorage
+from forge_core.config.job import LOCAL_STORAGE
 from forge_core.contracts.errors import ForgeError
 
 if TYPE_CHECKING:
     from forge_core.config.job import Job
     from forge_core.contracts.data import Tokenizer
+    from forge_core.contracts.runtime import Storage
 
 JOB = "job.toml"
 LOCK = ".lock"
@@ -50,16 +53,39 @@ def checkpoint_table(folder: Path) -> Mapping[str, Any]:
         return {}
 
 
-def storage_folder(folder: Path) -> Path:
-    """Where the checkpoints of a run folder lie, as its job says.
+def storage_of(folder: Path) -> Storage:
+    """The storage that keeps the checkpoints of a run folder, as the job in it says.
 
     Raises:
-        ForgeError: they are not kept in a folder of files.
+        JobError: the job names what is not installed.
+        ForgeError: the storage cannot be built.
     """
-    storage = checkpoint_table(folder).get("storage", {})
-    if "folder" not in storage and storage.get("type"):
-        raise ForgeError(f"{folder} keeps its checkpoints with {storage['type']}, which has no folder to look into")
-    return folder / storage.get("folder", "checkpoints")
+    table = checkpoint_table(folder).get("storage", {})
+    if (
+        table.get("type", LOCAL_STORAGE) == LOCAL_STORAGE
+    ):  # of the core, so whether the job's plugins are installed does not matter
+        return LocalStorage(folder / table.get("folder", "checkpoints"))
+    import torch
+
+    from forge_core.auxiliary import Auxiliary
+    from forge_core.config.load import parse_job
+    from forge_core.contracts.layout import Layout
+    from forge_core.plugins.catalog import Catalog
+    from forge_core.plugins.manager import Plugins, RunContext
+
+    catalog, device = Catalog.installed(), torch.device("cpu")
+    job = parse_job((folder / JOB).read_text(), str(folder / JOB), catalog)
+    context = RunContext(
+        job=job,
+        plugins=Plugins.activate(job, catalog),
+        layout=Layout(),
+        mesh=None,
+        device=device,
+        dtype=torch.float32,
+        auxiliary=Auxiliary(device),
+        folder=folder,
+    )
+    return context.build(job.checkpoint.storage)
 
 
 @contextmanager

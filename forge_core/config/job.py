@@ -30,6 +30,9 @@ from forge_core.contracts.deprecation import deprecated_value
 from forge_core.contracts.layout import Layout
 from forge_core.plugins.catalog import Catalog
 
+LOCAL_STORAGE = "forge-run/local"
+"""Type of the core's storage in a resolved job."""
+
 
 @frozen(kw_only=True)
 class JobSection:
@@ -168,7 +171,7 @@ class CheckpointSection:
     of a run must succeed either way."""
     verify: Literal["full", "sizes"] = "full"
     """What is checked before loading: SHA-256 of every file, or sizes only, which does not find flipped bytes."""
-    storage: StorageComponent = default_type("forge-run/local")
+    storage: StorageComponent = default_type(LOCAL_STORAGE)
     """`[checkpoint.storage]`: where checkpoints are kept."""
     load: LoadSection | None = None
     """`[checkpoint.load]`: weights of another run to start from; by default training starts from random ones."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import attrs
 
-from forge_core.config.job import Checked, Job
+from forge_core.config.job import LOCAL_STORAGE, Checked, Job
 from forge_core.config.mixture import loader_problems, mixture_problems
 from forge_core.config.walk import walk_components
 from forge_core.contracts.components import Component, OptimizerComponent, ParallelComponent
@@ -85,6 +86,15 @@ def _executor_problems(job: Job, catalog: Catalog) -> Iterator[Problem]:
             yield Problem("executor", f"{seen}; leave one of them out")
 
 
+def _may_hold_checkpoints(path: Path) -> bool:
+    """Whether `path` is a checkpoint or the folder of a run with some; a storage other than the core's may have them
+    anywhere, which shows when the run starts."""
+    if (path / "manifest.json").is_file() or any(path.glob("*/step-*/manifest.json")):
+        return True
+    kept = tomllib.loads((path / "job.toml").read_text()) if (path / "job.toml").is_file() else {}
+    return bool(kept.get("checkpoint", {}).get("storage", {}).get("type", LOCAL_STORAGE) != LOCAL_STORAGE)
+
+
 def _load_problems(job: Job) -> Iterator[Problem]:
     """Only before the run begins: later it needs these weights no more, and they may be gone."""
     load = job.checkpoint.load
@@ -94,7 +104,7 @@ def _load_problems(job: Job) -> Iterator[Problem]:
     if not path.is_dir():
         near = did_you_mean(path.name, [sibling.name for sibling in path.parent.glob("*/")])
         yield Problem("checkpoint.load.path", f"there is no folder {load.path!r}{near}")
-    elif not (path / "manifest.json").is_file() and not any(path.glob("*/step-*/manifest.json")):
+    elif not _may_hold_checkpoints(path):
         seen = f"{load.path!r} is neither a checkpoint (it has no manifest.json) nor a run folder with checkpoints"
         yield Problem("checkpoint.load.path", seen)
 

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 from attrs import fields_dict, frozen
 
 from forge_core.checkpoint.manifest import MANIFEST, How, find_faults, read_manifest
-from forge_core.checkpoint.storage import UNFINISHED, LocalStorage
+from forge_core.checkpoint.storage import UNFINISHED
 from forge_core.cli.tables import columns
 from forge_core.contracts.errors import CheckpointError, ExitCode, JobError
 
 if TYPE_CHECKING:
+    from forge_core.contracts.runtime import Storage
     from forge_plugin_checkpoints.differences import Differences
 
 PROGRAM = "forge-run checkpoints"
@@ -92,7 +93,7 @@ class Row:
     faults: Sequence[str]
 
     @classmethod
-    def of(cls, storage: LocalStorage, step: int, how: How) -> Row:
+    def of(cls, storage: Storage, step: int, how: How) -> Row:
         path = storage.path(step)
         size = sum(file.stat().st_size for file in path.iterdir())
         try:
@@ -135,7 +136,7 @@ def list_checkpoints(options: argparse.Namespace) -> int:
     return ExitCode.FINISHED
 
 
-def _rows(storage: LocalStorage, how: How) -> Iterator[Row]:
+def _rows(storage: Storage, how: How) -> Iterator[Row]:
     for step in storage.steps():
         with suppress(FileNotFoundError):  # a run that goes on may delete it while we look
             row = Row.of(storage, step, how)
@@ -164,7 +165,7 @@ def _damage(rows: Sequence[Row]) -> Iterator[str]:
         yield from (f"step {row.step}: {fault}" for fault in row.faults)
 
 
-def _unfinished(storage: LocalStorage) -> Iterator[str]:
+def _unfinished(storage: Storage) -> Iterator[str]:
     for path in sorted(storage.path(0).parent.glob(f"*{UNFINISHED}")):
         yield f"{path.name}: unfinished; the next save removes it"
 
@@ -238,7 +239,7 @@ def prune_checkpoints(options: argparse.Namespace) -> int:
         return _prune(options, storage)
 
 
-def _prune(options: argparse.Namespace, storage: LocalStorage) -> int:
+def _prune(options: argparse.Namespace, storage: Storage) -> int:
     from forge_core.checkpoint.manager import Checkpoints
     from forge_core.checkpoint.retention import Retention
     from forge_core.checkpoint.run_folder import checkpoint_table
@@ -280,14 +281,14 @@ def export_checkpoint(options: argparse.Namespace) -> int:
 # --- common ------------------------------------------------------------------------------------------------------
 
 
-def _storage(run: Path) -> LocalStorage:
-    from forge_core.checkpoint.run_folder import storage_folder
+def _storage(run: Path) -> Storage:
+    from forge_core.checkpoint.run_folder import storage_of
 
     if not run.is_dir():
         raise JobError(f"{PROGRAM}: there is no folder {run}")
     if (run / MANIFEST).is_file():
         raise JobError(f"{PROGRAM}: {run} is a checkpoint; give the folder of its run")
-    return LocalStorage(storage_folder(run))
+    return storage_of(run)
 
 
 def _demand_step(step: int, steps: Sequence[int], run: Path) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
+    from forge_core.config.job import Job
     from forge_core.contracts.data import Tokenizer
     from forge_core.contracts.model import Model
 
@@ -17,7 +18,7 @@ def command(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
     from forge_plugin_generate.generate import Sampling, generate
 
-    model, tokenizer = load_model_and_tokenizer(options.path, options.device)
+    model, tokenizer = load_model_and_tokenizer(options.path, options.device, options.run)
     sampling = Sampling(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)
     prompts = options.prompt or [""]
     ids = [tokenizer.encode(prompt) or [tokenizer.end_of_text] for prompt in prompts]
@@ -48,6 +49,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--top-k", type=int, default=0, help="only the k likeliest tokens; 0: all (0)")
     parser.add_argument("--top-p", type=float, default=0.95, help="only the likeliest with this probability (0.95)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (0)")
+    parser.add_argument(
+        "--run", type=Path, metavar="FOLDER", help="run folder with the tokenizer, if the checkpoint is elsewhere"
+    )
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     parser.add_argument("--no-cache", action="store_true", help="recompute everything for each token (for comparison)")
     return parser
@@ -61,36 +65,58 @@ def _positive(text: str) -> int:
 
 
 def load_model_and_tokenizer(
-    path: Path | str, device: Literal["auto", "cpu", "cuda"] = "auto"
+    path: Path | str, device: Literal["auto", "cpu", "cuda"] = "auto", run: Path | None = None
 ) -> tuple[Model, Tokenizer]:
     """The trained model, in evaluation mode, and the tokenizer of a run folder or checkpoint.
 
+    Args:
+        run: the run folder that keeps the tokenizer; by default it is looked for (see `find_run`).
+
     Raises:
-        CheckpointError: there is no intact checkpoint.
+        CheckpointError: there is no intact checkpoint, or the tokenizer is not the one of its training.
         ForgeError: the run has no tokenizer.
     """
-    from pathlib import Path
-
     import attrs
 
+    from forge_core.checkpoint.provenance import check_tokenizer
     from forge_core.checkpoint.resume import locate
-    from forge_core.checkpoint.run_folder import TOKENIZER
     from forge_core.checkpoint.state import load_model
     from forge_core.config.load import parse_job
-    from forge_core.contracts.errors import ForgeError
     from forge_core.engine.build import build_context, build_model, build_tokenizer
     from forge_core.plugins.catalog import Catalog
 
     checkpoint, manifest = locate(Path(path), "sizes")
-    folder = checkpoint.parent.parent
     catalog = Catalog.installed()
     job = parse_job(manifest["job"], str(checkpoint / "manifest.json"), catalog)
     job = attrs.evolve(job, parallel={}, train=attrs.evolve(job.train, device=device))
-    context: Any = build_context(job, catalog, folder)
-    if job.data.tokenizer is None or not (folder / TOKENIZER).is_dir():
-        raise ForgeError(f"{folder} has no tokenizer, so prompts cannot be read")
-    context = attrs.evolve(context, tokenizer=build_tokenizer(job, context))
+    context: Any = build_context(job, catalog, find_run(job, checkpoint, [run] if run else [Path(path)]))
+    tokenizer = build_tokenizer(job, context)
+    assert tokenizer is not None
+    check_tokenizer(manifest["provenance"], {"tokenizer": tokenizer.fingerprint()})
+    context = attrs.evolve(context, tokenizer=tokenizer)
     model = build_model(job, context).model
     load_model(checkpoint, model)
     model.eval()
-    return model, context.tokenizer
+    return model, tokenizer
+
+
+def find_run(job: Job, checkpoint: Path, first: Sequence[Path]) -> Path:
+    """The run folder that keeps the tokenizer of a checkpoint, which may lie elsewhere, as on another disk.
+
+    Args:
+        first: folders to look into before those beside the checkpoint and that of the job's name.
+
+    Raises:
+        ForgeError: none of them has a tokenizer.
+    """
+    from forge_core.checkpoint.run_folder import TOKENIZER, run_folder
+    from forge_core.contracts.errors import ForgeError
+
+    if job.data.tokenizer is None:
+        raise ForgeError(f"the job of {checkpoint} has no tokenizer, so prompts cannot be read")
+    folders = [*first, checkpoint.parent.parent, run_folder(job)]
+    for folder in folders:
+        if (folder / TOKENIZER).is_dir():
+            return folder
+    searched = ", ".join(dict.fromkeys(map(str, folders)))
+    raise ForgeError(f"there is no tokenizer of {checkpoint} in {searched}; give the folder of its run: --run FOLDER")
