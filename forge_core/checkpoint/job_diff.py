@@ -1,7 +1,7 @@
-"""What of a job has changed since a checkpoint was saved, and what that means for a run that continues from it.
+"""Diff between the job of a checkpoint and the current one, and what each change means for a run that continues.
 
-Two resolved jobs are compared key by key. What a change means is said by the table below for the core's own sections,
-by `Component.resumes_as` for components, and by `when_resumed` for single fields, whichever is closest to the key.
+Two resolved jobs are compared key by key. What a change means is stated where the key is defined: by `when_resumed` in
+the field's metadata, or else by the `resumes_as` of the component around it.
 """
 
 from __future__ import annotations
@@ -31,33 +31,6 @@ from forge_core.contracts.components import Component, DefaultType, WhenResumed
 from forge_core.contracts.errors import PluginError
 from forge_core.plugins.catalog import Catalog
 
-SECTIONS: Mapping[str, WhenResumed] = {
-    "job": "safe",
-    "job.seed": "flag",
-    "train": "flag",
-    "train.steps": "safe",
-    "train.micro_batch_size": "safe",
-    "train.device": "safe",
-    "train.float32_matmul": "safe",
-    "train.non_finite": "safe",
-    "train.non_finite_limit": "safe",
-    "train.dry_run": "safe",
-    "train.deterministic": "safe",
-    "train.gc_interval": "safe",
-    "data": "flag",
-    "data.workers": "safe",
-    "data.loader": "safe",
-    "checkpoint": "safe",
-    "eval": "safe",
-    "metrics": "safe",
-    "launch": "safe",
-}
-"""What a change of the core's own keys means; a key that is not listed is as its section. Micro-batches are layout: the
-loss is normalised over the global batch, so the curve does not depend on them."""
-
-TYPES: Mapping[str, WhenResumed] = {"optimizer": "impossible"}
-"""Kinds of which another type means more than another setting: one optimizer's state is of no use to another."""
-
 TITLES: Mapping[WhenResumed, str] = {
     "safe": "safe",
     "flag": "need --resume-with-changes",
@@ -70,11 +43,11 @@ SHORT = 60
 
 @frozen
 class Change:
-    """One key that is not as it was. A component that came or went is one change, of its `type`."""
+    """One changed key. A component that was added, removed or replaced is one change, of its `type`."""
 
     path: str
     before: Any
-    """As in TOML; None: it was not there."""
+    """The value as in TOML; None: absent."""
     after: Any
     means: WhenResumed
 
@@ -83,16 +56,19 @@ class Change:
 
 
 def job_changes(before: str, job: Job, catalog: Catalog) -> list[Change]:
-    """What has changed from a checkpoint's resolved job (TOML) to `job`, in the order of the file."""
+    """The changes from a checkpoint's resolved job (TOML) to `job`, in the order of the file."""
     classes = {type(component) for _, component in walk_components(job)}
     return text_changes(before, dump_job(job, catalog), catalog, classes)
 
 
 def text_changes(before: str, after: str, catalog: Catalog, classes: Iterable[type[Component]] = ()) -> list[Change]:
-    """What has changed between two resolved jobs (TOML).
+    """The changes between two resolved jobs.
 
     Args:
-        classes: of components, as far as they are known; others are looked up.
+        before: the older job, as TOML.
+        after: the newer job, as TOML.
+        catalog: where components are looked up.
+        classes: component classes that are loaded already.
     """
     leaves = _Leaves(classes, catalog)
     olds, news = (dict(leaves.of(tomllib.loads(text))) for text in (before, after))
@@ -102,16 +78,16 @@ def text_changes(before: str, after: str, catalog: Catalog, classes: Iterable[ty
 
 
 def describe_changes(changes: Iterable[Change]) -> str:
-    """The changes in groups, those that matter most last; empty if there are none."""
+    """The changes in groups, the most serious last; empty without changes."""
     changes, lines = list(changes), []
     for means, title in TITLES.items():
-        found = [f"    {change}" for change in changes if change.means == means]
-        lines += [f"  {title}:", *found] if found else []
+        listed = [f"    {change}" for change in changes if change.means == means]
+        lines += [f"  {title}:", *listed] if listed else []
     return "\n".join(lines)
 
 
 def gravest(changes: Sequence[Change]) -> WhenResumed:
-    """What all changes together mean; `safe` if there are none."""
+    """The most serious meaning among changes; `safe` without any."""
     return max((change.means for change in changes), key=RANK.__getitem__, default="safe")
 
 
@@ -146,13 +122,13 @@ class _Leaves:
             if f is None:
                 yield here, _Leaf(value, means, known=False)
             else:
-                word = f.metadata.get("when_resumed") or SECTIONS.get(here, means)
+                word = f.metadata.get("when_resumed", means)
                 yield from self._value(here, f.type, value, word, f)
 
     def _value(
         self, path: str, type_: Any, value: Any, means: WhenResumed, f: Attribute | None = None
     ) -> Iterator[tuple[str, _Leaf]]:
-        """`f`: the field that holds this very value, if one does."""
+        """`f` is the field that holds the value itself, if there is one."""
         kinds = members(type_)
         entries = item_type(next((kind for kind in kinds if is_array(kind) or is_mapping(kind)), Any))
         if isinstance(value, list) and is_table(entries):
@@ -175,12 +151,11 @@ class _Leaves:
         if f is None or "when_resumed" not in f.metadata:
             means = cls.resumes_as or means
         is_default = f is not None and self._is_default(table, f)
-        yield f"{path}.type", _Leaf(table.get("type"), TYPES.get(base.kind, means), is_default)
+        yield f"{path}.type", _Leaf(table.get("type"), base.type_resumes_as or means, is_default)
         yield from self._table(path, cls, table, means)
 
     def _class(self, base: type[Component], type_: str) -> type[Component]:
-        """The class of a component; its kind's base where that is not known. Nothing is imported from a path that an
-        old job happens to name."""
+        """The class of a component, or its kind's base if unknown. No path that an old job names is imported."""
         known = self._classes.get(_place_free(type_))
         if known is not None or ":" in type_:
             return known or base
@@ -204,21 +179,21 @@ def _names(tables: Sequence[Mapping[str, Any]]) -> list[tuple[str, Mapping[str, 
 
 
 def _differ(path: str, olds: Mapping[str, _Leaf], news: Mapping[str, _Leaf]) -> bool:
-    """Whether a key has changed. One that a newer version added does, at its default, what the older version did."""
+    """Whether a key has changed. A key that a newer version added changes nothing as long as it has its default."""
     if path not in olds:
         return not news[path].is_default
     return path not in news or not _same(olds[path].value, news[path].value)
 
 
 def _inside(path: str, replaced: Iterable[str]) -> bool:
-    """Whether a key belongs to a component that came, went, or gave way to one of another type."""
+    """Whether a key belongs to a component that was added, removed or replaced."""
     return any(path != type_ and path.startswith(type_.removesuffix("type")) for type_ in replaced)
 
 
 def _change(path: str, old: _Leaf | None, new: _Leaf | None) -> Change:
     leaves = [leaf for leaf in (old, new) if leaf is not None]
     means = max((leaf.means for leaf in leaves), key=RANK.__getitem__)
-    if not any(leaf.known for leaf in leaves):  # a newer version dropped it: nobody can tell any more what it meant
+    if not any(leaf.known for leaf in leaves):  # a newer version dropped the key, and with it what it meant
         means = min(means, "flag", key=RANK.__getitem__)
     return Change(path, old and old.value, new and new.value, means)
 

@@ -13,6 +13,6 @@ __all__ = ["load_job"]
 def __getattr__(name: str) -> Any:
     if name != "load_job":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from forge_core.config.load import load_job  # reading a job imports cattrs, which listing components does not need
+    from forge_core.config.load import load_job  # late: listing components does not need it
 
     return load_job

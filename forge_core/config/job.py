@@ -25,6 +25,7 @@ from forge_core.contracts.components import (
     TokenizerComponent,
     TrainingHook,
     default_type,
+    when_resumed,
 )
 from forge_core.contracts.deprecation import deprecated_value
 from forge_core.contracts.layout import Layout
@@ -32,15 +33,18 @@ from forge_core.plugins.catalog import Catalog
 
 LOCAL_STORAGE = "forge-run/local"
 """Type of the core's storage in a resolved job."""
+SAFE, FLAG = when_resumed("safe"), when_resumed("flag")
+"""What a changed key means for a run that continues; a key without either is as its section. Micro-batches are layout:
+the loss is normalised over the global batch, so that the curve does not depend on them."""
 
 
 @frozen(kw_only=True)
 class JobSection:
     """`[job]`: what the run is called, where it goes, and the seed everything random derives from."""
 
-    name: str = field(default="run", validator=matches_re(r"[A-Za-z0-9][A-Za-z0-9._-]*"))
+    name: str = field(default="run", validator=matches_re(r"[A-Za-z0-9][A-Za-z0-9._-]*"), metadata=SAFE)
     """Name of the run, and of its folder. Letters, digits, `.`, `_` and `-`."""
-    output: str = "runs"
+    output: str = field(default="runs", metadata=SAFE)
     """Folder that holds run folders; the run's own is `{output}/{name}`."""
     seed: int = field(default=42, validator=ge(0))
     """Initial weights, data order and dropout derive from it."""
@@ -50,11 +54,11 @@ class JobSection:
 class TrainSection:
     """`[train]`: length, batch and numerics of the training."""
 
-    steps: int = field(validator=gt(0))
+    steps: int = field(validator=gt(0), metadata=SAFE)
     """Optimizer steps of the whole run."""
     global_batch_size: int = field(validator=gt(0))
     """Sequences per optimizer step, whatever the layout."""
-    micro_batch_size: int = field(default=0, validator=ge(0))
+    micro_batch_size: int = field(default=0, validator=ge(0), metadata=SAFE)
     """Sequences per forward pass on one data-parallel rank; 0: as many as fall to the rank, in one pass."""
     seq_len: int = field(validator=gt(0))
     """Tokens per sequence."""
@@ -64,21 +68,22 @@ class TrainSection:
     """Compute dtype. With bf16, master weights, losses, reductions and norms stay float32. fp64 is for comparisons."""
     float32_matmul: Literal["auto", "highest", "high", "medium"] = field(
         default="highest",
-        metadata=deprecated_value("auto", "0.3", "leave it out; for oneDNN on AMD processors, add [plugins.onednn]"),
+        metadata=SAFE
+        | deprecated_value("auto", "0.3", "leave it out; for oneDNN on AMD processors, add [plugins.onednn]"),
     )
     """Precision of float32 matrix products inside (torch's `set_float32_matmul_precision`). auto: the highest."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = field(default="auto", metadata=SAFE)
     """Where to train; auto takes CUDA where there is one."""
-    non_finite: Literal["skip", "stop", "ignore"] = "skip"
+    non_finite: Literal["skip", "stop", "ignore"] = field(default="skip", metadata=SAFE)
     """When loss or gradients are not finite: skip the update, stop the run, or update all the same."""
-    non_finite_limit: int = field(default=10, validator=gt(0))
+    non_finite_limit: int = field(default=10, validator=gt(0), metadata=SAFE)
     """With `skip`: so many skipped updates in a row stop the run (exit code 76)."""
-    dry_run: Literal["auto", "always", "never"] = "auto"
+    dry_run: Literal["auto", "always", "never"] = field(default="auto", metadata=SAFE)
     """Before training, one forward and backward of the largest shapes, which leaves no trace, to find errors and the
     peak of memory early. auto: on an accelerator only."""
-    deterministic: bool = False
+    deterministic: bool = field(default=False, metadata=SAFE)
     """Refuse algorithms that are not deterministic (torch's `use_deterministic_algorithms`)."""
-    gc_interval: int = field(default=100, validator=ge(0))
+    gc_interval: int = field(default=100, validator=ge(0), metadata=SAFE)
     """Steps between garbage collections, which are off otherwise; 0 leaves Python's own collector on."""
 
 
@@ -115,7 +120,7 @@ class DataSection:
     """`[data.tokenizer]`: needed by sources of text."""
     packing: PackingComponent = default_type("forge-run/concatenate")
     """`[data.packing]`: how documents become sequences; by default they follow each other without a border."""
-    workers: int = field(default=0, validator=ge(0))
+    workers: int = field(default=0, validator=ge(0), metadata=SAFE)
     """Processes that load data, for sources that decode or tokenise; 0 loads in a background thread."""
     loader: LoaderComponent | None = None
     """`[data.loader]`: what reads samples ahead; by default `plain`, one thread, and with `workers` the loader `nodes`
@@ -221,13 +226,13 @@ class Checked:
 class Job:
     """A whole job. `forge_core.load_job` makes one from TOML; `forge_core.dump_job` writes it back."""
 
-    job: JobSection = JobSection()
+    job: JobSection = field(default=JobSection(), metadata=FLAG)
     """`[job]`: what the run is called, where it goes, its seed."""
-    train: TrainSection
+    train: TrainSection = field(metadata=FLAG)
     """`[train]`: length, batch and numerics."""
     model: ModelComponent
     """`[model]`: the network; `type` is required."""
-    data: DataSection
+    data: DataSection = field(metadata=FLAG)
     """`[data]`: what to train on."""
     optimizer: OptimizerComponent
     """`[optimizer]`: how weights are updated; `type` is required."""
@@ -238,13 +243,13 @@ class Job:
     executor: ExecutorComponent = default_type("forge-run/plain")
     """`[executor]`: how the micro-batches of a step are run; left out where a stage, such as a pipeline, brings its
     own."""
-    checkpoint: CheckpointSection = CheckpointSection()
+    checkpoint: CheckpointSection = field(default=CheckpointSection(), metadata=SAFE)
     """`[checkpoint]`: when and where states are saved."""
-    eval: EvalSection = EvalSection()
+    eval: EvalSection = field(default=EvalSection(), metadata=SAFE)
     """`[eval]`: when evaluations run."""
-    metrics: MetricsSection = MetricsSection()
+    metrics: MetricsSection = field(default=MetricsSection(), metadata=SAFE)
     """`[metrics]`: what the run measures of itself."""
-    launch: LaunchSection = LaunchSection()
+    launch: LaunchSection = field(default=LaunchSection(), metadata=SAFE)
     """`[launch]`: how long ranks wait for each other."""
     parallel: Mapping[str, ParallelComponent] = field(factory=dict)
     """`[parallel.NAME]`: stages; NAME is the default for `type`. Their order follows from their relations."""

@@ -1,4 +1,4 @@
-"""Reading scalars strictly: what cattrs would convert (`int("3")`, `bool("false")`) is a mistake in a job file."""
+"""Reading scalars strictly: what Python would convert (`int("3")`, `bool("false")`) is a mistake in a job file."""
 
 from __future__ import annotations
 
@@ -46,6 +46,10 @@ def _choices(type_: Any) -> list[Any]:
 
 def is_enum(type_: Any) -> bool:
     return isinstance(type_, type) and issubclass(type_, Enum)
+
+
+def is_scalar(type_: Any) -> bool:
+    return isinstance(type_, type) and issubclass(type_, tuple(SCALARS))
 
 
 def read_scalar(value: Any, type_: Any) -> Any:

@@ -120,16 +120,17 @@ class _Writer:
         for spelling, (name, cls) in self._offers(base).items():
             tables.setdefault(name, (self._table(name, cls), []))[1].append(spelling)
         spellings = [spelling for _, names in tables.values() for spelling in names]
-        return {
+        schema = {
             "type": "object",
             "description": one_paragraph(class_doc(base)),
-            "properties": {"type": {"anyOf": [{"enum": spellings}, BY_PATH]}},
+            "properties": {"type": {"anyOf": [{"enum": spellings}, BY_PATH]} if spellings else BY_PATH},
             "required": ["type"],
-            "allOf": [
-                {"if": {"properties": {"type": {"enum": names}}, "required": ["type"]}, "then": table}
-                for table, names in tables.values()
-            ],
         }
+        cases = [
+            {"if": {"properties": {"type": {"enum": names}}, "required": ["type"]}, "then": table}
+            for table, names in tables.values()
+        ]
+        return {**schema, "allOf": cases} if cases else schema  # an empty `allOf` is not allowed
 
     def _table(self, name: str, cls: type[Component]) -> Schema:
         return self._shared(f"{cls.kind}.{name.replace('/', ':')}", lambda: self._with_type(self.section(cls)))

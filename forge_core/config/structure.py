@@ -1,22 +1,20 @@
 """From the raw tree to typed components, in one pass that notes every problem and goes on.
 
-cattrs dispatches on the types of fields; the hooks registered here refuse what cattrs would convert, look components
-up in the catalog, and keep going after a mistake. A hook that cannot give a value raises `Mismatch`; whoever reads the
-next outer table or array catches it, notes it at the path where it arose, and reads the other entries.
+A reader for each form of type (section, component, array, …) returns the typed value or raises `Mismatch`. The reader
+of the next outer table or array catches it, notes the problem at the path where it arose, and reads the other entries.
+Nothing is converted silently: `"3"` is no int, and 1 is no bool.
 """
 
 from __future__ import annotations
 
 import typing
-from collections.abc import Callable, Iterable, Mapping, MutableSequence, Set
+from collections.abc import Callable, Iterable, Mapping, MutableSequence, Sequence, Set
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import attrs
-import cattrs
 from attrs import Attribute, define, field, frozen
-from cattrs.errors import StructureHandlerNotFoundError
 
 from forge_core.config.describe import (
     component_in,
@@ -33,7 +31,7 @@ from forge_core.config.describe import (
     type_name,
     value_name,
 )
-from forge_core.config.leaves import SCALARS, Mismatch, distance, fits, is_enum, read_choice, read_scalar, unexpected
+from forge_core.config.leaves import Mismatch, distance, fits, is_enum, is_scalar, read_choice, read_scalar, unexpected
 from forge_core.config.tree import Node, Origin, flag
 from forge_core.config.validators import complaint, plain_message
 from forge_core.config.walk import default_of, key_fields
@@ -113,8 +111,7 @@ class _Structurer:
         self._root = root
         self._catalog = catalog
         self._path: list[str] = []
-        self._converter = cattrs.Converter(detailed_validation=False)
-        for predicate, hook in (
+        self._readers: Sequence[tuple[Callable[[Any], bool], Callable[[Any, Any], Any]]] = (
             (is_section, self._section),
             (is_component, self._component),
             (is_array, self._array),
@@ -122,10 +119,9 @@ class _Structurer:
             (is_union, self._union),
             (is_literal, read_choice),
             (is_enum, read_choice),
-        ):
-            self._converter.register_structure_hook_func(predicate, hook)
-        for scalar in SCALARS:
-            self._converter.register_structure_hook(scalar, read_scalar)
+            (is_scalar, read_scalar),
+            (lambda type_: type_ is Any, lambda value, _: value),
+        )
 
     # --- going through the tree ----------------------------------------------------------------------------------
 
@@ -144,12 +140,15 @@ class _Structurer:
             del self._path[depth:]
 
     def convert(self, value: Any, type_: Any) -> Any:
-        """A raw value as `type_`, by the hook that cattrs finds for it."""
-        try:
-            return self._converter.structure(value, type_)
-        except StructureHandlerNotFoundError:
-            mistake = "that is a mistake in the component"
-            raise Mismatch(f"a field of type {type_} cannot be read from TOML; {mistake}") from None
+        """A raw value as `type_`.
+
+        Raises:
+            Mismatch: it is not of that type, or no value of TOML can be.
+        """
+        for applies, reader in self._readers:
+            if applies(type_):
+                return reader(value, type_)
+        raise Mismatch(f"a field of type {type_} cannot be read from TOML; that is a mistake in the component")
 
     @property
     def _here(self) -> str:

@@ -109,6 +109,9 @@ class Component(Generic[Built]):
     """What it means for a continued run that this component's keys changed, or that it came or went; a field may
     differ (`when_resumed`). None: what it means for the component around it."""
 
+    type_resumes_as: ClassVar[WhenResumed | None] = None
+    """What another type in this component's table means, where that is more than another value of its keys."""
+
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
         """Mistakes that only show across fields or sections; paths are relative to this component's table."""
         return ()
@@ -194,6 +197,7 @@ class OptimizerComponent(Component["torch.optim.Optimizer"]):
 
     kind = "optimizer"
     resumes_as = "flag"
+    type_resumes_as = "impossible"  # the state of one optimizer is of no use to another
 
     has_evaluation_weights: ClassVar[bool] = False
     """Whether what it builds implements `HasEvaluationWeights`; by it a job is checked."""

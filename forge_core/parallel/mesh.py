@@ -244,6 +244,7 @@ def _disseminate(known: torch.Tensor) -> torch.Tensor:
         known, distance = known | received, 2 * distance
     return known
 
+
 def pipeline_group(mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
     """The group of ranks that hold different layers, or None where each holds all."""
     divided = [dimension.name for dimension in _divided(mesh) if dimension.layers]

@@ -14,7 +14,7 @@ from forge_core.plugins.catalog import Catalog, Distribution, Offer
 
 Run = Callable[..., tuple[int, str, str]]
 HEAVY = {"torch", "numpy", "rich"}
-LIGHT = {"cattrs", "packaging", "pluggy", *HEAVY}
+LIGHT = {"forge_core.config.structure", "packaging", "pluggy", *HEAVY}
 """What must not be imported where nothing is read but metadata."""
 CORE = Distribution("forge-run", "0.1.0")
 LORA = Distribution("forge-plugin-lora", "1.2.0")
