@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from forge_core.auxiliary import Count
 from forge_core.contracts.contexts import StepContext
 from forge_core.contracts.runtime import Flushes, Logger
 from forge_core.engine.build import Run
@@ -60,6 +61,7 @@ class Recorder:
         self._tokens = train.global_batch_size * train.seq_len
         self._loggers = loggers
         self._on_line = on_line
+        self._counts_interval = run.job.metrics.counts_interval
         self._tracker = Tracker(self._deliver)
         self._clock = Clock()
         flops, peak = run.outline.flops, peak_flops(run.job, run.context.device)
@@ -81,6 +83,8 @@ class Recorder:
         """
         assert context.grad_norm is not None
         scalars = metrics(sums)
+        if not self._counts_interval or context.step % self._counts_interval:
+            scalars = {name: value for name, value in scalars.items() if not isinstance(name, Count)}
         scalars.update(self._summaries())
         scalars["grad_norm"] = context.grad_norm
         if skipped is not None:

@@ -21,8 +21,8 @@ from forge_core.auxiliary import Count
 MAX_LAG = 2
 """Steps that a line may stay behind."""
 
-SOURCE_LOSS = "loss/"
-"""Comes before the name of a source."""
+SOURCE_LOSS = "loss/source/"
+"""Comes before the name of a source. Not `loss/` alone: losses name their terms so, and a source has any name."""
 
 ABSENT = -math.inf
 """Stands for the loss of a source of which a step had no valid token, which only the device knows. The line leaves it

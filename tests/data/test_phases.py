@@ -141,7 +141,7 @@ def test_a_run_stopped_in_any_phase_goes_on_exactly(make_job, train, lines, stop
     assert train(mixed_job(make_job, data=data), first).stopped == "enough"
     found = lines(train(mixed_job(make_job, data=data), rest))
     assert first.seen + rest.seen == whole.seen
-    keys = ("step", "loss", "lr", "grad_norm", "loss/web", "loss/code", "loss/math")
+    keys = ("step", "loss", "lr", "grad_norm", "loss/source/web", "loss/source/code", "loss/source/math")
     assert [[r.get(k) for k in keys] for r in found] == [[r.get(k) for k in keys] for r in expected]
 
 

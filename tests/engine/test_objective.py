@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from forge_core.checkpoint.state import model_tensors
 from forge_core.data.loader import TrainLoader
+from forge_core.losses import CrossEntropy
 from forge_testing import Numbers, TinyModel
 
 
@@ -127,17 +128,28 @@ def test_several_sources_report_their_own_loss_over_their_own_tokens(make_job, t
     hook = Tokens()
     records = lines(train(make_job(global_batch_size=8, micro_batch_size=2, data={"sources": sources}), hook))
     for record, tokens in zip(records, hook.seen, strict=True):
-        weighted = sum(record[f"loss/{name}"] * count for name, count in tokens.items())
+        weighted = sum(record[f"loss/source/{name}"] * count for name, count in tokens.items())
         assert record["loss"] == pytest.approx(weighted / sum(tokens.values()), rel=1e-6)
+
+
+def test_a_source_may_be_named_like_a_term_of_the_loss(make_job, train, lines):
+    sources = (Numbers(name="z_loss"), Numbers(name="uniform", start=500))
+    loss = CrossEntropy(z_loss=1e-4, label_smoothing=0.1)
+    terms = {"loss/z_loss", "loss/uniform"}
+    [record, *_] = lines(train(make_job(global_batch_size=8, loss=loss, data={"sources": sources})))
+    of_sources = {"loss/source/z_loss", "loss/source/uniform"}
+    assert record.keys() >= terms | of_sources
+    assert min(record[name] for name in of_sources) < record["loss"] < max(record[name] for name in of_sources)
+    assert record["loss/z_loss"] > 0 < record["loss/uniform"]
 
 
 def test_a_source_without_a_token_in_a_step_has_no_loss_in_it(make_job, train, lines):
     sources = (Numbers(name="often", weight=7.0), Numbers(name="rare"), Numbers(name="never", weight=0.0))
     records = lines(train(make_job(steps=8, global_batch_size=4, data={"sources": sources})))
-    assert [record.keys() & {"loss/often", "loss/rare", "loss/never"} for record in records].count(
-        {"loss/often", "loss/rare"}
+    assert [record.keys() & {"loss/source/often", "loss/source/rare", "loss/source/never"} for record in records].count(
+        {"loss/source/often", "loss/source/rare"}
     ) == 4
-    assert all("loss/often" in record and "loss/never" not in record for record in records)
+    assert all("loss/source/often" in record and "loss/source/never" not in record for record in records)
 
 
 def test_frozen_parameters_stay_and_are_not_counted_in_the_norm(make_job, build, train):

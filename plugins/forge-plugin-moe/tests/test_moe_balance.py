@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
-from attrs import define
+from attrs import define, field
 
+from forge_core.config.job import MetricsSection
 from forge_core.contracts.components import TrainingHook
 from forge_core.data.loader import TrainLoader
 from forge_core.engine.step import Stepper, metrics
@@ -180,7 +182,8 @@ def test_an_interrupted_run_equals_the_whole(make_job, train, lines):
 
 def test_what_is_logged_of_the_load(make_job, train, lines):
     """Of all layers together; counts of every expert of every layer."""
-    job = make_job(model=model_of(SigmoidTopK(top_k=1, bias_rate=0.1), layers=2), steps=2, micro_batch_size=2, **SIZES)
+    model, sizes = model_of(SigmoidTopK(top_k=1, bias_rate=0.1), layers=2), {"micro_batch_size": 2, **SIZES}
+    job = make_job(model=model, steps=2, metrics=MetricsSection(counts_interval=1), **sizes)
     first, second = lines(train(job))
     loads = [first["counts"]["moe/load"][layer] for layer in "01"]
     assert [sum(load) for load in loads] == [B * S] * 2
@@ -194,3 +197,32 @@ def test_what_is_logged_of_the_load(make_job, train, lines):
     assert sorted(second["counts"]["moe/bias"]["0"]) == pytest.approx(
         sorted(math.copysign(0.1, B * S / E - tokens) if tokens != B * S / E else 0 for tokens in loads[0]), abs=1e-6
     )
+
+
+@pytest.mark.parametrize(("interval", "steps"), [(2, [2, 4]), (0, []), (10, [])])
+def test_counts_are_logged_at_their_interval(make_job, train, lines, interval, steps):
+    model = model_of(SigmoidTopK(top_k=1))
+    records = lines(train(make_job(model=model, steps=5, metrics=MetricsSection(counts_interval=interval), **SIZES)))
+    assert [record["step"] for record in records if "counts" in record] == steps
+    assert all("moe/entropy" in record for record in records), "what is made of them is logged every step"
+
+
+@define(kw_only=True, slots=False)
+class SkipFirst(TrainingHook):
+    """Skips the update of step 1, and notes the bias after each step."""
+
+    may_skip: ClassVar[bool] = True
+    biases: list[float] = field(init=False, factory=list)
+
+    def on_gradients(self, context):
+        if context.step == 1:
+            context.skip_update("to see the bias")
+
+    def on_step_end(self, context):
+        self.biases.append(context.model.layers["0"].ffn.router.bias.abs().max().item())
+
+
+def test_a_skipped_update_leaves_the_bias_as_it_is(make_job, train):
+    hook = SkipFirst()
+    train(make_job(model=model_of(SigmoidTopK(top_k=1, bias_rate=0.25)), steps=2, **SIZES), hook)
+    assert hook.biases == [0.0, 0.25]
