@@ -1,4 +1,7 @@
-"""The core's own loss."""
+"""The core's own loss, `cross_entropy`, and the form in which every loss reports.
+
+Importing this does not import torch: a job is read where there may be none.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,16 @@ from attrs import field, frozen
 from attrs.validators import and_, ge, lt
 
 from forge_core.contracts.components import LossComponent
+from forge_core.contracts.data import IGNORED_LABEL
+from forge_core.contracts.runtime import LossOutput
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from forge_core.auxiliary import Auxiliary
     from forge_core.contracts.contexts import BuildContext
+    from forge_core.contracts.data import Batch
+    from forge_core.contracts.model import Head
     from forge_core.contracts.runtime import LossFunction
 
 
@@ -23,13 +33,66 @@ class CrossEntropy(LossComponent):
     """
 
     label_smoothing: float = field(default=0.0, validator=and_(ge(0), lt(1)))
-    """Share of the target that is spread evenly over the vocabulary (Szegedy et al. 2016). What the model has of that
+    """Share of the target that is spread evenly over the vocabulary (Szegedy et al. 2016). The cross-entropy with that
     even part is logged unweighted as `loss/uniform`; the reported loss does not contain it."""
     z_loss: float = field(default=0.0, validator=ge(0))
     """Weight of log(Z)² in the objective, Z the softmax's normaliser, which keeps logits from drifting (PaLM, Chowdhery
     et al. 2022, section 5, uses 1e-4). Logged unweighted as `loss/z_loss`; the reported loss does not contain it."""
 
     def build(self, context: BuildContext) -> LossFunction:
-        from forge_core.cross_entropy import cross_entropy_loss
-
         return cross_entropy_loss(context.auxiliary, label_smoothing=self.label_smoothing, z_loss=self.z_loss)
+
+
+def cross_entropy_loss(
+    auxiliary: Auxiliary | None, *, label_smoothing: float = 0.0, z_loss: float = 0.0
+) -> LossFunction:
+    """The loss `cross_entropy`.
+
+    Args:
+        auxiliary: receives the cross-entropy with an even distribution and Σ logsumexp², unweighted, for the log.
+        label_smoothing: see `CrossEntropy`.
+        z_loss: see `CrossEntropy`.
+
+    Returns:
+        A function of (head, hidden (B, S, D), batch).
+    """
+    import torch
+
+    from forge_core.vocab_parallel import vocab_cross_entropy, vocab_mean
+
+    def log(name: str, value: Tensor) -> None:
+        if auxiliary is not None:
+            auxiliary.metric(name, value, unit="token")
+
+    def loss(head: Head, hidden: Tensor, batch: Batch) -> LossOutput:
+        labels = batch["labels"]
+        valid = labels != IGNORED_LABEL
+        with head.whole(hidden.dtype):
+            logits = head.logits(hidden)
+        # Any label will do where there is none: -100 would index outside of the vocabulary, and the result is masked.
+        losses, logsumexp = vocab_cross_entropy(logits, labels.where(valid, 0), head.vocab_shard)
+        losses = losses.where(valid, 0)
+        objective = losses.sum()
+        if label_smoothing:
+            uniform = (logsumexp - vocab_mean(logits, head.vocab_shard)).where(valid, 0).sum()
+            log("loss/uniform", uniform)
+            objective = torch.lerp(objective, uniform, label_smoothing)
+        if z_loss:
+            squares = logsumexp.square().where(valid, 0).sum()
+            log("loss/z_loss", squares)
+            objective = objective + z_loss * squares
+        return loss_output(objective, losses, valid)
+
+    return loss
+
+
+def loss_output(objective: Tensor, losses: Tensor, valid: Tensor) -> LossOutput:
+    """What a loss returns.
+
+    Args:
+        objective: (), what is differentiated, summed over valid positions.
+        losses: (B, S), what is reported: the cross-entropy of each position, 0 where it is not valid.
+        valid: (B, S), bool.
+    """
+    counts = valid.sum(-1, dtype=losses.dtype)
+    return LossOutput(objective, counts.sum(), (losses.detach().sum(-1), counts))

@@ -32,7 +32,8 @@ FLOORS = (
     "forge_core.parallel",
     "forge_core.launch",
     "forge_core.plugins",
-    "forge_core.losses | forge_core.schedules | forge_core.vocab_parallel",
+    "forge_core.losses | forge_core.schedules",
+    "forge_core.vocab_parallel",
     "forge_core.contracts",
     "forge_core.auxiliary",
 )

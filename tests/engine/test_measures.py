@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from forge_core.cross_entropy import loss_output
 from forge_core.data.held_out import evaluation_batches
+from forge_core.losses import loss_output
 
 
 def test_a_measure_takes_the_place_of_the_loss(make_job, build):

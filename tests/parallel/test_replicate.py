@@ -117,25 +117,6 @@ def test_the_reason_to_skip_an_update_is_printed_whichever_rank_gives_it(tmp_pat
     assert second == ["", "the gradient jumps", "", ""]
 
 
-def test_ranks_with_different_samples_draw_different_numbers(tmp_path):
-    """Of dropout, say; two steps of one rank differ too, and the same step again draws the same."""
-
-    class Draws(TrainingHook):
-        def on_gradients(self, context):
-            import torch
-
-            self.drawn = [*getattr(self, "drawn", []), torch.rand(()).item()]
-
-    def train(rank, name):
-        hook = Draws()
-        Trainer(job(tmp_path, steps=2, job={"name": name}), hooks=[hook], echo=lambda text: None).run()
-        return hook.drawn
-
-    first, second = run_on_ranks(2, lambda rank: train(rank, "first"))
-    assert len({*first, *second}) == 4
-    assert run_on_ranks(2, lambda rank: train(rank, "again")) == [first, second]
-
-
 def test_a_bad_number_of_ranks_is_refused_with_the_arithmetic(tmp_path):
     from forge_core.parallel.layout import plan_layout
 

@@ -22,7 +22,7 @@ from torch.nn.functional import logsigmoid
 
 from forge_core import ForgeError, JobError, LossComponent, Problem
 from forge_core.contracts.data import IGNORED_LABEL
-from forge_core.cross_entropy import loss_output
+from forge_core.losses import loss_output
 from forge_core.vocab_parallel import vocab_cross_entropy
 from forge_plugin_losses.teacher import load_trained
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from forge_core.cross_entropy import cross_entropy_loss
+from forge_core.losses import cross_entropy_loss
 from forge_kit.modules import LinearHead
 from forge_plugin_losses.chunked import chunked_loss
 

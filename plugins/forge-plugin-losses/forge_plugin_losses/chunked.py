@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from forge_core.contracts.data import IGNORED_LABEL
-from forge_core.cross_entropy import loss_output
+from forge_core.losses import loss_output
 from forge_core.vocab_parallel import accumulation_dtype
 from forge_plugin_losses.objectives import CrossEntropyObjective, Objective
 from forge_plugin_losses.projections import Projection, projection_of

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 IMPORTED = (
     "forge_core.engine.trainer",
-    "forge_core.metrics.console_logger",
+    "rich.progress",
     "torch._dynamo",
     "torch.distributed.fsdp",
     "torch.distributed.pipelining",

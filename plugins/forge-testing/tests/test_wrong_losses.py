@@ -7,8 +7,7 @@ import torch
 from attrs import frozen
 
 from forge_core.contracts.components import LossComponent
-from forge_core.cross_entropy import cross_entropy_loss
-from forge_core.losses import CrossEntropy
+from forge_core.losses import CrossEntropy, cross_entropy_loss
 from forge_testing.suites import LossSuite
 
 pytestmark = pytest.mark.thorough

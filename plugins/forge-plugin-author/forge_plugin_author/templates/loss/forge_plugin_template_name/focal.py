@@ -7,7 +7,7 @@ from torch import Tensor
 from forge_core.contracts.data import IGNORED_LABEL, Batch
 from forge_core.contracts.model import Head
 from forge_core.contracts.runtime import LossFunction, LossOutput
-from forge_core.cross_entropy import loss_output
+from forge_core.losses import loss_output
 from forge_core.vocab_parallel import vocab_cross_entropy
 
 
