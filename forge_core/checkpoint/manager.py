@@ -13,17 +13,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from attrs import field, frozen
+from attrs import field, fields_dict, frozen
 from torch import Tensor
 
 from forge_core.checkpoint.manifest import FORMAT, MANIFEST, How, find_faults, read_manifest, verify, write_manifest
 from forge_core.checkpoint.ranks import Ranks
-from forge_core.checkpoint.retention import Retention
 from forge_core.checkpoint.tensors import TensorWriter, load_tensors, stored_tensors
 from forge_core.contracts.errors import CheckpointError
 
 if TYPE_CHECKING:
     from forge_core.checkpoint.tensors import Staged
+    from forge_core.config.job import CheckpointSection
     from forge_core.contracts.runtime import Storage
 
 __all__ = ["MANIFEST", "Checkpoints", "State", "load_tensors", "stored_tensors", "verify", "write_manifest"]
@@ -31,10 +31,49 @@ __all__ = ["MANIFEST", "Checkpoints", "State", "load_tensors", "stored_tensors",
 
 @frozen
 class State:
-    """What a checkpoint holds: tensors by name, and plain types."""
+    """Contents of a checkpoint: tensors by name, and plain types."""
 
     tensors: Mapping[str, Tensor]
     values: Mapping[str, Any]
+
+
+@frozen(kw_only=True)
+class Retention:
+    """The checkpoints to keep; see the keys of `[checkpoint]`. A checkpoint stays if any of these names it."""
+
+    keep: int = 0
+    keep_every: int = 0
+    keep_best: int = 0
+    best_metric: str = "eval/loss"
+    early_steps: int = 0
+    at_start: bool = False
+
+    @classmethod
+    def of(cls, section: CheckpointSection) -> Retention:
+        """From the keys of the same names."""
+        return cls(**{name: getattr(section, name) for name in fields_dict(cls)})
+
+    def to_delete(self, steps: Sequence[int], metrics: Mapping[int, float]) -> list[int]:
+        """The steps whose checkpoints nothing asks to keep, ascending.
+
+        Args:
+            steps: those that have a checkpoint.
+            metrics: step -> value of the metric, lower is better; steps without one are never the best.
+        """
+        staying = {step for step in steps if self.keeps_forever(step)}
+        staying |= set(sorted(steps)[-self.keep :])
+        best = sorted((metrics[step], step) for step in steps if step in metrics)
+        staying |= {step for _, step in best[: self.keep_best]}
+        return sorted(set(steps) - staying)
+
+    def keeps_forever(self, step: int) -> bool:
+        """Whether a checkpoint of this step is never deleted, whatever comes later."""
+        every = bool(self.keep_every) and step > 0 and step % self.keep_every == 0
+        return every or self.is_early(step) or (self.at_start and step == 0)
+
+    def is_early(self, step: int) -> bool:
+        """Whether the step is in the dense window at the start: a power of two."""
+        return 0 < step <= self.early_steps and step & (step - 1) == 0
 
 
 @frozen
@@ -44,7 +83,7 @@ class Checkpoints:
     storage: Storage
     retention: Retention
     how: How
-    """What `newest` verifies."""
+    """How thoroughly `newest` verifies."""
     ranks: Ranks = field(factory=Ranks)
     """All ranks of the run, which save and load together."""
     writer: TensorWriter = field(factory=TensorWriter)
@@ -59,6 +98,8 @@ class Checkpoints:
             CheckpointError: some rank could not write. Nothing of it is left, and earlier checkpoints are untouched.
         """
         try:
+            # The manifest is written last and the folder renamed after that: a save that dies leaves nothing
+            # under the name of a checkpoint
             folder = self.ranks.on_rank0(lambda: self.storage.begin(step))
             files = self.writer.write(folder, state.tensors, staged, self.ranks)
             self.ranks.on_rank0(lambda: self._commit(step, folder, files, state.values))
@@ -67,7 +108,7 @@ class Checkpoints:
         return self.storage.path(step)
 
     def failure(self, step: int, cause: CheckpointError) -> CheckpointError:
-        """What to raise when `step` could not be saved; removes what was written of it. Collective."""
+        """The error to raise when `step` could not be saved; removes its unfinished files. Collective."""
         return CheckpointError(self.ranks.on_rank0(lambda: self._give_up(step, str(cause))))
 
     def newest(self) -> tuple[Path, dict[str, Any]] | None:
@@ -99,7 +140,7 @@ class Checkpoints:
         return self.retention.to_delete(steps, self._metrics(steps))
 
     def prune(self, intact: int | None = None) -> list[int]:
-        """Delete what retention does not keep; gives the steps. Not collective: for rank 0 alone.
+        """Delete the checkpoints that retention does not keep; returns their steps. Not collective: for rank 0 alone.
 
         Args:
             intact: a step known to be intact, having just been saved or loaded. It stays whatever retention says, since
@@ -134,7 +175,7 @@ class Checkpoints:
         self._tidy(step)
 
     def _give_up(self, step: int, fault: str) -> str:
-        """Remove what was written of a checkpoint; gives what there is to say."""
+        """Remove the files of an unfinished checkpoint; returns the message."""
         self.storage.discard(step)
         folder = self.storage.path(step).parent
         steps = self.steps()
@@ -144,15 +185,15 @@ class Checkpoints:
     def _metrics(self, steps: Sequence[int]) -> dict[int, float]:
         """Step -> the metric of the last evaluation before it. An evaluation counts for the first checkpoint after it
         only, so that the best ones are of different evaluations."""
-        found: dict[int, float] = {}
+        metrics: dict[int, float] = {}
         evaluations = set()
         for step in steps if self.retention.keep_best else ():
             evaluation = self._read(step).get("evaluation", {})
             value = evaluation.get("metrics", {}).get(self.retention.best_metric)
             if value is not None and evaluation["step"] not in evaluations:
                 evaluations.add(evaluation["step"])
-                found[step] = value
-        return found
+                metrics[step] = value
+        return metrics
 
     def _read(self, step: int) -> dict[str, Any]:
         """A manifest; empty if it cannot be read."""

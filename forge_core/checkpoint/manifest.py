@@ -1,4 +1,4 @@
-"""The manifest: what a checkpoint is of, and what each of its files must be.
+"""The manifest: the contents of a checkpoint, and size and digest of each of its files.
 
 `manifest.json` is written last. It holds everything that is not a tensor, and the size and SHA-256 of every other file.
 """
@@ -74,8 +74,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     try:
         manifest = json.loads(path.read_text())
         if manifest["format"] != FORMAT:
-            seen = f"format {manifest['format']!r}; this version of forge-run reads {FORMAT}"
-            raise CheckpointError(f"{folder}: {seen}")
+            message = f"format {manifest['format']!r}; this version of forge-run reads {FORMAT}"
+            raise CheckpointError(f"{folder}: {message}")
         for name, entry in manifest["files"].items():
             own_file(name)
             _ = entry["size"], entry["sha256"]
@@ -96,8 +96,8 @@ def own_file(name: str) -> str:
 
 
 def verify(folder: Path, how: How, ranks: Ranks | None = None) -> dict[str, Any]:
-    """Check the files of a checkpoint against its manifest, and give the manifest. Collective: each rank checks its
-    share of the files, and all come to the same answer.
+    """Check the files of a checkpoint against its manifest, which is returned. Collective: each rank checks its share
+    of the files, and all come to the same result.
 
     Raises:
         CheckpointError: names each file and what is wrong with it.
@@ -106,17 +106,17 @@ def verify(folder: Path, how: How, ranks: Ranks | None = None) -> dict[str, Any]
     manifest = ranks.on_rank0(lambda: read_manifest(folder))
     names = sorted(manifest["files"], key=lambda name: -manifest["files"][name]["size"])
     mine = find_faults(folder, manifest, names[ranks.rank :: ranks.world_size], how)
-    faults = [fault for found in ranks.gather(mine) for fault in found]
+    faults = [fault for named in ranks.gather(mine) for fault in named]
     if faults:
         raise CheckpointError("; ".join(faults))
     return manifest
 
 
 def find_faults(folder: Path, manifest: Mapping[str, Any], names: Sequence[str], how: How) -> list[str]:
-    """What is wrong with those files of a checkpoint, in words. Not collective."""
+    """The faults of these files of a checkpoint, in words. Not collective."""
     with ThreadPoolExecutor(threads()) as pool:
-        found = pool.map(lambda name: _fault(folder / name, manifest["files"][name], how), names)
-        return [fault for fault in found if fault]
+        faults = pool.map(lambda name: _fault(folder / name, manifest["files"][name], how), names)
+        return [fault for fault in faults if fault]
 
 
 def threads() -> int:

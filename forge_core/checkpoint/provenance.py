@@ -53,16 +53,16 @@ def compare(recorded: Mapping[str, Any], current: Mapping[str, Any], with_change
         elif now is not None and now != was:
             warnings.append(f"{name} was {_version(was)} when the checkpoint was saved, and is {_version(now)} now")
     if missing:
-        seen = f"the checkpoint used {', '.join(missing).replace('==', ' ')}, which is not installed"
+        used = f"the checkpoint used {', '.join(missing).replace('==', ' ')}, which is not installed"
         if not with_changes:
             fix = "or continue without it: --resume-with-changes"
-            raise CheckpointError(f"{seen}: pip install {' '.join(missing)}; {fix}")
-        warnings.append(seen)
+            raise CheckpointError(f"{used}: pip install {' '.join(missing)}; {fix}")
+        warnings.append(used)
     return warnings + _changed_files(recorded["files"], current["files"])
 
 
 def check_tokenizer(recorded: Mapping[str, Any], current: Mapping[str, Any]) -> None:
-    """See that a run continues with the tokenizer that it began with.
+    """Check that a run continues with the tokenizer that it began with.
 
     Raises:
         CheckpointError: it has another one, whose ids mean other texts.

@@ -1,4 +1,4 @@
-"""What the ranks of a run exchange while they save or load, so that all of them come to the same result."""
+"""Exchange between the ranks of a run while they save or load, so that all of them come to the same result."""
 
 from __future__ import annotations
 

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any
 from attrs import field, frozen
 
 from forge_core.checkpoint.job_diff import Change, describe_changes, gravest, job_changes
-from forge_core.checkpoint.manager import Checkpoints
+from forge_core.checkpoint.manager import Checkpoints, Retention
 from forge_core.checkpoint.manifest import MANIFEST, How, verify
 from forge_core.checkpoint.provenance import collect, compare
-from forge_core.checkpoint.retention import Retention
 from forge_core.checkpoint.run_folder import run_folder, storage_of
 from forge_core.config.job import Job
 from forge_core.contracts.errors import CheckpointError, ForgeError
@@ -40,9 +39,9 @@ class Start:
     weights: Path | None = None
     """The checkpoint of which it only takes weights."""
     manifest: Mapping[str, Any] = field(factory=dict)
-    """Of either."""
+    """The manifest of either."""
     changes: Sequence[Change] = ()
-    """What has changed in the job since the checkpoint was saved."""
+    """Changes in the job since the checkpoint was saved."""
     with_changes: bool = False
     """Whether the user asked to continue in spite of changes that make another run of it."""
 
@@ -62,7 +61,7 @@ def open_checkpoints(job: Job, context: BuildContext) -> Checkpoints:
 
 
 def find_start(job: Job, catalog: Catalog, checkpoints: Checkpoints, resume: str, with_changes: bool) -> Start:
-    """Where the run of `job` starts from; what is found is verified, and does not contradict the job.
+    """Where the run of `job` starts from; verified, and not in contradiction to the job.
 
     Raises:
         CheckpointError: see `find_checkpoint`, `forge_core.checkpoint.provenance.compare` and `check_changes`.
@@ -135,7 +134,7 @@ def check_storage(folder: Path) -> None:
 
 
 def check_changes(path: Path, changes: Sequence[Change], allowed: bool) -> None:
-    """See that the run may continue in spite of what has changed in its job.
+    """Raise unless the job's changes since the checkpoint allow the run to continue.
 
     Args:
         allowed: whether the user has asked to continue with changes that make another run of it.
@@ -153,5 +152,5 @@ def check_changes(path: Path, changes: Sequence[Change], allowed: bool) -> None:
 
 
 def _path(owner: str) -> str:
-    """Where the job has the component whose state a checkpoint keeps under this name."""
+    """Path in the job of the component whose state a checkpoint has under this name."""
     return owner.removeprefix("hook:").replace("plugin:", "plugins.", 1)

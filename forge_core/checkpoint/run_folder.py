@@ -1,4 +1,4 @@
-"""The run folder: who owns it, and what is kept in it."""
+"""The run folder: its owner, its record of the job, and its checkpoints' storage."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def _lock(folder: Path, advice: str) -> IO[str]:
 
 
 def _take(lock: IO[str], how: int) -> bool:
-    """Try more than once: whoever only asks who owns the folder holds the lock for a moment."""
+    """Try more than once: a process that only asks for the owner holds the lock for a moment."""
     for pause in (0.05, 0.1, 0):
         try:
             fcntl.flock(lock, how | fcntl.LOCK_NB)

@@ -118,7 +118,7 @@ class Saver:
             self._on_saved(pending.step, path)
 
     def tidy(self) -> None:
-        """See that of the checkpoints only those are left that the job wants kept."""
+        """Delete the checkpoints that the job does not want kept."""
         if self.saved_step is not None:
             self._checkpoints.tidy(self.saved_step)
 
@@ -138,7 +138,7 @@ class Saver:
             dist.destroy_process_group(self._checkpoints.ranks.group)
 
     def _start_background(self) -> None:
-        """The thread has a process group to itself: its messages must not mix with those of the steps."""
+        """Start the thread, with a process group of its own: its messages must not mix with those of the steps."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._staging = Staging()
         self._checkpoints = attrs.evolve(
@@ -146,7 +146,7 @@ class Saver:
         )
 
     def _write(self, step: int, state: State, background: bool) -> Path | None:
-        """Gives the checkpoint, unless it is written in the background."""
+        """Returns the checkpoint, unless it is written in the background."""
         state = State(state.tensors, self._plain_values(step, state))
         if not background:
             return self._checkpoints.save(step, state)
@@ -155,7 +155,7 @@ class Saver:
         return None
 
     def _plain_values(self, step: int, state: State) -> dict[str, Any]:
-        """What is not a tensor, in a form that nobody changes any more."""
+        """All but the tensors, as a copy: training goes on and changes the originals."""
 
         def take() -> str:
             self._before()

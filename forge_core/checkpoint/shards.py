@@ -164,7 +164,7 @@ class Read:
 
 
 def overlap(name: str, chunk: Chunk, dtype: torch.dtype, local: Tensor, offsets: Sequence[int]) -> Read | None:
-    """What to read of `chunk` into `local`, the tensor's part at `offsets`; None if they have nothing in common."""
+    """The read of `chunk` into `local`, the tensor's part at `offsets`; None if they have nothing in common."""
     within = []
     for dimension, (first, length) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
         start = max(first, offsets[dimension])

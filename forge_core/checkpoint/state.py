@@ -48,7 +48,7 @@ class Progress:
     """Updates that were skipped."""
     skipped_in_a_row: int = 0
     schedule: float | None = None
-    """What the schedule gave for the last update; None before the first."""
+    """Factor of the schedule for the last update; None before the first."""
     samples: dict[str, Any] = field(factory=dict)
     """Where the order of samples is (see `SampleOrder.state`); empty before the first."""
 
@@ -68,7 +68,7 @@ def gather_state(
     plugins: Mapping[str, Plugin],
     pipeline: ProcessGroup | None = None,
 ) -> State:
-    """What to save. Reads only: a save, at any step, changes nothing.
+    """The state to save. Reads only: a save, at any step, changes nothing.
 
     Args:
         pipeline: the ranks that hold different layers. Collective over them.
@@ -107,7 +107,7 @@ def restore_state(
     own: Mapping[str, TrainingHook | Plugin],
     trained: Collection[str],
 ) -> Progress:
-    """Load a checkpoint into a freshly built run; gives how far it was. Collective.
+    """Load a checkpoint into a freshly built run; returns its progress. Collective.
 
     Args:
         trained: names of the parameters of the whole model, of which `model` may be a part.
@@ -126,6 +126,7 @@ def restore_state(
     evaluated = _empty_evaluated(optimizer, stored)
     tensors |= {EVALUATION + name: tensor for name, (_, tensor) in evaluated.items()}
     load_tensors(folder, tensors, index)
+    # Only now, into the optimizer itself: to step a fresh one for its state, as torch does, would change the training
     _fill_optimizer(optimizer, slots, manifest["optimizer"])
     if isinstance(optimizer, HasEvaluationWeights) and evaluated:
         optimizer.load_evaluation_weights(dict(evaluated.values()))
@@ -145,15 +146,15 @@ def load_model(folder: Path, model: Model) -> None:
 def evaluated_names(stored: Iterable[str]) -> dict[str, str]:
     """Name of each parameter and buffer in the model -> that of its weights for evaluation in a checkpoint, which are
     those that are trained where there are no others."""
-    found = {name.removeprefix(MODEL): name for name in stored if name.startswith(MODEL)}
+    trained = {name.removeprefix(MODEL): name for name in stored if name.startswith(MODEL)}
     others = {name.removeprefix(EVALUATION): name for name in stored if name.startswith(EVALUATION)}
-    return found | others
+    return trained | others
 
 
 def holders(
     hooks: Mapping[str, TrainingHook], plugins: Mapping[str, Plugin]
 ) -> Iterator[tuple[str, TrainingHook | Plugin]]:
-    """Whatever has state besides model and optimizer, under the name that a checkpoint has for it."""
+    """Hooks and plugins, which may have state too, each under its name in a checkpoint."""
     yield from ((f"hook:{name}", hook) for name, hook in hooks.items())
     yield from ((f"plugin:{name}", plugin) for name, plugin in plugins.items())
 
@@ -233,7 +234,7 @@ def _empty_slots(
 
 
 def empty_slot(parameter: Tensor, size: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Memory for state as it is kept by default: split like its parameter where it has its shape, else whole on every
+    """Memory for state as it is placed by default: split like its parameter where it has its shape, else whole on every
     rank, and numbers on the host."""
     if size == parameter.shape:
         return torch.empty_like(parameter, dtype=dtype, requires_grad=False)

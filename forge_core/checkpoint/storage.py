@@ -1,4 +1,4 @@
-"""Where checkpoints live."""
+"""The core's storage: checkpoints as folders on a POSIX file system."""
 
 from __future__ import annotations
 

@@ -173,7 +173,7 @@ def _chunks_of(tensors: Mapping[str, Tensor], ranks: Ranks) -> Sequence[WriteIte
 
 
 def _reads(tensors: Mapping[str, Tensor], index: Index) -> Iterator[Read]:
-    """What this rank needs of the chunks, whichever rank wrote them."""
+    """The parts of chunks that this rank needs, whichever rank wrote them."""
     from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
 
     for name, tensor in tensors.items():

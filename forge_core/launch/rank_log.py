@@ -1,4 +1,4 @@
-"""What a rank writes: rank 0 to the terminal, every rank to a log of its own in the run folder."""
+"""The output of a rank: rank 0 to the terminal, every rank to a log of its own in the run folder."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def log_path(folder: Path, rank: int) -> Path:
 
 
 class RankLog:
-    """Sends what this process writes where it belongs. Until the run folder is known, what is for the log is kept.
+    """Sends the output of this process to terminal or log. Until the run folder is known, the log is a temporary file.
 
     Rank 0 goes on writing to the terminal, and what it writes to standard error (warnings, errors) goes to its log too.
     All that other ranks write goes to their logs, what libraries in C write included.
@@ -30,12 +30,12 @@ class RankLog:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self.terminal: TextIO = os.fdopen(os.dup(2), "w", errors="backslashreplace")
-        """Standard error as it was, for what must be seen whatever rank says it."""
-        self._kept: Any = tempfile.TemporaryFile("w+", errors="backslashreplace")  # noqa: SIM115
+        """Standard error as it was, for messages that must be seen whichever rank writes them."""
+        self._early: Any = tempfile.TemporaryFile("w+", errors="backslashreplace")  # noqa: SIM115
         if rank:
-            self._redirect(self._kept)
+            self._redirect(self._early)
         else:
-            sys.stderr = _Both(sys.stderr, self._kept)
+            sys.stderr = _Both(sys.stderr, self._early)
         faulthandler.enable(self.terminal)
 
     def open(self, folder: Path) -> None:
@@ -44,9 +44,9 @@ class RankLog:
         path.parent.mkdir(parents=True, exist_ok=True)
         log = path.open("a", buffering=1, errors="backslashreplace")
         log.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} process {os.getpid()}\n")
-        self._kept.flush()
-        self._kept.seek(0)
-        log.write(self._kept.read())
+        self._early.flush()
+        self._early.seek(0)
+        log.write(self._early.read())
         log.flush()
         if self._rank:
             self._redirect(log)
@@ -84,7 +84,7 @@ class _Both(io.TextIOBase):
         self.log.flush()
 
     def fileno(self) -> int:
-        """Of the log: the stacks of a rank that hangs are written there by number."""
+        """The log's: the stacks of a rank that hangs are written to it by number."""
         self.flush()
         return self.log.fileno()
 

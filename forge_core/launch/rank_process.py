@@ -105,7 +105,7 @@ class RankProcess:
 
 
 def _run_exit_functions() -> None:
-    """What an interpreter does for Python code before it ends."""
+    """Run what Python code has registered for the end of the interpreter, which `os._exit` leaves out."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
 

@@ -1,4 +1,4 @@
-"""What SLURM tells the tasks that `srun` starts.
+"""The variables that SLURM sets for the tasks that `srun` starts.
 
 Only the tasks of a step are ranks. A batch script and the shell of `salloc` have `SLURM_NTASKS` too, and the former
 even `SLURM_PROCID`, but no variable of a step: these are what to look for.
@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 PORTS = range(20000, 32000)
-"""Below those that Linux gives to outgoing connections."""
+"""Below those that Linux takes for outgoing connections."""
 
 
 def is_rank_of_step(variables: Mapping[str, str]) -> bool:
@@ -30,7 +30,7 @@ def tasks_of_shell(variables: Mapping[str, str]) -> int:
 def rank_of_step(variables: Mapping[str, str]) -> dict[str, str]:
     """`RANK` and its fellows, for a task of a step. `MASTER_ADDR` and `MASTER_PORT` stay as they are if they are set.
 
-    The address is the first host of the step, where `srun` puts task 0 unless it is told otherwise; loopback if there
+    The address is the first host of the step, where `srun` puts task 0 by default; loopback if there
     is only one. The port follows from the numbers of job and step, so that all tasks know it, and two steps differ.
     """
     hosts = expand_hosts(variables["SLURM_STEP_NODELIST"])

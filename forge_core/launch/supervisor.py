@@ -129,7 +129,7 @@ class Supervisor:
         return RankHandle(rank, process, ours)
 
     def _threads(self) -> str:
-        """An equal share of the processor's cores: torch would give all of them to each rank."""
+        """An equal share of the processor's cores: torch would take all of them for each rank."""
         return str(max(1, len(os.sched_getaffinity(0)) // self._count))
 
     # --- wait ----------------------------------------------------------------------------------------------------

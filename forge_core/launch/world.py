@@ -1,4 +1,4 @@
-"""Which rank this process is, as whoever started it says: our own launcher, torchrun, or SLURM."""
+"""Which rank this process is, by the variables of its launcher: our own, torchrun, or SLURM."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CONTROL = "FORGE_LAUNCHER_FD"
 """Variable that our launcher sets: the descriptor of the socket between it and a rank."""
 
 LISTENING = "FORGE_LISTENING_FD"
-"""Variable that our launcher gives to rank 0: the descriptor of the socket at which it is to serve the store."""
+"""Variable that our launcher sets for rank 0: the descriptor of the socket at which it is to serve the store."""
 
 NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Variables that torchrun sets, as does our own launcher."""
@@ -27,7 +27,7 @@ class World:
     rank: int = 0
     size: int = 1
     address: str = "127.0.0.1"
-    """Where rank 0 is."""
+    """Host of rank 0."""
     port: int = 0
 
     @property
@@ -36,8 +36,8 @@ class World:
 
 
 def join_world(environment: MutableMapping[str, str] | None = None) -> World:
-    """The world that the environment tells of. Writes what SLURM says under the names that torch knows, so that
-    whatever asks for `RANK` or `LOCAL_RANK` finds it.
+    """The world that the environment describes. Copies the variables of SLURM to the names that torch knows (`RANK`,
+    `LOCAL_RANK`, …).
 
     Raises:
         JobError: the variables contradict each other, or some are missing.
@@ -47,8 +47,8 @@ def join_world(environment: MutableMapping[str, str] | None = None) -> World:
         variables.update(rank_of_step(variables))
     if "RANK" not in variables:
         if variables.get("WORLD_SIZE", "1") != "1":
-            seen = f"WORLD_SIZE is {variables['WORLD_SIZE']}, but RANK is not set"
-            raise JobError(f"{seen}; start the ranks with --nproc, torchrun or srun, or unset WORLD_SIZE")
+            message = f"WORLD_SIZE is {variables['WORLD_SIZE']}, but RANK is not set"
+            raise JobError(f"{message}; start the ranks with --nproc, torchrun or srun, or unset WORLD_SIZE")
         return World()
     return _read(variables)
 

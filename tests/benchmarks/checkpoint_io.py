@@ -28,8 +28,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from forge_core.checkpoint import shards
-from forge_core.checkpoint.manager import Checkpoints, State, load_tensors
-from forge_core.checkpoint.retention import Retention
+from forge_core.checkpoint.manager import Checkpoints, Retention, State, load_tensors
 from forge_core.checkpoint.saving import Saver
 from forge_core.checkpoint.storage import LocalStorage
 from forge_core.config.job import CheckpointSection

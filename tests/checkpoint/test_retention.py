@@ -9,8 +9,7 @@ from attrs import frozen
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forge_core.checkpoint.manager import Checkpoints, State
-from forge_core.checkpoint.retention import Retention
+from forge_core.checkpoint.manager import Checkpoints, Retention, State
 from forge_core.checkpoint.storage import LocalStorage
 from forge_core.contracts.components import EvaluationComponent, TrainingHook
 from forge_core.contracts.errors import JobError

@@ -13,8 +13,7 @@ import torch
 from attrs import define, field, frozen
 
 from forge_core.checkpoint import tensors as checkpoint_tensors
-from forge_core.checkpoint.manager import Checkpoints, State, load_tensors, stored_tensors
-from forge_core.checkpoint.retention import Retention
+from forge_core.checkpoint.manager import Checkpoints, Retention, State, load_tensors, stored_tensors
 from forge_core.checkpoint.saving import Saver
 from forge_core.checkpoint.storage import Local, LocalStorage
 from forge_core.config.job import CheckpointSection

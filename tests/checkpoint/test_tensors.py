@@ -16,8 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from forge_core.checkpoint import index, manifest
-from forge_core.checkpoint.manager import Checkpoints, State, load_tensors, stored_tensors, verify
-from forge_core.checkpoint.retention import Retention
+from forge_core.checkpoint.manager import Checkpoints, Retention, State, load_tensors, stored_tensors, verify
 from forge_core.checkpoint.storage import LocalStorage
 from forge_core.checkpoint.tensors import TensorWriter
 from forge_core.contracts.errors import CheckpointError

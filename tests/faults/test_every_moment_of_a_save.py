@@ -12,8 +12,7 @@ from itertools import count
 import pytest
 import torch
 
-from forge_core.checkpoint.manager import Checkpoints, State
-from forge_core.checkpoint.retention import Retention
+from forge_core.checkpoint.manager import Checkpoints, Retention, State
 from forge_core.checkpoint.storage import LocalStorage
 from forge_core.parallel.mesh import leave_group
 

@@ -240,8 +240,7 @@ def prune_checkpoints(options: argparse.Namespace) -> int:
 
 
 def _prune(options: argparse.Namespace, storage: Storage) -> int:
-    from forge_core.checkpoint.manager import Checkpoints
-    from forge_core.checkpoint.retention import Retention
+    from forge_core.checkpoint.manager import Checkpoints, Retention
     from forge_core.checkpoint.run_folder import checkpoint_table
 
     table = {"keep": options.keep} if options.keep else checkpoint_table(options.run)
