@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 
 def blocks_of(model: Model) -> list[nn.Module]:
-    """The layers, then those of `HasFurtherBlocks`; in a pipeline, of this rank."""
+    """The layers, then the blocks of `HasFurtherBlocks`; in a pipeline, of this rank."""
     return [*model.layers.values(), *further_blocks(model)]
 
 
 def further_blocks(model: Model) -> list[nn.Module]:
-    """Those of `HasFurtherBlocks`; in a pipeline, of this rank."""
+    """The blocks of `HasFurtherBlocks`; in a pipeline, of this rank."""
     assert isinstance(model, nn.Module)
     return [model.get_submodule(name) for name in model.further_blocks()] if isinstance(model, HasFurtherBlocks) else []

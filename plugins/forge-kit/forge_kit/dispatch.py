@@ -32,12 +32,12 @@ class Dispatch(NamedTuple):
 
     @classmethod
     def to_groups(cls, chosen: Tensor, groups: int, rows: int, multiple: int = 1) -> Dispatch:
-        """Of choices (T, K) among `groups` groups, -1 being none. Tokens keep their order within a group.
+        """The dispatch of choices (T, K) among `groups` groups, -1 being none. Tokens keep their order within a group.
 
         Args:
-            rows: how many choices are not -1. Given, so that the host need not wait for it.
+            rows: number of choices that are not -1, passed in so that the host need not wait for it.
             multiple: the rows of each group are filled up to a multiple of this, with rows for no choice. If it is more
-                than 1, the host waits for how many there are.
+                than 1, the host waits for their number.
         """
         flat = chosen.flatten()
         ordered, order = flat.where(flat >= 0, groups).sort(stable=True)

@@ -106,14 +106,14 @@ class MatrixOptimizer(torch.optim.Optimizer):
         function: Callable[[Sequence[Matrix], list[Tensor]], Sequence[Tensor]],
         stacked: int = 1,
     ) -> Iterator[tuple[Tensor, Matrix, Tensor]]:
-        """What `function` makes of whole matrices, in batches of at most `working_bytes` a rank. Collective.
+        """Results of `function` on whole matrices, in batches of at most `working_bytes` a rank. Collective.
 
         Memory beside the state in a step is some times this bound, whatever the size of the model.
 
         Args:
             trained: parameters with gradients; the same on all ranks.
             dtype: of the parts.
-            part: (parameter, matrix) -> this rank's part of what `function` takes.
+            part: (parameter, matrix) -> this rank's part of the input of `function`.
             function: from matrices that this rank owns, and the whole tensors (rows, columns) made of their parts, to
                 tensors of the same shapes and dtype.
             stacked: elements of matrices of one shape that `function` computes together; see `WholeMatrices.batches`.

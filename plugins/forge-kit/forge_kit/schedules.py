@@ -36,7 +36,7 @@ class DecayComponent(WarmupComponent):
     """The floor, as a share of the base rate."""
 
     def shape(self, progress: float) -> float:
-        """What is left of the way down: from 1 at progress 0 to 0 at progress 1."""
+        """Share of the way down that is left: from 1 at progress 0 to 0 at progress 1."""
         raise NotImplementedError
 
     def build(self, context: BuildContext) -> Schedule:

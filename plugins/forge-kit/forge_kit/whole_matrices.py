@@ -24,7 +24,7 @@ from forge_core.contracts.deprecation import deprecated
 from forge_core.parallel.mesh import coordinate, layer_dimensions, place_of
 
 Box = tuple[slice, ...]
-"""What a rank holds of a tensor: a range along each dimension."""
+"""A rank's part of a tensor: a range along each dimension."""
 
 
 @frozen(kw_only=True)
@@ -37,11 +37,11 @@ class Matrix:
     """Number in the stack; None: the parameter is one matrix."""
     shape: tuple[int, ...]
     boxes: Sequence[Box | None]
-    """What each rank holds of it; None: nothing."""
+    """Each rank's part of it; None: nothing."""
     own_place: Any
-    """Where it lies in this rank's part of the parameter: an index of that."""
+    """Index of it in this rank's part of the parameter."""
     owner: int
-    """The rank that computes on it; ranks are counted within those that share the work."""
+    """The rank that computes on it, counted among the ranks that share the work."""
     senders: Sequence[int]
     """Ranks whose boxes together are the whole, as near to the owner as can be."""
 
@@ -81,7 +81,7 @@ class WholeMatrices:
     def map(
         self, parts: Mapping[int, Tensor], function: Callable[[list[Tensor]], Sequence[Tensor]]
     ) -> dict[int, Tensor]:
-        """This rank's parts of what `function` makes of whole matrices. Collective.
+        """This rank's parts of the results of `function` on whole matrices. Collective.
 
         Args:
             parts: by number of a parameter, a tensor that is split like it. The same numbers on all ranks, all of one
@@ -111,7 +111,7 @@ class WholeMatrices:
         function: Callable[[list[Tensor]], Sequence[Tensor]],
         like: Tensor,
     ) -> Iterator[tuple[Matrix, Tensor]]:
-        """This rank's part of what `function` makes of each matrix, for the matrices of which it holds a part.
+        """This rank's part of the result of `function` on each matrix, for the matrices of which it holds a part.
 
         Collective, once iterated; the memory of a part is free when the next one is asked for.
 
@@ -169,18 +169,18 @@ class WholeMatrices:
         like: Tensor,
         needed: bool,
     ) -> Iterator[Tensor]:
-        """Send tensors to ranks; gives those that come from ranks, which have the shapes of the boxes, in order.
+        """Send tensors to ranks, and return those that come from ranks, which have the shapes of the boxes, in order.
 
         Args:
             needed: whether any rank sends another anything; if not, there is no collective.
         """
-        kept = deque(tensor for rank, tensor in outgoing if rank == self.rank)
+        own = deque(tensor for rank, tensor in outgoing if rank == self.rank)
         received = self._send(outgoing, incoming, like) if needed else {}
-        found = []
+        pieces = []
         for rank, box in incoming:
             assert box is not None
-            found.append(kept.popleft() if rank == self.rank else received[rank].popleft().view(_shape(box)))
-        return iter(found)
+            pieces.append(own.popleft() if rank == self.rank else received[rank].popleft().view(_shape(box)))
+        return iter(pieces)
 
     def _send(
         self, outgoing: Sequence[tuple[int, Tensor]], incoming: Sequence[tuple[int, Box | None]], like: Tensor
@@ -294,7 +294,7 @@ def _matrices(
 
 
 def own_box(parameter: Tensor, mesh: DeviceMesh | None) -> Box:
-    """What this rank holds of a parameter; on a plan's fake tensors too."""
+    """This rank's part of a parameter; on a plan's fake tensors too."""
     return _box(parameter, mesh, dist.get_rank() if mesh is not None else 0)
 
 
@@ -316,7 +316,7 @@ def _box(parameter: Any, mesh: DeviceMesh | None, rank: int) -> Box:
 
 
 def _within(box: Box, item: int | None) -> Box | None:
-    """What a box of a parameter has of the matrix: of one that is in a stack, or of the parameter itself."""
+    """The part of a parameter's box that lies in a matrix: one of a stack, or the parameter itself."""
     if item is not None:
         if not box[0].start <= item < box[0].stop:
             return None
@@ -333,7 +333,7 @@ def _holders(boxes: Sequence[Box | None]) -> list[int]:
 
 
 def _senders(boxes: Sequence[Box | None], owner: int, places: Sequence[Mapping[str, int]]) -> list[int]:
-    """Of ranks that hold the same, the owner, or else the one that shares most coordinates with it."""
+    """One rank for each part: the owner if it holds that part, else the rank nearest to it in the mesh."""
 
     def distance(rank: int) -> tuple[int, int]:
         return sum(places[rank][name] != places[owner][name] for name in places[owner]), rank

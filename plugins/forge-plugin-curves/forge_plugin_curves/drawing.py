@@ -181,7 +181,7 @@ def _rough_and_smooth(axes: Axes, rough: Series, smooth: Series, horizon: int, c
 
 
 def _maps(history: History) -> Mapping[str, Mapping[str, np.ndarray]]:
-    """What layers counted, by name and layer. Names of the same numbers share a map."""
+    """Counts of layers, by name and layer. Names of the same numbers share a map."""
     maps: list[tuple[list[str], Mapping[str, np.ndarray]]] = []
     for name, averages in history.counts.items():
         rows = {row: average.value for row, average in averages.items()}

@@ -58,7 +58,7 @@ class Average:
 
 
 class History:
-    """What a picture needs of all lines of metrics so far."""
+    """Series for a picture, from all lines of metrics so far."""
 
     def __init__(self, horizon: int) -> None:
         """Args: `horizon`, how many steps the smooth series average over."""
@@ -67,7 +67,7 @@ class History:
         self.smooth_loss, self.smooth_grad_norm = Series(), Series()
         self.evaluations: dict[str, Series] = defaultdict(Series)
         self.counts: dict[str, dict[str, Average]] = defaultdict(dict)
-        """What layers counted, by name and layer."""
+        """Counts of layers, by name and layer."""
         self.step = 0
         self.tokens = 0
         self._lines = 0

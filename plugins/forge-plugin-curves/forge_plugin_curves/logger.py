@@ -1,4 +1,4 @@
-"""What the component `curves` builds."""
+"""The logger `curves`."""
 
 from __future__ import annotations
 

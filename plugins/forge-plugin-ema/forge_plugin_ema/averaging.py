@@ -35,7 +35,7 @@ def with_average(optimizer: torch.optim.Optimizer, ema: EMA) -> torch.optim.Opti
 
 
 class Averaging(torch.optim.Optimizer):
-    """What is added to an optimizer's class; see `forge_core.contracts.optimizer.HasEvaluationWeights`."""
+    """Mixin that averages after each step; see `forge_core.contracts.optimizer.HasEvaluationWeights`."""
 
     ema: EMA
 

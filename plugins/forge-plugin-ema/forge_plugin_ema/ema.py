@@ -49,7 +49,7 @@ class EMA(Plugin):
         return with_average(optimizer, self)
 
     def next_decay(self) -> float:
-        """Of the update that is about to be averaged, which is counted."""
+        """Count an update, and return the decay for averaging it."""
         decay = min(self.decay, (1 + self.updates) / (10 + self.updates)) if self.warmup else self.decay
         self.updates += 1
         return decay

@@ -120,7 +120,7 @@ class LionOptimizer(torch.optim.Optimizer):
 
 
 class _Part(NamedTuple):
-    """What a rank has of a parameter, or a block of it."""
+    """This rank's part of a parameter, or a block of that."""
 
     parameter: Tensor
     gradient: Tensor
@@ -175,7 +175,7 @@ def _add_over_ranks(parameters: Sequence[nn.Parameter], counts: Sequence[Tensor]
 
 
 def _batches(parts: Iterable[_Part]) -> Iterator[list[_Part]]:
-    """What to go over at a time."""
+    """Divide parts into batches, each small enough to stay in the cache, or for one kernel."""
     batch: list[_Part] = []
     room = 0
     for part in parts:

@@ -1,4 +1,4 @@
-"""What the component `distillation` builds: cross-entropy and divergence from a teacher, chunk by chunk.
+"""The loss `distillation`: cross-entropy and divergence from a teacher, chunk by chunk.
 
 With the temperature T, student logits l and teacher logits t, and p = softmax(t/T), q = softmax(l/T), the divergence
 T² KL(p || q) has the gradient T (q - p) with respect to l. Shape suffixes as in `chunked`.
@@ -100,10 +100,10 @@ class DistillationObjective:
     def _divergence(self, student_CV: Tensor, teacher_CV: Tensor, valid_C: Tensor) -> tuple[Tensor, Tensor]:
         """T² KL(p || q) of each position, 0 where it is not valid, and its gradient with respect to the student."""
         if teacher_CV.shape != student_CV.shape:
-            seen = (
+            message = (
                 f"the teacher's logits are over {teacher_CV.shape[-1]} words, the student's over {student_CV.shape[-1]}"
             )
-            raise ForgeError(f"loss.teacher: {seen}; distillation needs one vocabulary")
+            raise ForgeError(f"loss.teacher: {message}; distillation needs one vocabulary")
         q_log_CV = (self.workspace.widened("wide", student_CV) / self.temperature).log_softmax(-1)
         p_log_CV = (self.workspace.widened("teacher", teacher_CV) / self.temperature).log_softmax(-1)
         p_CV = p_log_CV.exp()

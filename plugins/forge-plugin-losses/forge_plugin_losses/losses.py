@@ -75,7 +75,7 @@ class Distillation(ChunkedCrossEntropy):
     """Share of the divergence in the objective; label smoothing and z-loss belong to the rest. It is logged unweighted
     as `loss/distillation`."""
     temperature: float = field(default=1.0, validator=gt(0))
-    """What the logits of both are divided by; higher ones show more of what the teacher holds likely besides."""
+    """Divides the logits of both models; higher values weigh more of the tokens that the teacher finds less likely."""
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
         yield from super().problems(job, layout)
@@ -100,8 +100,8 @@ class Distillation(ChunkedCrossEntropy):
         teacher = load_trained(Path(self.teacher), context)
         theirs = teacher.manifest["provenance"].get("tokenizer")
         if context.tokenizer is not None and theirs not in (None, context.tokenizer.fingerprint()):
-            seen = f"{teacher.checkpoint} was trained with another tokenizer: its ids mean other texts"
-            raise JobError([Problem("loss.teacher", f"{seen}; train both with the same one")])
+            message = f"{teacher.checkpoint} was trained with another tokenizer: its ids mean other texts"
+            raise JobError([Problem("loss.teacher", f"{message}; train both with the same one")])
         return distillation_loss(
             teacher.model,
             super().build(context),
@@ -126,12 +126,12 @@ class SameTeacher(TrainingHook):
     def on_train_begin(self, context: Any) -> None:
         from forge_plugin_losses.teacher import find_trained
 
-        found = str(find_trained(Path(self.teacher))[0])
-        was, self.checkpoint = self.checkpoint, found
-        if was and was != found:
-            fix = f'name it in the job, loss.teacher = "{was}", and continue with --resume-with-changes'
+        current = str(find_trained(Path(self.teacher))[0])
+        before, self.checkpoint = self.checkpoint, current
+        if before and before != current:
+            hint = f'name it in the job, loss.teacher = "{before}", and continue with --resume-with-changes'
             raise CheckpointError(
-                f"the teacher {self.teacher} was {was} when this run began, and is {found} now; {fix}"
+                f"the teacher {self.teacher} was {before} when this run began, and is {current} now; {hint}"
             )
 
     def state_dict(self) -> dict[str, Any]:

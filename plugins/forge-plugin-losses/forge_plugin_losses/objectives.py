@@ -1,4 +1,4 @@
-"""What is made of the logits of a chunk: an objective, what is reported, and the gradient.
+"""Objectives: from the logits of a chunk to the objective, the reported loss, and the gradient.
 
 Shape suffixes as in `chunked`.
 """
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 
 @frozen
 class Chunk:
-    """What an objective gives for the positions of a chunk."""
+    """Results of an objective for the positions of a chunk."""
 
     objective: Tensor
     """(): what is differentiated, summed over valid positions."""
     losses_C: Tensor
-    """What is reported: the cross-entropy, 0 where the label is ignored."""
+    """The reported loss: cross-entropy, 0 where the label is ignored."""
     metrics: Mapping[str, Tensor]
     """(): what else is logged, by name, as a sum over valid positions."""
     gradient_CV: Callable[[], Tensor]
@@ -44,7 +44,7 @@ class Objective(Protocol):
     """A function of the logits of a micro-batch, chunk by chunk."""
 
     def chunk(self, logits_CV: Tensor, rows: slice) -> Chunk:
-        """Of the positions `rows`, in any order."""
+        """Results for the positions `rows`, in any order."""
         ...
 
 

@@ -38,7 +38,7 @@ class Projection(Protocol):
         """Take in the gradient with respect to the logits last given, which are those of `rows`."""
 
     def gradients(self) -> Sequence[Tensor | None]:
-        """Of hidden_TD, in its dtype, and of each weight, in float32 or wider; None where not needed."""
+        """Gradients of hidden_TD, in its dtype, and of each weight, in float32 or wider; None where not needed."""
         ...
 
 

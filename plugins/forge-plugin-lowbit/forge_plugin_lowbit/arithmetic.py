@@ -1,4 +1,4 @@
-"""What this plugin takes from torchao, and AdamW by it."""
+"""AdamW by torchao, and the parts of torchao that this plugin uses."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Which elements of a parameter share a scale, and how what is kept for each block is split over ranks.
+"""Which elements of a parameter share a scale, and how the state of each block is split over ranks.
 
-Elements are counted row by row through the whole parameter, as torchao counts them, and every so many are a block. So
-blocks do not depend on how the parameter is split, as long as no block is.
+Elements are counted row by row through the whole parameter, as torchao counts them, and every `block_size` of them are
+a block. So blocks do not depend on how the parameter is split, as long as no block is.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class Blocks:
     size: int
     """Elements of a block."""
     rows: int
-    """So many rows together are a whole number of blocks."""
+    """Least number of rows that are a whole number of blocks."""
 
     @classmethod
     def of(cls, shape: Sequence[int], size: int) -> Blocks:
-        """Those of a parameter (…, rows, columns)."""
+        """The blocks of a parameter (…, rows, columns)."""
         return cls(size, size // math.gcd(size, shape[-1]))
 
     def shrunk(self, shape: Sequence[int], factor: int) -> tuple[int, ...]:
@@ -59,8 +59,8 @@ def blocks_of(shape: Sequence[int], size: int) -> Blocks | None:
     them."""
     if len(shape) < 2 or not math.prod(shape):
         return None
-    found = Blocks.of(shape, size)
-    return found if shape[-2] % found.rows == 0 else None
+    blocks = Blocks.of(shape, size)
+    return blocks if shape[-2] % blocks.rows == 0 else None
 
 
 def quantised_blocks(
@@ -77,7 +77,7 @@ def quantised_blocks(
 
 
 Parts = Callable[[Tensor], Iterable[Box]]
-"""What ranks hold of a parameter."""
+"""From a parameter to the parts of it that ranks hold."""
 
 
 def cut_problem(blocks: Mapping[Tensor, Blocks], names: Mapping[Tensor, str], parts: Parts) -> Problem | None:

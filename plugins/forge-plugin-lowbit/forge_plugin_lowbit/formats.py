@@ -24,7 +24,7 @@ class Format:
     """
 
     dtype: torch.dtype
-    """Of codes."""
+    """Dtype of codes."""
     packed: int
     """Elements to a code."""
     read: Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -32,7 +32,7 @@ class Format:
     write: Callable[[Tensor, Tensor, Tensor, Tensor], None]
     """(elements, codes, scales, table): put float32 elements into codes and scales."""
     values: tuple[Values, Values]
-    """What the codes stand for, between -1 and 1: of the average of the gradient, and of that of its square."""
+    """Values of the codes, between -1 and 1: for the average of the gradient, and for that of its square."""
 
     def tables(self, codes: Tensor) -> tuple[Tensor, ...]:
         """`values` beside the codes. Fake ones belong to the plan that asked for them, and are not kept."""
@@ -74,8 +74,8 @@ def _read_float8(codes: Tensor, scales: Tensor, table: Tensor) -> Tensor:
 
 
 def _write_float8(elements: Tensor, codes: Tensor, scales: Tensor, table: Tensor) -> None:
-    found, scale = subclass_fp8.quantize_fp8(elements, elements.shape[1])
-    codes.copy_(found)
+    quantised, scale = subclass_fp8.quantize_fp8(elements, elements.shape[1])
+    codes.copy_(quantised)
     scales.copy_(scale)
 
 

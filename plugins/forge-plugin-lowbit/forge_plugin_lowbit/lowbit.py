@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @frozen(kw_only=True)
 class _LowBitAdamW(OptimizerComponent):
-    """The keys that all of them have."""
+    """Base: the keys of all four optimizers."""
 
     lr: float = field(default=3e-4, validator=gt(0))
     """Base learning rate; the schedule multiplies it."""
@@ -37,7 +37,7 @@ class _LowBitAdamW(OptimizerComponent):
     weight_decay: float = field(default=0.1, validator=ge(0))
     """Each step takes lr x this of a weight away."""
     parameter_dtype: Literal["fp32", "bf16"] = "fp32"
-    """What parameters are kept in. bf16: half the memory; each update is computed in float32, and its result rounded
+    """Storage dtype of parameters. bf16: half the memory; each update is computed in float32, and its result rounded
     stochastically, so that updates too small for bfloat16 count in the mean."""
     compile: bool = field(default=True, metadata=when_resumed("safe"))
     """Whether the update of a parameter is compiled to one kernel. false: many small operations, which are slow and for
@@ -50,13 +50,13 @@ class _LowBitAdamW(OptimizerComponent):
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
         if self.parameter_dtype == "bf16" and job.train.precision == "fp64":
-            seen = 'train.precision = "fp64" keeps everything in float64'
-            yield Problem("parameter_dtype", f"{seen}; leave one of the two out")
+            reason = 'train.precision = "fp64" keeps everything in float64'
+            yield Problem("parameter_dtype", f"{reason}; leave one of the two out")
 
 
 @frozen(kw_only=True)
 class _QuantisedAdamW(_LowBitAdamW):
-    """The keys of those whose moments are codes."""
+    """Base: the keys of the optimizers whose moments are codes."""
 
     min_size: int = field(default=4096, validator=ge(1), metadata=when_resumed("impossible"))
     """Parameters with fewer elements keep float32 moments."""

@@ -35,7 +35,7 @@ class Moments(Protocol):
         ...
 
     def inputs(self, parameter: Tensor, state: Mapping[str, Tensor]) -> tuple[Any, ...]:
-        """What `update` takes of this rank's state, whose tensors it changes in place."""
+        """Arguments of `update` from this rank's state, whose tensors it changes in place."""
         ...
 
 
@@ -121,9 +121,11 @@ class LowBitAdamW(torch.optim.Optimizer):
         known = {STEP: torch.tensor(0.0), **self._moments.empty(parameter)}
         memory = known.get(slot)
         if memory is None or (memory.shape, memory.dtype) != (size, dtype):
-            seen = f"{slot}, {list(size)} of {dtype}"
+            stored = f"{slot}, {list(size)} of {dtype}"
             wanted = ", ".join(f"{name}: {list(tensor.shape)} of {tensor.dtype}" for name, tensor in known.items())
-            raise CheckpointError(f"the checkpoint's state of {self._names[parameter]} has {seen}; wanted are {wanted}")
+            raise CheckpointError(
+                f"the checkpoint's state of {self._names[parameter]} has {stored}; wanted are {wanted}"
+            )
         return memory
 
 

@@ -15,9 +15,9 @@ from forge_kit.whole_matrices import own_box
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-Place = tuple[tuple[int, int, int], ...]
-"""Of the elements of a part of a tensor, as nested loops, the outermost first: the first index, how many there are, and
-how far apart they lie in the whole, counted row by row. What lies together in the whole is one loop."""
+Strides = tuple[tuple[int, int, int], ...]
+"""Where the elements of a part of a tensor lie in the whole, as nested loops, the outermost first: the first index, the
+count, and the stride in the whole, counted row by row. Neighbours in the whole share one loop."""
 
 WORD = 0xFFFFFFFF
 
@@ -53,8 +53,8 @@ class Rounding:
         return torch.tensor(halves).to(parameter.device, non_blocking=True), self._places[parameter]
 
 
-def place_of(offsets: Sequence[int], sizes: Sequence[int], shape: Sequence[int]) -> Place:
-    """Where a part of a tensor of a shape lies in it."""
+def place_of(offsets: Sequence[int], sizes: Sequence[int], shape: Sequence[int]) -> Strides:
+    """The place of a part in a tensor of `shape`."""
     loops: list[tuple[int, int, int]] = []
     stride, together = 1, False
     for offset, size, whole in zip(reversed(offsets), reversed(sizes), reversed(shape), strict=True):
@@ -72,7 +72,7 @@ def random_bits(place: Tensor, key: Tensor, count: int) -> Tensor:
     """(count,) int64 of 32 random bits each: those of an element are the same in every division.
 
     Args:
-        place: (loops, 3) int64, a `Place` of `count` elements.
+        place: (loops, 3) int64, a `Strides` of `count` elements.
         key: (2,) int64, of 32 bits each. Another key gives other bits.
     """
     left = torch.arange(count, device=key.device)

@@ -56,12 +56,12 @@ class MultiHeadLatentAttention(AttentionComponent):
         if self.heads % layout.tp:
             yield Problem("heads", f"{self.heads} does not divide by the tensor-parallel degree {layout.tp}")
         if self.qk_rope_head_dim % 2:
-            seen = f"{self.qk_rope_head_dim} is odd; the position encoding pairs dimensions"
-            yield Problem("qk_rope_head_dim", f"{seen}; take {self.qk_rope_head_dim + 1}")
+            message = f"{self.qk_rope_head_dim} is odd; the position encoding pairs dimensions"
+            yield Problem("qk_rope_head_dim", f"{message}; take {self.qk_rope_head_dim + 1}")
         if self.v_head_dim > self._head_dim:
-            seen = f"{self.v_head_dim} is more than the width of keys, qk_nope_head_dim + qk_rope_head_dim"
-            fix = "kernels take values as wide or narrower; lower it or raise one of them"
-            yield Problem("v_head_dim", f"{seen} = {self._head_dim}; {fix}")
+            message = f"{self.v_head_dim} is more than the width of keys, qk_nope_head_dim + qk_rope_head_dim"
+            hint = "kernels take values as wide or narrower; lower it or raise one of them"
+            yield Problem("v_head_dim", f"{message} = {self._head_dim}; {hint}")
         yield from kernel_problems(self.backend, self.documents, job)
 
     @property

@@ -17,10 +17,10 @@ from torch import Tensor
 from forge_plugin_transformer import huggingface_names
 
 MATRICES: Mapping[str, str] = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
-"""Of an expert."""
+"""Matrices of an expert: our name, theirs."""
 MIXTRAL: Mapping[str, str] = {"w1": "gate", "w3": "up", "w2": "down"}
 SharedNames = Literal["shared_experts", "shared_expert"]
-"""What the shared experts are called: by DeepSeek-V3, and by Qwen2-MoE."""
+"""Name of the shared experts: in DeepSeek-V3, and in Qwen2-MoE."""
 
 _OURS = re.compile(r"(?P<layers>layers|mtp\.blocks)\.(?P<number>\d+)\.ffn\.(?P<key>.+)")
 _THEIRS = re.compile(r"(?:model\.)?layers\.(?P<number>\d+)\.(?:mlp|block_sparse_moe)\.(?P<key>.+)")
@@ -40,7 +40,7 @@ def from_huggingface(
         KeyError: there is no counterpart to a tensor.
         ValueError: a layer lacks an expert.
     """
-    found: dict[str, Tensor] = {}
+    renamed: dict[str, Tensor] = {}
     experts: dict[str, dict[int, Tensor]] = defaultdict(dict)
     others = {theirs: ours for name in get_args(SharedNames) for ours, theirs in _others(name).items()}
     matrices = {**{theirs: ours for ours, theirs in MATRICES.items()}, **MIXTRAL}
@@ -49,16 +49,16 @@ def from_huggingface(
         key = match["key"] if match else ""
         layer = _layer(int(match["number"]), layers) if match else ""
         if key == "experts.gate_up_proj":
-            found[f"{layer}.experts.gate.weight"], found[f"{layer}.experts.up.weight"] = tensor.chunk(2, dim=1)
+            renamed[f"{layer}.experts.gate.weight"], renamed[f"{layer}.experts.up.weight"] = tensor.chunk(2, dim=1)
         elif key == "experts.down_proj":
-            found[f"{layer}.experts.down.weight"] = tensor
+            renamed[f"{layer}.experts.down.weight"] = tensor
         elif (expert := _EXPERT.fullmatch(key)) and expert["matrix"] in matrices:
             experts[f"{layer}.experts.{matrices[expert['matrix']]}.weight"][int(expert["number"])] = tensor
         elif key in others:
-            found[f"{layer}.{others[key]}"] = tensor
+            renamed[f"{layer}.{others[key]}"] = tensor
         else:
-            found[huggingface_names.from_huggingface(name, parts, layers)] = tensor
-    return found | {name: _stacked(name, own) for name, own in experts.items()}
+            renamed[huggingface_names.from_huggingface(name, parts, layers)] = tensor
+    return renamed | {name: _stacked(name, own) for name, own in experts.items()}
 
 
 def to_huggingface(
@@ -100,7 +100,7 @@ def _to_huggingface(
 
 
 def _others(shared: SharedNames) -> dict[str, str]:
-    """What is not of one expert: our names, and theirs."""
+    """Parameters outside the routed experts: our names, and theirs."""
     matrices = {f"shared.{ours}.weight": f"{shared}.{theirs}.weight" for ours, theirs in MATRICES.items()}
     return {
         "router.weight": "gate.weight",

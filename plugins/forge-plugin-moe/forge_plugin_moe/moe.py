@@ -166,18 +166,18 @@ class MoE(FFNComponent):
     router: RouterComponent = default_type("forge-plugin-moe/softmax_topk")
     """`[model.ffn.router]`: which experts a token goes through, and with which weights."""
     capacity_factor: float = field(default=0.0, validator=ge(0))
-    """Of each sequence, an expert takes at most this times its even share of the tokens, those with the largest
-    weights; others pass it by, and are counted as `moe/dropped`. 0: as many as come. In training only: what a position
-    comes to would depend on later ones. Refused with a packing that isolates documents."""
+    """In each sequence, an expert takes at most this times its even share of the tokens, those with the largest
+    weights; others pass it by, and are counted as `moe/dropped`. 0: as many as come. In training only: a position's
+    output would depend on later ones. Refused with a packing that isolates documents."""
     shared_experts: int = field(default=0, validator=ge(0))
-    """Experts that every token goes through, with weight 1: one SwiGLU of so many times `hidden`."""
+    """Experts that every token goes through, with weight 1: one SwiGLU of N times `hidden`."""
     shared_gate: bool = False
     """Whether the output of the shared experts is multiplied by the sigmoid of a linear function of the token
     (Qwen2-MoE)."""
     first_dense: int = field(default=0, validator=ge(0))
-    """So many layers, from the first on, have `dense` instead (DeepSeek-V3: 3)."""
+    """The first N layers use `dense` (DeepSeek-V3: 3)."""
     every: int = field(default=1, validator=gt(0))
-    """Of the rest, each so-many-th layer has experts, the last of every group; others have `dense`."""
+    """From there on, every n-th layer is a MoE layer, the last of each group of n; the others use `dense`."""
     dense: FFNComponent = default_type("forge-plugin-transformer/swiglu")
     """`[model.ffn.dense]`: of layers without experts."""
     backend: Literal["auto", "grouped_mm", "loop"] = field(default="auto", metadata=when_resumed("safe"))

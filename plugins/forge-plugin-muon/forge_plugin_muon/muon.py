@@ -50,7 +50,7 @@ class Muon(OptimizerComponent):
     ns_steps: int = field(default=5, validator=[ge(1), le(99)])
     """Steps of the Newton-Schulz iteration."""
     ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315)
-    """Of its polynomial a X + b (X Xᵀ) X + c (X Xᵀ)² X; these are Jordan's."""
+    """Coefficients of the iteration's polynomial a X + b (X Xᵀ) X + c (X Xᵀ)² X; the default is Jordan's."""
     ns_dtype: Literal["auto", "bf16", "fp32"] = "auto"
     """Dtype of the iteration. bf16 is what is published, and drifts by some 1e-4 with the order of sums. fp32: float32,
     or that of the parameters if it is wider. auto: bf16 where the processor multiplies it by itself, else fp32, which

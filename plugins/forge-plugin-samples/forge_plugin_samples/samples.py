@@ -31,7 +31,7 @@ class Samples(TrainingHook):
     max_tokens: int = field(default=120, validator=gt(0))
     """Tokens to write at most; less where the model ends its document."""
     temperature: float = field(default=0.8, validator=ge(0))
-    """What logits are divided by; 0 takes the likeliest token."""
+    """Divides the logits; 0 takes the likeliest token."""
     top_k: int = field(default=0, validator=ge(0))
     """Only the k likeliest tokens; 0: all."""
     top_p: float = field(default=0.95, validator=and_(gt(0), le(1)))
@@ -57,12 +57,12 @@ class Samples(TrainingHook):
         from forge_core.parallel.mesh import world_size
 
         layout, _ = plan_layout(context.job, world_size())
-        found = list(self.problems(context.job, layout))
+        problems = list(self.problems(context.job, layout))
         if not isinstance(context.model, Generates):
             name = type(context.model).__name__
-            found.append(Problem("model", f"{name} has no new_cache and decode, so it cannot generate samples"))
-        if found:
-            raise JobError(found)
+            problems.append(Problem("model", f"{name} has no new_cache and decode, so it cannot generate samples"))
+        if problems:
+            raise JobError(problems)
 
     def on_eval_end(self, context: StepContext, metrics: Mapping[str, float]) -> None:
         if self.every_eval:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def continuations(settings: Samples, context: TrainContext) -> list[str]:
-    """What the model writes after each prompt. Draws come from a generator of their own."""
+    """Continuations of each prompt by the model. Draws come from a generator of their own."""
     tokenizer = context.tokenizer
     assert tokenizer is not None
     ids = [tokenizer.encode(prompt) or [tokenizer.end_of_text] for prompt in settings.prompts]

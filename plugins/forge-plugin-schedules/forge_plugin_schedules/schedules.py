@@ -81,7 +81,7 @@ class SequentialPart:
     schedule: SchedulerComponent
     """Any schedule. It sees a run of its own: its first update is the part's first, and it ends where the part ends."""
     scale: float = field(default=1.0, validator=ge(0))
-    """What its factors are multiplied by, to go on from where the part before it ended, say."""
+    """Multiplies the schedule's factors, for instance to continue from where the part before it ended."""
     until: int | None = field(default=None, validator=optional(ge(1)))
     """Updates of the run after which the next part begins. The last part has none: it ends with the run."""
 
@@ -105,8 +105,8 @@ class Sequential(SchedulerComponent):
         return schedule
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
-        found = list(self._problems_of_ends(job.train.steps))
-        return found or self._problems_of_parts(job, layout)
+        problems = list(self._problems_of_ends(job.train.steps))
+        return problems or self._problems_of_parts(job, layout)
 
     def _problems_of_ends(self, total: int) -> Iterator[Problem]:
         for number, part in enumerate(self.parts[:-1]):
@@ -125,7 +125,7 @@ class Sequential(SchedulerComponent):
                 yield Problem(path, f"{message}; end this part earlier, or drop those after it")
 
     def _problems_of_parts(self, job: Job, layout: Layout) -> Iterator[Problem]:
-        """What is wrong of a part in a run of its length, unless it is in the whole run: of that the core tells."""
+        """Problems of a part in a run of its length that it has not in the whole run: the core reports the others."""
         ends = [0, *(part.until or job.train.steps for part in self.parts)]
         for number, (part, (start, end)) in enumerate(zip(self.parts, pairwise(ends), strict=True)):
             short = attrs.evolve(job, train=attrs.evolve(job.train, steps=end - start))

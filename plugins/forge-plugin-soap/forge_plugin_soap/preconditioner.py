@@ -1,4 +1,4 @@
-"""What SOAP keeps of one matrix."""
+"""SOAP's state of one matrix."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ class Preconditioner:
 
     @classmethod
     def of(cls, slots: Mapping[str, Any], suffix: str) -> Preconditioner:
-        """From what `slots` gave."""
+        """The state that `slots` returned."""
         tensors: Any = (slots.get(field.name + suffix) for field in attrs.fields(cls))
         return cls(*tensors)
 
     def slots(self, suffix: str) -> dict[str, Tensor]:
-        """What there is, by name."""
-        found = attrs.asdict(self, recurse=False)
-        return {name + suffix: tensor for name, tensor in found.items() if tensor is not None}
+        """The tensors that this matrix has, by slot."""
+        tensors = attrs.asdict(self, recurse=False)
+        return {name + suffix: tensor for name, tensor in tensors.items() if tensor is not None}
 
     def update(self, gradient: Tensor, betas: tuple[float, ...], eps: float) -> Tensor:
         """Adam's step in the eigenbasis, without the correction of averages that started at zero."""

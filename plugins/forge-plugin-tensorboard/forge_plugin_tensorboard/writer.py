@@ -1,4 +1,4 @@
-"""What the component `tensorboard` builds."""
+"""The logger `tensorboard`."""
 
 from __future__ import annotations
 

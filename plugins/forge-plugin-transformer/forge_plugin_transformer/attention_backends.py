@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 Backend = Literal["auto", "flash", "efficient", "math", "cudnn", "gemm"]
 Kernel = Literal["torch", "flash", "efficient", "math", "cudnn", "gemm"]
-"""What a choice ends in; `torch` leaves it to `scaled_dot_product_attention`, call by call."""
+"""Kernels that can be chosen; `torch` leaves it to `scaled_dot_product_attention`, call by call."""
 
 
 DTYPES = {"bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
@@ -53,7 +53,7 @@ class Measurement:
     head_dim: int
     milliseconds: Mapping[Kernel, float]
     products: str = ""
-    """What multiplied, where that is a choice; see `forge_kit.products.multiplied_by`."""
+    """Library that multiplies, where there is a choice; see `forge_kit.products.multiplied_by`."""
 
     def fastest(self) -> Kernel:
         return min(self.milliseconds, key=self.milliseconds.__getitem__)

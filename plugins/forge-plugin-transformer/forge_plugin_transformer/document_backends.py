@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from forge_core.contracts.contexts import BuildContext
 
 WayOrAuto = Literal["auto", "mask", "segments", "varlen"]
-"""What a job may say."""
+"""Values of the key `documents`."""
 Way = Literal["mask", "segments", "varlen"]
 """`mask`: every pair of positions is computed, and hidden where it crosses documents. `segments`: document by document,
 short ones in groups. `varlen`: torch's kernel for sequences of several lengths."""
@@ -98,8 +98,8 @@ def _unmeasured(device: str, dtype: str, kernel: Kernel) -> DocumentChoice:
     least, *others = able(device, dtype, kernel)
     if not others:
         return DocumentChoice(least, f"the only way with the kernel {kernel}")
-    seen = f"nothing is measured for {dtype} on {device} with the kernel {kernel}"
-    return DocumentChoice(least, f"computes less than {', '.join(others)}; {seen}")
+    message = f"nothing is measured for {dtype} on {device} with the kernel {kernel}"
+    return DocumentChoice(least, f"computes less than {', '.join(others)}; {message}")
 
 
 @cache
@@ -127,7 +127,7 @@ def choose_documents(documents: WayOrAuto, kernel: Kernel, context: BuildContext
 
 
 def kernel_problems(backend: Backend, documents: WayOrAuto, job: Job) -> Iterator[Problem]:
-    """What is wrong with the keys `backend` and `documents` of an attention, where the job says on which device it
+    """Problems with the keys `backend` and `documents` of an attention, where the job says on which device it
     runs; else building it tells."""
     if job.train.device == "auto":
         return
@@ -145,8 +145,8 @@ def documents_problem(documents: WayOrAuto, device: str, dtype: str, kernel: Ker
     ways = able(device, dtype, kernel)
     if documents == "auto" or documents in ways:
         return None
-    seen = f"{documents} does not go with the kernel {kernel} on {device} in {dtype}"
-    return f"{seen}; there are {', '.join(('auto', *ways))}"
+    message = f"{documents} does not go with the kernel {kernel} on {device} in {dtype}"
+    return f"{message}; there are {', '.join(('auto', *ways))}"
 
 
 def able(device: str, dtype: str, kernel: Kernel) -> list[Way]:

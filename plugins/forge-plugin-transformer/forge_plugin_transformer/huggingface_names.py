@@ -34,7 +34,7 @@ PREDICTION: Mapping[str, str] = {
 """Modules that a module of multi-token prediction has besides those of a layer, by the names of DeepSeek-V3's
 weights."""
 COPIES: Mapping[str, str] = {"embed_tokens": "embedding", "shared_head.head": "head"}
-"""Of the model's ends, which DeepSeek-V3's weights have once more in each module of multi-token prediction."""
+"""Names of the model's ends, which DeepSeek-V3's weights have once more in each module of multi-token prediction."""
 
 _NAME = re.compile(
     r"(?P<layers>(?:model\.)?layers|mtp\.blocks)\.(?P<number>\d+)\.(?P<module>.+)\.(?P<tensor>weight|bias)"
@@ -87,10 +87,10 @@ def from_huggingface(name: str, parts: Mapping[str, str] = PARTS, layers: int | 
 
 def _module(match: re.Match[str], *tables: Mapping[str, str]) -> str:
     """The module of a layer and its tensor, by the other names."""
-    found = next((table[match["module"]] for table in tables if match["module"] in table), None)
-    if found is None:
+    counterpart = next((table[match["module"]] for table in tables if match["module"] in table), None)
+    if counterpart is None:
         raise KeyError(f"no counterpart for parameter {match.string!r}")
-    return f"{found}.{match['tensor']}"
+    return f"{counterpart}.{match['tensor']}"
 
 
 def _of_ends(name: str, table: Mapping[str, str]) -> str:

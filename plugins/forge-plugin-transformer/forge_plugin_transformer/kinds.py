@@ -29,9 +29,9 @@ class InitStd:
     """Standard deviations from which a layer draws its matrices."""
 
     inner: float
-    """Of matrices whose output stays inside the layer."""
+    """Standard deviation of matrices whose output stays inside the layer."""
     residual: float
-    """Of matrices that write into the residual stream."""
+    """Standard deviation of matrices that write into the residual stream."""
 
 
 @frozen(kw_only=True)

@@ -65,8 +65,8 @@ class MultiTokenPrediction:
     def problems(self, job: Job) -> Iterable[Problem]:
         """Paths are relative to this table."""
         if self.depth >= job.train.seq_len:
-            seen = f"{self.depth} leaves no targets: sequences have train.seq_len = {job.train.seq_len} positions"
-            yield Problem("depth", f"{seen}; lower it, or lengthen them")
+            message = f"{self.depth} leaves no targets: sequences have train.seq_len = {job.train.seq_len} positions"
+            yield Problem("depth", f"{message}; lower it, or lengthen them")
 
 
 @define(kw_only=True, slots=False)

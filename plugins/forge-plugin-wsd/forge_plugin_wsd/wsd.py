@@ -25,7 +25,7 @@ SHAPES: Mapping[str, Callable[[float], float]] = {
     "cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
     "sqrt": lambda progress: 1 - math.sqrt(progress),
 }
-"""What is left of the way down at each progress of the decay."""
+"""Share of the way down that is left, by progress of the decay."""
 
 
 DECAY_FRACTION = 0.2
@@ -48,7 +48,7 @@ class WSD(WarmupComponent):
     shape: Literal["linear", "cosine", "sqrt"] = field(default="sqrt", metadata=when_resumed("safe"))
     """How the rate falls; `sqrt` is 1 - sqrt(progress)."""
     min_ratio: float = field(default=0.0, validator=and_(ge(0), le(1)), metadata=when_resumed("safe"))
-    """What the decay leads to, as a share of the base rate."""
+    """Where the decay ends, as a share of the base rate."""
 
     def length_of_decay(self, total: int) -> int:
         """Updates of the decay in a run of `total`."""

@@ -69,8 +69,8 @@ def _run(trial: Trial, number: int, count: int, out: Path, ranks: int) -> Outcom
     failure = "" if code == 0 else f"exit code {code}"
     outcome = read_outcome(trial, out / "runs" / trial.name, failure)
     held_out = f"  held out {outcome.held_out:.4f}" if outcome.evaluations else ""
-    told = failure or f"loss {outcome.loss:.4f}{held_out}"
-    print(f"  {told}  {time.monotonic() - begin:.0f} s", flush=True)
+    result = failure or f"loss {outcome.loss:.4f}{held_out}"
+    print(f"  {result}  {time.monotonic() - begin:.0f} s", flush=True)
     return outcome
 
 

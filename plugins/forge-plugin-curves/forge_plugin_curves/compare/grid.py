@@ -23,7 +23,7 @@ class Cell:
     job: Path
     settings: Mapping[str, str]
     label: str
-    """What it is called in the table and the picture."""
+    """Name in the table and the picture."""
 
 
 @frozen(kw_only=True)
@@ -34,7 +34,7 @@ class Trial:
     seed: str
     """As `--set job.seed` gave it; empty: the job's own."""
     name: str
-    """Of its run folder, unique in the comparison."""
+    """Name of its run folder, unique in the comparison."""
     overrides: Sequence[str]
 
 

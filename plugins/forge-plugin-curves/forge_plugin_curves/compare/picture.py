@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib.ticker import EngFormatter
 
-from forge_plugin_curves.compare.results import Outcome, Row
+from forge_plugin_curves.compare.results import CellResult, Outcome
 from forge_plugin_curves.drawing import GREY, new_figure, quiet_style
 from forge_plugin_curves.history import Average
 
@@ -19,7 +19,7 @@ VIEW = 0.15
 """Share of a run whose losses may lie above the picture: they would press the rest flat."""
 
 
-def draw(rows: Sequence[Row], path: Path) -> None:
+def draw(rows: Sequence[CellResult], path: Path) -> None:
     """Write a PNG: mean training loss by tokens, with the range over seeds.
 
     Args:

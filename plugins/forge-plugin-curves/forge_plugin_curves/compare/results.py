@@ -1,4 +1,4 @@
-"""What the runs of a comparison came to."""
+"""Results of the runs of a comparison."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Outcome:
     evaluations: Sequence[float]
     """Held-out losses, in order; none if the job does not evaluate."""
     seconds: float
-    """Of all steps together."""
+    """Total over all steps."""
 
     @property
     def loss(self) -> float:
@@ -45,7 +45,7 @@ class Outcome:
 
 
 def read_outcome(trial: Trial, folder: Path, failure: str) -> Outcome:
-    """What a run has written into its folder."""
+    """Read the results of a run from its folder."""
     lines = list(read_lines(folder / "metrics.jsonl", last_step=1 << 62))
     steps = [line for line in lines if "loss" in line]
     return Outcome(
@@ -59,8 +59,8 @@ def read_outcome(trial: Trial, folder: Path, failure: str) -> Outcome:
 
 
 @frozen(kw_only=True)
-class Row:
-    """What is compared: all finished runs of a cell."""
+class CellResult:
+    """A row of the comparison: all finished runs of a cell."""
 
     cell: Cell
     outcomes: Sequence[Outcome]
@@ -80,17 +80,17 @@ class Row:
         return statistics.stdev(values) if len(values) > 1 else math.nan
 
 
-def rows_of(outcomes: Sequence[Outcome]) -> list[Row]:
+def rows_of(outcomes: Sequence[Outcome]) -> list[CellResult]:
     """Best first. Losses that are not finite come last."""
     cells: dict[int, list[Outcome]] = {}
     for outcome in outcomes:
         if not outcome.failure:
             cells.setdefault(id(outcome.trial.cell), []).append(outcome)
-    rows = [Row(cell=found[0].trial.cell, outcomes=found) for found in cells.values()]
+    rows = [CellResult(cell=own[0].trial.cell, outcomes=own) for own in cells.values()]
     return sorted(rows, key=lambda row: (not math.isfinite(row.score), row.score))
 
 
-def as_markdown(rows: Sequence[Row], failed: Sequence[Outcome], logs: Mapping[str, Path]) -> str:
+def as_markdown(rows: Sequence[CellResult], failed: Sequence[Outcome], logs: Mapping[str, Path]) -> str:
     """The table, best first, and what failed."""
     held_out = any(outcome.evaluations for row in rows for outcome in row.outcomes)
     seeds = any(len(row.outcomes) > 1 for row in rows)
@@ -106,6 +106,6 @@ def as_markdown(rows: Sequence[Row], failed: Sequence[Outcome], logs: Mapping[st
     return "\n".join(lines)
 
 
-def _figure(row: Row, name: str) -> str:
+def _figure(row: CellResult, name: str) -> str:
     mean, spread = row.mean(name), row.spread(name)
     return "–" if math.isnan(mean) else f"{mean:.4f}" + ("" if math.isnan(spread) else f" ± {spread:.4f}")

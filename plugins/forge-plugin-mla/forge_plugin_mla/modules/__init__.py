@@ -1,1 +1,1 @@
-"""What the component `mla` builds."""
+"""The torch modules that this distribution's component builds."""

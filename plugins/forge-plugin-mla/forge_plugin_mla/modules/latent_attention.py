@@ -3,7 +3,7 @@
 A position is compressed into a latent c and a key part r that carries its place and is the same for all heads. Head h
 sees keys [U_h c, r] and values W_h c, U and W being the rows of `kv_up`.
 
-Shapes: B sequences, S positions, T positions with those seen before, D model width, H heads, C width of c, N and P the
+Shapes: B sequences, S positions, T positions with the cached ones, D model width, H heads, C width of c, N and P the
 parts of a head's queries and keys without and with a position, E = N + P, V width of a head's values.
 """
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Widths(NamedTuple):
-    """Of the parts of latent attention."""
+    """Widths of the parts of latent attention."""
 
     q_latent: int
     """0: queries are made of x itself."""
@@ -133,18 +133,18 @@ class LatentAttention(nn.Module):
         """(B, S, D) -> (B, S, H, V). Each row is one document here: `document_ids` play no part."""
         positions = cache.positions(x, batch)
         turns = self.rotary(x.shape[1], positions)
-        seen, mask = cache.extend(*self._compressed(x, turns), positions)
+        cached, mask = cache.extend(*self._compressed(x, turns), positions)
         q = self._queries(x, turns)
-        if absorbs(q.shape[1], seen.shape[1], self.widths):
-            return self._attend_absorbed(q, seen, mask, cache)
-        return self._attend_expanded(q, seen, mask)
+        if absorbs(q.shape[1], cached.shape[1], self.widths):
+            return self._attend_absorbed(q, cached, mask, cache)
+        return self._attend_expanded(q, cached, mask)
 
-    def _attend_expanded(self, q: Tensor, seen: Tensor, mask: Tensor) -> Tensor:
+    def _attend_expanded(self, q: Tensor, cached: Tensor, mask: Tensor) -> Tensor:
         """Queries (B, S, H, E), what is cached (B, T, C + P), mask (B, 1, S, T) -> (B, S, H, V)."""
-        k, v = self._expanded(*seen.split([self.widths.kv_latent, self.widths.rope], -1))
+        k, v = self._expanded(*cached.split([self.widths.kv_latent, self.widths.rope], -1))
         return torch_attention(q, k, v, mask)
 
-    def _attend_absorbed(self, q: Tensor, seen: Tensor, mask: Tensor, cache: LatentCache) -> Tensor:
+    def _attend_absorbed(self, q: Tensor, cached: Tensor, mask: Tensor, cache: LatentCache) -> Tensor:
         """The same without keys and values: q · U c = (Uᵀ q) · c, and the sum of p W c is W of the sum of p c.
 
         So what is cached is the one key of all heads, and its value: the value's last P dimensions are left unused.
@@ -156,7 +156,7 @@ class LatentAttention(nn.Module):
         q = torch.cat([torch.einsum("bshn,chn->bshc", nope, to_keys), rope], -1)
         q = q * (q.shape[-1] / self.widths.key) ** 0.5  # scores are divided by the root of the width that they have
         heads = q.shape[2]
-        rows, shared = q.flatten(1, 2).unsqueeze(2), seen.unsqueeze(2)  # heads as further queries, for any kernel
+        rows, shared = q.flatten(1, 2).unsqueeze(2), cached.unsqueeze(2)  # heads as further queries, for any kernel
         mixed = torch_attention(rows, shared, shared, mask.repeat_interleave(heads, 2))
         mixed = mixed.squeeze(2).unflatten(1, (-1, heads))[..., : self.widths.kv_latent]
         return torch.einsum("bshc,chv->bshv", mixed, to_values)
@@ -175,7 +175,7 @@ class LatentAttention(nn.Module):
         return plan | (queries if self.widths.q_latent else {"q": "column"})
 
     def float8_exempt(self) -> Sequence[str]:
-        """What compresses: under tp each rank has a part of its gradient, which it would round by itself."""
+        """Compressing projections: under tp each rank has a part of their gradient, and would round it by itself."""
         return [*(["q_down"] if self.widths.q_latent else []), "kv_down"]
 
     def sequence_mixers(self) -> Mapping[str, int]:

@@ -1,4 +1,4 @@
-"""What latent attention remembers for generation, and how it attends to it.
+"""The cache of latent attention for generation, and attention to it.
 
 Shapes: B sequences, S positions that come in, T positions so far, H heads, C width of the latent, P width of the key
 part that carries the position, N and V width of what is made of the latent for a head's key and value.
@@ -30,25 +30,25 @@ class LatentCache(Cache):
         Raises:
             ValueError: the cache is full.
         """
-        (seen,), mask = self.append([torch.cat([latent, rope], -1)], positions)
-        return seen, mask
+        (cached,), mask = self.append([torch.cat([latent, rope], -1)], positions)
+        return cached, mask
 
     def up_projection(self, kv_up: nn.Module, width: int, like: Tensor) -> Tensor:
-        """What `kv_up` multiplies latents of `width` C with, (C, H (N + V)), in the dtype of `like`; kept, so that a
-        generation finds it out once.
+        """The matrix by which `kv_up` multiplies latents of `width` C, (C, H (N + V)), in the dtype of `like`; kept, so
+        that it is found once a generation.
 
-        It is asked of the module, by what it makes of the identity: `kv_up.weight` would miss what a plugin has put
-        around the module, such as a low-rank adapter.
+        It is the module's output for the identity: `kv_up.weight` would miss whatever a plugin has put around the
+        module, such as a low-rank adapter.
         """
         if self._up is None:
             self._up = kv_up(torch.eye(width, dtype=like.dtype, device=like.device))
         return self._up
 
 
-def absorbs(new: int, seen: int, widths: Widths) -> bool:
-    """Whether S = `new` queries attend with fewer products to T = `seen` latents as they are, than to keys and values
+def absorbs(new: int, cached: int, widths: Widths) -> bool:
+    """Whether S = `new` queries attend with fewer products to T = `cached` latents as they are, than to keys and values
     made of them. One query does; the many of a prompt do not."""
     up = widths.kv_latent * (widths.nope + widths.value)
-    absorbed = new * up + new * seen * 2 * (widths.kv_latent + widths.rope)
-    expanded = seen * up + new * seen * 2 * widths.key
+    absorbed = new * up + new * cached * 2 * (widths.kv_latent + widths.rope)
+    expanded = cached * up + new * cached * 2 * widths.key
     return absorbed < expanded

@@ -1,1 +1,1 @@
-"""What the components of this plugin build."""
+"""The torch modules that this distribution's components build."""

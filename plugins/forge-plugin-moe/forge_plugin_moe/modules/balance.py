@@ -62,21 +62,21 @@ class Balance(nn.Module):
         one = self._component
         if not (self._counted or one.sequence_balance or one.micro_batch_balance):
             return weights
-        found = tally(chosen, self._experts)
+        counts = tally(chosen, self._experts)
         if self._counted:
-            self._chosen.add(found.sum(0))
+            self._chosen.add(counts.sum(0))
         length = chosen.shape[1] * self._sequences.pieces
         even = length * chosen.shape[2] / self._experts
         mean = probabilities.sum(1) / length  # this rank's part of P
         if one.sequence_balance:
-            value = (self._sequences.add_up(found) / even * mean).sum()
+            value = (self._sequences.add_up(counts) / even * mean).sum()
             weights = self._attach(weights, value, "sequence", one.sequence_balance)
         if one.batch_balance:
             shares = self.load / self.load.mean().clamp(min=1)
             value = (shares.to(mean) * mean).sum()
             weights = self._attach(weights, value, "batch", one.batch_balance)
         if one.micro_batch_balance:
-            value = (found.mean(0) / (even / self._sequences.pieces) * mean.mean(0) * self._sequences.pieces).sum()
+            value = (counts.mean(0) / (even / self._sequences.pieces) * mean.mean(0) * self._sequences.pieces).sum()
             weights = self._attach(weights, value, "micro_batch", one.micro_batch_balance)
         return weights
 

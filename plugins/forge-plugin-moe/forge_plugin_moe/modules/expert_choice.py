@@ -1,4 +1,4 @@
-"""What the component `expert_choice` builds. Shapes: B sequences, S positions, D width, E experts."""
+"""The router `expert_choice`. Shapes: B sequences, S positions, D width, E experts."""
 
 from __future__ import annotations
 

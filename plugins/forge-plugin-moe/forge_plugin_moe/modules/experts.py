@@ -19,7 +19,7 @@ from forge_kit.products import size_multiple
 from forge_plugin_transformer import InitStd
 
 GROUPED = (torch.float32, torch.bfloat16, torch.float16)
-"""What `grouped_mm` takes on a CPU. On CUDA, it takes bfloat16."""
+"""Dtypes of `grouped_mm` on a CPU. On CUDA, it takes bfloat16."""
 
 
 class StackedLinear(nn.Module):
@@ -65,7 +65,7 @@ class _GroupedProduct(torch.autograd.Function):
 
 
 class _CastingProduct(torch.autograd.Function):
-    """What `grouped_mm` is on a CPU, one product after the other, with weights cast one expert at a time.
+    """`grouped_mm` as a CPU computes it, one product after the other, with weights cast one expert at a time.
 
     The cast of a whole stack, and its gradient before that is cast, were fresh memory in every step, and with 128
     experts took more time than the products.

@@ -1,4 +1,4 @@
-"""What the component `hash` builds. Shapes: B sequences, S positions, K experts of a token."""
+"""The router `hash`. Shapes: B sequences, S positions, K experts of a token."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 PRIME = 2_147_483_647
 FACTOR = 48_271
-"""Of the generator of Park and Miller (1988): a permutation of 1 to PRIME - 1, without overflow in int64."""
+"""Multiplier of the generator of Park and Miller (1988): a permutation of 1 to PRIME - 1, without overflow in int64."""
 
 
 class HashRouter(nn.Module):

@@ -53,7 +53,7 @@ class MoELayer(nn.Module):
         if component.shared_gate:
             self.shared_gate = Linear(dim, 1, bias=False, std=init.inner)
         self.output = nn.Identity()
-        """What all experts come to passes here: with tensor parallelism, a part of a sum."""
+        """The sum over all experts passes through here: with tensor parallelism, a part of a sum."""
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         weights, chosen = self.router(x, batch)
@@ -80,7 +80,7 @@ class MoELayer(nn.Module):
         shares = (wanted & ~kept).sum((1, 2)) / (wanted.sum((1, 2)).clamp(min=1) * self._sequences.pieces)
         self._auxiliary.metric(DROPPED, shares.double().sum(), unit="sequence")
 
-    # --- what the model asks -------------------------------------------------------------------------------------
+    # --- protocols of the model -------------------------------------------------------------------------------------
 
     def flops(self, seq_len: int) -> float:
         """6 for each weight that a token meets: those of its experts, of shared ones, and of the router."""
@@ -149,9 +149,9 @@ def choose_backend(asked: str, context: BuildContext) -> tuple[str, str]:
     runs = runs_grouped(context.device, context.dtype)
     where = f"{context.dtype} on {context.device.type}".removeprefix("torch.")
     if asked == "grouped_mm" and not runs:
-        seen = f'"grouped_mm" cannot compute {where}'
-        fix = 'take "loop", or "auto", which takes the first that runs'
-        raise JobError([Problem("model.ffn.backend", f"{seen}; {fix} (building {context.path})")])
+        message = f'"grouped_mm" cannot compute {where}'
+        hint = 'take "loop", or "auto", which takes the first that runs'
+        raise JobError([Problem("model.ffn.backend", f"{message}; {hint} (building {context.path})")])
     if asked != "auto":
         return asked, "asked for"
     return ("grouped_mm" if runs else "loop"), f"grouped_mm {'computes' if runs else 'cannot compute'} {where}"

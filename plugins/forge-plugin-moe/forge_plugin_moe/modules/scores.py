@@ -1,4 +1,4 @@
-"""What routers share that score experts by a linear function. Shapes: B sequences, S positions, D width, E experts."""
+"""Base of routers that score experts by a linear function. Shapes: B sequences, S positions, D width, E experts."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class Sequences:
 
     @classmethod
     def of(cls, context: BuildContext) -> Sequences:
-        """Those of a run's layout."""
+        """For a run's layout."""
         pieces = context.layout.cp
         return cls(pieces, context.mesh.get_group("cp") if context.mesh is not None and pieces > 1 else None)
 
@@ -38,7 +38,7 @@ class Sequences:
         return total
 
     def own(self, values: Tensor) -> Tensor:
-        """This rank's (B, S, …) of what `gather` gave, or of what was made of it."""
+        """This rank's (B, S, …) of values for whole sequences, such as `gather` returns."""
         if self._group is None:
             return values
         return values.chunk(self.pieces, 1)[dist.get_rank(self._group)]
@@ -55,5 +55,5 @@ class Sequences:
 def tally(chosen: Tensor, experts: int) -> Tensor:
     """(B, S, K), -1 being none, to (B, E), float32: how often each sequence chose each expert."""
     flat = chosen.flatten(1)
-    found = torch.zeros(len(flat), experts, device=chosen.device)
-    return found.scatter_add_(1, flat.clamp(min=0), (flat >= 0).float())
+    counts = torch.zeros(len(flat), experts, device=chosen.device)
+    return counts.scatter_add_(1, flat.clamp(min=0), (flat >= 0).float())

@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 
 BIAS = "moe/bias"
-"""Of each expert."""
+"""Counter of the bias of each expert."""
 
 
 class TopKModule(LinearScores):
-    """What both share."""
+    """Base of the softmax and sigmoid top-k routers."""
 
     def __init__(
         self, component: TopKRouter, context: BuildContext, dim: int, experts: int, counted: bool = False

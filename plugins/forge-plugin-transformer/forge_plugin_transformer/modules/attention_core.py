@@ -49,7 +49,7 @@ PREPARED: Mapping[Way, Prepared] = {
     "mask": Prepared("document_mask", document_mask),
     "varlen": Prepared("document_bounds", document_bounds),
 }
-"""What a way needs."""
+"""Batch entry that each way needs."""
 
 
 class AttentionCore(nn.Module):

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from forge_core.contracts.model import Carry
 
 PARTS = ("attention_norm", "attention", "ffn_norm", "ffn")
-"""Of a block, in the order of its forward pass."""
+"""Parts of a block, in the order of its forward pass."""
 
 
 class Block(nn.Module):

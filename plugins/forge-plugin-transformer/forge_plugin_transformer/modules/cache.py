@@ -1,4 +1,4 @@
-"""What attention remembers of the positions that it has seen, for generation.
+"""The key-value cache of attention, for generation.
 
 Shapes: B sequences, S positions that come in, T positions so far.
 """

@@ -120,13 +120,13 @@ class _Block(NamedTuple):
 
     positions: slice
     rows: slice
-    """Of the folded queries."""
+    """Rows of the folded queries."""
     keys: slice
-    """Those up to the block's end."""
+    """Keys up to the block's end."""
     kept: slice
     """Where its probabilities are kept."""
     shape: tuple[int, int, int]
-    """Of its probabilities: (N, rows, keys)."""
+    """Shape of its probabilities: (N, rows, keys)."""
 
     def of(self, kept: Tensor) -> Tensor:
         """Its probabilities."""

@@ -15,7 +15,7 @@ NARROW: frozenset[Kernel] = frozenset({"math", "efficient", "gemm"})
 
 
 def narrowed(mixed: Tensor, width: int) -> Tensor:
-    """What came of values (…, V or more) without what came of their padding: (…, V)."""
+    """Drop the outputs of padded values: (…, V or more) to (…, V)."""
     return mixed if mixed.shape[-1] == width else mixed[..., :width]
 
 
@@ -30,6 +30,6 @@ def padded(v: Tensor, k: Tensor, kernel: Kernel) -> Tensor:
     if kernel in NARROW or not missing:
         return v
     if missing < 0:
-        seen = f"values are {v.shape[-1]} wide, keys {k.shape[-1]}"
-        raise ValueError(f"{seen}; this kernel takes values as wide as keys or narrower")
+        widths = f"values are {v.shape[-1]} wide, keys {k.shape[-1]}"
+        raise ValueError(f"{widths}; this kernel takes values as wide as keys or narrower")
     return F.pad(v, (0, missing))

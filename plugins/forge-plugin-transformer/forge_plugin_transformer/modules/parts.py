@@ -1,4 +1,4 @@
-"""What a model says of itself, put together from what its parts say of themselves."""
+"""Protocols of a model, answered from those of its parts."""
 
 from __future__ import annotations
 
