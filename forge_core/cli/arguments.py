@@ -6,6 +6,14 @@ import argparse
 from collections.abc import Sequence
 
 
+def positive(text: str) -> int:
+    """Type of an argument that is at least 1, for `add_argument(type=…)`."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return value
+
+
 def parse_job_arguments(
     parser: argparse.ArgumentParser, argv: Sequence[str], files: str = "job files, layered from left to right"
 ) -> tuple[argparse.Namespace, list[str], list[str]]:

@@ -1,22 +1,28 @@
-"""`load_job`: from TOML files and overrides to a `Job`, or to every problem that they have, at once."""
+"""From TOML files, overrides or tables to a `Job` or a component, or to every problem that they have, at once."""
 
 from __future__ import annotations
 
 import tomllib
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
+
+import attrs
 
 from forge_core.config.job import ALWAYS, Job
 from forge_core.config.lines import find_lines
 from forge_core.config.read import read_job
 from forge_core.config.rules import check_rules
-from forge_core.config.structure import INVALID, structure
+from forge_core.config.structure import INVALID, complete_value, structure
 from forge_core.config.tree import Node, Origin, annotate
 from forge_core.config.unknown import explain_unknown
+from forge_core.contracts.components import Component, DefaultType
 from forge_core.contracts.errors import JobError, Problem
 from forge_core.launch.world import join_world
 from forge_core.plugins.catalog import CORE, Catalog, install_line
+
+C = TypeVar("C", bound=Component)
 
 
 def load_job(
@@ -55,15 +61,17 @@ def load_job(
 
 
 def parse_job(text: str, source: str, catalog: Catalog | None = None) -> Job:
-    """A resolved job, as a run or a checkpoint keeps it. Rules across fields are not checked: what a job needs in order
-    to train, its data for one, need not be here to use what it trained.
+    """A resolved job, as a run folder or a checkpoint keeps it.
+
+    Rules across fields are not checked: the data that a job trains on need not exist to use the model that it trained.
 
     Args:
         text: TOML that `dump_job` wrote.
-        source: where it is from, for messages.
+        source: name of the file, for messages.
+        catalog: where components are looked up; by default everything installed.
 
     Raises:
-        JobError: it names what is not installed, or keys that this version does not have.
+        JobError: a component is not installed, or this version lacks a key.
     """
     root = annotate(tomllib.loads(text), find_lines(text), Origin(source))
     job, findings = structure(root, Job, catalog or Catalog.installed())
@@ -71,6 +79,79 @@ def parse_job(text: str, source: str, catalog: Catalog | None = None) -> Job:
         unknown = [explain_unknown(found, findings, root, catalog or Catalog.installed()) for found in findings.unknown]
         raise JobError([*findings.problems, *unknown, *install_line(findings.missing)])
     return job
+
+
+def complete(job: Job, catalog: Catalog | None = None) -> Job:
+    """A job made in Python, with each `default_type` replaced by its component and the core's own entries added.
+
+    `load_job` and `Trainer` do this themselves. Rules across fields are not checked.
+
+    Args:
+        job: the job.
+        catalog: where components are looked up; by default everything installed.
+
+    Raises:
+        JobError: default components are not installed; lists the path of each.
+    """
+    if job.checked:  # from a file: it has been completed
+        return job
+    tables: dict[str, Any] = {
+        section: {name: DefaultType(f"{CORE}/{name}") for name in names} | dict(getattr(job, section))
+        for section, names in ALWAYS.items()
+    }
+    completed, problems = complete_value(attrs.evolve(job, **tables), catalog or Catalog.installed())
+    if problems:
+        raise JobError(problems)
+    return completed
+
+
+def load_component(
+    table: str, base: type[C], catalog: Catalog, paths: Sequence[str | Path] = (), overrides: Iterable[str] = ()
+) -> C:
+    """The component that one table of TOML files and overrides describes, for commands that need no whole job.
+
+    Everything else in the files is ignored, and rules across sections are not checked.
+
+    Args:
+        table: name of the table (`data.tokenizer`).
+        base: class that the component derives from.
+        catalog: where it is looked up.
+        paths: job files, layered from left to right.
+        overrides: `section.key=value`, applied after the files.
+
+    Raises:
+        JobError: the table is missing or invalid; lists every problem.
+    """
+    root, problems = read_job(paths, overrides)
+    nodes = list(root.along(table))
+    if len(nodes) <= len(table.split(".")):
+        missing = Problem(table, "required table is missing; add it with a type", str(root.origin))
+        raise JobError([*problems, missing])
+    return _component(nodes[-1], table, base, catalog, problems)
+
+
+def parse_component(table: Mapping[str, Any], source: str, base: type[C], catalog: Catalog) -> C:
+    """The component that a table describes, as a job has it and `to_toml` writes it.
+
+    Args:
+        table: its keys and values.
+        source: name of the table's file, for messages.
+        base: class that the component derives from.
+        catalog: where it is looked up.
+
+    Raises:
+        JobError: the table is invalid; lists every problem.
+    """
+    return _component(annotate(table, {}, Origin(source)), "", base, catalog, [])
+
+
+def _component(node: Node, path: str, base: type[C], catalog: Catalog, known: list[Problem]) -> C:
+    component, findings = structure(node, base, catalog)
+    unknown = [explain_unknown(key, findings, node, catalog) for key in findings.unknown]
+    problems = [*known, *(problem.below(path) for problem in [*findings.problems, *unknown])]
+    if problems:
+        raise JobError([*problems, *install_line(findings.missing)])
+    return component
 
 
 def _add_always(root: Node) -> None:

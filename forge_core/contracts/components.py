@@ -335,6 +335,12 @@ class TokenizerComponent(Component["Tokenizer"]):
         return None
 
 
+def positive_or_auto(_: object, attribute: attrs.Attribute, value: int | str) -> None:
+    """Validator of a degree: at least 1, or `"auto"`."""
+    if value != "auto" and (not isinstance(value, int) or value < 1):
+        raise ValueError(f"{attribute.name!r} must be at least 1 or 'auto', got {value!r}")
+
+
 @frozen(kw_only=True)
 class ParallelComponent(Component["ParallelStage"]):
     """A stage: transforms the model on the meta device (compile, tensor parallel, FSDP, …).

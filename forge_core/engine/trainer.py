@@ -10,8 +10,8 @@ from attrs import frozen
 
 from forge_core.checkpoint.resume import find_start, open_checkpoints
 from forge_core.checkpoint.run_folder import locked, run_folder
-from forge_core.config.complete import complete
 from forge_core.config.job import Job
+from forge_core.config.load import complete
 from forge_core.config.rules import check_rules
 from forge_core.contracts.components import TrainingHook
 from forge_core.contracts.errors import ExitCode, JobError

@@ -88,9 +88,11 @@ def batch_problems(job: Job, layout: Layout) -> Iterator[Problem]:
     """Whether the global batch divides into equal micro-batches on every data-parallel rank."""
     batch, ranks = job.train.global_batch_size, layout.data_parallel
     if batch % ranks:
-        yield Problem("train.global_batch_size", f"{batch} sequences do not divide by {ranks} data-parallel ranks")
+        yield Problem("train.global_batch_size", f"{batch} is not divisible by the {ranks} data-parallel ranks")
     elif batch // ranks % (job.train.micro_batch_size or 1):
-        message = f"{batch // ranks} sequences a rank do not divide by micro_batch_size {job.train.micro_batch_size}"
+        message = (
+            f"{batch // ranks} sequences per rank are not divisible by micro_batch_size {job.train.micro_batch_size}"
+        )
         yield Problem("train.micro_batch_size", message)
 
 

@@ -7,17 +7,12 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from attrs import field, frozen
 
-from forge_core.contracts.components import ParallelComponent
+from forge_core.contracts.components import ParallelComponent, positive_or_auto
 from forge_core.contracts.runtime import ParallelStage
 
 if TYPE_CHECKING:
     from forge_core.contracts.contexts import BuildContext
     from forge_core.contracts.model import Model
-
-
-def _positive_or_auto(_: object, attribute: object, value: int | str) -> None:
-    if value != "auto" and (not isinstance(value, int) or value < 1):
-        raise ValueError(f"must be at least 1 or 'auto', got {value!r}")
 
 
 @frozen(kw_only=True)
@@ -26,7 +21,7 @@ class Replicate(ParallelComponent):
 
     owns_reduction: ClassVar[bool] = True
 
-    replicate: int | Literal["auto"] = field(default="auto", validator=_positive_or_auto)
+    replicate: int | Literal["auto"] = field(default="auto", validator=positive_or_auto)
     """Ranks that hold copies; auto takes what other stages leave over."""
 
     def degrees(self) -> Mapping[str, int | str]:

@@ -16,8 +16,7 @@ from job_parts import AdamW, Cosine, Muon
 
 from forge_core.config.job import Job
 from forge_core.config.load import load_job
-from forge_core.config.overrides import parse_override
-from forge_core.config.read import read_job
+from forge_core.config.read import parse_override, read_job
 from forge_core.config.tree import Node, Origin, annotate, merge
 from forge_core.contracts.errors import JobError
 from forge_core.plugins.catalog import Catalog

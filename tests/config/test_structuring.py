@@ -29,9 +29,8 @@ from job_parts import (
     make_catalog,
 )
 
-from forge_core.config.complete import complete
 from forge_core.config.job import Job
-from forge_core.config.load import load_job
+from forge_core.config.load import complete, load_job
 from forge_core.config.structure import INVALID, structure
 from forge_core.config.tree import Origin, annotate
 from forge_core.contracts.components import OptimizerComponent, SchedulerComponent, default_type

@@ -34,7 +34,7 @@ def test_a_bad_job_starts_no_rank_and_creates_nothing(job):
     code, out, err = job.finish(job.start("--nproc=3", "--model.dims=3"))
     assert (code, out) == (2, "")
     layout, key = sorted(err.splitlines(), reverse=True)
-    assert layout.endswith("train.global_batch_size: 4 sequences do not divide by 3 data-parallel ranks")
+    assert layout.endswith("train.global_batch_size: 4 is not divisible by the 3 data-parallel ranks")
     assert key == "--model.dims=3: model.dims: unknown key; did you mean 'dim'?"
     assert sorted(job.folder.rglob("*")) == before
 

@@ -16,7 +16,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from forge_core.contracts.errors import ExitCode, JobError, did_you_mean
-from forge_core.plugins.catalog import CORE, Catalog, core_version
+from forge_core.plugins.catalog import Catalog
+from forge_core.plugins.offers import CORE, core_version
 
 TEMPLATES = Path(__file__).parent / "templates"
 EVERY = "every"

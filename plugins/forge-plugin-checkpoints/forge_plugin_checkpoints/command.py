@@ -15,6 +15,7 @@ from attrs import fields_dict, frozen
 
 from forge_core.checkpoint.manifest import MANIFEST, How, find_faults, read_manifest
 from forge_core.checkpoint.storage import UNFINISHED
+from forge_core.cli.arguments import positive
 from forge_core.cli.tables import columns
 from forge_core.contracts.errors import CheckpointError, ExitCode, JobError
 
@@ -53,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     diff.add_argument("second", metavar="B", help="likewise")
     diff.add_argument("--all", action="store_true", help=f"list every tensor that differs, not only {SHOWN}")
     prune = add("prune", prune_checkpoints)
-    prune.add_argument("--keep", type=_positive, metavar="N", help="keep the newest N, instead of what the job says")
+    prune.add_argument("--keep", type=positive, metavar="N", help="keep the newest N, instead of what the job says")
     prune.add_argument("--dry-run", action="store_true", help="only tell what would be deleted")
     export = add("export", export_checkpoint)
     export.add_argument(
@@ -69,13 +70,6 @@ def _add(actions: Any, name: str, function: Callable[[argparse.Namespace], int])
     parser: argparse.ArgumentParser = actions.add_parser(name, help=function.__doc__, description=function.__doc__)
     parser.set_defaults(action=function)
     return parser
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return value
 
 
 # --- list and verify ---------------------------------------------------------------------------------------------

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from forge_core.cli.arguments import positive
+
 if TYPE_CHECKING:
     from forge_core.config.job import Job
     from forge_core.contracts.data import Tokenizer
@@ -44,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
         "path", metavar="RUN_OR_CHECKPOINT", help="a run folder (its newest checkpoint) or a checkpoint"
     )
     parser.add_argument("--prompt", action="append", help="text to continue; give it several times for a batch")
-    parser.add_argument("--max-tokens", type=_positive, default=200, help="tokens to generate a prompt (200)")
+    parser.add_argument("--max-tokens", type=positive, default=200, help="tokens to generate a prompt (200)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token (0.8)")
     parser.add_argument("--top-k", type=int, default=0, help="only the k likeliest tokens; 0: all (0)")
     parser.add_argument("--top-p", type=float, default=0.95, help="only the likeliest with this probability (0.95)")
@@ -55,13 +57,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     parser.add_argument("--no-cache", action="store_true", help="recompute everything for each token (for comparison)")
     return parser
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return value
 
 
 def load_model_and_tokenizer(

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from forge_core.config.part import parse_component
+from forge_core.config.load import parse_component
 from forge_core.contracts.components import TokenizerComponent
 from forge_core.contracts.contexts import BuildContext
 from forge_core.contracts.data import Tokenizer

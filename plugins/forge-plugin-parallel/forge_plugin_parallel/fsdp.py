@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from attrs import Attribute, field, frozen
+from attrs import field, frozen
 from attrs.validators import ge
 
-from forge_core.contracts.components import ParallelComponent
+from forge_core.contracts.components import ParallelComponent, positive_or_auto
 from forge_core.contracts.errors import Problem
 from forge_core.parallel.layout import micro_batches
 
@@ -17,11 +17,6 @@ if TYPE_CHECKING:
     from forge_core.contracts.contexts import BuildContext
     from forge_core.contracts.layout import Layout
     from forge_core.contracts.runtime import ParallelStage
-
-
-def _positive_or_auto(_: object, attribute: Attribute, value: int | str) -> None:
-    if value != "auto" and (not isinstance(value, int) or value < 1):
-        raise ValueError(f"{attribute.name!r} must be at least 1 or 'auto', got {value!r}")
 
 
 @frozen(kw_only=True)
@@ -43,7 +38,7 @@ class FSDP(ParallelComponent):
     }
     owns_reduction: ClassVar[bool] = True
 
-    shard: int | Literal["auto"] = field(default="auto", validator=_positive_or_auto)
+    shard: int | Literal["auto"] = field(default="auto", validator=positive_or_auto)
     """Ranks over which parameters are split; auto takes what other stages leave over."""
     replicate: int = field(default=1, validator=ge(1))
     """Copies of the sharded model: gradients are summed over them after they were over `shard`."""

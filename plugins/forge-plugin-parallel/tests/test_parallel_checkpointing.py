@@ -6,7 +6,7 @@ import pytest
 import torch
 from attrs import frozen
 
-from forge_core.config.part import parse_component
+from forge_core.config.load import parse_component
 from forge_core.contracts.components import ParallelComponent
 from forge_core.contracts.errors import JobError
 from forge_core.contracts.layout import Layout

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from forge_core.contracts.components import Component, Plugin
-from forge_core.plugins.catalog import CORE, Catalog
+from forge_core.plugins.catalog import Catalog
 from forge_core.plugins.manager import Plugins
+from forge_core.plugins.offers import CORE
 
 Components = Mapping[str, Mapping[str, type[Component]]]
 """Kind -> type -> class."""

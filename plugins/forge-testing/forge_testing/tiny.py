@@ -149,7 +149,7 @@ def tiny_job(output: str, catalog: Any = None, **changes: Any) -> Job:
         changes: fields of `Job` to replace; those of sections may be given as dicts, and unknown names are those of
             `[train]` (`steps=3`).
     """
-    from forge_core.config.complete import complete
+    from forge_core.config.load import complete
 
     train: dict[str, Any] = {"steps": 4, "global_batch_size": 4, "seq_len": 8}
     sections: dict[str, Any] = {
