@@ -6,10 +6,10 @@ Shapes: M tokens, K inputs, N outputs; k and n of this rank.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
-from attrs import frozen
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed._functional_collectives import all_reduce, wait_tensor
@@ -32,21 +32,35 @@ Groups = tuple[ProcessGroup | None, ProcessGroup | None]
 """The ranks among which rows and columns of a matrix are split."""
 
 
-@frozen
-class Float8Forward:
-    """The forward pass of a linear layer, in place of its own. Parameters stay those of the layer."""
+class Float8Linear(nn.Module):
+    """A linear layer that multiplies in float8; put before the layer's own class, whose parameters it keeps.
 
-    module: nn.Module
-    config: Float8LinearConfig
+    A class, and not an object in place of `forward`: equal blocks then share one compiled graph.
+    """
 
-    def __call__(self, x: Tensor) -> Tensor:
+    float8_config: Float8LinearConfig
+
+    def forward(self, x: Tensor) -> Tensor:
         """(…, k) -> (…, n) in the dtype of `x`. Weights are cast to it first, as fsdp gathers them."""
-        weight, bias = self.module.weight, self.module.bias
-        inputs, outputs = _groups(getattr(self.module, "matrix_shard", None))
+        weight: Any = self.weight
+        bias: Any = self.bias
+        inputs, outputs = _groups(self.__dict__.get("matrix_shard"))
         rows = x.reshape(-1, x.shape[-1])
-        found = Product.apply(rows, weight.to(x.dtype).t(), self.config, inputs, outputs)  # type: ignore[operator]
-        found = found.reshape(*x.shape[:-1], found.shape[-1])
-        return found if bias is None else found + bias.to(x.dtype)
+        out = Product.apply(rows, weight.to(x.dtype).t(), self.float8_config, inputs, outputs)
+        out = out.reshape(*x.shape[:-1], out.shape[-1])
+        return out if bias is None else out + bias.to(x.dtype)
+
+
+def multiply_in_float8(layer: nn.Module, config: Float8LinearConfig) -> None:
+    """Derive the class of a linear layer from `Float8Linear` and its own."""
+    layer.float8_config = config  # type: ignore[assignment]
+    base: Any = type(layer)
+    layer.__class__ = _derived(base)
+
+
+@cache
+def _derived(base: Any) -> Any:
+    return type(base.__name__, (Float8Linear, base), {"__module__": base.__module__, "__qualname__": base.__qualname__})
 
 
 def _groups(shard: MatrixShard | None) -> Groups:

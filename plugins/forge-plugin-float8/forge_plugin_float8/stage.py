@@ -32,7 +32,7 @@ with _without_warnings():
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     from forge_plugin_float8.gathering import gather_in_float8
-    from forge_plugin_float8.product import Float8Forward
+    from forge_plugin_float8.product import multiply_in_float8
 
 if TYPE_CHECKING:
     from forge_core.contracts.contexts import BuildContext
@@ -63,7 +63,7 @@ class Float8Stage(ParallelStage):
         # With nothing to convert: for what torchao does to the compiler, which else miscompiles float8 on some devices.
         convert_to_float8_training(nn.Identity(), config=config)
         for name in self._changed:
-            linear[name].forward = Float8Forward(linear[name], config)  # type: ignore[method-assign]
+            multiply_in_float8(linear[name], config)
             if self._component.all_gather:
                 gather_in_float8(linear[name], config)
         return model

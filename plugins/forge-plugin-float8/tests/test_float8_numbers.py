@@ -13,7 +13,7 @@ from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 import forge_plugin_float8.product
 from forge_core.contracts.model import MatrixShard
 from forge_kit.modules import Linear
-from forge_plugin_float8.product import Float8Forward
+from forge_plugin_float8.product import multiply_in_float8
 from forge_testing.processes import run_on_ranks
 
 RECIPES = ["tensorwise", "rowwise", "rowwise_with_gw_hp"]
@@ -50,7 +50,7 @@ def ours(recipe, weight, bias, kind=Linear):
     with torch.no_grad():
         module.weight.copy_(weight)
         module.bias.copy_(bias)
-    module.forward = Float8Forward(module, config(recipe))
+    multiply_in_float8(module, config(recipe))
     return module
 
 
@@ -114,7 +114,7 @@ def parts(recipe, way, rank):
     own = weight.chunk(2, int(way == "row"))[rank]
     module.weight = nn.Parameter(own.clone())
     module.matrix_shard = MatrixShard(dist.group.WORLD, int(way == "row"))
-    module.forward = Float8Forward(module, config(recipe))
+    multiply_in_float8(module, config(recipe))
     x = (x.chunk(2, -1)[rank] if way == "row" else x).clone().requires_grad_()
     y = module(x)
     y.backward(grad.chunk(2, -1)[rank] if way == "column" else grad)

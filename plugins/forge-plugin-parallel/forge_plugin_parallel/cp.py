@@ -49,6 +49,11 @@ class ContextParallel(ParallelComponent):
     section 3.3.2). ulysses: heads are exchanged for positions (Jacobs et al. 2023), with any kernel; `degree` divides
     the key/value heads."""
 
+    @property
+    def waits_in_blocks(self) -> str:
+        in_turns = self.method == "ring" and self.degree > 1
+        return "it sends keys and values from rank to rank, which torch.compile does not trace" if in_turns else ""
+
     def degrees(self) -> Mapping[str, int | str]:
         return {"cp": self.degree}
 

@@ -22,7 +22,7 @@ from forge_core.contracts.deprecation import deprecated
 from forge_core.contracts.model import ExpertStack
 from forge_kit.dispatch import Dispatch
 from forge_plugin_parallel.collectives import exchange_rows, send_rows
-from forge_plugin_parallel.tp_stage import local_parameters
+from forge_plugin_parallel.tp_ways import local_parameters
 
 
 @frozen

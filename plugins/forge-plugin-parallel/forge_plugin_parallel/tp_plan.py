@@ -10,36 +10,20 @@ from torch import nn
 
 from forge_core.contracts.errors import Problem
 from forge_core.contracts.model import HasTensorParallelPlan, Model
+from forge_plugin_parallel.tp_ways import WAYS, Way
 
-SPLIT: Mapping[str, Mapping[str, int | None]] = {
-    "column": {"weight": 0, "bias": 0},
-    "row": {"weight": 1, "bias": None},
-    "partial_row": {"weight": -1},
-    "column_stack": {"weight": 1},
-    "vocab_embedding": {"weight": 0},
-    "vocab_head": {"weight": 0, "bias": 0},
-}
-"""Dimension along which a way splits each parameter; None, and every parameter of other ways: whole on each rank."""
-MATRICES = ("column", "row", "partial_row")
-WHOLE = ("sequence", "replicate")
-INSIDE = ("column", "row", "partial_row", "column_stack", "replicate")
-"""Ways of modules of which each rank computes a part."""
-INPUT = "whole_input"
-OUTPUT = "partial_output"
-ENDS = (INPUT, OUTPUT)
-"""Of modules at which activations change, and that need not have parameters."""
 NUMBER = re.compile(r"\d+")
 
 
-def ways_of(model: HasTensorParallelPlan) -> dict[str, str]:
-    """How each module that the model's plan names is split, by the module's name."""
+def ways_of(model: HasTensorParallelPlan) -> dict[str, Way | str]:
+    """How each module that the model's plan names is split, by the module's name; an unknown way as it is."""
     assert isinstance(model, nn.Module)
     plan = model.tensor_parallel_plan()
     fits = {
         name: next((way for pattern, way in plan.items() if fnmatchcase(name, pattern)), None)
         for name, _ in model.named_modules()
     }
-    return {name: way for name, way in fits.items() if way is not None}
+    return {name: WAYS.get(way, way) if isinstance(way, str) else way for name, way in fits.items() if way is not None}
 
 
 def plan_problems(model: Model, ranks: int) -> Iterator[Problem]:
@@ -51,39 +35,41 @@ def plan_problems(model: Model, ranks: int) -> Iterator[Problem]:
         seen = f"{kind} has no tensor_parallel_plan(), so it cannot be split"
         yield Problem("", f"{seen}; leave the stage out, or add a plan to the model")
         return
-    ways = ways_of(model)
-    if unknown := set(ways.values()) - {*SPLIT, *WHOLE, *ENDS}:
-        known = ", ".join((*SPLIT, *WHOLE, *ENDS))
-        yield Problem("", f"the plan of {kind} has {', '.join(sorted(unknown))}; there are {known}")
+    named = ways_of(model)
+    ways = {name: way for name, way in named.items() if isinstance(way, Way)}
+    if unknown := {way for way in named.values() if isinstance(way, str)}:
+        yield Problem("", f"the plan of {kind} has {', '.join(sorted(unknown))}; there are {', '.join(WAYS)}")
     found: dict[str, Problem] = {}
     for name, parameter in model.named_parameters():
         module, _, key = name.rpartition(".")
-        if module not in ways:
+        if module not in named:
             problem = Problem("", f"the plan of {kind} does not name {module!r}, which has parameters")
             found.setdefault(NUMBER.sub("*", module), problem)
-        elif ways[module] == "partial_row" and key == "bias":
+        elif module not in ways:
+            continue
+        elif ways[module] == WAYS["partial_row"] and key == "bias":
             seen = f"the plan of {kind} has partial_row for {module!r}, whose bias each rank would add"
             found.setdefault(NUMBER.sub("*", name), Problem("", f"{seen}; take row, or leave the bias out"))
-        elif message := _size_message(name, parameter.shape, SPLIT.get(ways[module], {}).get(key), ranks):
+        elif message := _size_message(name, parameter.shape, ways[module].split.get(key), ranks):
             found.setdefault(NUMBER.sub("*", name), Problem("degree", message))
     yield from found.values()
     yield from _pair_problems(kind, ways)
 
 
-def _pair_problems(kind: str, ways: Mapping[str, str]) -> Iterator[Problem]:
+def _pair_problems(kind: str, ways: Mapping[str, Way]) -> Iterator[Problem]:
     """Why the split modules do not stand where what they take and return is right; of modules alike, the first one's.
 
     A module that computes a part needs all positions (with sequence parallel), and the sum of its gradients over the
     ranks: both happen at the module around it that has `whole_input`.
     """
-    holders = {name for name, way in ways.items() if way == INPUT}
+    holders = {name for name, way in ways.items() if way == WAYS["whole_input"]}
     found: dict[str, Problem] = {}
     for name, way in ways.items():
         holder = next((h for h in holders if name.startswith(f"{h}.") or (name == h) or not h), None)
-        if way in INSIDE and holder is None:
-            seen = f"the plan of {kind} has {way} for {name!r}, and whole_input for no module around it"
+        if way.inside and holder is None:
+            seen = f"the plan of {kind} has {way.name} for {name!r}, and whole_input for no module around it"
             fix = "name the module that calls it whole_input"
-        elif way == "sequence" and holder is not None:
+        elif way == WAYS["sequence"] and holder is not None:
             seen = f"the plan of {kind} has sequence for {name!r}, inside {holder!r}, which has all positions"
             fix = "take replicate"
         else:

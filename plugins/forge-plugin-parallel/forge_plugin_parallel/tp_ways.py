@@ -1,0 +1,180 @@
+"""The ways in which tensor parallel treats a module, which models name in their `tensor_parallel_plan()`.
+
+A module is given a class that derives from its own: `forward` of the new class computes with this rank's parts of the
+parameters. Not an object in place of `module.forward`: torch.compile takes each such object for another constant, and
+would compile every one of many equal blocks by itself.
+
+Shapes: B sequences, S positions, s positions of this rank (S without sequence parallel), D model width, v rows of the
+vocabulary of this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from attrs import field, frozen
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from forge_plugin_parallel.collectives import all_gather, all_reduce, fan_out, gather_equal, reduce_scatter
+
+SEQUENCE = 1
+"""Dimension of the sequence in activations (B, S, D)."""
+
+
+@frozen
+class Ranks:
+    """The tensor-parallel ranks of a run, and what they do to activations. All modules share one."""
+
+    group: dist.ProcessGroup
+    rank: int
+    sequence_parallel: bool
+    loss_parallel: bool
+
+    def enter(self, x: Tensor) -> Tensor:
+        """(B, s, D) -> (B, S, D): all positions, for modules of which each rank computes a part."""
+        return all_gather(x, SEQUENCE, self.group) if self.sequence_parallel else fan_out(x, self.group)
+
+    def leave_partial(self, x: Tensor) -> Tensor:
+        """(B, S, D), a part of a sum -> (B, s, D), the sum."""
+        return reduce_scatter(x, SEQUENCE, self.group) if self.sequence_parallel else all_reduce(x, self.group)
+
+
+@contextmanager
+def local_parameters(*modules: nn.Module) -> Iterator[None]:
+    """Within this context, this rank's parts replace the modules' own parameters, connected to them."""
+    held = [(module, dict(module._parameters)) for module in modules]
+    for module, parameters in held:
+        for key, parameter in parameters.items():
+            if isinstance(parameter, DTensor):  # else a context around this one has done it
+                module._parameters[key] = _connected(parameter)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for module, parameters in held:
+            module._parameters.update(parameters)
+
+
+def _connected(parameter: Any) -> Tensor:
+    """Its gradient is taken as it comes, even where it is a part of a sum: `complete_gradients` sums it."""
+    return parameter.to_local(grad_placements=parameter.placements)
+
+
+class SplitModule(nn.Module):
+    """Computes with this rank's parts of the parameters. Base of the classes that modules are given."""
+
+    tp_ranks: Ranks
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with local_parameters(self):
+            return super().forward(*args, **kwargs)
+
+
+class RowModule(SplitModule):
+    """x Wᵀ with this rank's columns of W, summed over ranks; then the bias, once."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with local_parameters(self):
+            bias = self._parameters.get("bias")
+            if bias is None:
+                return self.tp_ranks.leave_partial(super(SplitModule, self).forward(x))
+            self._parameters["bias"] = None  # each rank would add it to its part of the sum
+            return self.tp_ranks.leave_partial(super(SplitModule, self).forward(x)) + bias.to(x.dtype)
+
+
+class EmbeddingModule(SplitModule):
+    """Looks up the ids that lie in this rank's rows; others are zero, and the sum over ranks has all."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        with local_parameters(self):
+            weight: Any = self.weight
+            rows = weight.shape[0]
+            index = ids - self.tp_ranks.rank * rows
+            inside = (index >= 0) & (index < rows)
+            rows_of_rank = super(SplitModule, self).forward(index.where(inside, 0))
+            return self.tp_ranks.leave_partial(rows_of_rank * inside.unsqueeze(-1))
+
+
+class HeadModule(SplitModule):
+    """A `Head` with this rank's rows of the vocabulary."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        logits = super().logits(hidden)  # type: ignore[misc]
+        return logits if self.tp_ranks.loss_parallel else gather_equal(logits, -1, self.tp_ranks.group)
+
+    @contextmanager
+    def whole(self, dtype: torch.dtype | None = None) -> Iterator[Sequence[Tensor]]:
+        with local_parameters(self), super().whole(dtype) as weights:  # type: ignore[misc]
+            yield weights
+
+
+class WholeInputModule(SplitModule):
+    """Takes its first argument with all positions."""
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return super(SplitModule, self).forward(self.tp_ranks.enter(x), *args, **kwargs)
+
+
+class PartialOutputModule(SplitModule):
+    """Returns a part of a sum, which is taken over the ranks."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.tp_ranks.leave_partial(super(SplitModule, self).forward(*args, **kwargs))
+
+
+NEVER, ALWAYS, AT_REST = "never", "always", "with sequence parallel"
+
+
+@frozen
+class Way:
+    """How a module is split. A plan names one of `WAYS`, or has a `Way` of another distribution itself."""
+
+    name: str
+    module: type[SplitModule] = SplitModule
+    """Class that the module's own is derived with; its `forward` computes this rank's part."""
+    split: Mapping[str, int | None] = field(factory=dict, kw_only=True)
+    """Dimension along which each parameter is split; None, and every other parameter: whole on each rank."""
+    matrix: int | None = field(default=None, kw_only=True)
+    """`MatrixShard.dimension` of the module, if it is one matrix that ranks share."""
+    inside: bool = field(default=False, kw_only=True)
+    """Whether it computes a part, so that a module around it must have `whole_input`."""
+    partial: str = field(default=NEVER, kw_only=True)
+    """Whether each rank has a part of the gradients of parameters that are whole: `NEVER`, `ALWAYS`, `AT_REST`."""
+    needs_parameters: bool = field(default=True, kw_only=True)
+    """Whether it does nothing to a module without parameters."""
+
+
+WAYS: Mapping[str, Way] = {
+    way.name: way
+    for way in (
+        Way("column", split={"weight": 0, "bias": 0}, matrix=0, inside=True),
+        Way("row", RowModule, split={"weight": 1, "bias": None}, matrix=1, inside=True, partial=AT_REST),
+        Way("partial_row", split={"weight": -1}, matrix=1, inside=True),
+        Way("column_stack", split={"weight": 1}, inside=True),
+        Way("vocab_embedding", EmbeddingModule, split={"weight": 0}),
+        Way("vocab_head", HeadModule, split={"weight": 0, "bias": 0}),
+        Way("sequence", partial=AT_REST),  # it meets this rank's positions
+        Way("replicate", inside=True, partial=ALWAYS),  # it meets this rank's heads or columns
+        Way("whole_input", WholeInputModule, needs_parameters=False),
+        Way("partial_output", PartialOutputModule, needs_parameters=False),
+    )
+}
+
+
+def give_class(module: nn.Module, mixin: Any) -> None:
+    """Derive the module's class from `mixin` and its own. Equal modules share one class, and so one graph."""
+    replaced = vars(module).pop("forward", None)  # by a stage before, on this object alone
+    base: Any = type(module)
+    if replaced is not None:
+        base = type(base.__name__, (base,), {"forward": staticmethod(replaced)})
+    module.__class__ = _derived(mixin, base)
+
+
+@cache
+def _derived(mixin: Any, base: Any) -> Any:
+    return type(base.__name__, (mixin, base), {"__module__": base.__module__, "__qualname__": base.__qualname__})
