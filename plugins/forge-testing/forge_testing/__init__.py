@@ -1,4 +1,4 @@
-"""What plugin authors and our own tests need to try a component: a tiny model, tiny data, a job around them."""
+"""Tiny models, tiny data and jobs around them, to try a component with."""
 
 from forge_testing.documents import ListedDocuments, RandomDocuments, Sentences
 from forge_testing.routed import RoutedModel

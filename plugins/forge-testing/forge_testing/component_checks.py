@@ -1,4 +1,4 @@
-"""Whether a component class is what its kind asks for. Needs no torch."""
+"""Check component classes against the contracts of their kinds. Needs no torch."""
 
 from __future__ import annotations
 
@@ -30,11 +30,14 @@ from forge_testing.tables import read_value
 def component_problems(
     cls: type[Component], base: type[Component], offer: Offer, catalog: Catalog, sample: Mapping[str, Any] | None
 ) -> Iterator[str]:
-    """Everything that is wrong with a component class, each with its fix.
+    """Yield every problem of a component class, each with its fix.
 
     Args:
-        base: of its kind.
-        sample: keys with which it can be made; None: they are not known, and whether its defaults do is no problem.
+        cls: The class.
+        base: Base class of its kind.
+        offer: Entry point that names the class.
+        catalog: Where the components of its keys are looked up.
+        sample: Keys with which it can be made. None if they are not known: then failing to make it is no problem.
     """
     if not (vars(cls).get("__doc__") or "").strip():
         yield "the class has no docstring, which `forge-run explain` shows; say what it does, with its source"
@@ -59,7 +62,7 @@ def component_problems(
 
 
 def field_problems(cls: type[Component], fields: Mapping[str, Attribute]) -> Iterator[str]:
-    """What is wrong with its keys."""
+    """Yield the problems of its keys."""
     docs = field_docs(cls)
     for key, field in fields.items():
         if field.type is None:
@@ -74,7 +77,7 @@ def field_problems(cls: type[Component], fields: Mapping[str, Attribute]) -> Ite
 
 
 def method_problems(cls: type[Component], base: type[Component]) -> Iterator[str]:
-    """What is wrong with what it implements."""
+    """Yield the problems of its methods."""
     for name, asked in inspect.getmembers(base, inspect.isfunction):
         own = getattr(cls, name)
         if name.startswith("_"):
@@ -93,7 +96,7 @@ def method_problems(cls: type[Component], base: type[Component]) -> Iterator[str
 
 
 def instance_problems(component: Any, base: type[Component], offer: Offer, catalog: Catalog) -> Iterator[str]:
-    """What is wrong with one that was made."""
+    """Yield the problems of an instance: round trip through TOML, and hooks."""
     try:
         text = tomli_w.dumps({"value": to_toml(component, catalog)})
         again = read_value(tomllib.loads(text)["value"], base, catalog)
@@ -102,8 +105,8 @@ def instance_problems(component: Any, base: type[Component], offer: Offer, catal
     else:
         differ = [] if again == component else _differing(component, again)
         if differ:
-            told = "; ".join(f"{key}: {before!r} became {after!r}" for key, before, after in differ)
-            yield f"written to TOML and read back, it is not equal: {told}; see that converters keep their own results"
+            pairs = "; ".join(f"{key}: {before!r} became {after!r}" for key, before, after in differ)
+            yield f"written to TOML and read back, it is not equal: {pairs}; see that converters keep their own results"
     if isinstance(component, Plugin):
         try:
             Plugins({offer.type: component, **specifying_plugins(offer, catalog)}, catalog)
@@ -112,7 +115,7 @@ def instance_problems(component: Any, base: type[Component], offer: Offer, catal
 
 
 def specifying_plugins(offer: Offer, catalog: Catalog) -> dict[str, Plugin]:
-    """The other installed plugins that declare hook specifications, which the one offered may implement."""
+    """Return the other installed plugins that declare hook specifications, which the offered one may implement."""
     plugins: dict[str, Plugin] = {}
     for other in catalog.offers("plugin"):
         with suppress(PluginError, ValueError):  # one that is broken is not the fault of the one that is looked at
@@ -126,7 +129,7 @@ def specifying_plugins(offer: Offer, catalog: Catalog) -> dict[str, Plugin]:
 
 
 def _with_required(fields: Mapping[str, Attribute], sample: Mapping[str, Any]) -> dict[str, Any]:
-    """The sample, and something of the right type for required keys that it does not give."""
+    """Return the sample, completed by a value of the right type for each required key that it lacks."""
     table = dict(sample)
     for key, field in fields.items():
         if field.default is attrs.NOTHING and key not in table and field.type is not None:
@@ -136,7 +139,7 @@ def _with_required(fields: Mapping[str, Attribute], sample: Mapping[str, Any]) -
 
 
 def _some_value(type_: Any) -> Any:
-    """A value of a simple type; None where there is no telling."""
+    """Return a value of a simple type; None for other types."""
     if is_literal(type_):
         return _arguments(type_)[0]
     if is_component(type_) or not isinstance(type_, type):

@@ -22,14 +22,14 @@ from forge_core.plugins.catalog import Catalog
 
 @frozen
 class Curve:
-    """What a run came to."""
+    """Numbers and weights of a run."""
 
     losses: list[float]
     norms: list[float]
-    """Of the gradient, before clipping."""
+    """Global norms of the gradient, before clipping."""
     initial: Mapping[str, Tensor]
     gradients: Mapping[str, Tensor]
-    """Of the first step."""
+    """Gradients of the first step by parameter name."""
     weights: Mapping[str, Tensor]
     """After the last step."""
     evaluation: float
@@ -63,7 +63,15 @@ class Difference:
 
 
 def train(job: Job, catalog: Catalog | None = None) -> Curve:
-    """Train a job from the start; collective. `catalog`: by default, everything installed."""
+    """Train a job from the start. Collective.
+
+    Args:
+        job: The job; its checkpoints, loggers and hooks are not used.
+        catalog: Where stages and defaults are looked up; by default, everything installed.
+
+    Returns:
+        The curve, with whole tensors on every rank.
+    """
     context = build_context(job, catalog or Catalog.installed(), None)
     run = build_run(job, context)
     stepper, loader = Stepper(run), TrainLoader(job, run.datasets, context)
@@ -98,7 +106,7 @@ def _step_context(run: Run, step: int, norm: Tensor) -> StepContext:
 
 
 def _held_out_loss(run: Run) -> float:
-    """As the run loop evaluates: some optimizers keep other weights for it."""
+    """Return the held-out loss, with the weights that the optimizer has for evaluation."""
     if run.held_out is None:
         return 0.0
     total = torch.zeros(2, dtype=torch.float64)
@@ -115,7 +123,7 @@ def _held_out_loss(run: Run) -> float:
 
 
 def _whole(tensors: Mapping[str, Any], pipeline: Any) -> dict[str, Tensor]:
-    """Of all ranks, those of a pipeline included. What several of them have must be equal; else it is infinite here."""
+    """Return whole tensors of all pipeline ranks. Where ranks disagree on a tensor, it becomes infinite."""
     own = {name: (t.full_tensor() if hasattr(t, "full_tensor") else t).clone() for name, t in tensors.items()}
     found: dict[str, Tensor] = {}
     for part in gather_objects(own, pipeline) if pipeline is not None else [own]:
@@ -130,7 +138,7 @@ def _largest(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> flo
 
 
 def _worst(differences: Iterable[float]) -> float:
-    """The largest; one that is not a number counts as infinite, as every comparison with it would be false."""
+    """Return the largest difference. NaN counts as infinite, as every comparison with it would be false."""
     return max((math.inf if math.isnan(value) else value for value in differences), default=0.0)
 
 

@@ -1,4 +1,4 @@
-"""Whether an installed distribution keeps the contracts of plugins."""
+"""Check an installed distribution against the contracts of plugins."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Samples = Mapping[str, Mapping[str, Any]]
 
 
 def check_distribution(name: str, samples: Samples | None = None) -> None:
-    """See that a distribution's metadata and all that it offers are as a plugin's must be:
+    """Check the metadata of a distribution and everything that it offers:
 
     - it requires `forge-run`, with an upper bound, in a version that is running, and is installed as its sources say;
     - each entry point loads, and those of components without importing torch;
@@ -23,17 +23,17 @@ def check_distribution(name: str, samples: Samples | None = None) -> None:
     - a component written to TOML is read back equal;
     - hooks of plugins fit their specifications, and events of training hooks exist.
 
-    It is looked at in a process of its own, so that no test before it can hide an import.
+    The check runs in a process of its own, so that no earlier test can hide an import.
 
         def test_the_distribution():
             check_distribution("forge-plugin-lion")
 
     Args:
-        name: of the distribution.
-        samples: keys of the components that cannot be made of their defaults, by type: `{"text": {"path": "a.txt"}}`.
+        name: Name of the distribution.
+        samples: Keys of the components that cannot be made of their defaults, by type: `{"text": {"path": "a.txt"}}`.
 
     Raises:
-        AssertionError: tells every problem found, each with its fix.
+        AssertionError: There are problems; the message lists all of them, each with its fix.
     """
     command = [sys.executable, "-m", "forge_testing.inspection", name]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

@@ -72,7 +72,7 @@ class RandomDocuments(DatasetComponent):
     held_out: int = field(default=5, validator=ge(0))
     """Documents that are held out."""
     seed: int = 0
-    """Of the draw."""
+    """Seed of ids and lengths."""
 
     def build(self, context: BuildContext) -> ListedDocuments:
         import numpy as np

@@ -1,4 +1,4 @@
-"""Looks at one distribution and prints its problems as a line of JSON: run by `check_distribution`."""
+"""Print the problems of one distribution as a line of JSON: run by `check_distribution`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BOUNDS = ("<", "<=", "==", "~=", "===")
 
 
 def problems_of(name: str, samples: Samples) -> Iterator[str]:
-    """Everything that is wrong with a distribution, each with its fix."""
+    """Yield every problem of a distribution, each with its fix."""
     catalog = Catalog.installed()
     distribution = catalog.distribution(name)
     if distribution is None:
@@ -54,7 +54,7 @@ def _names() -> str:
 
 
 def requirement_problems(distribution: Distribution) -> Iterator[str]:
-    """What is wrong with its requirement on the core."""
+    """Yield the problems of its requirement on the core."""
     yield from bound_problems(distribution)
     try:
         check_requirement(distribution)
@@ -63,23 +63,23 @@ def requirement_problems(distribution: Distribution) -> Iterator[str]:
 
 
 def bound_problems(distribution: Distribution) -> Iterator[str]:
-    """What its requirement on the core lacks, whether or not the running one fits: that is seen when it is loaded."""
+    """Yield what its requirement on the core lacks. Whether the running version fits is checked when it is loaded."""
     running = Version(core_version())
     fix = f'"{CORE}>={running.major}.{running.minor},<{running.major}.{running.minor + 1}"'
     try:
         lines = [Requirement(line) for line in distribution.requires]
-    except InvalidRequirement:  # which `check_requirement` tells
+    except InvalidRequirement:  # reported by `check_requirement`
         return
-    found = [line for line in lines if line.name.lower().replace("_", "-") == CORE]
-    if not found:
+    requirements = [line for line in lines if line.name.lower().replace("_", "-") == CORE]
+    if not requirements:
         yield f"it does not require {CORE}, so an installer may pair it with any; add {fix} to `dependencies`"
-    for line in found:
+    for line in requirements:
         if not any(specifier.operator in BOUNDS for specifier in line.specifier):
             yield f"it requires {line}, without an upper bound, and the next version may break it; write {fix}"
 
 
 def offer_problems(offer: Offer, catalog: Catalog, samples: Samples) -> Iterator[str]:
-    """What is wrong with an entry point and what it names."""
+    """Yield the problems of an entry point and of its target."""
     before = "torch" in sys.modules
     try:
         target = catalog.load_target(offer)
@@ -93,12 +93,14 @@ def offer_problems(offer: Offer, catalog: Catalog, samples: Samples) -> Iterator
 def target_problems(
     offer: Offer, target: Any, imported_torch: bool, catalog: Catalog, sample: Mapping[str, Any] | None
 ) -> Iterator[str]:
-    """What is wrong with what an entry point names.
+    """Yield the problems of the target of an entry point.
 
     Args:
-        target: what it names, loaded.
-        imported_torch: whether loading it did.
-        sample: see `component_problems`.
+        offer: The entry point.
+        target: Its target, loaded.
+        imported_torch: Whether loading it imported torch.
+        catalog: Where the components of its keys are looked up.
+        sample: See `component_problems`.
     """
     what = f"{offer.kind} {offer.type!r} ({offer.value})"
     if imported_torch and offer.kind != "command":
@@ -111,5 +113,5 @@ def target_problems(
 
 
 if __name__ == "__main__":
-    found = list(problems_of(sys.argv[1], json.load(sys.stdin)))
-    print("\n" + json.dumps(found))
+    problems = list(problems_of(sys.argv[1], json.load(sys.stdin)))
+    print("\n" + json.dumps(problems))

@@ -17,7 +17,7 @@ class LayoutCase:
     """A layout that a run is tried under."""
 
     ranks: int
-    """Processes that it takes."""
+    """World size."""
     parallel: Mapping[str, Mapping[str, Any]]
     """The tables `[parallel.NAME]`."""
     micro_batch_size: int = 0
@@ -34,7 +34,7 @@ class LayoutCase:
         """The stages, read as those of a job file.
 
         Raises:
-            ValueError: a key is wrong; tells every problem.
+            ValueError: A key is wrong; the message lists every problem.
         """
         tables = {name: dict(table) for name, table in self.parallel.items()}
         return read_value(tables, Mapping[str, ParallelComponent], catalog)
@@ -76,4 +76,4 @@ LAYOUTS: Mapping[str, LayoutCase] = {
         ranks=2, parallel={"fsdp": {}, "ep": {"degree": 2}, "activation_checkpointing": {}}, needs="HasExpertStacks"
     ),
 }
-"""Layouts by name. Those of equally many ranks are tried by the same processes."""
+"""Layouts by name. Layouts with the same number of ranks are tried by the same processes."""

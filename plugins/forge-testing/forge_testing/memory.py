@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def peak_of(function: Callable[[], Any]) -> int:
-    """Bytes of tensors that `function` holds at its peak, beside those that there were before."""
+    """Return the bytes of tensors that `function` allocates at its peak, beside those that existed before."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         function()
     assert recorded.profiler is not None

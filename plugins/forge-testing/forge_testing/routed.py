@@ -26,7 +26,7 @@ class RoutedModel(ModelComponent):
     """
 
     router: RouterComponent
-    """What assigns tokens to experts."""
+    """Assigns tokens to experts."""
     experts: int = field(default=4, validator=ge(1))
     """How many there are in a layer."""
     dim: int = 16

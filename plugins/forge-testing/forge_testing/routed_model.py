@@ -1,4 +1,4 @@
-"""What `RoutedModel` builds. Shapes: B sequences, S positions, D width, E experts, K experts of a token."""
+"""The network of `RoutedModel`. Shapes: B sequences, S positions, D width, E experts, K experts of a token."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Experts(nn.Module):
 
 
 class RoutedLayer(nn.Module):
-    """x + Σ weight x expert(x), over the experts that the router gives each token."""
+    """x + Σ weight x expert(x), over the experts that the router assigns to each token."""
 
     def __init__(self, dim: int, experts: int, router: nn.Module) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Runs that a test builds and steps by hand, to look into them."""
+"""Runs that a test builds and steps by hand, to look into their state."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from forge_testing.tiny import tiny_job
 
 
 def tiny_run(folder: Path | str, **changes: Any) -> Run:
-    """The run of a `tiny_job` with these changes, of all that is installed. Collective."""
+    """Build the run of a `tiny_job` with these changes, over all that is installed. Collective."""
     catalog = Catalog.installed()
     job = tiny_job(str(folder), catalog, **changes)
     return build_run(job, build_context(job, catalog, None))
@@ -36,11 +36,11 @@ def advance(run: Run, steps: int) -> None:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A copy of a tensor, or of all ranks' parts of it. Collective."""
+    """Return a copy of the full tensor. Collective for a DTensor."""
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
 def draw(name: str, shape: Sequence[int], step: int = 0) -> Tensor:
-    """A gradient, or another tensor, in float64: normally distributed, and the same in every process."""
+    """Return normally distributed float64 values, the same in every process for the same name and step."""
     generator = torch.Generator().manual_seed(sum(map(ord, name)) + 1000 * step)
     return torch.randn(tuple(shape), generator=generator, dtype=torch.float64)

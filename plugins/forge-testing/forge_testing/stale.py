@@ -1,4 +1,4 @@
-"""Installs that are not what they seem: sources that have changed since, and what others have left behind."""
+"""Outdated and incomplete installs: sources that have changed since, and left-overs of other installs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from forge_core.plugins.offers import PREFIX, Distribution, declared_entry_point
 
 
 def stale_entries(distributions: Iterable[Distribution], catalog: Catalog) -> Iterator[str]:
-    """What is missing of each distribution, a line a kind, with the command that refreshes it."""
+    """Yield the entry points that an editable install lacks, a line a kind, with the command that refreshes it."""
     for distribution in distributions:
         source = distribution.editable_path
         if source is None or not (source / "pyproject.toml").is_file():
@@ -26,8 +26,8 @@ def stale_entries(distributions: Iterable[Distribution], catalog: Catalog) -> It
 
 
 def left_overs() -> Iterator[str]:
-    """What the catalog passes over: folders that an interrupted uninstall has left, and copies of a distribution that
-    another one earlier on the path hides."""
+    """Yield the installs that the catalog ignores: folders that an interrupted uninstall has left, and copies of a
+    distribution that an earlier one on the path hides."""
     seen: dict[str, tuple[str, Path]] = {}
     for dist in metadata.distributions():
         entries = [entry for entry in dist.entry_points if entry.group.startswith(PREFIX)]

@@ -12,10 +12,18 @@ from forge_core.plugins.catalog import Catalog
 
 
 def read_value(value: Any, type_: Any, catalog: Catalog) -> Any:
-    """What a job file gives a field of `type_` in which `value`, of the plain types of TOML, stands.
+    """Read a value as a job file would.
+
+    Args:
+        value: Plain types of TOML.
+        type_: Type of the field that it is for.
+        catalog: Where components are looked up.
+
+    Returns:
+        The value of the field.
 
     Raises:
-        ValueError: it is no such value; tells every problem.
+        ValueError: The value does not fit; the message lists every problem.
     """
     holder = attrs.make_class("Holder", {"value": attrs.field(type=type_)}, frozen=True)
     read, findings = structure(annotate({"value": value}, {}, Origin("")), holder, catalog)

@@ -145,9 +145,9 @@ def tiny_job(output: str, catalog: Any = None, **changes: Any) -> Job:
     """A job around `TinyModel`, `TinyAdamW` and `Numbers` that trains in a moment.
 
     Args:
-        output: folder for run folders.
-        changes: fields of `Job` to replace; those of sections may be given as dicts, and unknown names are those of
-            `[train]` (`steps=3`).
+        output: Folder for run folders.
+        catalog: Where default components are looked up; by default, everything installed.
+        changes: Fields of `Job` to replace; sections may be dicts, and other names are keys of `[train]` (`steps=3`).
     """
     from forge_core.config.load import complete
 
@@ -172,5 +172,5 @@ def tiny_job(output: str, catalog: Any = None, **changes: Any) -> Job:
 
 
 def job_problems(job: Job, ranks: int = 1) -> list[str]:
-    """What the check of a job has to say when it is to run on so many ranks."""
+    """Return the problems that checking a job on this number of ranks finds."""
     return [str(problem) for problem in check_rules(job, Catalog.installed(), ranks)]

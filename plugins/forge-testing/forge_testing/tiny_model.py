@@ -1,4 +1,4 @@
-"""What the components `TinyModel`, `SplittableModel` and `PenalisedModel` build."""
+"""The networks of `TinyModel`, `SplittableModel` and `PenalisedModel`."""
 
 from __future__ import annotations
 

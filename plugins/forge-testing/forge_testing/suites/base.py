@@ -1,4 +1,4 @@
-"""What the suites of all kinds share."""
+"""Base of the suites of all kinds."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from forge_testing import tiny_job
 
 
 class Suite:
-    """Tests of one component. A subclass gives the component, and pytest finds it if its name starts with `Test`:
+    """Tests of one component. A subclass names the component; pytest collects it if its name starts with `Test`:
 
         class TestLion(OptimizerSuite):
             component = Lion(lr=1e-3)
@@ -38,12 +38,12 @@ class Suite:
     component: ClassVar[Any]
     """The component, with the settings to test."""
     job: ClassVar[Mapping[str, Any]] = {}
-    """What else the job around it says, as `forge_testing.tiny_job` takes it: `{"seq_len": 32}`. It runs on the
-    CPU if this does not say otherwise."""
+    """Further settings of the job around it, as `forge_testing.tiny_job` takes them: `{"seq_len": 32}`. It runs on the
+    CPU unless these name another device."""
 
     def make(self, folder: Path) -> Any:
-        """The component. Override it where one needs files, which belong into `folder`, or where each run needs an
-        object of its own, as with hooks that have state."""
+        """Return the component. Override it if the component needs files, which belong into `folder`, or if each run
+        needs an object of its own, as hooks with state do."""
         name = type(self).__name__
         assert hasattr(self, "component"), f"{name} says not what it tests: set `component`, or override `make(folder)`"
         return self.component
@@ -62,7 +62,7 @@ class Suite:
         return tiny_job(str(folder), self.catalog, **merged)
 
     def context(self, job: Job, folder: Path | None = None) -> RunContext:
-        """What a component of the job is given when it is built. `folder`: the run folder."""
+        """Return the context that components of the job are built with. `folder`: the run folder."""
         return build_context(job, self.catalog, folder)
 
     def train(self, job: Job, *hooks: TrainingHook) -> Summary:
@@ -93,7 +93,7 @@ def losses_of(summary: Summary) -> list[float]:
 
 
 def saved_state(summary: Summary) -> tuple[Mapping[str, Tensor], Mapping[str, Any]]:
-    """Tensors and plain values of a run's last checkpoint, but for those that tell of the run and not of its state."""
+    """Return tensors and plain values of a run's last checkpoint, without those that describe the run."""
     folder = summary.folder / "checkpoints" / f"step-{summary.step}"
     stored = stored_tensors(folder)
     values = read_manifest(folder)
@@ -101,7 +101,7 @@ def saved_state(summary: Summary) -> tuple[Mapping[str, Tensor], Mapping[str, An
 
 
 def state_differences(found: Summary, expected: Summary) -> list[str]:
-    """What is not the same, to the bit, in the last checkpoints of two runs."""
+    """Return the names that differ, by any bit, in the last checkpoints of two runs."""
     (tensors, values), (expected_tensors, expected_values) = saved_state(found), saved_state(expected)
     names = [*expected_tensors, *(name for name in tensors if name not in expected_tensors)]
     differ = [name for name in names if not _same(tensors.get(name), expected_tensors.get(name))]
@@ -115,7 +115,7 @@ def _same(one: Tensor | None, other: Tensor | None) -> bool:
 
 
 def some(names: list[str]) -> str:
-    """Some of the names, for a message."""
+    """Return some of the names as text for a message."""
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 

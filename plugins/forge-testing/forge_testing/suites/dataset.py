@@ -1,4 +1,4 @@
-"""What every dataset must do. Shapes: S positions of a sequence."""
+"""Contract of every dataset, as tests. Shapes: S positions of a sequence."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class DatasetSuite(Suite):
     # --- sequences -----------------------------------------------------------------------------------------------
 
     def test_building_it_again_gives_the_same(self, tmp_path: Path) -> None:
-        """In the same number and order, whatever was read before."""
+        """The same sequences in the same order, whatever was read before."""
         job = self._job(tmp_path)
         first, second = self._build(job), self._build(job)
         if not isinstance(first, Stream):
@@ -168,7 +168,7 @@ class DatasetSuite(Suite):
                 _check_documents(name, documents)
 
     def test_lanes_of_a_stream_are_independent(self, tmp_path: Path) -> None:
-        """What a lane gives is a function of its number and position, whatever other lanes were read."""
+        """The samples of a lane are a function of its number and position, whatever other lanes were read."""
         job = self._job(tmp_path)
         stream = self._build(job)
         if not isinstance(stream, Stream):

@@ -1,4 +1,4 @@
-"""What every training hook, and every plugin that acts through hooks, must do."""
+"""Contract of every training hook, and of every plugin that acts through hooks, as tests."""
 
 from __future__ import annotations
 

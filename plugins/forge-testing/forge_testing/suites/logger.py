@@ -1,4 +1,4 @@
-"""What every logger must do."""
+"""Contract of every logger, as tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every loss must do. Shapes: B sequences, S positions, D width, V vocabulary, N = B x S."""
+"""Contract of every loss, as tests. Shapes: B sequences, S positions, D width, V vocabulary, N = B x S."""
 
 from __future__ import annotations
 
@@ -43,13 +43,19 @@ class LossSuite(ParitySuite):
     """Largest error of float32 results, relative to the largest value."""
 
     def objective(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """What is differentiated, written plainly: (N, V) float64 logits and (N,) labels of valid positions, to
-        (N,) values whose sum the loss must give. By default, what is reported. Where it depends on more of the batch:
-        that is always the one of `Case.random()`, of whose positions these are the valid ones."""
+        """The objective that is differentiated, written plainly. By default, `reported`.
+
+        Args:
+            logits: (N, V) float64, of the valid positions of the batch of `Case.random()`.
+            labels: (N,) their labels.
+
+        Returns:
+            (N,) values, whose sum the loss must return.
+        """
         return self.reported(logits, labels)
 
     def reported(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """What is reported, likewise: by default, the cross-entropy."""
+        """The loss that is reported, with the arguments of `objective`: by default, the cross-entropy."""
         return F.cross_entropy(logits, labels, reduction="none")
 
     # --- numbers -------------------------------------------------------------------------------------------------
@@ -84,7 +90,7 @@ class LossSuite(ParitySuite):
         _close(counts, valid.sum(-1), 0, "the counts of per_sequence")
 
     def test_ignored_positions_do_not_matter(self, tmp_path: Path) -> None:
-        """Whatever the model says there, the sum is the same and no gradient comes back."""
+        """Hidden states there change neither the sum nor any gradient."""
         case = Case.random()
         other = Case.random()
         ignored = case.labels == IGNORED_LABEL
@@ -144,7 +150,7 @@ class LossSuite(ParitySuite):
     # --- gradients -----------------------------------------------------------------------------------------------
 
     def test_gradients_are_those_of_the_objective_in_float64(self, tmp_path: Path) -> None:
-        """Of hidden states and head, in float32, against autograd through the plain objective."""
+        """Gradients of hidden states and head, in float32, against autograd through the plain objective."""
         case, wide = Case.random(), Case.random()
         (3.0 * self._loss(tmp_path, case).sum).backward()
         hidden, weight = (t.detach().double().requires_grad_() for t in (wide.hidden, wide.head.weight))

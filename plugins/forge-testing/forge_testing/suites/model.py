@@ -1,4 +1,4 @@
-"""What every model must do. Shapes: B sequences, S positions, D width, V vocabulary."""
+"""Contract of every model, as tests. Shapes: B sequences, S positions, D width, V vocabulary."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class ModelSuite(ParitySuite):
         assert error <= self.tolerance, f"within head.whole(), logits differ by {error:.3g}"
 
     def test_parameters_are_float32_and_activations_of_the_job(self, tmp_path: Path) -> None:
-        """What `embed` emits is the compute dtype of the whole model: there is no autocast."""
+        """The dtype of the output of `embed` is the compute dtype of the whole model: there is no autocast."""
         model = self._model(tmp_path, precision="bf16")
         other = [name for name, parameter in model.named_parameters() if parameter.dtype != torch.float32]
         assert not other, f"{other[0]} is {model.state_dict()[other[0]].dtype}; parameters are stored in float32"  # type: ignore[attr-defined]
@@ -141,7 +141,7 @@ class ModelSuite(ParitySuite):
     # --- documents and cache -------------------------------------------------------------------------------------
 
     def test_documents_of_a_row_do_not_see_each_other(self, tmp_path: Path) -> None:
-        """Two documents in one row give what each gives in a row of its own."""
+        """Hidden states of two documents in one row equal those of each in a row of its own."""
         model = self._model(tmp_path)
         ids, cut = self._batch(model)["input_ids"], 3
         positions = torch.cat([torch.arange(cut), torch.arange(S - cut)]).expand(B, S)
@@ -155,7 +155,7 @@ class ModelSuite(ParitySuite):
         )
 
     def test_a_cache_changes_nothing(self, tmp_path: Path) -> None:
-        """Decoding in pieces gives what forward gives at once, also for rows with padding on the left."""
+        """Decoding in pieces equals forward at once, also for rows with padding on the left."""
         model = self._model(tmp_path)
         can_generate = isinstance(model, protocols.Generates)
         if not can_generate:
@@ -231,7 +231,7 @@ def _tensors(model: Model) -> dict[str, Tensor]:
 
 
 def _declared(model: Any) -> Iterable[tuple[str, Iterable[str]]]:
-    """What a model names in each of its optional protocols: names of modules, or patterns of them."""
+    """Yield each optional protocol with the names of modules, or globs, that the model returns there."""
     if isinstance(model, protocols.HasTensorParallelPlan):
         yield "tensor_parallel_plan", model.tensor_parallel_plan()
     if isinstance(model, protocols.HasSequenceMixers):

@@ -1,4 +1,4 @@
-"""What every optimizer must do."""
+"""Contract of every optimizer, as tests."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ class OptimizerSuite(ParitySuite):
         class TestLion(OptimizerSuite):
             component = Lion(lr=1e-3)
 
-    Give a rate with which some dozens of steps make a difference. Where the component computes in a precision that
+    Choose a rate with which some dozens of steps make a difference. Where the component computes in a precision that
     layouts cannot agree on to 1e-9, such as bf16, set `parity_component` to one that computes in float32 or wider.
     """
 
     component: ClassVar[OptimizerComponent]
     parity_component: ClassVar[OptimizerComponent | None] = None
-    """What is compared across layouts, if not `component`."""
+    """Component to compare across layouts, if not `component`."""
     steps: ClassVar[int] = 40
     """Updates after which the loss must have fallen, and each parameter of a quadratic have come closer to its aim."""
 
@@ -239,7 +239,7 @@ class Quadratic:
         return [name for name, parameter in self.parameters.items() if not torch.equal(parameter, before[name])]
 
     def distances(self) -> dict[str, float]:
-        """Of each parameter from its aim, with the weights that the optimizer has for evaluation."""
+        """Distance of each parameter from its aim, with the weights that the optimizer has for evaluation."""
         getattr(self.optimizer, "eval", lambda: None)()
         found = {name: (weight - self._aims[name]).norm().item() for name, weight in self.weights().items()}
         getattr(self.optimizer, "train", lambda: None)()

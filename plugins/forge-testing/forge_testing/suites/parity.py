@@ -1,4 +1,4 @@
-"""One curve: a short run in float64 comes to the same under every layout as in one process."""
+"""One curve: a short run in float64 has the same numbers under every layout as in one process."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class ParitySuite(Suite):
     """Runs the component under layouts, on real processes, and compares with one process."""
 
     layouts: ClassVar[Sequence[str]] = ("replicate2", "fsdp2", "tp2", "pp2")
-    """Names in `forge_testing.layouts.LAYOUTS`. One whose stages nobody installed offers is skipped."""
+    """Names in `forge_testing.layouts.LAYOUTS`. A layout is skipped if one of its stages is not installed."""
     loss_tolerance: ClassVar[float] = 1e-9
     """Largest difference of losses, gradient norms, gradients and evaluation, absolute."""
     weights_tolerance: ClassVar[float] = 1e-7
     """Largest distance of the weights, relative to what the steps changed."""
 
     def parity_changes(self, folder: Path) -> Mapping[str, Any]:
-        """What the job of the comparison says, the component included; see `Suite.job`."""
+        """Settings of the job that is compared, the component included; see `Suite.job`."""
         raise NotImplementedError
 
     def parity_job(self, folder: Path, case: LayoutCase | None) -> Job:
@@ -72,7 +72,7 @@ class ParitySuite(Suite):
         return type(self).__name__
 
     def _curves(self, layout: str) -> tuple[Curve, Curve]:
-        """What a layout and one process came to. All layouts of equally many ranks are run together, once."""
+        """Return the curves under a layout and in one process. Layouts of equally many ranks run together, once."""
         cls = type(self)
         if "_found" not in vars(cls):
             cls._found = {}
@@ -86,7 +86,7 @@ class ParitySuite(Suite):
     _found: ClassVar[dict[str, Any]]
 
     def _run_together(self, ranks: int, wanted: str) -> dict[str, Any]:
-        """The curves of all layouts of so many ranks. After an error, each is run by itself, to tell which fails."""
+        """Return the curves of all layouts of `ranks` ranks. After an error, run each by itself, to name it."""
         names = [name for name in {**dict.fromkeys(self.layouts), wanted: None} if LAYOUTS[name].ranks == ranks]
         names = [name for name in names if not self.cannot_have(name)]
         with tempfile.TemporaryDirectory() as folder:

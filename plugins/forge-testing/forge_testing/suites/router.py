@@ -1,4 +1,4 @@
-"""What every router must do. Shapes: B sequences, S positions, D width, E experts, K experts of a token."""
+"""Contract of every router, as tests. Shapes: B sequences, S positions, D width, E experts, K experts of a token."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class RouterSuite(Suite):
         assert not placed, f"{placed[0]} has memory; make parameters with torch.empty(…) and no device"
 
     def test_its_initial_values_are_its_own(self, tmp_path: Path) -> None:
-        """None is left out, and none depends on torch's default generator."""
+        """Every tensor is filled, and none depends on torch's default generator."""
         first, second = self._ready(tmp_path, seed=1), self._ready(tmp_path, seed=2)
         for name, tensor in first.state_dict().items():
             same = torch.equal(tensor, second.state_dict()[name])
@@ -47,7 +47,7 @@ class RouterSuite(Suite):
     def test_each_token_gets_weights_and_numbers_of_experts(self, tmp_path: Path) -> None:
         """As many of one as of the other, of experts that there are, and finite."""
         router = self._ready(tmp_path)
-        weights, experts = self._said(router, *self._tokens())
+        weights, experts = self._routed(router, *self._tokens())
         told = f"weights {tuple(weights.shape)} and numbers {tuple(experts.shape)} for tokens {TOKENS}"
         assert weights.shape == experts.shape, f"{told}; both are (sequences, positions, experts of a token)"
         assert weights.shape[:2] == TOKENS, f"{told}; both are (sequences, positions, experts of a token)"
@@ -65,7 +65,7 @@ class RouterSuite(Suite):
     def test_it_says_how_many_experts_a_token_has(self, tmp_path: Path) -> None:
         """By which the FLOPs of a model are counted."""
         router = self._ready(tmp_path)
-        _, experts = self._said(router, *self._tokens())
+        _, experts = self._routed(router, *self._tokens())
         seen = (experts >= 0).sum().item() / experts[..., 0].numel()
         told = getattr(router, "experts_per_token", None)
         assert told is not None, f"the module has no `experts_per_token`; set it ({seen:g} here)"
@@ -78,10 +78,10 @@ class RouterSuite(Suite):
         for training in (False, True):
             torch.manual_seed(0)
             router.train(training)
-            first = self._said(router, *tokens)
+            first = self._routed(router, *tokens)
             torch.manual_seed(0 if training else 1)
             name, fix = ("training", "") if training else ("evaluation", ", and draw noise in training only")
-            assert _equal(first, self._said(router, *tokens)), (
+            assert _equal(first, self._routed(router, *tokens)), (
                 f"asked twice in {name} mode, it says different things; keep nothing from call to call{fix}"
             )
 
@@ -91,11 +91,11 @@ class RouterSuite(Suite):
         router, (x, batch) = self._ready(tmp_path), self._tokens()
         for training in (False, True):
             router.train(training)
-            whole = self._said(router, x, batch)
-            if training and not _equal(whole, self._said(router, x, batch)):
+            whole = self._routed(router, x, batch)
+            if training and not _equal(whole, self._routed(router, x, batch)):
                 continue  # noise, which is drawn for a micro-batch
             for rows, what in (([1, 0], "in another row"), ([0], "without the other sequences")):
-                part = self._said(router, x[rows], {name: value[rows] for name, value in batch.items()})
+                part = self._routed(router, x[rows], {name: value[rows] for name, value in batch.items()})
                 near = torch.allclose(part[0], whole[0][rows], rtol=1e-4, atol=1e-6)
                 same = near and torch.equal(part[1], whole[1][rows])
                 assert same, (
@@ -108,7 +108,7 @@ class RouterSuite(Suite):
         router, (x, batch) = self._ready(tmp_path), self._tokens()
         if not any(parameter.requires_grad for parameter in router.parameters()):
             return
-        weights, _ = self._said(router, x.requires_grad_(), batch)
+        weights, _ = self._routed(router, x.requires_grad_(), batch)
         assert weights.requires_grad, "the weights are not differentiable; make them of what its parameters gave"
         weights.double().square().sum().backward()
         for name, parameter in router.named_parameters():
@@ -136,7 +136,7 @@ class RouterSuite(Suite):
         ids = torch.randint(32, TOKENS, generator=generator)
         return torch.randn(*TOKENS, self.dim, generator=generator), {"input_ids": ids, "labels": ids}
 
-    def _said(self, router: nn.Module, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    def _routed(self, router: nn.Module, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         with explained(f"it fails on tokens of shape {tuple(x.shape)}"):
             said: Any = router(x, batch)
         pair = isinstance(said, tuple) and len(said) == 2 and all(isinstance(part, Tensor) for part in said)

@@ -1,4 +1,4 @@
-"""What every schedule must do."""
+"""Contract of every schedule, as tests."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class SchedulerSuite(Suite):
                 json.dumps(value)
 
     def test_it_is_a_pure_function(self, tmp_path: Path) -> None:
-        """A step gives the same number whatever was asked before: a run that continues asks for no earlier step."""
+        """The number of a step does not depend on earlier calls: a run that continues makes none for earlier steps."""
         steps = range(self.total_steps)
         schedule, again = self._build(tmp_path, self.total_steps), self._build(tmp_path, self.total_steps)
         forward = [schedule(step, self.total_steps) for step in steps]

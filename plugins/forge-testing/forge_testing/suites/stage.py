@@ -1,4 +1,4 @@
-"""What every stage must do."""
+"""Contract of every stage, as tests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from forge_testing.suites.base import Suite, explained
 
 
 class StageSuite(Suite):
-    """Names of parameters stay, and a run comes to the same as without the stage.
+    """Names of parameters stay, and a run has the same numbers as without the stage.
 
         class TestTensorParallel(StageSuite):
             component = TensorParallel(degree=2)
@@ -114,7 +114,7 @@ class StageSuite(Suite):
         return self.tiny_job(folder, **changes)
 
     def _found(self, folder: Path) -> list[tuple[Names, Any]]:
-        """What each rank found: names, and the curve or why there is none. The ranks are started once."""
+        """Return for each rank the names, and the curve or the error. The ranks are started once."""
         cls = type(self)
         if "_ranks" not in vars(cls):
             job = self._job(folder)
@@ -150,7 +150,7 @@ class StageSuite(Suite):
 
 
 class Names(NamedTuple):
-    """Names of parameters, and what the stage says of itself."""
+    """Names of parameters before and after, and the description of the stage."""
 
     before: list[str]
     after: list[str]
