@@ -26,13 +26,22 @@ def called(node: ast.AST) -> set[str]:
     }
 
 
+def is_duration(node: ast.AST) -> bool:
+    """Whether an expression is made of the difference of two readings of a clock."""
+    parts = [part for part in ast.walk(node) if isinstance(part, ast.BinOp) and isinstance(part.op, ast.Sub)]
+    return any(called(part) & CLOCKS for part in parts)
+
+
 def timed_assertions(tree: ast.AST) -> Iterator[int]:
-    """The lines of assertions about the difference of two readings of a clock."""
+    """The lines of assertions that something took no longer than a limit. At least so long is true on any machine."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Assert):
-            for part in ast.walk(node.test):
-                if isinstance(part, ast.BinOp) and isinstance(part.op, ast.Sub) and called(part) & CLOCKS:
-                    yield node.lineno
+            for part in (part for part in ast.walk(node.test) if isinstance(part, ast.Compare)):
+                values = [part.left, *part.comparators]
+                for left, operator, right in zip(values[:-1], part.ops, values[1:], strict=True):
+                    smaller = left if isinstance(operator, ast.Lt | ast.LtE) else right
+                    if is_duration(smaller):
+                        yield node.lineno
 
 
 def dated_choices(tree: ast.AST) -> Iterator[int]:
@@ -58,8 +67,14 @@ def test_no_test_depends_on_the_clock(rule):
     [
         (timed_assertions, "assert time.monotonic() - began < 5"),
         (timed_assertions, "assert abs(x - time.time()) < 60"),
+        (timed_assertions, "assert 7 < time.monotonic() - began < 23"),
+        (timed_assertions, "assert 5 > time.monotonic() - began"),
         (dated_choices, "KINDS[datetime.now(UTC).toordinal() % len(KINDS)]"),
     ],
 )
 def test_a_dependence_on_the_clock_is_recognised(rule, code):
     assert list(rule(ast.parse(code)))
+
+
+def test_that_something_took_at_least_so_long_may_be_asserted():
+    assert list(timed_assertions(ast.parse("assert time.monotonic() - began > 7"))) == []
