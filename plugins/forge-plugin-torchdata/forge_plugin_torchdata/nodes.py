@@ -11,7 +11,7 @@ import torch
 from torchdata.nodes import BaseNode, Mapper, ParallelMapper, PinMemory, Prefetcher, SamplerWrapper
 
 from forge_core.contracts.data import LoadedRows, SampleRow
-from forge_plugin_torchdata.workers import PATIENCE_S, Workers
+from forge_plugin_torchdata.workers import PATIENCE_S, QUEUED, Workers
 
 NO_SNAPSHOTS = {"snapshot_frequency": 0}
 """The position of a run is what was handed out, which the core counts: the graph need not keep states."""
@@ -65,6 +65,6 @@ def graph(workers: Workers, units: Iterator[Sequence[SampleRow]], ahead: int, pi
     if workers.has_lanes:
         node = Mapper(Prefetcher(Mapper(node, workers.hand_out), ahead, **NO_SNAPSHOTS), workers.collect)
     else:
-        node = ParallelMapper(node, workers.read, num_workers=workers.count, method="thread", **NO_SNAPSHOTS)
+        node = ParallelMapper(node, workers.read, num_workers=QUEUED * workers.count, method="thread", **NO_SNAPSHOTS)
         node = Prefetcher(node, ahead, **NO_SNAPSHOTS)
     return PinMemory(node, **NO_SNAPSHOTS) if pin else node

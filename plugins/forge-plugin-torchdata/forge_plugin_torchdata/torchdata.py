@@ -40,12 +40,13 @@ class Nodes(LoaderComponent):
     def build(
         self, context: BuildContext, reader: SampleReader, units: Iterator[Sequence[SampleRow]], units_per_step: int
     ) -> Generator[LoadedRows]:
-        from forge_plugin_torchdata.nodes import load
         from forge_plugin_torchdata.workers import Workers
 
         # No more workers than units of a step where each keeps lanes of its own: the others would have nothing to do.
         count = units_per_step if reader.has_lanes else context.job.data.workers
         workers = Workers(reader, count, self.method)
+        from forge_plugin_torchdata.nodes import load  # late: processes start while torchdata is imported
+
         return load(workers, units, self.ahead * count, pin=context.device.type == "cuda")
 
 

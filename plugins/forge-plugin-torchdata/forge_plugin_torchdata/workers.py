@@ -23,6 +23,9 @@ import torch
 from forge_core.contracts.data import LoadedRows, SampleReader, SampleRow
 from forge_core.contracts.errors import DataError
 
+QUEUED = 2
+"""Units that a worker has at a time, so that it need not wait for the next one. When it dies, it was reading the first of
+them, whose failure is the first to be raised."""
 PARENT_CHECK_S = 1.0
 """How often a worker process looks whether the run is still there."""
 PATIENCE_S = 5.0
@@ -39,7 +42,8 @@ class Workers:
         self.count = count
         self.has_lanes = reader.has_lanes
         self._reader = reader
-        self._processes: list[BaseProcess | None] = [None] * count
+        self._pids: list[Future[int]] = []
+        self._processes: list[BaseProcess] = []
         self._executors: list[Executor]
         if method == "thread":
             self._executors = [ThreadPoolExecutor(1, "forge-data") for _ in range(count)]
@@ -47,14 +51,18 @@ class Workers:
             # torch.multiprocessing registers how tensors travel: through shared memory, not through the pipe.
             start = (reader, os.getpid())
             self._executors = [ProcessPoolExecutor(1, initializer=_begin, initargs=start) for _ in range(count)]
-            self._processes = self._started()
+            before = multiprocessing.active_children()
+            # The first task forks: here, so that the processes start from the thread that will live longest, and read
+            # while the rest of the graph is made.
+            self._pids = [executor.submit(os.getpid) for executor in self._executors]
+            self._processes = [child for child in multiprocessing.active_children() if child not in before]
         self._idle: queue.SimpleQueue[int] = queue.SimpleQueue()
-        for number in range(count):
+        for number in [*range(count)] * QUEUED:
             self._idle.put(number)
         self._handed_out = 0
 
     def read(self, rows: Sequence[SampleRow]) -> LoadedRows | Exception:
-        """Read a unit by whichever worker is idle. Called from `count` threads at most."""
+        """Read a unit by whichever worker has least to do. Called from `QUEUED` threads for each worker."""
         number = self._idle.get()
         try:
             return self._result(number, rows, self._submit(number, rows))
@@ -81,7 +89,7 @@ class Workers:
         for executor in self._executors:
             executor.shutdown(wait=False, cancel_futures=True)
         deadline = time.monotonic() + PATIENCE_S
-        for process in filter(None, self._processes):
+        for process in self._processes:
             process.join(max(0.0, deadline - time.monotonic()))
             if process.exitcode is None:
                 process.kill()
@@ -103,19 +111,14 @@ class Workers:
             return DataError(f"a data worker died ({self._death(number)}); it was reading {rows_read}")
 
     def _death(self, number: int) -> str:
-        process = self._processes[number]
-        if process is None:
-            return "it could not start"
+        error = self._pids[number].exception()
+        if error is not None:
+            return f"it could not start: {error}"
+        [process] = [process for process in self._processes if process.pid == self._pids[number].result()]
         process.join(PATIENCE_S)
         code = process.exitcode
         cause = f"exit code {code}" if code is None or code >= 0 else f"killed by {signal.Signals(-code).name}"
         return f"process {process.pid}, {cause}"
-
-    def _started(self) -> list[BaseProcess | None]:
-        """The processes, one for each executor. They are forked here, by the thread that will live longest."""
-        pids = [executor.submit(os.getpid) for executor in self._executors]
-        children = {process.pid: process for process in multiprocessing.active_children()}
-        return [children.get(pid.result()) for pid in pids]
 
 
 _reader: SampleReader
