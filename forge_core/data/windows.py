@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from forge_core.contracts.data import IGNORED_LABEL, Dataset
+from forge_core.contracts.data import IGNORED_LABEL, Dataset, identity_of
 
 if TYPE_CHECKING:
     from forge_core.contracts.data import Documents, DocumentStream, StreamedDocument
@@ -53,8 +53,10 @@ class TrainingWindows:
         window = Window(self._documents.tokens(start, stop), starts, self._documents.learned(start, stop))
         return self._packing.sequence(window)
 
+    def identity(self) -> str:
+        return identity_of(self._documents)
+
     def where(self, index: int) -> str:
-        """See `Dataset.where`."""
         start = index * self._seq_len
         return self._documents.where(start, start + self._seq_len + 1)
 
@@ -101,6 +103,9 @@ class StreamWindows:
         self.lanes = stream.lanes
         self.held_out: Dataset | None = None if held_out is None else HeldOutWindows(held_out, seq_len, packing)
         self.bytes_per_token = None if held_out is None else held_out.bytes_per_token
+
+    def identity(self) -> str:
+        return identity_of(self._stream)
 
     def read(
         self, lane: int, position: Mapping[str, Any] | None

@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
+import attrs
 from attrs import frozen
 
 from forge_core.contracts.errors import ForgeError
@@ -30,6 +31,10 @@ logger = logging.getLogger(__name__)
 Verify = Literal["sizes", "full"]
 MANIFEST = "manifest.json"
 FORMAT = 1
+PROGRESS = "progress.json"
+PARTIAL = "partial"
+"""Suffix of a folder in the making that the next process continues."""
+SAVE_INTERVAL_S = 10.0
 ABANDONED_AFTER_S = 3600.0
 """A folder in the making that nobody has written to for so long belongs to a process that died."""
 
@@ -40,6 +45,45 @@ class CachedFolder:
 
     path: Path
     info: Mapping[str, Any]
+    digests: Mapping[str, str] = attrs.field(factory=dict)
+    """SHA-256 (hex) of its files, by name."""
+
+    def identity(self, part: str) -> str:
+        """Identity of what is read from it (see `HasIdentity`), by content: a folder made again has the same.
+
+        Args:
+            part: tells several things of one folder apart.
+        """
+        return digest_of(part, dict(self.digests)) if self.digests else ""
+
+
+class Progress:
+    """How far the making of a folder of the cache has come, kept in that folder while it is made.
+
+    A process that makes a folder with `resumable` and dies leaves it; the next one finds what was saved here.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / PROGRESS
+        self._saved_at = time.monotonic()
+        try:
+            self.state: Mapping[str, Any] = json.loads(self._path.read_bytes())
+        except (OSError, ValueError):
+            self.state = {}
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the last save is so long ago that another one is worth its time."""
+        return time.monotonic() - self._saved_at >= SAVE_INTERVAL_S
+
+    def save(self, state: Mapping[str, Any]) -> None:
+        """Keep a state (plain JSON). All that it speaks of must have been synced before."""
+        write_atomically(self._path, json.dumps(state).encode())
+        self._saved_at = time.monotonic()
+
+    def finish(self) -> None:
+        """The folder is whole."""
+        self._path.unlink(missing_ok=True)
 
 
 class _Unusable(Exception):
@@ -55,15 +99,22 @@ def cache_root() -> Path:
 
 
 def cached_folder(
-    group: str, key: str, make: Callable[[Path], Mapping[str, Any]], verify: Verify = "sizes"
+    group: str,
+    key: str,
+    make: Callable[[Path], Mapping[str, Any]],
+    verify: Verify = "sizes",
+    resumable: bool = False,
 ) -> CachedFolder:
     """The folder of this key, made if there is none, made again (with a warning) if it is damaged.
 
     Args:
         group: what kind of thing it holds; a folder below the cache's root.
         key: a digest of everything that the contents depend on.
-        make: writes the files into the empty folder it is given; gives what to note in the manifest (plain JSON).
+        make: writes the files into the folder that it receives, which is empty; returns what to note in the manifest
+            (plain JSON).
         verify: `sizes` compares the size of every file with the manifest, `full` its SHA-256 too.
+        resumable: whether `make` continues in a folder that a process left when it died (see `Progress`). One that
+            raises an error leaves none.
 
     Raises:
         ForgeError: the cache cannot be written.
@@ -73,13 +124,15 @@ def cached_folder(
         return _open(folder, verify)
     except _Unusable:
         pass
-    with writable_cache(), locked(folder):
+    with writable_cache(), locked(folder) as is_alone:
         try:
             return _open(folder, verify)  # another process may have made it meanwhile
         except _Unusable as reason:
             if folder.exists():
                 logger.warning("the cached %s is damaged (%s); making it again", folder, reason)
-        return _make(folder, make, verify)
+        # Without a lock another process may be writing there: each then makes a folder of its own, from the start.
+        partial = folder.with_name(f".{folder.name}.{PARTIAL}") if resumable and is_alone else None
+        return _make(folder, make, verify, partial)
 
 
 @contextmanager
@@ -95,13 +148,16 @@ def writable_cache() -> Iterator[None]:
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Holds the lock that belongs to `path`, a place in the cache; released too if the process dies."""
+def locked(path: Path) -> Iterator[bool]:
+    """Hold the lock that belongs to `path`, a place in the cache; it is released too if the process dies.
+
+    Yields:
+        Whether the file system has locks, so that this process is the only one.
+    """
     lock = cache_root() / "locks" / "-".join(path.relative_to(cache_root()).parts)
     lock.parent.mkdir(parents=True, exist_ok=True)
     with lock.open("ab") as file:
-        _acquire(file, path)
-        yield
+        yield _acquire(file, path)
 
 
 def write_atomically(path: Path, data: bytes) -> None:
@@ -135,7 +191,8 @@ def _open(folder: Path, verify: Verify) -> CachedFolder:
             raise _Unusable(f"{MANIFEST} describes another folder")
         for name, expected in manifest["files"].items():
             _check(folder / name, expected, verify)
-        return CachedFolder(folder, manifest["info"])
+        digests = {name: expected["sha256"] for name, expected in manifest["files"].items()}
+        return CachedFolder(folder, manifest["info"], digests)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise _Unusable(f"{MANIFEST} cannot be read: {error}") from error
 
@@ -151,17 +208,23 @@ def _check(path: Path, expected: Mapping[str, Any], verify: Verify) -> None:
         raise _Unusable(f"the SHA-256 of {path.name} is not that of its manifest")
 
 
-def _make(folder: Path, make: Callable[[Path], Mapping[str, Any]], verify: Verify) -> CachedFolder:
+def _make(
+    folder: Path, make: Callable[[Path], Mapping[str, Any]], verify: Verify, partial: Path | None
+) -> CachedFolder:
     folder.parent.mkdir(parents=True, exist_ok=True)
     _remove_abandoned(folder)
-    temporary = _temporary(folder)
-    temporary.mkdir()
+    temporary = partial or _temporary(folder)
+    temporary.mkdir(exist_ok=True)
     try:
         info = make(temporary)
         _seal(temporary, folder.name, info)
         _publish(temporary, folder, verify)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    except BaseException as error:
+        # A user who interrupts (or a signal that ends the process) means to go on later; an error would come again.
+        if partial is None or isinstance(error, Exception) or not (temporary / PROGRESS).exists():
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    shutil.rmtree(temporary, ignore_errors=True)  # if another process was faster
     return _open(folder, "sizes")
 
 
@@ -200,6 +263,8 @@ def _temporary(path: Path) -> Path:
 
 def _remove_abandoned(folder: Path) -> None:
     for leftover in folder.parent.glob(f".{folder.name}.*"):
+        if leftover.suffix == f".{PARTIAL}":
+            continue  # what it holds is worth as much as it took to make
         try:
             touched = max(path.stat().st_mtime for path in (leftover, *leftover.iterdir()))
         except OSError:
@@ -216,7 +281,8 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _acquire(file: BinaryIO, path: Path) -> None:
+def _acquire(file: BinaryIO, path: Path) -> bool:
+    """Returns whether there are locks."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -226,6 +292,8 @@ def _acquire(file: BinaryIO, path: Path) -> None:
         if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
             raise
         logger.warning("no file locks on %s (%s): several processes may do the same work", path, error.strerror)
+        return False
+    return True
 
 
 def _concerns_cache(error: OSError) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import struct
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, NamedTuple
@@ -54,38 +54,73 @@ class TokenFileWriter:
     """Writes `{stem}.bin` and what goes with it; complete once closed without an exception."""
 
     def __init__(
-        self, stem: Path, vocab_size: int, end_of_text: int, learned: bool = False, may_contain_end: bool = False
+        self,
+        stem: Path,
+        vocab_size: int,
+        end_of_text: int,
+        learned: bool = False,
+        may_contain_end: bool = False,
+        resume: Mapping[str, int] | None = None,
     ) -> None:
-        """
+        """Begin the files, or continue them.
+
         Args:
+            stem: path of the files without their suffixes.
+            vocab_size: ids lie below it.
+            end_of_text: id that ends a document.
             learned: whether documents say which tokens are learned as labels.
             may_contain_end: whether documents may hold the end-of-text within, as chats do whose turns end with it.
+            resume: what `sync` returned; the files lose what was written later.
         """
         self._stem, self._may_contain_end = stem, may_contain_end
         self._width = 2 if vocab_size <= 1 << 16 else 4
         self._vocab_size, self._end_of_text = vocab_size, end_of_text
-        self._tokens = self._text_bytes = 0
-        self._ends = array("q")
-        self._ids: BinaryIO = _beside(stem, TOKENS).open("wb")
-        self._learned: BinaryIO | None = _beside(stem, LEARNED).open("wb") if learned else None
-        self._ids.write(bytes(HEADER.size))
+        counts = resume or {"tokens": 0, "documents": 0, "text_bytes": 0}
+        self._tokens, self._text_bytes = counts["tokens"], counts["text_bytes"]
+        self._documents = counts["documents"]
+        self._new_ends = array("q")
+        """Ends of documents that are not yet in their file."""
+        bytes_of_ids = HEADER.size + self._width * self._tokens
+        self._ids = _continued(_beside(stem, TOKENS), bytes_of_ids if resume else 0)
+        self._ends = _continued(_beside(stem, ENDS), 8 * self._documents)
+        self._learned = _continued(_beside(stem, LEARNED), self._tokens) if learned else None
+        if not resume:
+            self._ids.write(bytes(HEADER.size))
 
     def __enter__(self) -> TokenFileWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: object, traceback: TracebackType | None) -> None:
         if kind is None:
+            self._write_ends()
             self._ids.seek(0)
             self._ids.write(self.header().pack())
-            np.asarray(self._ends, "<i8").tofile(_beside(self._stem, ENDS))
-        self._ids.close()
-        if self._learned is not None:
-            self._learned.close()
+        for file in self._files():
+            file.close()
+
+    def sync(self) -> dict[str, int]:
+        """Make durable what was added so far, after a whole document or a part of one.
+
+        Returns:
+            From where another writer continues (`resume`); plain JSON.
+        """
+        self._write_ends()
+        for file in self._files():
+            file.flush()
+            os.fsync(file.fileno())
+        return {"tokens": self._tokens, "documents": self._documents, "text_bytes": self._text_bytes}
+
+    def _files(self) -> list[BinaryIO]:
+        return [file for file in (self._ids, self._ends, self._learned) if file is not None]
+
+    def _write_ends(self) -> None:
+        self._ends.write(np.asarray(self._new_ends, "<i8").tobytes())
+        self._new_ends = array("q")
 
     def header(self) -> Header:
         """The counts so far."""
-        documents = len(self._ends)
-        return Header(self._width, self._tokens, documents, self._text_bytes, self._vocab_size, self._end_of_text)
+        counts = self._tokens, self._documents, self._text_bytes
+        return Header(self._width, *counts, self._vocab_size, self._end_of_text)
 
     def add(
         self,
@@ -118,7 +153,8 @@ class TokenFileWriter:
         self._tokens += len(checked)
         self._text_bytes += text_bytes
         if is_last:
-            self._ends.append(self._tokens)
+            self._documents += 1
+            self._new_ends.append(self._tokens)
         report_progress("tokenizing")  # other ranks wait for this one
 
     def _checked(self, name: str, ids: Sequence[int] | np.ndarray) -> np.ndarray:
@@ -136,9 +172,18 @@ class TokenFileWriter:
 class TokenFile:
     """The documents of `{stem}.bin`; see `forge_core.contracts.data.Documents`. A pickled copy maps the file itself."""
 
-    def __init__(self, stem: Path, held_out: Documents | None = None) -> None:
-        """Raises: JobError: the file is not one, or is damaged."""
-        self._stem = stem
+    def __init__(self, stem: Path, held_out: Documents | None = None, identity: str = "") -> None:
+        """Map the files.
+
+        Args:
+            stem: path of the files without their suffixes.
+            held_out: documents that are held out.
+            identity: see `HasIdentity`; empty: unknown.
+
+        Raises:
+            JobError: the file is not one, or is damaged.
+        """
+        self._stem, self._identity = stem, identity
         self.held_out: Documents | None = held_out
         self.header = read_header(stem)
         self._ids = _map_ids(stem, self.header)
@@ -166,8 +211,11 @@ class TokenFile:
     def where(self, start: int, stop: int) -> str:
         return f"tokens {start} to {stop} of {_beside(self._stem, TOKENS)}"
 
+    def identity(self) -> str:
+        return self._identity
+
     def __reduce__(self) -> tuple[Any, ...]:
-        return TokenFile, (self._stem, self.held_out)
+        return TokenFile, (self._stem, self.held_out, self._identity)
 
 
 def read_header(stem: Path) -> Header:
@@ -212,6 +260,14 @@ def _map_ids(stem: Path, header: Header) -> np.ndarray:
     if not header.tokens:
         return np.empty(0, header.dtype)
     return np.memmap(_beside(stem, TOKENS), header.dtype, mode="r", offset=HEADER.size).view(np.ndarray)
+
+
+def _continued(path: Path, size: int) -> BinaryIO:
+    """A file that is written from byte `size` on; what was there is kept up to it."""
+    file = path.open("r+b" if size else "wb")
+    file.truncate(size)
+    file.seek(size)
+    return file
 
 
 def _beside(stem: Path, suffix: str) -> Path:

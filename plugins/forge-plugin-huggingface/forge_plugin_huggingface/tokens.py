@@ -8,14 +8,15 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
 
+from forge_core import report_progress
 from forge_core.contracts.errors import JobError
-from forge_kit.cache import Verify, cached_folder, digest_of
+from forge_kit.cache import CachedFolder, Progress, Verify, cached_folder, digest_of
 from forge_kit.token_file import TokenFile, TokenFileWriter
 from forge_plugin_huggingface.encoding import Encoded, Encoder, text_of
 from forge_plugin_huggingface.part import Part
@@ -53,49 +54,58 @@ class Corpus:
 
     def documents(self, part: Part, held_out: Documents | None = None) -> TokenFile:
         """The documents of a part, from the cache; nothing is encoded if they are there."""
-        return TokenFile(self._cached(part, "table", self._encode_table), held_out)
+        stored = self._cached(part, "table", self._encode_table)
+        return TokenFile(stored.path / STEM, held_out, stored.identity(STEM))
 
     def first_documents(self, part: Part) -> TokenFile:
         """Likewise, but read as a stream, no further than its limit. Rows are numbered file by file."""
-        return TokenFile(self._cached(part, "stream", self._encode_stream))
+        stored = self._cached(part, "stream", self._encode_stream)
+        return TokenFile(stored.path / STEM, identity=stored.identity(STEM))
 
-    def _cached(self, part: Part, how: str, encode: Callable[[Part], Iterator[Batch]]) -> Path:
+    def _cached(self, part: Part, how: str, encode: Callable[[Part, int], Iterator[Batch]]) -> CachedFolder:
         fingerprint = self.source.fingerprint(part.split)
         key = digest_of("huggingface", FORMAT, how, fingerprint, part.key(), self.encoder.key())
 
         def make(folder: Path) -> Mapping[str, int]:
             logger.info("tokenising %s", _name(self.path, part))
-            return self._write(folder / STEM, encode(part), part)
+            return self._write(folder, encode, part)
 
-        return cached_folder("tokens", key, make, self.verify).path / STEM
+        return cached_folder("tokens", key, make, self.verify, resumable=True)
 
-    def _write(self, stem: Path, batches: Iterator[Batch], part: Part) -> Mapping[str, int]:
-        """Gives the counts."""
-        rows, has_mask = 0, self.encoder.has_mask
-        vocabulary = self.vocab_size, self.end_of_text
-        with TokenFileWriter(stem, *vocabulary, learned=has_mask, may_contain_end=has_mask) as writer:
-            for place, encoded in chain.from_iterable(batches):
-                rows += 1
-                if encoded is not None:
-                    writer.add(place, encoded.ids, learned=encoded.learned, text_bytes=encoded.text_bytes)
+    def _write(self, folder: Path, encode: Callable[[Part, int], Iterator[Batch]], part: Part) -> Mapping[str, int]:
+        """Encode a part into `folder`, from where a process that died had come to; returns the counts."""
+        has_mask, progress = self.encoder.has_mask, Progress(folder)
+        rows: int = progress.state.get("rows", 0)
+        vocabulary, resume = (self.vocab_size, self.end_of_text), progress.state.get(STEM)
+        options = {"learned": has_mask, "may_contain_end": has_mask}
+        with TokenFileWriter(folder / STEM, *vocabulary, **options, resume=resume) as writer:
+            for batch in encode(part, rows):
+                for place, encoded in batch:
+                    if encoded is not None:
+                        writer.add(place, encoded.ids, learned=encoded.learned, text_bytes=encoded.text_bytes)
+                rows += len(batch)
+                report_progress(f"{rows:,} rows tokenised")  # other ranks wait for this one
+                if progress.is_due:
+                    progress.save({"rows": rows, STEM: writer.sync()})
+        progress.finish()
         header = writer.header()
         if not header.documents:
             what = "an answer of the assistant" if has_mask else "text"
             raise JobError(f"{_name(self.path, part)}: none of {rows} rows has {what}")
         return {"documents": header.documents, "left_out": rows - header.documents, "tokens": header.tokens}
 
-    def _encode_table(self, part: Part) -> Iterator[Batch]:
+    def _encode_table(self, part: Part, start: int) -> Iterator[Batch]:
         rows = TableRows(self.source.table(part.split), self.encoder.columns, _name(self.path, part))
-        numbers = part.numbers(len(rows))
+        numbers = islice(part.numbers(len(rows)), start, None)
         return in_order(partial(self._read_and_encode, rows), _batched(numbers, BATCH_ROWS), self.processes)
 
     def _read_and_encode(self, rows: TableRows, numbers: Sequence[int]) -> Batch:
         return self._encode(rows.take(numbers))
 
-    def _encode_stream(self, part: Part) -> Iterator[Batch]:
+    def _encode_stream(self, part: Part, start: int) -> Iterator[Batch]:
         rows = stream_rows(self.source.stream(part.split), self.encoder.columns, _name(self.path, part))
         chosen = (row for file in range(rows.files) for _, row in rows.read(file, wanted=part.has))
-        return map(self._encode, _batched(islice(chosen, part.limit or None), BATCH_ROWS))
+        return map(self._encode, _batched(islice(chosen, start, part.limit or None), BATCH_ROWS))
 
     def _encode(self, rows: Sequence[Row]) -> Batch:
         return list(zip((row.place for row in rows), self.encoder.encode(rows), strict=True))

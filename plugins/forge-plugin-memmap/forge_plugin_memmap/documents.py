@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from forge_core.contracts.data import Documents
+from forge_kit.cache import digest_of
 from forge_plugin_memmap.files import Reader
 from forge_plugin_memmap.index import document_ends
 from forge_plugin_memmap.shards import LEARNED, Shard
@@ -30,6 +31,7 @@ class ShardedDocuments:
         self._masks = [shard.mask for shard in shards]
         self._reader = Reader()
         self._ends: np.ndarray | None = None
+        self._identity = digest_of([shard.content_key() for shard in shards])
 
     @property
     def bytes_per_token(self) -> float | None:
@@ -55,6 +57,10 @@ class ShardedDocuments:
         if self._ends is None:
             self._ends = document_ends(self._shards, self.end_of_text)
         return self._ends
+
+    def identity(self) -> str:
+        """See `HasIdentity`. The sizes and times of the files as they were when the run began."""
+        return self._identity
 
     def where(self, start: int, stop: int) -> str:
         parts = ((self._shards[number].path, first, last) for number, first, last in self._parts(start, stop))

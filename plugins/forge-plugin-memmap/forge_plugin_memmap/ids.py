@@ -41,7 +41,7 @@ def _range(shard: Shard) -> tuple[int, int]:
         found = [(int(ids.min()), int(ids.max())) for _, ids in blocks(shard)]
         return {"least": min(least for least, _ in found), "greatest": max(greatest for _, greatest in found)}
 
-    info = cached_folder(GROUP, digest_of("range", FORMAT, shard.identity()), make).info
+    info = cached_folder(GROUP, digest_of("range", FORMAT, shard.cache_key()), make).info
     return info["least"], info["greatest"]
 
 

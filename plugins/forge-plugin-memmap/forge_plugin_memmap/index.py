@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from forge_core import report_progress
 from forge_core.contracts.errors import JobError
 from forge_kit.cache import cached_folder, digest_of
 from forge_plugin_memmap.files import Reader
@@ -30,7 +31,7 @@ def document_ends(shards: Sequence[Shard], end_of_text: int) -> np.ndarray:
     Raises:
         JobError: an index is damaged, or a shard without one has no end-of-text.
     """
-    key = digest_of("ends", FORMAT, end_of_text, [shard.identity() for shard in shards])
+    key = digest_of("ends", FORMAT, end_of_text, [shard.cache_key() for shard in shards])
 
     def make(folder: Path) -> dict[str, int]:
         with (folder / FILE).open("wb") as file:
@@ -51,6 +52,7 @@ def blocks(shard: Shard) -> Iterator[tuple[int, np.ndarray]]:
     reader, dtype = Reader(), np.dtype(shard.dtype)
     for start in range(0, shard.tokens, BLOCK):
         count = min(BLOCK, shard.tokens - start)
+        report_progress(f"{start:,} of {shard.tokens:,} tokens of {shard.path}")
         yield start, reader.read(shard.path, dtype, shard.offset + start * dtype.itemsize, count)
 
 

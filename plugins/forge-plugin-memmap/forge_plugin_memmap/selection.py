@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from forge_core.contracts.data import Documents
+from forge_core.contracts.data import Documents, identity_of
 from forge_core.contracts.errors import JobError
 from forge_kit.cache import cached_folder, digest_of
 from forge_plugin_memmap.index import BLOCK, FORMAT, GROUP, map_file
@@ -39,7 +39,7 @@ def split_documents(documents: Documents, every: int, identity: Any) -> Selectio
         return {}
 
     folder = cached_folder(GROUP, digest_of("split", FORMAT, every, identity), make).path
-    return Selection(documents, folder, TRAIN, Selection(documents, folder, HELD_OUT))
+    return Selection(documents, folder, TRAIN, every, Selection(documents, folder, HELD_OUT, every))
 
 
 class Selection:
@@ -51,11 +51,21 @@ class Selection:
     bytes_per_token: float | None = None
     """It is not known for documents one by one."""
 
-    def __init__(self, documents: Documents, folder: Path, split: str, held_out: Documents | None = None) -> None:
-        """Args: `folder`, which holds the files of both splits."""
+    def __init__(
+        self, documents: Documents, folder: Path, split: str, every: int, held_out: Documents | None = None
+    ) -> None:
+        """Select a split.
+
+        Args:
+            documents: all of them.
+            folder: the files of both splits.
+            split: which of the two this is.
+            every: n, where every n-th document is held out.
+            held_out: the other split.
+        """
         self.held_out: Documents | None = held_out
         self.end_of_text = documents.end_of_text
-        self._source = documents, folder, split
+        self._source = documents, folder, split, every
         self._documents = documents
         self._starts, self._run_ends, self._ends = (map_file(folder / name) for name in _names(split))
 
@@ -72,6 +82,11 @@ class Selection:
 
     def where(self, start: int, stop: int) -> str:
         return " and ".join(self._documents.where(*run) for run in self._runs(start, stop))
+
+    def identity(self) -> str:
+        """See `HasIdentity`. Where the files of the splits are does not matter."""
+        documents, _, split, every = self._source
+        return digest_of(identity_of(documents), split, every)
 
     def ends(self) -> np.ndarray:
         return self._ends

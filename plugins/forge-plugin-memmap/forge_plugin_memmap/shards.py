@@ -50,9 +50,15 @@ class Shard:
         """Whether a file beside this one says which tokens are learned."""
         return os.path.exists(self.beside(LEARNED))
 
-    def identity(self) -> list[Any]:
-        """What the ids and the index depend on, without reading them: plain JSON."""
+    def cache_key(self) -> list[Any]:
+        """What the ids and the index depend on, without reading them: plain JSON. A shard that moves has another."""
         return [self.path, self.dtype, self.offset, _stamp(self.path), _stamp(self.beside(ENDS))]
+
+    def content_key(self) -> list[Any]:
+        """Plain JSON that differs after the shard was written again, and not after it was moved with its times."""
+        files = (self.path, self.beside(ENDS), self.beside(LEARNED))
+        stamps = [stamp and stamp[:2] for stamp in map(_stamp, files)]
+        return [os.path.basename(self.path), self.dtype, self.offset, stamps]
 
 
 def read_shard(path: str, dtype: str | None = None) -> Shard:

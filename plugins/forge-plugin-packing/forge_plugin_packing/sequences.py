@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from forge_core.contracts.data import IGNORED_LABEL
+from forge_core.contracts.data import IGNORED_LABEL, identity_of
 from forge_core.data.windows import Window, checked
 from forge_plugin_packing.apart import places
 from forge_plugin_packing.stored import open_packing, stored_packing
@@ -24,7 +24,7 @@ class PackedSequences:
     """Sequences of whole documents; see `forge_core.contracts.data.Dataset`. A pickled copy maps the packing itself."""
 
     def __init__(self, documents: Documents, seq_len: int) -> None:
-        stored = stored_packing(documents.ends(), seq_len)
+        stored = stored_packing(documents, seq_len)
         self._documents, self._seq_len, self._folder, self._info = documents, seq_len, stored.path, stored.info
         self._packing = open_packing(self._folder)
         held_out = documents.held_out
@@ -58,14 +58,18 @@ class PackedSequences:
         return Window(self._documents.tokens(start, stop), None, self._documents.learned(start, stop))
 
     def where(self, index: int) -> str:
-        """See `Dataset.where`."""
+        """See `HasLocation`."""
         pieces = self._pieces(index)
         named = [self._documents.where(start, start + length + 1) for start, length in pieces[:PIECES_NAMED]]
         more = [f"{len(pieces) - PIECES_NAMED} more pieces"] if len(pieces) > PIECES_NAMED else []
         return "; ".join(named + more)
 
+    def identity(self) -> str:
+        """See `HasIdentity`."""
+        return identity_of(self._documents)
+
     def describe(self) -> str:
-        """See `Dataset.describe`."""
+        """See `HasDescription`."""
         filled = self._info["positions"] / max(len(self) * self._seq_len, 1)
         packed = f"{self._info['documents']:,} documents in {len(self):,} sequences, {filled:.2%} filled"
         return packed if self.held_out is None else f"{packed}; held out: {self.held_out.describe()}"

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from forge_core import report_progress
 from forge_core.contracts.errors import JobError
-from forge_kit.cache import CachedFolder, Verify, cached_folder, digest_of
+from forge_kit.cache import CachedFolder, Progress, Verify, cached_folder, digest_of
 from forge_kit.token_file import Header, TokenFile, TokenFileWriter
 from forge_plugin_text.corpus import Corpus
 from forge_plugin_text.reading import Document
@@ -21,14 +23,14 @@ logger = logging.getLogger(__name__)
 FORMAT = 2
 """Part of the key: raise it when the same inputs give other files."""
 TRAIN, HELD_OUT = "train", "held_out"
-PIECE_CHARACTERS = 1 << 22
-"""A longer document is encoded in pieces of about this size, cut before a line break, to bound memory."""
+PART_CHARACTERS = 1 << 22
+"""A longer document is encoded in parts of about this size, cut before a line break, to bound memory."""
 BATCH_CHARACTERS = 1 << 22
-BATCH_PIECES = 1024
+BATCH_PARTS = 1024
 
 
-class Piece(NamedTuple):
-    """What is encoded at once: a document, or part of a very long one."""
+class TextPart(NamedTuple):
+    """Text that is encoded at once: a document, or a part of a very long one."""
 
     text: str
     held_out: bool
@@ -52,7 +54,7 @@ def cached_tokens(corpus: Corpus, tokenizer: Tokenizer, verify: Verify) -> Cache
             raise JobError(f"{corpus} changed while it was tokenised; start again when nothing writes to it")
         return info
 
-    return cached_folder("tokens", key, make, verify)
+    return cached_folder("tokens", key, make, verify, resumable=True)
 
 
 def open_documents(stored: CachedFolder, corpus: Corpus) -> TokenFile:
@@ -65,55 +67,69 @@ def open_documents(stored: CachedFolder, corpus: Corpus) -> TokenFile:
     if corpus.split.holds_out_any:
         if not stored.info[HELD_OUT]["tokens"]:
             raise JobError(f"{corpus}: none of the documents to hold out is there or has text; choose others")
-        held_out = TokenFile(stored.path / HELD_OUT)
-    return TokenFile(stored.path / TRAIN, held_out)
+        held_out = TokenFile(stored.path / HELD_OUT, identity=stored.identity(HELD_OUT))
+    return TokenFile(stored.path / TRAIN, held_out, stored.identity(TRAIN))
 
 
 def write_tokens(folder: Path, corpus: Corpus, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Encode a corpus into `folder`. Gives the counts of both splits."""
+    """Encode a corpus into `folder`, from where a process that died had come to.
+
+    Returns:
+        The counts of both splits.
+    """
     vocabulary = tokenizer.vocab_size, tokenizer.end_of_text
-    with TokenFileWriter(folder / TRAIN, *vocabulary) as train, TokenFileWriter(folder / HELD_OUT, *vocabulary) as rest:
-        for batch in batches(pieces(corpus.documents())):
-            for piece, ids in zip(batch, tokenizer.encode_batch([piece.text for piece in batch]), strict=True):
-                writer = rest if piece.held_out else train
-                writer.add(piece.document, ids, text_bytes=len(piece.text.encode()), is_last=piece.is_last)
-    return {TRAIN: _counts(train.header()), HELD_OUT: _counts(rest.header())}
+    progress = Progress(folder)
+    done: int = progress.state.get("parts", 0)
+    with (
+        TokenFileWriter(folder / TRAIN, *vocabulary, resume=progress.state.get(TRAIN)) as train,
+        TokenFileWriter(folder / HELD_OUT, *vocabulary, resume=progress.state.get(HELD_OUT)) as held_out,
+    ):
+        for batch in batches(islice(text_parts(corpus.documents()), done, None)):
+            for part, ids in zip(batch, tokenizer.encode_batch([part.text for part in batch]), strict=True):
+                writer = held_out if part.held_out else train
+                writer.add(part.document, ids, text_bytes=len(part.text.encode()), is_last=part.is_last)
+            done += len(batch)
+            report_progress(f"{done:,} documents tokenised")  # other ranks wait for this one
+            if progress.is_due:
+                progress.save({"parts": done, TRAIN: train.sync(), HELD_OUT: held_out.sync()})
+    progress.finish()
+    return {TRAIN: _counts(train.header()), HELD_OUT: _counts(held_out.header())}
 
 
 def _counts(header: Header) -> dict[str, int]:
     return {"documents": header.documents, "tokens": header.tokens, "bytes": header.text_bytes}
 
 
-def pieces(documents: Iterable[tuple[Document, bool]]) -> Iterator[Piece]:
-    """The documents that are not empty, very long ones in pieces."""
+def text_parts(documents: Iterable[tuple[Document, bool]]) -> Iterator[TextPart]:
+    """The documents that are not empty, very long ones in parts."""
     for document, held_out in documents:
         start, length = 0, len(document.text)
         while start < length:
-            end = _piece_end(document.text, start)
-            yield Piece(document.text[start:end], held_out, end == length, document.name)
+            end = _part_end(document.text, start)
+            yield TextPart(document.text[start:end], held_out, end == length, document.name)
             start = end
 
 
-def _piece_end(text: str, start: int) -> int:
-    """Where the piece that starts at `start` ends: before the last line break in reach, else at full size.
+def _part_end(text: str, start: int) -> int:
+    """Where the part that starts at `start` ends: before the last line break in reach, else at full size.
 
     The tokens are those of the whole document, but for the few beside a cut that a tokenizer may join over it.
     """
-    limit = start + PIECE_CHARACTERS
+    limit = start + PART_CHARACTERS
     if limit >= len(text):
         return len(text)
     line_break = text.rfind("\n", start + 1, limit)
     return line_break if line_break > 0 else limit
 
 
-def batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """Groups of pieces, in order, bounded in number and in characters (a single piece may exceed that)."""
-    batch: list[Piece] = []
+def batches(parts: Iterable[TextPart]) -> Iterator[list[TextPart]]:
+    """Groups of parts, in order, bounded in number and in characters (a single part may exceed that)."""
+    batch: list[TextPart] = []
     characters = 0
-    for piece in pieces:
-        batch.append(piece)
-        characters += len(piece.text)
-        if characters >= BATCH_CHARACTERS or len(batch) == BATCH_PIECES:
+    for part in parts:
+        batch.append(part)
+        characters += len(part.text)
+        if characters >= BATCH_CHARACTERS or len(batch) == BATCH_PARTS:
             yield batch
             batch, characters = [], 0
     if batch:

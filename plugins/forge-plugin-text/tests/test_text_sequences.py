@@ -162,9 +162,9 @@ def test_an_id_that_text_must_not_have_is_an_error_that_names_the_document(tmp_p
 def test_a_very_long_document_is_encoded_in_pieces_and_stays_one_document(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tokens, "PIECE_CHARACTERS", 10)
+    monkeypatch.setattr(tokens, "PART_CHARACTERS", 10)
     text = "one\ntwo three\n\n" + "x" * 35 + "\nend"
-    cut = [piece.text for piece in tokens.pieces([(Document("a", "a", text), False)])]
+    cut = [piece.text for piece in tokens.text_parts([(Document("a", "a", text), False)])]
     assert "".join(cut) == text
     assert max(map(len, cut)) == 10
     assert cut[:2] == ["one", "\ntwo three"]
@@ -177,6 +177,6 @@ def test_a_very_long_document_is_encoded_in_pieces_and_stays_one_document(
 
 def test_batches_are_bounded_in_characters_and_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokens, "BATCH_CHARACTERS", 10)
-    monkeypatch.setattr(tokens, "BATCH_PIECES", 3)
-    pieces = [tokens.Piece("x" * n, False, True, "a") for n in (1, 1, 1, 1, 20, 4, 5)]
+    monkeypatch.setattr(tokens, "BATCH_PARTS", 3)
+    pieces = [tokens.TextPart("x" * n, False, True, "a") for n in (1, 1, 1, 1, 20, 4, 5)]
     assert [[len(piece.text) for piece in batch] for batch in tokens.batches(pieces)] == [[1, 1, 1], [1, 20], [4, 5]]

@@ -24,8 +24,8 @@ from forge_core.contracts.data import LoadedRows, SampleReader, SampleRow
 from forge_core.contracts.errors import DataError
 
 QUEUED = 2
-"""Units that a worker has at a time, so that it need not wait for the next one. When it dies, it was reading the first of
-them, whose failure is the first to be raised."""
+"""Units that a worker has at a time, so that it need not wait for the next one. When it dies, it was reading the first,
+whose failure is the first to be raised."""
 PARENT_CHECK_S = 1.0
 """How often a worker process looks whether the run is still there."""
 PATIENCE_S = 5.0
