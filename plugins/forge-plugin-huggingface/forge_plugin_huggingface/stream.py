@@ -7,6 +7,7 @@ depend on how any version of `datasets` keeps its own; on the way there, blocks 
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -68,6 +69,10 @@ class Place:
     """Number of the block in the epoch."""
     index: int = 0
     """Which row of the block comes next, in the block's order."""
+    size: int = 0
+    """Rows of the block; 0 before the first block of an epoch."""
+    digest: str = ""
+    """BLAKE2 of the block's first row."""
 
 
 class LaneStream:
@@ -126,16 +131,30 @@ class LaneStream:
             self._told = True
             seen = "the files are not those that were read before, or lie elsewhere"
             logger.warning("%s: %s; reading goes on at the same places in them", self._rows.name, seen)
-        return Place(**{field.name: position[field.name] for field in attrs.fields(Place)})
+        return Place(**{name: position[name] for name in attrs.fields_dict(Place) if name in position})
 
     def _epoch(self, lane: int, place: Place) -> Iterator[StreamedDocument]:
         """What is left of an epoch."""
         rows = self._rows_of(lane, place)
-        while block := list(islice(rows, self._shuffle or ENCODED_ROWS)):
-            file, row, _ = block[0]
-            place = evolve(place, file=file, row=row)
+        block = list(islice(rows, self._shuffle or ENCODED_ROWS))
+        if place.digest:
+            self._check_same(block, place)
+        while block:
+            file, number, row = block[0]
+            place = evolve(place, file=file, row=number, size=len(block), digest=_digest(row))
             yield from self._documents(lane, [row for *_, row in block], place)
             place = evolve(place, block=place.block + 1, index=0)
+            block = list(islice(rows, self._shuffle or ENCODED_ROWS))
+
+    def _check_same(self, block: Sequence[tuple[int, int, Row]], place: Place) -> None:
+        """Raise unless the block at a saved position is the one that was read there: files may have lost rows."""
+        same_start = block and (place.file, place.row, place.digest) == (*block[0][:2], _digest(block[0][2]))
+        # The order of a shuffled block depends on its size; otherwise rows may have been added at its end.
+        same_size = len(block) == place.size or (not self._shuffle and place.index < len(block))
+        if not (same_start and same_size):
+            seen = f"file {place.file} of the lane is no longer what it was when the run was saved"
+            what = f"rows were removed, added or changed at or before row {place.row}, or in its block"
+            raise JobError(f"{self._rows.name}: {seen}: {what}; restore the files, or start a new run")
 
     def _rows_of(self, lane: int, place: Place) -> Iterator[tuple[int, int, Row]]:
         """The lane's rows from the block at `place` on: which of its files each is in, its number, and itself."""
@@ -168,6 +187,10 @@ class LaneStream:
         if times > 1:
             seen = f"{self.lanes} lanes share its {self._rows.files} files, so that each file is read {times} times"
             logger.warning("%s: %s; once if `lanes` divides the number of files", self._rows.name, seen)
+
+
+def _digest(row: Row) -> str:
+    return hashlib.blake2b(repr(sorted(row.values.items())).encode(), digest_size=8).hexdigest()
 
 
 def _finished(document: Encoded, end_of_text: int, position: Mapping[str, Any]) -> StreamedDocument:

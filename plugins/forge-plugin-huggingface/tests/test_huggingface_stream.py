@@ -244,9 +244,9 @@ def test_data_that_is_not_what_was_read_before_is_warned_of_once(
 ) -> None:
     rows = [{"text": f"{number}"} for number in range(1, 9)]
     position = next(build_dataset(write("jsonl", rows), rows=2, streaming=True, lanes=1).read(0, None)).position
-    opened = build_dataset(write("jsonl", rows[::-1]), rows=2, streaming=True, lanes=1)
+    opened = build_dataset(write("jsonl", [*rows, {"text": "9"}]), rows=2, streaming=True, lanes=1)
     for _ in range(2):
-        assert number_of(next(opened.read(0, position))) == 8
+        assert number_of(next(opened.read(0, position))) == 1
     [record] = caplog.records
     assert "the files are not those that were read before, or lie elsewhere; reading goes on" in record.message
 
@@ -336,3 +336,22 @@ def test_lanes_and_shuffling_cannot_change_in_a_run() -> None:
 
     fields: Iterator[Any] = (getattr(attrs.fields(HuggingFace), name) for name in ("lanes", "shuffle"))
     assert [field.metadata["when_resumed"] for field in fields] == ["impossible", "impossible"]
+
+
+@pytest.mark.parametrize("shuffle", [0, 8])
+@pytest.mark.parametrize("change", ["the last rows are gone", "a row before is gone", "the row itself has changed"])
+def test_a_file_that_lost_rows_is_refused_when_a_run_continues(write, build_dataset, shuffle: int, change: str) -> None:
+    """Reading on at the same number would leave out rows, or repeat them, without a word."""
+    rows = [{"text": f"{number}"} for number in range(40)]
+    opened = build_dataset(write("jsonl", rows), rows=1, streaming=True, shuffle=shuffle)
+    *_, last = islice(opened.read(0, None), 30)
+    assert number_of(next(opened.read(0, last.position))) == number_of(last)
+    start = last.position["row"]
+    changed = {
+        "the last rows are gone": rows[:start],
+        "a row before is gone": [*rows[:3], *rows[4:]],
+        "the row itself has changed": [*rows[:start], {"text": "x"}, *rows[start + 1 :]],
+    }[change]
+    again = build_dataset(write("jsonl", changed), rows=1, streaming=True, shuffle=shuffle)
+    with pytest.raises(JobError, match=r"is no longer what it was when the run was saved: rows were removed, added or"):
+        next(again.read(0, last.position))

@@ -99,7 +99,7 @@ class Memmap(DatasetComponent):
             return documents
         from forge_plugin_memmap.selection import split_documents
 
-        identity = [corpus.end_of_text, *(shard.identity() for shard in corpus.train)]
+        identity = [corpus.end_of_text, *(shard.cache_key() for shard in corpus.train)]
         return split_documents(documents, self.held_out_every, identity)
 
     def _damage(self, corpus: Corpus) -> Iterator[Problem]:

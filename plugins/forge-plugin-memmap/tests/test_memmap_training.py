@@ -134,3 +134,19 @@ def test_ids_beyond_the_vocabulary_stop_a_run_before_training(forge_run: Run) ->
     assert code == 2
     assert "a.npy: token 0 is -5, and ids are not negative" in err
     assert not Path("runs/tiny/metrics.jsonl").exists()
+
+
+def test_a_shard_that_was_written_again_between_save_and_resume_is_noticed(forge_run: Run) -> None:
+    """Of the same size, so that neither the number of sequences nor the layout of the file tells."""
+    rng = np.random.default_rng(0)
+    for name in ("a", "b"):
+        np.save(f"{name}.npy", np.append(rng.integers(1, 32, 400), 0).astype(np.uint8))
+    data = '[[data.sources]]\ntype = "memmap"\npath = "a.npy"\nend_of_text = 0'
+    Path("job.toml").write_text(JOB.format(output="runs", data=data))
+    assert forge_run("job.toml", "--train.steps=2")[0] == 0
+    assert forge_run("job.toml", "--train.steps=3")[0] == 0
+    shutil.copy("b.npy", "a.npy")
+    code, _, err = forge_run("job.toml", "--train.steps=4")
+    assert code == 1
+    assert "source '0' has another content than it had" in err
+    assert forge_run("job.toml", "--train.steps=4", "--resume-with-changes")[0] == 0
