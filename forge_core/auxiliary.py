@@ -17,7 +17,7 @@ Unit = Literal["token", "sequence", "layer"]
 
 
 class Count(NamedTuple):
-    """What tells one count from others."""
+    """Key of a count."""
 
     name: str
     row: int
@@ -130,7 +130,7 @@ class Auxiliary:
         self._counted, self._kept = counted, None
 
     def attach(self, x: Tensor, value: Tensor, *, unit: Unit, name: str, weight: float = 1.0) -> Tensor:
-        """Add `weight * value / count(unit)` to the training objective; gives `x`, to be used in its place.
+        """Add `weight * value / count(unit)` to the training objective; returns `x`, to be used in its place.
 
         Args:
             x: any tensor on the path to the loss.
@@ -156,14 +156,17 @@ class Auxiliary:
         """Add `values` (n,) to what this step counts under `name`: of each of n things, such as the tokens of experts.
 
         Args:
-            row: tells the counts of one name apart: the number of the layer.
+            row: number of the layer, which distinguishes the counts of one name.
             unit: whose global count the sum is divided by. `layer`: values that are the same in every micro-batch.
         """
         self.counter(name, row, unit).add(values)
 
     def counter(self, name: str, row: int, unit: Unit | None = None) -> Counter:
-        """What `count` adds to. A layer asks for it when it is built, and adds to it in its forward pass: layers that
-        name their numbers there are compiled one by one."""
+        """Returns the counter that `count` adds to.
+
+        A layer asks for it when it is built, and adds to it in its forward pass: a layer whose forward pass named its
+        number would need a compiled graph of its own.
+        """
         return self._counters.setdefault(Count(name, row), Counter(self, unit))
 
     def _counts(self) -> Iterator[tuple[Count, Tensor, Unit | None]]:
@@ -177,16 +180,16 @@ class Auxiliary:
         self._summaries[name] = summary
 
     def summaries(self) -> Mapping[str, Tensor]:
-        """What `summarise` asked for, of the last step that is over."""
-        found: dict[str, Tensor] = {}
+        """Returns the metrics that `summarise` declared, of the last complete step."""
+        metrics: dict[str, Tensor] = {}
         for name, summary in self._summaries.items():
             rows = {count.row: values for count, values in sorted(self._counted.items()) if count.name == name}
-            found |= summary(rows) if rows else {}
-        return found
+            metrics |= summary(rows) if rows else {}
+        return metrics
 
     def forget_counted_unless(self, kept: Tensor) -> None:
-        """Let `counted` give zeros for the last step, unless `kept` (), a device flag, is true. What is logged
-        stays."""
+        """Mask the last step's counts with `kept`, () a device bool: `counted` returns zeros if the update was skipped.
+        Logged values stay."""
         self._kept = kept
 
     def counted(self, name: str, row: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""What components, hooks and evaluations receive: the surroundings of a build, a step, a checkpoint, an evaluation."""
+"""Contexts that components, hooks and evaluations receive: of a build, a step, a checkpoint, an evaluation."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class TrainContext:
 
 @define(kw_only=True)
 class Requests:
-    """What hooks and signals have asked for. Ranks may differ until the point of the step where they agree."""
+    """Requests of hooks and signals. Ranks may differ until the point of the step where they agree."""
 
     skip: str = ""
     """Why this step's update shall be skipped; one step long."""
@@ -184,16 +184,16 @@ class CheckpointContext(TrainContext):
 
 @frozen(kw_only=True)
 class EvaluationContext:
-    """What an evaluation may use. The model is in evaluation mode, gradients are off."""
+    """Everything that an evaluation may use. The model is in evaluation mode, gradients are off."""
 
     job: Job
     build: BuildContext
     step: int
     model: Model
-    """What this rank has of it, as stages left it. `executor` runs it, and knows what they have put around it and which
+    """This rank's part of it, as stages left it. `executor` runs it, and knows what they have put around it and which
     ranks have what; called by itself, it may compute something else, or keep weights that change later."""
     executor: Executor
-    """`executor.evaluate([batch])` gives the job's loss, and `executor.evaluate([batch], measure)` whatever `measure`
+    """`executor.evaluate([batch])` returns the job's loss, and `executor.evaluate([batch], measure)` what `measure`
     makes of head, hidden states and batch, under every layout."""
     held_out: Dataset | None
     """Held-out sequences of all sources together, in a fixed order."""

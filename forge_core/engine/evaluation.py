@@ -27,7 +27,7 @@ class HeldOut(EvaluationComponent):
     sequences: int = field(default=0, validator=ge(0))
     """How many sequences, always the same, evenly spread over all held-out ones; 0: all."""
     prefix: str = "eval"
-    """What the names of the metrics start with."""
+    """Prefix of the names of the metrics."""
 
     def evaluate(self, context: EvaluationContext) -> Mapping[str, float]:
         import torch

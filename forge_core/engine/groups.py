@@ -1,4 +1,4 @@
-"""What is asked of an optimizer, and the settings that `[[optimizer.groups]]` gives it."""
+"""Checks of a built optimizer, and the settings of `[[optimizer.groups]]`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from forge_core.contracts.errors import ForgeError, JobError, Problem, did_you_mean
-from forge_core.contracts.optimizer import HasEvaluationWeights
 
 if TYPE_CHECKING:
     import torch
@@ -26,9 +25,9 @@ def check_groups(groups: Sequence[Mapping[str, Any]], parameters: NamedParameter
     Raises:
         ForgeError: names the parameters that the optimizer left out or would step twice.
     """
-    seen = [id(parameter) for group in groups for parameter in group["params"]]
-    counts = {p.name: seen.count(id(p.parameter)) for p in parameters} if len(set(seen)) != len(seen) else None
-    present = set(seen)
+    stepped = [id(parameter) for group in groups for parameter in group["params"]]
+    counts = {p.name: stepped.count(id(p.parameter)) for p in parameters} if len(set(stepped)) != len(stepped) else None
+    present = set(stepped)
     missing = [p.name for p in parameters if id(p.parameter) not in present]
     if missing:
         raise ForgeError(f"the optimizer left out {_some(missing)}; every parameter must be in one of its groups")
@@ -43,9 +42,10 @@ def check_modes(optimizer: torch.optim.Optimizer) -> None:
     Raises:
         ForgeError: it has `eval()`, but not all of `forge_core.contracts.optimizer.HasEvaluationWeights`.
     """
-    if hasattr(optimizer, "eval") and not isinstance(optimizer, HasEvaluationWeights):
-        needed = ("train", "evaluation_weights", "load_evaluation_weights")
-        lacking = ", ".join(name for name in needed if not hasattr(optimizer, name))
+    needed = ("train", "evaluation_weights", "load_evaluation_weights")
+    missing = [name for name in needed if name not in dir(optimizer)]
+    if "eval" in dir(optimizer) and missing:
+        lacking = ", ".join(missing)
         raise ForgeError(
             f"{type(optimizer).__name__} has eval(), but not {lacking}; checkpoints and exports need the weights that "
             "are evaluated: see forge_core.contracts.optimizer.HasEvaluationWeights"

@@ -86,7 +86,7 @@ class HookRunner:
                 raise
 
     def exception(self, context: TrainContext, error: BaseException) -> None:
-        """Call `on_exception` of every hook. What they raise is dropped: the first error is the one to report."""
+        """Call `on_exception` of every hook. Their own errors are dropped: the first error is the one to report."""
         for _, method in self._listeners["on_exception"]:
             with suppress(Exception):
                 method(context, error)

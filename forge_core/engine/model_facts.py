@@ -1,4 +1,4 @@
-"""What is known of a whole model before stages change it: a pipeline rank keeps only some of its layers."""
+"""Facts of a whole model, taken before stages change it: a pipeline rank keeps only some of its layers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Outline:
     """Facts of the bare model."""
 
     roles: Mapping[str, Role]
-    """What each parameter is for, by name."""
+    """Role of each parameter, by name."""
     sizes: Mapping[str, int]
     """Elements of each parameter, by name; tied ones once."""
     tensors: Mapping[str, torch.Size]

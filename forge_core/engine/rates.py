@@ -37,12 +37,22 @@ class Rates:
                 raise ForgeError(f"optimizer.{name} is a schedule, but the optimizer has no group with a key {name!r}")
 
     def factor(self, step: int) -> float:
-        """What the schedule of the learning rate gives for the update after `step` completed steps."""
+        """Returns the factor of the learning rate's schedule for the update after `step` completed steps."""
         return self._schedule(step, self._total)
 
     def apply(self, step: int, tokens: int) -> float:
-        """Set everything for the update after `step` completed steps and `tokens` positions fed; gives the first
-        group's rate."""
+        """Set every rate for one update.
+
+        The base rates are those of the job and not what the groups hold: a checkpoint restores neither, so that a run
+        that continues follows its present job.
+
+        Args:
+            step: completed steps.
+            tokens: positions fed so far, by which a phase of the data scales the rate.
+
+        Returns:
+            The rate of the first group.
+        """
         factor = self.factor(step) * lr_factor(self._job, step, tokens)
         for group, base in zip(self._groups, self._base, strict=True):
             group["lr"] = base * factor

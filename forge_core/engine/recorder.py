@@ -72,7 +72,7 @@ class Recorder:
     def step(
         self, context: StepContext, tokens: int, rate: float, waited: float, sums: Sums, skipped: Tensor | None
     ) -> None:
-        """Queue a step's line. What it has from the device is the same on every rank, as is what hooks logged.
+        """Queue a step's line. Its values from the device, and those that hooks logged, are the same on every rank.
 
         Args:
             tokens: positions fed since the run began.
@@ -107,7 +107,7 @@ class Recorder:
         self._write({"step": step, **metrics})
 
     def flush(self) -> None:
-        """Wait for the lines that are still on their way."""
+        """Wait for the lines whose numbers are still being copied from the device."""
         self._tracker.flush()
 
     def sync(self) -> None:
@@ -118,7 +118,7 @@ class Recorder:
                     logger.flush()
 
     def restart_clock(self) -> None:
-        """After a pause (evaluation, checkpoint): it is not part of the speed."""
+        """Leave a pause (evaluation, checkpoint) out of the speed."""
         self._clock.restart()
 
     def _deliver(self, record: dict[str, Any]) -> None:

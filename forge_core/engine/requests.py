@@ -1,4 +1,4 @@
-"""What is asked of a run while it trains, by signals, hooks and the non-finite policy, and how ranks agree on it."""
+"""Requests to a run in training, by signals, hooks and the non-finite policy, and how ranks agree on them."""
 
 from __future__ import annotations
 

@@ -72,18 +72,18 @@ def continue_run(start: Start, run: Run, provenance: Mapping[str, Any]) -> tuple
     notes = [*check_extras(start, own), *check_sources(start, run)]
     manifest = {**start.manifest, "extras": start.extras}
     progress = restore_state(start.checkpoint, manifest, run.model, run.optimizer, own, run.outline.sizes)
-    told = [f"continuing from {start.checkpoint}, step {progress.step}"]
-    told += [f"changed since then:\n{describe_changes(start.changes)}"] if start.changes else []
+    lines = [f"continuing from {start.checkpoint}, step {progress.step}"]
+    lines += [f"changed since then:\n{describe_changes(start.changes)}"] if start.changes else []
     if run.job.checkpoint.load is not None:
-        told.append("[checkpoint.load] has no effect: it is for a run that has no checkpoint yet")
-    return progress, "\n".join([*told, *notes, *check_schedule(progress, run.rates)])
+        lines.append("[checkpoint.load] has no effect: it is for a run that has no checkpoint yet")
+    return progress, "\n".join([*lines, *notes, *check_schedule(progress, run.rates)])
 
 
 def check_extras(start: Start, own: Mapping[str, TrainingHook | Plugin]) -> Iterator[str]:
     """How the state of hooks and plugins in the checkpoint differs from what the run has, in words.
 
     Raises:
-        CheckpointError: a hook given from Python, of which no job tells, has no state there.
+        CheckpointError: a hook given from Python, which no job records, has no state there.
     """
     saved = start.extras
     for name, holder in own.items():
@@ -119,13 +119,15 @@ def check_schedule(progress: Progress, rates: Rates) -> Iterator[str]:
         return
     now = rates.factor(progress.step - 1)
     if not math.isclose(now, before, rel_tol=1e-6, abs_tol=1e-9):
-        seen = f"update {progress.step} had {before:.4g} of the base rate and would have {now:.4g} by this job"
+        before_and_now = (
+            f"update {progress.step} had {before:.4g} of the base rate and would have {now:.4g} by this job"
+        )
         following = f"the next has {rates.factor(progress.step):.4g}"
-        yield f"the schedule is another one for updates that were made already: {seen}; {following}"
+        yield f"the schedule is another one for updates that were made already: {before_and_now}; {following}"
 
 
 def take_weights(start: Start, run: Run, provenance: Mapping[str, Any]) -> str:
-    """Load what `[checkpoint.load]` selects into a freshly built run; gives what to tell. Collective.
+    """Load the weights that `[checkpoint.load]` selects; returns a report for the user. Collective.
 
     Raises:
         JobError: a pattern fits nothing.
@@ -135,7 +137,7 @@ def take_weights(start: Start, run: Run, provenance: Mapping[str, Any]) -> str:
     assert section is not None
     assert start.weights is not None
     selection = load_weights(start.weights, section, run.model, run.outline)
-    told = f"weights from {start.weights}, step {start.manifest['step']}:\n{selection}"
+    report = f"weights from {start.weights}, step {start.manifest['step']}:\n{selection}"
     if recorded.get("tokenizer") != provenance.get("tokenizer"):
-        told += "\n  they were trained with another tokenizer: token ids mean other texts now"
-    return told
+        report += "\n  they were trained with another tokenizer: token ids mean other texts now"
+    return report

@@ -1,4 +1,4 @@
-"""What a run is about to do, for a person to read before it starts."""
+"""The summary of a run that is printed before it starts, and kept in its folder."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def announce(run: Run, stepper: Stepper, provenance: Mapping[str, Any], echo: Ca
 
 
 def describe_run(run: Run, stepper: Stepper, provenance: Mapping[str, Any]) -> str:
-    """The plan: distributions, layout, stages with reasons, hooks in order, sizes, backends, waits."""
+    """One line each: distributions, layout, stages with reasons, hooks in order, sizes, backends, waits."""
     rows = list(_rows(run, stepper, provenance))
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
@@ -116,7 +116,7 @@ def _data(run: Run) -> Iterator[tuple[str, str]]:
 
 
 def _amount(size: int | None, drawn: float, limit: int | None) -> str:
-    """What a source holds, and what this run takes of it."""
+    """Size of a source, and how much of it this run draws."""
     if size is None:
         return f"a stream, {drawn:,.0f} sequences of it"
     at_limit = ", its limit" if limit is not None and round(drawn) >= limit else ""

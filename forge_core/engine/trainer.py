@@ -25,7 +25,7 @@ from forge_core.plugins.catalog import Catalog
 
 @frozen(kw_only=True)
 class Summary:
-    """What a run came to."""
+    """Result of a run."""
 
     step: int
     """Completed steps."""
@@ -78,7 +78,7 @@ class Trainer:
         self._on_folder = on_folder
 
     def run(self) -> Summary:
-        """Build everything, train to the last step, and give the result.
+        """Build everything, train to the last step, and return the result.
 
         Raises:
             JobError: the job cannot run as written.
@@ -124,4 +124,4 @@ class Trainer:
 
 
 def _silent(text: str) -> None:
-    """Other ranks say nothing."""
+    """For ranks other than 0."""

@@ -76,7 +76,7 @@ def load_weights(folder: Path, section: LoadSection, model: Model, outline: Outl
 
 
 def select(section: LoadSection, names: Names, stored: Collection[str]) -> Selection:
-    """What `include` and `exclude` make of the tensors of a model and the names in a checkpoint."""
+    """Match `include` and `exclude` against the tensors of a model and the names in a checkpoint."""
     wanted = [n for n, names_ in names.items() if _fits(names_, section.include) and not _fits(names_, section.exclude)]
     return Selection(
         loaded=[name for name in wanted if name in stored],

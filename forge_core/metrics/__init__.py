@@ -1,1 +1,1 @@
-"""What a run measures of itself, and the core's loggers."""
+"""Measurements of a run, and the core's loggers."""

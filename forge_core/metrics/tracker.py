@@ -1,7 +1,9 @@
 """Metrics of a step, from the device to the loggers without waiting.
 
 A step puts one small vector on its way to pinned memory. Its line is written once the copy has arrived, in order and at
-most two steps later.
+most two steps later: reading a number on the host at once would wait for all work that is queued on the device, and the
+device would then idle until the host has queued the next step. Two steps bound the memory that is pinned, and how late
+the non-finite policy acts.
 """
 
 from __future__ import annotations
@@ -105,7 +107,7 @@ class Clock:
         self._marks: deque[tuple[float, int]] = deque([(time.perf_counter(), 0)], maxlen=self.WINDOW + 1)
 
     def tick(self, tokens: int) -> tuple[float, float]:
-        """Note that `tokens` more were fed; gives (seconds since the last tick, tokens per second over the window)."""
+        """Count `tokens` more; returns (seconds since the last tick, tokens per second over the window)."""
         now = time.perf_counter()
         previous, total = self._marks[-1]
         self._marks.append((now, total + tokens))

@@ -117,14 +117,14 @@ class Plugins:
     def validate_job(self, job: Job, layout: Layout) -> list[Problem]:
         """Problems that active plugins find, with full paths."""
         with self._blame():
-            found = self._manager.hook.forge_validate_job(job=job, layout=layout)
-            return [problem for problems in found for problem in problems]
+            results = self._manager.hook.forge_validate_job(job=job, layout=layout)
+            return [problem for problems in results for problem in problems]
 
     def training_hooks(self, job: Job) -> list[TrainingHook]:
         """Training hooks that active plugins contribute, in the order of the job file."""
         with self._blame():
-            found = self._manager.hook.forge_training_hooks(job=job)
-            return [hook for hooks in found for hook in hooks]
+            results = self._manager.hook.forge_training_hooks(job=job)
+            return [hook for hooks in results for hook in hooks]
 
     # --- registering ---------------------------------------------------------------------------------------------
 
@@ -197,12 +197,12 @@ class Plugins:
             for name, plugin in self.active.items()
             for _, function in self._implementations(plugin)
         }
-        found: dict[str, None] = {}
+        names: dict[str, None] = {}
         while traceback is not None:
             if traceback.tb_frame.f_code in code:
-                found[code[traceback.tb_frame.f_code]] = None
+                names[code[traceback.tb_frame.f_code]] = None
             traceback = traceback.tb_next
-        return list(found)
+        return list(names)
 
 
 def _check_signature(where: str, function: Any) -> None:
