@@ -19,7 +19,7 @@ usage: forge-run JOB.toml [MORE.toml …] [--section.key=value …]
 
 Trains what a job file describes. Several files are layered from left to right, overrides come last.
 
-commands (forge-run COMMAND --help tells more):
+commands (forge-run COMMAND --help lists the options of one):
 """
 
 OPTIONS = [
@@ -29,7 +29,11 @@ OPTIONS = [
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command line; gives the exit code."""
+    """Run one command line.
+
+    Returns:
+        The exit code.
+    """
     if argv is None:
         argv = sys.argv[1:]
         warnings.showwarning = _show_warning
@@ -43,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
     except ForgeError as error:
         print(f"forge-run: {error}", file=sys.stderr)
         return error.exit_code
-    except BrokenPipeError:  # whoever read the output has gone: `forge-run plugins | head`
+    except BrokenPipeError:  # the reader of the output has ended: `forge-run plugins | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ExitCode.FAILED
 
@@ -56,7 +60,7 @@ def _show_warning(
     file: TextIO | None = None,
     line: str | None = None,
 ) -> None:
-    """Ours are for users and say all there is to know; where they arise is of no use to them."""
+    """Show Forge's own warnings without the line of code that raised them, which is of no use to users."""
     ours = Path(filename).is_relative_to(Path(__file__).parents[1])
     text = f"warning: {message}\n" if ours else warnings.formatwarning(message, category, filename, lineno, line)
     (file or sys.stderr).write(text)
@@ -87,6 +91,6 @@ def help_text(catalog: Catalog) -> str:
 
 def version_text(catalog: Catalog) -> str:
     """One line for the core, and one for each other distribution that offers something to Forge."""
-    found = {offer.distribution.name: offer.distribution for offer in catalog.all_offers()}
-    ordered = sorted(found.values(), key=lambda distribution: (distribution.name != CORE, distribution.name))
+    distributions = {offer.distribution.name: offer.distribution for offer in catalog.all_offers()}
+    ordered = sorted(distributions.values(), key=lambda distribution: (distribution.name != CORE, distribution.name))
     return "\n".join(str(distribution) for distribution in ordered)

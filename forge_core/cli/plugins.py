@@ -18,7 +18,7 @@ CHECK = "check-plugins"
 """The command that `--check` stands for; a distribution for authors of plugins offers it."""
 
 UNCHECKED: dict[str, Any] = {"check": None, "distribution_problems": []}
-"""What JSON has in place of the findings of `--check`: a component has the same keys with and without it."""
+"""JSON without `--check` has these in place of its findings, so that the keys are the same."""
 
 
 @frozen

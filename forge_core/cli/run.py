@@ -103,7 +103,7 @@ def _supervise(ranks: int, world: World, argv: list[str], paths: Sequence[str], 
 
 
 def rank_command(argv: Sequence[str]) -> list[str]:
-    """What each rank runs: this command line without `--nproc`."""
+    """The command line of each rank: this one without `--nproc`."""
     rest = list(argv)
     at = next(i for i, argument in enumerate(rest) if argument.partition("=")[0] == "--nproc")
     del rest[at : at + (1 if "=" in rest[at] else 2)]

@@ -1,4 +1,4 @@
-"""How types and values are called in messages, and how a value of the wrong type should have been written."""
+"""Names of types and values in messages, and the TOML that a value of the wrong type was probably meant to be."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ def is_table(type_: Any) -> bool:
 
 
 def members(type_: Any) -> tuple[Any, ...]:
-    """What a field may hold besides nothing: the members of a union without None, or the type itself."""
-    found = typing.get_args(type_) if is_union(type_) else (type_,)
-    return tuple(member for member in found if member is not type(None))
+    """The members of a union without None, or the type itself."""
+    options = typing.get_args(type_) if is_union(type_) else (type_,)
+    return tuple(member for member in options if member is not type(None))
 
 
 def item_type(type_: Any) -> Any:
@@ -82,12 +82,12 @@ def section_in(type_: Any) -> type | None:
 
 
 def header(path: str, type_: Any) -> str:
-    """How the table of a field is headed in a job file."""
+    """The header of a field's table in a job file."""
     return f"[[{path}]]" if any(is_array(member) for member in members(type_)) else f"[{path}]"
 
 
 def type_name(type_: Any) -> str:
-    """What a field expects, in a user's words: `int`, `array of str`, `float or scheduler table`."""
+    """The expected type in messages: `int`, `array of str`, `float or scheduler table`."""
     if is_union(type_):
         return " or ".join(type_name(member) for member in members(type_))
     if is_literal(type_):
@@ -134,7 +134,7 @@ def _choices(values: Sequence[Any]) -> str:
 
 
 def value_name(value: Any) -> str:
-    """What was seen instead: `float 1.5`, `str 'fast'`, `a table`."""
+    """The value in messages: `float 1.5`, `str 'fast'`, `a table`."""
     if isinstance(value, dict):
         return "a table"
     if isinstance(value, list):
@@ -155,9 +155,9 @@ def toml_text(value: Any) -> str:
 def correction(value: Any, type_: Any) -> str | None:
     """TOML for what a value of the wrong type was probably meant to be."""
     for member in members(type_):
-        found = _correct(value, member)
-        if found is not None:
-            return found
+        text = _correct(value, member)
+        if text is not None:
+            return text
     return None
 
 

@@ -34,7 +34,7 @@ from forge_core.plugins.catalog import Catalog
 LOCAL_STORAGE = "forge-run/local"
 """Type of the core's storage in a resolved job."""
 SAFE, FLAG = when_resumed("safe"), when_resumed("flag")
-"""What a changed key means for a run that continues; a key without either is as its section. Micro-batches are layout:
+"""Meaning of a changed key for a run that continues; a key without either is as its section. Micro-batches are layout:
 the loss is normalised over the global batch, so that the curve does not depend on them."""
 
 
@@ -77,7 +77,7 @@ class TrainSection:
     non_finite: Literal["skip", "stop", "ignore"] = field(default="skip", metadata=SAFE)
     """When loss or gradients are not finite: skip the update, stop the run, or update all the same."""
     non_finite_limit: int = field(default=10, validator=gt(0), metadata=SAFE)
-    """With `skip`: so many skipped updates in a row stop the run (exit code 76)."""
+    """With `skip`: skipped updates in a row that stop the run (exit code 76)."""
     dry_run: Literal["auto", "always", "never"] = field(default="auto", metadata=SAFE)
     """Before training, one forward and backward of the largest shapes, which leaves no trace, to find errors and the
     peak of memory early. auto: on an accelerator only."""
@@ -161,11 +161,11 @@ class CheckpointSection:
     at_start: bool = False
     """Also save before the first step, as step 0, and keep it forever."""
     keep: int = field(default=3, validator=ge(0))
-    """How many of the newest checkpoints to keep; 0 keeps all."""
+    """Number of the newest checkpoints to keep; 0 keeps all."""
     keep_every: int = field(default=0, validator=ge(0))
     """Keep forever what is saved at multiples of this step; 0: none."""
     keep_best: int = field(default=0, validator=ge(0))
-    """How many of the best checkpoints to keep, by `best_metric`; needs `eval.interval`."""
+    """Number of the best checkpoints to keep, by `best_metric`; needs `eval.interval`."""
     best_metric: str = field(default="eval/loss", validator=min_len(1))
     """Metric of the evaluations that says which checkpoints are best: lower is better. The newest evaluation at or
     before a checkpoint counts, and for the first checkpoint after it only."""
@@ -175,7 +175,7 @@ class CheckpointSection:
     """When a save fails (a full disk, say): end the run, or warn, go on, and try again at the next one. The last save
     of a run must succeed either way."""
     verify: Literal["full", "sizes"] = "full"
-    """What is checked before loading: SHA-256 of every file, or sizes only, which does not find flipped bytes."""
+    """Check before loading: SHA-256 of every file, or sizes only, which does not find flipped bytes."""
     storage: StorageComponent = default_type(LOCAL_STORAGE)
     """`[checkpoint.storage]`: where checkpoints are kept."""
     load: LoadSection | None = None
@@ -211,7 +211,7 @@ class LaunchSection:
     """Seconds that ranks wait at the start for those that have not come."""
     hang_timeout_s: float = field(default=1800.0, validator=ge(0))
     """When a rank is in one phase of the engine (data, forward and backward, a save …) for more seconds than this, the
-    run ends, and tells which rank is late and where. Take more than the longest phase, with compilation. 0: never."""
+    run ends, and names the late rank and its phase. Take more than the longest phase, with compilation. 0: never."""
     grace_s: float = field(default=600.0, validator=ge(0))
     """With `--nproc`: seconds from a request to stop until ranks that have not saved and ended are killed. 0: never."""
 
@@ -273,4 +273,4 @@ class Job:
 
 
 ALWAYS: Mapping[str, tuple[str, ...]] = {"evaluations": ("held_out",), "loggers": ("console", "jsonl")}
-"""Entries of the core's own that named tables have unless the job gives them settings."""
+"""The core's own entries of named tables, which a job without them has too."""

@@ -12,7 +12,7 @@ from forge_core.config.describe import correction, is_array, is_literal, is_tabl
 from forge_core.contracts.errors import SURE, did_you_mean
 
 SCALARS: Mapping[type, tuple[type, ...]] = {bool: (bool,), int: (int,), float: (int, float), str: (str,), Path: (str,)}
-"""What each scalar type accepts; a bool is no int here, though it is in Python."""
+"""Types of TOML values that each scalar type accepts. A bool is not an int here, though it is in Python."""
 
 
 class Mismatch(Exception):
@@ -24,7 +24,7 @@ class Mismatch(Exception):
 
 
 def unexpected(value: Any, type_: Any) -> Mismatch:
-    """What to raise for a value that a field of this type does not take."""
+    """The error for a value that a field of this type does not accept."""
     message = f"expected {type_name(type_)}, got {value_name(value)}"
     if not isinstance(value, str):
         return Mismatch(message, correction(value, type_))

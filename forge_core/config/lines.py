@@ -1,4 +1,4 @@
-"""Where in a TOML file each key stands. `tomllib` tells values but not lines; this tells lines but not values.
+"""Line numbers of the keys in a TOML file, which `tomllib` does not report.
 
 The text is known to be valid TOML when this is called, so the scanner only needs to recognise where keys, strings,
 arrays and inline tables begin and end.
@@ -29,7 +29,7 @@ _OTHER_VALUE = re.compile(r"[^,\]}#\n]+")
 def find_lines(text: str) -> dict[KeyPath, int]:
     """Line, counted from 1, of every table, key and array item.
 
-    Never raises: in text that is not TOML, it gives what stands before the fault.
+    Never raises: for text that is not TOML, it returns the keys before the fault.
     """
     scanner = _Scanner(text)
     with suppress(_Lost):
@@ -48,7 +48,7 @@ class _Scanner:
         self._at = 0
         self._newlines = [match.start() for match in re.finditer("\n", text)]
         self._tables: dict[KeyPath, int] = {}
-        """How many `[[headers]]` each array of tables has had."""
+        """Number of `[[headers]]` so far of each array of tables."""
 
     def document(self) -> None:
         table: KeyPath = ()

@@ -41,7 +41,7 @@ def load_job(
         with_data: whether what the job reads (data sources, a tokenizer, weights to start from) must be there.
 
     Raises:
-        JobError: the job cannot run as written; tells every problem that was found.
+        JobError: the job cannot run as written; lists every problem.
     """
     catalog = catalog or Catalog.installed()
     world_size = world_size or join_world().size

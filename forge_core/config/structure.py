@@ -63,14 +63,14 @@ class UnknownKey:
 
 @define
 class Findings:
-    """What one pass found out besides the value."""
+    """Results of one pass besides the value."""
 
     problems: list[Problem] = field(factory=list)
     unknown: list[UnknownKey] = field(factory=list)
     tables: dict[str, type] = field(factory=dict)
     """Class of every table that the job has or could have, by path."""
     deprecated: list[ForgeDeprecation] = field(factory=list)
-    """Of keys that are to go and are not at their defaults, with their places."""
+    """Warnings about deprecated keys that differ from their defaults, with their origins."""
     missing: list[str] = field(factory=list)
     """Distributions to install, for types that no installed one offers."""
 
@@ -126,7 +126,7 @@ class _Structurer:
     # --- going through the tree ----------------------------------------------------------------------------------
 
     def read(self, convert: Callable[[], Any], key: str | None = None) -> Any:
-        """What `convert` gives below `key`, or `INVALID` after noting why not."""
+        """The result of `convert` below `key`, or `INVALID` after noting the problem."""
         depth = len(self._path)
         self._path += [] if key is None else [key]
         try:
@@ -194,7 +194,7 @@ class _Structurer:
             raise unexpected(value, type_)
 
     def _header(self, form: str) -> str | None:
-        """How a table is headed in a file; on the command line, there is no such thing."""
+        """The header of a table in a file; None on the command line, which has no headers."""
         return None if self._origin().is_flag else form.format(self._here)
 
     # --- components ----------------------------------------------------------------------------------------------
@@ -203,10 +203,10 @@ class _Structurer:
         """The class that the table's `type`, or else the default, names."""
         if "type" not in value and default is not None:
             return self._load(base, default)
-        found = self.read(partial(self._named_class, value, base), "type")
-        if found is INVALID:
+        cls = self.read(partial(self._named_class, value, base), "type")
+        if cls is INVALID:
             raise Noted
-        return found
+        return cls
 
     def _named_class(self, value: Mapping[str, Any], base: type[Component]) -> type[Component]:
         if "type" not in value:
@@ -275,13 +275,13 @@ class _Structurer:
     # --- defaults ------------------------------------------------------------------------------------------------
 
     def _default(self, f: Attribute, key: str, cls: type) -> Any:
-        """The value of a key that is not given; `NOTHING` if only attrs can tell."""
+        """The value of a key that the table leaves out; `NOTHING` if only attrs can compute it."""
         if f.default is attrs.NOTHING:
             return self.read(partial(self._missing, f.type), key)
         return self.read(partial(self.complete, default_of(f), f.type, cls), key)
 
     def _substitute(self, f: Attribute, key: str, cls: type) -> Any:
-        """What stands in for a value that is at fault: the default, if there is one. Notes nothing."""
+        """The default in place of a faulty value, if there is one. Notes no problem."""
         if f.default is attrs.NOTHING:
             return INVALID
         aside = _Structurer(self._root, self._catalog)
@@ -372,11 +372,11 @@ def _demand_valid(values: Iterable[Any]) -> None:
 
 
 def _accept(f: Attribute, value: Any, values: dict[str, Any]) -> None:
-    """Refuse what the field's validator does. A field with a converter is checked when the class is made."""
+    """Raise what the field's validator raises. A field with a converter is checked when the class is made."""
     known = {name: other for name, other in values.items() if other is not INVALID and other is not attrs.NOTHING}
-    found = None if f.converter else complaint(f.validator, SimpleNamespace(**known), f, value)
-    if found is not None:
-        raise Mismatch(found)
+    message = None if f.converter else complaint(f.validator, SimpleNamespace(**known), f, value)
+    if message is not None:
+        raise Mismatch(message)
 
 
 def _collection(type_: Any) -> Callable[[list[Any]], Any]:

@@ -36,7 +36,7 @@ class Node:
     value: Any
     origin: Origin
     replaced: Node | None = None
-    """What a later layer put this in place of."""
+    """The node of an earlier layer that this one replaced."""
 
     def plain(self) -> Any:
         """The value without origins."""
@@ -90,5 +90,5 @@ def merge(base: Node, layer: Node) -> Node:
 
 
 def flag(path: str, toml: str) -> str:
-    """How a key is given on the command line, quoted for a shell."""
+    """The command-line flag that sets a key, quoted for a shell."""
     return f"--{path}={shlex.quote(toml)}"

@@ -1,6 +1,6 @@
-"""What the validators of a field demand, in plain words and as JSON Schema.
+"""Demands of attrs validators, in plain words and as JSON Schema.
 
-attrs gives no public view of its validators, so they are known by the attributes they carry; a validator that is none
+attrs has no public view of its validators, so they are recognised by their attributes; a validator that is none
 of attrs' own is a plain function, of which nothing is known but the message it raises.
 """
 
@@ -27,7 +27,7 @@ class Demand:
 
 
 def demands(validator: Any) -> Iterator[Demand]:
-    """What a field's validator demands, one by one."""
+    """The demands of a field's validator, one by one."""
     if validator is None:
         return
     if hasattr(validator, "_validators"):  # and_(…), and several in a list
@@ -39,7 +39,7 @@ def demands(validator: Any) -> Iterator[Demand]:
     elif hasattr(validator, "options"):  # in_
         options = list(validator.options)
         yield Demand(f"be one of {_listed(options)}", validator, {"enum": options})
-    elif hasattr(validator, "pattern"):  # matches_re, a full match unless told otherwise
+    elif hasattr(validator, "pattern"):  # matches_re, a full match by default
         pattern = validator.pattern.pattern
         yield Demand(f"match {pattern!r}", validator, {"pattern": f"^(?:{pattern})$"})
     elif hasattr(validator, "min_length"):
@@ -57,7 +57,7 @@ def demands(validator: Any) -> Iterator[Demand]:
 
 
 def complaint(validator: Any, instance: Any, attribute: Any, value: Any) -> str | None:
-    """What a validator has against a value, or None. `instance` holds the fields that are known so far."""
+    """Why a validator refuses a value, or None. `instance` holds the fields that are known so far."""
     for demand in demands(validator):
         try:
             demand.check(instance, attribute, value)

@@ -73,13 +73,13 @@ def default_type(type_: str) -> Any:
 
         ffn: FFNComponent = default_type("swiglu")
 
-    The component may belong to another distribution; it is imported only if the job does not give the table.
+    The component may belong to another distribution; it is imported only if the job leaves the table out.
     """
     return field(default=DefaultType(type_))
 
 
 WhenResumed = Literal["safe", "flag", "impossible"]
-"""What a changed key means for a run that continues from a checkpoint. `safe`: it applies at once, and what was saved
+"""Meaning of a changed key for a run that continues from a checkpoint. `safe`: it applies at once, and what was saved
 keeps its meaning. `flag`: it makes another run of it, so the user must ask with `--resume-with-changes`. `impossible`:
 what was saved does not fit, or would mean something else."""
 
@@ -106,18 +106,18 @@ class Component(Generic[Built]):
 
     kind: ClassVar[str]
     resumes_as: ClassVar[WhenResumed | None] = None
-    """What it means for a continued run that this component's keys changed, or that it came or went; a field may
+    """Meaning for a continued run of a changed key, or of adding or removing the component; a field may
     differ (`when_resumed`). None: what it means for the component around it."""
 
     type_resumes_as: ClassVar[WhenResumed | None] = None
-    """What another type in this component's table means, where that is more than another value of its keys."""
+    """Meaning of another type in this component's table, where that is more serious than a changed key."""
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
         """Mistakes that only show across fields or sections; paths are relative to this component's table."""
         return ()
 
     def choices(self, context: BuildContext) -> Iterable[tuple[str, str, str]]:
-        """What this component chose for the run by measurement, for the plan: (what, choice, why)."""
+        """Choices of this component by measurement, printed in the summary: (subject, choice, reason)."""
         return ()
 
     def training_hooks(self, job: Job) -> Iterable[TrainingHook]:
@@ -141,7 +141,7 @@ class RouterComponent(Component["nn.Module"]):
     """Builds the module that assigns tokens to experts.
 
     The module maps `(x (B, S, D), batch)` to the weights and the numbers of K experts for each token, both (B, S, K).
-    The weights are float32 or wider; a number of -1 means no expert, and a module that gives such says so by an
+    The weights are float32 or wider; a number of -1 means no expert, and a module that returns it says so by an
     attribute `leaves_out = True`. Its attribute `experts_per_token` is how many a token has, in the mean. Losses attach
     to the weights (`context.auxiliary.attach`).
     """
@@ -185,7 +185,7 @@ class ParameterGroup:
 class OptimizerComponent(Component["torch.optim.Optimizer"]):
     """Builds a `torch.optim.Optimizer`.
 
-    Every parameter group has `names`, those of its parameters in their order (`NamedParameters.groups` gives them).
+    Every parameter group has `names`, those of its parameters in their order (`NamedParameters.groups` sets them).
     Its `lr` is the base rate: the engine multiplies it by the schedule before each step. A field that holds a
     `SchedulerComponent` and is named like a key of the parameter groups is written there each step.
 
@@ -249,7 +249,7 @@ class DatasetComponent(Component["Dataset | Stream | Documents | DocumentStream"
     resumes_as = "flag"
 
     name: str | None = field(default=None, validator=optional(matches_re(r"[A-Za-z0-9][A-Za-z0-9._-]*")))
-    """What the source is called in phases, metrics and checkpoints; the order of its sequences derives from it.
+    """Name of the source in phases, metrics and checkpoints; the order of its sequences derives from it.
     Letters, digits, `.`, `_` and `-`; by default its number, from 0."""
     weight: float = field(default=1.0, validator=ge(0))
     """Share of the training sequences that come from this source, relative to the other sources; 0 means never."""
@@ -267,7 +267,7 @@ class DatasetComponent(Component["Dataset | Stream | Documents | DocumentStream"
 
 @frozen(kw_only=True)
 class PackingComponent(Component["Dataset"]):
-    """Makes training sequences of the documents that sources give: `[data.packing]`."""
+    """Makes training sequences of the documents of the sources: `[data.packing]`."""
 
     kind = "packing"
     resumes_as = "flag"
@@ -276,7 +276,7 @@ class PackingComponent(Component["Dataset"]):
     isolates: ClassVar[bool] = False
     """Whether its sequences have `document_ids`, so that documents in them are learned apart."""
     accepts_sequences: ClassVar[bool] = False
-    """Whether sources that give finished sequences may stand beside it, and are left as they are."""
+    """Whether sources of finished sequences are allowed beside it; they are left as they are."""
 
     def build(self, context: BuildContext, documents: Documents) -> Dataset:
         """The sequences of the documents, and in its `held_out` those of `documents.held_out`."""
@@ -322,7 +322,12 @@ class TokenizerComponent(Component["Tokenizer"]):
     resumes_as = "impossible"
 
     def build(self, context: BuildContext, documents: Callable[[], Iterable[str]]) -> Tokenizer:
-        """Args: `documents`, gives the training texts of all sources afresh at each call."""
+        """Build the tokenizer.
+
+        Args:
+            context: of the run.
+            documents: returns the training texts of all sources, from the start at each call.
+        """
         raise NotImplementedError
 
     def load(self, context: BuildContext, folder: Path) -> Tokenizer:
@@ -376,8 +381,8 @@ class ParallelComponent(Component["ParallelStage"]):
         return False
 
     def micro_batches_alive(self, count: int) -> float:
-        """Of how many of a step's `count` micro-batches this stage lets a rank keep activations at the same time, at
-        the most; a fraction where a rank keeps those of some layers only."""
+        """Upper bound on the micro-batches (of a step's `count`) whose activations are live on a rank at once;
+        fractional if the rank holds some layers only."""
         return 1.0
 
     dimensions: ClassVar[Sequence[MeshDimension]] = ()

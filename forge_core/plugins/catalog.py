@@ -202,7 +202,7 @@ class Catalog:
         return command
 
     def type_of(self, cls: type) -> str:
-        """How the resolved job spells a class: `distribution/type`, or the path it was loaded from."""
+        """The spelling of a class in resolved jobs: `distribution/type`, or the path it was loaded from."""
         if cls in self._types:
             return self._types[cls]
         kind = getattr(cls, "kind", None)

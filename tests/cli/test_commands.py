@@ -251,7 +251,7 @@ class TestExplain:
         text = explain("optimizer", small_catalog)
         assert "muon:\n    Orthogonalised momentum.\n" in text
         assert "sophia:\n    cannot load optimizer 'sophia' from forge-plugin-sophia 0.1.0" in text
-        assert text.endswith("forge-run explain optimizer.TYPE tells the keys of one.")
+        assert text.endswith("forge-run explain optimizer.TYPE lists the keys of one.")
 
     @pytest.mark.parametrize(
         ("path", "start"),

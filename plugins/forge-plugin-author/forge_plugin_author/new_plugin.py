@@ -24,7 +24,7 @@ EVERY = "every"
 """The folder of what all kinds share."""
 TYPE = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
 LONGEST = 30
-"""Characters of a name: lines of the templates have room for so many."""
+"""Characters of a name that the lines of the templates have room for."""
 
 
 def command(argv: list[str]) -> int:
@@ -52,7 +52,7 @@ def kinds() -> list[str]:
 
 
 def distribution_name(name: str) -> str:
-    """What a distribution that offers the type `name` is called."""
+    """Name of the distribution that offers the type `name`."""
     return f"forge-plugin-{name.replace('_', '-')}"
 
 
@@ -155,7 +155,7 @@ def write(files: Mapping[Path, str], folder: Path) -> None:
 
 
 def taken(kind: str, name: str, catalog: Catalog) -> Iterator[str]:
-    """What is installed and has the same names."""
+    """Warnings about installed distributions and types of the same name."""
     for offer in catalog.offers(kind):
         if offer.type == name:
             fix = f"jobs with both installed must write {distribution_name(name)}/{name}"
@@ -166,7 +166,7 @@ def taken(kind: str, name: str, catalog: Catalog) -> Iterator[str]:
 
 
 def farewell(files: Mapping[Path, str], folder: Path) -> Iterator[str]:
-    """What was written, and what to do with it."""
+    """The files written, and the commands to try them."""
     yield f"wrote {folder}:"
     yield from (f"  {path}" for path in sorted(files))
     yield ""

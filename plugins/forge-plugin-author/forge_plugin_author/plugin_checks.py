@@ -1,4 +1,4 @@
-"""What `forge-run plugins --check` finds: each entry point is loaded in a process of its own."""
+"""Problems that `forge-run plugins --check` reports: each entry point is loaded in a process of its own."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ TIMEOUT_S = 120
 
 
 def probes(offers: Sequence[Offer]) -> list[Probe]:
-    """What loading each showed, so that neither its failure nor its imports touch another."""
+    """Load each offer in a process of its own, so that neither failures nor imports affect another."""
     with ThreadPoolExecutor(WORKERS) as pool:
         return list(pool.map(_probe, offers))
 
 
 def distribution_problems(distribution: Distribution, catalog: Catalog) -> Iterator[str]:
-    """What is wrong with a distribution as it is installed: what it requires of the core, and whether it is stale."""
+    """Problems of an installed distribution: its requirement on the core, and stale entry points."""
     if distribution.name != CORE:
         yield from (f"problem: {distribution}: {problem}" for problem in bound_problems(distribution))
     yield from (f"stale: {line}" for line in stale_entries([distribution], catalog))

@@ -1,4 +1,4 @@
-"""Loads one entry point and tells how it went, as a line of JSON: run by `forge-run plugins --check`."""
+"""Loads one entry point and reports the outcome as a line of JSON: run by `forge-run plugins --check`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from forge_core.plugins.catalog import Catalog
 
 @frozen
 class Probe:
-    """What loading an entry point showed."""
+    """Outcome of loading an entry point."""
 
     error: str = ""
     """Why it cannot be loaded."""
@@ -23,7 +23,7 @@ class Probe:
     torch: bool = False
     """Whether loading it imported torch, which makes checking a job slow."""
     problems: Sequence[str] = ()
-    """What is wrong with what was loaded, each with its fix: as `forge_testing.check_distribution` tells it."""
+    """Problems of the loaded object, each with its fix, as `forge_testing.check_distribution` reports them."""
 
     @property
     def verdict(self) -> str:
