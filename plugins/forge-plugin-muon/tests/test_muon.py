@@ -10,12 +10,16 @@ import torch
 from attrs import define, frozen
 
 from forge_core.contracts.components import ParameterGroup, SchedulerComponent, TrainingHook
+from forge_core.parallel.mesh import leave_group
+from forge_core.plugins.catalog import Catalog
 from forge_plugin_muon import Muon, newton_schulz
 from forge_plugin_muon.newton_schulz import orthogonalise
 from forge_plugin_muon.optimizer import MuonOptimizer
 from forge_plugin_parallel import FSDP, ContextParallel, PipelineParallel, TensorParallel
+from forge_plugin_plan.estimate import make_plan
+from forge_plugin_plan.storages import Purpose
 from forge_plugin_transformer import GroupedQueryAttention, Transformer
-from forge_testing import TinyModel
+from forge_testing import TinyModel, tiny_job
 from forge_testing.memory import peak_of
 from forge_testing.processes import run_on_ranks
 from forge_testing.runs import advance, draw, tiny_run, whole
@@ -126,6 +130,22 @@ def test_a_step_takes_the_memory_of_a_batch_and_the_same_bits(dtype, monkeypatch
     (at_once, much), (in_batches, little) = train(everything), train(everything // 8)
     torch.testing.assert_close(in_batches, at_once, rtol=0, atol=0)
     assert little < everything < much
+
+
+def test_a_plan_counts_the_memory_of_a_batch(tmp_path, monkeypatch):
+    monkeypatch.setattr(newton_schulz, "TOGETHER", 64 * 64)
+    model = Transformer(dim=64, layers=6, vocab_size=32, attention=GroupedQueryAttention(heads=4, kv_heads=2))
+    leave_group()  # of an earlier test: a plan is made by a process of its own
+
+    def temporary(working_gb):
+        sizes = {"seq_len": 8, "global_batch_size": 1, "micro_batch_size": 1}
+        job = tiny_job(str(tmp_path), Catalog.installed(), model=model, optimizer=Muon(working_gb=working_gb), **sizes)
+        (rank,) = make_plan(job, Catalog.installed(), 1).ranks
+        return rank.memory.most[Purpose.OTHER], rank.weights
+
+    (much, weights), (little, _) = temporary(1.0), temporary(1e-5)
+    assert much > 0.8 * weights
+    assert little < 0.2 * weights
 
 
 def test_a_vector_among_matrices_is_refused():
