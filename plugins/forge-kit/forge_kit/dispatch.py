@@ -83,7 +83,7 @@ class Dispatch(NamedTuple):
             weights = weights.flatten()
             weights = (F.pad(weights, (0, 1)) if filled else weights).index_select(0, self.choices)
         elif filled:
-            raise ValueError("groups are filled up with rows for no choice; give the weights")
+            raise ValueError("groups are filled up with rows for no choice; pass the weights")
         return _AddUp.apply(rows, weights, self.sources, self.by_token, self.starts)  # type: ignore[no-untyped-call]
 
 

@@ -28,7 +28,7 @@ def progress(step: int, start: int, length: int) -> float:
 
 @frozen(kw_only=True)
 class DecayComponent(WarmupComponent):
-    """A schedule that decays right after the warm-up. Subclasses give its `shape`."""
+    """A schedule that decays right after the warm-up. Subclasses define its `shape`."""
 
     decay_steps: int = field(default=0, validator=ge(0))
     """Updates over which the rate decays; afterwards it stays at the floor. 0: until the end of the run."""

@@ -78,7 +78,7 @@ def test_groups_that_are_filled_up_give_the_same(chosen):
     assert of_no_choice.sum() == (filled.counts - plain.counts).sum()
     assert not gradients[2][of_no_choice].any()
     if of_no_choice.any():
-        with pytest.raises(ValueError, match="give the weights"):
+        with pytest.raises(ValueError, match="pass the weights"):
             filled.add_up(rows)
 
 

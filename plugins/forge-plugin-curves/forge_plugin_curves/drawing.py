@@ -15,7 +15,7 @@ from forge_plugin_curves.history import History, Series
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """matplotlib tells of its caches as if they were problems."""
+    """Silence matplotlib, which logs its caches as if they were problems."""
     logger = logging.getLogger("matplotlib")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -86,7 +86,7 @@ class CrossEntropyObjective:
         return _Normalised(wide_CV, softmax_CV, share_C, logsumexp_C, target_C, valid_C, index_C, inside_C)
 
     def _gradient_CV(self, at: _Normalised, even: Tensor | None) -> Tensor:
-        """Takes the place of the softmax. `even`: what smoothing gives to each word."""
+        """Takes the place of the softmax. `even`: the share that smoothing gives each word."""
         scale_C = at.share_C * (1 + 2 * self.z_loss * at.logsumexp_C)
         at.softmax_CV.mul_(scale_C.where(at.valid_C, 0)[:, None])
         if even is not None:

@@ -58,7 +58,7 @@ def place_of(offsets: Sequence[int], sizes: Sequence[int], shape: Sequence[int])
     loops: list[tuple[int, int, int]] = []
     stride, together = 1, False
     for offset, size, whole in zip(reversed(offsets), reversed(sizes), reversed(shape), strict=True):
-        if together:  # all of what is inside this dimension
+        if together:  # with everything inside this dimension
             _, inner, inner_stride = loops.pop()
             loops.append((offset * inner, size * inner, inner_stride))
         else:
@@ -73,7 +73,7 @@ def random_bits(place: Tensor, key: Tensor, count: int) -> Tensor:
 
     Args:
         place: (loops, 3) int64, a `Strides` of `count` elements.
-        key: (2,) int64, of 32 bits each. Another key gives other bits.
+        key: (2,) int64, of 32 bits each. Other keys yield other bits.
     """
     left = torch.arange(count, device=key.device)
     number = torch.zeros_like(left)

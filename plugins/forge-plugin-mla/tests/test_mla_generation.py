@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from forge_plugin_mla import MultiHeadLatentAttention, latent_attention
+from forge_plugin_mla import MultiHeadLatentAttention
+from forge_plugin_mla.modules import latent_attention
 from forge_plugin_mla.modules.latent_attention import Widths
 from forge_plugin_mla.modules.latent_cache import absorbs
 from forge_plugin_transformer import GroupedQueryAttention, YarnRope

@@ -128,7 +128,7 @@ def choose_documents(documents: WayOrAuto, kernel: Kernel, context: BuildContext
 
 def kernel_problems(backend: Backend, documents: WayOrAuto, job: Job) -> Iterator[Problem]:
     """Problems with the keys `backend` and `documents` of an attention, where the job says on which device it
-    runs; else building it tells."""
+    runs; else building it raises."""
     if job.train.device == "auto":
         return
     device, dtype = job.train.device, DTYPES[job.train.precision]

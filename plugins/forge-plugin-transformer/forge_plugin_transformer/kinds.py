@@ -4,7 +4,7 @@ Shapes: B sequences, S positions, D model width, H query heads, K key/value head
 
 What a component builds may further implement `HasFlops`, `HasRoles`, `HasTensorParallelPlan` and
 `HasFloat8Exemptions` of `forge_core.contracts.model`, with names relative to itself; `Prepares`; and
-`backend_choices(seq_len)`, which gives (what, choice, why) for the plan. The model puts the parts together. A part
+`backend_choices(seq_len)`, which returns (what, choice, why) for the plan. The model puts the parts together. A part
 without `flops` counts 6 for each element of its matrices; one without roles gets them by shape.
 """
 

@@ -1,6 +1,6 @@
 """Position encodings `plain`, `linear`, `llama3` and `yarn`: rotary embeddings, and ways to stretch them.
 
-Each gives the angular frequency of every pair of dimensions: pair i of a head of width E turns by `frequency[i]`
+Each returns the angular frequency of every pair of dimensions: pair i of a head of width E turns by `frequency[i]`
 radians a position. Keys are named as in `rope_parameters` of Hugging Face configurations.
 """
 
@@ -125,7 +125,7 @@ class YarnRope(PlainRope):
         return self._sharpening(1.0)
 
     def score_factor(self) -> float:
-        """The square of what `mscale_all_dim` gives (DeepSeek-V2, V3); 1 without it."""
+        """The square of the scale by `mscale_all_dim` (DeepSeek-V2, V3); 1 without it."""
         return self._sharpening(self.mscale_all_dim) ** 2
 
     def _sharpening(self, weight: float) -> float:

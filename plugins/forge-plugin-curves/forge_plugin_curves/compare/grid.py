@@ -32,7 +32,7 @@ class Trial:
 
     cell: Cell
     seed: str
-    """As `--set job.seed` gave it; empty: the job's own."""
+    """Value of `--set job.seed`; empty: the job's own."""
     name: str
     """Name of its run folder, unique in the comparison."""
     overrides: Sequence[str]
@@ -83,7 +83,7 @@ def check_jobs(trials: Sequence[Trial], ranks: int) -> None:
     """Look at the jobs of all runs, before any is started.
 
     Raises:
-        JobError: tells every problem of every run, each once.
+        JobError: with every problem of every run, each once.
     """
     problems = dict[Problem, None]()
     for trial in trials:

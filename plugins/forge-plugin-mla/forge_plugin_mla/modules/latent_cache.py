@@ -1,7 +1,7 @@
 """The cache of latent attention for generation, and attention to it.
 
 Shapes: B sequences, S positions that come in, T positions so far, H heads, C width of the latent, P width of the key
-part that carries the position, N and V width of what is made of the latent for a head's key and value.
+part that carries the position, N and V the widths made of the latent for a head's key and value.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class LatentCache(Cache):
         self._up: Tensor | None = None
 
     def extend(self, latent: Tensor, rope: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Append S positions; gives latents and keys' parts (B, T, C + P) of all so far, and the mask (B, 1, S, T).
+        """Append S positions; returns latents and keys' parts (B, T, C + P) of all so far, and the mask (B, 1, S, T).
 
         Raises:
             ValueError: the cache is full.

@@ -25,7 +25,7 @@ class KVCache(Cache):
     """Keys and values of the positions seen so far."""
 
     def extend(self, k: Tensor, v: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Append S positions; gives keys and values (B, T, K, E) of all so far, and the mask (B, 1, S, T).
+        """Append S positions, and return keys and values (B, T, K, E) of all so far, and the mask (B, 1, S, T).
 
         Raises:
             ValueError: the cache is full.

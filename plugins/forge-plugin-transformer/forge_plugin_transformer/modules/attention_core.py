@@ -72,7 +72,7 @@ class AttentionCore(nn.Module):
         return {**batch, want.key: want.make(batch["document_ids"])}
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
-        """`batch`: as `prepare` gives it; if it is not, every call makes its own."""
+        """`batch`: as `prepare` returns it; else every call prepares its own."""
         if "document_ids" not in batch:
             return self._attend(q, k, v, None)
         batch = self.prepare(batch)

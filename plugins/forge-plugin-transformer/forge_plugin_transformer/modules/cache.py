@@ -39,7 +39,7 @@ class Cache:
         return torch.arange(self.used, self.used + x.shape[1], device=x.device).expand(len(x), -1)
 
     def append(self, new: Sequence[Tensor], positions: Tensor) -> tuple[list[Tensor], Tensor]:
-        """Append S positions; gives the tensors (B, T, …) of all so far, and the mask (B, 1, S, T).
+        """Append S positions, and return the tensors (B, T, …) of all so far, and the mask (B, 1, S, T).
 
         A position sees every one that is not later, and no padding (negative position); padding sees itself, so that
         its outputs, which nobody reads, stay finite.

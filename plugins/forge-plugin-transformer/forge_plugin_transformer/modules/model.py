@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class TransformerModel(nn.Module):
     """Embedding, blocks, final norm and head; see `forge_core.contracts.model.Model`.
 
-    `forward(batch)` gives hidden states (B, S, D) in the dtype that the embedding emits. Implements generation and
+    `forward(batch)` returns hidden states (B, S, D) in the dtype that the embedding emits. Implements generation and
     every protocol by which stages and the engine learn about a model.
     """
 

@@ -134,7 +134,7 @@ class Gemm:
         return gemm_attention.kept_size(q, k) if q.shape[1] <= gemm_attention.KEEP_UP_TO else 0
 
     def kept(self, q: Tensor) -> Tensor:
-        """As much as any division into segments needs; the system gives memory to what is written only."""
+        """As much as any division into segments needs; the system supplies memory only for pages that are written."""
         longest = min(max(q.shape[1], TOGETHER), gemm_attention.KEEP_UP_TO)  # short rows go together too
         return q.new_empty(q.shape[:3].numel() * longest)
 
