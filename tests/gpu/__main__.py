@@ -95,7 +95,10 @@ def _test() -> int:
     """The exit code of pytest, of the tests that need CUDA; those are skipped, with the reason, where there is none."""
     command = [sys.executable, "-m", "pytest", "-rs", "-k", "cuda", "--rootdir", str(HERE.parents[1]), str(HERE)]
     print("--- tests", flush=True)
-    return subprocess.run(command, env=ENVIRONMENT | os.environ).returncode
+    try:
+        return subprocess.run(command, env=ENVIRONMENT | os.environ, timeout=LIMIT_S).returncode
+    except subprocess.TimeoutExpired:
+        return 124
 
 
 def _run_apart(name: str, options: argparse.Namespace) -> int:

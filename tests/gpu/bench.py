@@ -9,6 +9,7 @@ import platform
 import statistics
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import metadata
@@ -88,6 +89,15 @@ class Bench:
         self.row(table, **cells, error=error, limit=limit, holds=holds)
         case = ", ".join(f"{name} {value}" for name, value in cells.items())
         self.check(holds, f"{table}: {case}: error {error:.3g} > {limit:.3g}")
+
+    @contextmanager
+    def case(self, name: str) -> Iterator[None]:
+        """What is raised within this context is a failure of this case, and others go on."""
+        try:
+            yield
+        except Exception as error:
+            traceback.print_exc()
+            self.failures.append(f"{name}: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
 
     def synchronize(self) -> None:
         """Wait for the device."""

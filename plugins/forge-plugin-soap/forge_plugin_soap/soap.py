@@ -29,6 +29,8 @@ class SOAP(OptimizerComponent):
 
     State: of a matrix (m, n), two tensors like it and two each of (m, m) and (n, n), all on the rank that works on it;
     of other parameters, that of AdamW.
+
+    On a GPU, the host waits for the device when it brings a basis up to date: once for each side of each matrix.
     """
 
     lr: float = field(default=3e-3, validator=gt(0))

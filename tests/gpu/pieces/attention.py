@@ -23,7 +23,8 @@ def attention(bench: Bench) -> None:
         for documents in (False, True):
             reference = _Reference(bench, documents)
             for kernel, way in _ways(bench.device.type, dtype, documents):
-                _try(bench, kernel, way, dtype, limit, reference)
+                with bench.case(f"{kernel}, {dtype}, documents {way}"):
+                    _try(bench, kernel, way, dtype, limit, reference)
 
 
 def _ways(device: str, dtype: str, documents: bool) -> Iterator[tuple[Kernel, str | None]]:

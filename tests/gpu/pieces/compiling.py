@@ -16,7 +16,7 @@ JOBS: dict[str, dict[str, Any]] = {
     "float8": {"parallel": {"float8": {}}},
     "fsdp of one": {"parallel": {"fsdp": {}}},
 }
-TINY = ("dense", "8 experts, recomputed")
+TINY = ("8 experts, recomputed",)
 """Those of the tiny form."""
 
 
@@ -33,7 +33,8 @@ def compiling(bench: Bench) -> None:
         sections = merged(decoder(bench), changes)
         if "experts" in name:
             sections["model"]["ffn"] = experts(8, 2, bench.size(1408, 64))
-        _measure(bench, name, sections)
+        with bench.case(name):
+            _measure(bench, name, sections)
 
 
 def _measure(bench: Bench, name: str, sections: dict[str, Any]) -> None:

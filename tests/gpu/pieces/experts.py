@@ -16,10 +16,12 @@ def experts(bench: Bench) -> None:
         for grouped in (True, False):
             if grouped and not runs_grouped(bench.device, dtype):
                 continue
-            _compare(bench, grouped, dtype, limit)
+            with bench.case(f"grouped {grouped}, {dtype}"):
+                _compare(bench, grouped, dtype, limit)
     for number, chosen, hidden in ((8, 2, 5632), (64, 8, 1408)):
         for grouped in (True, False):
-            _time(bench, grouped, number, chosen, bench.size(hidden, 64))
+            with bench.case(f"grouped {grouped}, {number} experts"):
+                _time(bench, grouped, number, chosen, bench.size(hidden, 64))
 
 
 def _stack(number: int, dim: int, hidden: int, grouped: bool, device: torch.device) -> Experts:

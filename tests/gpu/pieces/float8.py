@@ -22,8 +22,9 @@ def float8(bench: Bench) -> None:
     if not bench.on_gpu:
         bench.notes.append("A CPU has no float8 units: the products of torch's CPU kernels are compared.")
     for recipe in RECIPES:
-        _compare(bench, recipe)
-        _time(bench, recipe)
+        with bench.case(recipe):
+            _compare(bench, recipe)
+            _time(bench, recipe)
 
 
 def _layer(bench: Bench, size: int, recipe: str | None, emulate: bool) -> Linear:

@@ -31,9 +31,11 @@ MODELS: dict[str, dict[str, Any]] = {
 @piece("numerics", "loss and gradients against the CPU in float64; packed documents against each by itself")
 def numerics(bench: Bench) -> None:
     for name, changes in MODELS.items():
-        _compare(bench, name, changes)
+        with bench.case(name):
+            _compare(bench, name, changes)
     for precision in ("fp32", "bf16"):
-        _packed(bench, precision)
+        with bench.case(f"packed, {precision}"):
+            _packed(bench, precision)
 
 
 def _job(bench: Bench, precision: str, device: str, changes: dict[str, Any]) -> Any:

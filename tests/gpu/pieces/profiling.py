@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from gpu.bench import Bench, piece
@@ -33,13 +34,14 @@ def _profile(bench: Bench, name: str, sections: dict[str, Any]) -> None:
             for _ in range(count):
                 steps()
             bench.synchronize()
+    # An operator's own device time is that of the kernels that it starts, which are events too.
     events = recorded.key_averages()
-    _table(
-        bench, f"{name}: operators, device time of their own" if bench.on_gpu else f"{name}: operators", events, count
-    )
+    operators = [event for event in events if event.device_type == DeviceType.CPU]
+    _table(bench, f"{name}: operators", operators, count)
     if bench.on_gpu:
-        gaps = [event for event in events if event.key.startswith(("cuda", "aten::item", "aten::_local_scalar_dense"))]
-        _table(bench, f"{name}: calls of CUDA by the host", gaps, count, host=True)
+        _table(bench, f"{name}: kernels", [event for event in events if event not in operators], count)
+        calls = [event for event in operators if event.key.startswith(("cuda", "aten::_local_scalar_dense"))]
+        _table(bench, f"{name}: calls of CUDA by the host", calls, count, host=True)
 
 
 def _table(bench: Bench, title: str, events: Any, steps: int, host: bool = False) -> None:

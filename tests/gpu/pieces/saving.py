@@ -19,8 +19,10 @@ from gpu.runs import decoder, load, merged, train
 @piece("saving", "asynchronous saves beside steps, and exact resume from one")
 def saving(bench: Bench) -> None:
     for name, asynchronous in (("written at once", False), ("written in the background", True)):
-        _measure(bench, name, asynchronous)
-    _resume(bench)
+        with bench.case(name):
+            _measure(bench, name, asynchronous)
+    with bench.case("resume"):
+        _resume(bench)
 
 
 @define(kw_only=True, slots=False)

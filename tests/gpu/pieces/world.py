@@ -22,9 +22,11 @@ def world(bench: Bench) -> None:
     if not bench.on_gpu:
         bench.notes.append("gloo in the place of NCCL: there is no CUDA device.")
     for precision, limit in (("fp32", 1e-5), ("bf16", 3e-2)):
-        _fsdp(bench, precision, limit)
-    _collectives(bench)
-    _offload(bench)
+        with bench.case(f"fsdp of one, {precision}"):
+            _fsdp(bench, precision, limit)
+    for part in (_collectives, _offload):
+        with bench.case(part.__name__):
+            part(bench)
 
 
 def _fsdp(bench: Bench, precision: str, limit: float) -> None:
