@@ -11,7 +11,7 @@ from attrs.validators import ge
 
 from forge_core.contracts.components import DatasetComponent, when_resumed
 from forge_core.contracts.errors import JobError, Problem
-from forge_plugin_huggingface.part import Part
+from forge_plugin_huggingface.part import SplitPart
 from forge_plugin_huggingface.problems import NO_TOKENIZER, problems_of
 from forge_plugin_huggingface.source import Origin
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from forge_core.contracts.data import Documents, DocumentStream, Tokenizer
     from forge_core.contracts.layout import Layout
     from forge_plugin_huggingface.encoding import Encoder
-    from forge_plugin_huggingface.tokens import Corpus
+    from forge_plugin_huggingface.tokens import DocumentSource
 
 
 def _off_or_at_least_two(_: Any, attribute: attrs.Attribute, value: int) -> None:
@@ -106,22 +106,22 @@ class HuggingFace(DatasetComponent):
         """Where the data lies."""
         return Origin(self.path, self.config, self.revision, self.data_files)
 
-    def training_part(self) -> Part:
+    def training_part(self) -> SplitPart:
         """The rows to train on."""
-        return Part(self.split, self.held_out_every)
+        return SplitPart(self.split, self.held_out_every)
 
-    def held_out_part(self) -> Part | None:
+    def held_out_part(self) -> SplitPart | None:
         """The rows to evaluate on, if any."""
         if self.held_out_split:
-            return Part(self.held_out_split, limit=self.held_out_documents)
+            return SplitPart(self.held_out_split, limit=self.held_out_documents)
         if self.held_out_every:
-            return Part(self.split, self.held_out_every, is_held_out=True, limit=self.held_out_documents)
+            return SplitPart(self.split, self.held_out_every, is_held_out=True, limit=self.held_out_documents)
         return None
 
-    def _corpus(self, tokenizer: Tokenizer) -> Corpus:
-        from forge_plugin_huggingface.tokens import Corpus
+    def _corpus(self, tokenizer: Tokenizer) -> DocumentSource:
+        from forge_plugin_huggingface.tokens import DocumentSource
 
-        return Corpus(
+        return DocumentSource(
             source=self.origin().open(),
             path=self.path,
             encoder=self._encoder(tokenizer),
@@ -138,7 +138,7 @@ class HuggingFace(DatasetComponent):
             return ChatEncoder(tokenizer, self.messages, self.tools)
         return TextEncoder(tokenizer, self.field)
 
-    def _stream(self, corpus: Corpus, context: BuildContext) -> DocumentStream:
+    def _stream(self, corpus: DocumentSource, context: BuildContext) -> DocumentStream:
         from forge_plugin_huggingface.rows import stream_rows
         from forge_plugin_huggingface.stream import LaneStream
 

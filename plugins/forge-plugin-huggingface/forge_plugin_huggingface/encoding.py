@@ -10,7 +10,7 @@ import numpy as np
 
 from forge_core.contracts.errors import JobError
 from forge_plugin_huggingface.chat import ChatTokenizer, Tools
-from forge_plugin_huggingface.rows import Row
+from forge_plugin_huggingface.rows import SourceRow
 
 if TYPE_CHECKING:
     from forge_core.contracts.data import Tokenizer
@@ -39,7 +39,7 @@ class Encoder(Protocol):
         """Plain JSON that differs whenever an encoding could differ."""
         ...
 
-    def encode(self, rows: Sequence[Row]) -> list[Encoded | None]:
+    def encode(self, rows: Sequence[SourceRow]) -> list[Encoded | None]:
         """The document of each row; None where there is nothing to learn from it.
 
         Raises:
@@ -60,7 +60,7 @@ class TextEncoder:
     def key(self) -> Sequence[Any]:
         return ["text", self._field, *_key_of(self._tokenizer)]
 
-    def encode(self, rows: Sequence[Row]) -> list[Encoded | None]:
+    def encode(self, rows: Sequence[SourceRow]) -> list[Encoded | None]:
         texts = [text_of(row, self._field) for row in rows]
         encoded = iter(self._tokenizer.encode_batch([text for text in texts if text]))
         return [_encoded(text, next(encoded)) if text else None for text in texts]
@@ -87,10 +87,10 @@ class ChatEncoder:
     def key(self) -> Sequence[Any]:
         return ["chat", self._messages, self._tools, *_key_of(self._tokenizer)]
 
-    def encode(self, rows: Sequence[Row]) -> list[Encoded | None]:
+    def encode(self, rows: Sequence[SourceRow]) -> list[Encoded | None]:
         return [self._encode(row) for row in rows]
 
-    def _encode(self, row: Row) -> Encoded | None:
+    def _encode(self, row: SourceRow) -> Encoded | None:
         try:
             messages = checked_messages(row.values[self._messages], self._messages)
             tools = checked_tools(row.values[self._tools], self._tools) if self._tools else None
@@ -104,7 +104,7 @@ class ChatEncoder:
         return Encoded(chat.ids[:stop], chat.learned[:stop], 0)
 
 
-def text_of(row: Row, field: str) -> str:
+def text_of(row: SourceRow, field: str) -> str:
     """Raises: JobError: the field holds something else."""
     value = row.values[field]
     if value is None or isinstance(value, str):

@@ -10,7 +10,7 @@ from attrs import frozen
 
 
 @frozen
-class Part:
+class SplitPart:
     """Rows of a split."""
 
     split: str

@@ -18,7 +18,7 @@ READ_ROWS = 256
 """Rows of a stream that are read at once."""
 
 
-class Row(NamedTuple):
+class SourceRow(NamedTuple):
     """A row of a dataset."""
 
     place: str
@@ -37,7 +37,7 @@ class StreamRows(Protocol):
     """Of the dataset, for errors."""
     files: int
 
-    def read(self, file: int, start: int = 0, wanted: Callable[[int], bool] = _all) -> Iterator[tuple[int, Row]]:
+    def read(self, file: int, start: int = 0, wanted: Callable[[int], bool] = _all) -> Iterator[tuple[int, SourceRow]]:
         """The rows of a file from number `start` on that are wanted, with their numbers; the others are not decoded."""
         ...
 
@@ -53,16 +53,16 @@ class TableRows:
     def __len__(self) -> int:
         return len(self._table)
 
-    def read(self, file: int, start: int = 0, wanted: Callable[[int], bool] = _all) -> Iterator[tuple[int, Row]]:
+    def read(self, file: int, start: int = 0, wanted: Callable[[int], bool] = _all) -> Iterator[tuple[int, SourceRow]]:
         first, stop = (len(self) * bound // self.files for bound in (file, file + 1))
         numbers = filter(wanted, range(max(first, start), stop))
         while batch := list(islice(numbers, READ_ROWS)):
             yield from zip(batch, self.take(batch), strict=True)
 
-    def take(self, numbers: Sequence[int]) -> list[Row]:
+    def take(self, numbers: Sequence[int]) -> list[SourceRow]:
         """The rows of these numbers."""
         values = _by_row(self._table[list(numbers)])
-        return [Row(f"row {number} of {self.name}", value) for number, value in zip(numbers, values, strict=True)]
+        return [SourceRow(f"row {number} of {self.name}", value) for number, value in zip(numbers, values, strict=True)]
 
 
 class FileRows:
@@ -73,7 +73,7 @@ class FileRows:
         self._dataset, self._columns, self.name = _select(dataset, columns, name), columns, name
         self.files: int = dataset.num_shards
 
-    def read(self, file: int, start: int = 0, wanted: Callable[[int], bool] = _all) -> Iterator[tuple[int, Row]]:
+    def read(self, file: int, start: int = 0, wanted: Callable[[int], bool] = _all) -> Iterator[tuple[int, SourceRow]]:
         one, first = self._dataset.shard(num_shards=self.files, index=file), 0
         # `iter` rather than `for`, which gives a DataLoader's worker only what would fall to it of this one file
         for table in one.with_format("arrow").iter(batch_size=READ_ROWS):
@@ -81,7 +81,7 @@ class FileRows:
             numbers = np.fromiter(chosen, dtype=np.int64)
             values = self._values(table.take(numbers - first), one.features)
             for number, value in zip(numbers.tolist(), values, strict=True):
-                yield number, Row(f"row {number} of file {file} of {self.name}", value)
+                yield number, SourceRow(f"row {number} of file {file} of {self.name}", value)
             first += len(table)
 
     def _values(self, table: pyarrow.Table, features: datasets.Features | None) -> Iterator[Mapping[str, Any]]:

@@ -23,7 +23,7 @@ from forge_core.contracts.data import StreamedDocument
 from forge_core.contracts.errors import JobError
 from forge_core.data.order import Permutation
 from forge_plugin_huggingface.encoding import Encoded, Encoder
-from forge_plugin_huggingface.rows import Row, StreamRows
+from forge_plugin_huggingface.rows import SourceRow, StreamRows
 
 if TYPE_CHECKING:
     from forge_core.contracts.data import Documents
@@ -57,7 +57,7 @@ class Share(NamedTuple):
 
 
 @frozen
-class Place:
+class LanePosition:
     """Where a lane is: before a row of a block."""
 
     epoch: int = 0
@@ -110,19 +110,19 @@ class LaneStream:
         Raises:
             JobError: there are none, or the position is of another number of files or lanes, or of other blocks.
         """
-        start = Place() if position is None else self._place(position)
+        start = LanePosition() if position is None else self._place(position)
         while True:
             given = False
             for document in self._epoch(lane, start):
                 given = True
                 yield document
-            if not given and start == Place(epoch=start.epoch):
+            if not given and start == LanePosition(epoch=start.epoch):
                 seen = f"lane {lane} of {self.lanes} has no document in the {self._rows.files} files"
                 fix = "lower `lanes`, or read the dataset as a whole (streaming = false)"
                 raise JobError(f"{self._rows.name}: {seen}; {fix}")
-            start = Place(epoch=start.epoch + 1)
+            start = LanePosition(epoch=start.epoch + 1)
 
-    def _place(self, position: Mapping[str, Any]) -> Place:
+    def _place(self, position: Mapping[str, Any]) -> LanePosition:
         if position["of"] != self._layout:
             seen = f"was read with {_listed(position['of'])}, and now has {_listed(self._layout)}"
             message = "the position in the stream means nothing there. Restore what was, or start a new run"
@@ -131,9 +131,9 @@ class LaneStream:
             self._told = True
             seen = "the files are not those that were read before, or lie elsewhere"
             logger.warning("%s: %s; reading goes on at the same places in them", self._rows.name, seen)
-        return Place(**{name: position[name] for name in attrs.fields_dict(Place) if name in position})
+        return LanePosition(**{name: position[name] for name in attrs.fields_dict(LanePosition) if name in position})
 
-    def _epoch(self, lane: int, place: Place) -> Iterator[StreamedDocument]:
+    def _epoch(self, lane: int, place: LanePosition) -> Iterator[StreamedDocument]:
         """What is left of an epoch."""
         rows = self._rows_of(lane, place)
         block = list(islice(rows, self._shuffle or ENCODED_ROWS))
@@ -146,7 +146,7 @@ class LaneStream:
             place = evolve(place, block=place.block + 1, index=0)
             block = list(islice(rows, self._shuffle or ENCODED_ROWS))
 
-    def _check_same(self, block: Sequence[tuple[int, int, Row]], place: Place) -> None:
+    def _check_same(self, block: Sequence[tuple[int, int, SourceRow]], place: LanePosition) -> None:
         """Raise unless the block at a saved position is the one that was read there: files may have lost rows."""
         same_start = block and (place.file, place.row, place.digest) == (*block[0][:2], _digest(block[0][2]))
         # The order of a shuffled block depends on its size; otherwise rows may have been added at its end.
@@ -156,7 +156,7 @@ class LaneStream:
             what = f"rows were removed, added or changed at or before row {place.row}, or in its block"
             raise JobError(f"{self._rows.name}: {seen}: {what}; restore the files, or start a new run")
 
-    def _rows_of(self, lane: int, place: Place) -> Iterator[tuple[int, int, Row]]:
+    def _rows_of(self, lane: int, place: LanePosition) -> Iterator[tuple[int, int, SourceRow]]:
         """The lane's rows from the block at `place` on: which of its files each is in, its number, and itself."""
         share = Share.of(lane, self.lanes, self._rows.files)
         order = self._order(len(share.files), f"{lane}:{place.epoch}")
@@ -168,7 +168,7 @@ class LaneStream:
                 yield position, number, row
             start = 0
 
-    def _documents(self, lane: int, rows: Sequence[Row], place: Place) -> Iterator[StreamedDocument]:
+    def _documents(self, lane: int, rows: Sequence[SourceRow], place: LanePosition) -> Iterator[StreamedDocument]:
         """The documents of a block, from `place.index` on."""
         order = self._order(len(rows), f"{lane}:{place.epoch}:{place.block}")
         for start in range(place.index, len(rows), ENCODED_ROWS):
@@ -189,7 +189,7 @@ class LaneStream:
             logger.warning("%s: %s; once if `lanes` divides the number of files", self._rows.name, seen)
 
 
-def _digest(row: Row) -> str:
+def _digest(row: SourceRow) -> str:
     return hashlib.blake2b(repr(sorted(row.values.items())).encode(), digest_size=8).hexdigest()
 
 

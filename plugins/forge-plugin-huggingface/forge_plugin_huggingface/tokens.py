@@ -19,8 +19,8 @@ from forge_core.contracts.errors import JobError
 from forge_kit.cache import CachedFolder, Progress, Verify, cached_folder, digest_of
 from forge_kit.token_file import TokenFile, TokenFileWriter
 from forge_plugin_huggingface.encoding import Encoded, Encoder, text_of
-from forge_plugin_huggingface.part import Part
-from forge_plugin_huggingface.rows import Row, TableRows, stream_rows
+from forge_plugin_huggingface.part import SplitPart
+from forge_plugin_huggingface.rows import SourceRow, TableRows, stream_rows
 from forge_plugin_huggingface.source import Source
 
 if TYPE_CHECKING:
@@ -37,11 +37,11 @@ BATCHES_AHEAD = 4
 """Batches that wait for each process."""
 
 Batch = list[tuple[str, Encoded | None]]
-"""Place and document of each row."""
+"""Location and document of each row."""
 
 
 @frozen
-class Corpus:
+class DocumentSource:
     """A source, and how its rows become documents."""
 
     source: Source
@@ -52,17 +52,17 @@ class Corpus:
     processes: int = 1
     verify: Verify = "sizes"
 
-    def documents(self, part: Part, held_out: Documents | None = None) -> TokenFile:
+    def documents(self, part: SplitPart, held_out: Documents | None = None) -> TokenFile:
         """The documents of a part, from the cache; nothing is encoded if they are there."""
         stored = self._cached(part, "table", self._encode_table)
         return TokenFile(stored.path / STEM, held_out, stored.identity(STEM))
 
-    def first_documents(self, part: Part) -> TokenFile:
+    def first_documents(self, part: SplitPart) -> TokenFile:
         """Likewise, but read as a stream, no further than its limit. Rows are numbered file by file."""
         stored = self._cached(part, "stream", self._encode_stream)
         return TokenFile(stored.path / STEM, identity=stored.identity(STEM))
 
-    def _cached(self, part: Part, how: str, encode: Callable[[Part, int], Iterator[Batch]]) -> CachedFolder:
+    def _cached(self, part: SplitPart, how: str, encode: Callable[[SplitPart, int], Iterator[Batch]]) -> CachedFolder:
         fingerprint = self.source.fingerprint(part.split)
         key = digest_of("huggingface", FORMAT, how, fingerprint, part.key(), self.encoder.key())
 
@@ -72,7 +72,9 @@ class Corpus:
 
         return cached_folder("tokens", key, make, self.verify, resumable=True)
 
-    def _write(self, folder: Path, encode: Callable[[Part, int], Iterator[Batch]], part: Part) -> Mapping[str, int]:
+    def _write(
+        self, folder: Path, encode: Callable[[SplitPart, int], Iterator[Batch]], part: SplitPart
+    ) -> Mapping[str, int]:
         """Encode a part into `folder`, from where a process that died had come to; returns the counts."""
         has_mask, progress = self.encoder.has_mask, Progress(folder)
         rows: int = progress.state.get("rows", 0)
@@ -94,7 +96,7 @@ class Corpus:
             raise JobError(f"{_name(self.path, part)}: none of {rows} rows has {what}")
         return {"documents": header.documents, "left_out": rows - header.documents, "tokens": header.tokens}
 
-    def _encode_table(self, part: Part, start: int) -> Iterator[Batch]:
+    def _encode_table(self, part: SplitPart, start: int) -> Iterator[Batch]:
         rows = TableRows(self.source.table(part.split), self.encoder.columns, _name(self.path, part))
         numbers = islice(part.numbers(len(rows)), start, None)
         return in_order(partial(self._read_and_encode, rows), _batched(numbers, BATCH_ROWS), self.processes)
@@ -102,16 +104,16 @@ class Corpus:
     def _read_and_encode(self, rows: TableRows, numbers: Sequence[int]) -> Batch:
         return self._encode(rows.take(numbers))
 
-    def _encode_stream(self, part: Part, start: int) -> Iterator[Batch]:
+    def _encode_stream(self, part: SplitPart, start: int) -> Iterator[Batch]:
         rows = stream_rows(self.source.stream(part.split), self.encoder.columns, _name(self.path, part))
         chosen = (row for file in range(rows.files) for _, row in rows.read(file, wanted=part.has))
         return map(self._encode, _batched(islice(chosen, start, part.limit or None), BATCH_ROWS))
 
-    def _encode(self, rows: Sequence[Row]) -> Batch:
+    def _encode(self, rows: Sequence[SourceRow]) -> Batch:
         return list(zip((row.place for row in rows), self.encoder.encode(rows), strict=True))
 
 
-def texts(source: Source, path: str, part: Part, field: str, as_stream: bool) -> Iterator[str]:
+def texts(source: Source, path: str, part: SplitPart, field: str, as_stream: bool) -> Iterator[str]:
     """The texts of a part, each once."""
     dataset = source.stream(part.split) if as_stream else source.table(part.split)
     rows = stream_rows(dataset, [field], _name(path, part))
@@ -151,5 +153,5 @@ def _batched(items: Iterator[Any], size: int) -> Iterator[list[Any]]:
         yield batch
 
 
-def _name(path: str, part: Part) -> str:
+def _name(path: str, part: SplitPart) -> str:
     return f"{path!r}, split {part.split!r}"

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from attrs import define, field, frozen
 
 from forge_core.contracts.errors import JobError, Problem
-from forge_plugin_memmap.paths import Found, distinct, expand
+from forge_plugin_memmap.paths import FoundFile, distinct, expand
 from forge_plugin_memmap.prepared import HELD_OUT, TRAIN, Prepared, read_prepared
 from forge_plugin_memmap.shards import SUFFIXES, Shard, read_shard
 
@@ -17,7 +17,7 @@ RAW_SUFFIXES = (".bin",)
 
 
 @frozen
-class Corpus:
+class ShardedCorpus:
     """Shards of both splits, and what is known about all of them."""
 
     train: tuple[Shard, ...]
@@ -34,7 +34,7 @@ class Corpus:
 
 
 @frozen
-class Keys:
+class CorpusKeys:
     """The keys of a dataset that say what is read."""
 
     path: tuple[str, ...]
@@ -44,7 +44,7 @@ class Keys:
     end_of_text: int | None
 
 
-def find_corpus(keys: Keys) -> Corpus:
+def find_corpus(keys: CorpusKeys) -> ShardedCorpus:
     """The corpus.
 
     Raises:
@@ -57,11 +57,11 @@ def find_corpus(keys: Keys) -> Corpus:
 class _Search:
     """One pass over the files that collects problems on the way."""
 
-    keys: Keys
+    keys: CorpusKeys
     problems: list[Problem] = field(factory=list)
     folders: dict[str, Prepared | None] = field(factory=dict)
 
-    def run(self) -> Corpus:
+    def run(self) -> ShardedCorpus:
         train, apart = self._split(self._expand("path", self.keys.path))
         named = self._expand("held_out_path", self.keys.held_out_path)
         held_out = [file.path for file in named] if self.keys.held_out_path else apart
@@ -71,7 +71,7 @@ class _Search:
         end_of_text, vocab_size = self._agreed([*read[0], *read[1]])
         if self.problems or end_of_text is None:
             raise JobError(self.problems)
-        return Corpus(tuple(read[0]), tuple(read[1]), end_of_text, vocab_size, prepared)
+        return ShardedCorpus(tuple(read[0]), tuple(read[1]), end_of_text, vocab_size, prepared)
 
     def _note(self, key: str, message: str | JobError) -> None:
         found = message.problems if isinstance(message, JobError) else [Problem("", message)]
@@ -79,9 +79,9 @@ class _Search:
 
     # --- files -----------------------------------------------------------------------------------------------------
 
-    def _expand(self, key: str, patterns: Sequence[str]) -> list[Found]:
+    def _expand(self, key: str, patterns: Sequence[str]) -> list[FoundFile]:
         """The files of the patterns, sorted by name, but for those in folders that cannot be used."""
-        found: list[Found] = []
+        found: list[FoundFile] = []
         for pattern in patterns:
             try:
                 found += expand(pattern, RAW_SUFFIXES if self.keys.dtype else SUFFIXES)
@@ -98,7 +98,7 @@ class _Search:
             return False
         return True
 
-    def _split(self, found: Iterable[Found]) -> tuple[list[str], list[str]]:
+    def _split(self, found: Iterable[FoundFile]) -> tuple[list[str], list[str]]:
         """Files to train on, and those that the manifests of their folders hold out."""
         splits: dict[str, list[str]] = {TRAIN: [], HELD_OUT: []}
         for file in found:
@@ -108,7 +108,7 @@ class _Search:
                 self._note("path", error)
         return splits[TRAIN], splits[HELD_OUT]
 
-    def _role(self, file: Found) -> str:
+    def _role(self, file: FoundFile) -> str:
         folder = _folder(file)
         prepared = self.folders[folder]
         role = prepared.split_of.get(os.path.basename(file.path)) if prepared else TRAIN
@@ -166,5 +166,5 @@ class _Search:
         return next(iter(said), None)
 
 
-def _folder(file: Found) -> str:
+def _folder(file: FoundFile) -> str:
     return os.path.dirname(file.path)

@@ -10,7 +10,7 @@ from attrs.validators import ge, optional
 
 from forge_core.contracts.components import DatasetComponent, when_resumed
 from forge_core.contracts.errors import JobError, Problem
-from forge_plugin_memmap.corpus import Corpus, Keys, find_corpus
+from forge_plugin_memmap.corpus import CorpusKeys, ShardedCorpus, find_corpus
 
 if TYPE_CHECKING:
     from forge_core.config.job import Job
@@ -52,7 +52,7 @@ class Memmap(DatasetComponent):
     """What is checked of files that `prepare-data` wrote: their sizes, or also their SHA-256, which finds flipped
     bytes."""
 
-    def corpus(self) -> Corpus:
+    def corpus(self) -> ShardedCorpus:
         """The files, as far as their headers tell.
 
         Raises:
@@ -60,7 +60,7 @@ class Memmap(DatasetComponent):
         """
         if problems := list(self._key_problems()):
             raise JobError(problems)
-        corpus = find_corpus(Keys(_listed(self.path), _listed(self.held_out_path), self.dtype, self.end_of_text))
+        corpus = find_corpus(CorpusKeys(_listed(self.path), _listed(self.held_out_path), self.dtype, self.end_of_text))
         if problems := list(self._split_problems(corpus)):
             raise JobError(problems)
         return corpus
@@ -94,7 +94,7 @@ class Memmap(DatasetComponent):
         held_out = ShardedDocuments(corpus.held_out, corpus.end_of_text) if corpus.held_out else None
         return self._split(corpus, ShardedDocuments(corpus.train, corpus.end_of_text, held_out))
 
-    def _split(self, corpus: Corpus, documents: Documents) -> Documents:
+    def _split(self, corpus: ShardedCorpus, documents: Documents) -> Documents:
         if not self.held_out_every:
             return documents
         from forge_plugin_memmap.selection import split_documents
@@ -102,7 +102,7 @@ class Memmap(DatasetComponent):
         identity = [corpus.end_of_text, *(shard.cache_key() for shard in corpus.train)]
         return split_documents(documents, self.held_out_every, identity)
 
-    def _damage(self, corpus: Corpus) -> Iterator[Problem]:
+    def _damage(self, corpus: ShardedCorpus) -> Iterator[Problem]:
         for prepared in corpus.prepared if self.verify == "full" else ():
             for name in prepared.manifest["files"]:
                 if fault := prepared.digest_fault(name):
@@ -123,7 +123,7 @@ class Memmap(DatasetComponent):
                 "held_out_path", f"held_out_every = {self.held_out_every} is set as well; keep one of the two"
             )
 
-    def _split_problems(self, corpus: Corpus) -> Iterator[Problem]:
+    def _split_problems(self, corpus: ShardedCorpus) -> Iterator[Problem]:
         if self.held_out_every and corpus.held_out:
             count = len(corpus.held_out)
             yield Problem("held_out_every", f"prepare-data held out {count} files already; leave this key out")
@@ -140,7 +140,7 @@ def _model_vocabulary(job: Job) -> int:
     return getattr(job.model, "vocab_size", 0) or 0
 
 
-def _tokenizer_problems(corpus: Corpus, tokenizer: Tokenizer) -> Iterator[Problem]:
+def _tokenizer_problems(corpus: ShardedCorpus, tokenizer: Tokenizer) -> Iterator[Problem]:
     """How the job's tokenizer is not the one that made the files, as far as they say."""
     for prepared in corpus.prepared:
         if prepared.fingerprint != tokenizer.fingerprint():

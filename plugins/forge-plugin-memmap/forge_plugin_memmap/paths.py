@@ -11,7 +11,7 @@ from typing import NamedTuple
 from forge_core.contracts.errors import JobError
 
 
-class Found(NamedTuple):
+class FoundFile(NamedTuple):
     """A file, and how it was reached."""
 
     path: str
@@ -20,7 +20,7 @@ class Found(NamedTuple):
     """Whether the pattern named a folder that holds it, rather than the file itself."""
 
 
-def expand(pattern: str, suffixes: tuple[str, ...]) -> list[Found]:
+def expand(pattern: str, suffixes: tuple[str, ...]) -> list[FoundFile]:
     """The files of one pattern, sorted by name.
 
     A file that is named, by itself or by a glob, is taken whatever its suffix. Folders are searched to any depth for
@@ -39,22 +39,22 @@ def expand(pattern: str, suffixes: tuple[str, ...]) -> list[Found]:
     return sorted(found)
 
 
-def distinct(found: Iterable[Found]) -> list[Found]:
+def distinct(found: Iterable[FoundFile]) -> list[FoundFile]:
     """Each file once; of several names of one file (links, overlapping patterns), the first."""
-    files: dict[str, Found] = {}
+    files: dict[str, FoundFile] = {}
     for file in found:
         files.setdefault(os.path.realpath(file.path), file)
     return list(files.values())
 
 
-def _reach(path: str, suffixes: tuple[str, ...]) -> Iterator[Found]:
+def _reach(path: str, suffixes: tuple[str, ...]) -> Iterator[FoundFile]:
     for match in [path] if os.path.exists(path) else glob.glob(path, recursive=True):
         if not os.path.isdir(match):
-            yield Found(_normal(match), in_folder=False)
+            yield FoundFile(_normal(match), in_folder=False)
             continue
         for file in _walk(match):
             if file.endswith(suffixes):
-                yield Found(_normal(file), in_folder=True)
+                yield FoundFile(_normal(file), in_folder=True)
 
 
 def _walk(root: str) -> Iterator[str]:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 
-class Pieces(NamedTuple):
+class DocumentPieces(NamedTuple):
     """Documents, those that are longer than a sequence in pieces, in their order."""
 
     starts: np.ndarray
@@ -27,7 +27,7 @@ class Pieces(NamedTuple):
 class Packing(NamedTuple):
     """Which pieces make up which sequence."""
 
-    pieces: Pieces
+    pieces: DocumentPieces
     """Sequence by sequence, and in the order of the documents within each."""
     bounds: np.ndarray
     """(sequences + 1,) int64: sequence i is made up of pieces [bounds[i], bounds[i + 1])."""
@@ -42,17 +42,17 @@ def pack(ends: np.ndarray, seq_len: int) -> Packing:
     """
     pieces = cut(ends, seq_len)
     order, bounds = _in_order(fit(pieces.lengths, seq_len))
-    return Packing(Pieces(pieces.starts[order], pieces.lengths[order]), bounds)
+    return Packing(DocumentPieces(pieces.starts[order], pieces.lengths[order]), bounds)
 
 
-def cut(ends: np.ndarray, seq_len: int) -> Pieces:
+def cut(ends: np.ndarray, seq_len: int) -> DocumentPieces:
     """A document of n tokens as n - 1 positions: as many pieces of `seq_len` as it has, and the rest."""
     positions = np.diff(ends, prepend=0) - 1
     counts = -(-positions // seq_len)
     document = np.repeat(np.arange(len(positions)), counts)
     begin = (np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)) * seq_len
     lengths = np.minimum(seq_len, positions[document] - begin).astype(np.int32)
-    return Pieces((ends - positions - 1)[document] + begin, lengths)
+    return DocumentPieces((ends - positions - 1)[document] + begin, lengths)
 
 
 def fit(lengths: np.ndarray, seq_len: int) -> np.ndarray:

@@ -10,7 +10,7 @@ import numpy as np
 
 from forge_core.contracts.data import Documents, identity_of
 from forge_kit.cache import CachedFolder, cached_folder, digest_of
-from forge_plugin_packing.fitting import Packing, Pieces, pack
+from forge_plugin_packing.fitting import DocumentPieces, Packing, pack
 
 FORMAT = 1
 """Part of the key: raise it when the same lengths are packed otherwise."""
@@ -42,4 +42,4 @@ def stored_packing(documents: Documents, seq_len: int) -> CachedFolder:
 def open_packing(folder: Path) -> Packing:
     """What `stored_packing` keeps in a folder, mapped."""
     starts, lengths, bounds = (np.load(folder / name, mmap_mode="r") for name in FILES)
-    return Packing(Pieces(starts, lengths), bounds)
+    return Packing(DocumentPieces(starts, lengths), bounds)

@@ -25,7 +25,7 @@ Entry = list[int | str]
 
 
 @frozen
-class Corpus:
+class TextCorpus:
     """Documents in a fixed order: by the name of their file, then as they stand in it."""
 
     files: tuple[TextFile, ...]

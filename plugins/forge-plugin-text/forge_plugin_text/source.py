@@ -11,7 +11,7 @@ from attrs import frozen
 
 from forge_core.contracts.components import DatasetComponent, when_resumed
 from forge_core.contracts.errors import JobError, Problem
-from forge_plugin_text.corpus import Corpus
+from forge_plugin_text.corpus import TextCorpus
 from forge_plugin_text.listing import TextFile
 from forge_plugin_text.reading import Reading
 from forge_plugin_text.split import Split, read_names
@@ -52,7 +52,7 @@ class CorpusDataset(DatasetComponent):
         """How the files are read."""
         return Reading()
 
-    def corpus(self) -> Corpus:
+    def corpus(self) -> TextCorpus:
         """The documents and their split.
 
         Raises:
@@ -62,7 +62,7 @@ class CorpusDataset(DatasetComponent):
         if problems := list(self._split_problems(files)):
             raise JobError(problems)
         names = read_names(Path(self.held_out_list)) if self.held_out_list else frozenset[str]()
-        return Corpus(files, self.reading(), Split(self.held_out_every, names))
+        return TextCorpus(files, self.reading(), Split(self.held_out_every, names))
 
     def documents(self) -> Iterator[str]:
         """Texts of the documents that are not held out."""

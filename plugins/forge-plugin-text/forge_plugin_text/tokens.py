@@ -12,7 +12,7 @@ from forge_core import report_progress
 from forge_core.contracts.errors import JobError
 from forge_kit.cache import CachedFolder, Progress, Verify, cached_folder, digest_of
 from forge_kit.token_file import Header, TokenFile, TokenFileWriter
-from forge_plugin_text.corpus import Corpus
+from forge_plugin_text.corpus import TextCorpus
 from forge_plugin_text.reading import Document
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class TextPart(NamedTuple):
     document: str
 
 
-def cached_tokens(corpus: Corpus, tokenizer: Tokenizer, verify: Verify) -> CachedFolder:
+def cached_tokens(corpus: TextCorpus, tokenizer: Tokenizer, verify: Verify) -> CachedFolder:
     """The token files of a corpus, from the cache; the tokenizer encodes only if they are not there.
 
     Raises:
@@ -57,7 +57,7 @@ def cached_tokens(corpus: Corpus, tokenizer: Tokenizer, verify: Verify) -> Cache
     return cached_folder("tokens", key, make, verify, resumable=True)
 
 
-def open_documents(stored: CachedFolder, corpus: Corpus) -> TokenFile:
+def open_documents(stored: CachedFolder, corpus: TextCorpus) -> TokenFile:
     """The documents of both splits.
 
     Raises:
@@ -71,7 +71,7 @@ def open_documents(stored: CachedFolder, corpus: Corpus) -> TokenFile:
     return TokenFile(stored.path / TRAIN, held_out, stored.identity(TRAIN))
 
 
-def write_tokens(folder: Path, corpus: Corpus, tokenizer: Tokenizer) -> dict[str, Any]:
+def write_tokens(folder: Path, corpus: TextCorpus, tokenizer: Tokenizer) -> dict[str, Any]:
     """Encode a corpus into `folder`, from where a process that died had come to.
 
     Returns:

@@ -15,7 +15,7 @@ from attrs import define, field
 
 from forge_core.contracts.errors import ForgeError, JobError
 from forge_plugin_memmap.prepare.documents import Dropped
-from forge_plugin_memmap.prepare.reading import Place
+from forge_plugin_memmap.prepare.reading import InputPosition
 from forge_plugin_memmap.prepare.writing import Written
 from forge_plugin_memmap.prepared import FORMAT, INPUTS, MADE_BY, MANIFEST, SPLITS, UNFINISHED, read_prepared
 
@@ -38,7 +38,7 @@ class State:
     arguments: Arguments
     tokenizer: Mapping[str, Any] | None = None
     """Fingerprint, vocabulary and end-of-text; None: it is still to be made."""
-    place: Place = field(factory=Place)
+    place: InputPosition = field(factory=InputPosition)
     splits: dict[str, Written] = field(factory=lambda: {split: Written() for split in SPLITS})
     dropped: Dropped = field(factory=Dropped)
 
@@ -54,7 +54,7 @@ class State:
     def parse(cls, plain: Mapping[str, Any]) -> State:
         """What `plain` gave."""
         splits = {split: Written.parse(plain["splits"][split]) for split in SPLITS}
-        place, dropped = Place(**plain["place"]), Dropped.of(plain["dropped"])
+        place, dropped = InputPosition(**plain["place"]), Dropped.of(plain["dropped"])
         return cls(plain["arguments"], plain["tokenizer"], place, splits, dropped)
 
     def plain(self) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from forge_core.contracts.errors import JobError, Problem
-from forge_plugin_memmap.paths import Found, distinct, expand
+from forge_plugin_memmap.paths import FoundFile, distinct, expand
 from forge_plugin_memmap.prepare.lines import read_lines
 from forge_plugin_memmap.prepare.reading import Input
 from forge_plugin_memmap.prepare.rows import parquet_fault, read_rows
@@ -30,7 +30,7 @@ def find_inputs(patterns: Sequence[str], field: str, output: Path) -> list[Input
         JobError: a pattern leads to nothing, a file is of no known format, or a Parquet file has no such column.
     """
     problems: list[Problem] = []
-    found: list[Found] = []
+    found: list[FoundFile] = []
     for pattern in patterns:
         try:
             found += expand(pattern, SUFFIXES)

@@ -30,7 +30,7 @@ class Read(NamedTuple):
 
 
 @frozen
-class Place:
+class InputPosition:
     """Where reading goes on."""
 
     input: int = 0
@@ -48,7 +48,7 @@ class Chunk(NamedTuple):
     """What one worker encodes at a time."""
 
     items: tuple[Item, ...]
-    then: Place
+    then: InputPosition
     """Where the next chunk begins."""
 
 
@@ -77,7 +77,7 @@ class Input:
             raise JobError(f"{self.name} changed while it was read; start again with another --output")
 
 
-def read_chunks(inputs: Sequence[Input], field: str, place: Place) -> Iterator[Chunk]:
+def read_chunks(inputs: Sequence[Input], field: str, place: InputPosition) -> Iterator[Chunk]:
     """All chunks from a place on."""
     items: list[Item] = []
     size = 0
@@ -88,13 +88,13 @@ def read_chunks(inputs: Sequence[Input], field: str, place: Place) -> Iterator[C
         items.append(item)
         size += item_size
     if items:
-        yield Chunk(tuple(items), Place(len(inputs), {}, sum(input_.size for input_ in inputs)))
+        yield Chunk(tuple(items), InputPosition(len(inputs), {}, sum(input_.size for input_ in inputs)))
 
 
-def _items(inputs: Sequence[Input], field: str, place: Place) -> Iterator[tuple[Place, Item, int]]:
+def _items(inputs: Sequence[Input], field: str, place: InputPosition) -> Iterator[tuple[InputPosition, Item, int]]:
     before = sum(input_.size for input_ in inputs[: place.input])
     for number, input_ in enumerate(inputs[place.input :], place.input):
         at = place.at if number == place.input else {}
         for read in input_.read(input_.name, field, at):
-            yield Place(number, read.at, before + read.passed), read.item, read.size
+            yield InputPosition(number, read.at, before + read.passed), read.item, read.size
         before += input_.size

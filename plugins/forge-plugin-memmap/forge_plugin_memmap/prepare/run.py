@@ -29,7 +29,7 @@ from forge_plugin_memmap.prepare.folder import (
 )
 from forge_plugin_memmap.prepare.pool import open_pool
 from forge_plugin_memmap.prepare.progress import Meter, Speed, open_meter
-from forge_plugin_memmap.prepare.reading import Chunk, Input, Place, read_chunks
+from forge_plugin_memmap.prepare.reading import Chunk, Input, InputPosition, read_chunks
 from forge_plugin_memmap.prepare.tokenizer import keep_tokenizer
 from forge_plugin_memmap.prepare.writing import SplitWriter
 from forge_plugin_memmap.prepared import HELD_OUT, SPLITS, TOKENIZER, TRAIN
@@ -125,7 +125,7 @@ def _training_texts(settings: Settings) -> Callable[[], Iterable[str]]:
 
     def texts() -> Iterator[str]:
         number = 0
-        for chunk in read_chunks(settings.inputs, settings.field, Place()):
+        for chunk in read_chunks(settings.inputs, settings.field, InputPosition()):
             for document in (document for item in chunk.items for document in item.documents()):
                 if isinstance(document, Drop):
                     refuse(document, settings.strict)
