@@ -120,7 +120,7 @@ class _Structurer:
             (is_literal, read_choice),
             (is_enum, read_choice),
             (is_scalar, read_scalar),
-            (lambda type_: type_ is Any, lambda value, _: value),
+            (lambda type_: type_ is Any or type_ is None, lambda value, _: value),  # None: not annotated
         )
 
     # --- going through the tree ----------------------------------------------------------------------------------
