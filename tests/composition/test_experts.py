@@ -11,6 +11,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from forge_core.auxiliary import Count
+from forge_core.config.job import MetricsSection
 from forge_core.config.load import load_job
 from forge_core.data.loader import TrainLoader
 from forge_core.engine.step import Stepper
@@ -368,6 +369,7 @@ def test_what_is_counted_once_a_layer_does_not_depend_on_how_sequences_are_cut(t
         ffn = MoE(experts=4, hidden=16, router=SigmoidTopK(bias_rate=0.5))
         model = Transformer(dim=16, layers=1, vocab_size=32, attention=attention, ffn=ffn)
         settings = {"model": model, "steps": 2, "seq_len": 16, "precision": "fp64", "job": {"name": name}}
+        settings["metrics"] = MetricsSection(counts_interval=1)
         folder = Trainer(tiny_job(str(tmp_path), Catalog.installed(), **settings, **changes), echo=len).run().folder
         records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
         return [record["counts"]["moe/bias"]["0"] for record in records if "counts" in record][-1]
