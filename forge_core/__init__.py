@@ -16,7 +16,6 @@ from forge_core.moved import install
 
 if TYPE_CHECKING:
     from forge_core.config.dump import dump_job
-    from forge_core.config.job import Job
     from forge_core.config.load import load_job
     from forge_core.contracts.components import (
         Component,
@@ -43,6 +42,7 @@ if TYPE_CHECKING:
     from forge_core.contracts.errors import CheckpointError, ForgeError, JobError, PluginError, Problem
     from forge_core.contracts.hookspecs import hookimpl, hookspec
     from forge_core.engine.trainer import Trainer
+    from forge_core.job import Job
     from forge_core.launch.progress_beacon import report_progress
     from forge_core.plugins.catalog import Catalog
 
@@ -54,7 +54,7 @@ _HOMES = {
     "CheckpointError": "forge_core.contracts.errors",
     "ForgeDeprecation": "forge_core.contracts.deprecation",
     "ForgeError": "forge_core.contracts.errors",
-    "Job": "forge_core.config.job",
+    "Job": "forge_core.job",
     "JobError": "forge_core.contracts.errors",
     "PluginError": "forge_core.contracts.errors",
     "Problem": "forge_core.contracts.errors",

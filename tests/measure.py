@@ -190,7 +190,7 @@ def imports_upwards() -> list[str]:
     for name, path in core_modules().items():
         for target in sorted({target for node in ast.walk(tree(path)) for target in targets(node)}):
             here, there = floor_of(name), floor_of(target)
-            the_job = name.startswith("forge_core.contracts") and target == "forge_core.config.job"
+            the_job = name.startswith("forge_core.contracts") and target == "forge_core.job"
             if here is not None and there is not None and there < here and not the_job:
                 found.append(f"{name} -> {target}")
     return found

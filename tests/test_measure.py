@@ -17,7 +17,7 @@ def test_a_figure_is_within_its_limit(name: str) -> None:
 def test_the_closure_follows_imports_inside_of_functions_and_names_in_strings() -> None:
     assert "forge_core.engine.trainer" in measure.imports("forge_core")  # a string of `_HOMES`
     assert "forge_core.engine.trainer" in measure.imports("forge_core.cli.run")  # inside of a function
-    assert "forge_core.config.job" not in measure.imports("forge_core.contracts.components")  # for type checkers
+    assert "forge_core.job" not in measure.imports("forge_core.contracts.components")  # for type checkers
 
 
 def test_a_module_that_nothing_imports_is_found(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,12 +33,12 @@ FLOORS = (
     "forge_core.launch",
     "forge_core.plugins",
     "forge_core.losses | forge_core.schedules",
-    "forge_core.vocab_parallel",
+    "forge_core.job | forge_core.vocab_parallel",
     "forge_core.contracts",
     "forge_core.auxiliary",
 )
 """Floors of the core, from the highest; each may import those below it."""
-JOB_EDGE = "forge_core.contracts.* -> forge_core.config.job"
+JOB_EDGE = "forge_core.contracts.* -> forge_core.job"
 """The one import upwards, for type checkers alone: `problems(job, …)` receives the job."""
 
 

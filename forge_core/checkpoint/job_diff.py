@@ -24,11 +24,11 @@ from forge_core.config.describe import (
     toml_text,
 )
 from forge_core.config.dump import dump_job, to_toml
-from forge_core.config.job import Job
 from forge_core.config.structure import resolved_fields
 from forge_core.config.walk import default_of, walk_components
 from forge_core.contracts.components import Component, DefaultType, WhenResumed
 from forge_core.contracts.errors import PluginError
+from forge_core.job import Job
 from forge_core.plugins.catalog import Catalog
 
 TITLES: Mapping[WhenResumed, str] = {

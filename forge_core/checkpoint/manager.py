@@ -23,8 +23,8 @@ from forge_core.contracts.errors import CheckpointError
 
 if TYPE_CHECKING:
     from forge_core.checkpoint.tensors import Staged
-    from forge_core.config.job import CheckpointSection
     from forge_core.contracts.runtime import Storage
+    from forge_core.job import CheckpointSection
 
 __all__ = ["MANIFEST", "Checkpoints", "State", "load_tensors", "stored_tensors", "verify", "write_manifest"]
 

@@ -10,9 +10,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forge_core.config.job import Job
 from forge_core.config.walk import walk_components
 from forge_core.contracts.errors import CheckpointError
+from forge_core.job import Job
 from forge_core.plugins.catalog import CORE, Catalog, Distribution, core_version
 
 if TYPE_CHECKING:

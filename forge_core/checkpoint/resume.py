@@ -15,8 +15,8 @@ from forge_core.checkpoint.manager import Checkpoints, Retention
 from forge_core.checkpoint.manifest import MANIFEST, How, verify
 from forge_core.checkpoint.provenance import collect, compare
 from forge_core.checkpoint.run_folder import run_folder, storage_of
-from forge_core.config.job import Job
 from forge_core.contracts.errors import CheckpointError, ForgeError
+from forge_core.job import Job
 from forge_core.parallel.mesh import global_rank
 from forge_core.plugins.catalog import Catalog
 

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from forge_core.checkpoint.storage import LocalStorage
-from forge_core.config.job import LOCAL_STORAGE
 from forge_core.contracts.errors import ForgeError
+from forge_core.job import LOCAL_STORAGE
 
 if TYPE_CHECKING:
-    from forge_core.config.job import Job
     from forge_core.contracts.data import Tokenizer
     from forge_core.contracts.runtime import Storage
+    from forge_core.job import Job
 
 JOB = "job.toml"
 LOCK = ".lock"

@@ -18,8 +18,8 @@ from forge_core.checkpoint.manager import Checkpoints, State
 from forge_core.checkpoint.manifest import to_json
 from forge_core.checkpoint.ranks import Ranks
 from forge_core.checkpoint.tensors import Staging
-from forge_core.config.job import CheckpointSection
 from forge_core.contracts.errors import CheckpointError
+from forge_core.job import CheckpointSection
 from forge_core.parallel.mesh import group_timeout
 
 ADVICE = "Once that is mended, the same command continues from the newest checkpoint"

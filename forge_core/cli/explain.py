@@ -20,10 +20,10 @@ from forge_core.config.describe import (
     type_name,
 )
 from forge_core.config.docs import class_doc, one_paragraph
-from forge_core.config.job import Job
 from forge_core.config.keys import Key, keys_of
 from forge_core.contracts.components import Command, Component
 from forge_core.contracts.errors import ExitCode, JobError, PluginError, did_you_mean
+from forge_core.job import Job
 from forge_core.plugins.catalog import Catalog
 
 

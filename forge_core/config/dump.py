@@ -10,9 +10,9 @@ from typing import Any
 import attrs
 import tomli_w
 
-from forge_core.config.job import Job
 from forge_core.config.walk import children
 from forge_core.contracts.components import Component, DefaultType
+from forge_core.job import Job
 from forge_core.plugins.catalog import Catalog
 
 

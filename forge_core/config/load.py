@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 
 import attrs
 
-from forge_core.config.job import ALWAYS, Job
 from forge_core.config.lines import find_lines
 from forge_core.config.read import read_job
 from forge_core.config.rules import check_rules
@@ -19,6 +18,7 @@ from forge_core.config.tree import Node, Origin, annotate
 from forge_core.config.unknown import explain_unknown
 from forge_core.contracts.components import Component, DefaultType
 from forge_core.contracts.errors import JobError, Problem
+from forge_core.job import ALWAYS, Job
 from forge_core.launch.world import join_world
 from forge_core.plugins.catalog import CORE, Catalog, install_line
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from forge_core.config.job import Job, Phase
 from forge_core.contracts.errors import PluginError, Problem, did_you_mean
+from forge_core.job import Job, Phase
 from forge_core.plugins.catalog import Catalog, UnknownTypeError
 
 WORKER_LOADER = "nodes"

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import attrs
 
-from forge_core.config.job import LOCAL_STORAGE, Checked, Job
 from forge_core.config.mixture import loader_problems, mixture_problems
 from forge_core.config.walk import walk_components
 from forge_core.contracts.components import Component, OptimizerComponent, ParallelComponent
 from forge_core.contracts.errors import JobError, PluginError, Problem, did_you_mean
 from forge_core.contracts.layout import Layout
+from forge_core.job import LOCAL_STORAGE, Checked, Job
 from forge_core.parallel.layout import batch_problems, plan_layout
 from forge_core.parallel.stages import order_stages
 from forge_core.plugins.catalog import Catalog

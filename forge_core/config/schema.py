@@ -22,10 +22,10 @@ from forge_core.config.describe import (
 )
 from forge_core.config.docs import class_doc, one_paragraph
 from forge_core.config.dump import to_toml
-from forge_core.config.job import Job
 from forge_core.config.keys import Key, keys_of
 from forge_core.contracts.components import Component, DefaultType
 from forge_core.contracts.errors import PluginError
+from forge_core.job import Job
 from forge_core.plugins.catalog import Catalog
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from forge_core.config.job import Job
     from forge_core.contracts.contexts import (
         BuildContext,
         CheckpointContext,
@@ -59,6 +58,7 @@ if TYPE_CHECKING:
     from forge_core.contracts.optimizer import Schedule
     from forge_core.contracts.parameters import NamedParameters
     from forge_core.contracts.runtime import Executor, Logger, LossFunction, ParallelStage, Storage
+    from forge_core.job import Job
 
 
 @frozen

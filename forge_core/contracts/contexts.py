@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from forge_core.auxiliary import Auxiliary
-    from forge_core.config.job import Job
     from forge_core.contracts.components import Component
     from forge_core.contracts.data import Batch, Dataset, Tokenizer
     from forge_core.contracts.layout import Layout
     from forge_core.contracts.model import Model
     from forge_core.contracts.runtime import Executor, StepOutput
+    from forge_core.job import Job
 
 
 Built = TypeVar("Built")

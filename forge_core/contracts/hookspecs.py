@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from forge_core.config.job import Job
     from forge_core.contracts.components import (
         DatasetComponent,
         LoggerComponent,
@@ -48,6 +47,7 @@ if TYPE_CHECKING:
     from forge_core.contracts.optimizer import Schedule
     from forge_core.contracts.parameters import NamedParameters
     from forge_core.contracts.runtime import Logger, LossFunction, ParallelStage
+    from forge_core.job import Job
 
 PROJECT = "forge"
 hookspec = pluggy.HookspecMarker(PROJECT)

@@ -13,8 +13,8 @@ from forge_core.parallel.layout import micro_batches
 from forge_core.parallel.mesh import sample_rank
 
 if TYPE_CHECKING:
-    from forge_core.config.job import Job
     from forge_core.contracts.contexts import BuildContext
+    from forge_core.job import Job
 
 
 class Concatenated:

@@ -22,8 +22,8 @@ from forge_core.parallel.mesh import gather_objects, sample_rank
 
 if TYPE_CHECKING:
     from forge_core.checkpoint.state import Progress
-    from forge_core.config.job import Job
     from forge_core.contracts.components import LoaderComponent
+    from forge_core.job import Job
     from forge_core.plugins.catalog import Catalog
     from forge_core.plugins.manager import RunContext
 

@@ -16,8 +16,8 @@ from forge_core.data.order import SampleOrder, whole_shares
 
 if TYPE_CHECKING:
     from forge_core.checkpoint.state import Progress
-    from forge_core.config.job import Job
     from forge_core.contracts.data import Dataset, Stream
+    from forge_core.job import Job
 
 
 def sample_order(job: Job, sizes: Sequence[int | None], progress: Progress | None = None) -> SampleOrder:

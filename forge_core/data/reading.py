@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
-    from forge_core.config.job import Job
     from forge_core.contracts.contexts import BuildContext
     from forge_core.contracts.data import Batch, Dataset, SampleReader
     from forge_core.contracts.layout import Layout
+    from forge_core.job import Job
 
 UNITS_AHEAD = 2
 """Units of rows that the thread reads ahead."""

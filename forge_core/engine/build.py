@@ -13,7 +13,6 @@ from attrs import frozen
 
 from forge_core.auxiliary import Auxiliary
 from forge_core.checkpoint.run_folder import TOKENIZER
-from forge_core.config.job import Job
 from forge_core.config.load import parse_job
 from forge_core.config.mixture import is_drawn
 from forge_core.contracts.components import DatasetComponent, PackingComponent, TrainingHook
@@ -32,6 +31,7 @@ from forge_core.engine.groups import apply_settings, check_groups, check_modes
 from forge_core.engine.hooks import HookRunner, collect_hooks
 from forge_core.engine.model_facts import Outline
 from forge_core.engine.rates import Rates
+from forge_core.job import Job
 from forge_core.launch.progress_beacon import ProgressBeacon
 from forge_core.parallel.bare_model import DTYPES, bare_model
 from forge_core.parallel.initialise import check_finite, materialise

@@ -14,10 +14,10 @@ from forge_core.launch.progress_beacon import ProgressBeacon
 from forge_core.moved import forwarding
 
 if TYPE_CHECKING:
-    from forge_core.config.job import Job
     from forge_core.contracts.contexts import CheckpointContext, Requests, StepContext, TrainContext
     from forge_core.contracts.data import Batch
     from forge_core.engine.build import Run
+    from forge_core.job import Job
     from forge_core.plugins.manager import Plugins
 
 __getattr__ = forwarding(__name__, ["forge_core.contracts.contexts"])

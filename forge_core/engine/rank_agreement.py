@@ -14,8 +14,8 @@ import torch.distributed as dist
 from forge_core.checkpoint.job_diff import text_changes
 from forge_core.checkpoint.provenance import collect
 from forge_core.config.dump import dump_job
-from forge_core.config.job import Job
 from forge_core.contracts.errors import JobError
+from forge_core.job import Job
 from forge_core.launch.failure_report import emit, report_of
 from forge_core.launch.progress_beacon import ProgressBeacon
 from forge_core.launch.rendezvous import Rendezvous, join_rendezvous

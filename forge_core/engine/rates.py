@@ -12,9 +12,9 @@ from forge_core.contracts.components import SchedulerComponent
 from forge_core.contracts.errors import ForgeError
 
 if TYPE_CHECKING:
-    from forge_core.config.job import Job
     from forge_core.contracts.contexts import BuildContext
     from forge_core.contracts.optimizer import Schedule
+    from forge_core.job import Job
 
 
 class Rates:

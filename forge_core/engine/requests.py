@@ -13,8 +13,8 @@ from forge_core.parallel.mesh import any_rank, gather_objects
 if TYPE_CHECKING:
     from forge_core.checkpoint.saving import Saver
     from forge_core.checkpoint.state import Progress
-    from forge_core.config.job import TrainSection
     from forge_core.engine.build import Run
+    from forge_core.job import TrainSection
 
 
 @contextmanager

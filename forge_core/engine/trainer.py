@@ -10,7 +10,6 @@ from attrs import frozen
 
 from forge_core.checkpoint.resume import find_start, open_checkpoints
 from forge_core.checkpoint.run_folder import locked, run_folder
-from forge_core.config.job import Job
 from forge_core.config.load import complete
 from forge_core.config.rules import check_rules
 from forge_core.contracts.components import TrainingHook
@@ -18,6 +17,7 @@ from forge_core.contracts.errors import ExitCode, JobError
 from forge_core.engine.build import build_context, build_run
 from forge_core.engine.loop import Loop
 from forge_core.engine.rank_agreement import agree_on_job, joined_run
+from forge_core.job import Job
 from forge_core.launch.progress_beacon import ProgressBeacon
 from forge_core.parallel.mesh import global_rank, world_size
 from forge_core.plugins.catalog import Catalog

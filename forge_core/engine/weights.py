@@ -11,10 +11,10 @@ from torch import Size
 
 from forge_core.checkpoint.state import evaluated_names, model_tensors
 from forge_core.checkpoint.tensors import load_tensors, shared_index
-from forge_core.config.job import LoadSection
 from forge_core.contracts.errors import CheckpointError, JobError, Problem, did_you_mean
 from forge_core.contracts.model import Model
 from forge_core.engine.model_facts import Outline
+from forge_core.job import LoadSection
 
 TABLE = "checkpoint.load"
 SHOWN = 8

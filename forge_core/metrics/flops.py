@@ -10,8 +10,8 @@ from forge_core.contracts.model import HasFlops
 if TYPE_CHECKING:
     import torch
 
-    from forge_core.config.job import Job
     from forge_core.contracts.model import Model
+    from forge_core.job import Job
 
 DENSE_BF16_TFLOPS: Mapping[str, float] = {
     "H200": 989.0,

@@ -18,7 +18,7 @@ from forge_core.plugins.catalog import Catalog
 from forge_core.plugins.manager import Plugins, RunContext
 
 if TYPE_CHECKING:
-    from forge_core.config.job import Job
+    from forge_core.job import Job
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 

@@ -10,7 +10,7 @@ from forge_core.contracts.errors import JobError, Problem
 from forge_core.contracts.layout import DIMENSIONS, Layout, MeshDimension
 
 if TYPE_CHECKING:
-    from forge_core.config.job import Job
+    from forge_core.job import Job
 
 
 def plan_layout(job: Job, world_size: int) -> tuple[Layout, list[Problem]]:

@@ -15,10 +15,10 @@ from forge_core.contracts.errors import ForgeError, JobError, Problem, did_you_m
 from forge_core.contracts.runtime import ParallelStage
 
 if TYPE_CHECKING:
-    from forge_core.config.job import Job
     from forge_core.contracts.contexts import BuildContext
     from forge_core.contracts.layout import Layout
     from forge_core.contracts.model import Model
+    from forge_core.job import Job
     from forge_core.plugins.catalog import Catalog
 
 

@@ -23,8 +23,8 @@ from forge_core.plugins.catalog import Catalog
 if TYPE_CHECKING:
     import torch
 
-    from forge_core.config.job import Job
     from forge_core.contracts.layout import Layout
+    from forge_core.job import Job
 
 Built = TypeVar("Built")
 

@@ -31,7 +31,7 @@ from forge_core.checkpoint import shards
 from forge_core.checkpoint.manager import Checkpoints, Retention, State, load_tensors
 from forge_core.checkpoint.saving import Saver
 from forge_core.checkpoint.storage import LocalStorage
-from forge_core.config.job import CheckpointSection
+from forge_core.job import CheckpointSection
 
 DIM, HIDDEN, LAYERS, VOCABULARY = 512, 1536, 12, 16384
 

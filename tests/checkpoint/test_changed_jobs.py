@@ -17,7 +17,6 @@ from forge_core.checkpoint.job_diff import job_changes, text_changes
 from forge_core.cli import main
 from forge_core.config.describe import is_section
 from forge_core.config.dump import dump_job
-from forge_core.config.job import Job, Phase
 from forge_core.config.load import load_job
 from forge_core.config.walk import key_fields
 from forge_core.contracts.components import (
@@ -30,6 +29,7 @@ from forge_core.contracts.components import (
     when_resumed,
 )
 from forge_core.contracts.errors import CheckpointError
+from forge_core.job import Job, Phase
 from forge_testing import TINY_JOB, Numbers, TinyAdamW, TinyModel
 
 

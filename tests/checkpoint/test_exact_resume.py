@@ -19,9 +19,9 @@ from parts.hooks import Remembering, Seen
 
 from forge_core import Catalog, Plugin, TrainingHook, hookimpl
 from forge_core.checkpoint.storage import Local, LocalStorage
-from forge_core.config.job import Phase
 from forge_core.contracts.components import DatasetComponent, SchedulerComponent
 from forge_core.contracts.data import StreamedDocument
+from forge_core.job import Phase
 from forge_plugin_transformer import GroupedQueryAttention, MultiTokenPrediction, Transformer
 from forge_testing import Numbers, TinyModel
 from forge_testing.processes import run_on_ranks

@@ -9,11 +9,11 @@ import torch
 from attrs import frozen
 
 from forge_core.checkpoint.state import model_tensors
-from forge_core.config.job import LoadSection
 from forge_core.config.rules import check_rules
 from forge_core.contracts.components import OptimizerComponent, TrainingHook
 from forge_core.contracts.errors import CheckpointError, JobError
 from forge_core.engine.trainer import Trainer
+from forge_core.job import LoadSection
 from forge_testing import TinyModel, tiny_job
 from forge_testing.processes import run_on_ranks
 from forge_testing.tiny import VOCABULARY

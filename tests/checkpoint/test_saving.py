@@ -16,10 +16,10 @@ from forge_core.checkpoint import tensors as checkpoint_tensors
 from forge_core.checkpoint.manager import Checkpoints, Retention, State, load_tensors, stored_tensors
 from forge_core.checkpoint.saving import Saver
 from forge_core.checkpoint.storage import Local, LocalStorage
-from forge_core.config.job import CheckpointSection
 from forge_core.contracts.components import TrainingHook
 from forge_core.contracts.errors import CheckpointError
 from forge_core.contracts.layout import Layout
+from forge_core.job import CheckpointSection
 from forge_core.parallel.mesh import make_mesh
 from forge_testing import TinyModel
 from forge_testing.processes import run_on_ranks

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from forge_core.config.job import Job
 from forge_core.config.load import load_job
 from forge_core.contracts.errors import JobError
+from forge_core.job import Job
 from forge_core.plugins.catalog import Catalog
 
 sys.path.insert(0, str(Path(__file__).parent))  # for `job_parts`

@@ -36,8 +36,8 @@ from forge_core.contracts.hookspecs import hookimpl
 from forge_core.plugins.catalog import Catalog, Distribution, Offer
 
 if TYPE_CHECKING:
-    from forge_core.config.job import Job
     from forge_core.contracts.layout import Layout
+    from forge_core.job import Job
 
 
 # --- the core's own, in small -------------------------------------------------------------------------------------

@@ -19,7 +19,11 @@ from job_strategies import tables
 
 from forge_core.config.docs import class_doc, field_docs, function_summary, one_paragraph
 from forge_core.config.dump import dump_job
-from forge_core.config.job import (
+from forge_core.config.keys import keys_of
+from forge_core.config.schema import job_schema
+from forge_core.config.validators import demands
+from forge_core.contracts.components import OptimizerComponent, SchedulerComponent
+from forge_core.job import (
     CheckpointSection,
     DataSection,
     EvalSection,
@@ -28,10 +32,6 @@ from forge_core.config.job import (
     MetricsSection,
     TrainSection,
 )
-from forge_core.config.keys import keys_of
-from forge_core.config.schema import job_schema
-from forge_core.config.validators import demands
-from forge_core.contracts.components import OptimizerComponent, SchedulerComponent
 from forge_core.plugins.catalog import Catalog
 
 Validator = jsonschema.Draft202012Validator

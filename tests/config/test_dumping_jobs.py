@@ -16,10 +16,10 @@ from job_strategies import components, tables
 
 from forge_core import dump_job, load_job
 from forge_core.config.dump import to_toml
-from forge_core.config.job import Job
 from forge_core.config.structure import structure
 from forge_core.config.tree import Origin, annotate
 from forge_core.config.walk import walk_components
+from forge_core.job import Job
 from forge_core.plugins.catalog import Catalog, Offer
 
 SMALL = make_catalog()

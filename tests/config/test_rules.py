@@ -10,11 +10,11 @@ import pytest
 from attrs import define, frozen
 from job_parts import make_catalog
 
-from forge_core.config.job import Job
 from forge_core.config.rules import check_rules
 from forge_core.contracts.components import ExecutorComponent, OptimizerComponent, ParallelComponent, Plugin
 from forge_core.contracts.errors import JobError, Problem
 from forge_core.contracts.hookspecs import hookimpl
+from forge_core.job import Job
 
 Load = Callable[..., Job]
 Problems = Callable[..., list[str]]

@@ -29,12 +29,12 @@ from job_parts import (
     make_catalog,
 )
 
-from forge_core.config.job import Job
 from forge_core.config.load import complete, load_job
 from forge_core.config.structure import INVALID, structure
 from forge_core.config.tree import Origin, annotate
 from forge_core.contracts.components import OptimizerComponent, SchedulerComponent, default_type
 from forge_core.contracts.errors import JobError
+from forge_core.job import Job
 from forge_core.plugins.catalog import Catalog, Distribution, Offer
 
 Load = Callable[..., Job]

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from attrs import evolve, frozen
 
-from forge_core.config.job import Phase
 from forge_core.contracts.components import DatasetComponent
 from forge_core.contracts.errors import CheckpointError, DataError
 from forge_core.data.held_out import evaluation_batches, held_out
 from forge_core.data.loader import TrainLoader
 from forge_core.data.mixture import sample_order
 from forge_core.data.reading import collate
+from forge_core.job import Phase
 from forge_testing import Numbers
 from forge_testing.tiny import NumberSequences
 

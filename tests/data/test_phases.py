@@ -7,10 +7,10 @@ from collections import Counter
 import pytest
 from attrs import define, evolve, field, frozen
 
-from forge_core.config.job import Phase
 from forge_core.contracts.components import DatasetComponent, SchedulerComponent, TrainingHook
 from forge_core.contracts.errors import CheckpointError, JobError
 from forge_core.data.mixture import check_supply, expected_draws
+from forge_core.job import Phase
 
 BASE = 32
 

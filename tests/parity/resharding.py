@@ -24,8 +24,8 @@ from attrs import frozen
 from torch import Tensor
 
 from forge_core.checkpoint.tensors import stored_tensors
-from forge_core.config.job import Job
 from forge_core.engine.trainer import Trainer
+from forge_core.job import Job
 from forge_core.plugins.catalog import Catalog
 from forge_kit.whole_tensors import read_whole
 from forge_plugin_moe import MoE, SigmoidTopK

@@ -12,10 +12,10 @@ from forge_core.contracts.errors import Problem
 from forge_core.schedules import WarmupComponent, warmup
 
 if TYPE_CHECKING:
-    from forge_core.config.job import Job
     from forge_core.contracts.contexts import BuildContext
     from forge_core.contracts.layout import Layout
     from forge_core.contracts.optimizer import Schedule
+    from forge_core.job import Job
 
 
 def progress(step: int, start: int, length: int) -> float:

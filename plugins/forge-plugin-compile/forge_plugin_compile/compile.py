@@ -11,10 +11,10 @@ from forge_core.contracts.components import ParallelComponent
 from forge_core.contracts.errors import Problem
 
 if TYPE_CHECKING:
-    from forge_core.config.job import Job
     from forge_core.contracts.contexts import BuildContext
     from forge_core.contracts.layout import Layout
     from forge_core.contracts.runtime import ParallelStage
+    from forge_core.job import Job
 
 MODULES = "it changes linear layers, and what is compiled must be the changed ones"
 HOOKS = "its hooks inside the blocks must be there when they are traced"

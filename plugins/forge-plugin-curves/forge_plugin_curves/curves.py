@@ -11,9 +11,9 @@ from forge_core.contracts.components import LoggerComponent
 from forge_core.metrics.jsonl import JsonLines
 
 if TYPE_CHECKING:
-    from forge_core.config.job import Job
     from forge_core.contracts.contexts import BuildContext
     from forge_core.contracts.runtime import Logger
+    from forge_core.job import Job
 
 
 @frozen(kw_only=True)

@@ -11,11 +11,11 @@ from attrs import define, frozen
 from safetensors.torch import load_file
 
 from forge_core.cli import main
-from forge_core.config.job import LoadSection
 from forge_core.config.rules import check_rules
 from forge_core.contracts.components import OptimizerComponent, TrainingHook
 from forge_core.contracts.errors import ForgeError
 from forge_core.engine.build import build_context, build_run
+from forge_core.job import LoadSection
 from forge_core.plugins.catalog import Catalog
 from forge_plugin_ema import EMA
 from forge_plugin_muon import Muon

@@ -12,11 +12,11 @@ from forge_core.contracts.errors import Problem
 from forge_core.parallel.layout import micro_batches
 
 if TYPE_CHECKING:
-    from forge_core.config.job import Job
     from forge_core.contracts.contexts import BuildContext
     from forge_core.contracts.layout import Layout
     from forge_core.contracts.model import Model
     from forge_core.contracts.runtime import ParallelStage
+    from forge_core.job import Job
 
 MULTIPLE = 16
 """Of which the sizes of a float8 product must be multiples, except for its rows."""

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from forge_core.cli.arguments import positive
 
 if TYPE_CHECKING:
-    from forge_core.config.job import Job
     from forge_core.contracts.data import Tokenizer
     from forge_core.contracts.model import Model
+    from forge_core.job import Job
 
 
 def command(argv: list[str]) -> int:

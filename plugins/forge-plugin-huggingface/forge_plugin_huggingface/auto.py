@@ -13,9 +13,9 @@ from forge_core.contracts.errors import JobError, Problem
 from forge_plugin_huggingface.hub import expanded, explained, local_problem
 
 if TYPE_CHECKING:
-    from forge_core.config.job import Job
     from forge_core.contracts.contexts import BuildContext
     from forge_core.contracts.layout import Layout
+    from forge_core.job import Job
     from forge_plugin_huggingface.pretrained import PretrainedTokenizer
 
 GIVEN = (

@@ -16,10 +16,10 @@ from forge_plugin_huggingface.problems import NO_TOKENIZER, problems_of
 from forge_plugin_huggingface.source import Origin
 
 if TYPE_CHECKING:
-    from forge_core.config.job import Job
     from forge_core.contracts.contexts import BuildContext
     from forge_core.contracts.data import Documents, DocumentStream, Tokenizer
     from forge_core.contracts.layout import Layout
+    from forge_core.job import Job
     from forge_plugin_huggingface.encoding import Encoder
     from forge_plugin_huggingface.tokens import DocumentSource
 

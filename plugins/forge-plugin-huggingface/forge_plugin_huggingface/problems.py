@@ -13,7 +13,7 @@ from forge_plugin_huggingface.hub import local_problem
 from forge_plugin_huggingface.source import Saved
 
 if TYPE_CHECKING:
-    from forge_core.config.job import Job
+    from forge_core.job import Job
     from forge_plugin_huggingface.dataset import HuggingFace
 
 FORMATS = ("arrow", "csv", "json", "parquet", "text")

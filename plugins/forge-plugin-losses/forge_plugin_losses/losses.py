@@ -15,10 +15,10 @@ from forge_core.contracts.errors import CheckpointError, JobError, Problem
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from forge_core.config.job import Job
     from forge_core.contracts.contexts import BuildContext
     from forge_core.contracts.layout import Layout
     from forge_core.contracts.runtime import LossFunction
+    from forge_core.job import Job
 
 
 @frozen(kw_only=True)

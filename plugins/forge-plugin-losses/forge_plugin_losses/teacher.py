@@ -15,11 +15,11 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from forge_core.checkpoint.resume import locate
 from forge_core.checkpoint.state import load_model
-from forge_core.config.job import JobSection
 from forge_core.contracts.contexts import BuildContext
 from forge_core.contracts.errors import CheckpointError
 from forge_core.contracts.model import Model, Role
 from forge_core.engine.build import build_bare_model, context_of
+from forge_core.job import JobSection
 from forge_core.parallel.initialise import allocate, materialise
 
 COMPUTED_IN: frozenset[Role] = frozenset(("embedding", "head", "matrix", "stack", "fused"))

@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from forge_core.config.job import Job
     from forge_core.contracts.contexts import BuildContext
     from forge_core.contracts.layout import Layout
     from forge_core.contracts.model import Model
     from forge_core.contracts.parameters import NamedParameters
+    from forge_core.job import Job
     from forge_plugin_lowbit.formats import Format
 
 

@@ -13,10 +13,10 @@ from forge_core.contracts.errors import JobError, Problem
 from forge_plugin_memmap.corpus import CorpusKeys, ShardedCorpus, find_corpus
 
 if TYPE_CHECKING:
-    from forge_core.config.job import Job
     from forge_core.contracts.contexts import BuildContext
     from forge_core.contracts.data import Documents, Tokenizer
     from forge_core.contracts.layout import Layout
+    from forge_core.job import Job
 
 Dtype = Literal["uint8", "uint16", "uint32", "uint64", "int16", "int32", "int64"]
 

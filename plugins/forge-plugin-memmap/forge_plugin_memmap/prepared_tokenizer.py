@@ -13,10 +13,10 @@ from forge_core.contracts.errors import JobError, Problem
 from forge_plugin_memmap.prepared import TOKENIZER, read_prepared
 
 if TYPE_CHECKING:
-    from forge_core.config.job import Job
     from forge_core.contracts.contexts import BuildContext
     from forge_core.contracts.data import Tokenizer
     from forge_core.contracts.layout import Layout
+    from forge_core.job import Job
 
 
 @frozen(kw_only=True)

@@ -17,9 +17,9 @@ from forge_plugin_transformer.document_backends import WayOrAuto, choose_documen
 if TYPE_CHECKING:
     from torch import nn
 
-    from forge_core.config.job import Job
     from forge_core.contracts.contexts import BuildContext
     from forge_core.contracts.layout import Layout
+    from forge_core.job import Job
 
 
 @frozen(kw_only=True)

@@ -15,9 +15,9 @@ from forge_plugin_transformer import FFNComponent, InitStd
 if TYPE_CHECKING:
     from torch import nn
 
-    from forge_core.config.job import Job
     from forge_core.contracts.contexts import BuildContext
     from forge_core.contracts.layout import Layout
+    from forge_core.job import Job
 
 
 def isolation_problem(choice: str) -> str:

@@ -10,10 +10,10 @@ import pytest
 import torch
 from attrs import define, field
 
-from forge_core.config.job import MetricsSection
 from forge_core.contracts.components import TrainingHook
 from forge_core.data.loader import TrainLoader
 from forge_core.engine.step import Stepper, metrics
+from forge_core.job import MetricsSection
 from forge_plugin_moe import MoE, SigmoidTopK, SoftmaxTopK
 from forge_plugin_transformer import GroupedQueryAttention, Transformer
 from forge_testing.runs import advance, tiny_run

@@ -12,8 +12,8 @@ from forge_core import Plugin, hookimpl
 if TYPE_CHECKING:
     import torch
 
-    from forge_core.config.job import Job
     from forge_core.contracts.contexts import BuildContext
+    from forge_core.job import Job
 
 
 @define(kw_only=True, slots=False)

@@ -13,11 +13,11 @@ from forge_core.contracts.errors import Problem
 from forge_core.contracts.model import HasFurtherBlocks, HasSequenceMixers
 
 if TYPE_CHECKING:
-    from forge_core.config.job import Job
     from forge_core.contracts.contexts import BuildContext
     from forge_core.contracts.layout import Layout
     from forge_core.contracts.model import Model
     from forge_core.contracts.runtime import ParallelStage
+    from forge_core.job import Job
 
 
 def _unmixed(model: Model) -> Iterator[str]:

@@ -15,10 +15,10 @@ from forge_core.contracts.runtime import ParallelStage
 from forge_core.parallel.layout import micro_batches
 
 if TYPE_CHECKING:
-    from forge_core.config.job import Job
     from forge_core.contracts.contexts import BuildContext
     from forge_core.contracts.layout import Layout
     from forge_core.contracts.model import Model
+    from forge_core.job import Job
 
 ONE_STAGE = ("gpipe", "1f1b")
 """Schedules in which each rank has one stage."""

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from attrs import frozen
 
-from forge_core.config.job import Job
 from forge_core.contracts.layout import Layout
+from forge_core.job import Job
 from forge_core.parallel.layout import plan_layout
 from forge_core.plugins.catalog import Catalog
 from forge_plugin_plan.fake_world import Said

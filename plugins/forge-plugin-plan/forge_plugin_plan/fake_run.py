@@ -9,7 +9,6 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from forge_core.auxiliary import Auxiliary
-from forge_core.config.job import Job
 from forge_core.contracts.model import Initialises, Model
 from forge_core.engine.build import (
     BuiltModel,
@@ -21,6 +20,7 @@ from forge_core.engine.build import (
     stages_of,
 )
 from forge_core.engine.hooks import HookRunner
+from forge_core.job import Job
 from forge_core.parallel.initialise import allocate
 from forge_core.parallel.stages import apply_stages
 from forge_core.plugins.catalog import Catalog

@@ -11,13 +11,13 @@ import torch
 from attrs import frozen
 from torch import Tensor, nn
 
-from forge_core.config.job import Job
 from forge_core.contracts.contexts import StepContext
 from forge_core.contracts.data import Batch
 from forge_core.contracts.errors import JobError
 from forge_core.engine.build import Run
 from forge_core.engine.model_facts import Outline
 from forge_core.engine.step import Stepper
+from forge_core.job import Job
 from forge_core.parallel.layout import micro_batches
 from forge_core.plugins.catalog import Catalog
 from forge_plugin_plan.fake_run import FakeRun, fake_run

@@ -10,11 +10,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from forge_core.config.job import Job
 from forge_core.contracts.contexts import StepContext
 from forge_core.data.loader import TrainLoader
 from forge_core.engine.build import build_context, build_run
 from forge_core.engine.step import Stepper
+from forge_core.job import Job
 from forge_core.plugins.catalog import Catalog
 
 

@@ -12,9 +12,9 @@ from forge_core.contracts.components import TrainingHook
 from forge_core.contracts.errors import JobError, Problem
 
 if TYPE_CHECKING:
-    from forge_core.config.job import Job
     from forge_core.contracts.contexts import StepContext, TrainContext
     from forge_core.contracts.layout import Layout
+    from forge_core.job import Job
 
 
 @define(kw_only=True, slots=False)

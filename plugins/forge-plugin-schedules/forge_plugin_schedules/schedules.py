@@ -18,10 +18,10 @@ from forge_core.schedules import WarmupComponent, warmup
 from forge_kit.schedules import DecayComponent
 
 if TYPE_CHECKING:
-    from forge_core.config.job import Job
     from forge_core.contracts.contexts import BuildContext
     from forge_core.contracts.layout import Layout
     from forge_core.contracts.optimizer import Schedule
+    from forge_core.job import Job
 
 
 @frozen(kw_only=True)

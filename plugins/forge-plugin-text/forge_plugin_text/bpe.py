@@ -16,9 +16,9 @@ from forge_kit.cache import cached_folder, digest_of
 from forge_plugin_text.file import TokenizerFile
 
 if TYPE_CHECKING:
-    from forge_core.config.job import Job
     from forge_core.contracts.contexts import BuildContext
     from forge_core.contracts.layout import Layout
+    from forge_core.job import Job
     from forge_plugin_text.tokenizer_json import JsonTokenizer
 
 FORMAT = 1

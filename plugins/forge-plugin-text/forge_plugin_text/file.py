@@ -13,9 +13,9 @@ from forge_core.contracts.components import TokenizerComponent, when_resumed
 from forge_core.contracts.errors import JobError, Problem
 
 if TYPE_CHECKING:
-    from forge_core.config.job import Job
     from forge_core.contracts.contexts import BuildContext
     from forge_core.contracts.layout import Layout
+    from forge_core.job import Job
     from forge_plugin_text.tokenizer_json import JsonTokenizer
 
 USUAL_END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "<｜end▁of▁sentence｜>", "<eos>", "</s>")

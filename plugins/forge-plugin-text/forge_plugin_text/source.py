@@ -17,10 +17,10 @@ from forge_plugin_text.reading import Reading
 from forge_plugin_text.split import Split, read_names
 
 if TYPE_CHECKING:
-    from forge_core.config.job import Job
     from forge_core.contracts.contexts import BuildContext
     from forge_core.contracts.data import Documents
     from forge_core.contracts.layout import Layout
+    from forge_core.job import Job
 
 
 def _off_or_at_least_two(_: Any, attribute: attrs.Attribute, value: int) -> None:

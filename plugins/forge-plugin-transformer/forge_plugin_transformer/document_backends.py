@@ -18,8 +18,8 @@ from forge_core.contracts.errors import JobError, Problem
 from forge_plugin_transformer.attention_backends import DTYPES, HALF, Backend, Kernel, backend_problem, distance
 
 if TYPE_CHECKING:
-    from forge_core.config.job import Job
     from forge_core.contracts.contexts import BuildContext
+    from forge_core.job import Job
 
 WayOrAuto = Literal["auto", "mask", "segments", "varlen"]
 """Values of the key `documents`."""

@@ -22,10 +22,10 @@ from forge_core.contracts.errors import JobError, Problem
 from forge_plugin_transformer.kinds import AttentionComponent, FFNComponent, InitStd, NormComponent
 
 if TYPE_CHECKING:
-    from forge_core.config.job import Job
     from forge_core.contracts.contexts import BuildContext, StepContext
     from forge_core.contracts.layout import Layout
     from forge_core.contracts.model import Model
+    from forge_core.job import Job
     from forge_plugin_transformer.modules.block import Block
     from forge_plugin_transformer.modules.multi_token import PredictionBlock, Predictions
 

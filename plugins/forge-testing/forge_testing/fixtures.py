@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from forge_core.config.job import Job
 from forge_core.contracts.components import TrainingHook
 from forge_core.engine.build import Run, build_context, build_run
 from forge_core.engine.trainer import Summary, Trainer
+from forge_core.job import Job
 from forge_core.plugins.catalog import Catalog
 from forge_core.plugins.manager import Plugins
 from forge_testing import catalogs, tiny_job

@@ -13,10 +13,10 @@ from forge_core.contracts.errors import Problem
 from forge_testing.tiny import VOCABULARY
 
 if TYPE_CHECKING:
-    from forge_core.config.job import Job
     from forge_core.contracts.contexts import BuildContext
     from forge_core.contracts.layout import Layout
     from forge_core.contracts.model import Model
+    from forge_core.job import Job
 
 
 @frozen(kw_only=True)

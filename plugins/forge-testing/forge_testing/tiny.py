@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 import attrs
 from attrs import field, frozen
 
-from forge_core.config.job import (
+from forge_core.config.rules import check_rules
+from forge_core.contracts.components import DatasetComponent, ModelComponent, OptimizerComponent, when_resumed
+from forge_core.job import (
     CheckpointSection,
     DataSection,
     EvalSection,
@@ -16,8 +18,6 @@ from forge_core.config.job import (
     JobSection,
     TrainSection,
 )
-from forge_core.config.rules import check_rules
-from forge_core.contracts.components import DatasetComponent, ModelComponent, OptimizerComponent, when_resumed
 from forge_core.plugins.catalog import Catalog
 
 if TYPE_CHECKING:

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from forge_core.checkpoint.manager import stored_tensors
 from forge_core.checkpoint.manifest import read_manifest
-from forge_core.config.job import Job
 from forge_core.contracts.components import TrainingHook
 from forge_core.contracts.contexts import StepContext
 from forge_core.engine.build import build_context
 from forge_core.engine.trainer import Summary, Trainer
+from forge_core.job import Job
 from forge_core.plugins.catalog import Catalog
 from forge_core.plugins.manager import RunContext
 from forge_kit.whole_tensors import read_whole

@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from forge_core.checkpoint.state import Progress
-from forge_core.config.job import Job
 from forge_core.contracts.components import DatasetComponent
 from forge_core.contracts.data import IGNORED_LABEL, Batch, Dataset, Documents, Stream
 from forge_core.data.loader import TrainLoader
 from forge_core.engine.build import build_datasets, build_tokenizer
+from forge_core.job import Job
 from forge_core.plugins.catalog import Catalog
 from forge_core.plugins.manager import RunContext
 from forge_testing.suites.base import Suite, explained

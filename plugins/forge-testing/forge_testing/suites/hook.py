@@ -13,11 +13,11 @@ import torch
 from attrs import define
 from torch import Tensor
 
-from forge_core.config.job import Job
 from forge_core.contracts.components import Plugin, TrainingHook
 from forge_core.contracts.contexts import TrainContext
 from forge_core.engine.hooks import EVENTS
 from forge_core.engine.trainer import Summary
+from forge_core.job import Job
 from forge_testing.processes import run_on_ranks
 from forge_testing.suites.base import Stop, Suite, explained, losses_of, saved_state, some, state_differences
 

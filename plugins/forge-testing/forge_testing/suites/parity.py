@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import pytest
 import torch.distributed.fsdp  # noqa: F401  before ranks are forked, since most layouts take it, and it takes a while
 
-from forge_core.config.job import Job
+from forge_core.job import Job
 from forge_testing import Numbers, SplittableModel
 from forge_testing.curves import Curve, Difference, train
 from forge_testing.layouts import LAYOUTS, LayoutCase

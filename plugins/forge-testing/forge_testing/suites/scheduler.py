@@ -7,10 +7,10 @@ import math
 from pathlib import Path
 from typing import ClassVar
 
-from forge_core.config.job import Job
 from forge_core.contracts.components import SchedulerComponent
 from forge_core.contracts.layout import Layout
 from forge_core.contracts.optimizer import Schedule
+from forge_core.job import Job
 from forge_testing.suites.base import Suite, explained
 
 

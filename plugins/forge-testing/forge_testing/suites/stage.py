@@ -8,10 +8,10 @@ from typing import Any, ClassVar, NamedTuple
 
 from torch import nn
 
-from forge_core.config.job import Job
 from forge_core.contracts.components import ModelComponent, ParallelComponent
 from forge_core.contracts.layout import DIMENSIONS
 from forge_core.engine.build import build_bare_model, stages_of
+from forge_core.job import Job
 from forge_core.parallel.stages import check_contract
 from forge_core.plugins.manager import RunContext
 from forge_testing import Numbers, SplittableModel

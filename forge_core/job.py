@@ -29,7 +29,6 @@ from forge_core.contracts.components import (
 )
 from forge_core.contracts.deprecation import deprecated_value
 from forge_core.contracts.layout import Layout
-from forge_core.plugins.catalog import Catalog
 
 LOCAL_STORAGE = "forge-run/local"
 """Type of the core's storage in a resolved job."""
@@ -222,7 +221,7 @@ class Checked:
 
     world_size: int
     layout: Layout
-    catalog: Catalog
+    catalog: object
 
 
 @frozen(kw_only=True)
