@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 import pytest
-import torch
 
 from forge_core.data.loader import TrainLoader
 from forge_core.engine.build import build_context, build_run
@@ -57,7 +56,7 @@ def test_routers_see_what_they_see_in_one_process(tmp_path, alone, name):
         same = expected.keys() if name == "fsdp" else [FIRST_LAYER]
         assert all(reported[count] == expected[count] for count in same if count != "moe/z_loss")
         for found, gradient in zip(gradients, whole, strict=True):
-            torch.testing.assert_close(found, gradient, rtol=0, atol=0.1 * gradient.abs().max().item())
+            assert (found - gradient).norm() < (1e-2 if name == "fsdp" else 0.2) * gradient.norm()
 
 
 def test_a_checkpoint_of_sharded_ranks_continues_in_one_process_and_back(tmp_path):
