@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 from attrs import field, frozen
 from attrs.validators import ge, gt, matches_re, min_len, optional
@@ -221,7 +221,8 @@ class Checked:
 
     world_size: int
     layout: Layout
-    catalog: object
+    catalog: Any
+    """The `Catalog`, a class of a higher floor."""
 
 
 @frozen(kw_only=True)

@@ -69,7 +69,7 @@ class Trainer:
         echo: Callable[[str], object] = print,
         on_folder: Callable[[Path], object] = lambda folder: None,
     ) -> None:
-        self._catalog = catalog or (job.checked.catalog if job.checked else Catalog.installed())
+        self._catalog: Catalog = catalog or (job.checked.catalog if job.checked else Catalog.installed())
         self.job = complete(job, self._catalog)
         self._hooks = list(hooks)
         self._resume = resume
