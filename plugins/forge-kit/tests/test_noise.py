@@ -31,6 +31,8 @@ class Gate(torch.nn.Module):
     def forward(self, x, batch):
         scores = self.scores(x)
         if self.training:
+            with open("draws", "a") as file:
+                file.write("".join(f"{draw}\\n" for draw in batch["draw"].tolist()))
             scores = scores + token_noise(batch, scores.shape[-1], self.name).to(scores.dtype)
         scores, experts = scores.topk(2)
         return scores.softmax(-1), experts
@@ -57,6 +59,7 @@ def losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     Path("job.toml").write_text(JOB)
 
     def run(name: str, *arguments: str) -> list[float]:
+        Path("draws").unlink(missing_ok=True)
         command = [sys.executable, "-m", "forge_core", "job.toml", f"--job.name={name}", *arguments]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
@@ -67,9 +70,14 @@ def losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_micro_batches_and_ranks_draw_the_same(losses) -> None:
-    one = losses("one")
+    def draws() -> set[str]:
+        return set(Path("draws").read_text().split())
+
+    one, of_one = losses("one"), draws()
+    assert len(of_one) == 4 * 8  # one for each step and sequence
     assert losses("halves", "--train.micro_batch_size=2") == pytest.approx(one, abs=1e-12)
     assert losses("ranks", "--nproc=2", "--train.micro_batch_size=2") == pytest.approx(one, abs=1e-12)
+    assert draws() == of_one
     assert losses("seed", "--job.seed=7", "--data.seed=42") != pytest.approx(one, abs=1e-3)
 
 
