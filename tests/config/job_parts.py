@@ -17,6 +17,7 @@ from forge_core.contracts.components import (
     DatasetComponent,
     EvaluationComponent,
     ExecutorComponent,
+    LoaderComponent,
     LoggerComponent,
     LossComponent,
     ModelComponent,
@@ -58,6 +59,11 @@ class CrossEntropy(LossComponent):
 @frozen(kw_only=True)
 class Plain(ExecutorComponent):
     """One micro-batch after the other."""
+
+
+@frozen(kw_only=True)
+class Thread(LoaderComponent):
+    """Reads ahead in a thread."""
 
 
 @frozen(kw_only=True)
@@ -305,6 +311,7 @@ KINDS = (
     RouterComponent,
     OptimizerComponent,
     PackingComponent,
+    LoaderComponent,
     SchedulerComponent,
     LossComponent,
     DatasetComponent,
@@ -324,6 +331,7 @@ CORE = {
     "evaluation": {"held_out": HeldOut},
     "storage": {"local": Local},
     "packing": {"concatenate": Concatenate},
+    "loader": {"plain": Thread},
     "logger": {"console": Console, "jsonl": JsonLines},
     "parallel": {"replicate": Replicate},
 }
