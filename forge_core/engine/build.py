@@ -32,7 +32,7 @@ from forge_core.engine.hooks import HookRunner, collect_hooks
 from forge_core.engine.model_facts import Outline
 from forge_core.engine.rates import Rates
 from forge_core.job import Job
-from forge_core.launch.progress_beacon import ProgressBeacon
+from forge_core.launch.progress_beacon import ProgressBeacon, report_progress
 from forge_core.parallel.bare_model import DTYPES, bare_model
 from forge_core.parallel.initialise import check_finite, materialise
 from forge_core.parallel.layout import layout_of
@@ -144,7 +144,9 @@ def build_run(
     """
     context = attrs.evolve(context, tokenizer=build_tokenizer(job, context))
     datasets = build_datasets(job, context)
+    report_progress("data built")  # each part may take minutes, and the watchdogs of all ranks look
     built = build_model(job, context)
+    report_progress("model built")
     loss = context.build(job.loss)
     return assemble(job, context, built, loss, datasets, HookRunner(collect_hooks(job, context.plugins, hooks), beacon))
 

@@ -62,11 +62,11 @@ class Trouble(TrainingHook):
         if self.what == "work":
             for number in range(100):
                 report_progress(f"{number} of 100 files")
-                time.sleep(0.15)
+                time.sleep(0.3)
             return
         if self.what == "slow save":
             write = shards.HashedFile.write
-            shards.HashedFile.write = lambda *arguments: (time.sleep(1.2), write(*arguments))
+            shards.HashedFile.write = lambda *arguments: (time.sleep(4), write(*arguments))
             return
         if self.what == "linger":
             atexit.register(Path("took-leave").touch)

@@ -90,13 +90,13 @@ def test_a_hang_ends_and_tells_which_rank_is_late_and_where(job):
 
 @pytest.mark.parametrize("stopped", [0, 1])
 def test_a_rank_that_is_stopped_ends_the_run_and_is_named(job, stopped):
-    process = job.start("--nproc", "2", "--launch.hang_timeout_s=8", *STEPS, *job.trouble(pause_s=0.05))
+    process = job.start("--nproc", "2", "--launch.hang_timeout_s=20", *STEPS, *job.trouble(pause_s=0.05))
     wait_for_step(process, 3)
     os.kill(children(process)[stopped], signal.SIGSTOP)
     began = time.monotonic()
     code, _, err = job.finish(process)
     assert code == 1
-    assert time.monotonic() - began > 7, "about the limit"
+    assert time.monotonic() - began > 19, "about the limit"
     lines = err.splitlines()
     assert lines[0].startswith("forge-run: the run hangs")
     assert any(f"rank {stopped}" in line and "does not respond" in line for line in lines[:2]), err
@@ -105,10 +105,10 @@ def test_a_rank_that_is_stopped_ends_the_run_and_is_named(job, stopped):
 @pytest.mark.parametrize("what", ["work", "slow save"])
 def test_work_that_moves_is_no_hang_however_long_it_takes(job, what):
     began = time.monotonic()
-    limit = "--launch.hang_timeout_s=5"
+    limit = "--launch.hang_timeout_s=15"
     code, _, err = job.finish(job.start("--nproc", "2", limit, "--checkpoint.interval=0", *job.trouble(what, rank=0)))
     assert (code, err) == (0, "")
-    assert time.monotonic() - began > 15
+    assert time.monotonic() - began > 25
 
 
 @pytest.mark.parametrize(
