@@ -86,7 +86,7 @@ class Saver:
         Raises:
             CheckpointError: a save failed, this or the one before, and `on_failure` does not let it pass.
         """
-        self.settle()
+        self.settle()  # one at a time: the copy in host memory is reused, and checkpoints appear in the order of steps
         try:
             path = self._write(step, state, background=self._section.async_save and not final)
         except CheckpointError as error:
@@ -115,7 +115,7 @@ class Saver:
         except CheckpointError as error:
             self._failed(error)
         else:
-            self._on_saved(pending.step, path)
+            self._on_saved(pending.step, path)  # here and not in the thread: hooks must run in the main thread
 
     def tidy(self) -> None:
         """Delete the checkpoints that the job does not want kept."""
@@ -123,7 +123,7 @@ class Saver:
             self._checkpoints.tidy(self.saved_step)
 
     def abandon(self, error: BaseException) -> None:
-        """The run fails with `error`: wait for what is being written all the same, and note if it failed too."""
+        """The run fails with `error`: wait for the background save, which may be good, and note if it failed too."""
         try:
             self.settle()
         except Exception as other:
@@ -150,7 +150,7 @@ class Saver:
         state = State(state.tensors, self._plain_values(step, state))
         if not background:
             return self._checkpoints.save(step, state)
-        staged = self._staging.copy(state.tensors)
+        staged = self._staging.copy(state.tensors)  # before returning: the next step changes the tensors in place
         self._pending = _Pending(step, self._thread.submit(self._checkpoints.save, step, state, staged))
         return None
 

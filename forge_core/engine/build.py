@@ -79,11 +79,12 @@ def build_context(job: Job, catalog: Catalog, folder: Path | None) -> RunContext
     Raises:
         JobError: the layout does not fit the number of ranks, or a plugin cannot be used.
     """
+    # Plugins first: one that cannot be used ends the run before there is a process group whose ranks would wait.
     plugins = Plugins.activate(job, catalog)
     layout = job.layout_for(world_size()) or layout_of(job, world_size())
     device = choose_device(job.train.device)
     if device.type == "cuda":
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(device)  # before NCCL: its first collective takes the current device
     matmul = job.train.float32_matmul
     torch.set_float32_matmul_precision("highest" if matmul == "auto" else matmul)
     plugins.configure_backend(job, device)
@@ -142,6 +143,8 @@ def build_run(
     Raises:
         JobError: the job cannot run as written.
     """
+    # The tokenizer first: a model may take its vocabulary, and datasets encode with it. Data before the model: what is
+    # wrong with it shows before memory is taken.
     context = attrs.evolve(context, tokenizer=build_tokenizer(job, context))
     datasets = build_datasets(job, context)
     report_progress("data built")  # each part may take minutes, and the watchdogs of all ranks look
@@ -160,6 +163,8 @@ def assemble(
     hooks: HookRunner,
 ) -> Run:
     """Build what needs a model in memory, and put all of it together."""
+    # After the stages: the optimizer must hold the parameters that train, which are sharded by now. Roles are those of
+    # the bare model, since wrappers hide the modules that they derive from.
     parameters = NamedParameters.of(built.model, built.outline.roles)
     optimizer = context.build(job.optimizer, parameters=parameters)
     check_modes(optimizer)
@@ -258,12 +263,14 @@ def _check_lanes(stream: Stream, path: str, context: BuildContext) -> None:
 
 def build_model(job: Job, context: RunContext) -> BuiltModel:
     """Build on the meta device, apply the stages in order, then give memory and initial values."""
+    # The outline is taken first, of the whole model: after a pipeline's cut no rank has all of it.
     model, outline = build_bare_model(job, context)
     stages = stages_of(job, context)
     model, built = apply_stages(model, stages, context)
+    # Memory last: each rank allocates only what stages have left it, and draws its part of the same initial values.
     home = next((stage.parameter_device for stage in built if stage.parameter_device is not None), None)
     materialise(model, context.device, job.job.seed, home)
-    check_finite(model)
+    check_finite(model)  # memory began as NaN: a parameter that nobody initialised is found here
     return BuiltModel(model, outline, stages, built)
 
 

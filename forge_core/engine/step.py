@@ -76,12 +76,17 @@ class Stepper:
 
     def gradients(self, batches: Sequence[Batch], step: int) -> tuple[StepOutput, Sums]:
         """Gradients of the whole step, complete on every rank; also the reduced sums that metrics are made of."""
+        # Before anything draws: dropout then depends on nothing earlier, and no generator is part of a checkpoint.
         seed_step(self._job.job.seed, step, self._part, self._run.context.device)
         batches = self._with_draws(batches, step)
+        # Before the first forward pass: each loss is divided by the global count before its own backward pass, so that
+        # every reduction of gradients is a plain sum, and micro-batches weigh by their tokens under every layout.
         tokens = self._valid_tokens(batches)
         auxiliary = self._run.context.auxiliary
         auxiliary.begin_step(tokens, self._job.train.global_batch_size, self._micro_batches)
+        # Clamped: a step whose labels are all ignored has gradients of 0 and not of NaN.
         output = self._run.executor.train_step(batches, tokens.clamp(min=1).to(self._loss_dtype()))
+        # Everything that is logged goes into one small collective: many would cost their latency in every step.
         sums = self._reduce(output, batches, auxiliary.totals())
         auxiliary.end_step({name: value for name, value in sums.items() if isinstance(name, Count)})
         # Last stage first, as the backward pass goes. In a pipeline, `fsdp`, applied last, makes the sharded gradients
@@ -113,14 +118,16 @@ class Stepper:
     def update(self, context: StepContext, loss_sum: Tensor) -> Tensor | None:
         """Clip and step the optimizer, unless the update is to be skipped; sets `context.skipped`.
 
-        Gives a device flag, was it skipped?, where only the device knows; else None.
+        Returns:
+            A device flag, whether the update was skipped, where only the device knows; else None.
         """
         assert context.grad_norm is not None
+        # Both were summed over the ranks, so a NaN of one rank is one of all, and all decide alike without a message.
         finite = torch.isfinite(loss_sum) & torch.isfinite(context.grad_norm)
         context.skipped = None if self._masked else self._must_skip(context, finite)
         if not context.skipped:
             self._optimizer_step(context.grad_norm, finite)
-            self._change_buffers(finite)
+            self._change_buffers(finite)  # after the update: a router's bias belongs to the weights that come next
         self._run.optimizer.zero_grad(set_to_none=True)
         return ~finite if self._masked else None
 
@@ -128,13 +135,13 @@ class Stepper:
         if not self.decides:
             return False
         broken = self._job.train.non_finite != "ignore" and not finite.item()
-        if not broken:
+        if not broken:  # else all ranks know it already, and need not agree
             context.requests.skip = self._agreed(context.requests.skip)
         return broken or bool(context.requests.skip)
 
     def _optimizer_step(self, norm: Tensor, finite: Tensor) -> None:
         optimizer = self._run.optimizer
-        if self._job.train.grad_clip_norm:
+        if self._job.train.grad_clip_norm:  # by the norm of complete gradients; clipped parts would not add up to it
             clip(self._parameters, norm, self._job.train.grad_clip_norm)
         if self._masked:
             optimizer.found_inf = (~finite).to(torch.float32)  # type: ignore[attr-defined]
@@ -155,6 +162,7 @@ class Stepper:
 
     def _valid_tokens(self, batches: Sequence[Batch]) -> Tensor:
         counts = [(batch["labels"] != IGNORED_LABEL).sum() for batch in batches]
+        # Over samples and not tokens: sequences are still whole here, and `cp` ranks have the same ones.
         return all_reduce_samples(torch.stack(counts).sum(), self._mesh)
 
     def _reduce(self, output: StepOutput, batches: Sequence[Batch], attached: Sums) -> Sums:
@@ -176,7 +184,7 @@ class Stepper:
         """
         if self._pipeline is None:
             return attached
-        if self._attached is None:
+        if self._attached is None:  # names differ between pipeline ranks: each attaches those of its own layers
             known = gather_objects({name: value.shape for name, value in attached.items()}, self._pipeline)
             every = {name: shape for part in known for name, shape in part.items()}
             self._attached = {name: every[name] for name in sorted(every, key=_place)}
@@ -202,7 +210,7 @@ def _place(name: str | Count) -> tuple[bool, str, int]:
 
 
 def _flatten(parts: Sums) -> Tensor:
-    """One vector, float64."""
+    """One vector, float64: counts of tokens and sums of losses stay exact where float32 would round them."""
     return torch.cat([part.detach().double().reshape(-1) for part in parts.values()])
 
 
@@ -245,7 +253,10 @@ def seed_step(seed: int, step: int, part: int, device: torch.device) -> None:
 
 
 def dry_run(run: Run, batches: Sequence[Batch]) -> str:
-    """One forward and backward of the shapes of a step that leaves no trace; gives what it found, for a person.
+    """Rehearse the shapes of a step: one forward and backward pass that changes nothing.
+
+    Returns:
+        A line for the user: the shapes and the peak memory.
 
     Raises:
         ForgeError: it failed; carries the cause.
@@ -253,7 +264,7 @@ def dry_run(run: Run, batches: Sequence[Batch]) -> str:
     assert isinstance(run.model, torch.nn.Module)
     buffers = {name: buffer.clone() for name, buffer in run.model.named_buffers()}
     shape, device = tuple(batches[0]["input_ids"].shape), run.context.device
-    try:
+    try:  # a pipeline's schedule is made for all its micro-batches; one alone would not run
         Stepper(run).gradients(batches if run.context.layout.layer_ranks > 1 else batches[:1], step=0)
     except Exception as error:
         raise ForgeError(f"the dry run failed on a micro-batch of {shape}: {type(error).__name__}: {error}") from error

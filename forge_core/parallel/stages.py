@@ -101,6 +101,7 @@ def apply_stages(
         ForgeError: a stage breaks its contract (`check_contract`), changed the name of a parameter, or lost a hook or
             parametrisation that was there before.
     """
+    # Of the bare model, before the first stage: a problem is then told in the names that the user knows.
     problems = list(model_problems(model, {stage.name: stage.component for stage in stages}, context.layout))
     if problems:
         raise JobError(problems)
@@ -110,6 +111,7 @@ def apply_stages(
         transform = context.build(stage.component)
         check_contract(transform, f"parallel.{stage.name}")
         model = transform.apply(model)
+        # Names are what checkpoints, roles and initial values go by: a wrapper that adds a prefix would break all three.
         changed = names ^ _names(model)
         if stage.component.drops_parameters:
             changed -= names
@@ -118,6 +120,8 @@ def apply_stages(
             raise ForgeError(
                 f"stage parallel.{stage.name} changed the names of parameters: {', '.join(sorted(changed)[:4])}"
             )
+        # A stage that swaps modules may drop what an earlier one has hung on them, and nothing would fail: torchao's
+        # float8 swap silently drops the hooks of tensor parallelism, which then computes with a part of the weights.
         lost = hooks - _hooks(model)
         if lost:
             what = ", ".join(f"{name} ({thing})" for name, thing in sorted(lost)[:4])

@@ -11,11 +11,11 @@ import torch
 from torch._dynamo.utils import counters
 
 from forge_core.auxiliary import Count
-from forge_core.config.job import MetricsSection
 from forge_core.config.load import load_job
 from forge_core.data.loader import TrainLoader
 from forge_core.engine.step import Stepper
 from forge_core.engine.trainer import Trainer
+from forge_core.job import MetricsSection
 from forge_core.losses import CrossEntropy
 from forge_core.plugins.catalog import Catalog
 from forge_plugin_adamw import AdamW
