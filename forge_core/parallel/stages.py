@@ -111,7 +111,7 @@ def apply_stages(
         transform = context.build(stage.component)
         check_contract(transform, f"parallel.{stage.name}")
         model = transform.apply(model)
-        # Names are what checkpoints, roles and initial values go by: a wrapper that adds a prefix would break all three.
+        # Checkpoints, roles and initial values go by names: a wrapper that adds a prefix would break all three.
         changed = names ^ _names(model)
         if stage.component.drops_parameters:
             changed -= names
