@@ -61,9 +61,8 @@ def storage_of(folder: Path) -> Storage:
         ForgeError: the storage cannot be built.
     """
     table = checkpoint_table(folder).get("storage", {})
-    if (
-        table.get("type", LOCAL_STORAGE) == LOCAL_STORAGE
-    ):  # of the core, so whether the job's plugins are installed does not matter
+    # The core's own is opened without the job, whose plugins need not be installed to look at its checkpoints
+    if table.get("type", LOCAL_STORAGE) == LOCAL_STORAGE:
         return LocalStorage(folder / table.get("folder", "checkpoints"))
     import torch
 
