@@ -1,4 +1,4 @@
-"""Held-out sequences: of all sources together, shared out over the ranks. S: positions of a sequence."""
+"""Held-out sequences of all sources together, shared out over the ranks."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
 
 
 class Concatenated:
-    """The held-out sequences of several sources, one after the other. None where no source has any.
+    """The held-out sequences of several sources, one after the other.
 
-    Where every source knows its mean bytes a token, each sequence has that as entry `BYTES_PER_TOKEN`, so that an
-    evaluation can weigh the sources by the tokens that it saw of each.
+    Where every source knows its mean bytes a token, each sequence carries it as entry `BYTES_PER_TOKEN`, so that an
+    evaluation weighs the sources by the tokens that it evaluated of each.
     """
 
     def __init__(self, datasets: Sequence[Dataset]) -> None:
         self._datasets = datasets
-        self._ends = np.cumsum([len(dataset) for dataset in datasets])
+        lengths = [len(dataset) for dataset in datasets]
+        self._ends = np.cumsum(lengths)
         self.held_out: Dataset | None = None
         rates = [dataset.bytes_per_token for dataset in datasets]
         known = [rate for rate in rates if rate is not None]
-        lengths = [len(dataset) for dataset in datasets]
         self._all_known = len(known) == len(rates) and any(lengths)
         self.bytes_per_token = float(np.average(known, weights=lengths)) if self._all_known else None
 
@@ -53,10 +53,11 @@ def held_out(datasets: Sequence[Dataset | Stream]) -> Dataset | None:
 def evaluation_batches(dataset: Dataset, count: int, job: Job, context: BuildContext) -> Iterator[Batch]:
     """See `EvaluationContext.batches`."""
     count = min(count or len(dataset), len(dataset))
-    # Sources and their documents follow one another: the first `count` would be those of the first source alone.
+    # Sources follow one another, so the first `count` sequences would be of the first source alone: spread them evenly.
     drawn = [number * len(dataset) // count for number in range(count)]
     ranks, size = context.layout.data_parallel, micro_batches(job, context.layout)[1]
     rank = sample_rank(context.mesh, context.layout)
+    # Every rank yields equally many batches of equal shape, or collectives would hang: ignored rows fill up the last.
     for start in range(0, count, ranks * size):
         first = start + rank * size
         rows = [dataset[index] for index in drawn[first : first + size]]

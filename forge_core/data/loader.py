@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from forge_core.config.mixture import WORKER_LOADER, source_names
-from forge_core.contracts.data import Batch, Dataset, HasIdentity, LoadedRows, SampleRow, Stream
+from forge_core.contracts.data import Batch, Dataset, LoadedRows, SampleRow, Stream, identity_of
 from forge_core.contracts.errors import DataError
 from forge_core.data.mixture import check_supply, sample_order, sizes_of
 from forge_core.data.order import SampleOrder
@@ -31,16 +31,12 @@ if TYPE_CHECKING:
 class TrainLoader:
     """This rank's micro-batches of each step, from a given position on.
 
-    `[data.loader]` reads ahead. Whatever does, the order is that of `SampleOrder`, and the position is what was handed
-    out, not what was read ahead.
+    `[data.loader]` reads ahead. The order is always that of `SampleOrder`, and the position counts what was returned,
+    not what was read ahead.
     """
 
     def __init__(
-        self,
-        job: Job,
-        datasets: Sequence[Dataset | Stream],
-        context: RunContext,
-        progress: Progress | None = None,
+        self, job: Job, datasets: Sequence[Dataset | Stream], context: RunContext, progress: Progress | None = None
     ) -> None:
         """Start to read.
 
@@ -60,19 +56,24 @@ class TrainLoader:
         count, self._micro_batch_size = micro_batches(job, context.layout)
         self._share = count * self._micro_batch_size
         self._first_row = sample_rank(context.mesh, context.layout) * self._share
-        self._parts = _parts(self._share, job.data.workers, self._rows_of_a_lane())
+        # Rows that must be read together: those of a lane; 1 without streams.
+        rows_per_lane = math.lcm(*(self._rows // stream.lanes for stream in self._streams))
+        self._parts = _parts(self._share, job.data.workers, rows_per_lane)
         sizes = sizes_of(datasets)
         check_supply(job, sizes, progress)
         order = sample_order(job, sizes, progress)
         self._position = order.state()
-        # One entry for each step that was planned and not yet handed out. The order runs ahead with the loader, so the
-        # position of a checkpoint is remembered there and then: to count the samples again would take a save 1 µs each.
+        # One entry for each step that was drawn and not yet returned. The order runs ahead with the loader, so the
+        # position for a checkpoint is recorded at drawing: to count the samples again would cost a save 1 µs each.
         self._positions_ahead: deque[dict[str, Any]] = deque()
         self._first_lanes: LanePositions = progress.samples.get("lanes", {}) if progress else {}
         self._lanes: dict[tuple[int, int], Mapping[str, Any]] = {}
         self.waited = 0.0
         """Seconds that the last `next_step` waited for data."""
-        self._loaded = self._load(order)
+        reader = RowReader(datasets, self._names, self._rows, self._first_lanes)
+        inputs = {"reader": reader, "units": self._units(order), "units_per_step": len(self._parts)}
+        loader = loader_component(job, context.plugins.catalog)
+        self._loaded: Generator[LoadedRows] = context.build(loader, **inputs)
 
     def next_step(self) -> list[Batch]:
         """The micro-batches of the next step, on the device.
@@ -88,12 +89,15 @@ class TrainLoader:
         self._position = self._positions_ahead.popleft()
         for rows in loaded:
             self._lanes |= rows.positions
-        step = _joined([self._to_device(rows) for rows in loaded])
+        device = self._context.device
+        parts = [{name: t.to(device, non_blocking=True) for name, t in rows.batch.items()} for rows in loaded]
+        # Joined on the device, where it does not hold up the host. `cat` would copy even a single part.
+        step = parts[0] if len(parts) == 1 else {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
         starts = range(0, self._share, self._micro_batch_size)
         return [{name: t[start : start + self._micro_batch_size] for name, t in step.items()} for start in starts]
 
     def state(self) -> dict[str, Any]:
-        """The position after what was handed out so far, over all ranks, as plain JSON.
+        """Returns the position after the last step returned, over all ranks, as plain JSON.
 
         Collective if there are streams, since each rank knows the positions of its own lanes only.
         """
@@ -105,6 +109,7 @@ class TrainLoader:
         position = self._position | {"sources": sources}
         if not self._streams:
             return position
+        # Lanes that have yielded nothing since the resume continue where they were then.
         lanes = {source: dict(positions) for source, positions in self._first_lanes.items()}
         for of_rank in gather_objects(self._lanes):
             for (source, lane), lane_position in of_rank.items():
@@ -115,14 +120,11 @@ class TrainLoader:
         """Stop reading."""
         self._loaded.close()
 
-    def _rows_of_a_lane(self) -> int:
-        """Rows of the global batch that must be read together: those of a lane, 1 without streams."""
-        return math.lcm(*(self._rows // stream.lanes for stream in self._streams))
-
     def _units(self, order: SampleOrder) -> Iterator[list[SampleRow]]:
-        """The rows of each part of each step, until the sources are used up, which is not before the last step."""
+        """Rows of each part of each step, until the sources are used up, which is not before the last step."""
         first, share, after = self._first_row, self._share, self._rows - self._first_row - self._share
         while True:
+            # Every rank draws the whole global batch and reads its share, so all positions agree without communication.
             order.advance(first)
             rows = [SampleRow(slot, *sample) for slot, sample in enumerate(islice(order, share), first)]
             if len(rows) < share or order.advance(after) < after:
@@ -130,17 +132,9 @@ class TrainLoader:
             self._positions_ahead.append(order.state())
             yield from (rows[part] for part in self._parts)
 
-    def _load(self, order: SampleOrder) -> Generator[LoadedRows]:
-        reader = RowReader(self._datasets, self._names, self._rows, self._first_lanes)
-        inputs = {"reader": reader, "units": self._units(order), "units_per_step": len(self._parts)}
-        return self._context.build(loader_component(self._job, self._context.plugins.catalog), **inputs)
-
-    def _to_device(self, rows: LoadedRows) -> Batch:
-        return {name: tensor.to(self._context.device, non_blocking=True) for name, tensor in rows.batch.items()}
-
 
 def loader_component(job: Job, catalog: Catalog) -> LoaderComponent:
-    """The job's loader: its own table's, or else the core's without `data.workers` and `WORKER_LOADER` with them."""
+    """The loader of `[data.loader]`; without that table `Plain`, or with `data.workers` `WORKER_LOADER`."""
     if job.data.loader is not None:
         return job.data.loader
     if not job.data.workers:
@@ -151,18 +145,12 @@ def loader_component(job: Job, catalog: Catalog) -> LoaderComponent:
 def identities_of(job: Job, datasets: Sequence[Dataset | Stream]) -> dict[str, str]:
     """Name of each source that knows its identity -> that identity (see `HasIdentity`)."""
     pairs = zip(source_names(job), datasets, strict=True)
-    return {name: identity for name, data in pairs if isinstance(data, HasIdentity) and (identity := data.identity())}
+    return {name: identity for name, data in pairs if (identity := identity_of(data))}
 
 
-def _parts(share: int, workers: int, rows_of_a_lane: int) -> list[slice]:
-    """How a process divides its rows of a step among its workers: always alike, and no lane between two of them."""
-    lanes = share // rows_of_a_lane
+def _parts(share: int, workers: int, rows_per_lane: int) -> list[slice]:
+    """A rank's rows of a step divided among its workers, alike at every step; no lane is split between two."""
+    lanes = share // rows_per_lane
     count = min(max(workers, 1), lanes)
-    bounds = [rows_of_a_lane * (lanes * part // count) for part in range(count + 1)]
+    bounds = [rows_per_lane * (lanes * part // count) for part in range(count + 1)]
     return [slice(start, stop) for start, stop in pairwise(bounds)]
-
-
-def _joined(batches: Sequence[Batch]) -> Batch:
-    if len(batches) == 1:
-        return batches[0]
-    return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}

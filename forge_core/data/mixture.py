@@ -1,4 +1,4 @@
-"""From the mixture that a job states to the order of its samples, and the check that its sources last."""
+"""From a job's mixture to the order of its samples, and the check that its sources last."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
 
 
 def sample_order(job: Job, sizes: Sequence[int | None], progress: Progress | None = None) -> SampleOrder:
-    """The order of a job's samples, from its start or from where `progress` says."""
+    """The order of a job's samples, from its start or from `progress` on."""
     seed = job.job.seed if job.data.seed is None else job.data.seed
     state = progress.samples if progress else None
     return SampleOrder(sizes, source_names(job), phase_shares(job, progress), limits(job, sizes), seed, state)
 
 
 def sizes_of(datasets: Sequence[Dataset | Stream]) -> list[int | None]:
-    """Sequences in each source; None for a stream, whose length nobody knows."""
+    """Sequences in each source; None for a stream, whose length is unknown."""
     return [len(dataset) if isinstance(dataset, Sized) else None for dataset in datasets]
 
 
 def phase_shares(job: Job, progress: Progress | None = None) -> list[tuple[int, list[int]]]:
-    """The first sample and the shares of each phase, the time before the first one included."""
+    """First sample and shares of each phase, with the time before the first one."""
     done = (progress.step, progress.tokens) if progress else (0, 0)
     samples = [sample_of(first_step(phase, job, *done), job, progress) for phase in job.data.phases]
     shares = [whole_shares(weights, job.data.temperature) for weights in phase_weights(job)]
@@ -41,41 +41,37 @@ def phase_shares(job: Job, progress: Progress | None = None) -> list[tuple[int, 
 
 
 def sample_of(step: int, job: Job, progress: Progress | None = None) -> int:
-    """Number of the first sample after `step` completed steps.
-
-    Args:
-        progress: how far the run is. Until there, batches may have had another size than the job says.
-    """
+    """Number of the first sample after `step` completed steps."""
+    # Counted from `progress` on: until there, batches may have had another size than the job's.
     done, drawn = (progress.step, progress.samples.get("drawn", 0)) if progress else (0, 0)
     return drawn + (step - done) * job.train.global_batch_size
 
 
 def limits(job: Job, sizes: Sequence[int | None]) -> list[int | None]:
-    """How many sequences each source gives in all; None if it is not limited."""
-    return [_limit(source.max_epochs, size) for source, size in zip(job.data.sources, sizes, strict=True)]
-
-
-def _limit(epochs: float, size: int | None) -> int | None:
-    """In decimals: 0.29 epochs of 100 sequences are 29, though as floats they are a little less."""
-    return math.floor(Fraction(repr(epochs)) * size) if epochs and size is not None else None
+    """Most sequences that each source yields in the whole run; None if it is not limited."""
+    pairs = [(source.max_epochs, size) for source, size in zip(job.data.sources, sizes, strict=True)]
+    # In decimals: 0.29 epochs of 100 sequences are 29, though as floats they are a little less.
+    return [
+        math.floor(Fraction(repr(epochs)) * size) if epochs and size is not None else None for epochs, size in pairs
+    ]
 
 
 @frozen
 class Stretch:
-    """What one phase takes from the sources, in sequences and as if these could be divided."""
+    """The sequences that one phase takes from the sources, as fractions."""
 
     first: int
     """Number of its first sample."""
     end: int
     """Number of the sample after its last one."""
-    given: list[Fraction]
-    """From each source; together less than what the phase needs if they are used up."""
+    taken: list[Fraction]
+    """From each source; together less than the phase needs if they are used up."""
     spare: float
-    """What its sources could have given beyond that; negative if they are used up."""
+    """Sequences that its sources have left; negative if they are used up."""
 
 
 def stretches(job: Job, sizes: Sequence[int | None], progress: Progress | None = None) -> Iterator[Stretch]:
-    """What the phases of a run take, from its start or from where `progress` says."""
+    """The phases of a run, from its start or from `progress` on."""
     order = sample_order(job, sizes, progress)
     left = [
         math.inf if limit is None else Fraction(max(0, limit - count))
@@ -86,42 +82,40 @@ def stretches(job: Job, sizes: Sequence[int | None], progress: Progress | None =
     for (first, shares), (end, _) in pairwise(ends):
         need = end - max(first, order.drawn)
         if need > 0:
-            given = _pour(shares, left, need)
-            spare = float(sum(there for there, share in zip(left, shares, strict=True) if share) - need)
-            left = [there - taken for there, taken in zip(left, given, strict=True)]
-            yield Stretch(end - need, end, given, spare)
+            taken = _pour(shares, left, need)
+            spare = float(sum(available for available, share in zip(left, shares, strict=True) if share) - need)
+            left = [available - count for available, count in zip(left, taken, strict=True)]
+            yield Stretch(end - need, end, taken, spare)
 
 
 def _pour(shares: Sequence[int], left: Sequence[Fraction | float], need: int) -> list[Fraction]:
-    """What each source gives, in proportion to its share, the others making up for those that are used up."""
-    given = [Fraction(0)] * len(shares)
+    """Sequences from each source, in proportion to its share; the others make up for those that are used up."""
+    taken = [Fraction(0)] * len(shares)
     missing = Fraction(need)
-    while missing and (active := [i for i, share in enumerate(shares) if share and left[i] > given[i]]):
+    while missing and (active := [i for i, share in enumerate(shares) if share and left[i] > taken[i]]):
         total = sum(shares[i] for i in active)
-        until_used_up = [(left[i] - given[i]) * total / shares[i] for i in active if left[i] != math.inf]
-        part = min([missing, *until_used_up])
+        until_used_up = [(left[i] - taken[i]) * total / shares[i] for i in active if left[i] != math.inf]
+        part = Fraction(min([missing, *until_used_up]))
         for i in active:
-            given[i] += Fraction(part) * shares[i] / total
-        missing -= Fraction(part)
-    return given
+            taken[i] += part * shares[i] / total
+        missing -= part
+    return taken
 
 
 def expected_draws(job: Job, sizes: Sequence[int | None]) -> list[float]:
-    """How many sequences of each source a whole run takes, to within a few."""
-    return [float(sum(given)) for given in zip(*(stretch.given for stretch in stretches(job, sizes)), strict=True)]
+    """Sequences of each source that a whole run takes, to within a few."""
+    return [float(sum(column)) for column in zip(*(stretch.taken for stretch in stretches(job, sizes)), strict=True)]
 
 
 def check_supply(job: Job, sizes: Sequence[int | None], progress: Progress | None = None) -> None:
-    """See that the run's sources last to its end.
+    """Check that the sources last to the run's end.
 
     Raises:
-        JobError: a source that is drawn from is empty, or too small for one batch, or limits leave too little; with
-            the arithmetic.
+        JobError: a source that is drawn from is empty or too small for one batch, or limits leave too little.
     """
     problems = list(_source_problems(job, sizes))
-    short = None if problems else _shortage(job, sizes, progress)
-    if short is not None:
-        problems = [_arithmetic(job, sizes, progress, *short)]
+    if not problems and (shortage := _shortage(job, sizes, progress)):
+        problems = [_arithmetic(job, sizes, progress, *shortage)]
     if problems:
         raise JobError(problems)
 
@@ -135,39 +129,37 @@ def _source_problems(job: Job, sizes: Sequence[int | None]) -> Iterator[Problem]
         elif size is None and source.max_epochs:
             yield Problem(f"{path}.max_epochs", "is a stream, which has no epochs to count; leave max_epochs out")
         elif limit == 0 and is_drawn(job, number):
-            seen = f"{source.max_epochs:g} epochs of its {size:,} sequences are less than one sequence"
-            yield Problem(f"{path}.max_epochs", f"{seen}; raise it, or set weight = 0")
+            message = f"{source.max_epochs:g} epochs of its {size:,} sequences are less than one sequence"
+            yield Problem(f"{path}.max_epochs", f"{message}; raise it, or set weight = 0")
         elif size is not None and size < (most if limit is None else min(most, limit)):
-            seen = f"has {size:,} sequences, and a step takes {most:,} from it: it would train on some of them twice"
-            yield Problem(path, f"{seen}; add data, lower train.global_batch_size, or shorten train.seq_len")
+            message = f"has {size:,} sequences, and a step takes {most:,} from it: it would train on some of them twice"
+            yield Problem(path, f"{message}; add data, lower train.global_batch_size, or shorten train.seq_len")
 
 
 def _most_in_a_batch(job: Job) -> list[int]:
-    """How many sequences of each source one batch takes, rounded down, in the phase that takes most."""
+    """Sequences of each source that one batch takes, rounded down, in the phase that takes most."""
     batch = job.train.global_batch_size
     shares = [[batch * share // sum(shares) for share in shares] for _, shares in phase_shares(job)]
     return [max(column) for column in zip(*shares, strict=True)]
 
 
 def _shortage(job: Job, sizes: Sequence[int | None], progress: Progress | None) -> tuple[Stretch, int] | None:
-    """The phase in which sources run out, and how many samples it has by then.
-
-    Sources are within one sequence of their shares, so where phases differ, the sum is only sure to within a few. When
-    these matter, the run's turns are gone through one by one.
-    """
-    found = list(stretches(job, sizes, progress))
-    doubt = 2 * len(sizes) * (len(found) + len(sizes)) if len(found) > 1 else 0
-    if any(abs(stretch.spare) < doubt for stretch in found):
+    """The phase in which sources run out, and how many samples it has by then."""
+    phases = list(stretches(job, sizes, progress))
+    # Sources are within one sequence of their shares, so with several phases the sum is exact to within a few only.
+    # When these decide, the run's turns are taken one by one.
+    doubt = 2 * len(sizes) * (len(phases) + len(sizes)) if len(phases) > 1 else 0
+    if any(abs(phase.spare) < doubt for phase in phases):
         order = sample_order(job, sizes, progress)
-        order.advance(found[-1].end - order.drawn)
-        short = next((s for s in found if order.drawn < s.end), None)
+        order.advance(phases[-1].end - order.drawn)
+        short = next((phase for phase in phases if order.drawn < phase.end), None)
         return (short, order.drawn - short.first) if short else None
-    short = next((s for s in found if s.spare < 0), None)
-    return (short, math.floor(sum(short.given))) if short else None
+    short = next((phase for phase in phases if phase.spare < 0), None)
+    return (short, math.floor(sum(short.taken))) if short else None
 
 
 def _arithmetic(
-    job: Job, sizes: Sequence[int | None], progress: Progress | None, short: Stretch, there: int
+    job: Job, sizes: Sequence[int | None], progress: Progress | None, short: Stretch, available: int
 ) -> Problem:
     batch, need, start = job.train.global_batch_size, short.end - short.first, sample_of(0, job, progress)
     steps = f"steps {(short.first - start) // batch + 1:,} to {(short.end - start) // batch:,}"
@@ -177,6 +169,6 @@ def _arithmetic(
         for name, source, size, limit in columns
         if limit is not None
     ]
-    seen = f"{steps} need {need // batch:,} x {batch:,} = {need:,} sequences, but max_epochs leaves {there:,} for them"
-    fix = "raise max_epochs (0 is no limit), give weight to another source, or lower train.steps"
-    return Problem("data.sources", f"{seen}: {', '.join(rows)}; {fix}")
+    sums = f"{need // batch:,} x {batch:,} = {need:,} sequences, but max_epochs leaves {available:,} for them"
+    hint = "raise max_epochs (0 is no limit), give weight to another source, or lower train.steps"
+    return Problem("data.sources", f"{steps} need {sums}: {', '.join(rows)}; {hint}")

@@ -41,14 +41,13 @@ class Permutation:
         self._number, self._block = -1, [0]
 
     def __getitem__(self, position: int) -> int:
-        # Positions are mostly asked for in order: evaluating a block at a time spreads NumPy's cost per call.
+        # Positions are mostly read in order: a block at a time spreads NumPy's overhead per call.
         number, offset = divmod(position, BLOCK)
         if number != self._number:
             self._number, self._block = number, self._evaluate(number)
         return self._block[offset]
 
     def _evaluate(self, number: int) -> list[int]:
-        """The results at the positions of a block."""
         start = number * BLOCK
         values = self._encrypt(np.arange(start, min(start + BLOCK, self.size), dtype=np.uint64))
         while (outside := values >= self.size).any():
@@ -72,8 +71,8 @@ def _mix(values: np.ndarray) -> np.ndarray:
 def whole_shares(weights: Sequence[float], temperature: float = 1.0) -> list[int]:
     """The smallest whole numbers in the proportion of weight ** (1 / temperature).
 
-    At temperature 1 they are exact: a weight means its shortest decimal (0.1 is a tenth). A weight of 0 is a share of 0
-    at any temperature, and no other weight is.
+    At temperature 1 they are exact: a weight means its shortest decimal (0.1 is a tenth).
+    Only a weight of 0 has a share of 0.
     """
     if temperature == 1:
         exact = [Fraction(repr(weight)) for weight in weights]
@@ -92,7 +91,7 @@ def smallest(shares: Sequence[int]) -> list[int]:
 
 
 class Turns:
-    """Takes turns among sources with fixed shares. Its state is the number of turns that each has had.
+    """Takes turns among sources with fixed shares. Its state is the number of turns of each source.
 
     The sequence is a chairman assignment (Tijdeman 1980): with k sources, after any n turns each has had its share of n
     to within 1 - 1/(2k - 2). It comes from deadlines. Let m = 2k - 2. Turn c (from 0) of a source with share s
@@ -115,16 +114,11 @@ class Turns:
     """
 
     def __init__(self, shares: Sequence[int], taken: Sequence[int] = ()) -> None:
-        """Start, or continue.
-
-        Args:
-            shares: whole numbers, one for each source, 0 for never.
-            taken: turns that each source has had.
-        """
+        """`shares`: one for each source, 0 for never. `taken`: turns that each source has had, if it continues."""
         self.shares = list(shares)
         self.taken = list(taken) or [0] * len(shares)
         self.sources = [source for source, share in enumerate(shares) if share]
-        """Those that take turns."""
+        """The sources that take turns."""
         self._turn = sum(self.taken)
         self._total = sum(shares)
         self._m = max(1, 2 * len(self.sources) - 2)
@@ -135,7 +129,7 @@ class Turns:
     def take(self) -> int:
         """The source that comes next."""
         self._turn += 1
-        if len(self.sources) == 1:
+        if len(self.sources) == 1:  # no spans to compare; most jobs have one source
             self.taken[self.sources[0]] += 1
             return self.sources[0]
         turn, opens, due = self._turn, self._opens, self._due
@@ -178,18 +172,19 @@ class SampleOrder:
                 first phase begins at sample 0.
             limits: the most samples that each source yields in all; None if it is not limited.
             seed: seed of the permutations.
-            state: where to continue, from `state()`. Sources that it does not know start at their first sample.
+            state: where to continue, from `state()`. Sources absent from it start at their first sample.
         """
         state = state or {"drawn": 0, "sources": {}}
         saved = {name: state["sources"].get(name, _UNSEEN) for name in names}
         self.counts = [source["drawn"] for source in saved.values()]
         """Samples drawn so far from each source."""
         self.drawn: int = state["drawn"]
-        """Samples drawn so far in all, those of sources that are no longer there included."""
+        """Samples drawn so far in all, also from sources that the job no longer has."""
         self._sizes, self._names, self._phases, self._limits, self._seed = sizes, names, phases, limits, seed
         self._permutations: dict[int, tuple[int, Permutation]] = {}
         self._turns = Turns([0] * len(sizes))
-        if _shares(state["sources"]) == _shares(saved):  # else the shares change here
+        # Turns continue only under the same shares; otherwise they are counted afresh, as at any change of shares.
+        if _shares(state["sources"]) == _shares(saved):
             self._turns = Turns([s["share"] for s in saved.values()], [s["turns"] for s in saved.values()])
         self._settle()
 
@@ -207,7 +202,7 @@ class SampleOrder:
         return Sample(source, self._permutation(source, size, epoch)[position])
 
     def advance(self, samples: int) -> int:
-        """Pass over samples; returns how many there were, fewer once the sources are used up."""
+        """Skips samples; returns how many were skipped, fewer once the sources are used up."""
         for passed in range(samples):
             if not self._turns.sources:
                 return passed
@@ -215,7 +210,7 @@ class SampleOrder:
         return samples
 
     def state(self) -> dict[str, Any]:
-        """The position as plain JSON: all that a new `SampleOrder` needs to continue, whatever the ranks."""
+        """Returns the position as plain JSON: all that a new `SampleOrder` needs, on any number of ranks."""
         columns = zip(self._names, self.counts, self._sizes, self._turns.shares, self._turns.taken, strict=True)
         sources = {
             name: {"drawn": drawn, "size": size, "share": share, "turns": turns}
@@ -238,9 +233,9 @@ class SampleOrder:
             0 if limit is not None and count >= limit else share
             for share, count, limit in zip(shares, self.counts, self._limits, strict=True)
         ]
-        now = smallest(left)
-        if now != self._turns.shares:
-            self._turns = Turns(now)
+        current = smallest(left)
+        if current != self._turns.shares:
+            self._turns = Turns(current)
         self._next_phase = next((first for first, _ in self._phases if first > self.drawn), None)
 
     def _permutation(self, source: int, size: int, epoch: int) -> Permutation:
@@ -261,15 +256,12 @@ def _shares(sources: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
 def source_changes(
     state: Mapping[str, Any], sizes: Mapping[str, int | None], identities: Mapping[str, str] | None = None
 ) -> list[str]:
-    """How the sources differ from those that a saved state counts the samples of.
+    """One message for each difference between the sources and those of a saved state.
 
     Args:
         state: from `TrainLoader.state()`.
         sizes: sequences of each source by name, None for a stream.
         identities: of the sources that know theirs (see `HasIdentity`).
-
-    Returns:
-        One message for each difference. A source that was never drawn from may have any size and content.
     """
     saved: Mapping[str, Mapping[str, Any]] = state.get("sources", {})
     new = [f"source {name!r} is new" for name in sizes if saved and name not in saved]
@@ -278,7 +270,7 @@ def source_changes(
     ]
     changed = [
         f"source {name!r} {message}"
-        for name, s in saved.items()
+        for name, s in saved.items()  # a source that was never drawn from may have any size and content
         if name in sizes and s["drawn"] and (message := _difference(s, sizes[name], (identities or {}).get(name, "")))
     ]
     return [*new, *gone, *changed]
@@ -287,6 +279,6 @@ def source_changes(
 def _difference(saved: Mapping[str, Any], size: int | None, identity: str) -> str:
     if saved["size"] != size:
         return f"had {saved['size']} sequences and has {size}"
-    # A checkpoint of an older version holds no identities; a source may have learned to state its own since.
-    known = saved.get("identity")
-    return "has another content than it had" if known and identity and known != identity else ""
+    # Either may be unknown: older checkpoints hold no identities, and not every source has one.
+    before = saved.get("identity")
+    return "has another content than it had" if before and identity and before != identity else ""

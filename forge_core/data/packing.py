@@ -1,7 +1,4 @@
-"""Packings: from tokenised documents to training sequences of equal length.
-
-Shapes: S positions of a sequence (`train.seq_len`).
-"""
+"""Packings: from tokenised documents to training sequences of S positions (`train.seq_len`)."""
 
 from __future__ import annotations
 
@@ -24,11 +21,11 @@ if TYPE_CHECKING:
 class WindowPacking(PackingComponent):
     """Base of packings that put documents one after the other and cut that into windows, wherever a document ends.
 
-    A subclass says what a window becomes. Such a packing works on documents on disk and on streams alike.
+    A subclass defines `sequence`, and works on documents on disk and on streams alike.
     """
 
     def sequence(self, window: Window) -> Mapping[str, np.ndarray]:
-        """The sample (see `forge_core.contracts.data.Dataset`) of a window of S + 1 tokens: S inputs, S labels."""
+        """Returns the sample (see `forge_core.contracts.data.Dataset`) of a window: S inputs, S labels."""
         raise NotImplementedError
 
     def build(self, context: BuildContext, documents: Documents) -> Dataset:
@@ -42,7 +39,7 @@ class Concatenate(WindowPacking):
     """Documents one after the other, cut every `train.seq_len` tokens; a sequence may hold parts of several, and
     attention crosses from one to the next.
 
-    Every token is an input once an epoch, but for the last ones, 1 to S of them, which no whole sequence has room for.
+    Every token is an input once an epoch, except the last 1 to S, which do not fill a whole sequence.
     """
 
     needs_boundaries: ClassVar[bool] = False

@@ -8,7 +8,7 @@ from __future__ import annotations
 import queue
 import threading
 import traceback
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -35,19 +35,12 @@ LanePositions = Mapping[str, Mapping[str, Any]]
 
 
 class RowReader:
-    """Reads rows (see `SampleReader`). It keeps the lanes that it has opened."""
+    """Reads rows (see `SampleReader`); lanes stay open from one row to the next."""
 
     def __init__(
         self, datasets: Sequence[Dataset | Stream], names: Sequence[str], rows: int, positions: LanePositions
     ) -> None:
-        """Prepare to read; nothing is opened yet.
-
-        Args:
-            datasets: the sources.
-            names: of the sources, for errors and positions.
-            rows: of a global batch.
-            positions: where lanes continue; those that are absent start from the beginning.
-        """
+        """`rows`: of a global batch. `positions`: where lanes continue; absent ones start from the beginning."""
         self._datasets, self._names, self._rows, self._start = datasets, names, rows, positions
         self._streams = {number: data for number, data in enumerate(datasets) if isinstance(data, Stream)}
         self._lanes: dict[tuple[int, int], Iterator[tuple[Mapping[str, np.ndarray], Mapping[str, Any]]]] = {}
@@ -68,7 +61,7 @@ class RowReader:
             except Exception as error:
                 raise self._failure(row, error) from error
             samples.append(sample)
-        batch = collate(samples, [self.describe(row) for row in rows] if _differ(samples) else ())
+        batch = collate(samples, lambda number: self.describe(rows[number]))
         batch["sources"] = _stack([row.source for row in rows], "int64")
         return LoadedRows(batch, positions)
 
@@ -95,12 +88,14 @@ class RowReader:
         return failure
 
 
-def collate(samples: Sequence[Mapping[str, np.ndarray]], descriptions: Sequence[str] = ()) -> Batch:
+def collate(
+    samples: Sequence[Mapping[str, np.ndarray]], describe: Callable[[int], str] = "row {} of the batch".format
+) -> Batch:
     """Stack samples. Entries in `TOKEN_ENTRIES` become int64; all others keep their dtype.
 
     Args:
         samples: the entries of each row.
-        descriptions: of the rows, for errors; by default their numbers.
+        describe: returns the description of a row, by its number, for errors.
 
     Returns:
         Tensors (B, …) by entry.
@@ -108,28 +103,19 @@ def collate(samples: Sequence[Mapping[str, np.ndarray]], descriptions: Sequence[
     Raises:
         DataError: rows differ in their entries, or in shape or dtype of one; names both rows and the entry.
     """
-    descriptions = descriptions or [f"row {number} of the batch" for number in range(len(samples))]
-    first = samples[0]
-    for sample, description in zip(samples[1:], descriptions[1:], strict=True):
-        for name in sorted({*first, *sample}):
-            one, other = _form(first, name), _form(sample, name)
+    first = {name: _form(samples[0], name) for name in samples[0]}
+    for number, sample in enumerate(samples):
+        forms = {name: _form(sample, name) for name in sample}
+        for name in sorted({*first, *forms}) if forms != first else ():
+            one, other = first.get(name, "absent"), forms.get(name, "absent")
             if one != other:
-                message = f"entry {name!r} is {one} in {descriptions[0]} and {other} in {description}"
+                message = f"entry {name!r} is {one} in {describe(0)} and {other} in {describe(number)}"
                 raise DataError(f"{message}; all rows of a batch must have the same entries, of equal shape and dtype")
     return {name: _stack([sample[name] for sample in samples], _dtype(name)) for name in first}
 
 
-def _differ(samples: Sequence[Mapping[str, np.ndarray]]) -> bool:
-    """Whether `collate` will refuse them: only then are descriptions worth making."""
-    first = {name: _form(samples[0], name) for name in samples[0]}
-    return any({name: _form(sample, name) for name in sample} != first for sample in samples[1:])
-
-
 def _form(sample: Mapping[str, np.ndarray], name: str) -> str:
-    if name not in sample:
-        return "absent"
-    dtype = _dtype(name) or sample[name].dtype
-    return f"{dtype} {tuple(sample[name].shape)}"
+    return f"{_dtype(name) or sample[name].dtype} {tuple(sample[name].shape)}"
 
 
 def _dtype(name: str) -> str | None:
@@ -149,8 +135,8 @@ class Plain(LoaderComponent):
 
     def problems(self, job: Job, layout: Layout) -> Iterator[Problem]:
         if job.data.workers:
-            seen = f"reads in one thread, but data.workers = {job.data.workers}"
-            yield Problem("type", f"{seen}; set data.workers = 0, or leave [data.loader] out")
+            message = f"reads in one thread, but data.workers = {job.data.workers}"
+            yield Problem("type", f"{message}; set data.workers = 0, or leave [data.loader] out")
 
     def build(
         self, context: BuildContext, reader: SampleReader, units: Iterator[Sequence[SampleRow]], units_per_step: int
@@ -168,7 +154,9 @@ def _read_ahead(reader: SampleReader, units: Iterator[Sequence[SampleRow]], pin:
                 if stop.is_set():
                     return
                 loaded = reader.read(rows)
-                ready.put(_pinned(loaded) if pin else loaded)
+                if pin:  # here, so that the copy to pinned memory overlaps the step
+                    loaded = loaded._replace(batch={name: t.pin_memory() for name, t in loaded.batch.items()})
+                ready.put(loaded)
             ready.put(None)
         except Exception as error:
             ready.put(error)
@@ -186,7 +174,3 @@ def _read_ahead(reader: SampleReader, units: Iterator[Sequence[SampleRow]], pin:
             while True:  # the thread may be waiting for room
                 ready.get_nowait()
         thread.join()  # if it were inside torch when the interpreter ends, the process would abort
-
-
-def _pinned(loaded: LoadedRows) -> LoadedRows:
-    return loaded._replace(batch={name: tensor.pin_memory() for name, tensor in loaded.batch.items()})

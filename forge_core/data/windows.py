@@ -1,7 +1,4 @@
-"""Windows over tokenised documents that follow each other: for training, in order for evaluation, and over streams.
-
-S: positions of a sequence. A window holds S + 1 tokens. T: tokens of all documents.
-"""
+"""Windows of S + 1 tokens over concatenated documents: for training, in order for evaluation, and over streams."""
 
 from __future__ import annotations
 
@@ -28,13 +25,13 @@ class Window(NamedTuple):
     """(S + 1,) bool: the tokens that are learned as labels; None: all."""
 
     def labels(self) -> np.ndarray:
-        """(S,) the token after each position; ignored where it is not to be learned."""
+        """(S,) int64: the token after each position; `IGNORED_LABEL` where it is not learned."""
         labels = self.tokens[1:]
         return labels if self.learned is None else np.where(self.learned[1:], labels, IGNORED_LABEL)
 
 
 class TrainingWindows:
-    """Sequence i covers tokens [iS, iS + S]: S inputs, and S labels one further on."""
+    """Sequence i covers tokens [iS, iS + S]: S inputs, and S labels shifted by one."""
 
     def __init__(self, documents: Documents, seq_len: int, packing: WindowPacking) -> None:
         self._documents, self._seq_len, self._packing = documents, seq_len, packing
@@ -64,8 +61,8 @@ class TrainingWindows:
 class HeldOutWindows:
     """Every token is the label of exactly one position, in order.
 
-    Sequence i has labels [iS, iS + S); its inputs are the tokens one before them, where an end-of-text stands before
-    the first. The last sequence is filled up with end-of-text as inputs and ignored labels.
+    Sequence i has labels [iS, iS + S); its inputs are the tokens before them, an end-of-text before the very first. The
+    last sequence is padded with end-of-text as inputs and ignored labels.
     """
 
     def __init__(self, documents: Documents, seq_len: int, packing: WindowPacking) -> None:
@@ -80,12 +77,12 @@ class HeldOutWindows:
         first = checked(index, len(self)) * self._seq_len
         last = min(first + self._seq_len, len(self._documents))
         tokens = np.full(self._seq_len + 1, self._documents.end_of_text, dtype=np.int64)
-        before = min(first, 1)
-        here = slice(1 - before, 1 + last - first)
-        tokens[here] = self._documents.tokens(first - before, last)
+        before = min(first, 1)  # the first window has no token before it
+        filled = slice(1 - before, 1 + last - first)
+        tokens[filled] = self._documents.tokens(first - before, last)
         learned = np.zeros(self._seq_len + 1, dtype=bool)
-        known = self._documents.learned(first - before, last)
-        learned[here] = True if known is None else known
+        mask = self._documents.learned(first - before, last)
+        learned[filled] = True if mask is None else mask
         bounds = first - 1, first + self._seq_len
         starts = starts_within(self._documents.ends(), *bounds) if self._packing.needs_boundaries else None
         return self._packing.sequence(Window(tokens, starts, learned))
@@ -110,13 +107,10 @@ class StreamWindows:
     def read(
         self, lane: int, position: Mapping[str, Any] | None
     ) -> Iterator[tuple[Mapping[str, np.ndarray], Mapping[str, Any]]]:
-        """Samples of a lane without end, each with the position (plain JSON) from which the next one is read.
-
-        Args:
-            position: one that came with a sample, or None to read from the start.
-        """
-        at, skip = (None, 0) if position is None else (position["document"], position["skip"])
-        documents = self._stream.read(lane, at)
+        """See `Stream.read`."""
+        # A position is a document of the stream and the tokens to skip in it: windows end inside documents.
+        document, skip = (None, 0) if position is None else (position["document"], position["skip"])
+        documents = self._stream.read(lane, document)
         waiting: list[_Part] = []
         tokens = 0
         while True:
@@ -131,7 +125,7 @@ class StreamWindows:
 
 
 class _Part(NamedTuple):
-    """A document of a stream, but for its first `skip` tokens."""
+    """A document of a stream without its first `skip` tokens."""
 
     document: StreamedDocument
     skip: int
@@ -142,14 +136,14 @@ class _Part(NamedTuple):
 
     def first(self, count: int) -> Window:
         """Its first tokens, at most `count` of them."""
-        here = slice(self.skip, self.skip + count)
-        tokens, learned = self.document.tokens[here], self.document.learned
+        part = slice(self.skip, self.skip + count)
+        tokens, learned = self.document.tokens[part], self.document.learned
         starts = np.arange(self.skip, self.skip + len(tokens)) == 0
-        return Window(tokens, starts, np.ones(len(tokens), dtype=bool) if learned is None else learned[here])
+        return Window(tokens, starts, np.ones(len(tokens), dtype=bool) if learned is None else learned[part])
 
 
 def _cut(parts: list[_Part], seq_len: int) -> tuple[Window, list[_Part]]:
-    """The first S + 1 tokens of the parts as a window, and what is left from token S on."""
+    """The first S + 1 tokens of the parts as a window, and the parts from token S on, which both windows share."""
     pieces, missing = [], seq_len + 1
     for part in parts:
         pieces.append(part.first(missing))
@@ -164,7 +158,7 @@ def _cut(parts: list[_Part], seq_len: int) -> tuple[Window, list[_Part]]:
 
 
 def starts_within(ends: np.ndarray, start: int, stop: int) -> np.ndarray:
-    """(stop - start,) bool: which of the tokens [start, stop) are the first of a document. `ends`: see `Documents`."""
+    """(stop - start,) bool: whether each token of [start, stop) begins a document. `ends`: see `Documents`."""
     starts = np.zeros(stop - start, dtype=bool)
     first, last = np.searchsorted(ends, (start, stop))
     starts[ends[first:last] - start] = True
@@ -174,11 +168,7 @@ def starts_within(ends: np.ndarray, start: int, stop: int) -> np.ndarray:
 
 
 def checked(index: int, length: int) -> int:
-    """`index` if it is one of `length` sequences.
-
-    Raises:
-        IndexError: it is not.
-    """
+    """Returns `index`; raises IndexError if it is not in [0, length)."""
     if not 0 <= index < length:
         raise IndexError(f"sequence {index} of {length}")
     return index

@@ -1,4 +1,4 @@
-"""Metrics on the terminal. Importing this does not import rich, which takes longer than reading a job."""
+"""Metrics on the terminal. rich is imported late: that takes longer than reading a job."""
 
 from __future__ import annotations
 
@@ -54,17 +54,13 @@ class SilentLogger:
 
 
 class LiveLogger:
-    """One line that is rewritten; evaluations scroll past above it."""
+    """One progress line that is redrawn; evaluations are printed above it."""
 
     def __init__(self, terminal: Terminal, steps: int) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-        columns = (
-            MofNCompleteColumn(),
-            BarColumn(bar_width=24),
-            TimeRemainingColumn(),
-            TextColumn("{task.description}"),
-        )
+        bar, text = BarColumn(bar_width=24), TextColumn("{task.description}")
+        columns = (MofNCompleteColumn(), bar, TimeRemainingColumn(), text)
         self._progress = Progress(*columns, console=terminal, refresh_per_second=4)
         self._task = self._progress.add_task("starting", total=steps)
 
@@ -83,14 +79,11 @@ class LiveLogger:
 
 
 class PlainLogger:
-    """A line every so many steps, and one for each evaluation."""
+    """A line every `interval` steps, and one for each evaluation."""
 
     def __init__(self, terminal: Terminal, steps: int, interval: int) -> None:
-        self._terminal = terminal
-        self._steps = steps
-        self._interval = interval
-        self._first = 0
-        self._began = time.perf_counter()
+        self._terminal, self._steps, self._interval = terminal, steps, interval
+        self._first, self._began = 0, time.perf_counter()
 
     def start(self, step: int) -> None:
         self._first, self._began = step, time.perf_counter()
@@ -99,6 +92,7 @@ class PlainLogger:
         step = record["step"]
         if "loss" not in record:
             self._print(f"step {step}/{self._steps}  {describe_evaluation(record)}")
+        # The first step shows at once that the run trains; a skipped update is never left out.
         elif step % self._interval == 0 or step in (self._first + 1, self._steps) or record.get("skipped"):
             self._print(f"step {step}/{self._steps}  {describe(record)}  {self._remaining(step)}")
 
@@ -114,10 +108,8 @@ class PlainLogger:
 
 
 def describe(record: Mapping[str, Any]) -> str:
-    """The numbers of a training line that a person follows."""
-    parts = [f"loss {record['loss']:.4f}"]
-    parts.append(f"grad norm {record['grad_norm']:.3g}")
-    parts.append(f"lr {record['lr']:.3g}")
+    """The main numbers of a training line."""
+    parts = [f"loss {record['loss']:.4f}", f"grad norm {record['grad_norm']:.3g}", f"lr {record['lr']:.3g}"]
     parts.append(f"{record['tokens_per_second']:,.0f} tokens/s")
     if "mfu" in record:
         parts.append(f"MFU {record['mfu']:.1%}")

@@ -1,4 +1,4 @@
-"""Peaks of devices, for the model-FLOPs utilisation."""
+"""Peak FLOP/s of devices, for the model FLOPs utilisation (MFU)."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ DENSE_BF16_TFLOPS: Mapping[str, float] = {
     "A10G": 70.0,
     "B200": 2250.0,
 }
-"""Vendors' dense bf16 figures (no sparsity), by a part of the device's name; the first that fits counts."""
+"""Vendors' dense bf16 figures (no sparsity), by a substring of the device's name; the first match counts."""
 
 
 def peak_flops(job: Job, device: torch.device) -> float | None:
-    """Peak FLOP/s of one device: the job's own figure, else the table's, else None."""
+    """Peak FLOP/s of one device: `metrics.peak_tflops`, else the table's figure, else None."""
     if job.metrics.peak_tflops:
         return job.metrics.peak_tflops * 1e12
     if device.type != "cuda":
@@ -41,5 +41,5 @@ def peak_flops(job: Job, device: torch.device) -> float | None:
 
 
 def flops_per_token(model: Model, seq_len: int) -> float | None:
-    """Model FLOPs a token as the model states them (`HasFlops`), or None."""
+    """Model FLOPs per token (`HasFlops`); None if the model does not implement it."""
     return model.flops(seq_len) if isinstance(model, HasFlops) else None

@@ -37,19 +37,17 @@ class JsonLinesLogger:
         self._path = path
 
     def start(self, step: int) -> None:
-        """Keep the lines up to `step`: a continued run has no step twice and no gap. A torn last line is dropped.
-
-        The shorter file takes the place of the longer one at once: a process that is killed here loses no line.
-        """
-        kept = [line for line in self._lines() if step and (record := _parse(line)) and record["step"] <= step]
+        """Keep the lines up to `step`, so that a resumed run has no step twice. A torn last line is dropped."""
+        lines = self._path.read_text().splitlines(keepends=True) if self._path.exists() else []
+        current = [line for line in lines if step and (record := _parse(line)) and record["step"] <= step]
         unfinished = self._path.with_name(f".{self._path.name}.unfinished")
-        unfinished.write_text("".join(kept))
-        os.replace(unfinished, self._path)
+        unfinished.write_text("".join(current))
+        os.replace(unfinished, self._path)  # atomic: a process that is killed here loses no line
         self._file = self._path.open("ab", buffering=0)
         self._unwritten = b""
 
     def log(self, record: Mapping[str, Any]) -> None:
-        """A line that cannot be written (the disk is full, say) is kept, and written when there is room."""
+        """Append a line. One that cannot be written (the disk is full, say) is written with a later one."""
         self._unwritten += (json.dumps({name: _finite(value) for name, value in record.items()}) + "\n").encode()
         self._write()
 
@@ -71,9 +69,6 @@ class JsonLinesLogger:
         except OSError as error:
             error.filename = str(self._path)
             raise
-
-    def _lines(self) -> list[str]:
-        return self._path.read_text().splitlines(keepends=True) if self._path.exists() else []
 
 
 def _parse(line: str) -> dict[str, Any] | None:

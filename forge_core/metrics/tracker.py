@@ -1,9 +1,9 @@
 """Metrics of a step, from the device to the loggers without waiting.
 
-A step puts one small vector on its way to pinned memory. Its line is written once the copy has arrived, in order and at
-most two steps later: reading a number on the host at once would wait for all work that is queued on the device, and the
-device would then idle until the host has queued the next step. Two steps bound the memory that is pinned, and how late
-the non-finite policy acts.
+A step copies one small vector to pinned memory, asynchronously. Its line is written once the copy has arrived, in order
+and at most two steps later: reading a number on the host at once would wait for all work queued on the device, which
+would then idle until the host has queued the next step. Two steps bound the pinned memory, and how late the non-finite
+policy acts.
 """
 
 from __future__ import annotations
@@ -24,11 +24,10 @@ MAX_LAG = 2
 """Steps that a line may stay behind."""
 
 SOURCE_LOSS = "loss/source/"
-"""Comes before the name of a source. Not `loss/` alone: losses name their terms so, and a source has any name."""
+"""Prefix of a source's name. Not `loss/` alone, which prefixes the terms of a loss: a source may have any name."""
 
 ABSENT = -math.inf
-"""Stands for the loss of a source of which a step had no valid token, which only the device knows. The line leaves it
-out."""
+"""The loss of a source without a valid token in a step, which only the device knows. The line leaves it out."""
 
 
 @define
@@ -51,25 +50,20 @@ class _Pending:
             own = [next(values) for _ in range(size)]
             if isinstance(name, Count):
                 counts.setdefault(name.name, {})[str(name.row)] = own
-            elif not _is_absent(name, own[0]):
+            elif own[0] != ABSENT or not name.startswith(SOURCE_LOSS):
                 line[name] = own[0]
         return line | ({"counts": counts} if counts else {})
 
 
-def _is_absent(name: str, value: float) -> bool:
-    return value == ABSENT and name.startswith(SOURCE_LOSS)
-
-
 def _on_one_device(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Where some are on the host, as the gradient norm of offloaded parameters is, those follow the others to their
-    device: the other way round, the host would wait."""
+    # Tensors on the host (the gradient norm of offloaded parameters) move to the device: else the host waits.
     tensors = list(tensors)
     home = next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), torch.device("cpu"))
     return [tensor.to(home, non_blocking=True) for tensor in tensors]
 
 
 class Tracker:
-    """Collects what a step has on the device and passes complete records on, in order."""
+    """Collects the numbers that a step has on the device, and delivers complete records in order."""
 
     def __init__(self, deliver: Callable[[dict[str, Any]], None]) -> None:
         """`deliver` receives each record once its numbers are on the host."""
@@ -77,7 +71,7 @@ class Tracker:
         self._pending: deque[_Pending] = deque()
 
     def put(self, record: Mapping[str, Any], scalars: Mapping[str | Count, Tensor]) -> None:
-        """Queue a step's line: numbers known on the host, and device scalars and counts still to come."""
+        """Queue a step's line: numbers on the host (`record`), and scalars and counts on the device (`scalars`)."""
         sizes = {name: tensor.numel() for name, tensor in scalars.items()}
         dtype = torch.float64 if any(t.dtype == torch.float64 for t in scalars.values()) else torch.float32
         stacked = torch.cat([tensor.detach().to(dtype).reshape(-1) for tensor in _on_one_device(scalars.values())])
@@ -99,12 +93,12 @@ class Tracker:
 
 
 class Clock:
-    """Tokens per second between lines, over a short window so that one slow step does not hide."""
+    """Tokens per second over a short window of steps, so that a slow step shows."""
 
     WINDOW = 10
 
     def __init__(self) -> None:
-        self._marks: deque[tuple[float, int]] = deque([(time.perf_counter(), 0)], maxlen=self.WINDOW + 1)
+        self.restart()
 
     def tick(self, tokens: int) -> tuple[float, float]:
         """Count `tokens` more; returns (seconds since the last tick, tokens per second over the window)."""
@@ -115,8 +109,8 @@ class Clock:
         return now - previous, (total + tokens - first_total) / max(now - first_time, 1e-9)
 
     def restart(self) -> None:
-        """Forget the marks: what happens from now on is not compared with what came before a pause."""
-        self._marks = deque([(time.perf_counter(), 0)], maxlen=self.WINDOW + 1)
+        """Start the window afresh, so that a pause does not count."""
+        self._marks: deque[tuple[float, int]] = deque([(time.perf_counter(), 0)], maxlen=self.WINDOW + 1)
 
 
 def per_source(names: Sequence[str], sources: Tensor, sums: Tensor, counts: Tensor) -> dict[str, tuple[Tensor, Tensor]]:

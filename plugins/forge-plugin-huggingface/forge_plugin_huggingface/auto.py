@@ -23,7 +23,7 @@ GIVEN = (
     *("continue_final_message", "sanitize_control_tokens", "padding", "truncation", "max_length", "return_tensors"),
     *("return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
 )
-"""Names that `apply_chat_template` gives a template otherwise, or takes for its own."""
+"""Names that `apply_chat_template` passes to a template itself, or uses as its own arguments."""
 
 
 @frozen(kw_only=True)
@@ -35,7 +35,7 @@ class Auto(TokenizerComponent):
     """
 
     chats: ClassVar[bool] = True
-    """What is built has the methods of `forge_plugin_huggingface.chat.ChatTokenizer`."""
+    """Whether `build` returns a `forge_plugin_huggingface.chat.ChatTokenizer`."""
 
     path: str = field(metadata=when_resumed("safe"))
     """A folder that `save_pretrained` wrote, or the name of a repository on the hub."""
@@ -59,7 +59,7 @@ class Auto(TokenizerComponent):
             return None
         try:
             return self._pretrained().vocab_size
-        except JobError:  # the run tells
+        except JobError:  # the run reports it
             return None
 
     def _pretrained(self) -> PretrainedTokenizer:

@@ -1,7 +1,7 @@
-"""Conversations: from messages to text by the tokenizer's template, and which part of it the assistant said.
+"""Conversations: from messages to text by the tokenizer's template, and which part of it is the assistant's.
 
-Templates say so themselves with `{% generation %}`, or else it is found by rendering the conversation up to each
-answer. Either way it is checked that the text is the one that the template gives.
+Templates mark it with `{% generation %}`, or else it is determined by rendering the conversation up to each
+answer. Either way the text is checked to be the one that the template renders.
 """
 
 from __future__ import annotations
@@ -123,15 +123,15 @@ class ChatTemplate:
         return spans
 
     def _spans_by_prefix(self, text: str, template: str, messages: Messages, tools: Tools) -> Iterator[Span]:
-        """What each answer adds to the conversation before it and the beginning of an answer."""
+        """The text that each answer adds to the conversation before it and the generation prompt."""
         for number, message in enumerate(messages):
             if message["role"] != ASSISTANT:
                 continue
             before = self._text(template, messages[:number], tools, prompt=True)
             after = self._text(template, messages[: number + 1], tools)
             if not (after.startswith(before) and text.startswith(after)):
-                seen = f"the chat template writes the conversation up to message {number} otherwise than in the whole"
-                raise JobError(f"{seen}, so that it does not show which part is the assistant's; {FIX}")
+                fault = f"the chat template writes the conversation up to message {number} otherwise than in the whole"
+                raise JobError(f"{fault}, so that it does not show which part is the assistant's; {FIX}")
             yield len(before), self._end_of_turn(after, len(before))
 
     def _end_of_turn(self, text: str, start: int) -> int:

@@ -33,8 +33,8 @@ def _off_or_at_least_two(_: Any, attribute: attrs.Attribute, value: int) -> None
 class HuggingFace(DatasetComponent):
     """Documents of a Hugging Face dataset: rows with a text, or with the messages of a chat.
 
-    Read as a whole, it is tokenised once and kept in the cache; as a stream, rows are tokenised as they come, and
-    nothing is kept. Rows without text, and chats without an answer of the assistant, are left out. Code of a dataset is
+    Read as a whole, it is tokenised once and cached; as a stream, rows are tokenised as they are read, and nothing
+    is cached. Rows without text, and chats without an answer of the assistant, are left out. Code of a dataset is
     never run.
     """
 
@@ -61,19 +61,19 @@ class HuggingFace(DatasetComponent):
     held_out_every: int = attrs.field(default=0, validator=_off_or_at_least_two)
     """Hold out every n-th row, starting with the first; in a stream, of every file. 0: none."""
     held_out_documents: int = attrs.field(default=0, validator=ge(0))
-    """Evaluate on at most so many of the rows held out; 0: on all. The others are not trained on either."""
+    """Most held-out rows to evaluate on; 0: all. The others are not trained on either."""
     streaming: bool = False
     """Whether to read the data as training goes on, rather than as a whole before it."""
     lanes: int = attrs.field(default=0, validator=ge(0), metadata=when_resumed("impossible"))
-    """Of a stream: how many readers, each with rows of its own, fill the global batch; a divisor of its size, and best
-    one of the number of files too. 0: as many as `train.global_batch_size`."""
+    """With `streaming`: readers, each with rows of its own, that fill the global batch; a divisor of its size, and best
+    of the number of files too. 0: as many as `train.global_batch_size`."""
     shuffle: int = attrs.field(default=0, validator=ge(0), metadata=when_resumed("impossible"))
-    """Of a stream: rows that each lane reads ahead and gives in random order; its files come in random order too. 0:
-    rows come as they stand in the files."""
+    """With `streaming`: rows that each lane reads ahead and shuffles; its files are shuffled too. 0: rows in the order
+    of the files."""
     processes: int = attrs.field(default=1, validator=ge(1), metadata=when_resumed("safe"))
     """Processes that tokenise a dataset that is read as a whole."""
     verify: Literal["sizes", "full"] = attrs.field(default="sizes", metadata=when_resumed("safe"))
-    """What is checked of cached token files: their sizes, or also their SHA-256, which finds flipped bytes."""
+    """How cached token files are checked: by their sizes, or also by SHA-256, which detects flipped bytes."""
 
     def documents(self) -> Iterator[str]:
         """Texts of the rows that are not held out, each once; none of a dataset of chats."""

@@ -67,7 +67,7 @@ class TextEncoder:
 
 
 class ChatEncoder:
-    """Rows that hold the messages of a conversation. Those without an answer of the assistant are left out."""
+    """Rows that hold the messages of a conversation. Rows without an answer of the assistant are left out."""
 
     has_mask = True
 
@@ -109,8 +109,8 @@ def text_of(row: SourceRow, field: str) -> str:
     value = row.values[field]
     if value is None or isinstance(value, str):
         return value or ""
-    seen = f"{field!r} holds {type(value).__name__} {str(value)[:60]!r}, which is not text"
-    raise JobError(f"{row.place}: {seen}; set `field` to a field of text, or `messages` to one of chat messages")
+    message = f"{field!r} holds {type(value).__name__} {str(value)[:60]!r}, which is not text"
+    raise JobError(f"{row.place}: {message}; set `field` to a field of text, or `messages` to one of chat messages")
 
 
 def checked_messages(value: Any, field: str) -> list[dict[str, Any]]:

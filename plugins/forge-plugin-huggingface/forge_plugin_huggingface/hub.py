@@ -1,4 +1,4 @@
-"""What datasets and tokenizers share: paths, and errors of the libraries that read them."""
+"""Shared by datasets and tokenizers: paths, and errors of the libraries that read them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from forge_core.contracts.errors import JobError, Problem
 
 
 def local_problem(path: str) -> str | None:
-    """What is wrong with `path`, if it can only be a folder on disk; names of the hub look like `owner/name`."""
+    """The fault of `path`, if it can only be a folder on disk; names of the hub look like `owner/name`."""
     folder = Path(path).expanduser()
     if not path:
         return "names nothing; give a folder, or the name of a repository on the hub"

@@ -1,4 +1,4 @@
-"""Which rows of a split are meant: those to train on, or those held out."""
+"""Parts of a split: the rows to train on, or the rows held out."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ class SplitPart:
 
     split: str
     every: int = 0
-    """So many rows one is held out, starting with the first; 0: none."""
+    """Every n-th row is held out, starting with the first; 0: none."""
     is_held_out: bool = False
-    """Whether these are the rows held out, or the others."""
+    """Whether the part has the rows held out, or the others."""
     limit: int = 0
-    """At most so many rows; 0: all."""
+    """Most rows; 0: all."""
 
     def has(self, number: int) -> bool:
-        """Whether row `number` belongs to it, but for the limit."""
+        """Whether row `number` belongs to it, the limit aside."""
         return not self.every or (number % self.every == 0) == self.is_held_out
 
     def numbers(self, rows: int) -> Iterator[int]:
@@ -30,5 +30,5 @@ class SplitPart:
         return islice(filter(self.has, range(rows)), self.limit or None)
 
     def key(self) -> Sequence[Any]:
-        """Plain JSON that tells parts from each other."""
+        """Plain JSON that differs between parts."""
         return [self.split, self.every, self.is_held_out, self.limit]

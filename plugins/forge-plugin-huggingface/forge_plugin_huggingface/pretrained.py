@@ -1,4 +1,4 @@
-"""A tokenizer of transformers, used so that text stays text and chats know who said what."""
+"""A tokenizer of transformers: text never yields special tokens, and chats mark the assistant's turns."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ WHERE_IT_CAME_FROM = ("is_local", "local_files_only", "name_or_path")
 
 @frozen
 class Loaded:
-    """What transformers loaded, and the files that it saves: everything that an encoding depends on."""
+    """The tokenizer of transformers and the files that it saves: everything that an encoding depends on."""
 
     pretrained: PreTrainedTokenizerBase
     files: Mapping[str, bytes]
 
     @classmethod
     def of(cls, folder: Path) -> Loaded:
-        """From the folder that `save` wrote, whose files are kept as they are."""
+        """From the folder that `save` wrote, with its files unchanged."""
         pretrained = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
         paths = sorted(path for path in folder.rglob("*") if path.is_file())
         return cls(pretrained, {str(path.relative_to(folder)): path.read_bytes() for path in paths})
@@ -57,9 +57,9 @@ class Loaded:
         token = asked or self.pretrained.eos_token
         if token in added:
             return token
-        seen = f"{asked!r} is not an added token of this tokenizer" if asked else "this tokenizer has no eos_token"
+        message = f"{asked!r} is not an added token of this tokenizer" if asked else "this tokenizer has no eos_token"
         candidates = ", ".join(map(repr, added)) or "it has none"
-        raise JobError([Problem("end_of_text", f"{seen}; name the one that ends a document: {candidates}")])
+        raise JobError([Problem("end_of_text", f"{message}; name the one that ends a document: {candidates}")])
 
 
 def load_pretrained(path: str, revision: str | None, chat_template: str | None) -> Loaded:
@@ -171,7 +171,7 @@ def _from_json(content: bytes) -> Tokenizer:
 
 
 def _content(name: str, data: bytes) -> Any:
-    """What a file says of encodings."""
+    """The part of a file that encodings depend on."""
     if name != CONFIG_JSON:
         return digest_of(data.hex())
     return {key: value for key, value in json.loads(data).items() if key not in WHERE_IT_CAME_FROM}

@@ -62,8 +62,8 @@ def _content_problems(dataset: HuggingFace, job: Job) -> Iterator[Problem]:
     elif dataset.messages and not getattr(job.data.tokenizer, "chats", False):
         yield Problem("messages", 'chats need a tokenizer with a template; set [data.tokenizer] type = "auto"')
     if dataset.messages and dataset.field != DEFAULT_FIELD:
-        seen = f"{dataset.field!r}, but messages = {dataset.messages!r} is set as well"
-        yield Problem("field", f"{seen}; keep one of the two")
+        message = f"{dataset.field!r}, but messages = {dataset.messages!r} is set as well"
+        yield Problem("field", f"{message}; keep one of the two")
     if dataset.tools and not dataset.messages:
         yield Problem("tools", "only chats have tools; set `messages` to the field with the chat")
 

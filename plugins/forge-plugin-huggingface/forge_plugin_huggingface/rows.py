@@ -34,7 +34,7 @@ class StreamRows(Protocol):
     """Rows that are read in order, file by file."""
 
     name: str
-    """Of the dataset, for errors."""
+    """The name of the dataset, for errors."""
     files: int
 
     def read(self, file: int, start: int = 0, wanted: Callable[[int], bool] = _all) -> Iterator[tuple[int, SourceRow]]:
@@ -75,7 +75,7 @@ class FileRows:
 
     def read(self, file: int, start: int = 0, wanted: Callable[[int], bool] = _all) -> Iterator[tuple[int, SourceRow]]:
         one, first = self._dataset.shard(num_shards=self.files, index=file), 0
-        # `iter` rather than `for`, which gives a DataLoader's worker only what would fall to it of this one file
+        # `iter` rather than `for`, which yields to a worker of a DataLoader only its share of this one file
         for table in one.with_format("arrow").iter(batch_size=READ_ROWS):
             chosen = filter(wanted, range(max(first, start), first + len(table)))
             numbers = np.fromiter(chosen, dtype=np.int64)

@@ -26,7 +26,7 @@ DataFiles = str | tuple[str, ...] | Mapping[str, str]
 
 @frozen
 class Origin:
-    """What a job says about where its data lies."""
+    """The keys of a job that locate its data."""
 
     path: str
     config: str = ""
@@ -116,9 +116,9 @@ class DataFilesSource:
 
     def fingerprint(self, split: str) -> str:
         builder = self._builder
-        files = [found for found in (builder.config.data_files or {}).values() if not _is_on_hub(found)]
-        stamps = [_stamp(Path(path)) for found in files for path in found if Path(path).is_file()]
-        listed = [[list(found), found.origin_metadata] for found in files]
+        files = [paths for paths in (builder.config.data_files or {}).values() if not _is_on_hub(paths)]
+        stamps = [_stamp(Path(path)) for paths in files for path in paths if Path(path).is_file()]
+        listed = [[list(paths), paths.origin_metadata] for paths in files]
         return digest_of(type(builder).__name__, builder.hash, builder.config_id, split, listed, stamps)
 
     def table(self, split: str) -> datasets.Dataset:
@@ -140,8 +140,8 @@ class DataFilesSource:
         for one, two in product(*ranges):
             first, last = max(one.from_, two.from_), min(one.to, two.to)
             if one.splitname == two.splitname and first < last:
-                seen = f"{other!r} and split = {split!r} share the rows {first} to {last - 1} of {one.splitname!r}"
-                raise JobError([Problem("held_out_split", f"{seen}; hold out other rows than those trained on")])
+                message = f"{other!r} and split = {split!r} share the rows {first} to {last - 1} of {one.splitname!r}"
+                raise JobError([Problem("held_out_split", f"{message}; hold out other rows than those trained on")])
 
     @cached_property
     def _prepared(self) -> datasets.DatasetBuilder:

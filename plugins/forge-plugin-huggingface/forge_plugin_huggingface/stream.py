@@ -35,7 +35,7 @@ ENCODED_ROWS = 16
 
 
 class Share(NamedTuple):
-    """What a lane reads."""
+    """The rows of a lane."""
 
     files: range
     lanes: int
@@ -49,7 +49,7 @@ class Share(NamedTuple):
         return cls(range(lane % groups, files, groups), lanes // groups, lane // groups)
 
     def has(self, row: int, file: int, every: int) -> bool:
-        """Whether a row falls to this lane. Args: `every`, so many rows one is held out (0: none)."""
+        """Whether this lane reads a row. `every`: every n-th row is held out (0: none)."""
         if every and row % every == 0:
             return False
         number = row - row // every - 1 if every else row
@@ -95,13 +95,13 @@ class LaneStream:
         Args:
             data: fingerprint of the files.
             shuffle: rows of a block that are read together and then shuffled, as is the order of files; 0: neither is.
-            held_out_every: so many rows of each file, one is left out, starting with the first; 0: none.
+            held_out_every: every n-th row of each file is left out, starting with the first; 0: none.
         """
         self._rows, self._encoder, self._end_of_text = rows, encoder, end_of_text
         self.lanes, self._shuffle, self._seed, self._every = lanes, shuffle, seed, held_out_every
         self.held_out = held_out
         self._layout = {"files": rows.files, "lanes": lanes, "shuffle": shuffle, "held_out_every": held_out_every}
-        self._data, self._told = data, False
+        self._data, self._has_warned = data, False
         self._warn_of_shared_files()
 
     def read(self, lane: int, position: Mapping[str, Any] | None) -> Iterator[StreamedDocument]:
@@ -112,35 +112,36 @@ class LaneStream:
         """
         start = LanePosition() if position is None else self._place(position)
         while True:
-            given = False
+            is_empty = True
             for document in self._epoch(lane, start):
-                given = True
+                is_empty = False
                 yield document
-            if not given and start == LanePosition(epoch=start.epoch):
-                seen = f"lane {lane} of {self.lanes} has no document in the {self._rows.files} files"
-                fix = "lower `lanes`, or read the dataset as a whole (streaming = false)"
-                raise JobError(f"{self._rows.name}: {seen}; {fix}")
+            if is_empty and start == LanePosition(epoch=start.epoch):
+                message = f"lane {lane} of {self.lanes} has no document in the {self._rows.files} files"
+                hint = "lower `lanes`, or read the dataset as a whole (streaming = false)"
+                raise JobError(f"{self._rows.name}: {message}; {hint}")
             start = LanePosition(epoch=start.epoch + 1)
 
     def _place(self, position: Mapping[str, Any]) -> LanePosition:
         if position["of"] != self._layout:
-            seen = f"was read with {_listed(position['of'])}, and now has {_listed(self._layout)}"
+            change = f"was read with {_listed(position['of'])}, and now has {_listed(self._layout)}"
             message = "the position in the stream means nothing there. Restore what was, or start a new run"
-            raise JobError(f"{self._rows.name} {seen}: {message}")
-        if position["data"] != self._data and not self._told:
-            self._told = True
-            seen = "the files are not those that were read before, or lie elsewhere"
-            logger.warning("%s: %s; reading goes on at the same places in them", self._rows.name, seen)
+            raise JobError(f"{self._rows.name} {change}: {message}")
+        if position["data"] != self._data and not self._has_warned:
+            self._has_warned = True
+            message = "the files are not those that were read before, or lie elsewhere"
+            logger.warning("%s: %s; reading goes on at the same places in them", self._rows.name, message)
         return LanePosition(**{name: position[name] for name in attrs.fields_dict(LanePosition) if name in position})
 
     def _epoch(self, lane: int, place: LanePosition) -> Iterator[StreamedDocument]:
-        """What is left of an epoch."""
+        """The rest of an epoch."""
         rows = self._rows_of(lane, place)
         block = list(islice(rows, self._shuffle or ENCODED_ROWS))
         if place.digest:
             self._check_same(block, place)
         while block:
             file, number, row = block[0]
+            # Each position names the start of its block: a resumed lane reads the whole block, to shuffle it alike.
             place = evolve(place, file=file, row=number, size=len(block), digest=_digest(row))
             yield from self._documents(lane, [row for *_, row in block], place)
             place = evolve(place, block=place.block + 1, index=0)
@@ -152,9 +153,9 @@ class LaneStream:
         # The order of a shuffled block depends on its size; otherwise rows may have been added at its end.
         same_size = len(block) == place.size or (not self._shuffle and place.index < len(block))
         if not (same_start and same_size):
-            seen = f"file {place.file} of the lane is no longer what it was when the run was saved"
-            what = f"rows were removed, added or changed at or before row {place.row}, or in its block"
-            raise JobError(f"{self._rows.name}: {seen}: {what}; restore the files, or start a new run")
+            message = f"file {place.file} of the lane is no longer what it was when the run was saved"
+            change = f"rows were removed, added or changed at or before row {place.row}, or in its block"
+            raise JobError(f"{self._rows.name}: {message}: {change}; restore the files, or start a new run")
 
     def _rows_of(self, lane: int, place: LanePosition) -> Iterator[tuple[int, int, SourceRow]]:
         """The lane's rows from the block at `place` on: which of its files each is in, its number, and itself."""
@@ -185,8 +186,8 @@ class LaneStream:
     def _warn_of_shared_files(self) -> None:
         times = Share.of(0, self.lanes, self._rows.files).lanes
         if times > 1:
-            seen = f"{self.lanes} lanes share its {self._rows.files} files, so that each file is read {times} times"
-            logger.warning("%s: %s; once if `lanes` divides the number of files", self._rows.name, seen)
+            message = f"{self.lanes} lanes share its {self._rows.files} files, so that each file is read {times} times"
+            logger.warning("%s: %s; once if `lanes` divides the number of files", self._rows.name, message)
 
 
 def _digest(row: SourceRow) -> str:

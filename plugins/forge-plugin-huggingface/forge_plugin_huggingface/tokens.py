@@ -1,4 +1,4 @@
-"""Token files of a dataset that is read as a whole, or of its held-out part, kept in the core's cache."""
+"""Token files of a dataset that is read as a whole, or of its held-out part, in the cache."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ Batch = list[tuple[str, Encoded | None]]
 
 @frozen
 class DocumentSource:
-    """A source, and how its rows become documents."""
+    """A source and the encoder of its rows."""
 
     source: Source
     path: str
@@ -75,7 +75,7 @@ class DocumentSource:
     def _write(
         self, folder: Path, encode: Callable[[SplitPart, int], Iterator[Batch]], part: SplitPart
     ) -> Mapping[str, int]:
-        """Encode a part into `folder`, from where a process that died had come to; returns the counts."""
+        """Encode a part into `folder`, from where a process that died had stopped; returns the counts."""
         has_mask, progress = self.encoder.has_mask, Progress(folder)
         rows: int = progress.state.get("rows", 0)
         vocabulary, resume = (self.vocab_size, self.end_of_text), progress.state.get(STEM)
@@ -122,11 +122,11 @@ def texts(source: Source, path: str, part: SplitPart, field: str, as_stream: boo
 
 
 def in_order(work: Callable[[Any], Any], tasks: Iterator[Any], processes: int) -> Iterator[Any]:
-    """What `work` gives for each task, done by so many processes that work a few tasks ahead of the reader."""
+    """Yields `work(task)` for each task, in order; `processes` work a few tasks ahead of the reader."""
     if processes == 1:
         yield from map(work, tasks)
         return
-    fork = multiprocessing.get_context("fork")  # `work` is there at once, and need not be one that can be pickled
+    fork = multiprocessing.get_context("fork")  # `work` is inherited, and need not be picklable
     with ProcessPoolExecutor(processes, fork, _set_work, (work,)) as pool:
         ahead = deque(pool.submit(_do_work, task) for task in islice(tasks, processes * BATCHES_AHEAD))
         while ahead:
@@ -136,7 +136,7 @@ def in_order(work: Callable[[Any], Any], tasks: Iterator[Any], processes: int) -
 
 
 _work: Callable[[Any], Any]
-"""What a process of `in_order` does."""
+"""The `work` of `in_order`, in each of its processes."""
 
 
 def _set_work(work: Callable[[Any], Any]) -> None:

@@ -13,7 +13,7 @@ from forge_plugin_memmap.prepared import HELD_OUT, TRAIN, Prepared, read_prepare
 from forge_plugin_memmap.shards import SUFFIXES, Shard, read_shard
 
 RAW_SUFFIXES = (".bin",)
-"""What is taken for raw ids in a folder."""
+"""Files of a folder that are read as raw ids."""
 
 
 @frozen
@@ -24,7 +24,7 @@ class ShardedCorpus:
     held_out: tuple[Shard, ...]
     end_of_text: int
     vocab_size: int | None
-    """Of the tokenizer, as far as the files say."""
+    """Of the tokenizer; None if no file states it."""
     prepared: tuple[Prepared, ...]
     """Folders of `prepare-data` that shards come from."""
 
@@ -40,7 +40,7 @@ class CorpusKeys:
     path: tuple[str, ...]
     held_out_path: tuple[str, ...]
     dtype: str | None
-    """Of raw files; None: files that say themselves what they hold."""
+    """dtype of the ids of raw files; None: the files have headers."""
     end_of_text: int | None
 
 
@@ -74,21 +74,21 @@ class _Search:
         return ShardedCorpus(tuple(read[0]), tuple(read[1]), end_of_text, vocab_size, prepared)
 
     def _note(self, key: str, message: str | JobError) -> None:
-        found = message.problems if isinstance(message, JobError) else [Problem("", message)]
-        self.problems += [problem.below(key) for problem in found]
+        problems = message.problems if isinstance(message, JobError) else [Problem("", message)]
+        self.problems += [problem.below(key) for problem in problems]
 
     # --- files -----------------------------------------------------------------------------------------------------
 
     def _expand(self, key: str, patterns: Sequence[str]) -> list[FoundFile]:
         """The files of the patterns, sorted by name, but for those in folders that cannot be used."""
-        found: list[FoundFile] = []
+        files: list[FoundFile] = []
         for pattern in patterns:
             try:
-                found += expand(pattern, RAW_SUFFIXES if self.keys.dtype else SUFFIXES)
+                files += expand(pattern, RAW_SUFFIXES if self.keys.dtype else SUFFIXES)
             except JobError as error:
                 self._note(key, error)
-        usable = {folder: self._open_folder(key, folder) for folder in sorted({_folder(file) for file in found})}
-        return distinct(sorted(file for file in found if usable[_folder(file)]))
+        usable = {folder: self._open_folder(key, folder) for folder in sorted({_folder(file) for file in files})}
+        return distinct(sorted(file for file in files if usable[_folder(file)]))
 
     def _open_folder(self, key: str, folder: str) -> bool:
         try:
@@ -98,10 +98,10 @@ class _Search:
             return False
         return True
 
-    def _split(self, found: Iterable[FoundFile]) -> tuple[list[str], list[str]]:
+    def _split(self, files: Iterable[FoundFile]) -> tuple[list[str], list[str]]:
         """Files to train on, and those that the manifests of their folders hold out."""
         splits: dict[str, list[str]] = {TRAIN: [], HELD_OUT: []}
-        for file in found:
+        for file in files:
             try:
                 splits[self._role(file)].append(file.path)
             except JobError as error:
@@ -154,16 +154,16 @@ class _Search:
         if given is not None and end_of_text not in (None, given):
             self._note("end_of_text", f"{given}, but the files say {end_of_text}; leave the key out")
         if given is None and end_of_text is None and shards:
-            seen = f"{shards[0].path} does not say which id ends a document"
-            self._note("end_of_text", f"required key is missing: {seen}; write end_of_text = ID")
+            message = f"{shards[0].path} does not say which id ends a document"
+            self._note("end_of_text", f"required key is missing: {message}; write end_of_text = ID")
         return (end_of_text if given is None else given), vocab_size
 
     def _one(self, name: str, shards: Sequence[Shard], what: str) -> int | None:
-        said = {getattr(shard, name): shard.path for shard in shards if getattr(shard, name) is not None}
-        if len(said) > 1:
-            (one, here), (other, there), *_ = said.items()
+        path_of = {getattr(shard, name): shard.path for shard in shards if getattr(shard, name) is not None}
+        if len(path_of) > 1:
+            (one, here), (other, there), *_ = path_of.items()
             self._note("path", f"{here} has {what} {one}, {there} {other}; they are of different tokenizers")
-        return next(iter(said), None)
+        return next(iter(path_of), None)
 
 
 def _folder(file: FoundFile) -> str:

@@ -1,7 +1,7 @@
 """Whether every id is one of the vocabulary.
 
 A token file of Forge was checked when it was written, and says with which vocabulary. Of any other file, every id is
-read once; what is found is kept in the cache for as long as the file does not change.
+read once; the result is cached for as long as the file does not change.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def id_problems(shards: Iterable[Shard], limit: int | None) -> Iterator[Problem]
 
 
 def _possible(shard: Shard) -> tuple[int, int]:
-    """Least and greatest id that the shard may hold, as far as can be told without reading it."""
+    """Least and greatest id that the shard may hold, as far as is known without reading it."""
     kind = np.iinfo(shard.dtype)
     return (0, shard.vocab_size - 1) if shard.vocab_size is not None else (int(kind.min), int(kind.max))
 
@@ -38,8 +38,8 @@ def _range(shard: Shard) -> tuple[int, int]:
     """Least and greatest id of a shard."""
 
     def make(folder: Path) -> Mapping[str, int]:
-        found = [(int(ids.min()), int(ids.max())) for _, ids in blocks(shard)]
-        return {"least": min(least for least, _ in found), "greatest": max(greatest for _, greatest in found)}
+        ranges = [(int(ids.min()), int(ids.max())) for _, ids in blocks(shard)]
+        return {"least": min(least for least, _ in ranges), "greatest": max(greatest for _, greatest in ranges)}
 
     info = cached_folder(GROUP, digest_of("range", FORMAT, shard.cache_key()), make).info
     return info["least"], info["greatest"]
@@ -47,11 +47,11 @@ def _range(shard: Shard) -> tuple[int, int]:
 
 def _describe(shard: Shard, limit: int | None) -> str:
     place, id_ = _first_beyond(shard, limit)
-    seen = f"{shard.path}: token {place} is {id_}"
+    message = f"{shard.path}: token {place} is {id_}"
     if id_ < 0:
-        return f"{seen}, and ids are not negative; correct format and dtype, or the file"
+        return f"{message}, and ids are not negative; correct format and dtype, or the file"
     fix = "set model.vocab_size, or correct format and dtype"
-    return f"{seen}, beyond the vocabulary of {limit} ids; {fix}"
+    return f"{message}, beyond the vocabulary of {limit} ids; {fix}"
 
 
 def _first_beyond(shard: Shard, limit: int | None) -> tuple[int, int]:

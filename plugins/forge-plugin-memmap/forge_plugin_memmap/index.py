@@ -1,4 +1,4 @@
-"""Where documents end: from the index beside a shard, or else found by their end-of-text once and kept in the cache."""
+"""Where documents end: from the index beside a shard, or else searched for by their end-of-text once and cached."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from forge_plugin_memmap.shards import ENDS, Shard
 FORMAT = 1
 """Part of the key in the cache: raise it when the same shards give another index."""
 GROUP = "memmap"
-"""The cache's folder for what is found out about shards."""
+"""The cache's folder for facts about shards."""
 BLOCK = 1 << 22
 """Numbers read at a time."""
 FILE = "documents"
@@ -69,14 +69,14 @@ def _all_ends(shards: Sequence[Shard], end_of_text: int) -> Iterator[np.ndarray]
 
 
 def _scanned(shard: Shard, end_of_text: int) -> Iterator[np.ndarray]:
-    found = 0
+    count = 0
     for start, ids in blocks(shard):
         ends = np.flatnonzero(ids == end_of_text) + start + 1
-        found += len(ends)
+        count += len(ends)
         yield ends
-    if not found:
-        seen = f"none of the {shard.tokens} ids of {shard.path} is {end_of_text}, the end-of-text"
-        raise JobError(f"{seen}, so its documents cannot be told apart; correct end_of_text, or provide {ENDS}")
+    if not count:
+        message = f"none of the {shard.tokens} ids of {shard.path} is {end_of_text}, the end-of-text"
+        raise JobError(f"{message}, so its documents cannot be told apart; correct end_of_text, or provide {ENDS}")
 
 
 def _listed(shard: Shard, documents: int) -> Iterator[np.ndarray]:

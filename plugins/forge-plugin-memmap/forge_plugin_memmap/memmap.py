@@ -49,11 +49,10 @@ class Memmap(DatasetComponent):
     """Hold out every n-th document, starting with the first; 0: none. Without a document index (`.ends`) beside them,
     files are searched for `end_of_text` once."""
     verify: Literal["sizes", "full"] = field(default="sizes", metadata=when_resumed("safe"))
-    """What is checked of files that `prepare-data` wrote: their sizes, or also their SHA-256, which finds flipped
-    bytes."""
+    """How files of `prepare-data` are checked: by their sizes, or also by SHA-256, which detects flipped bytes."""
 
     def corpus(self) -> ShardedCorpus:
-        """The files, as far as their headers tell.
+        """The files, by their headers.
 
         Raises:
             JobError: every problem, with paths relative to this table.
@@ -73,8 +72,8 @@ class Memmap(DatasetComponent):
             return
         limit = _model_vocabulary(job)
         if limit and corpus.vocab_size is not None and corpus.vocab_size > limit:
-            seen = f"the files are of a tokenizer with {corpus.vocab_size} ids, but model.vocab_size = {limit}"
-            yield Problem("path", f"{seen}; set it to at least that")
+            message = f"the files are of a tokenizer with {corpus.vocab_size} ids, but model.vocab_size = {limit}"
+            yield Problem("path", f"{message}; set it to at least that")
 
     def build(self, context: BuildContext) -> Documents:
         """The documents.
@@ -144,14 +143,14 @@ def _tokenizer_problems(corpus: ShardedCorpus, tokenizer: Tokenizer) -> Iterator
     """How the job's tokenizer is not the one that made the files, as far as they say."""
     for prepared in corpus.prepared:
         if prepared.fingerprint != tokenizer.fingerprint():
-            seen = f"{prepared.folder} was made with another tokenizer than that of [data.tokenizer]"
-            yield Problem("", f'{seen}; set type = "prepared" and path = "{prepared.folder}" there')
+            message = f"{prepared.folder} was made with another tokenizer than that of [data.tokenizer]"
+            yield Problem("", f'{message}; set type = "prepared" and path = "{prepared.folder}" there')
     if corpus.prepared:
         return
     where = corpus.train[0].path
     if corpus.end_of_text != tokenizer.end_of_text:
-        seen = f"{where}: documents end with id {corpus.end_of_text}, but those of [data.tokenizer] with"
-        yield Problem("", f"{seen} {tokenizer.end_of_text}; correct end_of_text, or use the tokenizer of the files")
+        message = f"{where}: documents end with id {corpus.end_of_text}, but those of [data.tokenizer] with"
+        yield Problem("", f"{message} {tokenizer.end_of_text}; correct end_of_text, or use the tokenizer of the files")
     if corpus.vocab_size not in (None, tokenizer.vocab_size):
-        seen = f"{where} is of a tokenizer with {corpus.vocab_size} ids, that of [data.tokenizer] has"
-        yield Problem("", f"{seen} {tokenizer.vocab_size}; use the tokenizer of the files")
+        message = f"{where} is of a tokenizer with {corpus.vocab_size} ids, that of [data.tokenizer] has"
+        yield Problem("", f"{message} {tokenizer.vocab_size}; use the tokenizer of the files")

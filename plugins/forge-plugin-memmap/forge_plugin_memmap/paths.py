@@ -27,22 +27,22 @@ def expand(pattern: str, suffixes: tuple[str, ...]) -> list[FoundFile]:
     files of the `suffixes`; hidden files and folders are left out, links are followed.
 
     Raises:
-        JobError: there are none; says where was looked.
+        JobError: there are none; names the folder searched.
     """
-    found = list(_reach(os.path.expanduser(pattern), suffixes))
-    if not found:
+    files = list(_reach(os.path.expanduser(pattern), suffixes))
+    if not files:
         path = os.path.expanduser(pattern)
         known = ", ".join(suffixes)
-        seen = "has no file of a known format" if os.path.isdir(path) else "does not exist"
-        seen = "matches no file" if glob.has_magic(path) and not os.path.exists(path) else seen
-        raise JobError(f"{pattern!r} {seen} (looked from {os.getcwd()} for {known}); correct the path")
-    return sorted(found)
+        fault = "has no file of a known format" if os.path.isdir(path) else "does not exist"
+        fault = "matches no file" if glob.has_magic(path) and not os.path.exists(path) else fault
+        raise JobError(f"{pattern!r} {fault} (looked from {os.getcwd()} for {known}); correct the path")
+    return sorted(files)
 
 
-def distinct(found: Iterable[FoundFile]) -> list[FoundFile]:
+def distinct(candidates: Iterable[FoundFile]) -> list[FoundFile]:
     """Each file once; of several names of one file (links, overlapping patterns), the first."""
     files: dict[str, FoundFile] = {}
-    for file in found:
+    for file in candidates:
         files.setdefault(os.path.realpath(file.path), file)
     return list(files.values())
 

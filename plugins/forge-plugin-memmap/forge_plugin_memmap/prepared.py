@@ -35,7 +35,7 @@ class Prepared:
 
     @property
     def fingerprint(self) -> str:
-        """Of the tokenizer that made the ids."""
+        """The fingerprint of the tokenizer that made the ids."""
         return self.manifest["tokenizer"]["fingerprint"]
 
     def size_fault(self, name: str) -> str:
@@ -54,7 +54,7 @@ class Prepared:
 
 
 def read_prepared(folder: str | Path) -> Prepared | None:
-    """What `folder` is, if `prepare-data` wrote it.
+    """The contents of `folder`, if `prepare-data` wrote it.
 
     Raises:
         JobError: it is not finished, or of another version.
@@ -69,7 +69,7 @@ def read_prepared(folder: str | Path) -> Prepared | None:
     if not isinstance(manifest, dict) or manifest.get("made_by") != MADE_BY:
         return None
     if manifest.get("format") != FORMAT:
-        seen = f"{folder!r} has format {manifest.get('format')}, this version of forge-plugin-memmap reads {FORMAT}"
-        raise JobError(f"{seen}; prepare the data again, or install the version that wrote it")
+        message = f"{folder!r} has format {manifest.get('format')}, this version of forge-plugin-memmap reads {FORMAT}"
+        raise JobError(f"{message}; prepare the data again, or install the version that wrote it")
     names = {name: split for split in SPLITS for name in manifest["splits"][split]["files"]}
     return Prepared(folder, manifest, names)

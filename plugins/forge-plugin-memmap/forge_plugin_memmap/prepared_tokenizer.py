@@ -42,7 +42,7 @@ class PreparedTokenizer(TokenizerComponent):
     def expected_vocab_size(self) -> int | None:
         try:
             prepared = read_prepared(self.path)
-        except JobError:  # `problems` tells
+        except JobError:  # `problems` reports it
             return None
         return prepared.manifest["tokenizer"]["vocab_size"] if prepared else None
 
@@ -56,5 +56,5 @@ class PreparedTokenizer(TokenizerComponent):
             return [problem.below("path") for problem in error.problems]
         if prepared is not None:
             return []
-        seen = "is no folder" if Path(self.path).exists() else "does not exist; give a folder"
-        return [Problem("path", f"{self.path!r} {seen} that forge-run prepare-data wrote")]
+        fault = "is no folder" if Path(self.path).exists() else "does not exist; give a folder"
+        return [Problem("path", f"{self.path!r} {fault} that forge-run prepare-data wrote")]

@@ -119,7 +119,7 @@ class _Passed(NamedTuple):
 
 
 def _parts(ends: np.ndarray, every: int) -> Iterator[dict[str, np.ndarray]]:
-    """What goes into each file, block by block."""
+    """The contents of each file, block by block."""
     passed = _Passed()
     for first in range(0, len(ends), BLOCK):
         block = np.asarray(ends[first : first + BLOCK])

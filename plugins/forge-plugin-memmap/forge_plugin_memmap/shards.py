@@ -1,4 +1,4 @@
-"""What a file of token ids holds, as far as its name, header and size tell; no id is read."""
+"""Files of token ids, described by their name, header and size; no id is read."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class Shard:
     path: str
     """Absolute."""
     dtype: str
-    """Of an id, with its byte order: `<u2`."""
+    """numpy's name of an id's type, with its byte order: `<u2`."""
     offset: int
     """Where the ids begin, in bytes."""
     tokens: int
     vocab_size: int | None = None
-    """Of the tokenizer, where the file says so; its ids are then known to be smaller."""
+    """Of the tokenizer, if the file states it; all ids are then known to be smaller."""
     end_of_text: int | None = None
     text_bytes: int = 0
     """UTF-8 bytes that the ids stand for; 0 if unknown."""
@@ -51,7 +51,7 @@ class Shard:
         return os.path.exists(self.beside(LEARNED))
 
     def cache_key(self) -> list[Any]:
-        """What the ids and the index depend on, without reading them: plain JSON. A shard that moves has another."""
+        """Plain JSON that changes with the ids or the index, which are not read. A shard that moves has another."""
         return [self.path, self.dtype, self.offset, _stamp(self.path), _stamp(self.beside(ENDS))]
 
     def content_key(self) -> list[Any]:
@@ -62,7 +62,7 @@ class Shard:
 
 
 def read_shard(path: str, dtype: str | None = None) -> Shard:
-    """What a file holds.
+    """The shard in a file.
 
     Args:
         dtype: numpy's name of the type of the ids of a raw file; None: the file must say what it is.
@@ -99,8 +99,8 @@ def _token_file(path: str, magic: bytes) -> Shard:
     if magic != MAGIC:
         raise JobError(f"{path}: has no header of a token file, so the type of its ids is not known; {_HOW_RAW}")
     header = read_header(Path(path).with_suffix(""))
-    told = header.vocab_size, header.end_of_text, header.text_bytes, header.documents
-    return Shard(os.path.abspath(path), header.dtype.str, HEADER.size, header.tokens, *told)
+    facts = header.vocab_size, header.end_of_text, header.text_bytes, header.documents
+    return Shard(os.path.abspath(path), header.dtype.str, HEADER.size, header.tokens, *facts)
 
 
 def _npy(path: str) -> Shard:

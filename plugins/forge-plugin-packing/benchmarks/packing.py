@@ -96,11 +96,11 @@ def batches(run: Run) -> Iterator[dict[str, torch.Tensor]]:
 
 
 def stepper(run: Run) -> Callable[[], int]:
-    """Makes a step; gives the number of its labels."""
-    given = batches(run)
+    """Returns a function that makes a step and returns the number of its labels."""
+    micro_batches = batches(run)
 
     def step() -> int:
-        batch = next(given)
+        batch = next(micro_batches)
         labels = (batch["labels"] >= 0).sum()
         run.executor.train_step([batch], labels)
         run.optimizer.step()

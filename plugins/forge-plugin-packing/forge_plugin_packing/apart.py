@@ -1,4 +1,4 @@
-"""The samples of documents that are kept apart. S: positions of a sequence."""
+"""The samples of isolated documents. S: positions of a sequence."""
 
 from __future__ import annotations
 

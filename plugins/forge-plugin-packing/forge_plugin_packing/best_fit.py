@@ -20,7 +20,7 @@ class BestFit(PackingComponent):
 
     Best-fit decreasing: from the longest to the shortest, each goes where the least room is left that it fits into.
     Documents longer than `train.seq_len` are cut, into whole sequences and a rest. Room that is left over is filled
-    with ignored labels; the plan of the run says how much is not. Which document goes where is kept in the cache.
+    with ignored labels; the summary of the run states how much is not. The packing is cached.
 
     A document of n tokens takes n - 1 positions, one for each token that can be predicted from those before it, so no
     label is lost, not even where a long document is cut. Attention stays within a document, or a piece of a long one,

@@ -20,7 +20,7 @@ class Isolate(WindowPacking):
     """Documents one after the other, cut every `train.seq_len` tokens, but each learned as if it stood alone.
 
     Attention stays within a document, positions count from 0 where it begins, and the first token of a document is no
-    label, since nothing comes before it. What a cut leaves of a document is a document of its own in the next sequence.
+    label, since nothing comes before it. A document's rest after a cut is a document of its own in the next sequence.
     """
 
     isolates: ClassVar[bool] = True

@@ -1,4 +1,4 @@
-"""Packings in the cache, as memory maps: made once for a corpus and length, and there at once from then on."""
+"""Packings in the cache, as memory maps: made once for a corpus and length."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FILES = ("starts.npy", "lengths.npy", "bounds.npy")
 def stored_packing(documents: Documents, seq_len: int) -> CachedFolder:
     """The folder that holds how these documents are packed (see `pack`), from the cache.
 
-    Documents that know their identity are found by it. The others are found by the SHA-256 of all ends, which each rank
+    The key is the identity of the documents, or, if they do not know it, the SHA-256 of all ends, which each rank
     computes at each start: about a second for a hundred million documents.
     """
     identity = identity_of(documents)
@@ -40,6 +40,6 @@ def stored_packing(documents: Documents, seq_len: int) -> CachedFolder:
 
 
 def open_packing(folder: Path) -> Packing:
-    """What `stored_packing` keeps in a folder, mapped."""
+    """The packing in a folder of `stored_packing`, memory-mapped."""
     starts, lengths, bounds = (np.load(folder / name, mmap_mode="r") for name in FILES)
     return Packing(DocumentPieces(starts, lengths), bounds)

@@ -31,11 +31,11 @@ ALPHABET = 256
 class BPE(TokenizerComponent):
     """Byte-level BPE (Sennrich et al. 2016; bytes and word pattern of GPT-2), trained on the training documents.
 
-    The same documents and settings give the same tokenizer, which is kept in the cache.
+    The same documents and settings yield the same tokenizer, which is cached.
     """
 
     vocab_size: int = field(default=4096, validator=gt(ALPHABET))
-    """Tokens at most, special ones and the 256 bytes included; a small corpus gives fewer."""
+    """Tokens at most, special ones and the 256 bytes included; a small corpus yields fewer."""
     min_frequency: int = field(default=2, validator=ge(1))
     """A pair that occurs less often is not merged."""
     end_of_text: str = field(default="<|endoftext|>", validator=min_len(1))
@@ -43,10 +43,10 @@ class BPE(TokenizerComponent):
     special_tokens: tuple[str, ...] = ()
     """Further tokens with ids of their own, which no text yields: room for later use, such as the turns of a chat."""
     max_bytes: int = field(default=0, validator=ge(0))
-    """Train on the first documents until they have so many bytes; 0: on all."""
+    """Bytes of the first documents to train on; 0: all."""
 
     def build(self, context: BuildContext, documents: Callable[[], Iterable[str]]) -> JsonTokenizer:
-        """The tokenizer, from the cache if these documents have been seen with these settings.
+        """The tokenizer, from the cache if it was trained on these documents with these settings.
 
         Raises:
             JobError: there are no documents, or they change while they are read.
@@ -70,7 +70,7 @@ class BPE(TokenizerComponent):
         return TokenizerFile(path="", end_of_text=self.end_of_text).load(context, folder)
 
     def expected_vocab_size(self) -> int:
-        """As many as asked for; a small corpus gives fewer."""
+        """`vocab_size` of the job; a small corpus yields fewer."""
         return self.vocab_size
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
@@ -94,7 +94,7 @@ class BPE(TokenizerComponent):
         )
 
     def _train(self, texts: Iterable[str], folder: Path) -> int:
-        """Write the trained tokenizer; gives the size of its vocabulary."""
+        """Write the trained tokenizer; returns the size of its vocabulary."""
         from forge_plugin_text.tokenizer_json import FILE_NAME
         from forge_plugin_text.training import train_bpe
 

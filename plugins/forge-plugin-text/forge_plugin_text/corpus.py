@@ -56,7 +56,7 @@ class TextCorpus:
 
 
 def _digests(files: Sequence[TextFile]) -> list[str]:
-    """SHA-256 of each file. An index in the cache keeps the digests of files seen before.
+    """SHA-256 of each file. An index in the cache holds the digests of files hashed before.
 
     An entry holds as long as size, modification time, change time and inode are the same: writing to a file, or setting
     its times back, changes at least the change time.

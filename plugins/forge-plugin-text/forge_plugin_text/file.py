@@ -44,7 +44,7 @@ class TokenizerFile(TokenizerComponent):
     def expected_vocab_size(self) -> int | None:
         try:
             return self._open(Path(self.path)).vocab_size
-        except JobError:  # `problems` tells
+        except JobError:  # `problems` reports it
             return None
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
@@ -73,7 +73,7 @@ class TokenizerFile(TokenizerComponent):
 
 
 def added_tokens(path: Path, content: str) -> list[str]:
-    """The added tokens of the `tokenizer.json` at `path`: those that are kept apart from its model's vocabulary.
+    """The added tokens of the `tokenizer.json` at `path`: those outside its model's vocabulary.
 
     Raises:
         JobError: it is not such a file.

@@ -43,7 +43,7 @@ class TextFile:
 
 
 def format_of(path: str) -> str:
-    """The format that the name of a file tells, below any compression; an empty string if it is none of `FORMATS`."""
+    """The format by a file's name, below any compression; an empty string if it is none of `FORMATS`."""
     stem, suffix = os.path.splitext(path.lower())
     if suffix in COMPRESSIONS:
         suffix = os.path.splitext(stem)[1]
@@ -91,8 +91,8 @@ def _expand(pattern: str) -> list[str]:
     candidates = _candidates(pattern)
     paths = [path for path in candidates if format_of(path)]
     if not paths:
-        seen = f"; the first is {min(candidates)!r}" if candidates else ""
-        raise JobError(f"{pattern!r}: none of {len(candidates)} files is of a known format ({_KNOWN}){seen}")
+        example = f"; the first is {min(candidates)!r}" if candidates else ""
+        raise JobError(f"{pattern!r}: none of {len(candidates)} files is of a known format ({_KNOWN}){example}")
     return paths
 
 
@@ -101,11 +101,11 @@ def _candidates(pattern: str) -> list[str]:
     path = os.path.expanduser(pattern)
     if os.path.exists(path):
         return _files_of(path)
-    found = [name for match in glob.glob(path, recursive=True) for name in _files_of(match)]
-    if not found:
-        seen = "matches no file" if glob.has_magic(path) else "does not exist"
-        raise JobError(f"{pattern!r} {seen} (looked from {os.getcwd()}); correct the path or provide the data")
-    return found
+    names = [name for match in glob.glob(path, recursive=True) for name in _files_of(match)]
+    if not names:
+        fault = "matches no file" if glob.has_magic(path) else "does not exist"
+        raise JobError(f"{pattern!r} {fault} (looked from {os.getcwd()}); correct the path or provide the data")
+    return names
 
 
 def _files_of(path: str) -> list[str]:

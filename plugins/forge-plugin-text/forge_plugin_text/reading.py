@@ -30,7 +30,7 @@ class Reading:
     """How bytes become text."""
 
     errors: Literal["strict", "replace"] = "strict"
-    """What happens to bytes that are not UTF-8: an error, or U+FFFD in their place."""
+    """How bytes that are not UTF-8 are handled: an error, or U+FFFD in their place."""
     field: str = "text"
     """The key of a JSON line that holds its text."""
 

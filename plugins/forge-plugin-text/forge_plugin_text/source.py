@@ -1,4 +1,4 @@
-"""What the datasets of this distribution share: the split, the token files and the problems of a corpus."""
+"""Base of the datasets of this distribution: the split, the token files and the problems of a corpus."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _off_or_at_least_two(_: Any, attribute: attrs.Attribute, value: int) -> None
 
 @frozen(kw_only=True)
 class CorpusDataset(DatasetComponent):
-    """Sequences of a corpus that lies in files, tokenised once and kept in the cache."""
+    """Sequences of a corpus in files, tokenised once and cached."""
 
     held_out_every: int = attrs.field(default=0, validator=_off_or_at_least_two)
     """Hold out every n-th document, starting with the first, in the order of names; 0: none."""
@@ -38,7 +38,7 @@ class CorpusDataset(DatasetComponent):
     """File that names the documents to hold out, one a line (`#` starts a comment line); empty: none. Names that the
     corpus does not have are passed over, as long as it has one."""
     verify: Literal["sizes", "full"] = attrs.field(default="sizes", metadata=when_resumed("safe"))
-    """What is checked of cached token files: their sizes, or also their SHA-256, which finds flipped bytes."""
+    """How cached token files are checked: by their sizes, or also by SHA-256, which detects flipped bytes."""
 
     def files(self) -> tuple[TextFile, ...]:
         """The files of the corpus, sorted by name; at least one.

@@ -30,7 +30,7 @@ class Split:
         return document.name in self.names or document.file in self.names
 
     def key(self) -> list[object]:
-        """What two splits must share to be the same."""
+        """Returns the settings that two equal splits share."""
         return [self.every, sorted(self.names)]
 
 

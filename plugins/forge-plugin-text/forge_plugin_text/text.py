@@ -36,8 +36,8 @@ class Text(CorpusDataset):
         except JobError as error:
             raise JobError(problem.below("path") for problem in error.problems) from error
         if all(file.stat().st_size == 0 for file in files):
-            seen = f"all {len(files)} files are empty (0 bytes), the first is {files[0].name!r}"
-            raise JobError([Problem("path", f"{seen}; give files with text")])
+            message = f"all {len(files)} files are empty (0 bytes), the first is {files[0].name!r}"
+            raise JobError([Problem("path", f"{message}; give files with text")])
         return tuple(files)
 
     def reading(self) -> Reading:

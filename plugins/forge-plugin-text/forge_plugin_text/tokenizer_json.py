@@ -17,7 +17,7 @@ FILE_NAME = "tokenizer.json"
 class JsonTokenizer:
     """Encodes with a `tokenizer.json`, adding and cutting nothing.
 
-    What the file says of truncation, padding and tokens around a text (its post-processor) has no effect, and special
+    Truncation, padding and tokens around a text (the file's post-processor) have no effect, and special
     tokens spelt out in a text are encoded as the characters they consist of. `decode` leaves special tokens out.
     """
 

@@ -18,7 +18,7 @@ UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9}
 def command(argv: list[str]) -> int:
     """Tokenise text, JSON lines and Parquet once, for the dataset `memmap`.
 
-    What is written depends on the inputs and the arguments, not on the number of workers. A command that was killed
+    The output depends on the inputs and the arguments, not on the number of workers. A command that was killed
     goes on where it was when it is given again.
     """
     settings = read_settings(argv)
@@ -39,10 +39,10 @@ def command(argv: list[str]) -> int:
 
 
 def read_settings(argv: list[str]) -> Settings:
-    """What a command line asks for.
+    """The settings of a command line.
 
     Raises:
-        JobError: the inputs or the tokenizer are not as they should be; tells every problem.
+        JobError: the inputs or the tokenizer are not as they should be; names every problem.
     """
     keys = [argument.removeprefix("--") for argument in argv if argument.startswith(KEYS)]
     parser = _parser()

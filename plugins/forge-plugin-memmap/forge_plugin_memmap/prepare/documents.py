@@ -1,4 +1,4 @@
-"""What workers are given, and what they make of it: texts, and reasons to leave something out."""
+"""Input and output of workers: texts, and reasons to drop something."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Reason = Literal["empty", "not UTF-8", "not JSON", "not an object", "no field", 
 PIECE_CHARACTERS = 1 << 22
 """A longer document is encoded in pieces of about this size, to bound memory."""
 EXAMPLES = 3
-"""Places that are kept of each reason."""
+"""Most places that are recorded for each reason."""
 
 
 class Text(NamedTuple):
@@ -29,7 +29,7 @@ class Text(NamedTuple):
 
 
 class Drop(NamedTuple):
-    """A file, line or row that gives no document."""
+    """A file, line or row that yields no document."""
 
     where: str
     reason: Reason
@@ -61,7 +61,7 @@ class Dropped:
 
     @classmethod
     def of(cls, plain: Mapping[str, Mapping[str, Any]]) -> Dropped:
-        """What `plain` gave."""
+        """The inverse of `plain`."""
         counts = Counter({reason: entry["count"] for reason, entry in plain.items()})
         return cls(counts, {reason: list(entry["examples"]) for reason, entry in plain.items()})
 

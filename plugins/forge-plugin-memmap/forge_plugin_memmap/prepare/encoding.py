@@ -41,7 +41,7 @@ class Block(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """What became of a chunk."""
+    """The encoded documents of a chunk."""
 
     block: Block
     dropped: Dropped
@@ -51,7 +51,7 @@ class Encoder:
     """Encodes chunks with a tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer, strict: bool) -> None:
-        """Args: `strict`, whether anything that gives no document is an error, unless it is empty."""
+        """`strict`: whether anything that yields no document is an error, unless it is empty."""
         self._tokenizer, self._strict = tokenizer, strict
         self._dtype = id_dtype(tokenizer.vocab_size)
 
@@ -60,14 +60,14 @@ class Encoder:
 
         Raises:
             JobError: strict, and something is wrong with the input.
-            ForgeError: the tokenizer gave an id that no text has.
+            ForgeError: the tokenizer returned an id that no text has.
         """
         dropped = Dropped()
         ids, ends, sizes = array("q"), array("q"), array("q", [0])
         names: list[str] = []
         for batch in _batches(self._texts(items, dropped)):
-            for text, found in zip(batch, self._tokenizer.encode_batch([text.text for text in batch]), strict=True):
-                ids.fromlist(found)
+            for text, encoded in zip(batch, self._tokenizer.encode_batch([text.text for text in batch]), strict=True):
+                ids.fromlist(encoded)
                 sizes[-1] += text.size
                 if len(names) == len(ends):
                     names.append(text.where)

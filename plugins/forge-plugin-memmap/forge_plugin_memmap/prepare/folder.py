@@ -27,8 +27,8 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 Arguments = Mapping[str, Any]
 """Everything that the result depends on, as JSON; of the inputs, a digest."""
 Inputs = Sequence[Mapping[str, Any]]
-"""What tells of each input whether it is the same file as before. There may be many: they have a file of their own,
-which need not be written again and again, nor read when a job starts."""
+"""The identity of each input. There may be many, so they have a file of their own, which is written once and not read
+when a job starts."""
 
 
 @define
@@ -52,7 +52,7 @@ class State:
 
     @classmethod
     def parse(cls, plain: Mapping[str, Any]) -> State:
-        """What `plain` gave."""
+        """The inverse of `plain`."""
         splits = {split: Written.parse(plain["splits"][split]) for split in SPLITS}
         place, dropped = InputPosition(**plain["place"]), Dropped.of(plain["dropped"])
         return cls(plain["arguments"], plain["tokenizer"], place, splits, dropped)
@@ -68,7 +68,7 @@ class State:
         }
 
     def manifest(self) -> dict[str, Any]:
-        """What is kept of a finished folder. It depends on the arguments alone."""
+        """The manifest of a finished folder. It depends on the arguments alone."""
         splits = {split: {**_counts(written), "files": written.shards} for split, written in self.splits.items()}
         files = {name: described for written in self.splits.values() for name, described in written.files.items()}
         head = {"made_by": MADE_BY, "format": FORMAT, "arguments": self.arguments, "tokenizer": self.tokenizer}
@@ -82,7 +82,7 @@ def _counts(written: Written) -> dict[str, int]:
 
 @contextmanager
 def owned(folder: Path) -> Iterator[None]:
-    """Own the folder while this context lasts; it is made if need be. The kernel gives it up when the process ends.
+    """Lock the folder while this context lasts; it is created if need be. The kernel unlocks it when the process ends.
 
     Raises:
         ForgeError: another process is at work in it, or it cannot be made.
@@ -152,12 +152,12 @@ def _demand_empty(folder: Path) -> None:
     ours = (INPUTS, f"{INPUTS}.tmp", f"{UNFINISHED}.tmp")
     others = sorted(path.name for path in folder.iterdir() if path.name not in ours)
     if others:
-        seen = f"{folder} holds {others[0]!r}, which is not of an unfinished prepare-data"
-        raise JobError(f"{seen}; give an empty or new folder as --output")
+        message = f"{folder} holds {others[0]!r}, which is not of an unfinished prepare-data"
+        raise JobError(f"{message}; give an empty or new folder as --output")
 
 
 def _told(before: Arguments, now: Arguments) -> Arguments:
-    """Earlier arguments as they may be told today: as long as nothing was wrong, strict has done what skip does."""
+    """Earlier arguments in their present equivalent: as long as nothing was wrong, strict has done what skip does."""
     return {**before, "errors": now["errors"]} if before["errors"] == "strict" else before
 
 
@@ -167,7 +167,7 @@ def save_state(folder: Path, state: State) -> None:
 
 
 def finish(folder: Path, state: State) -> Mapping[str, Any]:
-    """Make the folder a finished one; gives its manifest."""
+    """Finish the folder; returns its manifest."""
     manifest = state.manifest()
     _replace(folder / MANIFEST, manifest)
     (folder / UNFINISHED).unlink()

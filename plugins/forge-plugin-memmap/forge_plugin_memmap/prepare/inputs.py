@@ -30,13 +30,13 @@ def find_inputs(patterns: Sequence[str], field: str, output: Path) -> list[Input
         JobError: a pattern leads to nothing, a file is of no known format, or a Parquet file has no such column.
     """
     problems: list[Problem] = []
-    found: list[FoundFile] = []
+    candidates: list[FoundFile] = []
     for pattern in patterns:
         try:
-            found += expand(pattern, SUFFIXES)
+            candidates += expand(pattern, SUFFIXES)
         except JobError as error:
             problems += error.problems
-    files = [file for file in distinct(found) if not _inside(file.path, output)]
+    files = [file for file in distinct(candidates) if not _inside(file.path, output)]
     problems += [Problem("", fault) for file in files for fault in _faults(file.path, field)]
     if problems:
         raise JobError(problems)

@@ -70,7 +70,7 @@ class InProcess:
 
 
 class Processes:
-    """See `Pool`. So many chunks are under way at a time that no worker waits, and memory is bounded."""
+    """See `Pool`. Enough chunks are in flight that no worker waits, and few enough to bound memory."""
 
     def __init__(self, executor: ProcessPoolExecutor, workers: int) -> None:
         self._executor, self._limit = executor, (1 + AHEAD) * workers
@@ -110,7 +110,7 @@ _encoder: Encoder | None = None
 def _start(tokenizer: Path, strict: bool) -> None:
     global _encoder
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process tells
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process handles it
     threading.Thread(target=_end_with_parent, daemon=True).start()
     _encoder = Encoder(load_kept(tokenizer), strict)
 

@@ -17,7 +17,7 @@ LINES = 10
 
 
 class Meter(Protocol):
-    """Is told of every state that is reached."""
+    """Is called with every state that is reached."""
 
     def update(self, state: State) -> None: ...
 

@@ -45,7 +45,7 @@ class InputPosition:
 
 
 class Chunk(NamedTuple):
-    """What one worker encodes at a time."""
+    """The part of the input that a worker encodes at a time."""
 
     items: tuple[Item, ...]
     then: InputPosition
@@ -68,7 +68,7 @@ class Input:
         return cls(path, stat.st_size, stat.st_mtime_ns, read)
 
     def identity(self) -> dict[str, Any]:
-        """What tells whether it is the same file as before."""
+        """Plain JSON that changes with the file."""
         return {"name": self.name, "size": self.size, "modified_ns": self.modified_ns}
 
     def demand_unchanged(self) -> None:

@@ -41,7 +41,7 @@ SAVE_EVERY_S = 5.0
 
 @frozen(kw_only=True)
 class Settings:
-    """What to prepare."""
+    """The data to prepare, and how."""
 
     inputs: Sequence[Input]
     output: Path
@@ -53,7 +53,7 @@ class Settings:
     workers: int
 
     def identities(self) -> list[dict[str, Any]]:
-        """Of the inputs, as JSON."""
+        """Identities of the inputs, as JSON."""
         return [input_.identity() for input_ in self.inputs]
 
     def arguments(self) -> dict[str, Any]:
@@ -88,9 +88,9 @@ def prepare(settings: Settings, console: Console) -> tuple[Mapping[str, Any], st
         if manifest is not None:
             return manifest, ""
         state = open_state(output, arguments, inputs)
-        kept = _tokenizer(settings, state, console)
+        tokenizer = _tokenizer(settings, state, console)
         began, speed = time.monotonic(), Speed(state.tokens)
-        _encode(settings, state, kept, console)
+        _encode(settings, state, tokenizer, console)
         for input_ in settings.inputs:
             input_.demand_unchanged()
         if not state.tokens:
@@ -104,24 +104,28 @@ def _tokenizer(settings: Settings, state: State, console: Console) -> KeptTokeni
     folder = settings.output / TOKENIZER
     if state.tokenizer is None:
         console.print("making the tokenizer", highlight=False)
-        kept = keep_tokenizer(settings.output, settings.tokenizer, _training_texts(settings))
-        state.tokenizer = _describe(kept)
+        tokenizer = keep_tokenizer(settings.output, settings.tokenizer, _training_texts(settings))
+        state.tokenizer = _describe(tokenizer)
         save_state(settings.output, state)
-        return kept
+        return tokenizer
     console.print(f"continuing after {state.tokens:,} tokens", highlight=False)
-    kept = load_kept(folder)
-    if _describe(kept) != state.tokenizer:
+    tokenizer = load_kept(folder)
+    if _describe(tokenizer) != state.tokenizer:
         raise ForgeError(f"{folder} has changed since it was made; remove {settings.output} and start again")
-    return kept
+    return tokenizer
 
 
-def _describe(kept: KeptTokenizer) -> dict[str, Any]:
-    """What readers of the shards must know."""
-    return {"fingerprint": kept.fingerprint(), "vocab_size": kept.vocab_size, "end_of_text": kept.end_of_text}
+def _describe(tokenizer: KeptTokenizer) -> dict[str, Any]:
+    """The facts that readers of the shards need."""
+    return {
+        "fingerprint": tokenizer.fingerprint(),
+        "vocab_size": tokenizer.vocab_size,
+        "end_of_text": tokenizer.end_of_text,
+    }
 
 
 def _training_texts(settings: Settings) -> Callable[[], Iterable[str]]:
-    """Gives the texts that are not held out, very long ones in pieces."""
+    """Returns a function that yields the texts that are not held out, very long ones in pieces."""
 
     def texts() -> Iterator[str]:
         number = 0
@@ -137,19 +141,19 @@ def _training_texts(settings: Settings) -> Callable[[], Iterable[str]]:
     return texts
 
 
-def _encode(settings: Settings, state: State, kept: KeptTokenizer, console: Console) -> None:
+def _encode(settings: Settings, state: State, tokenizer: KeptTokenizer, console: Console) -> None:
     """From where the state is to the end of the inputs."""
     total = sum(input_.size for input_ in settings.inputs)
     chunks = read_chunks(settings.inputs, settings.field, state.place)
     with ExitStack() as stack:
-        writers = _writers(settings, state, kept, stack)
+        writers = _writers(settings, state, tokenizer, stack)
         meter = stack.enter_context(open_meter(console, total, state))
         pool = stack.enter_context(open_pool(settings.workers, settings.output / TOKENIZER, settings.strict))
         _write(pool.encode(chunks), writers, settings, state, meter)
 
 
-def _writers(settings: Settings, state: State, kept: KeptTokenizer, stack: ExitStack) -> dict[str, SplitWriter]:
-    sizes = kept.vocab_size, kept.end_of_text, settings.shard_tokens
+def _writers(settings: Settings, state: State, tokenizer: KeptTokenizer, stack: ExitStack) -> dict[str, SplitWriter]:
+    sizes = tokenizer.vocab_size, tokenizer.end_of_text, settings.shard_tokens
     writers = {split: SplitWriter(settings.output, split, *sizes, state.splits[split]) for split in SPLITS}
     for writer in writers.values():
         stack.callback(writer.close)

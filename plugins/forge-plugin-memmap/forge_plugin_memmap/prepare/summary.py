@@ -1,4 +1,4 @@
-"""What `prepare-data` tells at the end."""
+"""The summary that `prepare-data` prints at the end."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def _figures(split: Mapping[str, Any]) -> list[str]:
 
 
 def _dropped(manifest: Mapping[str, Any]) -> str:
-    """What was left out, and why."""
+    """The counts of dropped inputs, by reason."""
     dropped = manifest["dropped"]
     count = sum(entry["count"] for entry in dropped.values())
-    kept = sum(manifest["splits"][split]["documents"] for split in SPLITS)
-    head = f"dropped {count:,} of {count + kept:,} files, lines and rows"
+    written = sum(manifest["splits"][split]["documents"] for split in SPLITS)
+    head = f"dropped {count:,} of {count + written:,} files, lines and rows"
     return "\n".join([head + (":" if count else ""), *_reasons(dropped)])
 
 

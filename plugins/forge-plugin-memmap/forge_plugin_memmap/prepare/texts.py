@@ -12,7 +12,7 @@ from forge_plugin_memmap.prepare.streams import Stream, opened
 
 
 def read_text(path: str, field: str, at: Mapping[str, int]) -> Iterator[Read]:
-    """The document of a file from a place on: the characters before it. A file that is not UTF-8 gives nothing.
+    """The document of a file from a place on: the characters before it. A file that is not UTF-8 yields nothing.
 
     Args:
         field: means nothing here.
@@ -53,7 +53,7 @@ def decoded(stream: Stream) -> Iterator[str]:
 
 
 def _fault(path: str) -> Drop | None:
-    """Why a file gives no document. It is read to its end, so that none is written in part."""
+    """The reason that a file yields no document. It is read to its end, so that none is written in part."""
     characters = 0
     with opened(path) as stream:
         try:

@@ -1,4 +1,4 @@
-"""The tokenizer of a command: chosen by its arguments, made once, kept in the output folder."""
+"""The tokenizer of a command: chosen by its arguments, made once, saved in the output folder."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ def keep_tokenizer(
     """Make the tokenizer and keep it in the output folder.
 
     Args:
-        documents: gives the texts of the training split afresh at each call.
+        documents: returns the texts of the training split afresh at each call.
 
     Raises:
-        ForgeError: what was kept is not the same tokenizer.
+        ForgeError: the saved tokenizer is not the same one.
     """
     folder, unfinished = output / TOKENIZER, output / f"{TOKENIZER}.tmp"
     built = component.build(cast(BuildContext, NO_RUN), documents)
@@ -61,8 +61,8 @@ def keep_tokenizer(
     unfinished.mkdir()
     made.save(unfinished)
     unfinished.rename(folder)
-    kept = load_kept(folder)
-    if kept.fingerprint() != made.fingerprint():
-        seen = f"the tokenizer loaded from {folder} is not the one that was saved there"
-        raise ForgeError(f"{seen}: an error of {made.table['type']}")
-    return kept
+    loaded = load_kept(folder)
+    if loaded.fingerprint() != made.fingerprint():
+        message = f"the tokenizer loaded from {folder} is not the one that was saved there"
+        raise ForgeError(f"{message}: an error of {made.table['type']}")
+    return loaded

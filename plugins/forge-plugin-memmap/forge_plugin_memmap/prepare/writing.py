@@ -18,7 +18,7 @@ from forge_plugin_memmap.prepare.encoding import Block, id_dtype
 
 @define
 class Counts:
-    """What a shard, or a split, holds."""
+    """Counts of a shard or a split."""
 
     tokens: int = 0
     documents: int = 0
@@ -37,20 +37,20 @@ class Counts:
 
 @define
 class Written:
-    """What a split has come to: enough to go on from there."""
+    """The state of a split, from which writing resumes."""
 
     shards: list[str] = field(factory=list)
     """Names of the shards that are whole."""
     files: dict[str, dict[str, Any]] = field(factory=dict)
     """Size and SHA-256 of their files."""
     total: Counts = field(factory=Counts)
-    """Of the whole shards."""
+    """Counts of the whole shards."""
     open: Counts = field(factory=Counts)
-    """Of the shard that is being written."""
+    """State of the shard that is being written."""
 
     @classmethod
     def parse(cls, plain: Mapping[str, Any]) -> Written:
-        """What `plain` gave."""
+        """The inverse of `plain`."""
         return cls(plain["shards"], plain["files"], Counts(**plain["total"]), Counts(**plain["open"]))
 
     def plain(self) -> dict[str, Any]:
@@ -152,10 +152,10 @@ class SplitWriter:
 
 def _continued(path: Path, size: int) -> BinaryIO:
     """A file to go on writing after its first `size` bytes."""
-    found = path.stat().st_size if path.exists() else None
-    if found is None or found < size:
-        seen = "is missing" if found is None else f"has {found} bytes"
-        raise ForgeError(f"{path} {seen}, but {size} were written; remove the folder and start again")
+    actual = path.stat().st_size if path.exists() else None
+    if actual is None or actual < size:
+        fault = "is missing" if actual is None else f"has {actual} bytes"
+        raise ForgeError(f"{path} {fault}, but {size} were written; remove the folder and start again")
     file = path.open("r+b")
     file.truncate(size)
     file.seek(size)
