@@ -77,9 +77,8 @@ def stretches(job: Job, sizes: Sequence[int | None], progress: Progress | None =
         math.inf if limit is None else Fraction(max(0, limit - count))
         for limit, count in zip(limits(job, sizes), order.counts, strict=True)
     ]
-    total = sample_of(job.train.steps, job, progress)
-    ends = (*phase_shares(job, progress), (total, []))
-    for (first, shares), (end, _) in pairwise(ends):
+    phases = (*phase_shares(job, progress), (sample_of(job.train.steps, job, progress), []))
+    for (first, shares), (end, _) in pairwise(phases):
         need = end - max(first, order.drawn)
         if need > 0:
             taken = _pour(shares, left, need)
@@ -121,7 +120,10 @@ def check_supply(job: Job, sizes: Sequence[int | None], progress: Progress | Non
 
 
 def _source_problems(job: Job, sizes: Sequence[int | None]) -> Iterator[Problem]:
-    columns = zip(job.data.sources, sizes, limits(job, sizes), _most_in_a_batch(job), strict=True)
+    batch = job.train.global_batch_size
+    phases = [[batch * share // sum(shares) for share in shares] for _, shares in phase_shares(job)]
+    most_in_a_batch = map(max, zip(*phases, strict=True))
+    columns = zip(job.data.sources, sizes, limits(job, sizes), most_in_a_batch, strict=True)
     for number, (source, size, limit, most) in enumerate(columns):
         path = f"data.sources.{number}"
         if size == 0 and is_drawn(job, number):
@@ -134,13 +136,6 @@ def _source_problems(job: Job, sizes: Sequence[int | None]) -> Iterator[Problem]
         elif size is not None and size < (most if limit is None else min(most, limit)):
             message = f"has {size:,} sequences, and a step takes {most:,} from it: it would train on some of them twice"
             yield Problem(path, f"{message}; add data, lower train.global_batch_size, or shorten train.seq_len")
-
-
-def _most_in_a_batch(job: Job) -> list[int]:
-    """Sequences of each source that one batch takes, rounded down, in the phase that takes most."""
-    batch = job.train.global_batch_size
-    shares = [[batch * share // sum(shares) for share in shares] for _, shares in phase_shares(job)]
-    return [max(column) for column in zip(*shares, strict=True)]
 
 
 def _shortage(job: Job, sizes: Sequence[int | None], progress: Progress | None) -> tuple[Stretch, int] | None:

@@ -163,19 +163,17 @@ class SampleOrder:
         seed: int,
         state: Mapping[str, Any] | None = None,
     ) -> None:
-        """Start, or continue from a state.
-
+        """
         Args:
-            sizes: sequences in each source; None for a stream, which is read in its own order and numbered on.
+            sizes: sequences in each source; None for a stream, which is read in its own order.
             names: one for each source, all different.
-            phases: the first sample of each and the whole-numbered shares from there on (see `whole_shares`); the
-                first phase begins at sample 0.
+            phases: first sample and shares (see `whole_shares`) of each phase; the first begins at sample 0.
             limits: the most samples that each source yields in all; None if it is not limited.
             seed: seed of the permutations.
             state: where to continue, from `state()`. Sources absent from it start at their first sample.
         """
         state = state or {"drawn": 0, "sources": {}}
-        saved = {name: state["sources"].get(name, _UNSEEN) for name in names}
+        saved = {name: state["sources"].get(name, {"drawn": 0, "share": 0, "turns": 0}) for name in names}
         self.counts = [source["drawn"] for source in saved.values()]
         """Samples drawn so far from each source."""
         self.drawn: int = state["drawn"]
@@ -244,9 +242,6 @@ class SampleOrder:
             key = f"{self._seed}:{self._names[source]}:{epoch}"
             self._permutations[source] = cached = (epoch, Permutation(size, key))
         return cached[1]
-
-
-_UNSEEN: Mapping[str, int] = {"drawn": 0, "share": 0, "turns": 0}
 
 
 def _shares(sources: Mapping[str, Mapping[str, int]]) -> dict[str, int]:

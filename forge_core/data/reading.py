@@ -141,36 +141,32 @@ class Plain(LoaderComponent):
     def build(
         self, context: BuildContext, reader: SampleReader, units: Iterator[Sequence[SampleRow]], units_per_step: int
     ) -> Generator[LoadedRows]:
-        return _read_ahead(reader, units, pin=context.device.type == "cuda")
+        ready: queue.Queue[LoadedRows | Exception | None] = queue.Queue(maxsize=UNITS_AHEAD)
+        stop = threading.Event()
 
+        def work() -> None:
+            try:
+                for rows in units:
+                    if stop.is_set():
+                        return
+                    loaded = reader.read(rows)
+                    if context.device.type == "cuda":  # here, so that the copy to pinned memory overlaps the step
+                        loaded = loaded._replace(batch={name: t.pin_memory() for name, t in loaded.batch.items()})
+                    ready.put(loaded)
+                ready.put(None)
+            except Exception as error:
+                ready.put(error)
 
-def _read_ahead(reader: SampleReader, units: Iterator[Sequence[SampleRow]], pin: bool) -> Generator[LoadedRows]:
-    ready: queue.Queue[LoadedRows | Exception | None] = queue.Queue(maxsize=UNITS_AHEAD)
-    stop = threading.Event()
-
-    def work() -> None:
+        thread = threading.Thread(target=work, name="forge-data", daemon=True)
+        thread.start()
         try:
-            for rows in units:
-                if stop.is_set():
-                    return
-                loaded = reader.read(rows)
-                if pin:  # here, so that the copy to pinned memory overlaps the step
-                    loaded = loaded._replace(batch={name: t.pin_memory() for name, t in loaded.batch.items()})
-                ready.put(loaded)
-            ready.put(None)
-        except Exception as error:
-            ready.put(error)
-
-    thread = threading.Thread(target=work, name="forge-data", daemon=True)
-    thread.start()
-    try:
-        while (item := ready.get()) is not None:
-            if isinstance(item, Exception):
-                raise item
-            yield item
-    finally:
-        stop.set()
-        with suppress(queue.Empty):
-            while True:  # the thread may be waiting for room
-                ready.get_nowait()
-        thread.join()  # if it were inside torch when the interpreter ends, the process would abort
+            while (item := ready.get()) is not None:
+                if isinstance(item, Exception):
+                    raise item
+                yield item
+        finally:
+            stop.set()
+            with suppress(queue.Empty):
+                while True:  # the thread may be waiting for room
+                    ready.get_nowait()
+            thread.join()  # if it were inside torch when the interpreter ends, the process would abort

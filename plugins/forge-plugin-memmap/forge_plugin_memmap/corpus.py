@@ -24,7 +24,7 @@ class ShardedCorpus:
     held_out: tuple[Shard, ...]
     end_of_text: int
     vocab_size: int | None
-    """Of the tokenizer; None if no file states it."""
+    """Size of the tokenizer's vocabulary; None if no file states it."""
     prepared: tuple[Prepared, ...]
     """Folders of `prepare-data` that shards come from."""
 

@@ -28,10 +28,10 @@ def _off_or_at_least_two(_: Any, attribute: Attribute, value: int) -> None:
 
 @frozen(kw_only=True)
 class Memmap(DatasetComponent):
-    """Documents that are token ids already: what `forge-run prepare-data` wrote, arrays of numpy, or raw ids.
+    """Documents that are token ids already: files of `forge-run prepare-data`, arrays of numpy, or raw ids.
 
-    Several files are one corpus, in the order of their names. Memory does not grow with the corpus. What a file holds
-    is read from its header, or written here; it is never guessed.
+    Several files are one corpus, in the order of their names. Memory does not grow with the corpus. The
+    contents of a file are read from its header, or stated here; they are never guessed.
     """
 
     path: str | tuple[str, ...]

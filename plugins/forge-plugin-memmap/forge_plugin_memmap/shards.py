@@ -28,7 +28,7 @@ class Shard:
     """Where the ids begin, in bytes."""
     tokens: int
     vocab_size: int | None = None
-    """Of the tokenizer, if the file states it; all ids are then known to be smaller."""
+    """Size of the tokenizer's vocabulary, if the file states it; all ids are then known to be smaller."""
     end_of_text: int | None = None
     text_bytes: int = 0
     """UTF-8 bytes that the ids stand for; 0 if unknown."""

@@ -1,7 +1,7 @@
 """Best-fit decreasing: pieces of documents into sequences.
 
-Pieces of one length are interchangeable, and so are sequences with the same room left. So the work goes by groups of
-them, and its Python part by the number of different lengths, not of documents: millions take seconds.
+Pieces of one length are interchangeable, and so are sequences with the same room left. They are handled in groups, so
+that the Python part is proportional to the number of different lengths, not of documents: millions take seconds.
 
 N: pieces.
 """
@@ -16,16 +16,16 @@ import numpy as np
 
 
 class DocumentPieces(NamedTuple):
-    """Documents, those that are longer than a sequence in pieces, in their order."""
+    """Documents in order, cut into pieces where they are longer than a sequence."""
 
     starts: np.ndarray
     """(N,) int64: the first token of each."""
     lengths: np.ndarray
-    """(N,) int32: how many positions it takes: inputs, each with the token after it as its label."""
+    """(N,) int32: its positions: inputs, each with the next token as its label."""
 
 
 class Packing(NamedTuple):
-    """Which pieces make up which sequence."""
+    """The pieces of each sequence."""
 
     pieces: DocumentPieces
     """Sequence by sequence, and in the order of the documents within each."""
