@@ -20,26 +20,26 @@ if TYPE_CHECKING:
 
 @frozen(kw_only=True)
 class ActivationCheckpointing(ParallelComponent):
-    """Forgets what blocks computed on the way forward, and computes it again when the backward pass needs it (Chen et
-    al. 2016). Losses and gradients stay the same; dropout draws the same numbers again.
+    """Activation checkpointing (Chen et al. 2016): frees activations of blocks in the forward pass, and recomputes them
+    for the backward pass. Losses and gradients stay the same; dropout draws the same numbers again.
     """
 
     after: ClassVar[Mapping[str, str]] = {
         "pp": "only the blocks that this rank keeps are wrapped",
-        "float8": "it changes linear layers, and what is computed again must be the changed ones",
-        "tp": "its collectives belong to what is computed again",
-        "ep": "its collectives belong to what is computed again",
-        "cp": "its collectives belong to what is computed again",
+        "float8": "it replaces linear layers, and the replacements must be recomputed",
+        "tp": "its collectives are part of the recomputation",
+        "ep": "its collectives are part of the recomputation",
+        "cp": "its collectives are part of the recomputation",
     }
 
     mode: Literal["full", "selective", "auto"] = "full"
-    """full: of a block, only its input is kept. selective: results of matrix products and attention are kept, which are
-    the slow ones, and all else is computed again. auto: whatever computes least of none, selective and full, by an
-    estimate of what each takes; the plan of the run has the figures."""
+    """full: only the input of a block is saved. selective: results of matrix products and attention, the slow
+    operations, are saved, and all others are recomputed. auto: the first of none, selective and full whose estimated
+    memory fits; `forge-run plan` prints the figures."""
     every: int = field(default=1, validator=ge(1))
-    """Only every n-th block, beginning with the first: others keep everything."""
+    """Recompute every n-th block only, beginning with the first; others save all activations."""
     memory_gb: float | None = field(default=None, validator=optional(gt(0)))
-    """For auto: gigabytes (10⁹ bytes) that a rank may take. Default: what its device has free at the start."""
+    """For auto: gigabytes (10⁹ bytes) that a rank may use. Default: free memory of its device at the start."""
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
         layers = getattr(job.model, "layers", None)

@@ -1,4 +1,4 @@
-"""What the component `activation_checkpointing` builds."""
+"""The stage of the component `activation_checkpointing`: wraps blocks so that they are recomputed."""
 
 from __future__ import annotations
 
@@ -38,6 +38,6 @@ class CheckpointingStage(ParallelStage):
         return model
 
     def describe(self) -> str:
-        """What is kept; where the mode was to be found, with the figures."""
+        """Returns the mode and the blocks it applies to; for auto, with the figures of the estimate."""
         every = self._component.every
         return self._described + (f"; blocks 0, {every}, {2 * every}, … only" if every > 1 else "")

@@ -1,4 +1,4 @@
-"""Differentiable collectives over the ranks of a group, each with the one that undoes it as its backward pass."""
+"""Differentiable collectives over the ranks of a group; the backward pass of each is its transpose."""
 
 from __future__ import annotations
 
@@ -12,54 +12,67 @@ from attrs import define
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# Their names since torch 2.13, and the ones before.
+# Names since torch 2.13; earlier versions have the second ones.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def all_gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """The ranks' parts put together along a dimension. Backward: sum over ranks, this rank's part of it."""
+    """Concatenates the ranks' parts along `dim`. Backward: reduce-scatter (gradients differ by rank)."""
     return _apply(x, lambda x: _gathered(x, dim, group), lambda grad: _scattered(grad, dim, group))
 
 
 def reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Sum over ranks, this rank's part of it along a dimension. Backward: the parts put together."""
+    """Returns this rank's part, along `dim`, of the sum over ranks. Backward: all-gather."""
     return _apply(x, lambda x: _scattered(x, dim, group), lambda grad: _gathered(grad, dim, group))
 
 
 def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Sum over ranks, of which each then computes the same. Backward: as it is."""
+    """Sums over ranks, where each rank then computes the same. Backward: the identity."""
     return _apply(x, lambda x: _summed(x, group), lambda grad: grad)
 
 
 def fan_out(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """As it is, equal on all ranks, of which each then computes something else. Backward: sum over ranks."""
+    """The identity on a tensor equal on all ranks, where computation then differs by rank. Backward: all-reduce."""
     return _apply(x, lambda x: x.view_as(x), lambda grad: _summed(grad, group))
 
 
 def gather_equal(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """The ranks' parts put together, from which each rank then computes the same. Backward: this rank's part."""
+    """Concatenates the ranks' parts, where each rank then computes the same. Backward: this rank's part (no sum)."""
     return _apply(x, lambda x: _gathered(x, dim, group), lambda grad: _own(grad, dim, group))
 
 
 def all_to_all(x: Tensor, split: int, join: int, group: dist.ProcessGroup) -> Tensor:
-    """Every rank gives every other its part along dimension `split`; what arrives is put together along `join`.
-    Backward: the same with the two exchanged."""
+    """Sends each rank its part along dimension `split`, and concatenates received parts along `join`.
+
+    Backward: the same with `split` and `join` exchanged.
+    """
     return _apply(x, lambda x: _exchanged(x, split, join, group), lambda grad: _exchanged(grad, join, split, group))
 
 
 def exchange_rows(x: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """(Σ sent, …) to (Σ received, …): so many rows go to each rank, in order, and so many come from each. Backward: the
-    same with the two exchanged."""
+    """Exchanges rows: (Σ sent, …) to (Σ received, …).
+
+    Args:
+        x: rows ordered by the rank they are sent to.
+        sent: number of rows for each rank.
+        received: number of rows from each rank.
+        group: the ranks.
+    """
     return _apply(x, lambda x: _sent(x, sent, received, group), lambda grad: _sent(grad, received, sent, group))
 
 
 def send_rows(
     x: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup
 ) -> Callable[[], Tensor]:
-    """Like `exchange_rows`, in two parts: what this gives waits for the rows, and gives them; to be called once. What
-    is computed in between is computed while rows travel, and its gradients while theirs travel back, as the backward
-    pass takes what was computed last first."""
+    """Starts `exchange_rows` without waiting for it.
+
+    Computation between this call and the wait overlaps with the exchange. Its backward pass overlaps with the exchange
+    of the gradients, because autograd runs later operations first.
+
+    Returns:
+        A function that waits for the rows and returns them; to be called once.
+    """
     there, back = _Journey(), _Journey()
     ticket = _apply(x, partial(there.begin, sent=sent, received=received, group=group), back.end)
     return lambda: _apply(ticket, there.end, partial(back.begin, sent=received, received=sent, group=group))
@@ -67,11 +80,11 @@ def send_rows(
 
 @define
 class _Journey:
-    """Rows on their way. Meanwhile a ticket, a tensor without elements, stands for them in the graph of autograd."""
+    """Rows in flight. Meanwhile a ticket, a tensor without elements, represents them in the autograd graph."""
 
     work: dist.Work | None = None
     source: Tensor | None = None
-    """What is being sent: it must not be freed meanwhile."""
+    """The rows being sent, referenced so that their memory is not reused before they are."""
     arriving: Tensor | None = None
 
     def begin(self, x: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup) -> Tensor:

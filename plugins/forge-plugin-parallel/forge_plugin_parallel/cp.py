@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def _unmixed(model: Model) -> Iterator[str]:
-    """Names of blocks in which no module is named that lets positions see each other."""
+    """Names of blocks for which `sequence_mixers()` names no module."""
     mixers = list(model.sequence_mixers())  # type: ignore[attr-defined]
     further = model.further_blocks() if isinstance(model, HasFurtherBlocks) else ()
     for name in [*(f"layers.{key}" for key in model.layers), *further]:
@@ -32,19 +32,19 @@ def _unmixed(model: Model) -> Iterator[str]:
 @frozen(kw_only=True)
 class ContextParallel(ParallelComponent):
     """Context parallel: each sequence is split over `degree` ranks, for sequences too long for one. For models that
-    name what lets positions see each other (`sequence_mixers()`).
+    define `sequence_mixers()`.
     """
 
     after: ClassVar[Mapping[str, str]] = {
         "pp": "only the layers that this rank keeps see split sequences",
-        "float8": "it changes linear layers, and what attention gets comes from the changed ones",
-        "tp": "attention sees the heads that tp leaves",
+        "float8": "it changes linear layers, whose outputs attention receives",
+        "tp": "attention receives only the heads that tp leaves on this rank",
     }
 
     degree: int = field(validator=ge(1))
     """Ranks that share each sequence."""
     method: Literal["ring", "all_gather", "ulysses"] = "ring"
-    """How attention sees the positions of other ranks. ring: keys and values go round while the next block is computed
+    """How attention sees the positions of other ranks. ring: keys and values are sent around while a block is computed
     (Liu et al. 2023); memory does not grow with the whole sequence. all_gather: they are gathered whole (Llama 3,
     section 3.3.2). ulysses: heads are exchanged for positions (Jacobs et al. 2023), with any kernel; `degree` divides
     the key/value heads."""
@@ -68,14 +68,14 @@ class ContextParallel(ParallelComponent):
         if layout.cp == 1:
             return
         if not isinstance(model, HasSequenceMixers):
-            seen = f"{type(model).__name__} has no sequence_mixers(), so its sequences cannot be split"
-            yield Problem("", f"{seen}; leave the stage out")
+            message = f"{type(model).__name__} has no sequence_mixers(), so its sequences cannot be split"
+            yield Problem("", f"{message}; leave the stage out")
             return
         for name in _unmixed(model):
-            seen = f"{type(model).__name__}.sequence_mixers() names none in {name}"
+            message = f"{type(model).__name__}.sequence_mixers() names none in {name}"
             why = "each position would see those of its own rank only"
-            yield Problem("", f"{seen}, so {why}; name what mixes positions there, or leave the stage out")
-            return  # the others are alike
+            yield Problem("", f"{message}, so {why}; name what mixes positions there, or leave the stage out")
+            return  # one message for all blocks: the others differ in their number only
         if self.method == "ulysses":
             for heads in dict.fromkeys(model.sequence_mixers().values()):
                 yield from self._heads_problems(heads, layout)
@@ -84,8 +84,8 @@ class ContextParallel(ParallelComponent):
         left = heads // layout.tp
         if heads % layout.tp == 0 and left % layout.cp:
             who = f"each of {layout.tp} tensor-parallel ranks has" if layout.tp > 1 else "the model has"
-            seen = f"{who} {left} key/value heads, which {layout.cp} ranks cannot share equally"
-            yield Problem("method", f'{seen}; take "ring" or "all_gather", or another degree')
+            message = f"{who} {left} key/value heads, which {layout.cp} ranks cannot share equally"
+            yield Problem("method", f'{message}; take "ring" or "all_gather", or another degree')
 
     def build(self, context: BuildContext) -> ParallelStage:
         from forge_plugin_parallel.cp_stage import ContextParallelStage

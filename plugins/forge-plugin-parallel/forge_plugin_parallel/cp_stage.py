@@ -1,7 +1,7 @@
-"""What the component `cp` builds.
+"""The stage of the component `cp`: divides sequences and replaces attention by attention over all ranks' positions.
 
 Shapes: B sequences, S positions, s positions of this rank, H query heads, K key/value heads, E width of a head, V
-that of its values: E or less.
+that of its values (at most E).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from forge_core.contracts.errors import ForgeError
 from forge_core.contracts.model import HasSequenceEntries, HasSequenceMixers, PreparesSequences
 from forge_core.contracts.runtime import ParallelStage
 from forge_plugin_parallel.collectives import all_gather, all_to_all
-from forge_plugin_parallel.ring import Piece, attend, ring_attention
+from forge_plugin_parallel.ring import RankPositions, attend, ring_attention
 
 if TYPE_CHECKING:
     from forge_core.contracts.contexts import BuildContext
@@ -26,19 +26,20 @@ if TYPE_CHECKING:
     from forge_plugin_parallel.cp import ContextParallel
 
 TOKENS = ("input_ids", "labels", "positions", "document_ids")
-"""Entries of a batch that every model has positions in."""
+"""Entries of a batch with a value for each position, whatever the model."""
 WHOLE = "whole:"
-"""Starts the name of an entry of the batch that has all positions."""
+"""Prefix of the name of a batch entry that has all positions."""
 PLACES, DOCUMENTS = "places by rank", "documents by rank"
-"""Entries of a batch for `ring` and `all_gather`: (ranks, s) where each rank's positions stand, and (B, ranks, s) the
-number of each one's document."""
+"""Entries of a batch for `ring` and `all_gather`: (ranks, s) indices of each rank's positions in the sequence, and
+(B, ranks, s) the number of each one's document."""
 
 
 class ContextParallelStage(ParallelStage):
     """See `forge_core.contracts.runtime.ParallelStage`.
 
-    For `ring` and `all_gather`, a sequence is cut into twice as many pieces as there are ranks, and each rank has one
-    from the front and its counterpart from the back, so that all have equally much to attend to.
+    For `ring` and `all_gather`, a sequence is cut into twice as many chunks as there are ranks, and each rank holds one
+    from the front and its mirror image from the back: under a causal mask later positions cost more, and so all ranks
+    compute equally much (Llama 3, section 3.3.2).
     """
 
     def __init__(self, component: ContextParallel, context: BuildContext) -> None:
@@ -47,11 +48,11 @@ class ContextParallelStage(ParallelStage):
         self._ranks, self._rank = context.layout.cp, context.mesh.get_local_rank("cp")
         self._method = component.method
         self._divided: Set[str] | None = None
-        """Entries of a batch that have a value for each position; None: the model does not say."""
+        """Entries of a batch that have a value for each position; None: the model does not name them."""
         self._by_shape = False
 
     def apply(self, model: Model) -> Model:
-        """Put attention over all ranks' positions in the place of the model's own."""
+        """Replace the model's attention by attention over the positions of all ranks."""
         if self._ranks == 1:
             return model
         assert isinstance(model, HasSequenceMixers)
@@ -68,18 +69,22 @@ class ContextParallelStage(ParallelStage):
         return model
 
     def split(self, batch: Batch) -> Batch:
-        """Returns this rank's positions of each entry that has positions, their places, and the documents whole too.
+        """Divide the entries of a batch that have positions.
+
+        Returns:
+            The batch with this rank's positions of each such entry, their `positions`, and document ids also whole.
 
         Raises:
-            ForgeError: an entry may have a value for each position, and the model does not say.
+            ForgeError: an entry may have a value for each position, and the model does not say whether it has.
         """
         if self._ranks == 1:
             return batch
         rows, length = batch["input_ids"].shape
-        own = places(self._ranks, length, self._method != "ulysses", batch["input_ids"].device)[self._rank]
+        own = rank_positions(self._ranks, length, self._method != "ulysses", batch["input_ids"].device)[self._rank]
         part: dict[str, Tensor] = {}
         for name, value in batch.items():
             part[name] = value.index_select(1, own) if self._is_divided(name, value, length) else value
+        # Positions in the sequence, which a rank can no longer derive from its own slice (rotary embeddings).
         part.setdefault("positions", own.expand(rows, -1))
         if "document_ids" in batch:
             part[WHOLE + "document_ids"] = batch["document_ids"]
@@ -91,26 +96,32 @@ class ContextParallelStage(ParallelStage):
         if value.ndim < 2 or value.shape[1] != length:
             return False
         if not self._by_shape:
-            seen = f"batch entry {name!r} is {tuple(value.shape)}: {length} positions, or as many by chance"
-            raise ForgeError(f"parallel.cp: {seen}; the model's sequence_entries() must say which")
+            message = f"batch entry {name!r} is {tuple(value.shape)}: {length} positions, or as many by chance"
+            raise ForgeError(f"parallel.cp: {message}; the model's sequence_entries() must say which")
         return True  # before there was `sequence_entries`, models with `prepare_sequences` were promised this
 
     def _over_ranks(self) -> nn.Module:
         return Ring(self._group) if self._method == "ring" else Gathered(self._group)
 
 
-def places(ranks: int, length: int, balanced: bool, device: torch.device) -> Tensor:
-    """(ranks, s) the positions of each rank, ascending."""
+def rank_positions(ranks: int, length: int, balanced: bool, device: torch.device) -> Tensor:
+    """Returns (ranks, s): the positions of each rank, ascending.
+
+    Args:
+        ranks: ranks that share a sequence.
+        length: positions of the sequence, divisible by `ranks` (`balanced`: by twice as many).
+        balanced: whether each rank gets a chunk from the front and one from the back, else one contiguous chunk.
+        device: where the indices are needed.
+    """
     positions = torch.arange(length, device=device)
     if not balanced:
         return positions.view(ranks, -1)
-    pieces = positions.view(2 * ranks, -1)
-    return torch.cat([pieces[:ranks], pieces[ranks:].flip(0)], 1)
+    chunks = positions.view(2 * ranks, -1)
+    return torch.cat([chunks[:ranks], chunks[ranks:].flip(0)], 1)
 
 
 class _Mixer(nn.Module):
-    """In the place of a module that lets positions see each other: q (B, s, H, E), k (B, s, K, E), v (B, s, K, V)
-    -> (B, s, H, V)."""
+    """Replaces a sequence mixer: q (B, s, H, E), k (B, s, K, E), v (B, s, K, V) -> (B, s, H, V)."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__()
@@ -118,44 +129,44 @@ class _Mixer(nn.Module):
         self.ranks, self.rank = dist.get_world_size(group), dist.get_rank(group)
 
     def prepare(self, batch: Batch) -> Batch:
-        """Where the positions of each rank stand, and in which documents, for all layers."""
+        """Returns the batch with the positions and documents of each rank, computed once for all layers."""
         if PLACES in batch:
             return batch
         positions, documents = batch["positions"], batch.get(WHOLE + "document_ids")
-        every = places(self.ranks, positions.shape[1] * self.ranks, True, positions.device)
+        every = rank_positions(self.ranks, positions.shape[1] * self.ranks, True, positions.device)
         return {**batch, PLACES: every, **({} if documents is None else {DOCUMENTS: _numbered(documents)[:, every]})}
 
-    def _pieces(self, batch: Batch) -> list[Piece]:
-        """Of each rank, where its positions stand and of which documents they are."""
+    def _positions(self, batch: Batch) -> list[RankPositions]:
+        """Positions and documents of each rank."""
         batch = self.prepare(batch)
         documents = batch[DOCUMENTS].unbind(1) if DOCUMENTS in batch else [None] * len(batch[PLACES])
-        return [Piece(*piece) for piece in zip(batch[PLACES], documents, strict=True)]
+        return [RankPositions(*entries) for entries in zip(batch[PLACES], documents, strict=True)]
 
 
 def _numbered(document_ids: Tensor) -> Tensor:
-    """The number of each position's document in its row (B, S): an id that comes back is another document."""
+    """Number of each position's document in its row (B, S): an id that occurs again later is another document."""
     starts = document_ids[:, 1:] != document_ids[:, :-1]
     return nn.functional.pad(starts.cumsum(1), (1, 0))
 
 
 class Ring(_Mixer):
-    """Keys and values go round."""
+    """Attention with keys and values sent around the ring of ranks; see `ring_attention`."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
-        return ring_attention(q, k, v, self._pieces(batch), self.group)
+        return ring_attention(q, k, v, self._positions(batch), self.group)
 
 
 class Gathered(_Mixer):
-    """Keys and values are gathered whole."""
+    """Attention with the keys and values of all ranks gathered on each."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
-        pieces = self._pieces(batch)
+        positions = self._positions(batch)
         k, v = (all_gather(tensor, 1, self.group) for tensor in (k, v))
-        return attend(q, k, v, pieces[self.rank], Piece.joined(pieces))
+        return attend(q, k, v, positions[self.rank], RankPositions.concatenate(positions))
 
 
 class Exchange(nn.Module):
-    """Exchanges positions for heads around the model's own mixer."""
+    """Exchanges positions for heads around the model's own mixer (DeepSpeed-Ulysses, Jacobs et al. 2023)."""
 
     def __init__(self, mixer: nn.Module, group: dist.ProcessGroup) -> None:
         super().__init__()
@@ -170,5 +181,5 @@ class Exchange(nn.Module):
 
 
 def _whole(batch: Batch) -> Mapping[str, Tensor]:
-    """What a mixer is told of all positions."""
+    """The entries of a batch that have all positions, by their usual names."""
     return {name.removeprefix(WHOLE): value for name, value in batch.items() if name.startswith(WHOLE)}

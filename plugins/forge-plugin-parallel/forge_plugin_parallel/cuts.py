@@ -11,7 +11,7 @@ from attrs import frozen
 
 @frozen
 class Section:
-    """What one pipeline stage has of a model."""
+    """The part of a model that one pipeline stage computes."""
 
     layers: tuple[str, ...]
     """Names of its layers."""
@@ -22,7 +22,12 @@ class Section:
 
 
 def sections(layers: Sequence[str], counts: Sequence[int]) -> list[Section]:
-    """The stages of a model, with so many layers each."""
+    """Cut layers into consecutive sections.
+
+    Args:
+        layers: names of all layers, in order.
+        counts: number of layers of each section.
+    """
     ends = list(accumulate(counts))
     starts = [0, *ends[:-1]]
     last = len(counts) - 1
@@ -33,19 +38,23 @@ def sections(layers: Sequence[str], counts: Sequence[int]) -> list[Section]:
 
 
 def ranks_of(stages: int, ranks: int, v_shaped: bool) -> list[int]:
-    """The rank of each stage: round and round, or there and back."""
+    """Returns the rank of each stage: round-robin, or forward and back (`v_shaped`, two stages per rank)."""
     if v_shaped:
         return [*range(ranks), *reversed(range(ranks))]
     return [stage % ranks for stage in range(stages)]
 
 
 def balance(costs: Sequence[float], stages: int, first: float = 0.0, last: float = 0.0) -> list[int]:
-    """How many layers to give each stage, at least one, so that the costliest stage costs least; of all such ways, one
-    with the least sum of squares.
+    """Balance layers over stages: minimise the cost of the costliest stage, then the sum of squares.
 
     Args:
-        costs: of each layer.
-        first, last: what the first and the last stage cost besides.
+        costs: cost of each layer, in any unit.
+        stages: number of stages; at most the number of layers.
+        first: further cost of the first stage, in the same unit.
+        last: further cost of the last stage.
+
+    Returns:
+        The number of layers of each stage, at least one.
     """
     sums = [0.0, *accumulate(costs)]
 
@@ -55,18 +64,19 @@ def balance(costs: Sequence[float], stages: int, first: float = 0.0, last: float
 
     @cache
     def best(stage: int, start: int, limit: float | None) -> tuple[float, tuple[int, ...]]:
-        """(objective, ends of the stages) for the layers from `start` on. Without a limit the objective is the
+        """Returns (objective, ends of the stages) for the layers from `start` on. Without a limit the objective is the
         costliest stage; with one, the sum of squares of stages within it."""
         if stage == stages - 1:
             value = cost(stage, start, len(costs))
             return _objective([value], limit), (len(costs),)
-        found = []
+        candidates = []
         for end in range(start + 1, len(costs) - (stages - 1 - stage) + 1):
             rest, ends = best(stage + 1, end, limit)
             own = _objective([cost(stage, start, end)], limit)
-            found.append((max(own, rest) if limit is None else own + rest, (end, *ends)))
-        return min(found)
+            candidates.append((max(own, rest) if limit is None else own + rest, (end, *ends)))
+        return min(candidates)
 
+    # Two passes: the costliest stage sets the speed, but many cuts share its cost; the second pass takes the most even.
     costliest, _ = best(0, 0, None)
     _, ends = best(0, 0, costliest)
     return [end - start for start, end in zip([0, *ends[:-1]], ends, strict=True)]
@@ -75,4 +85,5 @@ def balance(costs: Sequence[float], stages: int, first: float = 0.0, last: float
 def _objective(costs: Sequence[float], limit: float | None) -> float:
     if limit is None:
         return max(costs)
+    # A tolerance, so that rounding excludes no stage that is as costly as the limit.
     return sum(cost**2 if cost <= limit * (1 + 1e-9) else float("inf") for cost in costs)

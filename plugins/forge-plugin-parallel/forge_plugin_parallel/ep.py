@@ -21,32 +21,32 @@ if TYPE_CHECKING:
 
 @frozen(kw_only=True)
 class ExpertParallel(ParallelComponent):
-    """Expert parallel (Lepikhin et al. 2020, GShard): `degree` ranks have different experts of each layer, and send
-    each other the tokens that these compute. For models that declare their `expert_stacks()`.
+    """Expert parallel (Lepikhin et al. 2020, GShard): `degree` ranks hold different experts of each layer, and
+    exchange tokens. For models that define `expert_stacks()`.
 
-    It takes no ranks of its own: every rank has data of its own, and `degree` of those that `fsdp` shards over (times
-    `cp`) share the experts among them. `fsdp` shards each rank's experts over what is left.
+    It adds no ranks: every rank reads its own data, and `degree` of the ranks that `fsdp` shards over (times `cp`)
+    divide the experts. `fsdp` shards each rank's experts over the remaining ranks.
     """
 
     after: ClassVar[Mapping[str, str]] = {
         "pp": "only the layers that this rank keeps are split",
-        "float8": "it changes linear layers, and what is split must be the changed ones",
-        "tp": "each rank's experts are what tp has left it of them",
+        "float8": "it replaces linear layers, and ep must split the replacements",
+        "tp": "ep divides the experts that tp has split already",
     }
     before: ClassVar[Mapping[str, str]] = {
         "activation_checkpointing": "what is recomputed includes the exchange of tokens",
     }
 
     degree: int = field(validator=ge(1))
-    """Ranks that share the experts of a layer. Divides their number, and `shard` x `cp`; neighbouring ranks, so those
-    of a node if it is no larger."""
+    """Ranks that share the experts of a layer. Divides their number, and `shard` x `cp`. They are neighbours, and so on
+    one node if `degree` is at most its ranks."""
     ranks_per_node: int = field(default=0, validator=ge(0))
-    """Of these, how many are on one node. If given, a token travels once to each other node that has any of its
-    experts, to the rank with the same place there, and that node sends one sum back; within nodes it goes on to the
-    ranks. 0: it travels to each rank by itself."""
+    """How many of these ranks are on one node. If set, a token is sent once to each other node that holds any of its
+    experts, to the rank with the same number there, which forwards it within the node and returns one sum. 0: a token
+    is sent to each rank separately."""
     overlap: bool = True
-    """Whether shared experts, or whatever else a model can compute meanwhile, are computed while tokens travel, and
-    their gradients while the tokens' gradients do. Results are the same to the bit."""
+    """Whether shared experts, or any other independent computation of the model, run while tokens are being sent, and
+    their backward pass while the tokens' gradients are. Results are the same to the bit."""
 
     @property
     def waits_in_blocks(self) -> str:
@@ -55,19 +55,19 @@ class ExpertParallel(ParallelComponent):
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
         ranks = layout.shard * layout.cp
         if ranks % self.degree:
-            seen = f"{self.degree} does not divide shard {layout.shard} x cp {layout.cp} = {ranks}"
-            fix = "change it" if ranks > 1 else "add [parallel.fsdp], whose ranks it divides"
-            yield Problem("degree", f"{seen}; {fix}")
+            message = f"{self.degree} does not divide shard {layout.shard} x cp {layout.cp} = {ranks}"
+            hint = "change it" if ranks > 1 else "add [parallel.fsdp], whose ranks it divides"
+            yield Problem("degree", f"{message}; {hint}")
         if self.degree > 1 and (others := self._other_dimensions(layout)):
-            seen = f"experts are shared and reduced over replicate, shard and cp, and not over {', '.join(others)}"
-            yield Problem("degree", f"{seen}; leave the stage out")
+            message = f"experts are shared and reduced over replicate, shard and cp, and not over {', '.join(others)}"
+            yield Problem("degree", f"{message}; leave the stage out")
         if self.ranks_per_node and self.ranks_per_node not in (allowed := self._parts()):
-            seen = f"{self.ranks_per_node} ranks a node do not make several equal nodes of the {self.degree} ranks"
-            fix = f"set it to {' or '.join(map(str, allowed))}, or leave it out" if allowed else "leave it out"
-            yield Problem("ranks_per_node", f"{seen}; {fix}")
+            message = f"{self.ranks_per_node} ranks a node do not make several equal nodes of the {self.degree} ranks"
+            hint = f"set it to {' or '.join(map(str, allowed))}, or leave it out" if allowed else "leave it out"
+            yield Problem("ranks_per_node", f"{message}; {hint}")
 
     def _other_dimensions(self, layout: Layout) -> list[str]:
-        """Dimensions of other stages that hold different tokens, or that part `shard` from `cp`."""
+        """Dimensions of other stages that hold different tokens, or that lie between `shard` and `cp`."""
         divided = [dimension for dimension, size in layout.sizes if size > 1]
         names = [dimension.name for dimension in divided]
         inside = names[names.index("shard") : names.index("cp")] if {"shard", "cp"} <= {*names} else []
@@ -75,7 +75,7 @@ class ExpertParallel(ParallelComponent):
         return [name for name in dict.fromkeys(other) if name not in ("replicate", "shard", "cp")]
 
     def _parts(self) -> list[int]:
-        """Ranks of a node with which there is something to send between nodes and within them."""
+        """Values of `ranks_per_node` with several nodes, and several ranks on each."""
         return [ranks for ranks in range(2, self.degree) if self.degree % ranks == 0]
 
     def model_problems(self, model: Model, layout: Layout) -> Iterable[Problem]:

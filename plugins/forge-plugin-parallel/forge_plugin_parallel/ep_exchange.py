@@ -1,6 +1,6 @@
-"""Tokens to the ranks that have their experts, and their results back.
+"""Sends tokens to the ranks that hold their experts, and results back (GShard, Lepikhin et al. 2020).
 
-Shapes: T tokens; K choices of each; C copies of them, one for each token and each rank that has any of its experts;
+Shapes: T tokens; K choices of each; C copies of them, one for each token and each rank that holds any of its experts;
 D model width; R ranks.
 """
 
@@ -42,23 +42,23 @@ class Exchange:
     """A stack that the ranks of a group share, each with equally many experts, in the order of ranks; see
     `forge_core.contracts.model.ExpertStack`.
 
-    A token travels once to each rank that has any of its experts, with its weights and choices. That rank adds up what
-    its experts give, and the sum travels back. So two large collectives a pass carry tokens and sums, and two small
-    ones before them numbers, weights and choices. The host waits for the numbers, as it must know how much to send.
+    A token is sent once to each rank that holds any of its experts, with its weights and choices. That rank sums the
+    results of its experts, and sends the sum back. Two large collectives a pass carry tokens and sums; two small ones
+    before them carry counts, weights and choices. The host waits for the counts, which are the sizes to send.
 
-    Where nodes share a stack and the ranks of each node share what it has of it, one exchange is the `forward` of
-    another. A token then travels once to each node that has any of its experts.
+    Where nodes share a stack and the ranks of each node share its part, one exchange is the `forward` of another. A
+    token is then sent once to each node that holds any of its experts.
     """
 
     forward: ExpertStack
-    """Of this rank's experts, or of those of its node."""
+    """The stack of this rank's experts, or of its node's."""
     group: dist.ProcessGroup
     experts: int
-    """Of each rank, or of each node."""
+    """Number of experts of each rank, or of each node."""
     outer: int = 1
-    """Nodes among which tokens have been divided before."""
+    """Nodes over which an outer exchange has distributed tokens already."""
     overlap: bool = True
-    """Whether `overlap_fn` is called while tokens travel, or before."""
+    """Whether `overlap_fn` is called while tokens are being sent, or before."""
 
     def __call__(
         self,
@@ -78,6 +78,7 @@ class Exchange:
         ranks = dist.get_world_size(self.group)
         owners = torch.div(chosen, self.experts, rounding_mode="floor")
         ranks_of = _each_once(owners)
+        # Counts first: all-to-all needs the sizes on both sides before tokens can be sent.
         asked = torch.stack([_tally(ranks_of, ranks), _tally(owners, ranks)], 1)  # (R, 2): tokens, and their choices
         offered = torch.empty_like(asked)
         dist.all_to_all_single(offered, asked, group=self.group)
@@ -88,6 +89,7 @@ class Exchange:
         local = chosen.index_select(0, dispatch.sources) - first
         local = local.where((local >= 0) & (local < self.experts), -1)
         weights = dispatch.to_rows(weights.to(torch.promote_types(weights.dtype, torch.float32)))
+        # Before the tokens, as they are small; tokens then stay in flight while `overlap_fn` runs.
         weights, chosen = _SendChoices.apply(weights, local, trip)  # type: ignore[no-untyped-call]
         arrive = trip.depart(dispatch.to_rows(tokens))
         if overlap_fn is not None and self.overlap:
@@ -95,8 +97,8 @@ class Exchange:
         return dispatch.add_up(trip.back(self.forward(arrive(), weights, chosen, theirs)))
 
     def _sizes(self, chosen: Tensor, rows: int | None, asked: Tensor, offered: Tensor) -> tuple[_Trip, int]:
-        """How many copies go to each rank and come from each, and how many choices of these fall to this rank."""
-        if isinstance(asked, FakeTensor):
+        """Returns how many copies are sent to and received from each rank, and how many choices this rank computes."""
+        if isinstance(asked, FakeTensor):  # a planned step has no routing: expect equally likely choices
             ranks, (tokens, choices) = len(asked), chosen.shape
             before = places_of_a_token(self.outer, self.experts * ranks, choices)
             after = places_of_a_token(self.outer * ranks, self.experts, choices)
@@ -108,15 +110,22 @@ class Exchange:
 
 
 def places_of_a_token(places: int, experts: int, choices: int) -> float:
-    """At how many places, each with so many experts, a token's K experts are in the mean if all sets of K are equally
-    likely. While a step is planned, nobody knows better."""
+    """Returns the mean number of places that hold any of a token's experts, if all sets of experts are equally likely.
+
+    Used while a step is planned, when no routing is known.
+
+    Args:
+        places: ranks or nodes that share the experts.
+        experts: experts of each place.
+        choices: experts that a token chooses (K).
+    """
     everywhere, choices = places * experts, min(choices, places * experts)
     return places * (1 - math.comb(everywhere - experts, choices) / math.comb(everywhere, choices))
 
 
 @frozen
 class _Trip:
-    """Copies go to their ranks, and results come back."""
+    """The sizes of an exchange: copies to their ranks, and results back."""
 
     sent: Sequence[int]
     received: Sequence[int]
@@ -133,8 +142,8 @@ class _Trip:
 
 
 class _SendChoices(torch.autograd.Function):
-    """Weights (C, K) and numbers of experts (C, K) to the ranks of the copies, in one collective: numbers go as they
-    are, as the bits of a weight. Backward: the gradients of the weights alone."""
+    """Sends weights (C, K) and expert numbers (C, K) to the ranks of the copies, in one collective: the numbers' bits
+    are viewed as floats, without conversion. Backward: gradients of the weights only."""
 
     @staticmethod
     def forward(ctx: Any, weights: Tensor, chosen: Tensor, trip: _Trip) -> tuple[Tensor, Tensor]:
@@ -153,12 +162,12 @@ class _SendChoices(torch.autograd.Function):
 
 
 def _each_once(owners: Tensor) -> Tensor:
-    """(T, K): the different ones of each token's owners, and -1 for the rest."""
+    """(T, K) with each owner of a token once, and -1 for repetitions."""
     ordered, _ = owners.sort(1)
     again = ordered[:, 1:] == ordered[:, :-1]
     return torch.cat([ordered[:, :1], ordered[:, 1:].masked_fill(again, -1)], 1)
 
 
 def _tally(chosen: Tensor, groups: int) -> Tensor:
-    """(T, K) to (G,): how often each group is chosen."""
+    """Counts (G,) of how often each group is chosen in (T, K)."""
     return (chosen.unsqueeze(-1) == torch.arange(groups, device=chosen.device)).sum((0, 1))

@@ -1,4 +1,4 @@
-"""What the component `ep` builds."""
+"""The stage of the component `ep`: divides experts over ranks, which exchange tokens."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def stack_problems(model: Model, ranks: int) -> Iterator[Problem]:
-    """Why `ranks` ranks cannot share the experts of a model; of layers that are alike, the first one's."""
+    """Yields why `ranks` ranks cannot share the experts of a model; only the first of equal layers."""
     if ranks == 1:
         return
     kind = type(model).__name__
@@ -47,11 +47,16 @@ def _stacks(model: Model) -> Iterator[tuple[str, nn.Module]]:
 
 
 def expert_mesh(context: BuildContext, experts: Mapping[str, int]) -> DeviceMesh:
-    """The run's ranks with `shard` and `cp` together divided anew. Collective.
+    """Arrange the run's ranks in a mesh in which `shard` x `cp` is divided by experts. Collective.
 
     Args:
-        experts: sizes of the dimensions along which ranks have different experts, outermost first. Before them comes
-            `edp`: ranks that have the same experts. Neighbours differ, so that tokens stay within a node if they can.
+        context: the run's mesh and layout.
+        experts: sizes of the dimensions along which ranks hold different experts, outermost first.
+
+    Returns:
+        A mesh with `edp` (ranks that hold the same experts) and the dimensions of `experts` for `shard` and `cp`.
+        Expert dimensions are innermost: neighbouring ranks hold different experts, so tokens stay within a node if they
+        can.
     """
     assert context.mesh is not None
     layout = context.layout
@@ -79,28 +84,29 @@ class ExpertParallelStage(ParallelStage):
             self._data_mesh = self._mesh[(*copies, "edp")]
 
     def apply(self, model: Model) -> Model:
-        """Leave each rank its experts, and let it exchange tokens with the others."""
+        """Keep each rank's experts, and make stacks exchange tokens between ranks."""
         if self._ranks == 1:
             return model
         for _, stack in _stacks(model):
             experts = next(stack.parameters()).shape[0] // self._ranks
             for module in stack.modules():
                 self._split(module)
+            # `fsdp` shards these parameters over the ranks with the same experts only.
             stack.data_mesh = self._data_mesh  # type: ignore[assignment]
             shared = self._shared(LocalExperts(stack, stack.forward), experts)
-            # Every step has other numbers of rows, for each of which the compiler would start anew.
+            # Row counts differ from step to step, and the compiler would recompile for each.
             stack.forward = torch.compiler.disable(shared)
         return model
 
     def describe(self) -> str:
-        """Over how many ranks experts are split."""
+        """Returns over how many ranks experts are split."""
         if self._ranks == 1:
             return "each rank has all experts"
         nodes = f", {self._per_node} a node" if self._per_node else ""
         return f"experts split over {self._ranks} ranks{nodes}, and these over {self._data_mesh.shape[-1]}"
 
     def _shared(self, local: ExpertStack, experts: int) -> ExpertStack:
-        """A stack of which this rank has so many experts."""
+        """The exchange around a stack with `experts` experts on this rank."""
         if not self._per_node:
             return Exchange(local, self._mesh["ep"].get_group(), experts, overlap=self._overlap)
         across, within = (self._nodes[name].get_group() for name in ("epacross", "epwithin"))
@@ -113,7 +119,7 @@ class ExpertParallelStage(ParallelStage):
             module.register_parameter(key, split)
 
     def _part(self, parameter: Tensor) -> DTensor:
-        """Its first dimension split over the ranks, besides what tp has split. No rank speaks to another."""
+        """The parameter with dimension 0 split over the ranks, on top of the split by tp; without communication."""
         local = local_part(parameter)
         own = torch.empty(local.shape[0] // self._ranks, *local.shape[1:], dtype=local.dtype, device=local.device)
         mesh: DeviceMesh = self._mesh["ep"]

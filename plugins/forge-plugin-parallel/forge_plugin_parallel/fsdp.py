@@ -41,18 +41,18 @@ class FSDP(ParallelComponent):
     shard: int | Literal["auto"] = field(default="auto", validator=positive_or_auto)
     """Ranks over which parameters are split; auto takes what other stages leave over."""
     replicate: int = field(default=1, validator=ge(1))
-    """Copies of the sharded model: gradients are summed over them after they were over `shard`."""
+    """Copies of the sharded model; gradients are summed over `shard` first, then over the copies."""
     reshard_after_forward: bool | Literal["auto"] = "auto"
     """Whether a unit is freed after its forward pass and gathered again for the backward. False takes the memory of the
-    whole model, and a third less communication. What the root holds, the head above all, is freed after the backward
-    pass in any case. auto: true, except in a pipeline, where every micro-batch would gather anew: there units stay
+    whole model, and a third less communication. The root unit, with the head, is freed after the backward pass in any
+    case. auto: true, except in a pipeline, where every micro-batch would gather anew: there units stay
     gathered to the end of the step."""
     reduce_every_micro_batch: bool = False
     """Whether each micro-batch's gradients are reduced at once. That takes the memory of a shard of the gradients; by
     default they add up whole, and one reduction a step is made."""
     prefetch: int = field(default=0, validator=ge(0))
-    """Units that are gathered ahead of the one that is computed, forward and backward. 0: as torch does, which
-    gathers the next one while it can."""
+    """Units gathered ahead of the computed one, forward and backward. 0: torch's default, which gathers one ahead
+    where it can."""
 
     offload: bool = False
     """Whether parameters, gradients and optimizer state live on the host, where the optimizer steps too. A unit comes

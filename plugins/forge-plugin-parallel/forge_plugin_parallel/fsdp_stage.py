@@ -1,4 +1,4 @@
-"""What the component `fsdp` builds."""
+"""The stage of the component `fsdp`: shards parameters, gradients and optimizer state with torch's FSDP2."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 class FSDPStage(ParallelStage):
     """See `forge_core.contracts.runtime.ParallelStage`.
 
-    The root unit has what no other has, and always the head: a loss uses the head's weights without a forward pass
-    that could gather them, and the root stays gathered from the model's forward pass to its backward.
+    The root unit holds all parameters of no other unit, and always the head: a loss uses the head's weights without a
+    forward pass that could gather them, and the root stays gathered from the model's forward pass to its backward.
     """
 
     def __init__(self, component: FSDP, context: BuildContext) -> None:
@@ -52,22 +52,24 @@ class FSDPStage(ParallelStage):
         self._owns_gradients = False
         self._units: list[FSDPModule] = []
         self._whole: Sequence[str] = ()
-        """Names of parameters that are not sharded. They get other objects with their memory, so not the objects."""
+        """Names of parameters that are not sharded; not the objects, which are replaced when memory is allocated."""
         if component.offload:
             self._offload = CPUOffloadPolicy(pin_memory=context.device.type == "cuda")
             self.parameter_device = torch.device("cpu")
 
     def apply(self, model: Model) -> Model:
-        """Shard the units of `model`, then what is left of it."""
+        """Shard the units of `model`, then the rest as the root unit."""
         assert isinstance(model, nn.Module)
         self._whole = self._routers(model)
         self._ignored = {model.get_parameter(name) for name in self._whole}
+        # From the inside out: `fully_shard` of a module manages all its parameters that no inner unit manages yet, so
+        # experts (on a mesh of their own) precede the blocks around them, and blocks precede the root.
         apart = [self._shard([module], self._reshards, mesh) for module, mesh in _with_own_ranks(model)]
         units = [self._shard(modules, self._reshards) for modules in inner_units(model)]
         root = self._shard([model], reshard_after_forward=False)
         self._units = [*apart, *units, root]
         for unit in self._units:
-            # Gradients are already divided by the tokens of the global batch: what is left to do is to add them up.
+            # The loss is divided by the tokens of the global batch already, so gradients are summed, not averaged.
             unit.set_force_sum_reduction_for_comms(True)
             unit.set_gradient_divide_factor(1.0)
         _prefetch(units, set(further_blocks(model)), self._component.prefetch)
@@ -76,16 +78,19 @@ class FSDPStage(ParallelStage):
         return model
 
     def describe(self) -> str:
-        """Over how many ranks parameters are split, and where they are."""
+        """Returns over how many ranks parameters are split, and whether they are on the host."""
         host = "; they, gradients and optimizer state on the host" if self._component.offload else ""
         return f"parameters split over {self._mesh.shape[-1]} ranks{host}"
 
     @contextmanager
     def micro_batch(self, model: Model, *, backward: bool, last: bool) -> Iterator[None]:
-        """Without a backward pass, nobody else would free the root, nor units that stay gathered after a forward pass;
-        weights that change meanwhile would go unseen."""
+        """Set up FSDP's hooks for one micro-batch; without a backward pass, free all units afterwards.
+
+        Only a backward pass frees the root, and units that stay gathered after a forward pass. Left gathered,
+        they would hold the weights of before the next update.
+        """
         assert isinstance(model, FSDPModule)
-        if not self._owns_gradients:
+        if not self._owns_gradients:  # here, not in `apply`: allocating memory replaces the parameters after it
             _own_gradients(model)
             self._owns_gradients = True
         if backward:
@@ -98,7 +103,8 @@ class FSDPStage(ParallelStage):
                 unit.reshard()
 
     def complete_gradients(self, model: Model) -> None:
-        """Sum what stayed whole; reduce what the micro-batches of a pipeline added up, and free what they gathered."""
+        """Sum gradients of parameters that are not sharded. In a pipeline, also reduce the gradients accumulated over
+        its micro-batches, and free units that stayed gathered."""
         if self._whole:
             assert isinstance(model, nn.Module)
             whole = [model.get_parameter(name) for name in self._whole]
@@ -107,8 +113,8 @@ class FSDPStage(ParallelStage):
             PipelineStage.perform_reduce_grad(SimpleNamespace(submod=model), grad_scale_factor=1)  # type: ignore[arg-type]
 
     def _routers(self, model: Any) -> list[str]:
-        """Weights of routers, where gathering would round them: experts are chosen by float32 scores, and with rounded
-        weights other ones than in one process. They are small, and stay whole on every rank.
+        """Names of router weights that gathering would round: experts are chosen by float32 scores, and rounded weights
+        would choose other experts than in one process. They are small, and stay whole on every rank.
 
         Offloaded parameters are on the host from one use to the next, so with `offload` these are gathered too.
         """
@@ -119,7 +125,7 @@ class FSDPStage(ParallelStage):
     def _shard(
         self, modules: list[nn.Module], reshard_after_forward: bool, mesh: DeviceMesh | None = None
     ) -> FSDPModule:
-        """One unit; gives its first module, which stands for it."""
+        """Shard modules as one unit. Returns its first module, on which FSDP keeps the unit's state."""
         fully_shard(
             modules,
             mesh=mesh or self._mesh,
@@ -136,8 +142,8 @@ def data_mesh(context: BuildContext) -> DeviceMesh:
     """The mesh that parameters are sharded on.
 
     Returns:
-        A mesh whose last dimension has all ranks with different tokens (`shard` x `cp`) but the copies along
-        `replicate`, which are a dimension before it if there are several.
+        A mesh whose last dimension has all ranks with different tokens (`shard` x `cp`), preceded by `replicate` where
+        there are several copies.
     """
     mesh, layout = context.mesh, context.layout
     assert mesh is not None
@@ -149,7 +155,7 @@ def data_mesh(context: BuildContext) -> DeviceMesh:
 
 
 def inner_units(model: nn.Module) -> list[list[nn.Module]]:
-    """The units of `fsdp_units`, but for that of the head. Of a model without them: each layer."""
+    """Returns the units of the model's `fsdp_units`, else one per layer; without the head, and without empty units."""
     if isinstance(model, HasFSDPUnits):
         units = [[model.get_submodule(name) for name in names] for names in model.fsdp_units()]
     else:
@@ -160,13 +166,13 @@ def inner_units(model: nn.Module) -> list[list[nn.Module]]:
 
 
 def _with_own_ranks(model: nn.Module) -> list[tuple[nn.Module, DeviceMesh]]:
-    """Modules on fewer data ranks than the rest, with the mesh that a stage before has left them (experts)."""
+    """Modules sharded over fewer ranks than the rest (experts), with the mesh that an earlier stage set on them."""
     return [(module, vars(module)["data_mesh"]) for module in model.modules() if "data_mesh" in vars(module)]
 
 
 def _prefetch(units: Sequence[FSDPModule], further: Container[FSDPModule | nn.Module], ahead: int) -> None:
-    """Further blocks only train, so no layer gathers them ahead: in an evaluation that would be left over, and the next
-    step would take it for what the weights are then."""
+    """Set the units that each unit gathers ahead. Layers do not prefetch further blocks, which only training runs: an
+    evaluation would leave them gathered, and the next step would use those stale weights."""
     if not ahead:
         return
     for number, unit in enumerate(units):
@@ -176,14 +182,14 @@ def _prefetch(units: Sequence[FSDPModule], further: Container[FSDPModule | nn.Mo
 
 
 def _own_gradients(model: Any) -> None:
-    """torch adds up in float32 what it has not reduced yet, and then keeps gradients in the dtype of parameters."""
+    """Set the dtype of gradients: FSDP accumulates unreduced ones in float32, then stores them like parameters."""
     for parameter in model.parameters():
         parameter.grad_dtype = parameter.dtype
 
 
 def _precision(dtype: torch.dtype, narrow: bool) -> MixedPrecisionPolicy:
-    """Parameters are gathered in the narrower of the dtype they are kept in (`narrow`: bfloat16) and the compute dtype.
-    Gradients are reduced in float32 or wider."""
+    """Parameters are gathered in the narrower of their own dtype (`narrow`: bfloat16) and the compute dtype, as that
+    is the least to send. Gradients are reduced in float32 or wider, so that sums are not rounded to bfloat16."""
     wide = torch.promote_types(dtype, torch.float32)
     gathered = torch.bfloat16 if narrow else dtype
     if gathered == wide:

@@ -1,7 +1,7 @@
-"""Memory of training, counted before there is any: on fake tensors, which have shapes and no content.
+"""Estimates memory of training before it is allocated, on fake tensors, which have shapes and no content.
 
-What a function keeps or takes is counted by the storages that the operations inside it make, so views and tensors that
-are saved twice count once, parameters and other inputs count nothing, and what recomputation forgets is not counted.
+Counts are of the storages that operations within a function allocate: views, and tensors saved twice, count once;
+parameters and other inputs, and activations that recomputation frees, do not count. Sizes are in bytes.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ Bytes = int
 
 
 class Allocations(TorchDispatchMode):
-    """Counts the bytes that operations within this context allocate and that are still there.
+    """Counts the bytes that operations within this context allocate and that are still in use.
 
-    Shapes only: `present` and `peak` are what an allocator without rounding would hold.
+    Shapes only: `present` and `peak` are the bytes of an allocator without rounding and fragmentation.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,8 @@ class Allocations(TorchDispatchMode):
 
     @property
     def present(self) -> Bytes:
-        """Of what was allocated, the bytes that something still refers to."""
+        """Returns allocated bytes that something still refers to."""
+        # Weak references: a storage counts until Python frees it, without hooks on every deletion.
         self._storages = {storage: size for storage, size in self._storages.items() if not storage.expired()}
         return sum(self._storages.values())
 
@@ -51,7 +52,7 @@ class Allocations(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for tensor in _tensors(result):
             storage = StorageWeakRef(tensor.untyped_storage())
-            if storage not in known:  # a view, or changed in place
+            if storage not in known:  # a known one: a view, or a tensor changed in place
                 self._storages.setdefault(storage, tensor.untyped_storage().nbytes())
         self.peak = max(self.peak, self.present)
         return result
@@ -61,18 +62,20 @@ def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def kept_bytes(function: Callable[[], Any]) -> Bytes:
-    """What is still allocated after `function`, as long as its result lives: of a forward pass, its result and what it
-    keeps for the backward pass. Parameters, and what else was there before, count nothing."""
+def saved_bytes(function: Callable[[], Any]) -> Bytes:
+    """Returns bytes still allocated after `function` while its result lives.
+
+    For a forward pass: its result and the tensors saved for the backward pass. Tensors from before do not count.
+    """
     with Allocations() as allocations:
         result = function()
         present = allocations.present
-    del result
+    del result  # only now: it holds the graph, and the graph the saved tensors
     return present
 
 
 def peak_bytes(function: Callable[[], Any]) -> Bytes:
-    """The most that is allocated at one time while `function` runs."""
+    """Returns the largest number of bytes allocated at one time while `function` runs."""
     with Allocations() as allocations:
         function()
     return allocations.peak
@@ -80,37 +83,38 @@ def peak_bytes(function: Callable[[], Any]) -> Bytes:
 
 @contextmanager
 def stand_ins(model: Model, device: torch.device, dtype: torch.dtype | None = None) -> Iterator[None]:
-    """Within this context, the model computes shapes: fake tensors on `device` stand in for what it has on the meta
-    device, this rank's part of what is split over ranks, and collectives send nothing.
+    """A context in which the model computes shapes only: fake tensors on `device` replace its parameters and buffers on
+    the meta device (of a split one, this rank's part), and collectives send nothing.
 
     Args:
-        dtype: of parameters; None: their own. With the compute dtype, as after a gathering by fsdp,
-            nothing is kept of their casts.
+        model: a model on the meta device.
+        device: the device that the shapes are computed for; nothing is allocated on it.
+        dtype: dtype of parameters; None: their own. With the compute dtype, as gathered by fsdp, no casts are saved.
     """
     assert isinstance(model, nn.Module)
-    held = [(module, dict(module._parameters), dict(module._buffers)) for module in model.modules()]
-    made: dict[int, Any] = {}
+    originals = [(module, dict(module._parameters), dict(module._buffers)) for module in model.modules()]
+    fakes: dict[int, Any] = {}  # by the original's id, so that tied parameters stay one
     with FakeTensorMode(allow_non_fake_inputs=True):
         try:
-            for module, parameters, buffers in held:
+            for module, parameters, buffers in originals:
                 for key, parameter in parameters.items():
-                    if parameter is not None and id(parameter) not in made:
-                        made[id(parameter)] = _fake(parameter, device, dtype)
-                    module._parameters[key] = made.get(id(parameter))
+                    if parameter is not None and id(parameter) not in fakes:
+                        fakes[id(parameter)] = _fake(parameter, device, dtype)
+                    module._parameters[key] = fakes.get(id(parameter))
                 for key, buffer in buffers.items():
                     if buffer is not None:
                         module._buffers[key] = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
             yield
         finally:
-            for module, parameters, buffers in held:
+            for module, parameters, buffers in originals:
                 module._parameters.update(parameters)
                 module._buffers.update(buffers)
 
 
 def optimizer_bytes(model: Model, context: BuildContext) -> Bytes:
-    """State that the job's optimizer keeps for a rank's parameters: a step is made on shapes.
+    """Returns bytes of the optimizer's state for this rank's parameters, by one step on shapes.
 
-    Sharding that is still to come, as by fsdp, divides it.
+    Stages that have not been applied yet, such as fsdp, divide it further.
     """
     with FakeTensorMode(allow_non_fake_inputs=True):
         parts = [
@@ -125,46 +129,50 @@ def optimizer_bytes(model: Model, context: BuildContext) -> Bytes:
 
 
 def _fake(parameter: nn.Parameter, device: torch.device, dtype: torch.dtype | None) -> nn.Parameter:
-    """Of the shape of this rank's part; within a mode that makes fake tensors."""
+    """A parameter with the shape of this rank's part; call within a `FakeTensorMode`."""
     local = local_part(parameter)
     return nn.Parameter(torch.empty(local.shape, dtype=dtype or local.dtype, device=device), parameter.requires_grad)
 
 
 def parameter_bytes(model: Model) -> Bytes:
-    """This rank's parameters, as they are now; tied ones once."""
+    """Returns bytes of this rank's parameters in their present split; tied ones count once."""
     return sum(local_part(parameter).numel() * parameter.element_size() for parameter in model.parameters())
 
 
 def gradient_bytes(model: Model) -> Bytes:
-    """Gradients of this rank's parameters while they add up: in float32 or wider, whatever parameters are kept in."""
+    """Returns bytes of this rank's gradients while they accumulate: in float32 or wider, whatever their dtype."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return sum(local_part(p).numel() * torch.promote_types(p.dtype, torch.float32).itemsize for p in trained)
 
 
-# --- what there is -----------------------------------------------------------------------------------------------
+# --- available memory ---------------------------------------------------------------------------------------------
 
 
 def device_memory(device: torch.device) -> Bytes:
-    """What a rank can still allocate on its device. Of a host, the share of one of its ranks."""
+    """Returns bytes that this rank can still allocate on its device; on a CPU, its share of the host."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return host_memory() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def host_memory(root: Path = Path("/")) -> Bytes:
-    """What the host can still give, within the limit of this process's control group (of containers and SLURM)."""
+    """Returns available bytes of the host, within the limit of this process's cgroup (containers, SLURM).
+
+    Args:
+        root: directory that holds `proc` and `sys`.
+    """
     lines = (root / "proc/meminfo").read_text().splitlines()
     free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
     return min([free, *_group_limits(root)])
 
 
 def _group_limits(root: Path) -> Iterator[Bytes]:
-    """What control groups leave, of both versions, where they limit anything."""
+    """Bytes that cgroups of both versions leave, where they set a limit."""
     names = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))
     for limit, used in names:
         try:
-            found = (root / "sys/fs/cgroup" / limit).read_text().strip()
-            if found != "max":
-                yield max(0, int(found) - int((root / "sys/fs/cgroup" / used).read_text()))
-        except OSError:
+            allowed = (root / "sys/fs/cgroup" / limit).read_text().strip()
+            if allowed != "max":
+                yield max(0, int(allowed) - int((root / "sys/fs/cgroup" / used).read_text()))
+        except OSError:  # this version of cgroups is not mounted
             continue

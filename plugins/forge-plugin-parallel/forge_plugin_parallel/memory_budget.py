@@ -1,4 +1,4 @@
-"""What training takes of a rank's memory with each mode of activation checkpointing, and which mode that leaves."""
+"""Estimates a rank's memory with each mode of activation checkpointing, and chooses the mode."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from forge_plugin_parallel.memory import (
     Bytes,
     device_memory,
     gradient_bytes,
-    kept_bytes,
     optimizer_bytes,
     parameter_bytes,
     peak_bytes,
+    saved_bytes,
     stand_ins,
 )
 from forge_plugin_parallel.recomputation import Checkpointed, Contexts
@@ -36,40 +36,46 @@ if TYPE_CHECKING:
     from forge_plugin_parallel.activation_checkpointing import ActivationCheckpointing
 
 FIRST, LAST = 0, 1
-"""Ends of a model."""
+"""Indices of a model's ends, as `HasEnds.ends` returns them."""
 NONE = "none"
 MODES = (NONE, "selective", "full")
 """From the least computation to the least memory."""
 USABLE = 0.9
-"""Of what a device has free: fragments, temporary tensors and communication buffers take the rest."""
+"""Usable share of free device memory: fragmentation, temporary tensors and communication buffers need the rest."""
 
 
 @frozen(kw_only=True)
 class Budget:
-    """Bytes that a rank takes, the most of all ranks, and bytes that it may take, the least of all ranks."""
+    """Bytes that a rank needs (largest of all ranks), and bytes available to it (smallest of all ranks)."""
 
     available: Bytes
     state: Mapping[str, Bytes]
-    """Whatever the mode: weights, gradients, …"""
+    """Needed with every mode: weights, gradients, …"""
     activations: Mapping[str, Bytes]
-    """By mode: at the most, of the loss or while a block is computed again."""
+    """Peak by mode: with the loss, or with one block being recomputed."""
 
     @classmethod
     def of(cls, model: Model, component: ActivationCheckpointing, context: BuildContext) -> Budget:
         """Estimate for a model on the meta device. Collective.
 
+        Args:
+            model: this rank's part of the model, after the stages that split it.
+            component: the settings of activation checkpointing.
+            context: of the build.
+
         Raises:
-            JobError: model, loss or optimizer cannot work on shapes alone.
+            JobError: model, loss or optimizer cannot run on shapes alone.
         """
-        given = component.memory_gb
-        available = int(given * 1e9) if given else int(USABLE * device_memory(context.device))
+        limit = component.memory_gb
+        available = int(limit * 1e9) if limit else int(USABLE * device_memory(context.device))
         try:
             state = _state(model, context)
             activations = _activations(model, component.every, context)
         except Exception as error:
-            seen = f"auto cannot estimate what this job takes: {type(error).__name__}: {error}"
-            fix = 'take "selective" or "full"'
-            raise JobError([Problem("parallel.activation_checkpointing.mode", f"{seen}; {fix}")]) from error
+            message = f"auto cannot estimate what this job takes: {type(error).__name__}: {error}"
+            hint = 'take "selective" or "full"'
+            raise JobError([Problem("parallel.activation_checkpointing.mode", f"{message}; {hint}")]) from error
+        # All ranks must choose one mode. One maximum serves: the smallest available is the negative of a largest.
         available, *largest = _agreed([-available, *state.values(), *activations.values()])
         numbers = iter(largest)
         return cls(
@@ -80,7 +86,7 @@ class Budget:
 
     @property
     def mode(self) -> str:
-        """The first that fits, else the last."""
+        """The first mode that fits, else the last."""
         return next((mode for mode in MODES if self.total(mode) <= self.available), MODES[-1])
 
     def total(self, mode: str) -> Bytes:
@@ -98,14 +104,14 @@ def _readable(size: Bytes) -> str:
 
 
 def _agreed(numbers: list[int]) -> list[int]:
-    """The largest on any rank, one by one."""
+    """Element-wise maximum over all ranks."""
     largest = torch.tensor(numbers, dtype=torch.int64)
     if dist.is_initialized():
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     return largest.tolist()
 
 
-# --- what does not depend on the mode ----------------------------------------------------------------------------
+# --- memory that does not depend on the mode ---------------------------------------------------------------------
 
 
 def _state(model: Model, context: BuildContext) -> dict[str, Bytes]:
@@ -123,13 +129,14 @@ def _state(model: Model, context: BuildContext) -> dict[str, Bytes]:
 
 
 def _shards(context: BuildContext) -> int:
-    """Ranks that will share each parameter."""
+    """Number of ranks over which fsdp will shard each parameter."""
     sharded = any("shard" in stage.degrees() for stage in context.job.parallel.values())
     return context.layout.token_ranks // context.layout.replicate if sharded else 1
 
 
 def _gathered(model: Model, reshards: bool, dtype: torch.dtype) -> Bytes:
-    """Parameters that are whole at one time, in the compute precision: what is in no block, and two blocks."""
+    """Bytes of parameters gathered at one time, in the compute dtype: those in no block, and the two largest blocks
+    (one computed, one prefetched)."""
     assert isinstance(model, nn.Module)
     blocks = sorted(sum(local_part(p).numel() for p in block.parameters()) for block in blocks_of(model))
     everything = sum(local_part(parameter).numel() for parameter in model.parameters())
@@ -141,8 +148,8 @@ def _gathered(model: Model, reshards: bool, dtype: torch.dtype) -> Bytes:
 
 
 def _activations(model: Model, every: int, context: BuildContext) -> dict[str, Bytes]:
-    """Kept for the backward passes of all micro-batches that are alive at one time, by each mode, and the most that is
-    needed besides. In a pipeline, of this rank's layers."""
+    """Peak activation bytes by mode: saved for the backward passes of all micro-batches in flight, plus the loss or a
+    recomputed block. In a pipeline, of this rank's layers."""
     job = context.job
     count, _ = micro_batches(job, context.layout)
     alive = max([stage.micro_batches_alive(count) for stage in job.parallel.values()], default=1.0)
@@ -151,35 +158,36 @@ def _activations(model: Model, every: int, context: BuildContext) -> dict[str, B
     with stand_ins(model, context.device, _compute_dtype(context)), Rehearsing(context.auxiliary):
         batch = _batch(model, context)
         carry = tuple(torch.empty(s, dtype=d, device=context.device).requires_grad_() for s, d in shapes)
-        blocks = _kept_of_blocks(model, carry, batch, context)
+        blocks = _saved_by_blocks(model, carry, batch, context)
         of_end, of_loss = dict.fromkeys(MODES, 0), 0
         if _has_end(model, LAST, context):
-            of_end = {mode: _kept_of_end(model, mode, carry, batch, context) for mode in MODES}
+            of_end = {mode: _saved_by_end(model, mode, carry, batch, context) for mode in MODES}
             hidden = model.finish(carry, batch).detach().requires_grad_()
             of_loss = peak_bytes(lambda: loss(model.head, hidden, batch).sum.backward())
         of_carry = sum(_size(tensor) for tensor in carry)
-    found = {}
+    peaks = {}
     for mode in MODES:
-        kept = of_end[mode] + sum(block[NONE if number % every else mode] for number, block in enumerate(blocks))
-        again = max(block[NONE] for block in blocks) if mode != NONE else 0
-        found[mode] = int(alive * (of_carry + kept)) + max(of_loss, again)
-    return found
+        saved = of_end[mode] + sum(block[NONE if number % every else mode] for number, block in enumerate(blocks))
+        recomputed = max(block[NONE] for block in blocks) if mode != NONE else 0
+        # The larger of both, not their sum: the loss is done before the first block is recomputed.
+        peaks[mode] = int(alive * (of_carry + saved)) + max(of_loss, recomputed)
+    return peaks
 
 
 def _carry(model: Model, context: BuildContext) -> list[tuple[torch.Size, torch.dtype]]:
-    """What travels between layers. In a pipeline, the first rank tells the others. Collective there."""
-    found: list[Any] = [None]
+    """Shape and dtype of activations between layers. In a pipeline, the first rank broadcasts them (collective)."""
+    shapes: list[Any] = [None]
     if _has_end(model, FIRST, context):
         with stand_ins(model, context.device, _compute_dtype(context)):
-            found = [[(tensor.shape, tensor.dtype) for tensor in model.embed(_batch(model, context))]]
+            shapes = [[(tensor.shape, tensor.dtype) for tensor in model.embed(_batch(model, context))]]
     pipeline = pipeline_group(context.mesh)
     if pipeline is not None:
-        dist.broadcast_object_list(found, group_src=0, group=pipeline)
-    return found[0]  # type: ignore[no-any-return]
+        dist.broadcast_object_list(shapes, group_src=0, group=pipeline)
+    return shapes[0]  # type: ignore[no-any-return]
 
 
 def _has_end(model: Model, end: int, context: BuildContext) -> bool:
-    """Whether this rank has an end of the model, which only a pipeline takes from it."""
+    """Whether this rank holds an end of the model; without a pipeline every rank does."""
     if context.layout.pp == 1:
         return True
     assert isinstance(model, HasEnds)
@@ -188,12 +196,12 @@ def _has_end(model: Model, end: int, context: BuildContext) -> bool:
 
 
 def _compute_dtype(context: BuildContext) -> torch.dtype | None:
-    """That of parameters while they are gathered; None where they are not."""
+    """Dtype of parameters while they are gathered; None where nothing gathers them."""
     return context.dtype if _shards(context) > 1 else None
 
 
 def _batch(model: Model, context: BuildContext) -> Batch:
-    """A micro-batch of sequences of one document each, prepared."""
+    """A prepared micro-batch whose sequences are one document each."""
     job, layout = context.job, context.layout
     rows, length = micro_batches(job, layout)[1], job.train.seq_len // layout.cp
     ids = torch.zeros(rows, length, dtype=torch.long, device=context.device)
@@ -201,36 +209,36 @@ def _batch(model: Model, context: BuildContext) -> Batch:
     return model.prepare(batch) if isinstance(model, Prepares) else batch
 
 
-def _kept_of_blocks(model: Model, carry: Carry, batch: Batch, context: BuildContext) -> list[dict[str, Bytes]]:
-    """Of each block, by mode. Blocks that are made alike are computed once."""
+def _saved_by_blocks(model: Model, carry: Carry, batch: Batch, context: BuildContext) -> list[dict[str, Bytes]]:
+    """Saved bytes of each block, by mode. Equal blocks are computed once."""
     known: dict[str, dict[str, Bytes]] = {}
-    found = []
+    sizes = []
     for block in model.layers.values():
-        made = f"{block} {[(key, tuple(parameter.shape)) for key, parameter in block.named_parameters()]}"
-        if made not in known:
-            known[made] = {mode: _kept(block, mode, carry, batch, context) for mode in MODES}
-        found.append(known[made])
-    return found
+        structure = f"{block} {[(key, tuple(parameter.shape)) for key, parameter in block.named_parameters()]}"
+        if structure not in known:
+            known[structure] = {mode: _saved(block, mode, carry, batch, context) for mode in MODES}
+        sizes.append(known[structure])
+    return sizes
 
 
-def _kept(block: nn.Module, mode: str, carry: Carry, batch: Batch, context: BuildContext) -> Bytes:
+def _saved(block: nn.Module, mode: str, carry: Carry, batch: Batch, context: BuildContext) -> Bytes:
     if mode == NONE:
-        return kept_bytes(lambda: block.forward(carry, batch))
+        return saved_bytes(lambda: block.forward(carry, batch))
     forward = Checkpointed(block.forward, Contexts.of(mode, context))
-    return kept_bytes(lambda: forward(carry, batch))
+    return saved_bytes(lambda: forward(carry, batch))
 
 
-def _kept_of_end(model: Model, mode: str, carry: Carry, batch: Batch, context: BuildContext) -> Bytes:
-    """What is computed after the last layer and before the loss, with blocks that it has of its own."""
+def _saved_by_end(model: Model, mode: str, carry: Carry, batch: Batch, context: BuildContext) -> Bytes:
+    """Saved bytes between the last layer and the loss, including further blocks, which are checkpointed too."""
     blocks = further_blocks(model) if mode != NONE else []
-    held = [block.forward for block in blocks]
+    originals = [block.forward for block in blocks]
     contexts = Contexts.of(mode, context)
     try:
         for block in blocks:
             block.forward = Checkpointed(block.forward, contexts)
-        return kept_bytes(lambda: model.finish(carry, batch))
+        return saved_bytes(lambda: model.finish(carry, batch))
     finally:
-        for block, forward in zip(blocks, held, strict=True):
+        for block, forward in zip(blocks, originals, strict=True):
             block.forward = forward
 
 

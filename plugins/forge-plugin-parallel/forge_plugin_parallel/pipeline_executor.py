@@ -1,6 +1,6 @@
 """Runs micro-batches through a pipeline.
 
-Shapes: B sequences of a micro-batch, S positions.
+Shapes: B sequences of a micro-batch, S positions. A carry is the activations between two pipeline stages.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ SCHEDULES: dict[str, Callable[..., Any]] = {
     "dualpipe_v": pipelining.ScheduleDualPipeV,
 }
 Shapes = tuple[tuple[torch.Size, torch.dtype], ...]
-"""Of the tensors of a carry."""
+"""Shape and dtype of each tensor of a carry."""
 
 
 class PipelineExecutor:
     """See `forge_core.contracts.runtime.Executor`.
 
-    Every rank gets every micro-batch: only the carry travels. All schedules run the forward passes of a stage in the
-    order of the micro-batches, so that each stage knows by counting which one it sees. torch's schedules are given the
-    numbers for input all the same, and these must agree.
+    Every rank receives every micro-batch: only the carry is sent. All schedules run the forward passes of a stage in
+    the order of the micro-batches, so each stage identifies its micro-batch by counting. torch's schedules receive the
+    micro-batch numbers as their input too, and a disagreement raises.
     """
 
     def __init__(
@@ -70,10 +70,13 @@ class PipelineExecutor:
         self._step: _Step | None = None
 
     def train_step(self, batches: Sequence[Batch], denominator: Tensor) -> StepOutput:
+        # Before `around`: the first micro-batch of a shape runs a forward pass of its own to learn the carry's shapes.
         schedule = self._schedule_for(len(batches), self._carry_of(batches[0]))
         self._step = _Step([self._prepared(batch) for batch in batches], denominator)
         numbers = torch.arange(len(batches))
         first = (numbers,) if 0 in self._own else ()
+        # One context for the step, with last=False: micro-batches overlap, so no backward pass is known to be the last,
+        # and stages reduce gradients in `complete_gradients`.
         with around(self._stages, self._model, backward=True, last=False):
             schedule.step(*first, number=numbers, target=numbers, return_outputs=False)
         outputs, self._step = self._step.outputs, None
@@ -93,11 +96,13 @@ class PipelineExecutor:
     def _schedule_for(self, count: int, shapes: Shapes) -> Any:
         if (count, shapes) not in self._schedules:
             own = [self._torch_stage(number, shapes) for number in self._own]
+            # scale_grads=False: the loss is divided by the tokens of the global batch, not by micro-batches.
             build, stages = SCHEDULES[self._schedule], own[0] if self._schedule in ONE_STAGE else own
             self._schedules[count, shapes] = build(stages, count, loss_fn=self._loss_of, scale_grads=False)
         return self._schedules[count, shapes]
 
     def _torch_stage(self, number: int, shapes: Shapes) -> _Stage:
+        """One pipeline stage for torch's schedules, with shapes given so that torch does not infer them by a run."""
         sections = self._pipeline.sections
         carry = tuple(torch.empty(size, dtype=dtype, device="meta", requires_grad=True) for size, dtype in shapes)
         module = _StageModule(self._model, sections[number], partial(self._next_batch, number), shapes)
@@ -125,11 +130,12 @@ class PipelineExecutor:
     # --- evaluation ------------------------------------------------------------------------------------------------
 
     def _pass_through(self, batch: Batch, shapes: Shapes, loss: LossFunction) -> list[LossOutput]:
-        """One micro-batch through all stages, forward only; the loss on the rank of the last stage."""
+        """Run a micro-batch through all stages, forward only. Returns [its loss] on the last rank, else []."""
         owners, rank = self._pipeline.owners, self._pipeline.rank
         carry: Any = ()
         for number, section in enumerate(self._pipeline.sections):
             if owners[number] == rank:
+                # Neighbouring stages on one rank (schedules in a V) pass the carry on without sending it.
                 if number and owners[number - 1] != rank:
                     carry = self._receive(shapes, owners[number - 1])
                 carry = self._model(batch, carry, section)
@@ -150,22 +156,23 @@ class PipelineExecutor:
         return self._model.prepare(batch) if isinstance(self._model, Prepares) else batch
 
     def _carry_of(self, batch: Batch) -> Shapes:
-        """Shapes of what travels for micro-batches like this one. The first rank finds out, once for each shape, and
-        tells the others."""
+        """Returns the carry's shapes for micro-batches of this shape. Collective the first time for each shape: only
+        the first rank can run `embed`, and it broadcasts the result."""
         key = batch["input_ids"].shape
         if key not in self._carries:
-            found: list[Any] = [None]
+            shapes: list[Any] = [None]
             if 0 in self._own:
                 with torch.no_grad(), around(self._stages, self._model, backward=False, last=True):
                     carry = self._model(self._prepared(batch), (), Section((), first=True))
-                found = [tuple((tensor.shape, tensor.dtype) for tensor in carry)]
-            dist.broadcast_object_list(found, group_src=self._pipeline.owners[0], group=self._pipeline.group)
-            self._carries[key] = found[0]
+                shapes = [tuple((tensor.shape, tensor.dtype) for tensor in carry)]
+            dist.broadcast_object_list(shapes, group_src=self._pipeline.owners[0], group=self._pipeline.group)
+            self._carries[key] = shapes[0]
         return self._carries[key]
 
     def _shared(self, outputs: Sequence[LossOutput], batches: Sequence[Batch]) -> StepOutput:
-        """What the last rank found, on every rank."""
+        """Broadcast the loss sums and counts of the last rank. Returns the step's output on every rank."""
         rows = sum(len(batch["labels"]) for batch in batches)
+        # Sums and counts in one float64 tensor: one broadcast, and counts stay exact.
         both = torch.zeros(2, rows, dtype=torch.float64, device=self._device)
         if outputs:
             both.copy_(torch.stack([part.double() for part in combine(outputs).per_sequence]))
@@ -175,35 +182,37 @@ class PipelineExecutor:
 
 
 class _Step:
-    """The micro-batches of a step, and what the loss made of them."""
+    """The micro-batches of a step, and their losses."""
 
     def __init__(self, batches: Sequence[Batch], denominator: Tensor) -> None:
         self.batches, self.denominator = batches, denominator
         self.outputs: list[LossOutput] = []
-        self._seen: Counter[int | str] = Counter()
+        self._taken: Counter[int | str] = Counter()
 
     def next_batch(self, who: int | str, number: Tensor) -> Batch:
-        """The micro-batch whose turn it is for a stage, or for the loss.
+        """Returns the next micro-batch in order for a stage, or for the loss.
 
         Args:
-            number: which one the schedule says it is. In a plan it is a tensor without content.
+            who: number of the stage, or "loss"; each counts by itself.
+            number: the schedule's number of the micro-batch, a fake tensor while a step is planned.
 
         Raises:
-            ForgeError: the schedule takes them in another order.
+            ForgeError: the schedule runs micro-batches in another order.
         """
-        expected = self._seen[who]
-        self._seen[who] += 1
+        expected = self._taken[who]
+        self._taken[who] += 1
+        # Only for a plain tensor: a fake one, while a step is planned, has no value to compare.
         if type(number) is Tensor and int(number) != expected:
             raise ForgeError(f"parallel.pp: {who} is given micro-batch {int(number)} in the place of {expected}")
         return self.batches[expected]
 
 
 class _Stage(pipelining.PipelineStage):
-    """A stage that has memory for what it receives from when it asks for it until it has computed with it.
+    """A stage whose receive buffers exist only from the receive operation to the end of the computation on them.
 
-    torch's takes room for the activations and the gradients of all micro-batches of a step, in the first step, and
-    keeps it: 28 GB for DeepSeek-V3 with 240 micro-batches of 4,096 positions. Here, shapes on the device `meta` keep
-    the place.
+    torch's own allocates buffers for activations and gradients of all micro-batches in the first step and never frees
+    them: 28 GB for DeepSeek-V3 with 240 micro-batches of 4,096 positions. Here tensors on the device `meta` stand in
+    for buffers that are not in use.
     """
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
@@ -242,20 +251,21 @@ class _Stage(pipelining.PipelineStage):
     def backward_one_chunk(self, bwd_chunk_id: int, loss: Any = None, *args: Any, **kwargs: Any) -> None:
         super().backward_one_chunk(bwd_chunk_id, loss, *args, **kwargs)
         if loss is not None:
-            loss.detach_()  # torch's schedules keep all losses of a step, and a loss keeps what its stage received
+            # torch's schedules hold all losses of a step, and the graph of a loss holds the stage's received tensors.
+            loss.detach_()
         _move(self.grad_recv_info.get(bwd_chunk_id, ()), torch.device("meta"))
 
 
 def _move(received: Iterable[Any], device: torch.device) -> None:
-    """New tensors like those that are received, or will be, in their place."""
+    """Replace receive buffers by new tensors of the same shape on `device`."""
     for info in received:
         if (old := getattr(info, "buffer", None)) is not None:
             info.buffer = torch.empty_like(old, device=device, requires_grad=old.requires_grad)
 
 
 class _StageModule(nn.Module):
-    """A section as torch's pipeline calls it. Its parameters are those of the section alone: schedules that split the
-    backward pass look at them."""
+    """A section as torch's pipeline calls it. It lists the section's parameters only: schedules that split the backward
+    pass compute the gradients of all parameters listed."""
 
     def __init__(self, model: Any, section: Section, next_batch: Callable[[Tensor], Batch], shapes: Shapes) -> None:
         super().__init__()
@@ -264,19 +274,23 @@ class _StageModule(nn.Module):
         names += last if section.last else ()
         self.parts = nn.ModuleList([model.get_submodule(name) for name in names])
         self._section, self._next_batch, self._shapes = section, next_batch, shapes
-        self._call = (model,)  # in a tuple, which torch does not look into
+        self._call = (model,)  # in a tuple, so that nn.Module does not register the whole model as a child
 
     def forward(self, *carry: Tensor, number: Tensor) -> Any:
-        """
+        """Run the section on the next micro-batch.
+
         Raises:
-            ForgeError: what comes out is not what the next stage is told to expect.
+            ForgeError: the carry has other shapes or dtypes than the next stage expects.
         """
         (model,) = self._call
         out = model(self._next_batch(number), () if self._section.first else carry, self._section)
         if self._section.last:
             return out
-        found = tuple((tensor.shape, tensor.dtype) for tensor in out)
-        if found != self._shapes:
-            seen = f"after layer {self._section.layers[-1]} it is {found}, after embed() {self._shapes}"
-            raise ForgeError(f"parallel.pp: the carry must have the same shapes and dtypes between all layers: {seen}")
-        return tuple(tensor.clone() if tensor._is_view() else tensor for tensor in out)  # torch detaches them in place
+        shapes = tuple((tensor.shape, tensor.dtype) for tensor in out)
+        if shapes != self._shapes:
+            places = f"after layer {self._section.layers[-1]} it is {shapes}, after embed() {self._shapes}"
+            raise ForgeError(
+                f"parallel.pp: the carry must have the same shapes and dtypes between all layers: {places}"
+            )
+        # torch detaches outputs in place, which autograd refuses for views.
+        return tuple(tensor.clone() if tensor._is_view() else tensor for tensor in out)

@@ -27,15 +27,15 @@ IN_ROUNDS = ("interleaved_1f1b", "interleaved_zero_bubble")
 FILLED = ("1f1b", "dualpipe_v")
 """Schedules that need at least as many micro-batches as stages."""
 V_SHAPED = ("zbv", "dualpipe_v")
-"""Schedules in which each rank has two stages, the last rank's following each other."""
+"""Schedules in which each rank has two stages; the two of the last rank are neighbours."""
 SPLIT_BACKWARD = ("interleaved_zero_bubble", "zbv", "dualpipe_v")
-"""Schedules that compute gradients of activations and of weights apart."""
+"""Schedules that compute gradients of activations and of weights separately."""
 
 
 @frozen(kw_only=True)
 class PipelineParallel(ParallelComponent):
     """Pipeline parallel: each rank has some of the layers, and micro-batches go from rank to rank
-    (torch.distributed.pipelining). For models that say what their `ends()` are.
+    (torch.distributed.pipelining). For models that define `ends()`.
 
     The idle share of a step falls with the number of micro-batches, `train.global_batch_size` divided by data-parallel
     ranks and `train.micro_batch_size`.
@@ -73,7 +73,7 @@ class PipelineParallel(ParallelComponent):
         return self.degree > 1
 
     def micro_batches_alive(self, count: int) -> float:
-        """As the orders of torch's schedules have it, for the rank that keeps the most."""
+        """Follows the order of torch's schedules, for the rank that holds the most activations."""
         if self.degree == 1:
             return 1.0
         per_rank = self.stages // self.degree
@@ -95,50 +95,52 @@ class PipelineParallel(ParallelComponent):
             yield Problem("layers", f"has {len(self.layers)} entries, and there are {self.stages} stages")
         wanted = {**dict.fromkeys(ONE_STAGE, 1), **dict.fromkeys(V_SHAPED, 2)}.get(self.schedule)
         if wanted and self.stages_per_rank not in (0, wanted):
-            seen = f"{self.stages_per_rank}, but {self.schedule} has {wanted} a rank"
-            yield Problem("stages_per_rank", f"{seen}; leave it out, or take another schedule")
+            message = f"{self.stages_per_rank}, but {self.schedule} has {wanted} a rank"
+            yield Problem("stages_per_rank", f"{message}; leave it out, or take another schedule")
         if self.splits_backward and job.optimizer.parameter_dtype == "bf16":
-            seen = f"{self.schedule} adds gradients up by itself, and with parameters in bf16 it would do so in bf16"
-            yield Problem("schedule", f"{seen}; take another schedule")
+            message = f"{self.schedule} adds gradients up by itself, and with parameters in bf16 it would do so in bf16"
+            yield Problem("schedule", f"{message}; take another schedule")
         if job.train.global_batch_size % layout.data_parallel == 0:
             yield from self._micro_batch_problems(micro_batches(job, layout)[0])
 
     def _micro_batch_problems(self, count: int) -> Iterable[Problem]:
-        fix = "change train.micro_batch_size or train.global_batch_size, or take another schedule"
+        hint = "change train.micro_batch_size or train.global_batch_size, or take another schedule"
         if self.schedule in IN_ROUNDS and count % max(1, count // self.degree):
-            seen = (
+            message = (
                 f"{count} micro-batches cannot be run in {count // self.degree} equal rounds, as {self.schedule} does"
             )
-            yield Problem("schedule", f"{seen}; {fix}")
+            yield Problem("schedule", f"{message}; {hint}")
         if self.degree > 1 and self.schedule in FILLED and count < self.stages:
-            seen = f"{self.schedule} needs a micro-batch for each of the {self.stages} stages, and there are {count}"
-            yield Problem("schedule", f"{seen}; {fix}")
+            message = f"{self.schedule} needs a micro-batch for each of the {self.stages} stages, and there are {count}"
+            yield Problem("schedule", f"{message}; {hint}")
 
     def model_problems(self, model: Model, layout: Layout) -> Iterable[Problem]:
         if layout.pp == 1:
             return
         if not isinstance(model, HasEnds):
-            seen = f"{type(model).__name__} has no ends(), so it cannot be cut"
-            yield Problem("", f"{seen}; leave the stage out, or add ends() to the model")
+            message = f"{type(model).__name__} has no ends(), so it cannot be cut"
+            yield Problem("", f"{message}; leave the stage out, or add ends() to the model")
         if self.splits_backward and isinstance(model, HasEnds):
             yield from self._sharing_problems(model)
         layers = len(model.layers)
         if layers < self.stages:
-            seen = f"{self.stages} stages, but the model has {layers} layers"
-            yield Problem("degree", f"{seen}; lower it or stages_per_rank")
+            message = f"{self.stages} stages, but the model has {layers} layers"
+            yield Problem("degree", f"{message}; lower it or stages_per_rank")
         elif self.layers and sum(self.layers) != layers:
             yield Problem("layers", f"adds up to {sum(self.layers)} layers, but the model has {layers}")
 
     def _sharing_problems(self, model: Model) -> Iterable[Problem]:
-        """torch goes back from each place where a weight is used, and through what lies between two of them twice."""
+        """A split backward pass starts at each use of a weight, so the graph between two uses would run twice."""
         from forge_core.parallel.initialise import ties
 
         for end in model.ends():  # type: ignore[attr-defined]
             for other, name in ties(model).items():
                 if {other.rpartition(".")[0], name.rpartition(".")[0]} <= set(end):
-                    seen = f"{self.schedule} computes gradients of weights apart, and cannot where {other} and {name}"
-                    fix = "take another schedule, or do not tie them"
-                    yield Problem("schedule", f"{seen}, which are one parameter, are in one stage; {fix}")
+                    message = (
+                        f"{self.schedule} computes gradients of weights apart, and cannot where {other} and {name}"
+                    )
+                    hint = "take another schedule, or do not tie them"
+                    yield Problem("schedule", f"{message}, which are one parameter, are in one stage; {hint}")
 
     def build(self, context: BuildContext) -> ParallelStage:
         if self.degree == 1:

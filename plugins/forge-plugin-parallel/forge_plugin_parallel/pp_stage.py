@@ -1,4 +1,4 @@
-"""The stage of the component `pp`: cuts a model, and leaves a rank its sections."""
+"""The stage of the component `pp`: cuts a model and removes from each rank the sections of the others."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @define(kw_only=True)
 class Pipeline:
-    """The ranks of a pipeline and what each has; shared by the stage and its executor."""
+    """The ranks of a pipeline and the sections of each; shared by the stage and its executor."""
 
     group: dist.ProcessGroup
     ranks: int
@@ -38,14 +38,14 @@ class Pipeline:
     owners: Sequence[int]
     """Rank of each pipeline stage in `group`."""
     sections: Sequence[Section] = ()
-    """The part of the model that each pipeline stage has; set when the model is cut."""
+    """The part of the model that each pipeline stage computes; set when the model is cut."""
 
 
 class PipelineParallelStage(ParallelStage):
-    """Leaves a rank the layers of its pipeline stages, and brings the executor that runs micro-batches through them.
+    """Keeps the layers of this rank's pipeline stages, and provides the executor that runs micro-batches through them.
 
-    A parameter that ties the ends together is kept where either end is. Its gradients are summed over those ranks,
-    which then make the same update.
+    A parameter tied between the two ends exists on every rank that holds either end. Its gradients are summed over
+    these ranks, so that their copies receive the same update.
     """
 
     def __init__(self, component: PipelineParallel, context: BuildContext) -> None:
@@ -59,21 +59,23 @@ class PipelineParallelStage(ParallelStage):
             owners=ranks_of(component.stages, context.layout.pp, component.schedule in V_SHAPED),
         )
         self._shared: dict[str, tuple[int, ...]] = {}
-        """Of parameters that several ranks have, these ranks."""
+        """Pipeline ranks that hold a parameter, by its name, for parameters on several ranks."""
 
     def apply(self, model: Model) -> Model:
-        """Leave this rank the modules of its sections, and let `model(batch, carry, section)` compute one of them."""
+        """Remove modules of other ranks' sections, and let `model(batch, carry, section)` compute one section."""
         assert isinstance(model, nn.Module)
         assert isinstance(model, HasEnds)
         layers: nn.ModuleDict = model.layers
         self._pipeline.sections = sections(list(layers), self._layer_counts(model))
-        kept = [self._modules_of(model, rank) for rank in range(self._pipeline.ranks)]
-        self._find_shared(model, kept)
+        # All ranks' modules, not only this one's: process groups of shared parameters are created by every rank alike.
+        modules_by_rank = [self._modules_of(model, rank) for rank in range(self._pipeline.ranks)]
+        self._find_shared(model, modules_by_rank)  # before modules go: it reads the parameters of all ranks
+        own = modules_by_rank[self._pipeline.rank]
         for name in list(layers):
-            if f"layers.{name}" not in kept[self._pipeline.rank]:
+            if f"layers.{name}" not in own:
                 del layers[name]
         for end in model.ends():
-            for name in set(end) - kept[self._pipeline.rank]:
+            for name in set(end) - own:  # replaced rather than deleted: the model's own code refers to them
                 parent, _, key = name.rpartition(".")
                 setattr(model.get_submodule(parent), key, Absent(name, self._pipeline.rank))
         model.forward = SectionForward(model)
@@ -92,15 +94,15 @@ class PipelineParallelStage(ParallelStage):
         return PipelineExecutor(model, loss, stages, self._pipeline, self._component.schedule, self._context.device)
 
     def complete_gradients(self, model: Model) -> None:
-        """Sum the gradients of parameters that several ranks have."""
+        """Sum the gradients of parameters that several ranks hold."""
         assert isinstance(model, nn.Module)
         for ranks, group in self._groups.items():
-            if self._pipeline.rank in ranks:  # a rank between the ends has none of these parameters
+            if self._pipeline.rank in ranks:  # a rank between the ends holds none of these parameters
                 shared = [model.get_parameter(name) for name, holders in self._shared.items() if holders == ranks]
                 sum_gradients(shared, partial(dist.all_reduce, group=group))
 
     def counted_elsewhere(self, model: Model) -> Iterable[nn.Parameter]:
-        """A shared parameter is counted by the first rank that has it."""
+        """Returns the shared parameters of which this rank is not the first holder, which alone counts them."""
         assert isinstance(model, nn.Module)
         shared = [name for name, ranks in self._shared.items() if self._pipeline.rank in ranks[1:]]
         return [model.get_parameter(name) for name in shared]
@@ -108,6 +110,7 @@ class PipelineParallelStage(ParallelStage):
     # --- cutting ---------------------------------------------------------------------------------------------------
 
     def _layer_counts(self, model: HasEnds) -> Sequence[int]:
+        """Layers per pipeline stage: the job's, else balanced by FLOPs, or by weights where the model has no FLOPs."""
         if self._component.layers:
             return self._component.layers
         if isinstance(model, HasLayerFlops):
@@ -121,30 +124,33 @@ class PipelineParallelStage(ParallelStage):
         return balance(costs, len(self._pipeline.owners), last=last)
 
     def _modules_of(self, model: Any, rank: int) -> set[str]:
-        """Names of the modules that a rank keeps: layers, and those of the ends."""
+        """Names of the modules of a rank: its layers, and modules of an end that it holds."""
         owned = zip(self._pipeline.sections, self._pipeline.owners, strict=True)
         own = [section for section, owner in owned if owner == rank]
-        kept = {f"layers.{name}" for section in own for name in section.layers}
+        modules = {f"layers.{name}" for section in own for name in section.layers}
         first, last = model.ends()
-        kept |= set(first) if any(section.first for section in own) else set()
-        kept |= set(last) if any(section.last for section in own) else set()
+        modules |= set(first) if any(section.first for section in own) else set()
+        modules |= set(last) if any(section.last for section in own) else set()
+        # After the ends: a rank that holds one of two tied modules needs both, so that the tie itself stays intact.
         for pair in ties(model).items():
             tied = {name.rpartition(".")[0] for name in pair}
-            kept |= tied if tied & kept else set()
-        return kept
+            modules |= tied if tied & modules else set()
+        return modules
 
-    def _find_shared(self, model: nn.Module, kept: Sequence[set[str]]) -> None:
+    def _find_shared(self, model: nn.Module, modules_by_rank: Sequence[set[str]]) -> None:
+        """Record which ranks hold a parameter together, and create their process groups. Collective."""
         holders: dict[str, list[int]] = {}
-        for rank, modules in enumerate(kept):
+        for rank, modules in enumerate(modules_by_rank):
             for module in modules:
                 for name, _ in model.get_submodule(module).named_parameters(prefix=module):
                     holders.setdefault(name, []).append(rank)
         names = {name for name, _ in model.named_parameters()}
         self._shared = {name: tuple(ranks) for name, ranks in holders.items() if len(ranks) > 1 and name in names}
+        # Sorted, as creating a group is collective: every rank of the run must create them in the same order.
         self._groups = {ranks: self._group_of(ranks) for ranks in sorted(set(self._shared.values()))}
 
     def _group_of(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-        """The process group of some ranks of this pipeline. Every rank of the run makes those of all pipelines."""
+        """The process group of some ranks of this pipeline. Every rank of the run creates those of all pipelines."""
         lines = self._mesh.mesh.movedim(self._mesh.mesh_dim_names.index("pp"), 0).flatten(1)  # type: ignore[union-attr]
         lists = lines[list(ranks)].T.tolist()
         group, _ = dist.new_subgroups_by_enumeration(lists, timeout=group_timeout())
@@ -152,16 +158,24 @@ class PipelineParallelStage(ParallelStage):
 
 
 class SectionForward:
-    """In the place of a model's `forward`: one section of it."""
+    """Replaces a model's `forward` by that of one section."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
 
     def __call__(self, batch: Batch, carry: Carry = (), section: Section | None = None) -> Carry | Tensor:
-        """The carry after the section, or after the last one the final hidden states.
+        """Run one section of the model.
+
+        Args:
+            batch: one micro-batch; every rank holds all of it.
+            carry: activations from the section before; ignored by the first section.
+            section: the section to run.
+
+        Returns:
+            The carry after the section, or after the last one the final hidden states (B, S, D).
 
         Raises:
-            ForgeError: it is called like a whole model.
+            ForgeError: called without a section, like a whole model.
         """
         if section is None:
             raise ForgeError("in a pipeline no rank has the whole model: use the executor (context.executor) instead")
@@ -174,18 +188,18 @@ class SectionForward:
 
 
 class Absent(nn.Module):
-    """In the place of a module that another pipeline rank has."""
+    """Replaces a module that another pipeline rank holds."""
 
     def __init__(self, name: str, rank: int) -> None:
         super().__init__()
-        self._seen = f"pipeline rank {rank} does not have {name}"
+        self._message = f"pipeline rank {rank} does not have {name}"
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise ForgeError(self._seen)
+        raise ForgeError(self._message)
 
 
 def _keep_roles(model: nn.Module) -> None:
-    """A model says what its parameters are for; of those that this rank has."""
+    """Restrict the model's declared roles to the parameters of this rank."""
     if isinstance(model, HasRoles):
         own = {name for name, _ in model.named_parameters()}
         roles = {name: role for name, role in model.parameter_roles().items() if name in own}
@@ -193,7 +207,7 @@ def _keep_roles(model: nn.Module) -> None:
 
 
 def _weights(module: nn.Module) -> float:
-    """Those that multiply a token."""
+    """Number of weights that multiply a token."""
     return sum(parameter.numel() for parameter in module.parameters() if parameter.ndim > 1)
 
 

@@ -1,4 +1,4 @@
-"""Forward passes that forget what they computed, and compute it again for the backward pass."""
+"""Activation checkpointing (Chen et al. 2016): intermediate results are recomputed for the backward pass."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from forge_core.contracts.contexts import BuildContext
 
 _aten = torch.ops.aten
-KEPT = frozenset(
+SAVED = frozenset(
     {
         _aten.mm.default,
         _aten.addmm.default,
@@ -31,12 +31,12 @@ KEPT = frozenset(
         torch.ops._c10d_functional.reduce_scatter_tensor.default,
     }
 )
-"""Operations whose results `selective` keeps: slow ones, and collectives whose results are small."""
+"""Operations whose results `selective` saves: slow ones, and collectives whose results are small."""
 
 
 @frozen
 class Checkpointed:
-    """A forward pass whose intermediate results are computed again in the backward pass."""
+    """A forward pass whose intermediate results are recomputed in the backward pass."""
 
     forward: Callable[..., Any]
     contexts: Contexts
@@ -44,7 +44,7 @@ class Checkpointed:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
-        if torch.compiler.is_compiling():  # what is computed again is part of the graph, and counts nothing twice
+        if torch.compiler.is_compiling():  # recomputation is traced into the graph, so metrics need no context
             selective: dict[str, Any] = {"context_fn": SELECTIVE} if self.contexts.selective else {}
             return checkpoint(self.forward, *args, use_reentrant=False, **selective, **kwargs)
         return checkpoint(self.forward, *args, use_reentrant=False, context_fn=self.contexts, **kwargs)
@@ -52,32 +52,33 @@ class Checkpointed:
 
 @frozen
 class Contexts:
-    """Gives the contexts of a forward pass and of its recomputation, in which metrics do not count again."""
+    """Returns, when called, contexts of a forward pass and of its recomputation, which does not count metrics again."""
 
     recomputing: AbstractContextManager[None]
     selective: bool
 
     @classmethod
     def of(cls, mode: str, context: BuildContext) -> Contexts:
-        """Those of a mode: `full` or `selective`."""
+        """Returns the contexts of a mode: `full` or `selective`."""
         return cls(Recomputing(context.auxiliary), mode == "selective")
 
     def __call__(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         if not self.selective:
             return nullcontext(), self.recomputing
         forward, recompute = SELECTIVE()
+        # Both around the recomputation only: the forward pass counts metrics once.
         return forward, _Both(recompute, self.recomputing)
 
 
 def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operation in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if operation in SAVED else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 SELECTIVE = partial(create_selective_checkpoint_contexts, _policy)
 
 
 class _Both(AbstractContextManager[None]):
-    """Two contexts as one."""
+    """Several contexts as one, left in the reverse order."""
 
     def __init__(self, *contexts: AbstractContextManager[Any]) -> None:
         self._contexts, self._stack = contexts, ExitStack()

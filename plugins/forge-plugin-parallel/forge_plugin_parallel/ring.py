@@ -1,10 +1,10 @@
-"""Causal attention over positions that lie on several ranks, block by block.
+"""Causal attention over positions on several ranks, block by block (ring attention, Liu et al. 2023).
 
-A block is the queries of one rank and the keys of one. Its result and the logarithm of its softmax's normaliser are
-all that is needed to put blocks together.
+A block is the queries of one rank and the keys of one. Blocks are combined from their results and the logarithms of
+their softmax's normalisers (logsumexp), as in flash attention, so no rank holds all scores.
 
 Shapes: B sequences, s query positions, t key positions, H query heads, K key/value heads, R = H / K, E width of a head,
-V that of its values: E or less.
+V that of its values (at most E).
 """
 
 from __future__ import annotations
@@ -19,37 +19,48 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 
-class Piece(NamedTuple):
-    """Positions, as they lie on a rank."""
+class RankPositions(NamedTuple):
+    """Positions that a rank holds, in its order."""
 
-    places: Tensor
-    """(s,) where they stand in the sequence."""
+    positions: Tensor
+    """(s,) indices into the sequence."""
     documents: Tensor | None
-    """(B, s) the number of each one's document; None: a sequence is one document."""
+    """(B, s) number of each position's document; None: a sequence is one document."""
 
-    def part(self, rows: slice) -> Piece:
-        """Some of them."""
-        return Piece(self.places[rows], None if self.documents is None else self.documents[:, rows])
+    def part(self, rows: slice) -> RankPositions:
+        """Returns a slice of these positions."""
+        return RankPositions(self.positions[rows], None if self.documents is None else self.documents[:, rows])
 
     @classmethod
-    def joined(cls, pieces: Sequence[Piece]) -> Piece:
-        """All of them, one after the other."""
-        documents = [piece.documents for piece in pieces if piece.documents is not None]
-        return cls(torch.cat([piece.places for piece in pieces]), torch.cat(documents, 1) if documents else None)
+    def concatenate(cls, parts: Sequence[RankPositions]) -> RankPositions:
+        """Returns the positions of several ranks, in the order of the ranks."""
+        documents = [part.documents for part in parts if part.documents is not None]
+        return cls(torch.cat([part.positions for part in parts]), torch.cat(documents, 1) if documents else None)
 
 
-def visible(queries: Piece, keys: Piece) -> Tensor:
-    """Which key a query sees: none after it, none of another document. (B or 1, 1, s, t) bool."""
-    mask = (queries.places[:, None] >= keys.places)[None, None]
+def visible(queries: RankPositions, keys: RankPositions) -> Tensor:
+    """Returns a mask (B or 1, 1, s, t), true where a query sees a key: none after it, none of another document."""
+    mask = (queries.positions[:, None] >= keys.positions)[None, None]
     if queries.documents is None or keys.documents is None:
         return mask
     return mask & (queries.documents[:, None, :, None] == keys.documents[:, None, None, :])
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, queries: Piece, keys: Piece) -> Tensor:
-    """Attention of queries (B, s, H, E) over keys (B, t, K, E) and values (B, t, K, V), all here -> (B, s, H, V)."""
+def attend(q: Tensor, k: Tensor, v: Tensor, queries: RankPositions, keys: RankPositions) -> Tensor:
+    """Causal attention of a rank's queries over keys and values that are all on this rank.
+
+    Args:
+        q: queries (B, s, H, E).
+        k: keys (B, t, K, E).
+        v: values (B, t, K, V).
+        queries: positions of `q`.
+        keys: positions of `k` and `v`.
+
+    Returns:
+        (B, s, H, V), in the dtype of `q`.
+    """
     width = v.shape[-1]
-    if width < k.shape[-1]:  # else torch's fast kernels would not be used
+    if width < k.shape[-1]:  # torch's fast kernels require values as wide as keys
         v = F.pad(v, (0, k.shape[-1] - width))
     q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
     if q.shape[1] != k.shape[1]:
@@ -57,59 +68,72 @@ def attend(q: Tensor, k: Tensor, v: Tensor, queries: Piece, keys: Piece) -> Tens
     return F.scaled_dot_product_attention(q, k, v, visible(queries, keys))[..., :width].transpose(1, 2)
 
 
-def ring_attention(q: Tensor, k: Tensor, v: Tensor, pieces: Sequence[Piece], group: dist.ProcessGroup) -> Tensor:
-    """Attention of this rank's queries (B, s, H, E) over all ranks' keys (B, s, K, E) and values (B, s, K, V) ->
-    (B, s, H, V).
+def ring_attention(q: Tensor, k: Tensor, v: Tensor, ranks: Sequence[RankPositions], group: dist.ProcessGroup) -> Tensor:
+    """Causal attention of this rank's queries over the keys and values of all ranks. Collective.
 
-    Keys and values go round the ring of ranks; while a block is computed, the next one is on its way. The backward pass
-    sends them round again, and their gradients with them.
+    Keys and values are sent around the ring of ranks; the next block is received while one is computed. The backward
+    pass sends them around again, together with their gradients.
+
+    Args:
+        q: this rank's queries (B, s, H, E).
+        k: this rank's keys (B, s, K, E).
+        v: this rank's values (B, s, K, V).
+        ranks: positions of each rank of `group`, laid out as `_block` expects.
+        group: the ranks that share the sequence.
+
+    Returns:
+        (B, s, H, V), in the dtype of `q`.
     """
-    return _Ring.apply(q, k, v, list(pieces), group)  # type: ignore[no-untyped-call]
+    return _Ring.apply(q, k, v, list(ranks), group)  # type: ignore[no-untyped-call]
 
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, pieces: list[Piece], group: dist.ProcessGroup) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, positions: list[RankPositions], group: dist.ProcessGroup
+    ) -> Tensor:
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
         queries = _grouped(q, k.shape[2])
         wide = torch.promote_types(q.dtype, torch.float32)
         out = queries.new_zeros((*queries.shape[:-1], v.shape[-1]), dtype=wide)
         logsumexp = queries.new_full(queries.shape[:-1], -torch.inf, dtype=wide)
-        here = torch.cat([k, v], -1)
+        here = torch.cat([k, v], -1)  # one message a turn for both
         for turn in range(ranks):
+            # Sent before the block is computed, so that communication overlaps; the last turn needs no other block.
             coming = _Shift(here, group) if turn < ranks - 1 else None
-            rows, block = _block(queries, here, pieces, rank, (rank - turn) % ranks)
+            rows, block = _block(queries, here, positions, rank, (rank - turn) % ranks)
             combined = _combined(out[..., rows, :], logsumexp[..., rows], *block.forward())
             out[..., rows, :], logsumexp[..., rows] = combined
             here = coming.arrived() if coming is not None else here
         ctx.save_for_backward(q, k, v, out, logsumexp)
-        ctx.pieces, ctx.group = pieces, group
+        ctx.positions, ctx.group = positions, group
         return _ungrouped(out).to(q.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         q, k, v, out, logsumexp = ctx.saved_tensors
-        pieces, group = ctx.pieces, ctx.group
+        positions, group = ctx.positions, ctx.group
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
         queries, grad = _grouped(q, k.shape[2]), _grouped(grad, k.shape[2]).to(out.dtype)
-        weighted = (grad * out).sum(-1)
+        weighted = (grad * out).sum(-1)  # the softmax's correction, from the result of all blocks together
         to_q, here = torch.zeros_like(queries, dtype=out.dtype), torch.cat([k, v], -1)
         to_here = torch.zeros_like(here, dtype=out.dtype)
         for turn in range(ranks):
             coming = _Shift(here, group) if turn < ranks - 1 else None
-            rows, block = _block(queries, here, pieces, rank, (rank - turn) % ranks)
+            rows, block = _block(queries, here, positions, rank, (rank - turn) % ranks)
             parts = block.backward(grad[..., rows, :], logsumexp[..., rows], weighted[..., rows])
             to_q[..., rows, :] += parts[0]
             to_here[:, : block.k.shape[-2]] += torch.cat(parts[1:], -1)
-            to_here = _Shift(to_here, group).arrived()  # ends up where its keys are from
+            # Moves with its keys, and once more in the last turn, so that it ends on the rank they came from.
+            to_here = _Shift(to_here, group).arrived()
             here = coming.arrived() if coming is not None else here
         to_k, to_v = to_here.to(k.dtype).split([k.shape[-1], v.shape[-1]], -1)
         return _ungrouped(to_q).to(q.dtype), to_k, to_v, None, None
 
 
 class _Block(NamedTuple):
-    """Queries of one rank, keys and values of one."""
+    """Queries of one rank, keys and values of one (the same or another)."""
 
     q: Tensor
     """(B, K, R, s, E)."""
@@ -121,14 +145,19 @@ class _Block(NamedTuple):
     """(B or 1, 1, 1, s, t) bool."""
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        """Result (B, K, R, s, V), and log-normalisers (B, K, R, s): -inf where a query sees no key here."""
+        """Returns the result (B, K, R, s, V) and logsumexp (B, K, R, s): -inf where a query sees no key of it."""
         scores = self._scores()
         logsumexp = scores.logsumexp(-1)
         return (scores - _finite(logsumexp)[..., None]).exp_().to(self.v.dtype) @ self.v, logsumexp
 
     def backward(self, grad: Tensor, logsumexp: Tensor, weighted: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of q (B, K, R, s, E), k (B, t, K, E) and v (B, t, K, V), given the log-normalisers of all blocks
-        together."""
+        """Returns gradients of q (B, K, R, s, E), k (B, t, K, E) and v (B, t, K, V).
+
+        Args:
+            grad: (B, K, R, s, V), gradient of the result.
+            logsumexp: (B, K, R, s), over the keys of all blocks.
+            weighted: (B, K, R, s), sum over V of gradient x result of all blocks.
+        """
         share = (self._scores() - logsumexp[..., None]).exp_()
         wide = share.dtype
         to_v = (share.mT @ grad).sum(2)
@@ -143,31 +172,31 @@ class _Block(NamedTuple):
         return scores.masked_fill_(~self.mask, -torch.inf)
 
 
-def _block(q: Tensor, kv: Tensor, pieces: Sequence[Piece], rank: int, other: int) -> tuple[slice, _Block]:
-    """What the queries (B, K, R, s, E) of `rank` have to do with the keys and values (B, s, K, E + V) of another: which
-    queries see any of these keys, and those with the first keys, as far as they are seen.
+def _block(q: Tensor, kv: Tensor, positions: Sequence[RankPositions], rank: int, other: int) -> tuple[slice, _Block]:
+    """The block of the queries (B, K, R, s, E) of `rank` and the keys and values (B, s, K, E + V) of `other`, without
+    halves that causality masks. Returns the rows of the queries in it, and the block.
 
-    Each rank has a piece from the front and its counterpart from the back. So of an earlier rank, all queries see the
-    piece from the front, and nothing else; of a later one, the queries at the back see everything.
+    Each rank holds a chunk from the front of the sequence and its mirror image from the back. All queries see the front
+    chunk of an earlier rank and nothing else of it; only the queries in the back chunk see a later rank, all of it.
     """
     length = q.shape[-2]
     rows = slice(length // 2, length) if other > rank else slice(length)
     columns = slice(length // 2 if other < rank else length)
     width = q.shape[-1]
     k, v = kv[:, columns].transpose(1, 2).unsqueeze(2).split([width, kv.shape[-1] - width], -1)
-    mask = visible(pieces[rank].part(rows), pieces[other].part(columns)).unsqueeze(2)
+    mask = visible(positions[rank].part(rows), positions[other].part(columns)).unsqueeze(2)
     return rows, _Block(q[..., rows, :], k, v, mask)
 
 
 def _combined(out: Tensor, logsumexp: Tensor, more: Tensor, more_logsumexp: Tensor) -> tuple[Tensor, Tensor]:
-    """Two results over different keys as one over all of them."""
+    """Combine results over two sets of keys into the result and logsumexp over both."""
     total = torch.logaddexp(logsumexp, more_logsumexp)
     old, new = ((part - _finite(total)).exp()[..., None] for part in (logsumexp, more_logsumexp))
     return out * old + more * new, total
 
 
 def _finite(logsumexp: Tensor) -> Tensor:
-    """0 instead of -inf, so that what is subtracted from -inf leaves -inf."""
+    """Replaces -inf by 0: -inf - (-inf) would be NaN where a query sees no key."""
     return logsumexp.masked_fill(logsumexp == -torch.inf, 0)
 
 
@@ -182,21 +211,20 @@ def _ungrouped(x: Tensor) -> Tensor:
 
 
 class _Shift:
-    """A tensor on its way to the next rank of the ring, and the previous rank's on its way here."""
+    """Sends a tensor to the next rank of the ring while receiving the previous rank's."""
 
     def __init__(self, tensor: Tensor, group: dist.ProcessGroup) -> None:
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-        self._sent, self._received = (
-            tensor.contiguous(),
-            torch.empty_like(tensor, memory_format=torch.contiguous_format),
-        )
-        to, of = (dist.get_global_rank(group, other % ranks) for other in (rank + 1, rank - 1))
+        self._sent = tensor.contiguous()  # an attribute, so that it is not freed while it is being sent
+        self._received = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        to, source = (dist.get_global_rank(group, other % ranks) for other in (rank + 1, rank - 1))
         send = dist.P2POp(dist.isend, self._sent, to, group)
-        receive = dist.P2POp(dist.irecv, self._received, of, group)
+        receive = dist.P2POp(dist.irecv, self._received, source, group)
+        # Both in one batch: separate blocking sends around a ring would wait for each other.
         self._works = dist.batch_isend_irecv([send, receive])
 
     def arrived(self) -> Tensor:
-        """The previous rank's; waits for it."""
+        """Waits for the previous rank's tensor and returns it."""
         for work in self._works:
             work.wait()
         return self._received

@@ -27,7 +27,7 @@ class TensorParallel(ParallelComponent):
 
     after: ClassVar[Mapping[str, str]] = {
         "pp": "only the layers that this rank keeps are split",
-        "float8": "it changes linear layers, and what is split must be the changed ones",
+        "float8": "it replaces linear layers, and tp must split the replacements",
     }
 
     degree: int = field(validator=ge(1))
@@ -37,15 +37,15 @@ class TensorParallel(ParallelComponent):
     """Whether each rank keeps only its part of the sequence between the split matrices (Korthikanti et al. 2022): less
     memory, equal communication. `degree` then divides `train.seq_len`."""
     loss_parallel: bool = True
-    """Whether the loss works on each rank's part of the vocabulary, so that no rank ever holds all logits."""
+    """Whether each rank computes the loss on its part of the vocabulary, so that no rank holds all logits."""
 
     def degrees(self) -> Mapping[str, int | str]:
         return {"tp": self.degree}
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
         if self.sequence_parallel and job.train.seq_len % self.degree:
-            seen = f"{self.degree} does not divide train.seq_len = {job.train.seq_len}"
-            yield Problem("degree", f"{seen}; change one, or set sequence_parallel = false")
+            message = f"{self.degree} does not divide train.seq_len = {job.train.seq_len}"
+            yield Problem("degree", f"{message}; change one, or set sequence_parallel = false")
 
     def model_problems(self, model: Model, layout: Layout) -> Iterable[Problem]:
         from forge_plugin_parallel.tp_plan import plan_problems

@@ -1,4 +1,4 @@
-"""How the modules of a model are to be split over tensor-parallel ranks, by the model's own plan."""
+"""Reads and checks the tensor-parallel plan that a model declares."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ NUMBER = re.compile(r"\d+")
 
 
 def ways_of(model: HasTensorParallelPlan) -> dict[str, Way | str]:
-    """How each module that the model's plan names is split, by the module's name; an unknown way as it is."""
+    """Returns the way of each module that the model's plan names; the first pattern that matches wins.
+
+    An unknown way stays the string of the plan, for `plan_problems` to report.
+    """
     assert isinstance(model, nn.Module)
     plan = model.tensor_parallel_plan()
     fits = {
@@ -27,60 +30,60 @@ def ways_of(model: HasTensorParallelPlan) -> dict[str, Way | str]:
 
 
 def plan_problems(model: Model, ranks: int) -> Iterator[Problem]:
-    """Why `ranks` ranks cannot share a model; of parameters whose names differ in numbers only, the first one's."""
+    """Yields why `ranks` ranks cannot share a model; one problem for parameters whose names differ in numbers only."""
     if ranks == 1:
         return
     kind = type(model).__name__
     if not isinstance(model, HasTensorParallelPlan):
-        seen = f"{kind} has no tensor_parallel_plan(), so it cannot be split"
-        yield Problem("", f"{seen}; leave the stage out, or add a plan to the model")
+        message = f"{kind} has no tensor_parallel_plan(), so it cannot be split"
+        yield Problem("", f"{message}; leave the stage out, or add a plan to the model")
         return
     named = ways_of(model)
     ways = {name: way for name, way in named.items() if isinstance(way, Way)}
     if unknown := {way for way in named.values() if isinstance(way, str)}:
         yield Problem("", f"the plan of {kind} has {', '.join(sorted(unknown))}; there are {', '.join(WAYS)}")
-    found: dict[str, Problem] = {}
+    problems: dict[str, Problem] = {}
     for name, parameter in model.named_parameters():
         module, _, key = name.rpartition(".")
         if module not in named:
             problem = Problem("", f"the plan of {kind} does not name {module!r}, which has parameters")
-            found.setdefault(NUMBER.sub("*", module), problem)
+            problems.setdefault(NUMBER.sub("*", module), problem)
         elif module not in ways:
             continue
         elif ways[module] == WAYS["partial_row"] and key == "bias":
-            seen = f"the plan of {kind} has partial_row for {module!r}, whose bias each rank would add"
-            found.setdefault(NUMBER.sub("*", name), Problem("", f"{seen}; take row, or leave the bias out"))
+            message = f"the plan of {kind} has partial_row for {module!r}, whose bias each rank would add"
+            problems.setdefault(NUMBER.sub("*", name), Problem("", f"{message}; take row, or leave the bias out"))
         elif message := _size_message(name, parameter.shape, ways[module].split.get(key), ranks):
-            found.setdefault(NUMBER.sub("*", name), Problem("degree", message))
-    yield from found.values()
+            problems.setdefault(NUMBER.sub("*", name), Problem("degree", message))
+    yield from problems.values()
     yield from _pair_problems(kind, ways)
 
 
 def _pair_problems(kind: str, ways: Mapping[str, Way]) -> Iterator[Problem]:
-    """Why the split modules do not stand where what they take and return is right; of modules alike, the first one's.
+    """Yields modules whose inputs or gradients would be wrong where they are; one problem for names alike.
 
-    A module that computes a part needs all positions (with sequence parallel), and the sum of its gradients over the
-    ranks: both happen at the module around it that has `whole_input`.
+    A module that computes a part needs all positions (with sequence parallel), and its input's gradients summed over
+    the ranks: the `whole_input` module around it does both.
     """
     holders = {name for name, way in ways.items() if way == WAYS["whole_input"]}
-    found: dict[str, Problem] = {}
+    problems: dict[str, Problem] = {}
     for name, way in ways.items():
         holder = next((h for h in holders if name.startswith(f"{h}.") or (name == h) or not h), None)
         if way.inside and holder is None:
-            seen = f"the plan of {kind} has {way.name} for {name!r}, and whole_input for no module around it"
-            fix = "name the module that calls it whole_input"
+            message = f"the plan of {kind} has {way.name} for {name!r}, and whole_input for no module around it"
+            hint = "name the module that calls it whole_input"
         elif way == WAYS["sequence"] and holder is not None:
-            seen = f"the plan of {kind} has sequence for {name!r}, inside {holder!r}, which has all positions"
-            fix = "take replicate"
+            message = f"the plan of {kind} has sequence for {name!r}, inside {holder!r}, which has all positions"
+            hint = "take replicate"
         else:
             continue
-        found.setdefault(NUMBER.sub("*", name), Problem("", f"{seen}; {fix}"))
-    yield from found.values()
+        problems.setdefault(NUMBER.sub("*", name), Problem("", f"{message}; {hint}"))
+    yield from problems.values()
 
 
 def _size_message(name: str, shape: Sequence[int], dimension: int | None, ranks: int) -> str:
     if dimension is None or shape[dimension] % ranks == 0:
         return ""
     across = dimension % len(shape) == len(shape) - 1
-    seen = f"{name} has {shape[dimension]} {'columns' if across else 'rows'}"
-    return f"{seen}, which {ranks} ranks cannot share equally; change one of them"
+    message = f"{name} has {shape[dimension]} {'columns' if across else 'rows'}"
+    return f"{message}, which {ranks} ranks cannot share equally; change one of them"

@@ -1,8 +1,8 @@
-"""What the component `tp` builds.
+"""The stage of the component `tp`: splits the matrices of a model (Megatron-LM, Shoeybi et al. 2019).
 
-Every parameter becomes a DTensor on the tensor-parallel mesh: split, or whole on each rank. Modules compute on plain
-tensors all the same: while one runs, this rank's parts stand in for its parameters. So a model needs to know of nothing
-here, and no operation pays for the dispatch of DTensors.
+Every parameter becomes a DTensor on the tensor-parallel mesh: split, or whole on each rank. While a module runs, this
+rank's local tensors replace its parameters, so models contain no code for tensor parallelism, and no operation pays for
+the dispatch of DTensors.
 
 Shapes: B sequences, S positions, s positions of this rank (S without sequence parallel), D model width, v rows of the
 vocabulary of this rank.
@@ -47,10 +47,10 @@ class TensorParallelStage(ParallelStage):
             sequence_parallel=component.sequence_parallel,
             loss_parallel=component.loss_parallel,
         )
-        # One object for all modules that are alike: the compiler takes another one for another constant.
+        # One object for all modules alike: torch.compile treats each object as another constant, and would recompile.
         self._matrices = [MatrixShard(self._ranks.group, dimension) for dimension in (0, 1)]
         self._partial: list[tuple[nn.Module, str]] = []
-        """Parameters whose gradients each rank has a part of."""
+        """Whole parameters of whose gradients each rank computes a part."""
 
     def apply(self, model: Model) -> Model:
         """Split the modules that the model's plan names."""
@@ -62,7 +62,7 @@ class TensorParallelStage(ParallelStage):
         for name, module in list(model.named_modules()):
             if name in ways:
                 self._split(module, ways[name])
-        _tie_again(model)
+        _tie_again(model)  # each of two tied modules was given a split parameter of its own
         for name, module in model.named_modules():
             if name in ways and not (ways[name].needs_parameters and next(module.parameters(), None) is None):
                 self._run_split(module, ways[name])
@@ -70,11 +70,12 @@ class TensorParallelStage(ParallelStage):
         return model
 
     def complete_gradients(self, model: Model) -> None:
-        """Sum, over the ranks, the gradients that each has a part of."""
+        """Sum partial gradients over the ranks."""
         partial = (module.get_parameter(key) for module, key in self._partial)
         sum_gradients(partial, lambda flat: dist.all_reduce(flat, group=self._ranks.group))
 
     def _split(self, module: nn.Module, way: Way) -> None:
+        """Replace a module's parameters by DTensors."""
         for key, parameter in list(module.named_parameters(recurse=False)):
             if isinstance(parameter, DTensor):  # tied to one that is split already
                 continue
@@ -84,13 +85,13 @@ class TensorParallelStage(ParallelStage):
             module.register_parameter(key, split)
 
     def _is_partial(self, way: Way, key: str) -> bool:
-        """Whether each rank has a part of a gradient only."""
+        """Whether each rank computes only a part of this parameter's gradient."""
         if way.partial == AT_REST and not self._ranks.sequence_parallel:
             return False  # every rank has all positions
         return way.partial != NEVER and way.split.get(key) is None
 
     def _run_split(self, module: nn.Module, way: Way) -> None:
-        """Let a module compute its part, with the collectives that its way asks for."""
+        """Make a module compute with this rank's parts, with the collectives of its way."""
         keys = [key for key, _ in module.named_parameters(recurse=False)]
         self._partial += [(module, key) for key in keys if self._is_partial(way, key)]
         if way.matrix is not None and module.get_parameter("weight").ndim == 2:
@@ -103,7 +104,7 @@ class TensorParallelStage(ParallelStage):
 
 
 def _distribute(parameter: Tensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
-    """A DTensor of this shape on the meta device. No rank speaks to another."""
+    """A DTensor of this shape on the meta device, without communication."""
     shape = list(parameter.shape)
     if isinstance(placement, Shard):
         shape[placement.dim] //= mesh.size()
@@ -121,7 +122,7 @@ def _tie_again(model: nn.Module) -> None:
 
 @frozen
 class _Finish:
-    """`Model.finish` with all positions, for the head, of which each rank computes a part."""
+    """`Model.finish` followed by a gather of all positions: the head computes a part of the vocabulary for each."""
 
     finish: Callable[[Carry, Batch], Tensor]
     ranks: Ranks

@@ -1,8 +1,8 @@
 """The ways in which tensor parallel treats a module, which models name in their `tensor_parallel_plan()`.
 
-A module is given a class that derives from its own: `forward` of the new class computes with this rank's parts of the
-parameters. Not an object in place of `module.forward`: torch.compile takes each such object for another constant, and
-would compile every one of many equal blocks by itself.
+A module's class is replaced by one derived from it, whose `forward` computes with this rank's parts of the parameters.
+An object in place of `module.forward` would not do: torch.compile treats each such object as another constant, and
+would compile every one of many equal blocks anew.
 
 Shapes: B sequences, S positions, s positions of this rank (S without sequence parallel), D model width, v rows of the
 vocabulary of this rank.
@@ -29,7 +29,7 @@ SEQUENCE = 1
 
 @frozen
 class Ranks:
-    """The tensor-parallel ranks of a run, and what they do to activations. All modules share one."""
+    """The tensor-parallel ranks of a run, and their collectives on activations. All modules share one object."""
 
     group: dist.ProcessGroup
     rank: int
@@ -37,36 +37,36 @@ class Ranks:
     loss_parallel: bool
 
     def enter(self, x: Tensor) -> Tensor:
-        """(B, s, D) -> (B, S, D): all positions, for modules of which each rank computes a part."""
+        """Returns all positions (B, S, D) of x (B, s, D), for modules of which each rank computes a part."""
         return all_gather(x, SEQUENCE, self.group) if self.sequence_parallel else fan_out(x, self.group)
 
     def leave_partial(self, x: Tensor) -> Tensor:
-        """(B, S, D), a part of a sum -> (B, s, D), the sum."""
+        """Sums x (B, S, D) over the ranks. Returns this rank's positions (B, s, D) of the sum."""
         return reduce_scatter(x, SEQUENCE, self.group) if self.sequence_parallel else all_reduce(x, self.group)
 
 
 @contextmanager
 def local_parameters(*modules: nn.Module) -> Iterator[None]:
-    """Within this context, this rank's parts replace the modules' own parameters, connected to them."""
-    held = [(module, dict(module._parameters)) for module in modules]
-    for module, parameters in held:
+    """A context in which this rank's local tensors replace the modules' parameters, connected to them for autograd."""
+    originals = [(module, dict(module._parameters)) for module in modules]
+    for module, parameters in originals:
         for key, parameter in parameters.items():
-            if isinstance(parameter, DTensor):  # else a context around this one has done it
+            if isinstance(parameter, DTensor):  # otherwise an outer context has replaced it already
                 module._parameters[key] = _connected(parameter)  # type: ignore[assignment]
     try:
         yield
     finally:
-        for module, parameters in held:
+        for module, parameters in originals:
             module._parameters.update(parameters)
 
 
 def _connected(parameter: Any) -> Tensor:
-    """Its gradient is taken as it comes, even where it is a part of a sum: `complete_gradients` sums it."""
+    """The local tensor, whose gradient is accepted as it is even where it is partial: `complete_gradients` sums it."""
     return parameter.to_local(grad_placements=parameter.placements)
 
 
 class SplitModule(nn.Module):
-    """Computes with this rank's parts of the parameters. Base of the classes that modules are given."""
+    """Computes with this rank's parts of the parameters. Base of the classes that modules receive."""
 
     tp_ranks: Ranks
 
@@ -88,7 +88,7 @@ class RowModule(SplitModule):
 
 
 class EmbeddingModule(SplitModule):
-    """Looks up the ids that lie in this rank's rows; others are zero, and the sum over ranks has all."""
+    """Looks up the ids within this rank's rows, with zeros for all others; the sum over ranks is the embedding."""
 
     def forward(self, ids: Tensor) -> Tensor:
         with local_parameters(self):
@@ -114,14 +114,14 @@ class HeadModule(SplitModule):
 
 
 class WholeInputModule(SplitModule):
-    """Takes its first argument with all positions."""
+    """Gathers all positions of its first argument."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         return super(SplitModule, self).forward(self.tp_ranks.enter(x), *args, **kwargs)
 
 
 class PartialOutputModule(SplitModule):
-    """Returns a part of a sum, which is taken over the ranks."""
+    """Sums its output over the ranks."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         return self.tp_ranks.leave_partial(super(SplitModule, self).forward(*args, **kwargs))
@@ -132,21 +132,21 @@ NEVER, ALWAYS, AT_REST = "never", "always", "with sequence parallel"
 
 @frozen
 class Way:
-    """How a module is split. A plan names one of `WAYS`, or has a `Way` of another distribution itself."""
+    """How a module is split. A plan names one of `WAYS`, or contains a `Way` object of another distribution."""
 
     name: str
     module: type[SplitModule] = SplitModule
-    """Class that the module's own is derived with; its `forward` computes this rank's part."""
+    """Mixin of the class that replaces the module's own; its `forward` computes this rank's part."""
     split: Mapping[str, int | None] = field(factory=dict, kw_only=True)
-    """Dimension along which each parameter is split; None, and every other parameter: whole on each rank."""
+    """Dimension along which a parameter is split, by its name; None or not named: whole on each rank."""
     matrix: int | None = field(default=None, kw_only=True)
     """`MatrixShard.dimension` of the module, if it is one matrix that ranks share."""
     inside: bool = field(default=False, kw_only=True)
-    """Whether it computes a part, so that a module around it must have `whole_input`."""
+    """Whether it computes a part, so that a module around it must be `whole_input`."""
     partial: str = field(default=NEVER, kw_only=True)
-    """Whether each rank has a part of the gradients of parameters that are whole: `NEVER`, `ALWAYS`, `AT_REST`."""
+    """When gradients of whole parameters are partial on each rank: `NEVER`, `ALWAYS`, or `AT_REST`."""
     needs_parameters: bool = field(default=True, kw_only=True)
-    """Whether it does nothing to a module without parameters."""
+    """Whether a module without parameters is left as it is."""
 
 
 WAYS: Mapping[str, Way] = {
@@ -158,8 +158,8 @@ WAYS: Mapping[str, Way] = {
         Way("column_stack", split={"weight": 1}, inside=True),
         Way("vocab_embedding", EmbeddingModule, split={"weight": 0}),
         Way("vocab_head", HeadModule, split={"weight": 0, "bias": 0}),
-        Way("sequence", partial=AT_REST),  # it meets this rank's positions
-        Way("replicate", inside=True, partial=ALWAYS),  # it meets this rank's heads or columns
+        Way("sequence", partial=AT_REST),  # it computes on this rank's positions only
+        Way("replicate", inside=True, partial=ALWAYS),  # it computes on this rank's heads or columns only
         Way("whole_input", WholeInputModule, needs_parameters=False),
         Way("partial_output", PartialOutputModule, needs_parameters=False),
     )
@@ -167,8 +167,9 @@ WAYS: Mapping[str, Way] = {
 
 
 def give_class(module: nn.Module, mixin: Any) -> None:
-    """Derive the module's class from `mixin` and its own. Equal modules share one class, and so one graph."""
-    replaced = vars(module).pop("forward", None)  # by a stage before, on this object alone
+    """Derive the module's class from `mixin` and its own. Equal modules share one class, and so one compiled graph."""
+    # An earlier stage may have set `forward` on the object, which would shadow that of the new class.
+    replaced = vars(module).pop("forward", None)
     base: Any = type(module)
     if replaced is not None:
         base = type(base.__name__, (base,), {"forward": staticmethod(replaced)})

@@ -12,10 +12,10 @@ from forge_plugin_parallel.memory import (
     device_memory,
     gradient_bytes,
     host_memory,
-    kept_bytes,
     optimizer_bytes,
     parameter_bytes,
     peak_bytes,
+    saved_bytes,
     stand_ins,
 )
 from forge_testing import TinyModel
@@ -24,9 +24,9 @@ from forge_testing import TinyModel
 def test_kept_is_the_result_and_what_the_backward_pass_needs():
     weight = torch.ones(8, 8, requires_grad=True)
     x = torch.ones(4, 8)
-    assert kept_bytes(lambda: x @ weight) == 4 * 8 * 4, "the operands were there before"
-    assert kept_bytes(lambda: (x @ weight).exp()) == 4 * 8 * 4, "exp keeps its result, and needs no operand"
-    assert kept_bytes(lambda: (x @ weight).square()) == 2 * 4 * 8 * 4
+    assert saved_bytes(lambda: x @ weight) == 4 * 8 * 4, "the operands were there before"
+    assert saved_bytes(lambda: (x @ weight).exp()) == 4 * 8 * 4, "exp keeps its result, and needs no operand"
+    assert saved_bytes(lambda: (x @ weight).square()) == 2 * 4 * 8 * 4
 
 
 def test_views_and_what_is_kept_twice_count_once():
@@ -36,20 +36,20 @@ def test_views_and_what_is_kept_twice_count_once():
         y = x + 1
         return y.t() * y.view(8, 4)
 
-    assert kept_bytes(function) == 2 * 4 * 8 * 4
+    assert saved_bytes(function) == 2 * 4 * 8 * 4
 
 
 def test_what_is_computed_again_is_not_kept():
     x = torch.ones(4, 8, requires_grad=True)
     function = lambda x: x.exp().sin().cos()  # noqa: E731
-    assert kept_bytes(lambda: function(x)) == 3 * 4 * 8 * 4
-    assert kept_bytes(lambda: checkpoint(function, x, use_reentrant=False)) == 4 * 8 * 4
+    assert saved_bytes(lambda: function(x)) == 3 * 4 * 8 * 4
+    assert saved_bytes(lambda: checkpoint(function, x, use_reentrant=False)) == 4 * 8 * 4
 
 
 def test_the_peak_counts_what_is_freed_again():
     x = torch.ones(16)
     assert peak_bytes(lambda: (x + 1) * 2) == 2 * 16 * 4
-    assert kept_bytes(lambda: (x + 1) * 2) == 16 * 4
+    assert saved_bytes(lambda: (x + 1) * 2) == 16 * 4
 
 
 def batch_of(rows, length):
@@ -59,10 +59,10 @@ def batch_of(rows, length):
 
 def test_shapes_take_what_the_model_would(make_job, build):
     model = build(make_job(model=TinyModel(layers=3))).model
-    real = kept_bytes(lambda: model(batch_of(4, 8)))
+    real = saved_bytes(lambda: model(batch_of(4, 8)))
     with stand_ins(model, torch.device("cpu")):
-        assert kept_bytes(lambda: model(batch_of(4, 8))) == real
-        assert kept_bytes(lambda: model(batch_of(8, 8))) > 1.9 * real
+        assert saved_bytes(lambda: model(batch_of(4, 8))) == real
+        assert saved_bytes(lambda: model(batch_of(8, 8))) > 1.9 * real
     assert torch.isfinite(model(batch_of(4, 8))).all(), "its own parameters are back"
 
 

@@ -1,4 +1,4 @@
-"""What `cp` puts in the place of attention takes values narrower than keys."""
+"""Attention as `cp` replaces it takes values narrower than keys."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from forge_core.contracts.layout import Layout
 from forge_core.parallel.mesh import make_mesh
 from forge_plugin_parallel import ContextParallel
-from forge_plugin_parallel.cp_stage import WHOLE, ContextParallelStage, Exchange, Gathered, Ring, places
+from forge_plugin_parallel.cp_stage import WHOLE, ContextParallelStage, Exchange, Gathered, Ring, rank_positions
 from forge_testing.processes import run_on_ranks
 
 RANKS, ROWS, LENGTH, HEADS, GROUPS, KEYS, VALUES = 2, 2, 8, 4, 2, 6, 5
@@ -46,13 +46,13 @@ def test_forward_and_backward_equal_those_of_one_rank(method: str) -> None:
     wanted = [expected, *torch.autograd.grad(expected, tensors, grad)]
 
     def part(rank: int) -> list[Tensor]:
-        own = places(RANKS, LENGTH, method != "ulysses", torch.device("cpu"))[rank]
+        own = rank_positions(RANKS, LENGTH, method != "ulysses", torch.device("cpu"))[rank]
         mine = [tensor.detach()[:, own].requires_grad_() for tensor in tensors]
         out = MIXERS[method](dist.group.WORLD)(*mine, {"positions": own.expand(ROWS, -1)})
         return [tensor.detach() for tensor in (out, *torch.autograd.grad(out, mine, grad[:, own]))]
 
     parts = run_on_ranks(RANKS, part)
-    order = places(RANKS, LENGTH, method != "ulysses", torch.device("cpu")).flatten()
+    order = rank_positions(RANKS, LENGTH, method != "ulysses", torch.device("cpu")).flatten()
     for name, whole, *found in zip(("out", "q", "k", "v"), wanted, *parts, strict=True):
         torch.testing.assert_close(torch.cat(found, 1), whole[:, order], msg=lambda text, name=name: f"{name}: {text}")
 
@@ -120,9 +120,9 @@ def test_a_document_whose_id_comes_back_does_not_see_the_first_of_that_id(method
     expected = F.scaled_dot_product_attention(q_, k_, v_, mask, enable_gqa=True).transpose(1, 2)
 
     def part(rank: int) -> Tensor:
-        own = places(RANKS, LENGTH, True, torch.device("cpu"))[rank]
+        own = rank_positions(RANKS, LENGTH, True, torch.device("cpu"))[rank]
         batch = {"positions": own.expand(ROWS, -1), f"{WHOLE}document_ids": DOCUMENTS}
         return MIXERS[method](dist.group.WORLD)(*(tensor.detach()[:, own] for tensor in (q, k, v)), batch)
 
-    order = places(RANKS, LENGTH, True, torch.device("cpu")).flatten()
+    order = rank_positions(RANKS, LENGTH, True, torch.device("cpu")).flatten()
     torch.testing.assert_close(torch.cat(run_on_ranks(RANKS, part), 1), expected[:, order])
