@@ -127,7 +127,7 @@ class Stepper:
         context.skipped = None if self._masked else self._must_skip(context, finite)
         if not context.skipped:
             self._optimizer_step(context.grad_norm, finite)
-            self._change_buffers(finite)  # after the update: a router's bias belongs to the weights that come next
+            self._change_buffers(finite)
         self._run.optimizer.zero_grad(set_to_none=True)
         return ~finite if self._masked else None
 
@@ -149,6 +149,7 @@ class Stepper:
 
     @torch.no_grad()
     def _change_buffers(self, finite: Tensor) -> None:
+        """After the update: a router's bias, say, belongs to the weights that come next."""
         if self._masked:
             self._run.context.auxiliary.forget_counted_unless(finite)
         for module in self._changing:

@@ -8,7 +8,7 @@ from forge_core.cli.arguments import parse_job_arguments
 
 
 def command(argv: list[str]) -> int:
-    """Tell what a job takes on N ranks: memory, FLOPs, communication, and the time that follows; needs no GPU."""
+    """Estimate memory, FLOPs, communication and time of a job on N ranks; needs no GPU."""
     parser = argparse.ArgumentParser("forge-run plan", description=command.__doc__)
     parser.add_argument("--world-size", type=int, default=1, metavar="N", help="ranks that the job is to run on (1)")
     parser.add_argument("--gpu", metavar="NAME", help="GPU by which to bound the time: h100, h200, b200, a100 …")
