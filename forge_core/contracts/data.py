@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     import numpy as np
@@ -94,6 +94,9 @@ def identity_of(data: object) -> str:
 @runtime_checkable
 class Stream(Protocol):
     """Training sequences that can only be read in order, in independent lanes (see `DocumentStream`)."""
+
+    is_packed: Literal[True]
+    """Tells finished sequences from the documents of a `DocumentStream`, whose other members are the same."""
 
     @property
     def held_out(self) -> Dataset | None: ...

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -93,6 +93,8 @@ class StreamWindows:
 
     Windows overlap by one token, like those of `TrainingWindows`: the last label of one is the first input of the next.
     """
+
+    is_packed: Literal[True] = True
 
     def __init__(self, stream: DocumentStream, seq_len: int, packing: WindowPacking) -> None:
         self._stream, self._seq_len, self._packing = stream, seq_len, packing

@@ -225,7 +225,6 @@ def _build_dataset(source: DatasetComponent, path: str, context: BuildContext) -
     packing = context.job.data.packing
     with _table(path):
         built = context.build(source)
-    # A stream of sequences has all that one of documents has, and says besides how many bytes a token has.
     if isinstance(built, DocumentStream) and not isinstance(built, Stream):
         built = _windows_of(built, packing, path, context)
     elif isinstance(built, Documents):

@@ -20,10 +20,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.pipelining import PipelineStage
 
 from forge_core.contracts.model import Generates, HasFSDPUnits
-from forge_core.contracts.parameters import NamedParameters
 from forge_core.contracts.runtime import ParallelStage
-from forge_core.parallel.mesh import all_reduce_tokens
-from forge_core.parallel.reduce import sum_gradients
 from forge_kit.blocks import further_blocks
 
 if TYPE_CHECKING:
@@ -45,14 +42,10 @@ class FSDPStage(ParallelStage):
         self._component = component
         self._reshards, self._pipelined = component.reshards(context.layout), context.layout.pp > 1
         self._mesh = data_mesh(context)
-        self._narrow = context.job.optimizer.parameter_dtype == "bf16"
-        self._precision = _precision(context.dtype, self._narrow)
-        self._context_mesh = context.mesh
+        self._precision = _precision(context.dtype, context.job.optimizer.parameter_dtype == "bf16")
         self._offload = OffloadPolicy()
         self._owns_gradients = False
         self._units: list[FSDPModule] = []
-        self._whole: Sequence[str] = ()
-        """Names of parameters that are not sharded; not the objects, which are replaced when memory is allocated."""
         if component.offload:
             self._offload = CPUOffloadPolicy(pin_memory=context.device.type == "cuda")
             self.parameter_device = torch.device("cpu")
@@ -60,8 +53,6 @@ class FSDPStage(ParallelStage):
     def apply(self, model: Model) -> Model:
         """Shard the units of `model`, then the rest as the root unit."""
         assert isinstance(model, nn.Module)
-        self._whole = self._routers(model)
-        self._ignored = {model.get_parameter(name) for name in self._whole}
         # From the inside out: `fully_shard` of a module manages all its parameters that no inner unit manages yet, so
         # experts (on a mesh of their own) precede the blocks around them, and blocks precede the root.
         apart = [self._shard([module], self._reshards, mesh) for module, mesh in _with_own_ranks(model)]
@@ -103,24 +94,9 @@ class FSDPStage(ParallelStage):
                 unit.reshard()
 
     def complete_gradients(self, model: Model) -> None:
-        """Sum gradients of parameters that are not sharded. In a pipeline, also reduce the gradients accumulated over
-        its micro-batches, and free units that stayed gathered."""
-        if self._whole:
-            assert isinstance(model, nn.Module)
-            whole = [model.get_parameter(name) for name in self._whole]
-            sum_gradients(whole, lambda flat: all_reduce_tokens(flat, self._context_mesh))
+        """Reduce what the micro-batches of a pipeline have added up, and free what they left gathered."""
         if self._pipelined:
             PipelineStage.perform_reduce_grad(SimpleNamespace(submod=model), grad_scale_factor=1)  # type: ignore[arg-type]
-
-    def _routers(self, model: Any) -> list[str]:
-        """Names of router weights that gathering would round: experts are chosen by float32 scores, and rounded weights
-        would choose other experts than in one process. They are small, and stay whole on every rank.
-
-        Offloaded parameters are on the host from one use to the next, so with `offload` these are gathered too.
-        """
-        if self._precision.param_dtype is None or self._narrow or self._component.offload:
-            return []
-        return [item.name for item in NamedParameters.of(model) if item.role == "router"]
 
     def _shard(
         self, modules: list[nn.Module], reshard_after_forward: bool, mesh: DeviceMesh | None = None
@@ -132,7 +108,6 @@ class FSDPStage(ParallelStage):
             mp_policy=self._precision,
             offload_policy=self._offload,
             reshard_after_forward=reshard_after_forward,
-            ignored_params=self._ignored or None,
         )
         assert isinstance(modules[0], FSDPModule)
         return modules[0]

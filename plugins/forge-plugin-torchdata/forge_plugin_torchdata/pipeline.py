@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 import numpy as np
@@ -24,6 +24,7 @@ TAG = "forge"
 class PipelineStream:
     """See `forge_core.contracts.data.Stream`."""
 
+    is_packed: Literal[True] = True
     bytes_per_token: float | None = None
 
     def __init__(

@@ -32,10 +32,12 @@ def _layer(bench: Bench, size: int, recipe: str | None, emulate: bool) -> Linear
     with torch.no_grad():
         layer.weight.copy_(torch.randn(size, size, generator=torch.Generator().manual_seed(0)) * 0.02)
     if recipe is not None:
-        from forge_plugin_float8.stage import Float8Forward, Float8LinearConfig
+        from torchao.float8 import Float8LinearConfig
+
+        from forge_plugin_float8.product import multiply_in_float8
 
         config = dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)
-        layer.forward = Float8Forward(layer, config)  # type: ignore[method-assign]
+        multiply_in_float8(layer, config)
     return layer
 
 
