@@ -90,8 +90,9 @@ def test_a_hang_ends_and_tells_which_rank_is_late_and_where(job):
 
 @pytest.mark.parametrize("stopped", [0, 1])
 def test_a_rank_that_is_stopped_ends_the_run_and_is_named(job, stopped):
-    process = job.start("--nproc", "2", "--launch.hang_timeout_s=20", *STEPS, *job.trouble(pause_s=0.05))
+    process = job.start("--nproc", "2", "--launch.hang_timeout_s=20", *STEPS, *job.trouble(pause_s=1.0))
     wait_for_step(process, 3)
+    time.sleep(4)  # by then each rank has sent heartbeats: one that never did is named as not begun
     os.kill(children(process)[stopped], signal.SIGSTOP)
     began = time.monotonic()
     code, _, err = job.finish(process)
