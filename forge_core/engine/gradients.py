@@ -52,7 +52,8 @@ def _square(gradients: list[Tensor]) -> Tensor:
 def clip(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: float) -> None:
     """Scale all gradients down so that their global norm, which is `norm`, becomes at most `max_norm`; in place.
 
-    A norm that is not finite leaves the gradients as they are: what happens then is the non-finite policy's business.
+    A norm of NaN leaves the gradients as they are, an infinite one makes them 0 or NaN: such a step is for the
+    non-finite policy to skip, and with `ignore` it is lost.
     """
     factor = (max_norm / norm.clamp(min=max_norm)).nan_to_num(1.0)
     groups: dict[tuple[Any, torch.dtype], list[Tensor]] = {}
