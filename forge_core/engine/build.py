@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,33 +13,70 @@ from attrs import frozen
 
 from forge_core.auxiliary import Auxiliary
 from forge_core.checkpoint.run_folder import TOKENIZER
-from forge_core.config.load import parse_job
+from forge_core.checkpoint.state import model_tensors
 from forge_core.config.mixture import is_drawn
-from forge_core.contracts.components import DatasetComponent, PackingComponent, TrainingHook
+from forge_core.contracts.components import DatasetComponent, TrainingHook
 from forge_core.contracts.contexts import BuildContext
 from forge_core.contracts.data import Dataset, Documents, DocumentStream, Stream, Tokenizer
 from forge_core.contracts.errors import JobError, Problem
-from forge_core.contracts.layout import Layout
-from forge_core.contracts.model import Model, PreparesSequences
-from forge_core.contracts.parameters import NamedParameters
+from forge_core.contracts.model import HasBackendChoices, Model, PreparesSequences, Role
+from forge_core.contracts.parameters import NamedParameters, roles_of
 from forge_core.contracts.runtime import Executor, LossFunction, ParallelStage
 from forge_core.data.held_out import held_out
 from forge_core.data.packing import WindowPacking
 from forge_core.data.windows import StreamWindows
 from forge_core.engine.executor import SplittingExecutor
-from forge_core.engine.groups import apply_settings, check_groups, check_modes
+from forge_core.engine.groups import Names, Rates, apply_settings, check_groups, check_modes
 from forge_core.engine.hooks import HookRunner, collect_hooks
-from forge_core.engine.model_facts import Outline
-from forge_core.engine.rates import Rates
 from forge_core.job import Job
 from forge_core.launch.progress_beacon import ProgressBeacon, report_progress
+from forge_core.metrics.flops import flops_per_token
 from forge_core.parallel.bare_model import DTYPES, bare_model
-from forge_core.parallel.initialise import check_finite, materialise
+from forge_core.parallel.initialise import check_finite, materialise, ties
 from forge_core.parallel.layout import layout_of
 from forge_core.parallel.mesh import choose_device, make_mesh, world_size
 from forge_core.parallel.stages import OrderedStage, apply_stages, order_stages, with_owner
 from forge_core.plugins.catalog import Catalog
 from forge_core.plugins.manager import Plugins, RunContext
+
+
+@frozen(kw_only=True)
+class Outline:
+    """Facts of a whole model, taken before stages change it: a pipeline rank keeps only some of its layers."""
+
+    roles: Mapping[str, Role]
+    """Role of each parameter, by name."""
+    sizes: Mapping[str, int]
+    """Elements of each parameter, by name; tied ones once."""
+    tensors: Mapping[str, torch.Size]
+    """Shapes of parameters and persistent buffers, by name; tied ones once."""
+    ties: Mapping[str, str]
+    """Other names of tied parameters, with the name under which each is listed."""
+    flops: float | None
+    """Model FLOPs a token at the job's sequence length, if the model states them."""
+    backend_choices: Sequence[tuple[str, str, str]]
+    """Kernels that the model chose: (what, choice, why)."""
+
+    @classmethod
+    def of(cls, model: Model, seq_len: int) -> Outline:
+        """Take the facts of a bare model.
+
+        Raises:
+            ForgeError: the model declares roles wrongly.
+        """
+        assert isinstance(model, torch.nn.Module)
+        return cls(
+            roles=roles_of(model),
+            sizes={name: parameter.numel() for name, parameter in model.named_parameters()},
+            tensors={name: tensor.shape for name, tensor in model_tensors(model).items()},
+            ties=ties(model),
+            flops=flops_per_token(model, seq_len),
+            backend_choices=model.backend_choices(seq_len) if isinstance(model, HasBackendChoices) else (),
+        )
+
+    def names(self, listed: Iterable[str]) -> Names:
+        """Each of the listed names with all names of its tensor, any of which a user's pattern may fit."""
+        return {name: (name, *(other for other, first in self.ties.items() if first == name)) for name in listed}
 
 
 @frozen
@@ -54,18 +91,13 @@ class BuiltModel:
 
 
 @frozen(kw_only=True)
-class Run:
+class Run(BuiltModel):
     """Everything a job builds."""
 
     job: Job
     context: RunContext
     datasets: Sequence[Dataset | Stream]
     held_out: Dataset | None
-    model: Model
-    outline: Outline
-    """See `BuiltModel`."""
-    stages: Sequence[OrderedStage]
-    built_stages: Sequence[ParallelStage]
     parameters: NamedParameters
     optimizer: torch.optim.Optimizer
     rates: Rates
@@ -85,6 +117,7 @@ def build_context(job: Job, catalog: Catalog, folder: Path | None) -> RunContext
     device = choose_device(job.train.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # before NCCL: its first collective takes the current device
+    # Settings of the process are set in every run: another run of the same process may have left its own.
     matmul = job.train.float32_matmul
     torch.set_float32_matmul_precision("highest" if matmul == "auto" else matmul)
     plugins.configure_backend(job, device)
@@ -104,41 +137,10 @@ def build_context(job: Job, catalog: Catalog, folder: Path | None) -> RunContext
     )
 
 
-def context_of(resolved: str, source: str, beside: BuildContext) -> RunContext:
-    """The context in which the model of another run's job is built beside the one in training: a teacher, a reference.
-
-    It has the plugins of its own job, this run's device, dtype and tokenizer, no mesh, and the layout of one process.
-
-    Args:
-        resolved: TOML that `dump_job` wrote, as the manifest of a checkpoint has it.
-        source: where it is from, for messages.
-        beside: this run's context.
-
-    Raises:
-        JobError: it needs components that are not installed.
-    """
-    assert isinstance(beside, RunContext), "components receive the engine's context"
-    job = parse_job(resolved, source, beside.plugins.catalog)
-    return RunContext(
-        job=job,
-        plugins=Plugins.activate(job, beside.plugins.catalog),
-        layout=Layout(),
-        mesh=None,
-        device=beside.device,
-        dtype=beside.dtype,
-        auxiliary=Auxiliary(beside.device),
-        tokenizer=beside.tokenizer,
-    )
-
-
 def build_run(
     job: Job, context: RunContext, hooks: Iterable[TrainingHook] = (), beacon: ProgressBeacon | None = None
 ) -> Run:
-    """Build data, model, optimizer and all else, in this order.
-
-    Args:
-        hooks: besides those of the job; they run last.
-        beacon: where the rank is, for the watchdog.
+    """Build data, model, optimizer and all else, in this order; `hooks` run after those of the job.
 
     Raises:
         JobError: the job cannot run as written.
@@ -169,6 +171,7 @@ def assemble(
     optimizer = context.build(job.optimizer, parameters=parameters)
     check_modes(optimizer)
     check_groups(optimizer.param_groups, parameters)
+    # By the engine and not by optimizers, none of which needs to know of patterns; before `Rates` reads the base rates.
     apply_settings(optimizer, job.optimizer.groups, built.outline)
     return Run(
         job=job,
@@ -192,9 +195,9 @@ def build_tokenizer(job: Job, context: BuildContext) -> Tokenizer | None:
     component = job.data.tokenizer
     if component is None:
         return None
-    kept = context.folder / TOKENIZER if context.folder is not None else None
-    if kept is not None and kept.is_dir():
-        return component.load(context, kept)
+    # The one in the folder first: a continued run must not train a tokenizer anew on data that may have grown since.
+    if context.folder is not None and (context.folder / TOKENIZER).is_dir():
+        return component.load(context, context.folder / TOKENIZER)
 
     def documents() -> Iterator[str]:
         for number, source in enumerate(job.data.sources):
@@ -215,8 +218,8 @@ def build_datasets(job: Job, context: BuildContext) -> list[Dataset | Stream]:
         path = f"data.sources.{number}"
         dataset = _build_dataset(source, path, context)
         if isinstance(dataset, Sized) and not len(dataset) and is_drawn(job, number):
-            seen = f"holds less than one sequence of train.seq_len = {job.train.seq_len} tokens"
-            raise JobError([Problem(path, f"{seen}; add data, or shorten train.seq_len")])
+            message = f"holds less than one sequence of train.seq_len = {job.train.seq_len} tokens"
+            raise JobError([Problem(path, f"{message}; add data, or shorten train.seq_len")])
         datasets.append(dataset)
     return datasets
 
@@ -226,7 +229,10 @@ def _build_dataset(source: DatasetComponent, path: str, context: BuildContext) -
     with _table(path):
         built = context.build(source)
     if isinstance(built, DocumentStream) and not isinstance(built, Stream):
-        built = _windows_of(built, packing, path, context)
+        if not isinstance(packing, WindowPacking):
+            hint = "take another packing, or read the data as a whole"
+            raise JobError([Problem(path, f"is a stream, and [data.packing] needs all documents at once; {hint}")])
+        built = StreamWindows(built, context.job.train.seq_len, packing)
     elif isinstance(built, Documents):
         return context.build(packing, documents=built)
     elif not packing.accepts_sequences:
@@ -245,19 +251,12 @@ def _table(path: str) -> Iterator[None]:
         raise JobError(problem.below(path) for problem in error.problems) from error
 
 
-def _windows_of(stream: DocumentStream, packing: PackingComponent, path: str, context: BuildContext) -> Stream:
-    if not isinstance(packing, WindowPacking):
-        fix = "take another packing, or read the data as a whole"
-        raise JobError([Problem(path, f"is a stream, and [data.packing] needs all documents at once; {fix}")])
-    return StreamWindows(stream, context.job.train.seq_len, packing)
-
-
 def _check_lanes(stream: Stream, path: str, context: BuildContext) -> None:
+    # Each row of the global batch belongs to one lane: the position of a stream then depends on no layout.
     rows, ranks = context.job.train.global_batch_size, context.layout.data_parallel
     if rows % stream.lanes or stream.lanes % ranks:
-        seen = f"is read in {stream.lanes} lanes"
-        need = f"they must divide train.global_batch_size = {rows} and be a multiple of the {ranks} data-parallel ranks"
-        raise JobError([Problem(path, f"{seen}; {need}")])
+        rule = f"they must divide train.global_batch_size = {rows} and be a multiple of the {ranks} data-parallel ranks"
+        raise JobError([Problem(path, f"is read in {stream.lanes} lanes; {rule}")])
 
 
 def build_model(job: Job, context: RunContext) -> BuiltModel:
@@ -266,7 +265,8 @@ def build_model(job: Job, context: RunContext) -> BuiltModel:
     model, outline = build_bare_model(job, context)
     stages = stages_of(job, context)
     model, built = apply_stages(model, stages, context)
-    # Memory last: each rank allocates only what stages have left it, and draws its part of the same initial values.
+    # Memory last: each rank allocates only what stages have left it, and draws its part of the same initial values,
+    # which depend on neither the layout nor the order of modules.
     home = next((stage.parameter_device for stage in built if stage.parameter_device is not None), None)
     materialise(model, context.device, job.job.seed, home)
     check_finite(model)  # memory began as NaN: a parameter that nobody initialised is found here
@@ -290,17 +290,13 @@ def stages_of(job: Job, context: RunContext) -> list[OrderedStage]:
 
 
 def _executor(job: Job, context: BuildContext, built: BuiltModel, loss: LossFunction) -> Executor:
-    """The executor of the stage that brings one, else the job's."""
+    """The executor of the stage that brings one, else the job's; it receives this rank's part of each micro-batch."""
     model, stages = built.model, built.built_stages
     brought = (stage.executor(model, loss, stages) for stage in stages)
     executor = next((executor for executor in brought if executor is not None), None)
     if executor is None:
         executor = context.build(job.executor, model=model, loss=loss, stages=stages)
-    return _splitting(executor, model, stages)
-
-
-def _splitting(executor: Executor, model: Model, stages: Sequence[ParallelStage]) -> Executor:
-    """The executor, given this rank's part of each micro-batch where a stage divides sequences."""
+    # Where a stage divides sequences, the executor alone sees this rank's part: hooks and evaluations see whole ones.
     splits = [stage.split for stage in stages if type(stage).split is not ParallelStage.split]
     if not splits:
         return executor

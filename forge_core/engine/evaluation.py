@@ -1,19 +1,27 @@
-"""The core's own evaluation: the loss on held-out sequences."""
+"""Running the evaluations of a job, and the core's own: the loss on held-out sequences."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 from attrs import field, frozen
 from attrs.validators import ge
 
 from forge_core.contracts.components import EvaluationComponent
+from forge_core.contracts.contexts import EvaluationContext
 from forge_core.contracts.data import BYTES_PER_TOKEN, IGNORED_LABEL
+from forge_core.contracts.errors import ForgeError
+from forge_core.contracts.optimizer import HasEvaluationWeights
 
 if TYPE_CHECKING:
-    from forge_core.contracts.contexts import EvaluationContext
+    import torch
+
+    from forge_core.contracts.data import Batch, Dataset
+    from forge_core.contracts.model import Model
+    from forge_core.engine.build import Run
 
 
 @frozen(kw_only=True)
@@ -30,7 +38,7 @@ class HeldOut(EvaluationComponent):
     """Prefix of the names of the metrics."""
 
     def evaluate(self, context: EvaluationContext) -> Mapping[str, float]:
-        import torch
+        import torch  # not above: a job is checked without torch
 
         if context.held_out is None:
             return {}
@@ -48,3 +56,78 @@ class HeldOut(EvaluationComponent):
         if text_bytes:
             metrics["bits_per_byte"] = loss / math.log(2) / (text_bytes / all_labels)
         return {f"{self.prefix}/{name}": value for name, value in metrics.items()}
+
+
+def evaluate(run: Run, step: int) -> dict[str, float]:
+    """The metrics of all of `[evaluations]`, by the names under which they are logged. Collective.
+
+    Raises:
+        ForgeError: a metric is not a number; names the evaluation.
+    """
+    context, metrics = _context(run, step), dict[str, float]()
+    with evaluation_mode(run.model, run.optimizer):
+        for name, evaluation in run.job.evaluations.items():
+            try:
+                metrics |= numbers(evaluation.evaluate(context))
+            except Exception as error:
+                error.add_note(f"in evaluations.{name} ({run.context.type_of(evaluation)})")
+                raise
+    return metrics
+
+
+def _context(run: Run, step: int) -> EvaluationContext:
+    from forge_core.data.held_out import evaluation_batches
+    from forge_core.parallel.mesh import all_reduce_tokens
+
+    def draw(dataset: Dataset, count: int) -> Iterator[Batch]:
+        for number, batch in enumerate(evaluation_batches(dataset, count, run.job, run.context), 1):
+            run.hooks.beacon.enter(f"evaluation, batch {number}")  # progress, for the watchdog
+            yield batch
+
+    return EvaluationContext(
+        job=run.job,
+        build=run.context,
+        step=step,
+        model=run.model,
+        executor=run.executor,
+        held_out=run.held_out,
+        draw=draw,
+        sum_over_tokens=lambda tensor: all_reduce_tokens(tensor, run.context.mesh),
+    )
+
+
+def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """The metrics as numbers of Python: loggers and checkpoints take no others. A scalar tensor is waited for.
+
+    Raises:
+        ForgeError: one is no number; names it.
+    """
+    from torch import Tensor
+
+    plain: dict[str, float] = {}
+    for name, value in metrics.items():
+        try:
+            plain[name] = value if isinstance(value, int | float) else float(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            kind = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{value!r}"
+            raise ForgeError(f"the metric {name!r} is {kind}; return a number or a scalar tensor") from error
+    return plain
+
+
+@contextmanager
+def evaluation_mode(model: Model, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Model and optimizer in evaluation mode, without gradients.
+
+    Most optimizers have no modes: they evaluate the weights that they train.
+    """
+    import torch
+
+    modes: list[Any] = [model, *([optimizer] if isinstance(optimizer, HasEvaluationWeights) else [])]
+    for each in modes:
+        each.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for each in reversed(modes):
+            each.train()

@@ -1,43 +1,54 @@
-"""Checks of a built optimizer, and the settings of `[[optimizer.groups]]`."""
+"""Parameter groups of a built optimizer: checks, settings of `[[optimizer.groups]]`, and rates at each step."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
+import attrs
+
+from forge_core.config.mixture import lr_factor
+from forge_core.contracts.components import SchedulerComponent
 from forge_core.contracts.errors import ForgeError, JobError, Problem, did_you_mean
 
 if TYPE_CHECKING:
     import torch
 
     from forge_core.contracts.components import ParameterGroup
+    from forge_core.contracts.contexts import BuildContext
+    from forge_core.contracts.optimizer import Schedule
     from forge_core.contracts.parameters import NamedParameters
-    from forge_core.engine.model_facts import Outline
+    from forge_core.engine.build import Outline
+    from forge_core.job import Job
+
+SHOWN = 8
+"""Names that a message lists; the rest are counted."""
 
 Group = dict[str, Any]
 """As in `torch.optim.Optimizer.param_groups`."""
+Names = Mapping[str, Sequence[str]]
+"""Tensors of a model, each with all the names it goes by (see `Outline.names`)."""
 
 
 def check_groups(groups: Sequence[Mapping[str, Any]], parameters: NamedParameters) -> None:
-    """Every parameter must be in exactly one group.
+    """Check that every parameter is in exactly one group.
 
     Raises:
         ForgeError: names the parameters that the optimizer left out or would step twice.
     """
-    stepped = [id(parameter) for group in groups for parameter in group["params"]]
-    counts = {p.name: stepped.count(id(p.parameter)) for p in parameters} if len(set(stepped)) != len(stepped) else None
-    present = set(stepped)
-    missing = [p.name for p in parameters if id(p.parameter) not in present]
+    stepped = Counter(id(parameter) for group in groups for parameter in group["params"])
+    missing = [item.name for item in parameters if not stepped[id(item.parameter)]]
     if missing:
-        raise ForgeError(f"the optimizer left out {_some(missing)}; every parameter must be in one of its groups")
-    if counts:
-        twice = [name for name, count in counts.items() if count > 1]
-        raise ForgeError(f"the optimizer has {_some(twice)} in more than one group")
+        raise ForgeError(f"the optimizer left out {listed(missing)}; every parameter must be in one of its groups")
+    twice = [item.name for item in parameters if stepped[id(item.parameter)] > 1]
+    if twice:
+        raise ForgeError(f"the optimizer has {listed(twice)} in more than one group")
 
 
 def check_modes(optimizer: torch.optim.Optimizer) -> None:
-    """An optimizer with modes must say what its weights for evaluation are, or checkpoints would lack them.
+    """Check that an optimizer with modes says which weights are evaluated, or checkpoints would lack them.
 
     Raises:
         ForgeError: it has `eval()`, but not all of `forge_core.contracts.optimizer.HasEvaluationWeights`.
@@ -53,71 +64,104 @@ def check_modes(optimizer: torch.optim.Optimizer) -> None:
 
 
 def apply_settings(optimizer: torch.optim.Optimizer, tables: Sequence[ParameterGroup], outline: Outline) -> None:
-    """Divide the groups of `optimizer`, in place, so that each parameter has the settings of the first table that fits.
-
-    Every table makes a group of every group, empty ones too: pipeline ranks, which have other parameters, have the same
-    groups.
-
-    Args:
-        outline: of the whole model; a pattern that fits none of its parameters is a mistake.
+    """Divide the optimizer's groups, in place, so that each parameter has the settings of the first table that fits.
 
     Raises:
-        JobError: a pattern fits nothing, or a setting is none of the optimizer's.
+        JobError: a pattern fits nothing of the whole model, or a setting is none of the optimizer's.
     """
     if not tables:
         return
-    ties = outline.ties.items()
-    names = {name: (name, *(other for other, first in ties if first == name)) for name in outline.sizes}
-    problems = [*_unfitting(tables, names), *_unknown(tables, optimizer.param_groups, names)]
+    names = outline.names(outline.sizes)
+    problems = list(_problems(tables, optimizer.param_groups, names))
     if problems:
         raise JobError(problems)
     groups = enumerate(optimizer.param_groups)
-    optimizer.param_groups[:] = [part for of, group in groups for part in _divide(of, group, tables, names)]
+    optimizer.param_groups[:] = [part for number, group in groups for part in _divide(number, group, tables, names)]
 
 
-def _divide(
-    of: int, group: Group, tables: Sequence[ParameterGroup], names: Mapping[str, Sequence[str]]
-) -> Iterator[Group]:
-    """The parts of group number `of`; `match` says which one a part is, whatever the order of the tables."""
+def _divide(number: int, group: Group, tables: Sequence[ParameterGroup], names: Names) -> Iterator[Group]:
+    """The parts of a group: that of no table first, then one of each table. Their key `match` identifies them."""
+    # A rank of a pipeline may hold a tied parameter by its other name alone.
     chosen = [_first_fitting(tables, names.get(name, (name,))) for name in group["names"]]
-    matches = [f"{of}", *(f"{of} {table.match}" for table in tables)]
-    for number, settings in enumerate([{}, *(table.values() for table in tables)]):
-        own = [index for index, table in enumerate(chosen) if table == number - 1]
+    matches = [f"{number}", *(f"{number} {table.match}" for table in tables)]
+    for place, settings in enumerate([{}, *(table.values() for table in tables)]):
+        # Empty parts too: ranks of a pipeline have other parameters, and must have the same groups in a checkpoint.
+        own = [index for index, choice in enumerate(chosen) if choice == place - 1]
         part = {key: [group[key][index] for index in own] for key in ("params", "names")}
         known = {key: value for key, value in settings.items() if key in group}
-        yield group | part | known | {"match": matches[number]}
+        yield group | part | known | {"match": matches[place]}
 
 
 def _first_fitting(tables: Sequence[ParameterGroup], names: Sequence[str]) -> int:
     """Number of the table; -1 if none fits."""
-    return next((number for number, table in enumerate(tables) if _fits(names, table)), -1)
+    return next((number for number, table in enumerate(tables) if fits(names, [table.match])), -1)
 
 
-def _fits(names: Iterable[str], table: ParameterGroup) -> bool:
-    return any(fnmatchcase(name, table.match) for name in names)
-
-
-def _unfitting(tables: Sequence[ParameterGroup], names: Mapping[str, Sequence[str]]) -> Iterator[Problem]:
-    known = [name for all_names in names.values() for name in all_names]
+def _problems(tables: Sequence[ParameterGroup], groups: Sequence[Group], names: Names) -> Iterator[Problem]:
+    """Patterns that fit no parameter, and settings that no group of a table's parameters has."""
+    all_names = [name for names_ in names.values() for name in names_]
     for number, table in enumerate(tables):
-        if not _fits(known, table):
-            hint = did_you_mean(table.match, known)
-            yield Problem(f"optimizer.groups.{number}.match", f"{table.match!r} fits no parameter of the model{hint}")
-
-
-def _unknown(
-    tables: Sequence[ParameterGroup], groups: Sequence[Group], names: Mapping[str, Sequence[str]]
-) -> Iterator[Problem]:
-    """Settings that no group has of those whose parameters a table fits."""
-    for number, table in enumerate(tables):
-        fitted = [group for group in groups if any(_fits(names.get(name, (name,)), table) for name in group["names"])]
-        known = {key for group in fitted for key in group} - {"params", "names", "param_names", "match"}
-        for key in table.values():
-            if fitted and key not in known:
-                path = f"optimizer.groups.{number}" + ("" if key in ("lr", "weight_decay") else ".settings")
+        path, match = f"optimizer.groups.{number}", [table.match]
+        if not fits(all_names, match):
+            hint = did_you_mean(table.match, all_names)
+            yield Problem(f"{path}.match", f"{table.match!r} fits no parameter of the model{hint}")
+        fitting = [group for group in groups if any(fits(names.get(n, (n,)), match) for n in group["names"])]
+        known = {key for group in fitting for key in group} - {"params", "names", "param_names", "match"}
+        for key in table.values() if fitting else ():
+            if key not in known:
+                table_path = path if key in ("lr", "weight_decay") else f"{path}.settings"
                 allowed = ", ".join(sorted(known))
-                yield Problem(f"{path}.{key}", f"is no setting of these parameters; they have {allowed}")
+                yield Problem(f"{table_path}.{key}", f"is no setting of these parameters; they have {allowed}")
 
 
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+def fits(names: Iterable[str], patterns: Iterable[str]) -> bool:
+    """Whether a pattern fits one of the names."""
+    return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
+
+
+def listed(names: Sequence[str]) -> str:
+    """The names for a message, the first few of many."""
+    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+
+
+class Rates:
+    """Learning rates, and other scalars that follow a schedule, written into the groups before each update.
+
+    The rate is base rate x schedule x the phase's factor. A field of the optimizer component that is a schedule goes
+    into the groups' key of the same name.
+    """
+
+    def __init__(self, job: Job, optimizer: torch.optim.Optimizer, context: BuildContext) -> None:
+        self._job = job
+        self._total = job.train.steps
+        self._groups = optimizer.param_groups
+        self._base = [group["lr"] for group in self._groups]
+        self._schedule: Schedule = context.build(job.scheduler)
+        self._scheduled = {
+            field.name: context.build(value)
+            for field in attrs.fields(type(job.optimizer))
+            if isinstance(value := getattr(job.optimizer, field.name), SchedulerComponent)
+        }
+        for name in self._scheduled:
+            if not any(name in group for group in self._groups):
+                raise ForgeError(f"optimizer.{name} is a schedule, but the optimizer has no group with a key {name!r}")
+
+    def factor(self, step: int) -> float:
+        """The factor of the learning rate's schedule for the update after `step` completed steps."""
+        return self._schedule(step, self._total)
+
+    def apply(self, step: int, tokens: int) -> float:
+        """Set every rate for one update, and return that of the first group.
+
+        Args:
+            step: completed steps.
+            tokens: positions fed so far, by which a phase of the data scales the rate.
+        """
+        factor = self.factor(step) * lr_factor(self._job, step, tokens)
+        # From the job's base rates and not from the groups: a run that continues follows its present job.
+        for group, base in zip(self._groups, self._base, strict=True):
+            group["lr"] = base * factor
+            for name, schedule in self._scheduled.items():
+                if name in group:
+                    group[name] = schedule(step, self._total)
+        return self._groups[0]["lr"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 
 from forge_core.checkpoint.manager import Checkpoints
 from forge_core.checkpoint.provenance import collect
@@ -15,11 +16,10 @@ from forge_core.contracts.contexts import Requests
 from forge_core.contracts.errors import CheckpointError, NonFiniteError
 from forge_core.data.loader import TrainLoader
 from forge_core.engine.build import Run
-from forge_core.engine.evaluator import Evaluator
+from forge_core.engine.evaluation import evaluate
 from forge_core.engine.hooks import Contexts
-from forge_core.engine.rank_agreement import report
+from forge_core.engine.rank_agreement import Agreement, follow_non_finite, report, stop_on_signals
 from forge_core.engine.recorder import Recorder, open_loggers
-from forge_core.engine.requests import Agreement, NonFinitePolicy, stop_on_signals
 from forge_core.engine.run_state import restore, snapshot
 from forge_core.engine.step import Stepper, dry_run
 from forge_core.engine.summary import announce
@@ -42,14 +42,13 @@ class Loop:
         self._loader = TrainLoader(run.job, run.datasets, run.context, self.progress)
         stack.callback(self._loader.close)
         announce(run, self._stepper, self._provenance, echo)
-        policy = NonFinitePolicy(run.job.train, self.progress, self.requests)
-        self.recorder = Recorder(run, open_loggers(run, self.progress.step, stack), policy.follow)
+        follow = partial(follow_non_finite, run.job.train, self.progress, self.requests)
+        self.recorder = Recorder(run, open_loggers(run, self.progress.step, stack), follow)
         self._saver = Saver(run.job.checkpoint, checkpoints, self.recorder.sync, self._contexts.saved)
         if start.checkpoint is not None:
             self._saver.continues(start.manifest)
             self.recorder.last_evaluation = self._saver.evaluation.get("metrics", {})
         self._agreement = Agreement(run, self.requests, self._saver)
-        self._evaluator = Evaluator(run)
         self._garbage = GarbageCollection(run.job.train.gc_interval)
 
     def run(self) -> None:
@@ -59,7 +58,7 @@ class Loop:
             while self.progress.step < self._job.train.steps and not self._agreement.ends_run:
                 self._step()
                 save = self._agreement.reach()
-                if self._evaluator.due(self.progress.step):
+                if self._job.eval.interval and self.progress.step % self._job.eval.interval == 0:
                     self._evaluate()
                 if self._wants_save(save):
                     self._save()
@@ -98,7 +97,7 @@ class Loop:
     def _evaluate(self) -> None:
         self._beacon.enter("evaluation")
         self.recorder.flush()  # lines of steps come before the line of their evaluation
-        metrics = self._evaluator(self.progress.step)
+        metrics = evaluate(self._run, self.progress.step)
         if metrics:
             self.recorder.evaluation(self.progress.step, metrics)
         self._saver.note_evaluation(self.progress.step, metrics)

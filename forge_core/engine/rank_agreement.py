@@ -1,4 +1,4 @@
-"""How the ranks of a run join before any process group starts, and agree on what they run."""
+"""How ranks agree: on the job, before any process group starts, and on requests to stop and save, in every step."""
 
 from __future__ import annotations
 
@@ -7,21 +7,29 @@ import json
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from forge_core.checkpoint.job_diff import text_changes
 from forge_core.checkpoint.provenance import collect
 from forge_core.config.dump import dump_job
+from forge_core.contracts.contexts import Requests
 from forge_core.contracts.errors import JobError
-from forge_core.job import Job
+from forge_core.job import Job, TrainSection
 from forge_core.launch.failure_report import emit, report_of
-from forge_core.launch.progress_beacon import ProgressBeacon
 from forge_core.launch.rendezvous import Rendezvous, join_rendezvous
+from forge_core.launch.stop_requests import requests_to_stop
 from forge_core.launch.watchdog import Watchdog
 from forge_core.launch.world import join_world
-from forge_core.plugins.catalog import Catalog
+from forge_core.parallel.mesh import any_rank, gather_objects
+
+if TYPE_CHECKING:
+    from forge_core.checkpoint.saving import Saver
+    from forge_core.checkpoint.state import Progress
+    from forge_core.engine.build import Run
+    from forge_core.launch.progress_beacon import ProgressBeacon
+    from forge_core.plugins.catalog import Catalog
 
 SHOWN = 8
 """Ranks whose differences are listed."""
@@ -63,10 +71,11 @@ def report(error: BaseException, rendezvous: Rendezvous | None) -> None:
                 emit(failure)
 
 
+# --- before the run -------------------------------------------------------------------------------------------------
+
+
 def agree_on_job(rendezvous: Rendezvous, job: Job, catalog: Catalog) -> None:
     """Check that all ranks have the same job, the same distributions and the same local files.
-
-    Every rank publishes a digest, and rank 0 compares them. It reads the rest only where they differ.
 
     Raises:
         JobError: on rank 0, some differ; names the ranks and what differs.
@@ -75,20 +84,21 @@ def agree_on_job(rendezvous: Rendezvous, job: Job, catalog: Catalog) -> None:
     """
     identity = _identity(job, catalog)
     rendezvous.set("identity", identity)
+    # Rank 0 reads a digest of every rank, and whole identities only of those that differ: there may be thousands.
     rendezvous.set("digest", _digest(identity))
 
     def compare() -> None:
         ranks = range(rendezvous.world.size)
         digests = rendezvous.wait_for("digest", ranks)
         others = [rank for rank in ranks if digests[rank] != digests[0]]
-        differing = describe_differences(identity, rendezvous.wait_for("identity", others), catalog)
-        if differing:
-            raise JobError(differing)
+        differences = _describe(identity, rendezvous.wait_for("identity", others), catalog)
+        if differences:
+            raise JobError(differences)
 
     rendezvous.on_rank0("agreed", compare)
 
 
-def describe_differences(mine: Mapping[str, Any], identities: Mapping[int, Mapping[str, Any]], catalog: Catalog) -> str:
+def _describe(mine: Mapping[str, Any], identities: Mapping[int, Mapping[str, Any]], catalog: Catalog) -> str:
     """How the jobs and installations of other ranks differ from those of rank 0; empty if they do not."""
     by_rank = {rank: list(_differences(mine, theirs, catalog)) for rank, theirs in identities.items()}
     ranks = [rank for rank, differences in by_rank.items() if differences]
@@ -104,13 +114,13 @@ def describe_differences(mine: Mapping[str, Any], identities: Mapping[int, Mappi
 
 def _identity(job: Job, catalog: Catalog) -> dict[str, Any]:
     known = collect(job, catalog)
-    versions = {name: entry["version"] for name, entry in known["distributions"].items()}
-    commits = {name: entry.get("commit", "") for name, entry in known["distributions"].items()}
+    distributions = known["distributions"].items()
+    versions = {name: entry["version"] for name, entry in distributions}
     return {
         "host": socket.gethostname(),
         "job": dump_job(job, catalog),
         "versions": versions | {"torch": known["torch"], "Python": known["python"]},
-        "commits": commits,
+        "commits": {name: entry.get("commit", "") for name, entry in distributions},
         "files": known["files"],
     }
 
@@ -133,3 +143,79 @@ def _short(subject: str, value: str | None) -> str:
     if value is None:
         return "absent"
     return f"SHA-256 {value[:12]}" if subject == "files" else value
+
+
+# --- in every step --------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def stop_on_signals(requests: Requests) -> Iterator[None]:
+    """SIGINT, SIGTERM, SIGUSR1 and the launcher set `requests.stop` within this context; in the main thread only."""
+
+    def ask(reason: str) -> None:
+        # Nothing else happens here: a signal comes at any point of a step, perhaps in the middle of a collective, and
+        # on each rank at another. The ranks end together, where they agree.
+        requests.stop = requests.stop or reason
+
+    with requests_to_stop(ask):
+        yield
+
+
+def follow_non_finite(train: TrainSection, progress: Progress, requests: Requests, record: Mapping[str, Any]) -> None:
+    """Count a skipped step, and ask for the end of the run after too many in a row (`train.non_finite`).
+
+    Args:
+        record: the step's numbers, which may arrive on the host two steps after the update.
+    """
+    limit = 1 if train.non_finite == "stop" else train.non_finite_limit
+    progress.skipped += bool(record.get("skipped"))
+    progress.skipped_in_a_row = progress.skipped_in_a_row + 1 if record.get("skipped") else 0
+    if progress.skipped_in_a_row >= limit and not requests.non_finite:
+        row = f"{limit} step{'s' if limit > 1 else ''} in a row"
+        requests.non_finite = f"loss or gradients were not finite for {row}, up to step {record['step']}"
+
+
+class Agreement:
+    """The one point of a step at which ranks agree on what was asked of any of them.
+
+    Signals and hooks ask each rank at its own time. A rank that acted on that at once would leave the others waiting in
+    their next collective; so a request that comes later, during an evaluation say, waits for the next step.
+    """
+
+    def __init__(self, run: Run, requests: Requests, saver: Saver) -> None:
+        self._beacon = run.hooks.beacon
+        self._alone = run.context.layout.world_size == 1
+        self._requests = requests
+        self._saver = saver
+        self._agreed_to_end = False
+
+    @property
+    def ends_run(self) -> bool:
+        """Whether all ranks have agreed to end; a process alone need not ask."""
+        return self._requests.ends_run if self._alone else self._agreed_to_end
+
+    def reach(self) -> bool:
+        """Agree on whether to end, and return whether to save. Collective.
+
+        Raises:
+            CheckpointError: writing a checkpoint failed, and `checkpoint.on_failure` does not let that pass.
+        """
+        self._beacon.enter("agreement of the ranks")
+        requests = self._requests
+        asked = [bool(requests.stop), requests.checkpoint, bool(requests.non_finite), self._saver.writing]
+        stop, checkpoint, non_finite, writing = asked if self._alone else any_rank(asked)
+        # Texts travel only in the step in which ranks have agreed that there is one: other steps cost four flags.
+        if stop:
+            requests.stop = agreed_reason(requests.stop)
+        if non_finite:
+            requests.non_finite = agreed_reason(requests.non_finite)
+        self._agreed_to_end = stop or non_finite
+        if not writing:  # on any rank: only now is a checkpoint that was written in the background whole
+            self._saver.settle()
+        return checkpoint
+
+
+def agreed_reason(own: str) -> str:
+    """The reason of this rank for what was asked, or else that of the first rank that has one. Collective."""
+    reasons = gather_objects(own)
+    return own or next((f"{reason} (rank {rank})" for rank, reason in enumerate(reasons) if reason), "")

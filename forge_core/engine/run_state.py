@@ -3,36 +3,50 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from attrs import frozen
 
 from forge_core.checkpoint.job_diff import describe_changes
 from forge_core.checkpoint.manager import State
 from forge_core.checkpoint.provenance import check_tokenizer
 from forge_core.checkpoint.resume import FLAG, Start
-from forge_core.checkpoint.state import Progress, gather_state, has_state, holders, restore_state
+from forge_core.checkpoint.state import (
+    Progress,
+    evaluated_names,
+    gather_state,
+    has_state,
+    holders,
+    model_tensors,
+    restore_state,
+)
+from forge_core.checkpoint.tensors import load_tensors, shared_index
 from forge_core.config.dump import dump_job
 from forge_core.config.mixture import source_names
-from forge_core.contracts.errors import CheckpointError
+from forge_core.contracts.errors import CheckpointError, JobError, Problem, did_you_mean
 from forge_core.data.loader import identities_of
 from forge_core.data.mixture import sizes_of
 from forge_core.data.order import source_changes
-from forge_core.engine.weights import load_weights
+from forge_core.engine.groups import SHOWN, Names, Rates, fits, listed
 from forge_core.parallel.mesh import pipeline_group
 
 if TYPE_CHECKING:
+    from torch import Size
+
     from forge_core.contracts.components import Plugin, TrainingHook
-    from forge_core.engine.build import Run
+    from forge_core.contracts.model import Model
+    from forge_core.engine.build import Outline, Run
     from forge_core.engine.hooks import Contexts
-    from forge_core.engine.rates import Rates
+    from forge_core.job import LoadSection
+
+LOAD = "checkpoint.load"
 
 
 def snapshot(run: Run, progress: Progress, provenance: Mapping[str, Any]) -> State:
-    """All that a checkpoint holds. Taking it changes nothing. Collective over the ranks of a pipeline.
-
-    Args:
-        progress: receives the factor of the schedule, by which a continued run notices another schedule.
-    """
+    """All that a checkpoint holds. Reads only: a save, at any step, changes no later loss. Collective."""
+    # Of the schedule only its factor, by which a continued run notices another one: settings come from the job.
     progress.schedule = run.rates.factor(progress.step - 1) if progress.step else None
     plugins, pipeline = run.context.plugins, pipeline_group(run.context.mesh)
     state = gather_state(run.model, run.optimizer, progress, run.hooks.hooks, plugins.active, pipeline)
@@ -50,70 +64,65 @@ def restore(
         JobError: `[checkpoint.load]` does not fit the model.
     """
     if start.weights is not None:
-        echo(take_weights(start, run, provenance))
+        echo(_take_weights(start.weights, start, run, provenance))
     if start.checkpoint is None:
         return Progress()
     run.hooks.beacon.enter("loading the checkpoint")
-    progress, report = continue_run(start, run, provenance)
+    progress, report = _continue(start.checkpoint, start, run, provenance)
+    # After `_continue`: each hook has its own state back when it is called.
     run.hooks("on_checkpoint_load", contexts.checkpoint(progress.step, start.checkpoint))
     echo(report)
     return progress
 
 
-def continue_run(start: Start, run: Run, provenance: Mapping[str, Any]) -> tuple[Progress, str]:
-    """Load the checkpoint into a freshly built run; returns how far it was, and a report for the user. Collective.
+# --- continuing a run -----------------------------------------------------------------------------------------------
 
-    Raises:
-        CheckpointError: it does not fit what was built.
-    """
-    assert start.checkpoint is not None
+
+def _continue(checkpoint: Path, start: Start, run: Run, provenance: Mapping[str, Any]) -> tuple[Progress, str]:
+    """Load a checkpoint into a freshly built run; returns how far it was, and a report for the user."""
+    # Checks first: a run that is refused has not read the tensors, which may take minutes.
     check_tokenizer(start.manifest["provenance"], provenance)
     own = dict(holders(run.hooks.hooks, run.context.plugins.active))
-    notes = [*check_extras(start, own), *check_sources(start, run)]
+    notes = [*_check_extras(start, own), *_check_sources(start, run)]
     manifest = {**start.manifest, "extras": start.extras}
-    progress = restore_state(start.checkpoint, manifest, run.model, run.optimizer, own, run.outline.sizes)
-    lines = [f"continuing from {start.checkpoint}, step {progress.step}"]
+    progress = restore_state(checkpoint, manifest, run.model, run.optimizer, own, run.outline.sizes)
+    lines = [f"continuing from {checkpoint}, step {progress.step}"]
     lines += [f"changed since then:\n{describe_changes(start.changes)}"] if start.changes else []
     if run.job.checkpoint.load is not None:
-        lines.append("[checkpoint.load] has no effect: it is for a run that has no checkpoint yet")
-    return progress, "\n".join([*lines, *notes, *check_schedule(progress, run.rates)])
+        lines.append(f"[{LOAD}] has no effect: it is for a run that has no checkpoint yet")
+    return progress, "\n".join([*lines, *notes, *_check_schedule(progress, run.rates)])
 
 
-def check_extras(start: Start, own: Mapping[str, TrainingHook | Plugin]) -> Iterator[str]:
-    """How the state of hooks and plugins in the checkpoint differs from what the run has, in words.
-
-    Raises:
-        CheckpointError: a hook given from Python, which no job records, has no state there.
-    """
+def _check_extras(start: Start, own: Mapping[str, TrainingHook | Plugin]) -> Iterator[str]:
+    """How the state of hooks and plugins in the checkpoint differs from what the run has, in words."""
     saved = start.extras
     for name, holder in own.items():
         if name in saved or not has_state(holder):
             continue
+        # No job records hooks from Python, so that the comparison of jobs has not noticed that this one is new.
         if name.startswith("hook:python.") and not start.with_changes:
-            fix = f"to let it start afresh, continue with resume_with_changes ({FLAG})"
-            raise CheckpointError(f"{start.checkpoint} holds no state of {name}, which this run has; {fix}")
+            hint = f"to let it start afresh, continue with resume_with_changes ({FLAG})"
+            raise CheckpointError(f"{start.checkpoint} holds no state of {name}, which this run has; {hint}")
         yield f"{name} starts afresh: the checkpoint has no state of it"
     yield from (f"state of {name} is left behind" for name, state in saved.items() if state and name not in own)
 
 
-def check_sources(start: Start, run: Run) -> list[str]:
-    """How the sources of data differ from those that the checkpoint counts the samples of, in words.
-
-    Raises:
-        CheckpointError: they do, and the user has not asked to continue with changes.
-    """
+def _check_sources(start: Start, run: Run) -> list[str]:
+    """How the sources of data differ from those that the checkpoint counts the samples of, in words."""
     sizes = dict(zip(source_names(run.job), sizes_of(run.datasets), strict=True))
     identities = identities_of(run.job, run.datasets)
     changes = source_changes(start.manifest["progress"]["samples"], sizes, identities)
     if changes and not start.with_changes:
-        fix = f"to continue all the same, run the same command with {FLAG}"
-        raise CheckpointError(f"the data is not that of {start.checkpoint}: {'; '.join(changes)}; {fix}")
+        hint = f"to continue all the same, run the same command with {FLAG}"
+        raise CheckpointError(f"the data is not that of {start.checkpoint}: {'; '.join(changes)}; {hint}")
     return changes
 
 
-def check_schedule(progress: Progress, rates: Rates) -> Iterator[str]:
-    """Whether updates that were made already would have another rate by the present schedule, in words: a decay that
-    begins before the checkpoint, say, makes the rate jump here."""
+def _check_schedule(progress: Progress, rates: Rates) -> Iterator[str]:
+    """Whether the last update would have another rate by the present schedule, in words.
+
+    A longer decay that begins before the checkpoint, for example, makes the rate jump here.
+    """
     before = progress.schedule
     if before is None:
         return
@@ -126,18 +135,94 @@ def check_schedule(progress: Progress, rates: Rates) -> Iterator[str]:
         yield f"the schedule is another one for updates that were made already: {before_and_now}; {following}"
 
 
-def take_weights(start: Start, run: Run, provenance: Mapping[str, Any]) -> str:
-    """Load the weights that `[checkpoint.load]` selects; returns a report for the user. Collective.
+# --- `[checkpoint.load]` ---------------------------------------------------------------------------------------------
 
-    Raises:
-        JobError: a pattern fits nothing.
-        CheckpointError: the weights do not fit the model.
-    """
+
+@frozen(kw_only=True)
+class Selection:
+    """Names of parameters and buffers, by what becomes of them."""
+
+    loaded: Sequence[str]
+    skipped: Sequence[str]
+    """Left out by `include` or `exclude`."""
+    missing: Sequence[str]
+    """Selected, but not in the checkpoint: they keep their initial values."""
+    unused: Sequence[str]
+    """In the checkpoint, but not in the model."""
+
+    def __str__(self) -> str:
+        groups = {
+            "loaded": self.loaded,
+            "skipped, as include and exclude say": self.skipped,
+            "not in the checkpoint, initial values kept": self.missing,
+            "only in the checkpoint": self.unused,
+        }
+        return "\n".join(f"  {len(names)} {title}: {listed(names)}" for title, names in groups.items() if names)
+
+
+def _take_weights(folder: Path, start: Start, run: Run, provenance: Mapping[str, Any]) -> str:
+    """Load the weights that `[checkpoint.load]` selects; returns a report for the user."""
     section, recorded = run.job.checkpoint.load, start.manifest["provenance"]
     assert section is not None
-    assert start.weights is not None
-    selection = load_weights(start.weights, section, run.model, run.outline)
-    report = f"weights from {start.weights}, step {start.manifest['step']}:\n{selection}"
+    selection = _load_weights(folder, section, run.model, run.outline)
+    report = f"weights from {folder}, step {start.manifest['step']}:\n{selection}"
     if recorded.get("tokenizer") != provenance.get("tokenizer"):
         report += "\n  they were trained with another tokenizer: token ids mean other texts now"
     return report
+
+
+def _load_weights(folder: Path, section: LoadSection, model: Model, outline: Outline) -> Selection:
+    index = shared_index(folder)
+    # Weights as they are evaluated, where an optimizer trains others: those only serve the run that trained them.
+    entries = index.shapes
+    where = evaluated_names(entries)
+    stored = {name: entries[full][0] for name, full in where.items()}
+    names = outline.names(outline.tensors)  # of the whole model: all ranks of a pipeline select, and refuse, the same
+    _check_patterns(section, names, stored)
+    selection = _select(section, names, stored)
+    _check_shapes(folder, selection.loaded, outline.tensors, stored)
+    if selection.missing and section.strict:
+        raise CheckpointError(
+            f"{folder} lacks some of what [{LOAD}] selects: {listed(selection.missing)}. Exclude these, or set "
+            "strict = false to let them keep their initial values"
+        )
+    own = model_tensors(model)
+    load_tensors(folder, {where[name]: own[name] for name in selection.loaded if name in own}, index)
+    return selection
+
+
+def _select(section: LoadSection, names: Names, stored: Collection[str]) -> Selection:
+    """Match `include` and `exclude` against the tensors of a model and the names in a checkpoint."""
+    wanted = [n for n, names_ in names.items() if fits(names_, section.include) and not fits(names_, section.exclude)]
+    return Selection(
+        loaded=[name for name in wanted if name in stored],
+        skipped=[name for name in names if name not in set(wanted)],
+        missing=[name for name in wanted if name not in stored],
+        unused=[name for name in stored if name not in names],
+    )
+
+
+def _check_patterns(section: LoadSection, names: Names, stored: Iterable[str]) -> None:
+    """`include` must name parts of the model; `exclude` may also name what only the checkpoint has."""
+    own = [name for names_ in names.values() for name in names_]
+    fitting = {"include": ("the model", own), "exclude": ("model or checkpoint", [*own, *stored])}
+    problems = [
+        Problem(f"{LOAD}.{key}", f"{pattern!r} fits no parameter of {whose}{did_you_mean(pattern, known)}")
+        for key, (whose, known) in fitting.items()
+        for pattern in getattr(section, key)
+        if not fits(known, [pattern])
+    ]
+    if problems:
+        raise JobError(problems)
+
+
+def _check_shapes(folder: Path, names: Sequence[str], own: Mapping[str, Size], stored: Mapping[str, Size]) -> None:
+    wrong = [name for name in names if own[name] != stored[name]]
+    if wrong:
+        shapes = "; ".join(f"{n} is {list(stored[n])} there, {list(own[n])} in this model" for n in wrong[:SHOWN])
+        more = f"; and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
+        names_to_exclude = ", ".join(f'"{name}"' for name in wrong[:SHOWN]) + (", …" if len(wrong) > SHOWN else "")
+        raise CheckpointError(
+            f"{folder} does not fit the model: {shapes}{more}. To train these anew, add to [{LOAD}]: "
+            f"exclude = [{names_to_exclude}]"
+        )

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import resource
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 
 from forge_core.auxiliary import Count
 from forge_core.config.mixture import source_names
@@ -17,8 +20,7 @@ from forge_core.contracts.errors import ForgeError
 from forge_core.contracts.model import ChangesWithUpdates
 from forge_core.contracts.runtime import StepOutput
 from forge_core.engine.build import Run
-from forge_core.engine.gradients import clip, global_norm
-from forge_core.engine.requests import agreed_reason
+from forge_core.engine.rank_agreement import agreed_reason
 from forge_core.metrics.tracker import ABSENT, SOURCE_LOSS, per_source
 from forge_core.parallel.layout import micro_batches
 from forge_core.parallel.mesh import (
@@ -26,6 +28,7 @@ from forge_core.parallel.mesh import (
     all_reduce_tokens,
     any_rank,
     gather_objects,
+    local_part,
     part_of_step,
     pipeline_group,
     sample_rank,
@@ -50,7 +53,7 @@ class Stepper:
         self._mesh = run.context.mesh
         self._pipeline = pipeline_group(run.context.mesh)
         self._attached: dict[str | Count, torch.Size] | None = None
-        assert isinstance(run.model, torch.nn.Module)
+        assert isinstance(run.model, nn.Module)
         self._changing = [module for module in run.model.modules() if isinstance(module, ChangesWithUpdates)]
         self._source_names = source_names(run.job)
         self._part = part_of_step(run.context.mesh, run.context.layout)
@@ -220,9 +223,61 @@ def _unflatten(flat: Tensor, like: Sums) -> dict[str | Count, Tensor]:
     return {name: piece.view(part.shape) for (name, part), piece in zip(like.items(), pieces, strict=True)}
 
 
-def _counted_elsewhere(run: Run) -> Iterator[torch.nn.Parameter]:
+def _counted_elsewhere(run: Run) -> Iterator[nn.Parameter]:
     for stage in run.built_stages:
         yield from stage.counted_elsewhere(run.model)
+
+
+def global_norm(parameters: Iterable[nn.Parameter], stages: ProcessGroup | None = None) -> Tensor:
+    """2-norm of all gradients together, a device scalar in at least float32, the same on every rank.
+
+    Squares are summed over distinct parameters: those of each part over the ranks among which the parameter is split,
+    then over the ranks of `stages` (the pipeline's), which hold different parameters. Nothing is waited for.
+    """
+    split: dict[tuple[ProcessGroup, ...], list[Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            split.setdefault(_groups(parameter.grad), []).append(local_part(parameter.grad))
+    total = torch.zeros(())
+    for groups, gradients in split.items():
+        square = _square(gradients)
+        for group in groups:
+            torch.distributed.all_reduce(square, group=group)
+        total = total.to(square) + square
+    if stages is not None:
+        torch.distributed.all_reduce(total, group=stages)
+    return total.sqrt()
+
+
+def _groups(gradient: Tensor) -> tuple[ProcessGroup, ...]:
+    """The groups of ranks among which a gradient is split."""
+    if not isinstance(gradient, DTensor):
+        return ()
+    placements = enumerate(gradient.placements)
+    return tuple(gradient.device_mesh.get_group(dim) for dim, placement in placements if not placement.is_replicate())
+
+
+def _square(gradients: list[Tensor]) -> Tensor:
+    """Sum of squares, in float32 or wider."""
+    dtype = torch.promote_types(gradients[0].dtype, torch.float32)
+    norms = torch._foreach_norm(gradients, 2, dtype)
+    return torch.stack([norm.to(norms[0].device) for norm in norms]).square().sum()
+
+
+def clip(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: float) -> None:
+    """Scale all gradients down so that their global norm, which is `norm`, becomes at most `max_norm`; in place.
+
+    A norm of NaN leaves the gradients as they are, an infinite one makes them 0 or NaN: such a step is for the
+    non-finite policy to skip, and with `ignore` it is lost.
+    """
+    factor = (max_norm / norm.clamp(min=max_norm)).nan_to_num(1.0)
+    groups: dict[tuple[Any, torch.dtype], list[Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            local = local_part(parameter.grad)
+            groups.setdefault((local.device, local.dtype), []).append(local)
+    for (device, dtype), gradients in groups.items():
+        torch._foreach_mul_(gradients, factor.to(device=device, dtype=dtype))
 
 
 def metrics(sums: Sums) -> dict[str | Count, Tensor]:
@@ -262,7 +317,7 @@ def dry_run(run: Run, batches: Sequence[Batch]) -> str:
     Raises:
         ForgeError: it failed; carries the cause.
     """
-    assert isinstance(run.model, torch.nn.Module)
+    assert isinstance(run.model, nn.Module)
     buffers = {name: buffer.clone() for name, buffer in run.model.named_buffers()}
     shape, device = tuple(batches[0]["input_ids"].shape), run.context.device
     try:  # a pipeline's schedule is made for all its micro-batches; one alone would not run

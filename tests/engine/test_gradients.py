@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from forge_core.engine.gradients import clip, global_norm
+from forge_core.engine.step import clip, global_norm
 
 
 def with_gradients(*values: float, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:

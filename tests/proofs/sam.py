@@ -15,7 +15,7 @@ from attrs.validators import gt
 
 from forge_core import ExecutorComponent, default_type
 from forge_core.auxiliary import Recomputing
-from forge_core.engine.gradients import global_norm
+from forge_core.engine.step import global_norm
 
 
 @frozen(kw_only=True)

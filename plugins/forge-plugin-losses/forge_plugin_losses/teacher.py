@@ -7,20 +7,25 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import attrs
 import torch
 from attrs import frozen
 from torch import nn
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from forge_core.auxiliary import Auxiliary
 from forge_core.checkpoint.resume import locate
 from forge_core.checkpoint.state import load_model
+from forge_core.config.load import parse_job
 from forge_core.contracts.contexts import BuildContext
 from forge_core.contracts.errors import CheckpointError
+from forge_core.contracts.layout import Layout
 from forge_core.contracts.model import Model, Role
-from forge_core.engine.build import build_bare_model, context_of
+from forge_core.engine.build import build_bare_model
 from forge_core.job import JobSection
 from forge_core.parallel.initialise import allocate, materialise
+from forge_core.plugins.manager import Plugins, RunContext
 
 COMPUTED_IN: frozenset[Role] = frozenset(("embedding", "head", "matrix", "stack", "fused"))
 """Roles of parameters that are cast to the compute dtype wherever they are used."""
@@ -66,7 +71,7 @@ def load_trained(source: Path, context: BuildContext) -> TrainedModel:
         JobError: it needs components that are not installed.
     """
     checkpoint, manifest = find_trained(source)
-    own = context_of(manifest["job"], str(checkpoint / "manifest.json"), context)
+    own = context_beside(context, manifest["job"], str(checkpoint / "manifest.json"))
     with unset_fake_temporarily():  # on the meta device, like the run's own model
         model, outline = build_bare_model(own.job, own)
     if detect_fake_mode() is not None:
@@ -81,3 +86,32 @@ def load_trained(source: Path, context: BuildContext) -> TrainedModel:
         parameter.requires_grad_(False)
     model.eval()
     return TrainedModel(model=model, checkpoint=checkpoint, manifest=manifest)
+
+
+def context_beside(context: BuildContext, resolved: str, source: str) -> RunContext:
+    """The context in which the model of another run's job is built beside the one in training.
+
+    It has the plugins of its own job, this run's device, dtype and tokenizer, no mesh, and the layout of one process.
+
+    Args:
+        context: this run's.
+        resolved: TOML that `dump_job` wrote, as the manifest of a checkpoint has it.
+        source: where it is from, for messages.
+
+    Raises:
+        JobError: it needs components that are not installed.
+    """
+    assert isinstance(context, RunContext), "components receive the engine's context"
+    catalog = context.plugins.catalog
+    job = parse_job(resolved, source, catalog)
+    return attrs.evolve(
+        context,
+        job=job,
+        plugins=Plugins.activate(job, catalog),
+        layout=Layout(),
+        mesh=None,
+        auxiliary=Auxiliary(context.device),  # of its own: what a teacher counts is no metric of this run
+        folder=None,
+        path="",
+        layer=None,
+    )
