@@ -6,7 +6,7 @@ carried to the loss, so it works the same in every pipeline stage, under recompu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Literal, NamedTuple
 
@@ -42,11 +42,12 @@ class _Attach(torch.autograd.Function):
 
 
 class Recomputing(AbstractContextManager):
-    """Marks the recomputation of a checkpointed region, or any other second forward pass, in which metrics must not
-    count again. One may lie within another.
+    """Marks a second forward pass, such as the recomputation of a checkpointed region: metrics do not count again.
 
-    A class and not a generator: zero-bubble schedules enter one object many times.
+    One may lie within another.
     """
+
+    # A class and not a generator: zero-bubble schedules enter one object many times.
 
     def __init__(self, auxiliary: Auxiliary) -> None:
         self._auxiliary = auxiliary
@@ -60,21 +61,8 @@ class Recomputing(AbstractContextManager):
         self._auxiliary.recomputing = self._before.pop()
 
 
-class Rehearsing(Recomputing):
-    """Marks a forward pass that is made to see what a training step takes: modules do what they do in one, and nothing
-    counts."""
-
-    def __enter__(self) -> None:
-        super().__enter__()
-        self._was_active, self._auxiliary.active = self._auxiliary.active, True
-
-    def __exit__(self, *exc: object) -> None:
-        super().__exit__(*exc)
-        self._auxiliary.active = self._was_active
-
-
 class Counter:
-    """Adds up what a layer counts in a step; see `Auxiliary.counter`."""
+    """Sums values over the forward passes of a step; see `Auxiliary.counter`."""
 
     def __init__(self, auxiliary: Auxiliary, unit: Unit | None) -> None:
         self._auxiliary = auxiliary
@@ -85,6 +73,8 @@ class Counter:
         """Add `values` (n,), as `Auxiliary.count` does."""
         if not self._auxiliary.active or self._auxiliary.recomputing:
             return
+        # Made only now: a layer asks for its counter before it knows how many values it counts. Float64 holds every
+        # count exactly; float32 ends at 2**24.
         if self.total is None:
             self.total = torch.zeros(values.shape, device=self._auxiliary.device, dtype=torch.float64)
         self.total.add_(values.detach())
@@ -104,8 +94,7 @@ class Auxiliary:
         self._scale: dict[str, Tensor] = {
             unit: torch.zeros((), device=device, dtype=torch.float64) for unit in ("token", "sequence", "layer")
         }
-        self._sums: dict[str, Tensor] = {}
-        self._units: dict[str, Unit | None] = {}
+        self._metrics: dict[str, Counter] = {}
         self._counters: dict[Count, Counter] = {}
         self._counted: Mapping[Count, Tensor] = {}
         self._kept: Tensor | None = None
@@ -116,15 +105,16 @@ class Auxiliary:
         self._scale["token"].copy_(1.0 / tokens.clamp(min=1).double())
         self._scale["sequence"].fill_(1.0 / max(sequences, 1))
         self._scale["layer"].fill_(1.0 / max(micro_batches, 1))
-        for total in (*self._sums.values(), *(total for _, total, _ in self._counts())):
-            total.zero_()
+        for counter in (*self._metrics.values(), *self._counters.values()):
+            if counter.total is not None:
+                counter.total.zero_()
         self.active = True
 
     def end_step(self, counted: Mapping[Count, Tensor]) -> None:
-        """Training forward passes are over: until the next `begin_step`, nothing counts.
+        """End the step's forward passes: until the next `begin_step`, nothing counts.
 
         Args:
-            counted: the counts of all ranks together.
+            counted: the counts, summed over all ranks.
         """
         self.active = False
         self._counted, self._kept = counted, None
@@ -142,21 +132,23 @@ class Auxiliary:
         """
         if not self.active:
             return x
-        self._add(name, value, unit)
+        self.metric(name, value, unit)
         if not torch.is_grad_enabled() or not value.requires_grad:
             return x
         return _Attach.apply(x, value * (self._scale[unit].to(value.dtype) * weight))
 
     def metric(self, name: str, value: Tensor, unit: Unit | None = None) -> None:
         """Add `value` to the metric `name` of this step: a sum, divided by the global count of `unit` if given."""
-        if self.active:
-            self._add(name, value, unit)
+        # One element and not a scalar: torch 2.13's AOT backends drop in-place changes to a scalar on the CPU.
+        self._metrics.setdefault(name, Counter(self, unit)).add(value.reshape(1))
 
     def count(self, name: str, row: int, values: Tensor, unit: Unit | None = None) -> None:
-        """Add `values` (n,) to what this step counts under `name`: of each of n things, such as the tokens of experts.
+        """Count something in this step for each of n things, such as the tokens of experts.
 
         Args:
+            name: of the counts.
             row: number of the layer, which distinguishes the counts of one name.
+            values: (n,), added to those of the step so far.
             unit: whose global count the sum is divided by. `layer`: values that are the same in every micro-batch.
         """
         self.counter(name, row, unit).add(values)
@@ -164,19 +156,18 @@ class Auxiliary:
     def counter(self, name: str, row: int, unit: Unit | None = None) -> Counter:
         """Returns the counter that `count` adds to.
 
-        A layer asks for it when it is built, and adds to it in its forward pass: a layer whose forward pass named its
-        number would need a compiled graph of its own.
+        A layer asks for it when it is built, and adds to it in its forward pass: a forward pass that named the layer's
+        number would need a compiled graph of its own for each layer.
         """
         return self._counters.setdefault(Count(name, row), Counter(self, unit))
 
-    def _counts(self) -> Iterator[tuple[Count, Tensor, Unit | None]]:
-        for count, counter in self._counters.items():
-            if counter.total is not None:
-                yield count, counter.total, counter.unit
-
     def summarise(self, name: str, summary: Summary) -> None:
-        """Log metrics that are made of all counts of a name: `summary` maps {row: (n,)}, of a step that is over and of
-        all ranks together, to {metric: ()}. Given again, it takes the place of the one before."""
+        """Log metrics that are made of all counts of a name.
+
+        Args:
+            name: the counts' name.
+            summary: maps {row: (n,)}, of a complete step and over all ranks, to {metric: ()}. Replaces an earlier one.
+        """
         self._summaries[name] = summary
 
     def summaries(self) -> Mapping[str, Tensor]:
@@ -188,32 +179,27 @@ class Auxiliary:
         return metrics
 
     def forget_counted_unless(self, kept: Tensor) -> None:
-        """Mask the last step's counts with `kept`, () a device bool: `counted` returns zeros if the update was skipped.
-        Logged values stay."""
-        self._kept = kept
+        """Let `counted` return zeros for the last step if its update was skipped; logged values stay.
+
+        Args:
+            kept: (), bool on the device: whether the update was made.
+        """
+        self._kept = kept  # multiplied in when asked for: reading it here would wait for the device
 
     def counted(self, name: str, row: int) -> Tensor:
-        """(n,) what was counted in the last step that is over, by all ranks together; float64."""
+        """Returns the counts of the last complete step over all ranks: (n,), float64."""
         values = self._counted[Count(name, row)]
         return values if self._kept is None else values * self._kept
 
-    def _add(self, name: str, value: Tensor, unit: Unit | None) -> None:
-        if self.recomputing:
-            return
-        if name not in self._sums:
-            # One element and not a scalar: torch 2.13's AOT backends drop in-place changes to a scalar on the CPU.
-            self._sums[name] = torch.zeros(1, device=self.device, dtype=torch.float64)
-            self._units[name] = unit
-        self._sums[name].add_(value.detach())
-
     def totals(self) -> dict[str | Count, Tensor]:
-        """This rank's share of each metric of the step, (), already divided by its global count, and of each count,
-        (n,); still to be added up over the token dimensions."""
-        return dict(self._shares())
+        """This rank's share of each metric of the step, (), and of each count, (n,), divided by its global count.
 
-    def _shares(self) -> Iterator[tuple[str | Count, Tensor]]:
-        for name, (total,) in self._sums.items():
-            unit = self._units[name]
-            yield name, total * self._scale[unit] if unit else total.clone()
-        for count, total, unit in self._counts():
-            yield count, total * self._scale[unit] if unit else total
+        Still to be summed over the token dimensions.
+        """
+        counters: dict[str | Count, Counter] = {**self._metrics, **self._counters}
+        shares: dict[str | Count, Tensor] = {}
+        for key, counter in counters.items():
+            if counter.total is not None:
+                total = counter.total if isinstance(key, Count) else counter.total[0]
+                shares[key] = total * self._scale[counter.unit] if counter.unit else total.clone()
+        return shares

@@ -2,11 +2,11 @@
 
 Every rank of the group holds the logits of the same positions for its own slice of the vocabulary, computes the same
 loss from them, and so receives the same incoming gradient: no backward pass here communicates. The gradient with
-respect to hidden states goes through this rank's slice only; whatever made the hidden states whole on the group adds
-the ranks' parts up.
+respect to hidden states goes through this rank's slice only; the layer that made the hidden states whole on the group
+sums the ranks' parts.
 
-`shard=None` means that the logits cover the whole vocabulary. Sums run in the dtype of the logits, so give them in
-float32 or wider; `vocab_cross_entropy` widens by itself.
+`shard=None` means that the logits cover the whole vocabulary. Sums run in the dtype of the logits, so pass them in
+float32 or wider; `vocab_cross_entropy` and `vocab_mean` widen by themselves.
 """
 
 from __future__ import annotations
@@ -18,28 +18,22 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.autograd.function import once_differentiable
 
+from forge_core.moved import forwarding
+
 if TYPE_CHECKING:
     from forge_core.contracts.model import VocabShard
 
-
-def vocab_logsumexp(logits: Tensor, shard: VocabShard | None) -> Tensor:
-    """log Σ exp over the whole vocabulary: (…, V), or this rank's slice of V, -> (…). One collective."""
-    return _LogSumExp.apply(logits, shard)
-
-
-def vocab_gather(logits: Tensor, labels: Tensor, shard: VocabShard | None) -> Tensor:
-    """The logit of each position's label: (…, V), or this rank's slice of V, and labels (…) in [0, V) -> (…).
-
-    One collective; the gradient reaches the rank that holds the label.
-    """
-    return _Gather.apply(logits, labels, shard)
+__getattr__ = forwarding(__name__, ["forge_kit.vocab"])
 
 
 def vocab_cross_entropy(logits: Tensor, labels: Tensor, shard: VocabShard | None) -> tuple[Tensor, Tensor]:
-    """`vocab_logsumexp` less `vocab_gather`, and `vocab_logsumexp`: both (…), float32 (float64 for float64 logits).
+    """Cross-entropy of each position with its label, and logsumexp: both (…), float32 (float64 for float64 logits).
 
-    Equal to the two calls, in less time and memory: it keeps the logits in their own dtype and makes their gradient
-    in one pass.
+    Args:
+        logits: (…, V), or this rank's slice of V. They are kept in their own dtype, and their gradient is made in one
+            pass.
+        labels: (…), in [0, V).
+        shard: the slice; None if the logits are whole.
     """
     return _CrossEntropy.apply(logits, labels, shard)
 
@@ -58,20 +52,26 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def combine_logsumexp(local: Tensor, shard: VocabShard | None) -> Tensor:
-    """logsumexp over the whole vocabulary from that over each rank's slice. Not differentiable."""
+    """Combines each rank's logsumexp over its slice into that of the whole vocabulary. Not differentiable."""
     if shard is None:
         return local
+    # One collective; with all_reduce it would take two, of the largest and then of the sums relative to it.
     parts = [torch.empty_like(local) for _ in range(dist.get_world_size(shard.group))]
     dist.all_gather(parts, local.contiguous(), group=shard.group)
     return torch.stack(parts).logsumexp(0)
 
 
 def combine_mean(total: Tensor, size: int, shard: VocabShard | None) -> tuple[Tensor, Tensor]:
-    """The mean over the whole vocabulary, and its size (), from the sum over each rank's slice of `size`. Not
-    differentiable."""
+    """The mean over the whole vocabulary, and its size (), from each rank's sum over its slice. Not differentiable.
+
+    Args:
+        total: the sum over this rank's slice.
+        size: words in the slice.
+        shard: the slice; None if it is the whole vocabulary.
+    """
     sums = torch.cat([total.flatten(), total.new_full((1,), size)])
     if shard is not None:
-        dist.all_reduce(sums, group=shard.group)
+        dist.all_reduce(sums, group=shard.group)  # the size travels along: slices may be unequal
     return sums[:-1].view_as(total) / sums[-1], sums[-1]
 
 
@@ -80,7 +80,7 @@ def combine_gathered(local: Tensor, inside: Tensor, shard: VocabShard | None) ->
     if shard is None:
         return local
     gathered = local.where(inside, 0)
-    dist.all_reduce(gathered, group=shard.group)
+    dist.all_reduce(gathered, group=shard.group)  # exact: all ranks but one add zero
     return gathered
 
 
@@ -97,36 +97,6 @@ def subtract_at(values: Tensor, index: Tensor, amount: Tensor) -> None:
     """values[…, index] -= amount, in place and in a fixed order: `values` (…, V), `index` and `amount` (…)."""
     index = index.unsqueeze(-1)
     values.scatter_(-1, index, values.gather(-1, index) - amount.unsqueeze(-1))
-
-
-class _LogSumExp(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, shard: VocabShard | None) -> Tensor:
-        result = combine_logsumexp(logits.logsumexp(-1), shard)
-        ctx.save_for_backward(logits, result)
-        return result
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        logits, result = ctx.saved_tensors
-        return (logits - result.unsqueeze(-1)).exp_().mul_(grad.unsqueeze(-1)), None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, shard: VocabShard | None) -> Tensor:
-        index, inside = local_labels(labels, shard)
-        ctx.save_for_backward(index, inside)
-        ctx.shape = logits.shape
-        return combine_gathered(logits.gather(-1, index.unsqueeze(-1)).squeeze(-1), inside, shard)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        index, inside = ctx.saved_tensors
-        zeros = grad.new_zeros(ctx.shape)
-        return zeros.scatter_(-1, index.unsqueeze(-1), grad.where(inside, 0).unsqueeze(-1)), None, None
 
 
 class _Mean(torch.autograd.Function):
@@ -152,6 +122,7 @@ class _CrossEntropy(torch.autograd.Function):
         wide = logits.to(accumulation_dtype(logits.dtype))
         logsumexp = combine_logsumexp(wide.logsumexp(-1), shard)
         target = combine_gathered(wide.gather(-1, index.unsqueeze(-1)).squeeze(-1), inside, shard)
+        # The narrow logits are saved, and widened again in the backward pass: half the memory between the two.
         ctx.save_for_backward(logits, index, inside, logsumexp)
         return logsumexp - target, logsumexp
 

@@ -1,4 +1,7 @@
-"""`forge-run`: finds the command and reports errors as a user should see them."""
+"""`forge-run`: finds the command and reports errors as a user should see them.
+
+Commands are components of kind `command`: they are listed from metadata, and imported when called.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,11 @@ import warnings
 from pathlib import Path
 from typing import TextIO
 
-from forge_core.cli.commands import find_command, help_rows
 from forge_core.cli.tables import columns
-from forge_core.contracts.errors import ExitCode, ForgeError, JobError
-from forge_core.plugins.catalog import CORE, Catalog
+from forge_core.config.docs import function_summary
+from forge_core.contracts.errors import ExitCode, ForgeError, JobError, did_you_mean
+from forge_core.plugins.catalog import CORE, Catalog, Offer
+from forge_core.plugins.offers import first_party
 
 USAGE = """\
 usage: forge-run JOB.toml [MORE.toml …] [--section.key=value …]
@@ -34,12 +38,13 @@ def main(argv: list[str] | None = None) -> int:
     Returns:
         The exit code.
     """
+    # Only as a program: where `main` is called from Python, warnings belong to the caller.
     if argv is None:
         argv = sys.argv[1:]
         warnings.showwarning = _show_warning
     try:
         code = int(_dispatch(argv))
-        sys.stdout.flush()
+        sys.stdout.flush()  # here, so that a reader that has ended is met below and not at exit
         return code
     except JobError as error:
         print(error, file=sys.stderr)
@@ -48,6 +53,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"forge-run: {error}", file=sys.stderr)
         return error.exit_code
     except BrokenPipeError:  # the reader of the output has ended: `forge-run plugins | head`
+        # Python flushes once more when it exits, and would print a second error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ExitCode.FAILED
 
@@ -68,13 +74,10 @@ def _show_warning(
 
 def _dispatch(argv: list[str]) -> int:
     first = argv[0] if argv else "--help"
-    if first in ("-h", "--help"):
-        print(help_text(Catalog.installed()))
-        return ExitCode.FINISHED
-    if first == "--version":
-        print(version_text(Catalog.installed()))
-        return ExitCode.FINISHED
     catalog = Catalog.installed()
+    if first in ("-h", "--help", "--version"):
+        print(version_text(catalog) if first == "--version" else help_text(catalog))
+        return ExitCode.FINISHED
     name, rest = ("run", argv) if _is_job(first) else (first, argv[1:])
     return catalog.load_offer(find_command(catalog, name))(rest)
 
@@ -84,9 +87,38 @@ def _is_job(argument: str) -> bool:
     return argument.endswith(".toml") or argument.startswith("-") or Path(argument).is_file()
 
 
+def find_command(catalog: Catalog, name: str) -> Offer:
+    """The installed command `name`, or `distribution/name`.
+
+    Raises:
+        JobError: there is none, or several distributions offer it. For a command of a first-party distribution, the
+            message has the line that installs it.
+    """
+    offers = catalog.matching("command", name)
+    if not offers:
+        first_party_commands = first_party()["command"]
+        if distribution := first_party_commands.get(name):
+            raise JobError(f"forge-run: the command {name!r} is not installed: pip install {distribution}")
+        names = catalog.types("command")
+        hint = did_you_mean(name, [*names, *first_party_commands]) or f". Commands: {', '.join(names)}"
+        raise JobError(f"forge-run: {name!r} is no command and no job file{hint}")
+    if len(offers) > 1:
+        choices = " or ".join(f"forge-run {offer.qualified}" for offer in offers)
+        raise JobError(f"forge-run: several distributions offer the command {name!r}; choose with {choices}")
+    return offers[0]
+
+
 def help_text(catalog: Catalog) -> str:
-    """Usage and every installed command. Imports no plugin."""
-    return f"{USAGE}{columns(help_rows(catalog))}\n\noptions:\n{columns(OPTIONS)}"
+    """Usage and every installed command, those of the core first. Imports none of them."""
+    offers = sorted(catalog.offers("command"), key=lambda offer: (offer.distribution.name != CORE, offer.type))
+    rows = [(f"  {offer.type}", _help_line(offer)) for offer in offers]
+    return f"{USAGE}{columns(rows)}\n\noptions:\n{columns(OPTIONS)}"
+
+
+def _help_line(offer: Offer) -> str:
+    module, _, function = offer.value.partition(":")
+    origin = "" if offer.distribution.name == CORE else f"(from {offer.distribution})"
+    return " ".join(filter(None, (function_summary(module, function), origin)))
 
 
 def version_text(catalog: Catalog) -> str:

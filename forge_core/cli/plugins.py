@@ -9,16 +9,13 @@ from typing import Any
 
 from attrs import asdict, frozen
 
-from forge_core.cli.commands import find_command
+from forge_core.cli import find_command
 from forge_core.cli.tables import columns
 from forge_core.contracts.errors import ExitCode, JobError, did_you_mean
 from forge_core.plugins.catalog import Catalog, Offer
 
 CHECK = "check-plugins"
 """The command that `--check` stands for; a distribution for authors of plugins offers it."""
-
-UNCHECKED: dict[str, Any] = {"check": None, "distribution_problems": []}
-"""JSON without `--check` has these in place of its findings, so that the keys are the same."""
 
 
 @frozen
@@ -34,6 +31,10 @@ class ListedComponent:
     """Source folder of an editable install."""
     conflict: str = ""
     """Other distributions that offer the same type of the same kind."""
+    check: Any = None
+    """With `--check`: the outcome of loading it. JSON has the same keys with and without."""
+    distribution_problems: Sequence[str] = ()
+    """With `--check`: problems of its distribution as it is installed."""
 
     @property
     def problems(self) -> Iterable[str]:
@@ -51,9 +52,10 @@ def command(argv: list[str]) -> int:
     catalog = Catalog.installed()
     if options.check:
         return catalog.load_offer(find_command(catalog, CHECK))([word for word in argv if word != "--check"])
+    # From here on nothing is imported: a component that cannot be loaded is listed all the same.
     listed = [listing(offer, catalog) for offer in select(catalog, options.name, options.kind)]
     if options.json:
-        print(json.dumps([asdict(component) | UNCHECKED for component in listed], indent=2))
+        print(json.dumps([asdict(component) for component in listed], indent=2))
     else:
         print("\n".join([table(listed), *dict.fromkeys(line for component in listed for line in component.problems)]))
     return ExitCode.FINISHED
@@ -107,18 +109,17 @@ def listing(offer: Offer, catalog: Catalog) -> ListedComponent:
     )
 
 
-def table(listed: Sequence[ListedComponent], extra: Sequence[str] = (), head: str = "") -> str:
+def table(listed: Sequence[ListedComponent], extra: Sequence[str] = ()) -> str:
     """Components in columns.
 
     Args:
-        extra: one more cell for each component, before its target.
-        head: title of that column.
+        listed: the components.
+        extra: one more column before the last: its title, then a cell for each component.
     """
-    cells = [[item] for item in extra] or [[] for _ in listed]
-    title = ["KIND", "TYPE", "DISTRIBUTION", "VERSION", *([head] if extra else []), "TARGET"]
-    return columns([title, *(_cells(component, more) for component, more in zip(listed, cells, strict=True))])
-
-
-def _cells(component: ListedComponent, extra: Sequence[str]) -> list[str]:
-    version = f"{component.version} (editable)" if component.editable else component.version
-    return [component.kind, component.type, component.distribution, version, *extra, component.target]
+    rows = [["KIND", "TYPE", "DISTRIBUTION", "VERSION", "TARGET"]]
+    for component in listed:
+        version = f"{component.version} (editable)" if component.editable else component.version
+        rows.append([component.kind, component.type, component.distribution, version, component.target])
+    for row, cell in zip(rows, extra, strict=False):
+        row.insert(-1, cell)
+    return columns(rows)

@@ -101,6 +101,12 @@ class Catalog:
         offers = (offer for same_type in self._offers.get(kind, {}).values() for offer in same_type)
         return sorted(offers, key=lambda offer: (offer.type, offer.distribution.name))
 
+    def matching(self, kind: str, name: str) -> list[Offer]:
+        """Offers that `type`, or `distribution/type`, may mean; more than one if distributions compete for the type."""
+        owner, _, type_ = name.rpartition("/")
+        offers = sorted(self._offers.get(kind, {}).get(type_, []), key=lambda offer: offer.distribution.name)
+        return [offer for offer in offers if not owner or normalised(offer.distribution.name) == normalised(owner)]
+
     def kinds(self) -> list[str]:
         """Kinds that some distribution declares."""
         return self.types("kind")
@@ -186,21 +192,6 @@ class Catalog:
         """See `BuildContext.load_object`."""
         return self._load_path("object", spec)[0]
 
-    def load_target(self, offer: Offer) -> Any:
-        """Import what an entry point names, and check it against its group: a base class, a component or a command.
-
-        Raises:
-            PluginError: it cannot be imported, or is something else.
-        """
-        if offer.kind == "kind":
-            return self.kind_base(offer.type)
-        if offer.kind != "command":
-            return self.load(offer.kind, offer.qualified)
-        command = self.load_offer(offer)
-        if not callable(command):
-            raise PluginError(f"command {offer.type!r} from {offer.distribution} is not a function of argv")
-        return command
-
     def type_of(self, cls: type) -> str:
         """The spelling of a class in resolved jobs: `distribution/type`, or the path it was loaded from."""
         if cls in self._types:
@@ -235,15 +226,12 @@ class Catalog:
     # --- selecting -----------------------------------------------------------------------------------------------
 
     def _select(self, kind: str, type_: str) -> Offer:
-        owner, _, name = type_.rpartition("/")
-        offers = self._offers.get(kind, {}).get(name, [])
-        if owner:
-            offers = [offer for offer in offers if normalised(offer.distribution.name) == normalised(owner)]
+        offers = self.matching(kind, type_)
         if not offers:
             raise self._unknown(kind, type_)
         if len(offers) > 1:
-            names = " and ".join(sorted(str(offer.distribution) for offer in offers))
-            choices = " or ".join(f'type = "{offer.qualified}"' for offer in sorted(offers, key=lambda o: o.qualified))
+            names = " and ".join(str(offer.distribution) for offer in offers)
+            choices = " or ".join(f'type = "{offer.qualified}"' for offer in offers)
             raise PluginError(f"{kind} {type_!r} is offered by {names}; choose with {choices}")
         return offers[0]
 

@@ -29,7 +29,7 @@ from forge_core.contracts.hookspecs import PROJECT, ForgeHooks
 from forge_core.job import Job
 from forge_core.plugins.catalog import CORE, Catalog, core_version
 from forge_testing import TINY_JOB
-from forge_testing.catalogs import catalog_of, plugins_with
+from forge_testing.catalogs import catalog_of, load_target, plugins_with
 
 
 class OldHooks:
@@ -163,7 +163,7 @@ def announced(catalog: Catalog) -> dict[str, ForgeDeprecation]:
         found |= {name: options["warn_on_impl"]} if options["warn_on_impl"] else {}
         found |= {f"{name}({argument})": told for argument, told in (options["warn_on_impl_args"] or {}).items()}
     core = [offer for offer in catalog.all_offers() if offer.distribution.name == CORE and offer.kind != "command"]
-    classes = [catalog.load_target(offer) for offer in core]
+    classes = [load_target(offer, catalog) for offer in core]
     sections = [f.type for f in attrs.fields(attrs.resolve_types(Job)) if attrs.has(f.type)]
     for cls in [Job, *sections, *(cls for cls in classes if issubclass(cls, Component))]:
         warned = {f"{cls.__name__}.{f.name}": deprecation_of(f) for f in attrs.fields(cls)}

@@ -21,6 +21,7 @@ from forge_core.moved import MODULES, REMOVED_IN
         ("forge_core.protocols", "StepOutput", "forge_core.contracts.runtime"),
         ("forge_core.protocols", "PlacesState", "forge_core.contracts.optimizer"),
         ("forge_core.engine.hooks", "StepContext", "forge_core.contracts.contexts"),
+        ("forge_core.vocab_parallel", "vocab_gather", "forge_kit.vocab"),
         ("forge_core.modules", "Linear", "forge_kit.modules"),
         ("forge_core.testing", "tiny_job", "forge_testing"),
         ("forge_core.testing.suites", "OptimizerSuite", "forge_testing.suites"),

@@ -11,6 +11,7 @@ from attrs import asdict, frozen
 
 from forge_core.contracts.errors import PluginError
 from forge_core.plugins.catalog import Catalog
+from forge_testing.catalogs import load_target
 
 
 @frozen
@@ -38,7 +39,7 @@ def probe(kind: str, qualified: str) -> Probe:
     [offer] = (offer for offer in catalog.offers(kind) if offer.qualified == qualified)
     start = time.perf_counter()
     try:
-        target = catalog.load_target(offer)
+        target = load_target(offer, catalog)
     except PluginError as error:
         return Probe(str(error))
     seconds, torch = round(time.perf_counter() - start, 3), "torch" in sys.modules

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from attrs import frozen
 from torch import Tensor, nn
 
-from forge_core.auxiliary import Rehearsing
+from forge_core.auxiliary import Auxiliary, Recomputing
 from forge_core.contracts.errors import JobError, Problem
 from forge_core.contracts.model import HasEnds, Prepares
 from forge_core.parallel.layout import micro_batches
@@ -155,7 +156,7 @@ def _activations(model: Model, every: int, context: BuildContext) -> dict[str, B
     alive = max([stage.micro_batches_alive(count) for stage in job.parallel.values()], default=1.0)
     loss = context.build(job.loss)
     shapes = _carry(model, context)
-    with stand_ins(model, context.device, _compute_dtype(context)), Rehearsing(context.auxiliary):
+    with stand_ins(model, context.device, _compute_dtype(context)), rehearsing(context.auxiliary):
         batch = _batch(model, context)
         carry = tuple(torch.empty(s, dtype=d, device=context.device).requires_grad_() for s, d in shapes)
         blocks = _saved_by_blocks(model, carry, batch, context)
@@ -172,6 +173,17 @@ def _activations(model: Model, every: int, context: BuildContext) -> dict[str, B
         # The larger of both, not their sum: the loss is done before the first block is recomputed.
         peaks[mode] = int(alive * (of_carry + saved)) + max(of_loss, recomputed)
     return peaks
+
+
+@contextmanager
+def rehearsing(auxiliary: Auxiliary) -> Iterator[None]:
+    """Marks a forward pass on shapes alone: modules do what they do in a training step, and nothing counts."""
+    was_active, auxiliary.active = auxiliary.active, True
+    try:
+        with Recomputing(auxiliary):
+            yield
+    finally:
+        auxiliary.active = was_active
 
 
 def _carry(model: Model, context: BuildContext) -> list[tuple[torch.Size, torch.dtype]]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from forge_core.contracts.components import Component, Plugin
+from forge_core.contracts.errors import PluginError
 from forge_core.plugins.catalog import Catalog
 from forge_core.plugins.manager import Plugins
-from forge_core.plugins.offers import CORE
+from forge_core.plugins.offers import CORE, Offer
 
 Components = Mapping[str, Mapping[str, type[Component]]]
 """Kind -> type -> class."""
@@ -42,3 +44,19 @@ def plugins_with(components: Components | None = None, **plugins: Plugin) -> Plu
         PluginError: a plugin's hooks do not fit their specifications.
     """
     return Plugins(plugins, catalog_of(components))
+
+
+def load_target(offer: Offer, catalog: Catalog) -> Any:
+    """Import the target of an entry point, and check it against its group: a base class, a component or a command.
+
+    Raises:
+        PluginError: it cannot be imported, or is something else.
+    """
+    if offer.kind == "kind":
+        return catalog.kind_base(offer.type)
+    if offer.kind != "command":
+        return catalog.load(offer.kind, offer.qualified)
+    command = catalog.load_offer(offer)
+    if not callable(command):
+        raise PluginError(f"command {offer.type!r} from {offer.distribution} is not a function of argv")
+    return command

@@ -14,6 +14,7 @@ from packaging.version import Version
 from forge_core.contracts.errors import PluginError
 from forge_core.plugins.catalog import Catalog
 from forge_core.plugins.offers import CORE, Distribution, Offer, check_requirement, core_version
+from forge_testing.catalogs import load_target
 from forge_testing.component_checks import component_problems
 from forge_testing.distribution import Samples
 from forge_testing.stale import stale_entries
@@ -82,7 +83,7 @@ def offer_problems(offer: Offer, catalog: Catalog, samples: Samples) -> Iterator
     """Yield the problems of an entry point and of its target."""
     before = "torch" in sys.modules
     try:
-        target = catalog.load_target(offer)
+        target = load_target(offer, catalog)
     except PluginError as error:
         yield str(error)
         return
