@@ -1,4 +1,7 @@
-"""From the order of samples to micro-batches on the device, loaded in the background."""
+"""Batches on the device: micro-batches of training steps, read ahead, and held-out batches for evaluation.
+
+B: sequences of a micro-batch.
+"""
 
 from __future__ import annotations
 
@@ -9,40 +12,42 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from itertools import islice, pairwise
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import torch
 
 from forge_core.config.mixture import WORKER_LOADER, source_names
-from forge_core.contracts.data import Batch, Dataset, LoadedRows, SampleRow, Stream, identity_of
+from forge_core.contracts.data import BYTES_PER_TOKEN, IGNORED_LABEL, SampleRow, Stream, identity_of
 from forge_core.contracts.errors import DataError
 from forge_core.data.mixture import check_supply, sample_order, sizes_of
 from forge_core.data.order import SampleOrder
-from forge_core.data.reading import LanePositions, Plain, RowReader
+from forge_core.data.reading import LanePositions, Plain, RowReader, collate
 from forge_core.parallel.layout import micro_batches
 from forge_core.parallel.mesh import gather_objects, sample_rank
 
 if TYPE_CHECKING:
     from forge_core.checkpoint.state import Progress
     from forge_core.contracts.components import LoaderComponent
+    from forge_core.contracts.contexts import BuildContext
+    from forge_core.contracts.data import Batch, Dataset, LoadedRows
     from forge_core.job import Job
     from forge_core.plugins.catalog import Catalog
     from forge_core.plugins.manager import RunContext
 
 
 class TrainLoader:
-    """This rank's micro-batches of each step, from a given position on.
+    """This rank's micro-batches of each step, from a given position on, read ahead by `[data.loader]`.
 
-    `[data.loader]` reads ahead. The order is always that of `SampleOrder`, and the position counts what was returned,
-    not what was read ahead.
+    The order is always that of `SampleOrder`. The position is that of the last step returned, whatever was read ahead.
     """
 
     def __init__(
         self, job: Job, datasets: Sequence[Dataset | Stream], context: RunContext, progress: Progress | None = None
     ) -> None:
-        """Start to read.
+        """Checks that the sources suffice, and builds the loader.
 
         Args:
             job: the job.
-            datasets: its sources, in their order.
+            datasets: the job's sources, in their order.
             context: device, mesh and layout.
             progress: where to continue, with the `state()` of a loader in its `samples`.
 
@@ -56,7 +61,7 @@ class TrainLoader:
         count, self._micro_batch_size = micro_batches(job, context.layout)
         self._share = count * self._micro_batch_size
         self._first_row = sample_rank(context.mesh, context.layout) * self._share
-        # Rows that must be read together: those of a lane; 1 without streams.
+        # The rows of a lane are read by one worker, in order; without streams `lcm` is 1, and any row goes anywhere.
         rows_per_lane = math.lcm(*(self._rows // stream.lanes for stream in self._streams))
         self._parts = _parts(self._share, job.data.workers, rows_per_lane)
         sizes = sizes_of(datasets)
@@ -64,7 +69,7 @@ class TrainLoader:
         order = sample_order(job, sizes, progress)
         self._position = order.state()
         # One entry for each step that was drawn and not yet returned. The order runs ahead with the loader, so the
-        # position for a checkpoint is recorded at drawing: to count the samples again would cost a save 1 µs each.
+        # position for a checkpoint is recorded at drawing: counting the samples again would cost a save 1 µs each.
         self._positions_ahead: deque[dict[str, Any]] = deque()
         self._first_lanes: LanePositions = progress.samples.get("lanes", {}) if progress else {}
         self._lanes: dict[tuple[int, int], Mapping[str, Any]] = {}
@@ -76,7 +81,7 @@ class TrainLoader:
         self._loaded: Generator[LoadedRows] = context.build(loader, **inputs)
 
     def next_step(self) -> list[Batch]:
-        """The micro-batches of the next step, on the device.
+        """Returns the micro-batches of the next step, on the device: tensors (B, …) by entry.
 
         Raises:
             DataError: a sample could not be read; names its source, number and file.
@@ -91,7 +96,7 @@ class TrainLoader:
             self._lanes |= rows.positions
         device = self._context.device
         parts = [{name: t.to(device, non_blocking=True) for name, t in rows.batch.items()} for rows in loaded]
-        # Joined on the device, where it does not hold up the host. `cat` would copy even a single part.
+        # Concatenated on the device, where it does not hold up the host. `cat` would copy even a single part.
         step = parts[0] if len(parts) == 1 else {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
         starts = range(0, self._share, self._micro_batch_size)
         return [{name: t[start : start + self._micro_batch_size] for name, t in step.items()} for start in starts]
@@ -101,15 +106,14 @@ class TrainLoader:
 
         Collective if there are streams, since each rank knows the positions of its own lanes only.
         """
-        identities = identities_of(self._job, self._datasets)
-        sources = {
-            name: source | ({"identity": identities[name]} if name in identities else {})
-            for name, source in self._position["sources"].items()
-        }
+        sources = dict(self._position["sources"])
+        for name, identity in identities_of(self._job, self._datasets).items():
+            sources[name] = sources[name] | {"identity": identity}
         position = self._position | {"sources": sources}
         if not self._streams:
             return position
-        # Lanes that have yielded nothing since the resume continue where they were then.
+        # By lane and not by rank, so that another number of ranks continues. Lanes that have yielded nothing since the
+        # resume keep the position that they had then.
         lanes = {source: dict(positions) for source, positions in self._first_lanes.items()}
         for of_rank in gather_objects(self._lanes):
             for (source, lane), lane_position in of_rank.items():
@@ -121,20 +125,22 @@ class TrainLoader:
         self._loaded.close()
 
     def _units(self, order: SampleOrder) -> Iterator[list[SampleRow]]:
-        """Rows of each part of each step, until the sources are used up, which is not before the last step."""
+        """Yields the rows of each part of each step, until the sources are used up: not before the last step."""
         first, share, after = self._first_row, self._share, self._rows - self._first_row - self._share
         while True:
-            # Every rank draws the whole global batch and reads its share, so all positions agree without communication.
+            # Every rank draws the whole global batch and reads its share: positions agree without communication, and
+            # row i is the same sample on any number of ranks.
             order.advance(first)
             rows = [SampleRow(slot, *sample) for slot, sample in enumerate(islice(order, share), first)]
             if len(rows) < share or order.advance(after) < after:
                 return
+            # Before the step's rows are handed out: `next_step` takes the position as soon as it has read them.
             self._positions_ahead.append(order.state())
             yield from (rows[part] for part in self._parts)
 
 
 def loader_component(job: Job, catalog: Catalog) -> LoaderComponent:
-    """The loader of `[data.loader]`; without that table `Plain`, or with `data.workers` `WORKER_LOADER`."""
+    """Returns the job's loader; without `[data.loader]` it is `Plain`, or `WORKER_LOADER` with `data.workers`."""
     if job.data.loader is not None:
         return job.data.loader
     if not job.data.workers:
@@ -143,14 +149,63 @@ def loader_component(job: Job, catalog: Catalog) -> LoaderComponent:
 
 
 def identities_of(job: Job, datasets: Sequence[Dataset | Stream]) -> dict[str, str]:
-    """Name of each source that knows its identity -> that identity (see `HasIdentity`)."""
+    """Returns the identity (see `HasIdentity`) of each source that knows it, by the source's name."""
     pairs = zip(source_names(job), datasets, strict=True)
     return {name: identity for name, data in pairs if (identity := identity_of(data))}
 
 
 def _parts(share: int, workers: int, rows_per_lane: int) -> list[slice]:
-    """A rank's rows of a step divided among its workers, alike at every step; no lane is split between two."""
+    """Divides a rank's rows of a step among its workers, alike at every step; no lane is split between two."""
     lanes = share // rows_per_lane
     count = min(max(workers, 1), lanes)
     bounds = [rows_per_lane * (lanes * part // count) for part in range(count + 1)]
     return [slice(start, stop) for start, stop in pairwise(bounds)]
+
+
+class Concatenated:
+    """The held-out sequences of several sources, one after the other.
+
+    If every source knows its mean bytes per token, each sequence has it as entry `BYTES_PER_TOKEN`, so that an
+    evaluation weighs the sources by the tokens that it evaluated of each.
+    """
+
+    def __init__(self, datasets: Sequence[Dataset]) -> None:
+        self._datasets = datasets
+        lengths = [len(dataset) for dataset in datasets]
+        self._ends = np.cumsum(lengths)
+        self.held_out: Dataset | None = None
+        rates = [dataset.bytes_per_token for dataset in datasets]
+        self._all_known = None not in rates
+        self.bytes_per_token = float(np.average(rates, weights=lengths)) if self._all_known else None  # type: ignore[arg-type]
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, index: int) -> Mapping[str, np.ndarray]:
+        number = int(np.searchsorted(self._ends, index, side="right"))
+        dataset = self._datasets[number]
+        sample = dataset[index - (int(self._ends[number - 1]) if number else 0)]
+        return {**sample, BYTES_PER_TOKEN: np.array(dataset.bytes_per_token)} if self._all_known else sample
+
+
+def held_out(datasets: Sequence[Dataset | Stream]) -> Dataset | None:
+    """Returns the held-out sequences of all sources together; None if there are none."""
+    parts = [dataset.held_out for dataset in datasets if dataset.held_out is not None and len(dataset.held_out)]
+    return Concatenated(parts) if parts else None
+
+
+def evaluation_batches(dataset: Dataset, count: int, job: Job, context: BuildContext) -> Iterator[Batch]:
+    """Yields this rank's batches of `count` sequences of `dataset`, 0 for all; see `EvaluationContext.batches`."""
+    count = min(count or len(dataset), len(dataset))
+    # Spread evenly: sources follow one another, so the first `count` sequences would be of the first source alone.
+    drawn = [number * len(dataset) // count for number in range(count)]
+    ranks, size = context.layout.data_parallel, micro_batches(job, context.layout)[1]
+    rank = sample_rank(context.mesh, context.layout)
+    # Every rank yields equally many batches of equal shape, or collectives would hang: ignored rows pad the last ones.
+    sample = dataset[0]
+    ignored = {**sample, "labels": np.full(sample["labels"].shape, IGNORED_LABEL, np.int64)}
+    for start in range(0, count, ranks * size):
+        first = start + rank * size
+        rows = [dataset[index] for index in drawn[first : first + size]]
+        batch = collate([*rows, *[ignored] * (size - len(rows))])
+        yield {name: tensor.to(context.device, non_blocking=True) for name, tensor in batch.items()}

@@ -1,14 +1,12 @@
-"""From a job's mixture to the order of its samples, and the check that its sources last."""
+"""A job's mixture: the order of its samples, whether its sources last, and how they changed since a checkpoint."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from fractions import Fraction
 from itertools import pairwise
-from typing import TYPE_CHECKING
-
-from attrs import frozen
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from forge_core.config.mixture import first_step, is_drawn, phase_weights, source_names
 from forge_core.contracts.errors import JobError, Problem
@@ -21,19 +19,19 @@ if TYPE_CHECKING:
 
 
 def sample_order(job: Job, sizes: Sequence[int | None], progress: Progress | None = None) -> SampleOrder:
-    """The order of a job's samples, from its start or from `progress` on."""
+    """Returns the order of a job's samples, from its start or from `progress` on."""
     seed = job.job.seed if job.data.seed is None else job.data.seed
     state = progress.samples if progress else None
     return SampleOrder(sizes, source_names(job), phase_shares(job, progress), limits(job, sizes), seed, state)
 
 
 def sizes_of(datasets: Sequence[Dataset | Stream]) -> list[int | None]:
-    """Sequences in each source; None for a stream, whose length is unknown."""
+    """Returns the sequences in each source; None for a stream, whose length is unknown."""
     return [len(dataset) if isinstance(dataset, Sized) else None for dataset in datasets]
 
 
 def phase_shares(job: Job, progress: Progress | None = None) -> list[tuple[int, list[int]]]:
-    """First sample and shares of each phase, with the time before the first one."""
+    """Returns first sample and shares of each phase, beginning with the time before the first one."""
     done = (progress.step, progress.tokens) if progress else (0, 0)
     samples = [sample_of(first_step(phase, job, *done), job, progress) for phase in job.data.phases]
     shares = [whole_shares(weights, job.data.temperature) for weights in phase_weights(job)]
@@ -41,23 +39,22 @@ def phase_shares(job: Job, progress: Progress | None = None) -> list[tuple[int, 
 
 
 def sample_of(step: int, job: Job, progress: Progress | None = None) -> int:
-    """Number of the first sample after `step` completed steps."""
-    # Counted from `progress` on: until there, batches may have had another size than the job's.
+    """Returns the number of the first sample after `step` completed steps."""
+    # Counted from `progress`: before it, batches may have had another size than the job's.
     done, drawn = (progress.step, progress.samples.get("drawn", 0)) if progress else (0, 0)
     return drawn + (step - done) * job.train.global_batch_size
 
 
 def limits(job: Job, sizes: Sequence[int | None]) -> list[int | None]:
-    """Most sequences that each source yields in the whole run; None if it is not limited."""
-    pairs = [(source.max_epochs, size) for source, size in zip(job.data.sources, sizes, strict=True)]
+    """Returns the most sequences that each source yields in the whole run; None if it is not limited."""
     # In decimals: 0.29 epochs of 100 sequences are 29, though as floats they are a little less.
     return [
-        math.floor(Fraction(repr(epochs)) * size) if epochs and size is not None else None for epochs, size in pairs
+        math.floor(Fraction(repr(source.max_epochs)) * size) if source.max_epochs and size is not None else None
+        for source, size in zip(job.data.sources, sizes, strict=True)
     ]
 
 
-@frozen
-class Stretch:
+class Stretch(NamedTuple):
     """The sequences that one phase takes from the sources, as fractions."""
 
     first: int
@@ -71,7 +68,8 @@ class Stretch:
 
 
 def stretches(job: Job, sizes: Sequence[int | None], progress: Progress | None = None) -> Iterator[Stretch]:
-    """The phases of a run, from its start or from `progress` on."""
+    """Yields the phases of a run, from its start or from `progress` on."""
+    # By arithmetic: a run of a billion samples would take a quarter of an hour to count.
     order = sample_order(job, sizes, progress)
     left = [
         math.inf if limit is None else Fraction(max(0, limit - count))
@@ -88,7 +86,7 @@ def stretches(job: Job, sizes: Sequence[int | None], progress: Progress | None =
 
 
 def _pour(shares: Sequence[int], left: Sequence[Fraction | float], need: int) -> list[Fraction]:
-    """Sequences from each source, in proportion to its share; the others make up for those that are used up."""
+    """Returns the sequences from each source, by its share; the others make up for those that are used up."""
     taken = [Fraction(0)] * len(shares)
     missing = Fraction(need)
     while missing and (active := [i for i, share in enumerate(shares) if share and left[i] > taken[i]]):
@@ -102,7 +100,7 @@ def _pour(shares: Sequence[int], left: Sequence[Fraction | float], need: int) ->
 
 
 def expected_draws(job: Job, sizes: Sequence[int | None]) -> list[float]:
-    """Sequences of each source that a whole run takes, to within a few."""
+    """Returns the sequences that a whole run takes from each source, to within a few."""
     return [float(sum(column)) for column in zip(*(stretch.taken for stretch in stretches(job, sizes)), strict=True)]
 
 
@@ -114,7 +112,7 @@ def check_supply(job: Job, sizes: Sequence[int | None], progress: Progress | Non
     """
     problems = list(_source_problems(job, sizes))
     if not problems and (shortage := _shortage(job, sizes, progress)):
-        problems = [_arithmetic(job, sizes, progress, *shortage)]
+        problems = [_shortage_problem(job, sizes, progress, *shortage)]
     if problems:
         raise JobError(problems)
 
@@ -139,10 +137,10 @@ def _source_problems(job: Job, sizes: Sequence[int | None]) -> Iterator[Problem]
 
 
 def _shortage(job: Job, sizes: Sequence[int | None], progress: Progress | None) -> tuple[Stretch, int] | None:
-    """The phase in which sources run out, and how many samples it has by then."""
+    """Returns the phase in which sources run out, and the samples that it has by then."""
     phases = list(stretches(job, sizes, progress))
     # Sources are within one sequence of their shares, so with several phases the sum is exact to within a few only.
-    # When these decide, the run's turns are taken one by one.
+    # Only if these decide, the run's turns are taken one by one.
     doubt = 2 * len(sizes) * (len(phases) + len(sizes)) if len(phases) > 1 else 0
     if any(abs(phase.spare) < doubt for phase in phases):
         order = sample_order(job, sizes, progress)
@@ -153,7 +151,7 @@ def _shortage(job: Job, sizes: Sequence[int | None], progress: Progress | None) 
     return (short, math.floor(sum(short.taken))) if short else None
 
 
-def _arithmetic(
+def _shortage_problem(
     job: Job, sizes: Sequence[int | None], progress: Progress | None, short: Stretch, available: int
 ) -> Problem:
     batch, need, start = job.train.global_batch_size, short.end - short.first, sample_of(0, job, progress)
@@ -167,3 +165,34 @@ def _arithmetic(
     sums = f"{need // batch:,} x {batch:,} = {need:,} sequences, but max_epochs leaves {available:,} for them"
     hint = "raise max_epochs (0 is no limit), give weight to another source, or lower train.steps"
     return Problem("data.sources", f"{steps} need {sums}: {', '.join(rows)}; {hint}")
+
+
+def source_changes(
+    state: Mapping[str, Any], sizes: Mapping[str, int | None], identities: Mapping[str, str] | None = None
+) -> list[str]:
+    """Returns a message for each difference between the sources and those of a saved state.
+
+    Args:
+        state: from `TrainLoader.state()`.
+        sizes: sequences of each source by name, None for a stream.
+        identities: of the sources that know theirs (see `HasIdentity`).
+    """
+    saved: Mapping[str, Mapping[str, Any]] = state.get("sources", {})
+    new = [f"source {name!r} is new" for name in sizes if saved and name not in saved]
+    gone, changed = [], []
+    for name, source in saved.items():
+        if name not in sizes:
+            gone.append(f"source {name!r} is gone, after {source['drawn']:,} sequences")
+        elif message := _difference(source, sizes[name], (identities or {}).get(name, "")):
+            changed.append(f"source {name!r} {message}")
+    return [*new, *gone, *changed]
+
+
+def _difference(saved: Mapping[str, Any], size: int | None, identity: str) -> str:
+    if not saved["drawn"]:  # nothing of it was used, so it may have any size and content
+        return ""
+    if saved["size"] != size:
+        return f"had {saved['size']} sequences and has {size}"
+    # Either may be unknown: older checkpoints hold no identities, and not every source has one.
+    before = saved.get("identity")
+    return "has another content than it had" if before and identity and before != identity else ""

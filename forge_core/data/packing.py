@@ -1,4 +1,7 @@
-"""Packings: from tokenised documents to training sequences of S positions (`train.seq_len`)."""
+"""Packings: from tokenised documents to training sequences of S positions (`train.seq_len`).
+
+NumPy is imported late, so that a job is checked without it.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ if TYPE_CHECKING:
 
 @frozen(kw_only=True)
 class WindowPacking(PackingComponent):
-    """Base of packings that put documents one after the other and cut that into windows, wherever a document ends.
+    """Base of packings that concatenate documents and cut them into windows, wherever a document ends.
 
     A subclass defines `sequence`, and works on documents on disk and on streams alike.
     """
@@ -36,8 +39,7 @@ class WindowPacking(PackingComponent):
 
 @frozen(kw_only=True)
 class Concatenate(WindowPacking):
-    """Documents one after the other, cut every `train.seq_len` tokens; a sequence may hold parts of several, and
-    attention crosses from one to the next.
+    """Concatenates documents and cuts them every `train.seq_len` tokens, with attention from one to the next.
 
     Every token is an input once an epoch, except the last 1 to S, which do not fill a whole sequence.
     """

@@ -5,11 +5,10 @@ B: rows that are read together. torch is imported late, so that a job that names
 
 from __future__ import annotations
 
-import queue
-import threading
 import traceback
+from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
@@ -27,8 +26,8 @@ if TYPE_CHECKING:
     from forge_core.contracts.layout import Layout
     from forge_core.job import Job
 
-UNITS_AHEAD = 2
-"""Units of rows that the thread reads ahead."""
+UNITS_AHEAD = 3
+"""Units of rows that are read ahead, the one being read included."""
 
 LanePositions = Mapping[str, Mapping[str, Any]]
 """Source name -> lane -> position, plain JSON."""
@@ -40,7 +39,7 @@ class RowReader:
     def __init__(
         self, datasets: Sequence[Dataset | Stream], names: Sequence[str], rows: int, positions: LanePositions
     ) -> None:
-        """`rows`: of a global batch. `positions`: where lanes continue; absent ones start from the beginning."""
+        """Reads global batches of `rows` rows; lanes absent from `positions` start from the beginning."""
         self._datasets, self._names, self._rows, self._start = datasets, names, rows, positions
         self._streams = {number: data for number, data in enumerate(datasets) if isinstance(data, Stream)}
         self._lanes: dict[tuple[int, int], Iterator[tuple[Mapping[str, np.ndarray], Mapping[str, Any]]]] = {}
@@ -73,6 +72,7 @@ class RowReader:
         return f"sequence {row.number} of source {name!r}{location}"
 
     def _lane(self, row: SampleRow) -> int:
+        # By the row of the global batch, which no layout changes: any rank and worker that reads it finds its lane.
         return row.slot * self._streams[row.source].lanes // self._rows
 
     def _open(self, source: int, lane: int) -> Iterator[tuple[Mapping[str, np.ndarray], Mapping[str, Any]]]:
@@ -82,9 +82,8 @@ class RowReader:
         return self._lanes[source, lane]
 
     def _failure(self, row: SampleRow, error: Exception) -> DataError:
-        # A generator that has failed is exhausted, and its next sample would be another one: the lane is closed.
         failure = DataError(f"cannot read {self.describe(row)}: {type(error).__name__}: {error}")
-        failure.add_note("".join(traceback.format_exception(error)))  # tracebacks do not survive the way to a parent
+        failure.add_note("".join(traceback.format_exception(error)))  # a pickled exception loses its traceback
         return failure
 
 
@@ -103,22 +102,22 @@ def collate(
     Raises:
         DataError: rows differ in their entries, or in shape or dtype of one; names both rows and the entry.
     """
-    first = {name: _form(samples[0], name) for name in samples[0]}
+    first = _forms(samples[0])
     for number, sample in enumerate(samples):
-        forms = {name: _form(sample, name) for name in sample}
-        for name in sorted({*first, *forms}) if forms != first else ():
+        if (forms := _forms(sample)) != first:
+            name = min(name for name, _ in first.items() ^ forms.items())
             one, other = first.get(name, "absent"), forms.get(name, "absent")
-            if one != other:
-                message = f"entry {name!r} is {one} in {describe(0)} and {other} in {describe(number)}"
-                raise DataError(f"{message}; all rows of a batch must have the same entries, of equal shape and dtype")
+            message = f"entry {name!r} is {one} in {describe(0)} and {other} in {describe(number)}"
+            raise DataError(f"{message}; all rows of a batch must have the same entries, of equal shape and dtype")
     return {name: _stack([sample[name] for sample in samples], _dtype(name)) for name in first}
 
 
-def _form(sample: Mapping[str, np.ndarray], name: str) -> str:
-    return f"{_dtype(name) or sample[name].dtype} {tuple(sample[name].shape)}"
+def _forms(sample: Mapping[str, np.ndarray]) -> dict[str, str]:
+    return {name: f"{_dtype(name) or array.dtype} {tuple(array.shape)}" for name, array in sample.items()}
 
 
 def _dtype(name: str) -> str | None:
+    # Token ids may be stored in any width, which need not be that of the next source.
     return "int64" if name in TOKEN_ENTRIES else None
 
 
@@ -141,32 +140,21 @@ class Plain(LoaderComponent):
     def build(
         self, context: BuildContext, reader: SampleReader, units: Iterator[Sequence[SampleRow]], units_per_step: int
     ) -> Generator[LoadedRows]:
-        ready: queue.Queue[LoadedRows | Exception | None] = queue.Queue(maxsize=UNITS_AHEAD)
-        stop = threading.Event()
+        def load() -> LoadedRows | None:
+            if (rows := next(units, None)) is None:
+                return None
+            loaded = reader.read(rows)
+            if context.device.type == "cuda":  # here, so that the copy to pinned memory overlaps the step
+                loaded = loaded._replace(batch={name: t.pin_memory() for name, t in loaded.batch.items()})
+            return loaded
 
-        def work() -> None:
-            try:
-                for rows in units:
-                    if stop.is_set():
-                        return
-                    loaded = reader.read(rows)
-                    if context.device.type == "cuda":  # here, so that the copy to pinned memory overlaps the step
-                        loaded = loaded._replace(batch={name: t.pin_memory() for name, t in loaded.batch.items()})
-                    ready.put(loaded)
-                ready.put(None)
-            except Exception as error:
-                ready.put(error)
-
-        thread = threading.Thread(target=work, name="forge-data", daemon=True)
-        thread.start()
+        # One thread: `units` and the lanes of streams are iterators, which must be read in order.
+        executor = ThreadPoolExecutor(1, "forge-data")
+        ahead = deque(executor.submit(load) for _ in range(UNITS_AHEAD))
         try:
-            while (item := ready.get()) is not None:
-                if isinstance(item, Exception):
-                    raise item
-                yield item
+            while (loaded := ahead.popleft().result()) is not None:
+                ahead.append(executor.submit(load))
+                yield loaded
         finally:
-            stop.set()
-            with suppress(queue.Empty):
-                while True:  # the thread may be waiting for room
-                    ready.get_nowait()
-            thread.join()  # if it were inside torch when the interpreter ends, the process would abort
+            # Waits for the unit that is being read: a thread inside torch at the interpreter's end aborts the process.
+            executor.shutdown(cancel_futures=True)

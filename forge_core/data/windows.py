@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 
 class Window(NamedTuple):
-    """S + 1 tokens in a row."""
+    """S + 1 consecutive tokens: S inputs, and as many labels, shifted by one."""
 
     tokens: np.ndarray
     """(S + 1,) int64."""
     starts: np.ndarray | None
-    """(S + 1,) bool: true for the first token of a document; None for packings that do not need it."""
+    """(S + 1,) bool: whether a document begins with this token; None for packings that do not need it."""
     learned: np.ndarray | None
-    """(S + 1,) bool: the tokens that are learned as labels; None: all."""
+    """(S + 1,) bool: whether the token is learned as a label; None: all are."""
 
     def labels(self) -> np.ndarray:
         """(S,) int64: the token after each position; `IGNORED_LABEL` where it is not learned."""
@@ -30,15 +30,30 @@ class Window(NamedTuple):
         return labels if self.learned is None else np.where(self.learned[1:], labels, IGNORED_LABEL)
 
 
-class TrainingWindows:
-    """Sequence i covers tokens [iS, iS + S]: S inputs, and S labels shifted by one."""
+class _Windows:
+    """Base of windows for training, over documents or a stream of them.
 
-    def __init__(self, documents: Documents, seq_len: int, packing: WindowPacking) -> None:
-        self._documents, self._seq_len, self._packing = documents, seq_len, packing
-        self._length = max(len(documents) - 1, 0) // seq_len
-        held_out = documents.held_out
+    Each window shares one token with the next, the last label of the one and the first input of the other: so every
+    token is an input once, and but for the very first a label once.
+    """
+
+    def __init__(self, source: Documents | DocumentStream, seq_len: int, packing: WindowPacking) -> None:
+        self._source, self._seq_len, self._packing = source, seq_len, packing
+        held_out = source.held_out
         self.held_out: Dataset | None = None if held_out is None else HeldOutWindows(held_out, seq_len, packing)
         self.bytes_per_token = None if held_out is None else held_out.bytes_per_token
+
+    def identity(self) -> str:
+        return identity_of(self._source)
+
+
+class TrainingWindows(_Windows):
+    """Sequence i covers tokens [iS, iS + S]."""
+
+    def __init__(self, documents: Documents, seq_len: int, packing: WindowPacking) -> None:
+        super().__init__(documents, seq_len, packing)
+        self._documents = documents
+        self._length = max(len(documents) - 1, 0) // seq_len  # kept: it is asked for at every sequence
 
     def __len__(self) -> int:
         return self._length
@@ -50,16 +65,13 @@ class TrainingWindows:
         window = Window(self._documents.tokens(start, stop), starts, self._documents.learned(start, stop))
         return self._packing.sequence(window)
 
-    def identity(self) -> str:
-        return identity_of(self._documents)
-
     def where(self, index: int) -> str:
         start = index * self._seq_len
         return self._documents.where(start, start + self._seq_len + 1)
 
 
 class HeldOutWindows:
-    """Every token is the label of exactly one position, in order.
+    """Windows in which every token is the label of exactly one position, in order, so that all of them are measured.
 
     Sequence i has labels [iS, iS + S); its inputs are the tokens before them, an end-of-text before the very first. The
     last sequence is padded with end-of-text as inputs and ignored labels.
@@ -88,23 +100,14 @@ class HeldOutWindows:
         return self._packing.sequence(Window(tokens, starts, learned))
 
 
-class StreamWindows:
-    """The windows of each lane of a stream, in order.
-
-    Windows overlap by one token, like those of `TrainingWindows`: the last label of one is the first input of the next.
-    """
+class StreamWindows(_Windows):
+    """The windows of each lane of a stream, in order."""
 
     is_packed: Literal[True] = True
 
     def __init__(self, stream: DocumentStream, seq_len: int, packing: WindowPacking) -> None:
-        self._stream, self._seq_len, self._packing = stream, seq_len, packing
-        held_out = stream.held_out
-        self.lanes = stream.lanes
-        self.held_out: Dataset | None = None if held_out is None else HeldOutWindows(held_out, seq_len, packing)
-        self.bytes_per_token = None if held_out is None else held_out.bytes_per_token
-
-    def identity(self) -> str:
-        return identity_of(self._stream)
+        super().__init__(stream, seq_len, packing)
+        self._stream, self.lanes = stream, stream.lanes
 
     def read(
         self, lane: int, position: Mapping[str, Any] | None

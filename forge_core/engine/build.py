@@ -22,7 +22,7 @@ from forge_core.contracts.errors import JobError, Problem
 from forge_core.contracts.model import HasBackendChoices, Model, PreparesSequences, Role
 from forge_core.contracts.parameters import NamedParameters, roles_of
 from forge_core.contracts.runtime import Executor, LossFunction, ParallelStage
-from forge_core.data.held_out import held_out
+from forge_core.data.loader import held_out
 from forge_core.data.packing import WindowPacking
 from forge_core.data.windows import StreamWindows
 from forge_core.engine.executor import SplittingExecutor

@@ -76,7 +76,7 @@ def evaluate(run: Run, step: int) -> dict[str, float]:
 
 
 def _context(run: Run, step: int) -> EvaluationContext:
-    from forge_core.data.held_out import evaluation_batches
+    from forge_core.data.loader import evaluation_batches
     from forge_core.parallel.mesh import all_reduce_tokens
 
     def draw(dataset: Dataset, count: int) -> Iterator[Batch]:

@@ -27,8 +27,7 @@ from forge_core.config.dump import dump_job
 from forge_core.config.mixture import source_names
 from forge_core.contracts.errors import CheckpointError, JobError, Problem, did_you_mean
 from forge_core.data.loader import identities_of
-from forge_core.data.mixture import sizes_of
-from forge_core.data.order import source_changes
+from forge_core.data.mixture import sizes_of, source_changes
 from forge_core.engine.groups import SHOWN, Names, Rates, fits, listed
 from forge_core.parallel.mesh import pipeline_group
 

@@ -18,8 +18,7 @@ from forge_core.contracts.components import DatasetComponent
 from forge_core.contracts.data import StreamedDocument
 from forge_core.contracts.errors import DataError, JobError, Problem
 from forge_core.contracts.layout import Layout
-from forge_core.data.held_out import evaluation_batches, held_out
-from forge_core.data.loader import TrainLoader
+from forge_core.data.loader import TrainLoader, evaluation_batches, held_out
 from forge_testing import Numbers
 from forge_testing.processes import run_on_ranks
 from forge_testing.runs import tiny_run

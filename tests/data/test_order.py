@@ -10,7 +10,8 @@ from itertools import islice, pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forge_core.data.order import Permutation, SampleOrder, source_changes, whole_shares
+from forge_core.data.mixture import source_changes
+from forge_core.data.order import Permutation, SampleOrder, whole_shares
 
 sizes = st.integers(1, 3000)
 

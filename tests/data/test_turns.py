@@ -1,4 +1,18 @@
-"""Turns: shares that hold at any time, for every mixture."""
+"""Turns: shares that hold at any time, for every mixture.
+
+The proof that they do. With k sources, m = 2k - 2 and turns counted from 0, turn c of a source with share s may come
+before turn n once s n - c >= 1/m, and is due before s n - c > 1 - 1/m. `Turns` takes, of the sources that may come, the
+one that is due first. After any n turns each source has then had its share of n to within 1 - 1/m, because
+
+1. one may always come: before turn n the differences s n - c add up to 1; if each were less than 1/m, they would add up
+   to less than k/m <= 1;
+2. none is late: taking the source due first meets all due times if they can be met at all, and they can if no N turns
+   in a row, from turn a to turn b = a + N - 1, hold more than N of the spans between "may come" and "due" (Hall). Fewer
+   than s N + 2/m of one source lie within. If at most k - 1 sources have some, they are fewer than
+   N + (k - 1) 2/m = N + 1. If all k have, then of each source these are the whole numbers c with
+   s(a - 1) - 1/m < c < s b - 1 + 1/m. The first ones add up to more than a - 1 - k/m >= a - 2, the last ones plus 1 to
+   less than b + k/m <= b + 1, so there are at most b - (a - 1) = N.
+"""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from forge_core.data.held_out import evaluation_batches
+from forge_core.data.loader import evaluation_batches
 from forge_core.losses import loss_output
 
 

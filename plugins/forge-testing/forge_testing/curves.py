@@ -11,8 +11,7 @@ from attrs import frozen
 from torch import Tensor
 
 from forge_core.contracts.contexts import StepContext
-from forge_core.data.held_out import evaluation_batches
-from forge_core.data.loader import TrainLoader
+from forge_core.data.loader import TrainLoader, evaluation_batches
 from forge_core.engine.build import Run, build_context, build_run
 from forge_core.engine.step import Stepper
 from forge_core.job import Job
