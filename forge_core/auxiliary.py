@@ -94,8 +94,8 @@ class Auxiliary:
         self._scale: dict[str, Tensor] = {
             unit: torch.zeros((), device=device, dtype=torch.float64) for unit in ("token", "sequence", "layer")
         }
-        self._metrics: dict[str, Counter] = {}
-        self._counters: dict[Count, Counter] = {}
+        self._counters: dict[str | Count, Counter] = {}
+        """Of each metric, by name, and of each count."""
         self._counted: Mapping[Count, Tensor] = {}
         self._kept: Tensor | None = None
         self._summaries: dict[str, Summary] = {}
@@ -105,7 +105,7 @@ class Auxiliary:
         self._scale["token"].copy_(1.0 / tokens.clamp(min=1).double())
         self._scale["sequence"].fill_(1.0 / max(sequences, 1))
         self._scale["layer"].fill_(1.0 / max(micro_batches, 1))
-        for counter in (*self._metrics.values(), *self._counters.values()):
+        for counter in self._counters.values():
             if counter.total is not None:
                 counter.total.zero_()
         self.active = True
@@ -140,7 +140,7 @@ class Auxiliary:
     def metric(self, name: str, value: Tensor, unit: Unit | None = None) -> None:
         """Add `value` to the metric `name` of this step: a sum, divided by the global count of `unit` if given."""
         # One element and not a scalar: torch 2.13's AOT backends drop in-place changes to a scalar on the CPU.
-        self._metrics.setdefault(name, Counter(self, unit)).add(value.reshape(1))
+        self._counters.setdefault(name, Counter(self, unit)).add(value.reshape(1))
 
     def count(self, name: str, row: int, values: Tensor, unit: Unit | None = None) -> None:
         """Count something in this step for each of n things, such as the tokens of experts.
@@ -196,9 +196,8 @@ class Auxiliary:
 
         Still to be summed over the token dimensions.
         """
-        counters: dict[str | Count, Counter] = {**self._metrics, **self._counters}
         shares: dict[str | Count, Tensor] = {}
-        for key, counter in counters.items():
+        for key, counter in self._counters.items():
             if counter.total is not None:
                 total = counter.total if isinstance(key, Count) else counter.total[0]
                 shares[key] = total * self._scale[counter.unit] if counter.unit else total.clone()
