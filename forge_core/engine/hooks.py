@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,12 +27,9 @@ EVENTS = tuple(name for name in vars(TrainingHook) if name.startswith("on_"))
 
 
 def collect_hooks(job: Job, plugins: Plugins, given: Iterable[TrainingHook]) -> dict[str, TrainingHook]:
-    """Every hook of a run by name, in the order in which they run.
-
-    Those that components bring come first, in the order of the job's tables, since they belong to what is trained; then
-    those of plugins, of `[hooks]` and from Python, which observe it. The order is the same on every rank: hooks may
-    communicate.
-    """
+    """Every hook of a run by name, in the order in which they run, which is the same on every rank."""
+    # Hooks may communicate, hence one order. Those that components bring belong to what is trained, and come first;
+    # those of plugins, of `[hooks]` and from Python observe it.
     hooks: dict[str, TrainingHook] = {}
     for path, component in walk_components(job):
         if isinstance(component, TrainingHook):
@@ -48,15 +46,12 @@ def collect_hooks(job: Job, plugins: Plugins, given: Iterable[TrainingHook]) -> 
 
 
 def _add(hooks: dict[str, TrainingHook], name: str, hook: TrainingHook) -> None:
-    number = 2
-    unique = name
-    while unique in hooks:
-        unique, number = f"{name}-{number}", number + 1
-    hooks[unique] = hook
+    names = chain([name], (f"{name}-{number}" for number in count(2)))
+    hooks[next(unique for unique in names if unique not in hooks)] = hook
 
 
 class HookRunner:
-    """Calls the hooks of each event, in order. Events nobody listens to cost an empty loop.
+    """Calls the hooks of each event, in order.
 
     Args:
         hooks: by name.
@@ -66,8 +61,13 @@ class HookRunner:
     def __init__(self, hooks: Mapping[str, TrainingHook], beacon: ProgressBeacon | None = None) -> None:
         self.hooks = dict(hooks)
         self.beacon = beacon or ProgressBeacon()
+        # Found once: an event that no hook listens to costs an empty loop.
         self._listeners: dict[str, list[tuple[str, Callable[..., None]]]] = {
-            event: [(name, getattr(hook, event)) for name, hook in hooks.items() if _overrides(hook, event)]
+            event: [
+                (name, getattr(hook, event))
+                for name, hook in hooks.items()
+                if getattr(type(hook), event) is not getattr(TrainingHook, event)
+            ]
             for event in EVENTS
         }
 
@@ -86,9 +86,9 @@ class HookRunner:
                 raise
 
     def exception(self, context: TrainContext, error: BaseException) -> None:
-        """Call `on_exception` of every hook. Their own errors are dropped: the first error is the one to report."""
+        """Call `on_exception` of every hook."""
         for _, method in self._listeners["on_exception"]:
-            with suppress(Exception):
+            with suppress(Exception):  # the first error is the one to report
                 method(context, error)
 
 
@@ -119,7 +119,3 @@ class Contexts:
     def saved(self, step: int, path: Path) -> None:
         """Call `on_checkpoint_save`."""
         self._hooks("on_checkpoint_save", self.checkpoint(step, path))
-
-
-def _overrides(hook: TrainingHook, event: str) -> bool:
-    return getattr(type(hook), event) is not getattr(TrainingHook, event)

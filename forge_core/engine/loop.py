@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import gc
+import resource
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
+
+import torch
 
 from forge_core.checkpoint.manager import Checkpoints
 from forge_core.checkpoint.provenance import collect
@@ -13,16 +16,15 @@ from forge_core.checkpoint.resume import Start
 from forge_core.checkpoint.saving import Saver
 from forge_core.checkpoint.state import Progress
 from forge_core.contracts.contexts import Requests
-from forge_core.contracts.errors import CheckpointError, NonFiniteError
+from forge_core.contracts.errors import CheckpointError, ForgeError, NonFiniteError
 from forge_core.data.loader import TrainLoader
 from forge_core.engine.build import Run
 from forge_core.engine.evaluation import evaluate
 from forge_core.engine.hooks import Contexts
 from forge_core.engine.rank_agreement import Agreement, follow_non_finite, report, stop_on_signals
-from forge_core.engine.recorder import Recorder, open_loggers
+from forge_core.engine.reporting import Recorder, announce, open_loggers
 from forge_core.engine.run_state import restore, snapshot
-from forge_core.engine.step import Stepper, dry_run
-from forge_core.engine.summary import announce
+from forge_core.engine.step import Stepper
 from forge_core.launch.rendezvous import current_rendezvous
 
 
@@ -41,6 +43,7 @@ class Loop:
         self.progress = restore(start, run, self._provenance, self._contexts, echo)
         self._loader = TrainLoader(run.job, run.datasets, run.context, self.progress)
         stack.callback(self._loader.close)
+        # Before the loggers write: what a person reads first is what will run.
         announce(run, self._stepper, self._provenance, echo)
         follow = partial(follow_non_finite, run.job.train, self.progress, self.requests)
         self.recorder = Recorder(run, open_loggers(run, self.progress.step, stack), follow)
@@ -60,7 +63,7 @@ class Loop:
                 save = self._agreement.reach()
                 if self._job.eval.interval and self.progress.step % self._job.eval.interval == 0:
                     self._evaluate()
-                if self._wants_save(save):
+                if self._wants_save(save):  # after the evaluation, so that the save has what hooks learnt from it
                     self._save()
             self._end()
 
@@ -83,10 +86,10 @@ class Loop:
         rate = self._run.rates.apply(progress.step, progress.tokens)
         context.output, sums = self._stepper.gradients(batches, progress.step)
         context.grad_norm = self._stepper.norm()
-        self._hooks("on_gradients", context)
+        self._hooks("on_gradients", context)  # complete ones, before clipping hides their size
         self._beacon.enter("optimizer")
         skipped = self._stepper.update(context, sums["loss_sum"])
-        progress.step += 1
+        progress.step += 1  # skipped or not: its samples are used up
         progress.tokens += self._job.train.global_batch_size * self._job.train.seq_len
         if self.requests.skip:
             self._echo(f"step {progress.step}: update skipped: {self.requests.skip}")
@@ -119,7 +122,7 @@ class Loop:
 
     def _end(self) -> None:
         self._beacon.enter("end")
-        self.recorder.flush()
+        self.recorder.flush()  # before anything is decided: the lines of the last steps count for the non-finite policy
         finished = self.progress.step >= self._job.train.steps
         if finished and self._saver.evaluation.get("step") != self.progress.step:
             self._evaluate()
@@ -148,8 +151,10 @@ class Loop:
 
 
 class GarbageCollection(AbstractContextManager):
-    """Collects cycles every `interval` steps (0: whenever Python likes). Python starts a collection after so many
-    allocations, at another time on every rank, and in each step all ranks wait for the slowest."""
+    """Collects cycles every `interval` steps; 0: whenever Python likes."""
+
+    # Python starts a collection after a number of allocations, at another time on every rank, and in each step all
+    # ranks wait for the slowest.
 
     def __init__(self, interval: int) -> None:
         self._interval = interval
@@ -180,12 +185,37 @@ def _reporting(fail: Callable[[BaseException], None]) -> Iterator[None]:
 
 
 def _rehearse(run: Run, progress: Progress, echo: Callable[[str], object]) -> None:
-    """Try the shapes of a step if `train.dry_run` says so; `auto`: on accelerators, whose memory may not suffice."""
-    mode = run.job.train.dry_run
-    if mode == "never" or (mode == "auto" and run.context.device.type == "cpu"):
+    """Try the shapes of a step, forward and backward, if `train.dry_run` says so.
+
+    Raises:
+        ForgeError: it failed; carries the cause.
+    """
+    mode, device = run.job.train.dry_run, run.context.device
+    if mode == "never" or (mode == "auto" and device.type == "cpu"):  # an accelerator's memory may not suffice
         return
     loader = TrainLoader(run.job, run.datasets, run.context, progress)  # another: the samples are not used up
     try:
-        echo(dry_run(run, loader.next_step()))
+        batches = loader.next_step()
     finally:
         loader.close()
+    assert isinstance(run.model, torch.nn.Module)
+    buffers = {name: buffer.clone() for name, buffer in run.model.named_buffers()}
+    shape = tuple(batches[0]["input_ids"].shape)
+    try:  # a pipeline's schedule is made for all its micro-batches; one alone would not run
+        Stepper(run).gradients(batches if run.context.layout.layer_ranks > 1 else batches[:1], step=0)
+    except Exception as error:
+        raise ForgeError(f"the dry run failed on a micro-batch of {shape}: {type(error).__name__}: {error}") from error
+    # Gradients and buffers are all that it has changed: generators are seeded anew, and counts zeroed, in every step.
+    run.optimizer.zero_grad(set_to_none=True)
+    with torch.no_grad():
+        for name, buffer in run.model.named_buffers():
+            buffer.copy_(buffers[name])
+    tokens, peak = f"{shape[0]} x {shape[1]} tokens", _peak_memory(device) / 1e9
+    echo(f"dry run: a micro-batch of {tokens} went forward and backward, peak memory {peak:.1f} GB")
+
+
+def _peak_memory(device: torch.device) -> int:
+    """Bytes: allocated on the device so far, or on a CPU resident in this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

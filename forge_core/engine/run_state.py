@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from attrs import frozen
 
 from forge_core.checkpoint.job_diff import describe_changes
 from forge_core.checkpoint.manager import State
@@ -137,68 +135,43 @@ def _check_schedule(progress: Progress, rates: Rates) -> Iterator[str]:
 # --- `[checkpoint.load]` ---------------------------------------------------------------------------------------------
 
 
-@frozen(kw_only=True)
-class Selection:
-    """Names of parameters and buffers, by what becomes of them."""
-
-    loaded: Sequence[str]
-    skipped: Sequence[str]
-    """Left out by `include` or `exclude`."""
-    missing: Sequence[str]
-    """Selected, but not in the checkpoint: they keep their initial values."""
-    unused: Sequence[str]
-    """In the checkpoint, but not in the model."""
-
-    def __str__(self) -> str:
-        groups = {
-            "loaded": self.loaded,
-            "skipped, as include and exclude say": self.skipped,
-            "not in the checkpoint, initial values kept": self.missing,
-            "only in the checkpoint": self.unused,
-        }
-        return "\n".join(f"  {len(names)} {title}: {listed(names)}" for title, names in groups.items() if names)
-
-
 def _take_weights(folder: Path, start: Start, run: Run, provenance: Mapping[str, Any]) -> str:
     """Load the weights that `[checkpoint.load]` selects; returns a report for the user."""
     section, recorded = run.job.checkpoint.load, start.manifest["provenance"]
     assert section is not None
-    selection = _load_weights(folder, section, run.model, run.outline)
-    report = f"weights from {folder}, step {start.manifest['step']}:\n{selection}"
+    selection = _load_selected(folder, section, run.model, run.outline)
+    lines = [f"  {len(names)} {title}: {listed(names)}" for title, names in selection.items() if names]
     if recorded.get("tokenizer") != provenance.get("tokenizer"):
-        report += "\n  they were trained with another tokenizer: token ids mean other texts now"
-    return report
+        lines.append("  they were trained with another tokenizer: token ids mean other texts now")
+    return "\n".join([f"weights from {folder}, step {start.manifest['step']}:", *lines])
 
 
-def _load_weights(folder: Path, section: LoadSection, model: Model, outline: Outline) -> Selection:
+def _load_selected(folder: Path, section: LoadSection, model: Model, outline: Outline) -> Mapping[str, Sequence[str]]:
+    """Load the selected parameters and buffers; returns the names of all by what becomes of them."""
     index = shared_index(folder)
-    # Weights as they are evaluated, where an optimizer trains others: those only serve the run that trained them.
     entries = index.shapes
+    # Weights as they are evaluated, where an optimizer trains others: those only serve the run that trained them.
     where = evaluated_names(entries)
     stored = {name: entries[full][0] for name, full in where.items()}
     names = outline.names(outline.tensors)  # of the whole model: all ranks of a pipeline select, and refuse, the same
     _check_patterns(section, names, stored)
-    selection = _select(section, names, stored)
-    _check_shapes(folder, selection.loaded, outline.tensors, stored)
-    if selection.missing and section.strict:
+    wanted = {n for n, names_ in names.items() if fits(names_, section.include) and not fits(names_, section.exclude)}
+    selected = [name for name in names if name in wanted and name in stored]
+    missing = [name for name in names if name in wanted and name not in stored]
+    _check_shapes(folder, selected, outline.tensors, stored)
+    if missing and section.strict:
         raise CheckpointError(
-            f"{folder} lacks some of what [{LOAD}] selects: {listed(selection.missing)}. Exclude these, or set "
+            f"{folder} lacks some of what [{LOAD}] selects: {listed(missing)}. Exclude these, or set "
             "strict = false to let them keep their initial values"
         )
     own = model_tensors(model)
-    load_tensors(folder, {where[name]: own[name] for name in selection.loaded if name in own}, index)
-    return selection
-
-
-def _select(section: LoadSection, names: Names, stored: Collection[str]) -> Selection:
-    """Match `include` and `exclude` against the tensors of a model and the names in a checkpoint."""
-    wanted = [n for n, names_ in names.items() if fits(names_, section.include) and not fits(names_, section.exclude)]
-    return Selection(
-        loaded=[name for name in wanted if name in stored],
-        skipped=[name for name in names if name not in set(wanted)],
-        missing=[name for name in wanted if name not in stored],
-        unused=[name for name in stored if name not in names],
-    )
+    load_tensors(folder, {where[name]: own[name] for name in selected if name in own}, index)
+    return {
+        "loaded": selected,
+        "skipped, as include and exclude say": [name for name in names if name not in wanted],
+        "not in the checkpoint, initial values kept": missing,
+        "only in the checkpoint": [name for name in stored if name not in names],
+    }
 
 
 def _check_patterns(section: LoadSection, names: Names, stored: Iterable[str]) -> None:

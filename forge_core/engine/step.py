@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import resource
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,7 +48,8 @@ class Stepper:
         self._run = run
         self._job = run.job
         self._parameters = [item.parameter for item in run.parameters]
-        elsewhere = {id(parameter) for parameter in _counted_elsewhere(run)}
+        # Another rank of a pipeline counts these: the norm is over distinct parameters, and a tied one is one.
+        elsewhere = {id(parameter) for stage in run.built_stages for parameter in stage.counted_elsewhere(run.model)}
         self._counted = [parameter for parameter in self._parameters if id(parameter) not in elsewhere]
         self._mesh = run.context.mesh
         self._pipeline = pipeline_group(run.context.mesh)
@@ -63,19 +64,19 @@ class Stepper:
         self.decides = not self._masked and (run.job.train.non_finite != "ignore" or run.hooks.may_skip)
 
     def _can_mask(self) -> bool:
-        """Whether the optimizer itself leaves out the update when told on the device (torch's `found_inf`), which
-        spares a wait. Parameters on a CPU have nothing to wait for."""
-        train, optimizer = self._job.train, self._run.optimizer
-        supported = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+        """Whether the optimizer itself leaves out the update, by a flag on the device: torch's `found_inf`."""
+        train = self._job.train
+        supported = bool(getattr(self._run.optimizer, "_step_supports_amp_scaling", False))
+        # It spares the host a wait for the device. Parameters on a CPU have nothing to wait for.
         on_device = all(parameter.device.type != "cpu" for parameter in self._parameters)
         return train.non_finite == "skip" and supported and on_device and not self._run.hooks.may_skip
 
     def waits(self) -> str:
-        """What each step waits for on the device, for the plan."""
+        """What the host waits for in each step, for the summary of the run."""
         if not self.decides:
             return "none"
-        why = "a hook may skip it" if self._run.hooks.may_skip else f'non_finite = "{self._job.train.non_finite}"'
-        return f"one, to decide on the update ({why})"
+        reason = "a hook may skip it" if self._run.hooks.may_skip else f'non_finite = "{self._job.train.non_finite}"'
+        return f"one, to decide on the update ({reason})"
 
     def gradients(self, batches: Sequence[Batch], step: int) -> tuple[StepOutput, Sums]:
         """Gradients of the whole step, complete on every rank; also the reduced sums that metrics are made of."""
@@ -87,8 +88,9 @@ class Stepper:
         tokens = self._valid_tokens(batches)
         auxiliary = self._run.context.auxiliary
         auxiliary.begin_step(tokens, self._job.train.global_batch_size, self._micro_batches)
+        dtype = torch.float64 if self._run.context.dtype == torch.float64 else torch.float32
         # Clamped: a step whose labels are all ignored has gradients of 0 and not of NaN.
-        output = self._run.executor.train_step(batches, tokens.clamp(min=1).to(self._loss_dtype()))
+        output = self._run.executor.train_step(batches, tokens.clamp(min=1).to(dtype))
         # Everything that is logged goes into one small collective: many would cost their latency in every step.
         sums = self._reduce(output, batches, auxiliary.totals())
         auxiliary.end_step({name: value for name, value in sums.items() if isinstance(name, Count)})
@@ -100,22 +102,15 @@ class Stepper:
 
     def _with_draws(self, batches: Sequence[Batch], step: int) -> list[Batch]:
         """The micro-batches with `draw` (B,), a number of each sequence and step that no layout changes: for noise."""
-        share = sum(len(batch["input_ids"]) for batch in batches)
+        sizes = [len(batch["input_ids"]) for batch in batches]
         key = hashlib.blake2b(f"{self._job.job.seed}:draw".encode(), digest_size=7).digest()
-        row = int.from_bytes(key, "little") + step * self._job.train.global_batch_size
-        row += sample_rank(self._mesh, self._run.context.layout) * share
-        drawn = []
-        for batch in batches:
-            rows = len(batch["input_ids"])
-            drawn.append({**batch, "draw": torch.arange(row, row + rows, device=self._run.context.device)})
-            row += rows
-        return drawn
-
-    def _loss_dtype(self) -> torch.dtype:
-        return torch.float64 if self._run.context.dtype == torch.float64 else torch.float32
+        first = int.from_bytes(key, "little") + step * self._job.train.global_batch_size
+        first += sample_rank(self._mesh, self._run.context.layout) * sum(sizes)
+        draws = torch.arange(first, first + sum(sizes), device=self._run.context.device).split(sizes)
+        return [{**batch, "draw": draw} for batch, draw in zip(batches, draws, strict=True)]
 
     def norm(self) -> Tensor:
-        """The global norm of the gradient, before clipping."""
+        """The global norm of the gradient, before clipping; of complete gradients, as partial ones have another."""
         return global_norm(self._counted, self._pipeline)
 
     def update(self, context: StepContext, loss_sum: Tensor) -> Tensor | None:
@@ -131,16 +126,18 @@ class Stepper:
         if not context.skipped:
             self._optimizer_step(context.grad_norm, finite)
             self._change_buffers(finite)
-        self._run.optimizer.zero_grad(set_to_none=True)
+        self._run.optimizer.zero_grad(set_to_none=True)  # frees their memory for the activations of the next step
         return ~finite if self._masked else None
 
     def _must_skip(self, context: StepContext, finite: Tensor) -> bool:
         if not self.decides:
             return False
-        broken = self._job.train.non_finite != "ignore" and not finite.item()
-        if not broken:  # else all ranks know it already, and need not agree
-            context.requests.skip = self._agreed(context.requests.skip)
-        return broken or bool(context.requests.skip)
+        if self._job.train.non_finite != "ignore" and not finite.item():  # the one wait of a step
+            return True  # on all ranks, which know it by themselves
+        alone, requests = self._run.context.layout.world_size == 1, context.requests
+        if self._run.hooks.may_skip and not alone:  # hooks may ask on some ranks, and all must do the same
+            requests.skip = agreed_reason(requests.skip) if any_rank([bool(requests.skip)])[0] else ""
+        return bool(requests.skip)
 
     def _optimizer_step(self, norm: Tensor, finite: Tensor) -> None:
         optimizer = self._run.optimizer
@@ -153,16 +150,10 @@ class Stepper:
     @torch.no_grad()
     def _change_buffers(self, finite: Tensor) -> None:
         """After the update: a router's bias, say, belongs to the weights that come next."""
-        if self._masked:
+        if self._masked:  # only the device knows whether there was an update: counts of a skipped one become 0
             self._run.context.auxiliary.forget_counted_unless(finite)
         for module in self._changing:
             module.after_update()
-
-    def _agreed(self, skip: str) -> str:
-        """Why any rank asks to skip; empty if none does."""
-        if not self._run.hooks.may_skip or self._run.context.layout.world_size == 1:
-            return skip
-        return agreed_reason(skip) if any_rank([bool(skip)])[0] else ""
 
     def _valid_tokens(self, batches: Sequence[Batch]) -> Tensor:
         counts = [(batch["labels"] != IGNORED_LABEL).sum() for batch in batches]
@@ -181,17 +172,13 @@ class Stepper:
         return _unflatten(all_reduce_tokens(_flatten(parts), self._mesh), parts)
 
     def _over_layers(self, attached: Sums) -> Sums:
-        """What modules attached, summed over the pipeline's ranks. Which names there are is agreed in the first step.
-
-        Raises:
-            ForgeError: a name is new later on.
-        """
+        """What modules attached, summed over the pipeline's ranks, whose modules attach different names."""
         if self._pipeline is None:
             return attached
-        if self._attached is None:  # names differ between pipeline ranks: each attaches those of its own layers
+        if self._attached is None:  # once: gathering objects in every step would cost more than the sums
             known = gather_objects({name: value.shape for name, value in attached.items()}, self._pipeline)
             every = {name: shape for part in known for name, shape in part.items()}
-            self._attached = {name: every[name] for name in sorted(every, key=_place)}
+            self._attached = {name: every[name] for name in sorted(every, key=_sort_key)}
         new = sorted(map(str, attached.keys() - self._attached.keys()))
         if new:
             raise ForgeError(
@@ -199,16 +186,14 @@ class Stepper:
             )
         if not self._attached:
             return {}
-        device = self._run.context.device
-        absent = {
-            name: torch.zeros(shape, dtype=torch.float64, device=device) for name, shape in self._attached.items()
-        }
+        zeros = partial(torch.zeros, dtype=torch.float64, device=self._run.context.device)
+        absent = {name: zeros(shape) for name, shape in self._attached.items()}
         totals = _flatten({**absent, **attached})
         torch.distributed.all_reduce(totals, group=self._pipeline)
         return _unflatten(totals, absent)
 
 
-def _place(name: str | Count) -> tuple[bool, str, int]:
+def _sort_key(name: str | Count) -> tuple[bool, str, int]:
     """Metrics by name; then counts by name and layer."""
     return (True, *name) if isinstance(name, Count) else (False, name, 0)
 
@@ -223,17 +208,15 @@ def _unflatten(flat: Tensor, like: Sums) -> dict[str | Count, Tensor]:
     return {name: piece.view(part.shape) for (name, part), piece in zip(like.items(), pieces, strict=True)}
 
 
-def _counted_elsewhere(run: Run) -> Iterator[nn.Parameter]:
-    for stage in run.built_stages:
-        yield from stage.counted_elsewhere(run.model)
-
-
 def global_norm(parameters: Iterable[nn.Parameter], stages: ProcessGroup | None = None) -> Tensor:
     """2-norm of all gradients together, a device scalar in at least float32, the same on every rank.
 
-    Squares are summed over distinct parameters: those of each part over the ranks among which the parameter is split,
-    then over the ranks of `stages` (the pipeline's), which hold different parameters. Nothing is waited for.
+    Args:
+        parameters: of this rank. Squares are summed over the ranks among which a parameter is split.
+        stages: the pipeline's ranks, which hold different parameters, if there is a pipeline.
     """
+    # By hand and not by DTensor, which would dispatch each operation and reduce each parameter by itself: here there is
+    # one reduction for all parameters that are split alike. Nothing is waited for.
     split: dict[tuple[ProcessGroup, ...], list[Tensor]] = {}
     for parameter in parameters:
         if parameter.grad is not None:
@@ -296,46 +279,13 @@ def metrics(sums: Sums) -> dict[str | Count, Tensor]:
 
 
 def seed_step(seed: int, step: int, part: int, device: torch.device) -> None:
-    """Seed the default generators from (seed, step, part of the step): what happens inside a step does not depend on
-    history, and ranks that compute the same tokens in the same layers together draw the same.
+    """Seed the default generators from (seed, step, part of the step), so that a step does not depend on history.
 
-    Not by `torch.manual_seed`, which without CUDA keeps a note of every call for the day when CUDA starts.
+    Ranks that compute the same tokens in the same layers have the same part: together they must draw the same.
     """
     key = f"{seed}:step:{step}:{part}".encode()
     number = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1
+    # Not `torch.manual_seed`: without CUDA it keeps a note, with a traceback, of every call until CUDA starts.
     torch.default_generator.manual_seed(number)
     if device.type == "cuda":
         torch.cuda.manual_seed(number)
-
-
-def dry_run(run: Run, batches: Sequence[Batch]) -> str:
-    """Rehearse the shapes of a step: one forward and backward pass that changes nothing.
-
-    Returns:
-        A line for the user: the shapes and the peak memory.
-
-    Raises:
-        ForgeError: it failed; carries the cause.
-    """
-    assert isinstance(run.model, nn.Module)
-    buffers = {name: buffer.clone() for name, buffer in run.model.named_buffers()}
-    shape, device = tuple(batches[0]["input_ids"].shape), run.context.device
-    try:  # a pipeline's schedule is made for all its micro-batches; one alone would not run
-        Stepper(run).gradients(batches if run.context.layout.layer_ranks > 1 else batches[:1], step=0)
-    except Exception as error:
-        raise ForgeError(f"the dry run failed on a micro-batch of {shape}: {type(error).__name__}: {error}") from error
-    run.optimizer.zero_grad(set_to_none=True)
-    with torch.no_grad():
-        for name, buffer in run.model.named_buffers():
-            buffer.copy_(buffers[name])
-    tokens = f"{shape[0]} x {shape[1]} tokens"
-    return (
-        f"dry run: a micro-batch of {tokens} went forward and backward, peak memory {_peak_memory(device) / 1e9:.1f} GB"
-    )
-
-
-def _peak_memory(device: torch.device) -> int:
-    """Bytes: allocated on the device so far, or on a CPU resident in this process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -91,20 +91,24 @@ class Trainer:
         with ExitStack() as stack:
             rendezvous = stack.enter_context(joined_run(self.job, beacon))
             self._check()
+            # All ranks must run the same job before one of them touches the folder, and own the folder before process
+            # groups start, whose collectives could not be ended.
             if rendezvous is not None:
                 agree_on_job(rendezvous, self.job, self._catalog)
                 rendezvous.on_rank0("owned", lambda: stack.enter_context(locked(folder)))
             elif global_rank() == 0:
                 stack.enter_context(locked(folder))
-            self._on_folder(folder)
+            self._on_folder(folder)  # only now is it certain that the run goes ahead in it
             beacon.enter("starting the process groups")
             context = build_context(self.job, self._catalog, folder)
             beacon.enter("looking for a checkpoint")
             checkpoints = open_checkpoints(self.job, context)
+            # Before anything is built: data and model may take minutes, and the job may not be allowed to continue.
             start = find_start(self.job, self._catalog, checkpoints, self._resume, self._with_changes)
             beacon.enter("building")
             run = build_run(self.job, context, self._hooks, beacon)
-            loop = Loop(run, checkpoints, start, stack, self._echo if global_rank() == 0 else _silent)
+            echo = self._echo if global_rank() == 0 else lambda text: None
+            loop = Loop(run, checkpoints, start, stack, echo)
             loop.run()
         return Summary(
             step=loop.progress.step,
@@ -115,13 +119,9 @@ class Trainer:
         )
 
     def _check(self) -> None:
-        checked = self.job.checked
+        checked = self.job.checked  # by `load_job`: on each rank, checking builds the model on the meta device
         if checked and checked.catalog is self._catalog and checked.world_size == world_size():
             return
         problems = check_rules(self.job, self._catalog, world_size())
         if problems:
             raise JobError(problems)
-
-
-def _silent(text: str) -> None:
-    """For ranks other than 0."""

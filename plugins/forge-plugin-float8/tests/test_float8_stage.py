@@ -19,8 +19,8 @@ from forge_core.contracts.components import ParallelComponent
 from forge_core.contracts.errors import JobError
 from forge_core.contracts.layout import Layout
 from forge_core.engine.build import build_context, build_run
+from forge_core.engine.reporting import describe_run
 from forge_core.engine.step import Stepper
-from forge_core.engine.summary import describe_run
 from forge_core.engine.trainer import Trainer
 from forge_core.parallel.replicate import Replicate
 from forge_core.parallel.stages import order_stages

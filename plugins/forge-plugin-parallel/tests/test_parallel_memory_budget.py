@@ -12,8 +12,8 @@ from forge_core.contracts.errors import JobError
 from forge_core.contracts.layout import Layout
 from forge_core.data.loader import TrainLoader
 from forge_core.engine.build import build_context, build_run
+from forge_core.engine.reporting import describe_run
 from forge_core.engine.step import Stepper
-from forge_core.engine.summary import describe_run
 from forge_core.parallel.stages import apply_stages, order_stages
 from forge_core.plugins.catalog import Catalog
 from forge_plugin_adamw import AdamW

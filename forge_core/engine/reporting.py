@@ -1,0 +1,253 @@
+"""Reports of a run: the summary before it starts, and the lines of its steps and evaluations in the loggers."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from forge_core.auxiliary import Count
+from forge_core.checkpoint.run_folder import save_tokenizer, write_record
+from forge_core.config.dump import dump_job
+from forge_core.config.mixture import first_step, source_names
+from forge_core.config.walk import walk_components
+from forge_core.contracts.data import HasDescription
+from forge_core.contracts.runtime import Flushes, Logger
+from forge_core.data.mixture import expected_draws, limits, phase_shares, sizes_of
+from forge_core.engine.build import Run
+from forge_core.engine.step import Stepper, Sums, metrics
+from forge_core.metrics.flops import peak_flops
+from forge_core.metrics.tracker import Clock, Tracker
+from forge_core.parallel.layout import micro_batches
+from forge_core.parallel.mesh import global_rank
+
+if TYPE_CHECKING:
+    from forge_core.contracts.contexts import StepContext
+
+# --- the summary ----------------------------------------------------------------------------------------------------
+
+
+def announce(run: Run, stepper: Stepper, provenance: Mapping[str, Any], echo: Callable[[str], object]) -> None:
+    """On rank 0: print what the run is about to do, and keep it in the folder with job, provenance and tokenizer."""
+    folder, tokenizer = run.context.folder, run.context.tokenizer
+    if global_rank() != 0:
+        return
+    assert folder is not None
+    summary = describe_run(run, stepper, provenance)
+    if tokenizer is not None:
+        save_tokenizer(folder, tokenizer)
+    write_record(folder, dump_job(run.job, run.context.plugins.catalog), provenance, summary)
+    echo(summary)
+
+
+def describe_run(run: Run, stepper: Stepper, provenance: Mapping[str, Any]) -> str:
+    """One line each: distributions, layout, stages with reasons, hooks in order, sizes, backends, waits."""
+    rows = list(_rows(run, stepper, provenance))
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
+
+
+def _rows(run: Run, stepper: Stepper, provenance: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    job, context = run.job, run.context
+    yield "run", f"{job.job.name} in {context.folder}"
+    yield "plugins", ", ".join(f"{name} {dist['version']}" for name, dist in provenance["distributions"].items())
+    yield "device", f"{_device_name(context.device)}, {context.layout}, {job.train.precision}"
+    yield "model", _model(run)
+    yield "batch", _batch(run)
+    yield from _data(run)
+    for stage, built in zip(run.stages, run.built_stages, strict=True):
+        reasons = [*stage.reasons, built.describe()]  # for its place, and what it did
+        yield f"stage {stage.name}", "; ".join(filter(None, reasons)) or "no relation to another stage"
+    for number, name in enumerate(run.hooks.hooks, 1):
+        yield f"hook {number}", name
+    components = (component.choices(context) for _, component in walk_components(job))
+    for choices in (run.outline.backend_choices, *components):  # the model chose when it was built
+        for subject, choice, why in choices:
+            yield subject, f"{choice} ({why})"
+    yield "memory", _memory(run)
+    yield "waits", f"{stepper.waits()} a step"
+
+
+def _model(run: Run) -> str:
+    roles: dict[str, int] = {}
+    for name, size in run.outline.sizes.items():
+        role = run.outline.roles[name]
+        roles[role] = roles.get(role, 0) + size
+    return f"{sum(roles.values()):,} parameters ({', '.join(f'{role} {count:,}' for role, count in roles.items())})"
+
+
+def _batch(run: Run) -> str:
+    train, layout = run.job.train, run.context.layout
+    count, size = micro_batches(run.job, layout)
+    tokens = train.global_batch_size * train.seq_len
+    flops, peak = run.outline.flops, peak_flops(run.job, run.context.device)
+    cost = f", {flops * tokens:.3g} FLOPs" if flops else ""
+    known = f" (peak {peak / 1e12:,.0f} TFLOP/s a device)" if peak else ""
+    ranks = f" on {layout.data_parallel} ranks" if layout.data_parallel > 1 else ""
+    return f"{tokens:,} tokens a step: {count} x {size} sequences of {train.seq_len}{ranks}{cost}{known}"
+
+
+def _data(run: Run) -> Iterator[tuple[str, str]]:
+    """Each source with its share, its size and how often the run passes over it; then the phases."""
+    job, names, sizes = run.job, source_names(run.job), sizes_of(run.datasets)
+    (_, shares), *phases = phase_shares(job)
+    amounts = [_amount(*row) for row in zip(sizes, expected_draws(job, sizes), limits(job, sizes), strict=True)]
+    held_out = f"{len(run.held_out):,} held out" if run.held_out is not None else "none held out"
+    yield "data", f"{amounts[0] if len(names) == 1 else f'{len(names)} sources'}; {held_out}"
+    for name, share, amount in zip(names, _parts(shares), amounts, strict=True):
+        if len(names) > 1:
+            yield f"source {name}", f"share {share}, {amount}"
+    for name, dataset in zip(names, run.datasets, strict=True):
+        if isinstance(dataset, HasDescription):
+            yield f"packing {name}" if len(names) > 1 else "packing", dataset.describe()
+    for number, (phase, (_, shares)) in enumerate(zip(job.data.phases, phases, strict=True)):
+        mixed = ", ".join(f"{name} {share}" for name, share in zip(names, _parts(shares), strict=True))
+        yield f"phase {number}", f"from step {first_step(phase, job) + 1:,}: {mixed}; rate x {phase.lr_factor:g}"
+
+
+def _amount(size: int | None, drawn: float, limit: int | None) -> str:
+    """Size of a source, and how much of it this run draws."""
+    if size is None:
+        return f"a stream, {drawn:,.0f} sequences of it"
+    at_limit = ", its limit" if limit is not None and round(drawn) >= limit else ""
+    return f"{size:,} sequences, {drawn / size if size else 0:.3g} passes{at_limit}"
+
+
+def _parts(shares: Sequence[int]) -> list[str]:
+    return [f"{share / sum(shares):.3g}" for share in shares]
+
+
+def _memory(run: Run) -> str:
+    sizes = [(p.numel() * p.element_size(), p.requires_grad) for p in (item.parameter for item in run.parameters)]
+    weights, trained = sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained)
+    return (
+        f"weights {weights / 1e6:,.0f} MB, gradients {trained / 1e6:,.0f} MB, besides optimizer state and activations"
+    )
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"cpu ({torch.get_num_threads()} threads)"
+
+
+# --- the loggers ----------------------------------------------------------------------------------------------------
+
+
+def open_loggers(run: Run, step: int, stack: ExitStack) -> dict[str, Logger]:
+    """Start the job's loggers after `step` completed steps, by name; on rank 0 only. `stack` closes them."""
+    loggers: dict[str, Logger] = {}
+    for key, component in run.job.loggers.items() if global_rank() == 0 else ():
+        name = f"loggers.{key} ({run.context.type_of(component)})"
+        with _named(name):
+            logger = run.context.build(component)
+            logger.start(step)
+        stack.callback(logger.close)
+        loggers[name] = logger
+    return loggers
+
+
+@contextmanager
+def _named(logger: str) -> Iterator[None]:
+    """Add to an exception which logger raised it."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"in {logger}")
+        raise
+
+
+class Recorder:
+    """Makes lines of steps and evaluations, and passes them to the loggers in order.
+
+    Args:
+        loggers: by name, for errors; on rank 0 only.
+        on_line: receives every training line, on every rank.
+    """
+
+    def __init__(self, run: Run, loggers: Mapping[str, Logger], on_line: Callable[[Mapping[str, Any]], object]) -> None:
+        self._summaries = run.context.auxiliary.summaries
+        train, ranks = run.job.train, run.context.layout.world_size
+        self._tokens = train.global_batch_size * train.seq_len
+        self._loggers = loggers
+        self._on_line = on_line
+        self._counts_interval = run.job.metrics.counts_interval
+        self._tracker = Tracker(self._deliver)
+        self._clock = Clock()
+        flops, peak = run.outline.flops, peak_flops(run.job, run.context.device)
+        self._mfu_per_speed = flops / peak / ranks if flops and peak else None
+        self.last_loss: float | None = None
+        self.last_evaluation: Mapping[str, float] = {}
+
+    def step(
+        self, context: StepContext, tokens: int, rate: float, waited: float, sums: Sums, skipped: Tensor | None
+    ) -> None:
+        """Queue a step's line. Its values from the device, and those that hooks logged, are the same on every rank.
+
+        Args:
+            context: of the step.
+            tokens: positions fed since the run began.
+            rate: learning rate of the first parameter group.
+            waited: seconds that the step waited for data.
+            sums: of the step, over all ranks.
+            skipped: whether the update was skipped, (), where only the device knows.
+        """
+        assert context.grad_norm is not None
+        scalars = metrics(sums)
+        if not self._counts_interval or context.step % self._counts_interval:
+            scalars = {name: value for name, value in scalars.items() if not isinstance(name, Count)}
+        scalars.update(self._summaries())
+        scalars["grad_norm"] = context.grad_norm
+        if skipped is not None:
+            scalars["skipped"] = skipped
+        seconds, speed = self._clock.tick(self._tokens)
+        record: dict[str, Any] = {"step": context.step, "lr": rate, "tokens": tokens, "tokens_per_second": speed}
+        record |= {"step_seconds": seconds, "data_wait": min(waited / seconds, 1.0)}
+        if self._mfu_per_speed:
+            record["mfu"] = speed * self._mfu_per_speed
+        if context.skipped:
+            record["skipped"] = 1.0
+        for name, value in context.logged.items():  # a tensor goes with the others: to read it now would wait for it
+            (scalars if isinstance(value, Tensor) else record)[name] = value
+        self._tracker.put(record, scalars)
+
+    def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write an evaluation's line, after those of all steps before it."""
+        self.flush()
+        self.last_evaluation = metrics
+        self._write({"step": step, **metrics})
+
+    def flush(self) -> None:
+        """Wait for the lines whose numbers are still being copied from the device."""
+        self._tracker.flush()
+
+    def sync(self) -> None:
+        """Let loggers put the lines so far where they outlive the process and the machine."""
+        # Called before each checkpoint: a run that continues from it writes the lines after these.
+        for name, logger in self._loggers.items():
+            if isinstance(logger, Flushes):
+                with _named(name):
+                    logger.flush()
+
+    def restart_clock(self) -> None:
+        """Leave a pause (evaluation, checkpoint) out of the speed."""
+        self._clock.restart()
+
+    def _deliver(self, record: dict[str, Any]) -> None:
+        if not record.get("skipped"):  # the device's flag is in every line, and most steps are not skipped
+            record.pop("skipped", None)
+        self.last_loss = record["loss"]
+        self._on_line(record)
+        self._write({"step": record.pop("step"), "loss": record.pop("loss"), **record})
+
+    def _write(self, record: Mapping[str, Any]) -> None:
+        for name, logger in self._loggers.items():
+            try:
+                with _named(name):
+                    logger.log(record)
+            except OSError as error:  # a full disk or a closed terminal ends no run
+                warnings.warn(f"{name}: {error}", stacklevel=2)
