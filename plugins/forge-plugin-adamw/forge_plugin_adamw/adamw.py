@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class AdamW(OptimizerComponent):
     """Adam with decoupled weight decay (Loshchilov and Hutter 2019, algorithm 2): torch's own, in its fused form.
 
-    State: two tensors like each parameter, and a step count. Weight decay spares norms, biases and embeddings.
+    State: two tensors like each parameter, and a step count. Norms, biases and embeddings are not decayed.
     """
 
     lr: float = field(default=3e-4, validator=gt(0))
@@ -32,11 +32,11 @@ class AdamW(OptimizerComponent):
     eps: float = field(default=1e-8, validator=gt(0))
     """Added to the root of the averaged square."""
     weight_decay: float = field(default=0.1, validator=ge(0))
-    """Each step takes lr x this of a weight away."""
+    """Decoupled weight decay: each step subtracts lr x this x the weight."""
     decay_embeddings: bool = False
-    """Also decay embeddings (a tied head is one)."""
+    """Whether embeddings are decayed too (a tied head is one)."""
     fused: bool = field(default=True, metadata=when_resumed("safe"))
-    """One kernel for the whole update. false: torch's loop over parameters, for comparison."""
+    """Whether the whole update is one fused kernel. false: torch's loop over parameters, for comparison."""
 
     def build(self, context: BuildContext, parameters: NamedParameters) -> torch.optim.Optimizer:
         import torch

@@ -39,13 +39,14 @@ class Compile(ParallelComponent):
     before: ClassVar[Mapping[str, str]] = {"fsdp": "parameters are gathered and freed around the compiled blocks"}
 
     backend: str = "inductor"
-    """What torch.compile hands graphs to; `eager` and `aot_eager` only trace, to find out whether a model can be."""
+    """Backend that torch.compile passes graphs to. `eager` and `aot_eager` only trace, which shows whether a model
+    can be traced."""
     mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | None = None
-    """What `inductor` optimises for; by default a balance of compile time and speed."""
+    """Objective of `inductor`; by default a balance of compile time and speed."""
     dynamic: bool = False
-    """Whether one graph serves all shapes. Sequences of a run have one length, for which false gives faster code."""
+    """Whether one graph serves all shapes. Sequences of a run have one length, and code for one shape is faster."""
     fullgraph: bool = True
-    """Whether a block that does not fit into one graph is an error that says why; false runs what is left eagerly."""
+    """Whether a block that does not fit into one graph is an error with the reason; false runs the rest eagerly."""
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
         if self.mode is not None and self.backend != "inductor":
@@ -53,8 +54,8 @@ class Compile(ParallelComponent):
             yield Problem("mode", message)
         for name, stage in job.parallel.items():
             if self.fullgraph and stage.waits_in_blocks:
-                seen = f"a block does not fit into one graph with parallel.{name}: {stage.waits_in_blocks}"
-                yield Problem("fullgraph", f"{seen}; set fullgraph = false")
+                message = f"a block does not fit into one graph with parallel.{name}: {stage.waits_in_blocks}"
+                yield Problem("fullgraph", f"{message}; set fullgraph = false")
 
     def build(self, context: BuildContext) -> ParallelStage:
         from forge_plugin_compile.stage import CompileStage

@@ -1,4 +1,4 @@
-"""What the component `compile` builds."""
+"""The stage of the component `compile`: compiles blocks and sets up the compiler for them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from forge_plugin_compile.compile import Compile
 
 GRAPHS_OF_A_BLOCK = 4
-"""At most: a first training pass that makes counters, those after it, evaluation, and one to spare."""
+"""Upper bound: a first training pass that creates counters, the passes after it, evaluation, and one to spare."""
 
 
 class CompileStage(ParallelStage):
@@ -33,8 +33,9 @@ class CompileStage(ParallelStage):
         """Compile the blocks; nothing is traced before the first step.
 
         Raises:
-            JobError: there is no such backend.
+                JobError: the backend does not exist.
         """
+        # Backends are looked up at the first step otherwise, after the data have been opened and the model allocated.
         _check_backend(self._component.backend)
         blocks = blocks_of(model)
         _allow_graphs(GRAPHS_OF_A_BLOCK * len(blocks))
@@ -43,12 +44,14 @@ class CompileStage(ParallelStage):
             _keep_random_numbers()
         for block in blocks:
             self._compile(block)
+            # Every token of a generation has another sequence length, and each would be a graph of its own.
         if isinstance(model, Generates):
             model.decode = Eager(model.decode)  # type: ignore[method-assign]
         return model
 
     def _compile(self, block: nn.Module) -> None:
         settings = self._component
+        # `Module.compile` and not `torch.compile(block)`, which would wrap the block and prefix its parameters' names.
         block.compile(
             backend=settings.backend, mode=settings.mode, dynamic=settings.dynamic, fullgraph=settings.fullgraph
         )
@@ -56,7 +59,7 @@ class CompileStage(ParallelStage):
 
 @frozen
 class Eager:
-    """Calls a method with compiled regions turned off. A copy of the model gets its own, bound to the copy."""
+    """Calls a method with compiled regions turned off. A copy of the model receives its own, bound to the copy."""
 
     method: Callable[..., Any]
 
@@ -72,10 +75,10 @@ def _check_backend(name: str) -> None:
 
 
 def _allow_graphs(count: int) -> None:
-    """Let each block have graphs of its own.
+    """Raise torch's limits on recompilation to `count`.
 
-    Blocks that differ in a constant do not share a graph, and torch's limit of 8 for all of them together is meant to
-    catch code that is traced anew step after step. That still ends in an error, if later.
+    Blocks that differ in a constant do not share a graph, and torch counts the graphs of all blocks against one limit
+    of 8. The limit is there to stop code that recompiles at every step, and still does, if later.
     """
     config = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, count)
@@ -83,14 +86,16 @@ def _allow_graphs(count: int) -> None:
 
 
 def _allow_counters_under_recomputation() -> None:
-    """Experts make their counters in their first forward pass. Inside a checkpointed block torch refuses to trace this,
-    since recomputation would not do it again. It must not: a pass counts once.
+    """Let torch trace the creation of counters inside a checkpointed block.
+
+    Experts create their counters in their first forward pass. Torch refuses such a side effect under recomputation,
+    because recomputing would skip it; skipping it is correct here, as a pass is counted once.
     """
     torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
 
 
 def _keep_random_numbers() -> None:
-    """Dropout draws what it draws without compilation, so that the curve is the same."""
+    """Draw dropout's numbers from torch's own generator, so that losses are the same as without compilation."""
     import torch._inductor.config
 
     torch._inductor.config.fallback_random = True

@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from forge_plugin_ema.ema import EMA
 
 AVERAGES = "averages"
-"""Key of the averages, by parameter, in the optimizer's state. They are not in the parameters' own: optimizers take a
-parameter that has any state for one that they have stepped before."""
+"""Key of the averages, by parameter, in the optimizer's state. They are not in the state of each parameter: optimizers
+treat a parameter with any state as one that they have stepped before."""
 
 
 def with_average(optimizer: torch.optim.Optimizer, ema: EMA) -> torch.optim.Optimizer:
-    """The same optimizer, which from now on averages too: its class is derived from the one it had.
+    """Make the optimizer average after each step, by deriving its class from `Averaging` and its own.
 
     Raises:
         ForgeError: the optimizer has weights for evaluation already.
@@ -50,17 +50,17 @@ class Averaging(torch.optim.Optimizer):
         share = 1 - self.ema.next_decay()
         weights = [local_part(parameter.detach()) for parameter in averages]
         kept = [local_part(average) for average in averages.values()]
-        if getattr(self, "found_inf", None) is not None:  # the device alone knows whether there was an update
+        if getattr(self, "found_inf", None) is not None:  # only the device knows whether there was an update
             taken = share * (1 - self.found_inf)  # type: ignore[attr-defined]
             for average, weight in zip(kept, weights, strict=True):
-                average.lerp_(weight, taken.to(average))  # `_foreach_lerp_` would read the share, that is wait for it
+                average.lerp_(weight, taken.to(average))  # `_foreach_lerp_` would wait for the device
         elif kept:
             torch._foreach_lerp_(kept, weights, share)
         return result
 
     @torch.no_grad()
     def eval(self) -> None:
-        """Exchange parameters and averages, in place."""
+        """Swap parameters and averages, in place."""
         for parameter, average in self._averages.items():
             weights = parameter.detach().clone()
             parameter.copy_(average)

@@ -16,18 +16,18 @@ if TYPE_CHECKING:
 
 @define(kw_only=True, slots=False)
 class EMA(Plugin):
-    """Keeps an exponential moving average of the weights (Polyak and Juditsky 1992), whatever the optimizer:
-    average <- decay x average + (1 - decay) x weights after each update, from the initial weights on.
+    """Exponential moving average of the weights (Polyak and Juditsky 1992), with any optimizer.
 
-    Evaluation, generation, export and other runs take the average; training goes on with its own weights.
+    average <- decay x average + (1 - decay) x weights after each update, from the initial weights on. Evaluation,
+    generation, export and other runs use the average; training continues with its own weights.
 
     State: one tensor like each trained parameter, split over ranks like it.
     """
 
     decay: float = field(default=0.999, validator=[gt(0), lt(1)])
-    """Share of the average that an update leaves. It remembers about 1 / (1 - decay) updates."""
+    """Share of the average that an update keeps; the average then spans about 1 / (1 - decay) updates."""
     warmup: bool = True
-    """Whether the first updates count more, so that initial weights are soon forgotten: the decay is at most
+    """Whether the first updates weigh more, so that the initial weights soon lose theirs: the decay is at most
     (1 + n) / (10 + n) after n updates."""
     updates: int = field(default=0, init=False, validator=ge(0))
     """Updates averaged so far."""

@@ -1,4 +1,4 @@
-"""Which linear layers of a model are computed in float8."""
+"""Chooses the linear layers of a model that are computed in float8."""
 
 from __future__ import annotations
 
@@ -17,20 +17,24 @@ from forge_plugin_float8.float8 import MULTIPLE
 NOT_A_MULTIPLE = f"sizes are no multiples of {MULTIPLE}"
 OWN_WAY = "it computes in its own way"
 NUMBER = re.compile(r"(?<=\.)(\d+)(?=\.|$)")
-"""Of a module in a list, in its name."""
+"""The index of a module in a list, within the module's name."""
 
 
 def linear_layers(model: Model) -> dict[str, nn.Module]:
-    """Every linear layer, by name."""
+    """Returns every linear layer, by name."""
     assert isinstance(model, nn.Module)
     return {name: module for name, module in model.named_modules() if isinstance(module, Linear | nn.Linear)}
 
 
 def choose(model: Model, exclude: Sequence[str]) -> tuple[Sequence[str], Mapping[str, Sequence[str]]]:
-    """Names of the linear layers that are changed, and of those that keep their precision, by the reason.
+    """Choose the linear layers that change, and group those that keep their precision.
 
     Args:
-        exclude: patterns of names of layers that keep it besides the head and those that the model exempts.
+        model: the model, split by pipeline stages at most.
+        exclude: name patterns of layers that keep their precision besides the head and those that the model exempts.
+
+    Returns:
+        Names of the layers that change, and names of those that do not, by the reason.
     """
     head = set(model.head.modules())  # type: ignore[attr-defined]
     exempt = model.float8_exempt() if isinstance(model, HasFloat8Exemptions) else ()
@@ -43,7 +47,7 @@ def choose(model: Model, exclude: Sequence[str]) -> tuple[Sequence[str], Mapping
 
 
 def model_problems(model: Model, exclude: Sequence[str], layout: Layout) -> Iterator[Problem]:
-    """Why a model cannot be computed in float8 like this."""
+    """Yields why a model cannot be computed in float8 with these settings."""
     names = list(linear_layers(model))
     for pattern in exclude:
         if not fnmatch.filter(names, pattern):
@@ -51,16 +55,17 @@ def model_problems(model: Model, exclude: Sequence[str], layout: Layout) -> Iter
     changed, left = choose(model, exclude)
     if not changed:
         why = "; ".join(f"{short(names)}: {reason}" for reason, names in left.items())
-        seen = f"{type(model).__name__} has no linear layer to compute in float8" + (f" ({why})" if why else "")
-        yield Problem("", f"{seen}; leave the stage out")
+        message = f"{type(model).__name__} has no linear layer to compute in float8" + (f" ({why})" if why else "")
+        yield Problem("", f"{message}; leave the stage out")
     if layout.tp > 1 and isinstance(model, HasTensorParallelPlan):
         yield from _part_problems(model, changed, layout.tp)
 
 
 def _part_problems(model: HasTensorParallelPlan, changed: Sequence[str], ranks: int) -> Iterator[Problem]:
-    """Which layers are changed must not depend on the layout, so a part that no float8 product takes is an error.
+    """Yields layers whose parts under tensor parallel no float8 product accepts.
 
-    It is one on emulated devices too, so that a job which runs there runs on others.
+    The choice of layers must not depend on the layout, so such a part is an error. It is one on emulated devices too:
+    a job that runs there then runs on all others.
     """
     assert isinstance(model, nn.Module)
     plan = model.tensor_parallel_plan()
@@ -71,15 +76,16 @@ def _part_problems(model: HasTensorParallelPlan, changed: Sequence[str], ranks: 
             size = model.get_parameter(f"{name}.weight").shape[way == "row"]
             if size % (MULTIPLE * ranks):
                 sizes.setdefault((size, "columns" if way == "row" else "rows"), []).append(name)
-    for (size, what), names in sizes.items():
-        seen = f"{short(names)}: {size} {what}, {size / ranks:g} for each of {ranks} tensor-parallel ranks"
-        fix = f"a float8 product takes multiples of {MULTIPLE}; exclude them, or lower the degree"
-        yield Problem("", f"{seen}, but {fix}")
+    for (size, dimension), names in sizes.items():
+        message = f"{short(names)}: {size} {dimension}, {size / ranks:g} for each of {ranks} tensor-parallel ranks"
+        hint = f"a float8 product takes multiples of {MULTIPLE}; exclude them, or lower the degree"
+        yield Problem("", f"{message}, but {hint}")
 
 
 def _reason(module: nn.Module, exempt: bool, excluded: bool) -> str:
     if exempt or excluded:
         return "exempt" if exempt else "excluded"
+        # A forward pass of its own, by class or set on the object, computes something else than x Wᵀ + b.
     if type(module).forward not in (Linear.forward, nn.Linear.forward) or "forward" in vars(module):
         return OWN_WAY
     return NOT_A_MULTIPLE if any(size % MULTIPLE for size in module.weight.shape) else ""  # type: ignore[union-attr]
@@ -90,16 +96,16 @@ def _fits(name: str, patterns: Sequence[str]) -> bool:
 
 
 def short(names: Sequence[str]) -> str:
-    """Names that differ in their first number only are put together: `layers.0-3,5.ffn.up`."""
+    """Join names that differ in their first number only: `layers.0-3,5.ffn.up`."""
     numbers: dict[tuple[str, str], list[int]] = {}
     for name in names:
         before, *rest = NUMBER.split(name, maxsplit=1)
         numbers.setdefault((before, "".join(rest[1:])), []).extend(int(number) for number in rest[:1])
-    return ", ".join(f"{before}{_ranges(found)}{after}" for (before, after), found in numbers.items())
+    return ", ".join(f"{before}{_ranges(indices)}{after}" for (before, after), indices in numbers.items())
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """`0-3,5`."""
+    """Formats numbers as ranges: `0-3,5`."""
     ranges: list[list[int]] = []
     for number in sorted(numbers):
         if ranges and number == ranges[-1][-1] + 1:

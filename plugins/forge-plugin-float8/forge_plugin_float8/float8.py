@@ -19,47 +19,50 @@ if TYPE_CHECKING:
     from forge_core.job import Job
 
 MULTIPLE = 16
-"""Of which the sizes of a float8 product must be multiples, except for its rows."""
+"""Divisor of the sizes of a float8 product, except for its rows."""
 NO_GLOO = "needs GPUs: gloo, which connects processes on a CPU, cannot send float8; leave it out"
 
 
 @frozen(kw_only=True)
 class Float8(ParallelComponent):
-    """Matrix products of linear layers in float8, forward and backward (Micikevicius et al. 2022), by torchao's
-    recipes: each operand is scaled, rounded to eight bits, and multiplied; results, weights and optimizer state keep
-    their precision. The head is left as it is, and so is what a model names in `float8_exempt()`, as routers.
+    """Matrix products of linear layers in float8, forward and backward (Micikevicius et al. 2022).
 
-    Devices without float8 products compute with the rounded operands in float32 instead, slowly; the plan says so.
+    By torchao's recipes: each operand is scaled, rounded to eight bits, and multiplied; results, weights and optimizer
+    state keep their precision. The head is left unchanged, as are the layers in a model's `float8_exempt()`, such as
+    routers.
+
+    Devices without float8 products compute with the rounded operands in float32 instead, slowly; the run's summary
+    says so.
     """
 
     after: ClassVar[Mapping[str, str]] = {"pp": "only the layers that this rank keeps are changed"}
     before: ClassVar[Mapping[str, str]] = {
-        "tp": "what each rank computes with its part of a matrix is the float8 product",
-        "ep": "what each rank computes with its part of a matrix is the float8 product",
+        "tp": "each rank computes its part of a matrix as a float8 product",
+        "ep": "each rank computes its part of a matrix as a float8 product",
         "cp": "it divides the sequence around the products",
-        "activation_checkpointing": "rounding is part of what is computed again",
+        "activation_checkpointing": "rounding is part of the recomputation",
         "compile": "scaling and rounding belong into the graph, where they are fast",
-        "fsdp": "what is gathered may be what float8 makes of a weight",
+        "fsdp": "the weight that it gathers may be in float8",
     }
 
     recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
-    """tensorwise: one scale a matrix, the fastest; gradients in e5m2. rowwise: one a row, for outliers.
-    rowwise_with_gw_hp: also, gradients of weights in the compute precision; the most exact, and the only one whose
-    scales do not depend on which tokens are in a micro-batch."""
+    """tensorwise: one scale a matrix, the fastest; gradients in e5m2. rowwise: one scale a row, which suits outliers.
+    rowwise_with_gw_hp: like rowwise, with gradients of weights in the compute precision; the most exact, and the only
+    one whose scales do not depend on the other tokens of a micro-batch."""
     exclude: tuple[str, ...] = ()
-    """Patterns of names of linear layers that keep their precision besides the exempt ones (`layers.0.*`)."""
+    """Name patterns of linear layers that keep their precision besides the exempt ones (`layers.0.*`)."""
     all_gather: bool = False
-    """Whether `fsdp` gathers weights in float8, which halves what it communicates. Needs GPUs and `tensorwise`."""
+    """Whether `fsdp` gathers weights in float8, which halves its communication. Needs GPUs and `tensorwise`."""
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
         if job.train.precision == "fp64":
             yield Problem("", 'has no use for train.precision = "fp64": take "bf16" or "fp32", or leave the stage out')
         tokens = micro_batches(job, layout)[1] * job.train.seq_len // layout.cp
         if tokens % MULTIPLE and self.recipe != "rowwise_with_gw_hp":
-            seen = (
+            message = (
                 f"a rank has {tokens} tokens a micro-batch, and gradients of weights sum over a multiple of {MULTIPLE}"
             )
-            yield Problem("recipe", f'{seen}; change train.micro_batch_size, or take "rowwise_with_gw_hp"')
+            yield Problem("recipe", f'{message}; change train.micro_batch_size, or take "rowwise_with_gw_hp"')
         if self.all_gather:
             yield from self._gather_problems(job, layout)
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def gather_in_float8(module: nn.Module, config: Float8LinearConfig) -> None:
-    """Give a linear layer a weight that says to fsdp how to gather it: rounded by the scale of the whole matrix.
+    """Replace the weight of a linear layer by one that fsdp gathers in float8, with the scale of the whole matrix.
 
     The parameter itself keeps its precision.
     """

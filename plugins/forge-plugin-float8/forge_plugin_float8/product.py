@@ -1,6 +1,6 @@
-"""x Wᵀ in float8, with the scales of whole matrices where ranks share one.
+"""x Wᵀ in float8, with scales taken over the whole matrix where ranks share one.
 
-Shapes: M tokens, K inputs, N outputs; k and n of this rank.
+Shape suffixes: M tokens, K inputs, N outputs; in lower case those of this rank.
 """
 
 from __future__ import annotations
@@ -29,19 +29,20 @@ if TYPE_CHECKING:
     from forge_core.contracts.model import MatrixShard
 
 Groups = tuple[ProcessGroup | None, ProcessGroup | None]
-"""The ranks among which rows and columns of a matrix are split."""
+"""The ranks that split the rows and the columns of a matrix; None where they are whole."""
 
 
 class Float8Linear(nn.Module):
-    """A linear layer that multiplies in float8; put before the layer's own class, whose parameters it keeps.
+    """A linear layer that multiplies in float8; a base put before the layer's own class, whose parameters it uses.
 
-    A class, and not an object in place of `forward`: equal blocks then share one compiled graph.
+    It changes the class instead of setting `forward` on the object, so that equal blocks share one compiled graph.
     """
 
     float8_config: Float8LinearConfig
 
     def forward(self, x: Tensor) -> Tensor:
-        """(…, k) -> (…, n) in the dtype of `x`. Weights are cast to it first, as fsdp gathers them."""
+        """(…, k) -> (…, n) in the dtype of `x`."""
+        # Cast before rounding: fsdp gathers weights in this dtype, and the result must not depend on whether it runs.
         weight: Any = self.weight
         bias: Any = self.bias
         inputs, outputs = _groups(self.__dict__.get("matrix_shard"))
@@ -64,14 +65,14 @@ def _derived(base: Any) -> Any:
 
 
 def _groups(shard: MatrixShard | None) -> Groups:
-    """The ranks that share inputs, and those that share outputs."""
+    """Returns the ranks that share inputs, and those that share outputs."""
     if shard is None:
         return None, None
     return (None, shard.group) if shard.dimension == 0 else (shard.group, None)
 
 
 class Product(torch.autograd.Function):
-    """What torchao's `Float8Linear` computes, operand by operand, with scales agreed over ranks."""
+    """torchao's `Float8Linear`, operand by operand, with scales agreed over ranks."""
 
     @staticmethod
     def forward(
@@ -84,6 +85,8 @@ class Product(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x_MK, weight_KN)
         ctx.config, ctx.inputs, ctx.outputs = config, inputs, outputs
+        # A scale spans the dimension that the product sums over: K here, N for the inputs' gradient, M for the weights'
+        # one. So each product rounds its operands again, from the saved ones in the compute precision.
         x = _rounded(x_MK, config.cast_config_input, config, GemmInputRole.INPUT, -1, (None, inputs))
         weight = _rounded(weight_KN, config.cast_config_weight, config, GemmInputRole.WEIGHT, 0, (inputs, outputs))
         return torch.mm(x, weight)
@@ -109,15 +112,21 @@ class Product(torch.autograd.Function):
 def _rounded(
     x: Tensor, cast: CastConfig, config: Float8LinearConfig, role: GemmInputRole, dim: int, groups: Groups
 ) -> Tensor:
-    """A matrix in float8 with its scales; as it is where the recipe leaves it so, or where it is in float8 already.
+    """Round a matrix to float8 with its scales, unless the recipe leaves it as it is or it is in float8 already.
 
     Args:
-        dim: the dimension over which the product sums, and over which a scale of a row or column is taken.
+        x: the matrix, this rank's part of it.
+        cast: dtype and granularity of the scales.
+        config: the recipe.
+        role: the operand's role in the product, by which torchao's tensors choose their settings.
+        dim: the dimension that the product sums over, along which scales of rows or columns are taken.
+        groups: the ranks that split each dimension of `x`.
     """
     if cast.scaling_type is ScalingType.DISABLED or tensor_already_casted_to_fp8(x):
         return x
     axis = dim if cast.scaling_granularity is ScalingGranularity.AXISWISE else None
     amax = tensor_to_amax(x, scaling_granularity=cast.scaling_granularity, axiswise_dim=axis)
+    # The maximum over the whole matrix, so that rounding does not depend on the tensor-parallel layout.
     amax = _largest(amax, groups if axis is None else (groups[axis],))
     scale = amax_to_scale(amax, cast.target_dtype, config.round_scales_to_power_of_2)
     return hp_tensor_and_scale_to_float8(x, scale, cast.target_dtype, multiplication(config), role, axis)
@@ -131,7 +140,7 @@ def _largest(amax: Tensor, groups: Iterable[ProcessGroup | None]) -> Tensor:
 
 
 def multiplication(config: Float8LinearConfig) -> LinearMMConfig:
-    """How each of the three products is computed, as torchao's tensors want to know it."""
+    """Settings of the three products, in the form that torchao's tensors carry."""
     products = (config.gemm_config_output, config.gemm_config_grad_input, config.gemm_config_grad_weight)
     return LinearMMConfig(
         *(ScaledMMConfig(config.emulate, product.use_fast_accum, False, False) for product in products)

@@ -1,4 +1,4 @@
-"""What the component `float8` builds."""
+"""The stage of the component `float8`: makes linear layers multiply in float8."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from forge_plugin_float8.float8 import NO_GLOO
 
 @contextmanager
 def _without_warnings() -> Iterator[None]:
-    """torchao, while imported, warns of each of its kernels that are for other devices than this machine's."""
+    """Silences torchao, which when imported warns of each of its kernels for devices other than this machine's."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -44,7 +44,7 @@ class Float8Stage(ParallelStage):
     """See `forge_core.contracts.runtime.ParallelStage`."""
 
     def __init__(self, component: Float8, context: BuildContext) -> None:
-        """Raises: JobError: weights are to be gathered in float8 on a device that cannot."""
+        """Raises JobError if weights are to be gathered in float8 on a device that cannot send it."""
         if component.all_gather and not sends_float8(context.device):
             raise JobError([Problem("parallel.float8.all_gather", NO_GLOO)])
         self._component = component
@@ -60,7 +60,7 @@ class Float8Stage(ParallelStage):
         linear = linear_layers(model)
         self._changed, self._left = choose(model, self._component.exclude)
         config = self._config()
-        # With nothing to convert: for what torchao does to the compiler, which else miscompiles float8 on some devices.
+        # With nothing to convert: it sets up the compiler, which else miscompiles float8 products on some devices.
         convert_to_float8_training(nn.Identity(), config=config)
         for name in self._changed:
             multiply_in_float8(linear[name], config)
@@ -69,7 +69,7 @@ class Float8Stage(ParallelStage):
         return model
 
     def describe(self) -> str:
-        """What is computed how, and what is not."""
+        """Returns the recipe, the layers it applies to, and the layers it does not with the reasons."""
         how = "" if self._compiled else ", slow without [parallel.compile]"
         if self._emulated:
             how = f", emulated in float32, slowly: {_name(self._device)} has no float8 products"
@@ -89,12 +89,12 @@ class Float8Stage(ParallelStage):
 
 
 def multiplies_float8(device: torch.device) -> bool:
-    """Whether the device has float8 matrix products: NVIDIA's from Ada on, AMD's from MI300 on."""
+    """Whether the device has float8 matrix products: NVIDIA GPUs since Ada, AMD's since MI300."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def sends_float8(device: torch.device) -> bool:
-    """Whether the collectives between such devices take float8: NCCL's do, gloo's do not."""
+    """Whether collectives between such devices accept float8: NCCL's do, gloo's do not."""
     return device.type == "cuda"
 
 

@@ -45,7 +45,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "path", metavar="RUN_OR_CHECKPOINT", help="a run folder (its newest checkpoint) or a checkpoint"
     )
-    parser.add_argument("--prompt", action="append", help="text to continue; give it several times for a batch")
+    parser.add_argument("--prompt", action="append", help="text to continue; repeat it for a batch")
     parser.add_argument("--max-tokens", type=positive, default=200, help="tokens to generate a prompt (200)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token (0.8)")
     parser.add_argument("--top-k", type=int, default=0, help="only the k likeliest tokens; 0: all (0)")
@@ -62,10 +62,12 @@ def _parser() -> argparse.ArgumentParser:
 def load_model_and_tokenizer(
     path: Path | str, device: Literal["auto", "cpu", "cuda"] = "auto", run: Path | None = None
 ) -> tuple[Model, Tokenizer]:
-    """The trained model, in evaluation mode, and the tokenizer of a run folder or checkpoint.
+    """Load the trained model, in evaluation mode, and the tokenizer of a run folder or checkpoint.
 
     Args:
-        run: the run folder that keeps the tokenizer; by default it is looked for (see `find_run`).
+        path: the run folder, whose newest checkpoint is taken, or the checkpoint.
+        device: device of the model; "auto" takes a GPU if there is one.
+        run: run folder with the tokenizer; by default `find_run` searches for it.
 
     Raises:
         CheckpointError: there is no intact checkpoint, or the tokenizer is not the one of its training.
@@ -96,10 +98,12 @@ def load_model_and_tokenizer(
 
 
 def find_run(job: Job, checkpoint: Path, first: Sequence[Path]) -> Path:
-    """The run folder that keeps the tokenizer of a checkpoint, which may lie elsewhere, as on another disk.
+    """Find the run folder with the tokenizer of a checkpoint, which may lie elsewhere, as on another disk.
 
     Args:
-        first: folders to look into before those beside the checkpoint and that of the job's name.
+        job: the job of the checkpoint.
+        checkpoint: folder of the checkpoint.
+        first: folders to search before those beside the checkpoint and that of the job's name.
 
     Raises:
         ForgeError: none of them has a tokenizer.

@@ -1,4 +1,4 @@
-"""Sampling from a trained model, with a cache of keys and values (or whatever a model's cache is)."""
+"""Sampling from a trained model, with the model's cache (of keys and values, or of another kind)."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ NO_POSITION = -1
 
 @frozen(kw_only=True)
 class Sampling:
-    """How the next token is drawn: temperature, then top-k, then top-p."""
+    """Settings of drawing the next token, applied in this order: temperature, top-k, top-p."""
 
     temperature: float = field(default=1.0, validator=ge(0))
-    """0 takes the likeliest token."""
+    """0 takes the most likely token."""
     top_k: int = field(default=0, validator=ge(0))
-    """Only the k likeliest tokens; 0: all."""
+    """Only the k most likely tokens; 0: all."""
     top_p: float = field(default=1.0, validator=[gt(0), le(1)])
-    """Only the likeliest tokens that together have this probability."""
+    """Only the most likely tokens that together have this probability."""
 
     def draw(self, logits: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """(B, V) logits -> (B,) token ids."""
@@ -41,7 +41,7 @@ class Sampling:
 
 
 def _nucleus(logits: Tensor, top_p: float) -> Tensor:
-    """Mask what lies beyond the smallest set of likeliest tokens with probability `top_p` (Holtzman et al. 2020)."""
+    """Mask tokens outside the smallest set of most likely ones with probability `top_p` (Holtzman et al. 2020)."""
     ordered, order = logits.sort(descending=True)
     before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
     ordered = ordered.masked_fill(before >= top_p, -torch.inf)
@@ -62,14 +62,19 @@ def generate(
     """Continue every prompt by up to `max_tokens` tokens; a row stops before its own end-of-text.
 
     Args:
+        model: a model with a cache, in evaluation mode.
         prompts: token ids, none empty; they may differ in length.
+        max_tokens: upper bound of the tokens for each prompt.
+        end_of_text: id that ends a document.
+        sampling: settings of the draws; by default those of `Sampling`.
+        seed: seed of the draws; None: torch's default generator.
         use_cache: False runs the whole model for every token. The tokens are the same, up to the rounding of logits.
 
     Raises:
         ForgeError: a prompt is empty, or the model has no cache (`forge_core.contracts.model.Generates`).
     """
     if not all(prompts):
-        raise ForgeError("a prompt is empty; give at least one token")
+        raise ForgeError("a prompt is empty; pass at least one token")
     if not isinstance(model, Generates):
         raise ForgeError(f"{type(model).__name__} cannot generate: it has no new_cache and decode")
     sampling = sampling or Sampling()
@@ -97,7 +102,7 @@ def generate(
 
 
 def _left_padded(prompts: Sequence[Sequence[int]], pad: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Ids and positions (B, longest prompt), prompts flush right; padding has a negative position."""
+    """Returns ids and positions (B, longest prompt), prompts flush right; padding has a negative position."""
     length = max(len(prompt) for prompt in prompts)
     ids = [[pad] * (length - len(prompt)) + list(prompt) for prompt in prompts]
     positions = [[NO_POSITION] * (length - len(prompt)) + list(range(len(prompt))) for prompt in prompts]

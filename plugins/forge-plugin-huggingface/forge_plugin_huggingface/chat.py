@@ -136,7 +136,8 @@ class ChatTemplate:
 
     def _end_of_turn(self, text: str, start: int) -> int:
         """Where the answer that begins at `start` and ends `text` is over: white space after a special token is not
-        part of it, since nobody generates on after that token."""
+        part of it, since nobody generates on after that token.
+        """
         answer = text[start:].rstrip()
         return start + len(answer) if answer.endswith(self._special) else len(text)
 

@@ -165,7 +165,8 @@ class PretrainedTokenizer:
 
 def _from_json(content: bytes) -> Tokenizer:
     """Without what the file says of truncation, padding and tokens around a text; the latter would also cut spaces
-    from the offsets of tokens."""
+    from the offsets of tokens.
+    """
     nothing = {"truncation": None, "padding": None, "post_processor": None}
     return Tokenizer.from_str(json.dumps(json.loads(content) | nothing))
 

@@ -91,11 +91,18 @@ class LaneStream:
         held_out_every: int = 0,
         held_out: Documents | None = None,
     ) -> None:
-        """
+        """Read the rows of files as documents.
+
         Args:
+            rows: the files.
+            encoder: turns a row into tokens.
+            end_of_text: id that ends a document.
             data: fingerprint of the files.
-            shuffle: rows of a block that are read together and then shuffled, as is the order of files; 0: neither is.
+            lanes: number of parallel streams that the files are dealt to.
+            shuffle: rows of a block that are read together and then shuffled, as is the order of files; 0: in order.
+            seed: seed of the shuffling.
             held_out_every: every n-th row of each file is left out, starting with the first; 0: none.
+            held_out: documents for evaluation, if any.
         """
         self._rows, self._encoder, self._end_of_text = rows, encoder, end_of_text
         self.lanes, self._shuffle, self._seed, self._every = lanes, shuffle, seed, held_out_every

@@ -22,23 +22,22 @@ if TYPE_CHECKING:
 class Lion(OptimizerComponent):
     """Sign of an interpolated momentum, with decoupled weight decay (Chen et al. 2023, algorithm 2).
 
-    State: one tensor like each parameter, half of Adam's. Every element moves by the rate, so that the rate is three
-    to ten times smaller than AdamW's, and the weight decay as many times larger (there, section 5). Weight decay spares
-    norms, biases and embeddings.
+    State: one tensor like each parameter, half of Adam's. Every element moves by the rate, so the paper (section 5)
+    takes a rate three to ten times smaller than AdamW's and a weight decay as many times larger. Norms, biases and
+    embeddings are not decayed.
     """
 
     lr: float = field(default=1e-4, validator=gt(0))
     """Base learning rate; the schedule multiplies it."""
     betas: tuple[float, float] = field(default=(0.9, 0.99), validator=fields.betas)
-    """Weight of the momentum where it is interpolated with the gradient for the update, and its decay from step to
-    step."""
+    """Weight of the momentum in its interpolation with the gradient for the update, and decay of the momentum."""
     weight_decay: float = field(default=0.3, validator=ge(0))
-    """Each step takes lr x this of a weight away."""
+    """Decoupled weight decay: each step subtracts lr x this x the weight."""
     decay_embeddings: bool = False
-    """Also decay embeddings (a tied head is one)."""
+    """Whether embeddings are decayed too (a tied head is one)."""
     cautious: bool = False
-    """Move only the elements whose update agrees in sign with their gradient, and those of a parameter the further, the
-    fewer they are: its elements over (those that agree + 1) times (Liang et al. 2024, "Cautious Optimizers")."""
+    """Whether only elements move whose update agrees in sign with their gradient. Those of a parameter then move
+    further by the factor elements / (agreeing elements + 1) (Liang et al. 2024, "Cautious Optimizers")."""
 
     def build(self, context: BuildContext, parameters: NamedParameters) -> torch.optim.Optimizer:
         from forge_plugin_lion.optimizer import LionOptimizer

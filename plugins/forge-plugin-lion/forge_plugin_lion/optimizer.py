@@ -5,11 +5,10 @@ With gradient g, momentum m and parameter p, a step of the paper is
     u = sign(β₁ m + (1 - β₁) g);  p ← p - lr (λ p + u);  m ← β₂ m + (1 - β₂) g
 
 The cautious variant takes s φ u for u, where φ is 1 where u g > 0 and else 0, and s = dim(p) / (Σφ + 1). The sum is
-over the whole parameter, however it is split.
+over the whole parameter, on all ranks that share it.
 
-These are five cheap passes over memory, whose speed is all that counts on a CPU. There a step goes through the
-parameters in blocks that stay in the cache from the first pass to the last. Elsewhere each pass is one kernel for many
-parameters.
+A step is five passes over memory with little arithmetic. On a CPU it goes through the parameters in blocks that stay in
+the cache from the first pass to the last. Elsewhere each pass is one kernel over many parameters.
 """
 
 from __future__ import annotations
@@ -28,20 +27,20 @@ from forge_core.parallel.mesh import local_part
 CPU_BLOCK = 1 << 18
 """Elements of a block for each thread: a MiB of each float32 tensor. Twice as many are as fast."""
 KERNEL_ELEMENTS = 1 << 26
-"""Elements that one kernel goes over elsewhere, or one tensor: the update of so many exists at a time."""
+"""Elements that one kernel updates on other devices, or one tensor; the updates of a kernel exist at the same time."""
 
 
 class LionOptimizer(torch.optim.Optimizer):
     """Lion (Chen et al. 2023, algorithm 2), with its cautious variant (Liang et al. 2024, algorithm 1).
 
-    State: `exp_avg`, like each parameter. Parameters without a gradient are left as they are.
+    State: `exp_avg`, like each parameter. Parameters without a gradient are not changed.
 
     Args:
-        groups: may each have an `lr`, `betas`, `weight_decay` and `cautious` of their own.
-        lr: how far every element moves.
+        groups: parameters, or groups of them, which may set `lr`, `betas`, `weight_decay` and `cautious`.
+        lr: distance that every element moves.
         betas: β₁ of the update and β₂ of the momentum.
-        weight_decay: each step takes lr x this of a parameter away.
-        cautious: move only elements whose update agrees in sign with their gradient.
+        weight_decay: decoupled; each step subtracts lr x this x the parameter.
+        cautious: whether only elements move whose update agrees in sign with their gradient.
     """
 
     def __init__(
@@ -57,8 +56,10 @@ class LionOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of every parameter that has a gradient. Where parameters are split and the update is cautious,
-        collective over the ranks that share them."""
+        """Update every parameter that has a gradient.
+
+        Collective over the ranks that share parameters if the update is cautious.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -86,25 +87,28 @@ class LionOptimizer(torch.optim.Optimizer):
             torch._foreach_mul_(updates, self._agreement(updates, gradients))
             torch._foreach_mul_(updates, scales)
         if weight_decay:
+            # Decoupled: the decay is of the weight before the update.
             torch._foreach_mul_(parameters, 1 - lr * weight_decay)
         torch._foreach_add_(parameters, updates, alpha=-lr)
         torch._foreach_lerp_(momenta, gradients, 1 - betas[1])
 
     def _directions(self, gradients: Sequence[Tensor], momenta: Sequence[Tensor], beta: float) -> list[Tensor]:
-        """sign(β m + (1 - β) g). The sign lets both be divided by 1 - β, which makes one cheap pass of it."""
+        """Returns sign(β m + (1 - β) g)."""
+        # The sign does not change when both terms are divided by 1 - β, which makes it one pass over memory.
         updates = self._scratch.each("add", gradients, momenta, alpha=beta / (1 - beta))
         torch._foreach_sign_(updates)
         return updates
 
     def _agreement(self, updates: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
-        """1 where an update and its gradient have the same sign, else 0. Comparisons take several times as long."""
+        """Returns 1 where an update and its gradient have the same sign, else 0."""
+        # The sign of the product, as comparisons take several times as long.
         agreement = self._scratch.each("mul", updates, gradients)
         torch._foreach_sign_(agreement)
         torch._foreach_clamp_min_(agreement, 0)
         return agreement
 
     def _scales(self, parameters: Sequence[nn.Parameter], parts: Sequence[_Part], beta: float) -> list[Tensor]:
-        """dim(p) / (Σφ + 1) of each parameter, in its dtype."""
+        """Returns dim(p) / (Σφ + 1) of each parameter, in its dtype."""
         counts = []
         for part in parts:
             dtype = torch.promote_types(part.parameter.dtype, torch.float32)
@@ -120,27 +124,27 @@ class LionOptimizer(torch.optim.Optimizer):
 
 
 class _Part(NamedTuple):
-    """This rank's part of a parameter, or a block of that."""
+    """This rank's part of a parameter, or a block of that part."""
 
     parameter: Tensor
     gradient: Tensor
     momentum: Tensor
     scale: Tensor | None = None
-    """() how much further than the rate elements move that move; None: all move, by the rate."""
+    """() factor on the rate of the elements that move; None: all move, by the rate."""
 
 
 class _Scratch:
-    """Memory for what does not outlive a batch.
+    """Memory for tensors that do not outlive a batch.
 
-    On a CPU it is kept from step to step: the system takes longer to supply fresh pages than a pass over them. The
-    allocators of other devices do that by themselves.
+    On a CPU it is reused from step to step: the system takes longer to supply fresh pages than a pass over them.
+    Allocators of other devices cache by themselves.
     """
 
     def __init__(self) -> None:
-        self._kept: dict[tuple[str, torch.dtype], Tensor] = {}
+        self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
 
     def each(self, operation: str, first: Sequence[Tensor], second: Sequence[Tensor], **keys: Any) -> list[Tensor]:
-        """`torch.<operation>` of each pair, good until the same operation is asked for again."""
+        """Returns `torch.<operation>` of each pair, valid until the next call with the same operation."""
         if first[0].device.type != "cpu":
             return list(getattr(torch, f"_foreach_{operation}")(first, second, **keys))
         results = self._like(operation, first)
@@ -152,15 +156,15 @@ class _Scratch:
         dtype, sizes = tensors[0].dtype, [tensor.numel() for tensor in tensors]
         if any(tensor.dtype != dtype for tensor in tensors):
             return [torch.empty_like(tensor) for tensor in tensors]
-        kept = self._kept.get((name, dtype))
-        if kept is None or kept.numel() < sum(sizes):
-            kept = self._kept[name, dtype] = torch.empty(sum(sizes), dtype=dtype)
-        flat = kept[: sum(sizes)].split(sizes)
+        buffer = self._buffers.get((name, dtype))
+        if buffer is None or buffer.numel() < sum(sizes):
+            buffer = self._buffers[name, dtype] = torch.empty(sum(sizes), dtype=dtype)
+        flat = buffer[: sum(sizes)].split(sizes)
         return [memory.view(tensor.shape) for memory, tensor in zip(flat, tensors, strict=True)]
 
 
 def _add_over_ranks(parameters: Sequence[nn.Parameter], counts: Sequence[Tensor]) -> None:
-    """Add each count over the ranks among which its parameter is split, in place."""
+    """Add each count, in place, over the ranks that its parameter is split over."""
     split: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = defaultdict(list)
     for parameter, count in zip(parameters, counts, strict=True):
         if isinstance(parameter, DTensor):
@@ -175,7 +179,7 @@ def _add_over_ranks(parameters: Sequence[nn.Parameter], counts: Sequence[Tensor]
 
 
 def _batches(parts: Iterable[_Part]) -> Iterator[list[_Part]]:
-    """Divide parts into batches, each small enough to stay in the cache, or for one kernel."""
+    """Divide parts into batches that each fit into the cache, or into one kernel."""
     batch: list[_Part] = []
     room = 0
     for part in parts:
@@ -196,7 +200,7 @@ def _limit(device: torch.device) -> int:
 
 
 def _pieces(part: _Part, limit: int) -> Iterator[_Part]:
-    """A large part of a CPU in views of `limit` elements, if its tensors are laid out alike; others whole."""
+    """Yields a large part on a CPU as views of `limit` elements if its tensors are contiguous, and others whole."""
     tensors = part[:3]
     large = part.parameter.device.type == "cpu" and part.parameter.numel() > limit
     if not (large and all(tensor.is_contiguous() for tensor in tensors)):

@@ -2,9 +2,9 @@
 
 For a position with label y, softmax p and log-normaliser z, the objective is (1 - s) (z - l_y) + s (z - mean l) + w z²
 with label smoothing s and z-loss w, and its gradient with respect to the logits l of V words is
-(1 + 2 w z) p - (1 - s) onehot(y) - s/V. It is made in the forward pass, multiplied into the gradients of the hidden
-states and of the head, and forgotten; the backward pass only scales those two. Other objectives (`Objective`) go the
-same way.
+(1 + 2 w z) p - (1 - s) onehot(y) - s/V. The forward pass computes it, multiplies it into the gradients of the hidden
+states and of the head, and frees it; the backward pass only scales those two. Other objectives (`Objective`) are
+computed in the same way.
 
 Shape suffixes: T positions of a micro-batch, C positions of a chunk, D model width, V vocabulary (this rank's slice of
 it where it is split).
@@ -38,10 +38,10 @@ MakeObjective = Callable[["Head", "Batch", Workspace], Objective]
 
 
 def default_chunk_tokens(device: torch.device) -> int:
-    """Positions a chunk. Each chunk costs one pass over the gradient of the head, whatever the vocabulary.
+    """Positions a chunk. Each chunk costs one pass over the gradient of the head, whatever the size of the vocabulary.
 
-    On the CPU 512 is within 5 % of the fastest (README, "Measurements"). An accelerator's products are so much faster
-    than its memory that this pass weighs eight times as much: 4096, by arithmetic and not by measurement.
+    On the CPU 512 is within 5 % of the fastest (README, "Measurements"). Relative to its products, an accelerator's
+    memory is slower, so that this pass weighs eight times as much: 4096, by arithmetic and not by measurement.
     """
     return 512 if device.type == "cpu" else 4096
 
@@ -49,7 +49,7 @@ def default_chunk_tokens(device: torch.device) -> int:
 def chunked_loss(
     chunk_tokens: int, auxiliary: Auxiliary | None, *, label_smoothing: float = 0.0, z_loss: float = 0.0
 ) -> LossFunction:
-    """The loss `chunked_cross_entropy`. `auxiliary`: where smoothing and z-loss are logged, unweighted, if anywhere."""
+    """Returns the loss `chunked_cross_entropy`; `auxiliary`, if any, logs smoothing and z-loss, unweighted."""
 
     def objective(head: Head, batch: Batch, workspace: Workspace) -> Objective:
         return CrossEntropyObjective(
@@ -64,7 +64,7 @@ def chunked_loss(
 
 
 def chunked(make: MakeObjective, chunk_tokens: int, auxiliary: Auxiliary | None) -> LossFunction:
-    """The loss of an objective, `chunk_tokens` positions at a time; `auxiliary` is where its metrics are logged."""
+    """Returns the loss of an objective, `chunk_tokens` positions at a time; `auxiliary`, if any, logs its metrics."""
     workspace = Workspace()
 
     def loss(head: Head, hidden: Tensor, batch: Batch) -> LossOutput:
@@ -84,7 +84,7 @@ def chunked(make: MakeObjective, chunk_tokens: int, auxiliary: Auxiliary | None)
 
 @frozen
 class Task:
-    """One call of the loss, but for the tensors with respect to which it is differentiated."""
+    """One call of the loss, without the tensors that it is differentiated by."""
 
     head: Head
     weights: Sequence[Tensor]
@@ -93,7 +93,7 @@ class Task:
     workspace: Workspace
     differentiate: bool
     metrics: dict[str, Tensor]
-    """Filled with those of the objective, summed over the chunks."""
+    """Metrics of the objective, summed over the chunks; filled by the forward pass."""
 
     def chunks(self, length: int) -> Iterator[slice]:
         return (slice(start, min(start + self.chunk, length)) for start in range(0, length, self.chunk))
@@ -104,6 +104,7 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, task: Task, hidden_TD: Tensor, *weights: Tensor) -> tuple[Tensor, Tensor]:
+        # Under `no_grad` autograd still reports needed gradients, and an evaluation must not pay for them.
         needs = [task.differentiate and need for need in ctx.needs_input_grad[1:]]
         projection = projection_of(task, hidden_TD, needs)
         total, losses_T = _sweep(task, projection, hidden_TD)
@@ -120,14 +121,15 @@ class _Chunked(torch.autograd.Function):
 
 
 def _scaled(gradient: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """`gradient * scale`, rounded once, to `dtype`."""
+    """Returns `gradient * scale` in `dtype`, rounded once."""
     return torch.mul(gradient, scale, out=torch.empty_like(gradient, dtype=dtype))
 
 
 def _sweep(task: Task, projection: Projection, hidden_TD: Tensor) -> tuple[Tensor, Tensor]:
-    """The objective (), and the reported losses (T,); the gradients gather in `projection`."""
+    """Returns the objective () and the reported losses (T,); gradients accumulate in `projection`."""
     dtype = accumulation_dtype(hidden_TD.dtype)
     total, losses_T = hidden_TD.new_zeros((), dtype=dtype), hidden_TD.new_empty(len(hidden_TD), dtype=dtype)
+    # The gradient of a chunk is made right after its logits, while they are in the cache: no logits outlive a chunk.
     for rows in task.chunks(len(hidden_TD)):
         chunk = task.objective.chunk(projection.logits(rows), rows)
         total += chunk.objective

@@ -37,18 +37,23 @@ def distillation_loss(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
 ) -> LossFunction:
-    """
+    """Build the loss `distillation`.
+
     Args:
         teacher: frozen, in evaluation mode, on the device of the batches.
         plain: the loss without a teacher, for evaluations.
-        auxiliary: where the divergence is logged, unweighted.
+        chunk_tokens: positions whose logits exist at a time.
+        auxiliary: logs the divergence, unweighted.
         weight: share of the divergence in the objective.
+        temperature: divides the logits of both models.
+        label_smoothing: of the cross-entropy.
+        z_loss: of the cross-entropy.
 
-    Raises:
-        ForgeError: when called, if the vocabularies of the two are not of one size.
+    Returns:
+        The loss; a call raises `ForgeError` if the vocabularies of the two models differ in size.
     """
 
-    def objective(head: Head, batch: Batch, workspace: Workspace) -> Objective:
+    def objective(_head: Head, batch: Batch, workspace: Workspace) -> Objective:
         labels_T = batch["labels"].flatten()
         with torch.no_grad():
             hidden = teacher(dict(batch))
@@ -65,10 +70,10 @@ def distillation_loss(
             workspace=workspace,
         )
 
-    taught = chunked(objective, chunk_tokens, auxiliary)
+    distilled = chunked(objective, chunk_tokens, auxiliary)
 
     def loss(head: Head, hidden: Tensor, batch: Batch) -> LossOutput:
-        return (taught if torch.is_grad_enabled() else plain)(head, hidden, batch)
+        return (distilled if torch.is_grad_enabled() else plain)(head, hidden, batch)
 
     return loss
 
@@ -98,12 +103,13 @@ class DistillationObjective:
         return Chunk(objective, hard.losses_C, metrics, gradient)
 
     def _divergence(self, student_CV: Tensor, teacher_CV: Tensor, valid_C: Tensor) -> tuple[Tensor, Tensor]:
-        """T² KL(p || q) of each position, 0 where it is not valid, and its gradient with respect to the student."""
+        """Returns T² KL(p || q) (C,), 0 where a label is ignored, and its gradient (C, V) by the student's logits."""
         if teacher_CV.shape != student_CV.shape:
             message = (
                 f"the teacher's logits are over {teacher_CV.shape[-1]} words, the student's over {student_CV.shape[-1]}"
             )
             raise ForgeError(f"loss.teacher: {message}; distillation needs one vocabulary")
+        # In place, since each of these is as large as a chunk's logits: p and q are read before they are overwritten.
         q_log_CV = (self.workspace.widened("wide", student_CV) / self.temperature).log_softmax(-1)
         p_log_CV = (self.workspace.widened("teacher", teacher_CV) / self.temperature).log_softmax(-1)
         p_CV = p_log_CV.exp()

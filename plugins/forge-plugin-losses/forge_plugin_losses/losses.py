@@ -25,18 +25,18 @@ if TYPE_CHECKING:
 class ChunkedCrossEntropy(LossComponent):
     """Next-token cross-entropy in nats that never holds all logits, forward or backward.
 
-    The positions of a micro-batch pass through the head in chunks; each chunk's gradient is made at once, while its
+    The positions of a micro-batch pass through the head in chunks; each chunk's gradient is computed at once, while its
     logits are still in the cache. Same objective, head and vocabulary splits as the core's `cross_entropy`.
     """
 
     chunk_tokens: int = field(default=0, validator=ge(0), metadata=when_resumed("safe"))
     """Positions whose logits exist at a time. 0: 512 on the CPU, as measured (see the README), 4096 elsewhere."""
     label_smoothing: float = field(default=0.0, validator=and_(ge(0), lt(1)))
-    """Share of the target that is spread evenly over the vocabulary (Szegedy et al. 2016). What the model has of that
-    even part is logged unweighted as `loss/uniform`; the reported loss does not contain it."""
+    """Share of the target that is spread evenly over the vocabulary (Szegedy et al. 2016). Cross-entropy with that even
+    part is logged unweighted as `loss/uniform`; the reported loss does not contain it."""
     z_loss: float = field(default=0.0, validator=ge(0))
     """Weight of log(Z)² in the objective, Z the softmax's normaliser, which keeps logits from drifting (PaLM, Chowdhery
-    et al. 2022, section 5, uses 1e-4). Logged unweighted as `loss/z_loss`; the reported loss does not contain it."""
+    et al. 2022, section 5: 1e-4). Logged unweighted as `loss/z_loss`; the reported loss does not contain it."""
 
     def choices(self, context: BuildContext) -> Iterable[tuple[str, str, str]]:
         from forge_plugin_losses.chunked import default_chunk_tokens
@@ -55,7 +55,7 @@ class ChunkedCrossEntropy(LossComponent):
 
 
 WHOLE = {"tp": "vocabulary", "pp": "layers", "cp": "sequences"}
-"""Mesh dimensions that split what a teacher has whole."""
+"""Mesh dimensions that split what a teacher needs whole."""
 
 
 @frozen(kw_only=True)
@@ -69,19 +69,19 @@ class Distillation(ChunkedCrossEntropy):
     """
 
     teacher: str
-    """A checkpoint, or a run folder or job file, of which the newest checkpoint is taken. Its vocabulary and tokenizer
-    are those of the student."""
+    """A checkpoint, or a run folder or job file whose newest checkpoint is taken. It must have the student's vocabulary
+    and tokenizer."""
     weight: float = field(default=0.5, validator=and_(ge(0), le(1)))
-    """Share of the divergence in the objective; label smoothing and z-loss belong to the rest. It is logged unweighted
-    as `loss/distillation`."""
+    """Share of the divergence in the objective; label smoothing and z-loss belong to the rest. The divergence is logged
+    unweighted as `loss/distillation`."""
     temperature: float = field(default=1.0, validator=gt(0))
-    """Divides the logits of both models; higher values weigh more of the tokens that the teacher finds less likely."""
+    """Divides the logits of both models; higher values raise the weight of tokens that the teacher finds unlikely."""
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
         yield from super().problems(job, layout)
-        for dimension, what in WHOLE.items():
+        for dimension, split in WHOLE.items():
             if getattr(layout, dimension) > 1:
-                message = f"a teacher needs whole {what}, which parallel.{dimension} splits; use replicate or fsdp"
+                message = f"a teacher needs whole {split}, which parallel.{dimension} splits; use replicate or fsdp"
                 yield Problem("teacher", message)
         if not Path(self.teacher).exists():
             message = (
@@ -98,8 +98,8 @@ class Distillation(ChunkedCrossEntropy):
         from forge_plugin_losses.teacher import load_trained
 
         teacher = load_trained(Path(self.teacher), context)
-        theirs = teacher.manifest["provenance"].get("tokenizer")
-        if context.tokenizer is not None and theirs not in (None, context.tokenizer.fingerprint()):
+        fingerprint = teacher.manifest["provenance"].get("tokenizer")
+        if context.tokenizer is not None and fingerprint not in (None, context.tokenizer.fingerprint()):
             message = f"{teacher.checkpoint} was trained with another tokenizer: its ids mean other texts"
             raise JobError([Problem("loss.teacher", f"{message}; train both with the same one")])
         return distillation_loss(
@@ -116,8 +116,10 @@ class Distillation(ChunkedCrossEntropy):
 
 @define(kw_only=True, slots=False)
 class SameTeacher(TrainingHook):
-    """See that a run that continues learns from the checkpoint that it learnt from before, though its run folder has
-    got newer ones since."""
+    """Refuses to resume with another teacher checkpoint than before.
+
+    A run folder that names the teacher may have newer checkpoints since.
+    """
 
     resumes_as = "safe"
     teacher: str

@@ -31,20 +31,20 @@ class Chunk:
     """Results of an objective for the positions of a chunk."""
 
     objective: Tensor
-    """(): what is differentiated, summed over valid positions."""
+    """(): the differentiated objective, summed over valid positions."""
     losses_C: Tensor
     """The reported loss: cross-entropy, 0 where the label is ignored."""
     metrics: Mapping[str, Tensor]
-    """(): what else is logged, by name, as a sum over valid positions."""
+    """(): further values to log, by name, as sums over valid positions."""
     gradient_CV: Callable[[], Tensor]
-    """Makes the gradient of the objective with respect to the logits; called once at most, before the next chunk."""
+    """Computes the gradient of the objective by the logits; to be called at most once, before the next chunk."""
 
 
 class Objective(Protocol):
     """A function of the logits of a micro-batch, chunk by chunk."""
 
     def chunk(self, logits_CV: Tensor, rows: slice) -> Chunk:
-        """Results for the positions `rows`, in any order."""
+        """Returns the results for the positions `rows`; chunks may come in any order."""
         ...
 
 
@@ -70,13 +70,13 @@ class CrossEntropyObjective:
         if self.z_loss:
             metrics["loss/z_loss"] = at.logsumexp_C.where(at.valid_C, 0).square().sum()
             objective = objective + self.z_loss * metrics["loss/z_loss"]
-        return Chunk(objective, losses_C, metrics, lambda: self._gradient_CV(at, even))
+        return Chunk(objective, losses_C, metrics, lambda: self._gradient(at, even))
 
     def _normalise(self, logits_CV: Tensor, labels_C: Tensor) -> _Normalised:
         wide_CV = self.workspace.widened("wide", logits_CV)
         softmax_CV = self.workspace.empty("softmax", wide_CV.shape, wide_CV.dtype, wide_CV.device)
         torch.softmax(wide_CV, -1, out=softmax_CV)
-        # The softmax of the largest logit is 1 / Σ exp(l - max); logsumexp would take all the exponentials once more.
+        # The softmax of the largest logit is 1 / Σ exp(l - max); logsumexp would compute all exponentials again.
         local_C = wide_CV.amax(-1) - softmax_CV.amax(-1).log_()
         logsumexp_C = combine_logsumexp(local_C, self.shard)
         valid_C = labels_C != IGNORED_LABEL
@@ -85,8 +85,9 @@ class CrossEntropyObjective:
         share_C = (local_C - logsumexp_C).exp_()
         return _Normalised(wide_CV, softmax_CV, share_C, logsumexp_C, target_C, valid_C, index_C, inside_C)
 
-    def _gradient_CV(self, at: _Normalised, even: Tensor | None) -> Tensor:
-        """Takes the place of the softmax. `even`: the share that smoothing gives each word."""
+    def _gradient(self, at: _Normalised, even: Tensor | None) -> Tensor:
+        """Returns the gradient (C, V), in the memory of the softmax. `even`: the share of each word by smoothing."""
+        # The softmax is over this rank's words; its share of all probability makes it that over the whole vocabulary.
         scale_C = at.share_C * (1 + 2 * self.z_loss * at.logsumexp_C)
         at.softmax_CV.mul_(scale_C.where(at.valid_C, 0)[:, None])
         if even is not None:
@@ -100,12 +101,12 @@ class CrossEntropyObjective:
 class _Normalised:
     wide_CV: Tensor
     softmax_CV: Tensor
-    """Over this rank's V; `share_C` is the part of all probability that falls there."""
+    """Over this rank's V; `share_C` is the part of the whole probability that falls there."""
     share_C: Tensor
     logsumexp_C: Tensor
     target_C: Tensor
     """The logit of the label."""
     valid_C: Tensor
     index_C: Tensor
-    """Labels as indices into V, and below whether they lie there."""
+    """Labels as indices into V; `inside_C` is whether they lie there."""
     inside_C: Tensor

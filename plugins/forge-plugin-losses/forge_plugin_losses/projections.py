@@ -1,4 +1,4 @@
-"""Heads, a chunk of positions at a time: logits, and the gradients that gather in hidden states and weights.
+"""Heads, a chunk of positions at a time: logits, and gradients of hidden states and weights.
 
 Shape suffixes as in `chunked`.
 """
@@ -25,25 +25,25 @@ def projection_of(task: Task, hidden_TD: Tensor, needs: Sequence[bool]) -> Proje
 
 
 class Projection(Protocol):
-    """A head, and the gradients that gather in it."""
+    """A head, and the gradients that accumulate in it."""
 
     def __init__(self, task: Task, hidden_TD: Tensor, needs: Sequence[bool]) -> None:
-        """Args: `needs`, whether the gradient of hidden_TD, and of each weight, is needed."""
+        """`needs`: whether the gradient of hidden_TD, and of each weight, is needed."""
 
     def logits(self, rows: slice) -> Tensor:
-        """Logits (C, V) of the positions `rows`."""
+        """Returns logits (C, V) of the positions `rows`."""
         ...
 
     def accumulate(self, rows: slice, gradient_CV: Tensor) -> None:
-        """Take in the gradient with respect to the logits last given, which are those of `rows`."""
+        """Add the gradient by the logits that `logits(rows)` returned last."""
 
     def gradients(self) -> Sequence[Tensor | None]:
-        """Gradients of hidden_TD, in its dtype, and of each weight, in float32 or wider; None where not needed."""
+        """Returns gradients of hidden_TD, in its dtype, and of each weight, in float32 or wider; None if not needed."""
         ...
 
 
 class LinearProjection(Projection):
-    """h Wᵀ + b written out: three matrix products a chunk, all into memory that is there."""
+    """h Wᵀ + b written out: three matrix products a chunk, all into preallocated memory."""
 
     def __init__(self, task: Task, hidden_TD: Tensor, needs: Sequence[bool]) -> None:
         self._hidden_TD = hidden_TD
@@ -66,6 +66,7 @@ class LinearProjection(Projection):
         if self._to_bias_V is not None:
             self._to_bias_V += gradient_CV.sum(0)
         if gradient_CV.dtype != self._hidden_TD.dtype:
+            # In the memory of the chunk's logits, which nothing reads any more.
             gradient_CV = self._scratch("logits", gradient_CV.shape).copy_(gradient_CV)
         if self._to_hidden_TD is not None:
             torch.mm(gradient_CV, self._weight_VD, out=self._to_hidden_TD[rows])
@@ -107,7 +108,7 @@ class GraphProjection(Projection):
             self._to_hidden_TD[rows] = next(gradients)
         for total in self._to_weights:
             if total is not None:
-                total += next(gradients)
+                total.add_(next(gradients))
 
     def gradients(self) -> Sequence[Tensor | None]:
         return [self._to_hidden_TD, *self._to_weights]

@@ -1,4 +1,4 @@
-"""Models that other runs have trained, to be used beside the one in training: a teacher, a reference."""
+"""Models trained by other runs, for use beside the one in training, such as a teacher."""
 
 from __future__ import annotations
 
@@ -41,8 +41,13 @@ class TrainedModel:
 
 
 def find_trained(source: Path) -> tuple[Path, Mapping[str, Any]]:
-    """The checkpoint that `source` means, with its manifest: itself, or the newest one of a run folder, or of the run
-    of a job file.
+    """Find the checkpoint that `source` names.
+
+    Args:
+        source: a checkpoint, or a run folder or job file whose newest checkpoint is taken.
+
+    Returns:
+        Its folder and its manifest.
 
     Raises:
         CheckpointError: there is none, or it is damaged.
@@ -58,13 +63,15 @@ def find_trained(source: Path) -> tuple[Path, Mapping[str, Any]]:
 
 
 def load_trained(source: Path, context: BuildContext) -> TrainedModel:
-    """The whole model on every rank, for forward passes only: in evaluation mode, frozen, in the dtype of `context`.
+    """Load the whole model on every rank for forward passes: in evaluation mode, frozen, in the dtype of `context`.
 
     It is built from the checkpoint's own job, with that job's plugins and without its stages. Parameters that are cast
-    to the compute dtype wherever they are used are kept in it. Collective. While a job is planned, it has no values.
+    to the compute dtype wherever they are used are stored in it. Collective. Under a fake mode (a planned step), the
+    model has no values.
 
     Args:
         source: see `find_trained`.
+        context: the build of the run that uses the model.
 
     Raises:
         CheckpointError: there is no intact checkpoint.
@@ -77,7 +84,7 @@ def load_trained(source: Path, context: BuildContext) -> TrainedModel:
     if detect_fake_mode() is not None:
         allocate(model, torch.device("cpu"))  # the device that is planned for need not exist
     else:
-        materialise(model, context.device, own.job.job.seed)  # for the buffers, which a checkpoint need not have
+        materialise(model, context.device, own.job.job.seed)  # for buffers, which a checkpoint need not contain
         load_model(checkpoint, model)
     assert isinstance(model, nn.Module)
     for name, parameter in model.named_parameters():

@@ -11,7 +11,7 @@ from torch import Tensor
 
 @contextmanager
 def _without_warnings() -> Iterator[None]:
-    """torchao, while imported, warns of each of its kernels that are for other devices than this machine's."""
+    """Silences torchao, which when imported warns of each of its kernels for devices other than this machine's."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -39,12 +39,19 @@ def adamw(
     beta2: float,
     eps: float,
 ) -> None:
-    """torchao's AdamW, in place and in float32.
+    """Torchao's AdamW, in place and in float32.
 
     Args:
-        step: (), updates of the parameter, this one included.
-        average, square: the moments: of the gradient, and of its square.
-        lr, weight_decay: (), float32.
+        parameter: weights, of any shape.
+        gradient: like `parameter`.
+        step: (), number of the update, from 1.
+        average: average of the gradient.
+        square: average of its square.
+        lr: (), float32.
+        weight_decay: (), float32.
+        beta1: decay of `average`.
+        beta2: decay of `square`.
+        eps: added to the root of `square`.
     """
     single_param_adam(
         parameter, gradient, step, average, square, None, lr, beta1, beta2, weight_decay, eps, True, False

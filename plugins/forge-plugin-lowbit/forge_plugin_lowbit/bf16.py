@@ -25,10 +25,10 @@ class BF16AdamW(LowBitAdamW):
     State: `exp_avg` and `exp_avg_sq` like each parameter, and `step`.
 
     Args:
-        params: as of `LowBitAdamW`, whose further arguments are `settings`.
-        stochastic_rounding: false: to the nearest.
-        seed: of the random bits.
-        mesh: over which parameters that are DTensors are split.
+        params: as in `LowBitAdamW`, which also takes `settings`.
+        stochastic_rounding: false rounds to the nearest.
+        seed: seed of the random bits.
+        mesh: the mesh over which DTensor parameters are split.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class BF16Moments:
     """See `forge_plugin_lowbit.optimizer.Moments`.
 
     Args:
-        stochastic: whether they are rounded by random bits, else to the nearest.
+        stochastic: whether moments are rounded by random bits, else to the nearest.
     """
 
     def __init__(self, rounding: Rounding, stochastic: bool) -> None:
@@ -82,9 +82,10 @@ def adamw_stochastic(
     place: Tensor,
     *settings: Any,
 ) -> None:
-    """AdamW over moments in float32, which are then rounded."""
+    """AdamW over moments in float32, which are then rounded stochastically."""
     average_32, square_32 = average.float(), square.float()
     adamw(parameter, gradient, step, average_32, square_32, *settings)
+    # One word of random bits serves both moments: 16 bits decide a rounding to bfloat16.
     bits = random_bits(place, key, average.shape[0])
     average.copy_(round_with(average_32, bits & 0xFFFF))
     square.copy_(round_with(square_32, bits >> 16))

@@ -1,7 +1,7 @@
-"""Which elements of a parameter share a scale, and how the state of each block is split over ranks.
+"""Blocks of elements that share a scale, and how their state is split over ranks.
 
-Elements are counted row by row through the whole parameter, as torchao counts them, and every `block_size` of them are
-a block. So blocks do not depend on how the parameter is split, as long as no block is.
+Elements are counted in row-major order through the whole parameter, as torchao counts them, and every `block_size` of
+them are a block. So blocks do not depend on how the parameter is split, provided that no block is.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 SMALLEST = 8
-"""Elements of a block, at least."""
+"""Smallest size of a block, in elements."""
 
 
 @frozen
@@ -33,20 +33,20 @@ class Blocks:
     size: int
     """Elements of a block."""
     rows: int
-    """Least number of rows that are a whole number of blocks."""
+    """Smallest number of rows whose elements are a whole number of blocks."""
 
     @classmethod
     def of(cls, shape: Sequence[int], size: int) -> Blocks:
-        """The blocks of a parameter (…, rows, columns)."""
+        """Returns the blocks of a parameter (…, rows, columns)."""
         return cls(size, size // math.gcd(size, shape[-1]))
 
     def shrunk(self, shape: Sequence[int], factor: int) -> tuple[int, ...]:
-        """Shape of a tensor (…, rows, columns), or of a part of it, that has one number for `factor` elements of it."""
+        """Shape of a tensor with one number for `factor` elements of a parameter (…, rows, columns) or a part of it."""
         *others, rows, columns = shape
         return *others, rows // self.rows, columns * self.rows // factor
 
     def cuts_none(self, offsets: Sequence[int], sizes: Sequence[int], columns: int) -> bool:
-        """Whether a part of a parameter, whose rows have `columns`, consists of whole blocks."""
+        """Whether a part of a parameter with `columns` columns consists of whole blocks."""
         if self.rows > 1 and sizes[-1] != columns:
             return False
         unit = self.size if self.rows == 1 else columns
@@ -55,8 +55,10 @@ class Blocks:
 
 
 def blocks_of(shape: Sequence[int], size: int) -> Blocks | None:
-    """The blocks of a parameter (…, rows, columns); None if it has fewer dimensions, or its rows are no whole number of
-    them."""
+    """Returns the blocks of a parameter (…, rows, columns).
+
+    None if it has fewer dimensions, or its rows are not a whole number of blocks.
+    """
     if len(shape) < 2 or not math.prod(shape):
         return None
     blocks = Blocks.of(shape, size)
@@ -66,7 +68,7 @@ def blocks_of(shape: Sequence[int], size: int) -> Blocks | None:
 def quantised_blocks(
     names: Mapping[Tensor, str], block_size: int, min_size: int, exclude: Sequence[str]
 ) -> dict[Tensor, Blocks]:
-    """The blocks of each parameter whose moments are quantised; those of others are kept in float32."""
+    """Returns the blocks of each parameter whose moments are quantised; all others keep float32 moments."""
     blocks: dict[Tensor, Blocks] = {}
     for parameter, name in names.items():
         of_parameter = blocks_of(parameter.shape, block_size)
@@ -77,14 +79,16 @@ def quantised_blocks(
 
 
 Parts = Callable[[Tensor], Iterable[Box]]
-"""From a parameter to the parts of it that ranks hold."""
+"""Function from a parameter to the parts of it that ranks hold."""
 
 
 def cut_problem(blocks: Mapping[Tensor, Blocks], names: Mapping[Tensor, str], parts: Parts) -> Problem | None:
-    """Why ranks would have parts of blocks, with the size of blocks that they would have whole; None if they have none.
+    """Returns the problem that ranks would hold parts of blocks, with a block size that avoids it; None if none does.
 
     Args:
-        parts: of a parameter that are looked at.
+        blocks: blocks of the quantised parameters.
+        names: their names.
+        parts: the parts of a parameter to check.
     """
     cut = [(parameter, box) for parameter, own in blocks.items() if (box := _cut(parameter, own, parts)) is not None]
     if not cut:
@@ -103,7 +107,7 @@ def cut_problem(blocks: Mapping[Tensor, Blocks], names: Mapping[Tensor, str], pa
 
 
 def _cut(parameter: Tensor, blocks: Blocks, parts: Parts) -> Box | None:
-    """The first part that is not made of whole blocks."""
+    """Returns the first part that does not consist of whole blocks."""
     for box in parts(parameter):
         offsets, sizes = [side.start for side in box], [side.stop - side.start for side in box]
         if all(sizes) and not blocks.cuts_none(offsets, sizes, parameter.shape[-1]):
@@ -112,12 +116,12 @@ def _cut(parameter: Tensor, blocks: Blocks, parts: Parts) -> Box | None:
 
 
 def own_part(mesh: DeviceMesh | None) -> Parts:
-    """This rank's, of parameters as stages have left them."""
+    """Returns this rank's part of parameters as the stages have split them."""
     return lambda parameter: [own_box(parameter, mesh)]
 
 
 def sharded_parts(ranks: int) -> Parts:
-    """Every rank's, of whole parameters that are to be divided along dimension 0, as `fsdp` does."""
+    """Returns every rank's part of whole parameters that will be split along dimension 0, as by `fsdp`."""
 
     def parts(parameter: Tensor) -> Iterator[Box]:
         rows, *others = parameter.shape
@@ -129,7 +133,7 @@ def sharded_parts(ranks: int) -> Parts:
 
 
 def split_like(parameter: Tensor, blocks: Blocks, factor: int, dtype: torch.dtype) -> Tensor:
-    """Memory for one number for `factor` elements of a parameter, where the rank has those elements."""
+    """Allocates one number for `factor` elements of a parameter, where the rank holds those elements."""
     shape = torch.Size(blocks.shrunk(parameter.shape, factor))
     if not isinstance(parameter, DTensor):
         return torch.empty(shape, dtype=dtype, device=parameter.device)

@@ -1,4 +1,4 @@
-"""The formats of quantised moments, as torchao has them."""
+"""The formats of quantised moments, by torchao's functions."""
 
 from __future__ import annotations
 
@@ -17,25 +17,26 @@ Values = Callable[[], tuple[float, ...]]
 
 @frozen
 class Format:
-    """How the elements of a moment are kept.
+    """Storage format of the elements of a moment.
 
     Elements are (blocks, size of a block), their codes (blocks, codes of a block), and scales (blocks,): a compiled
-    kernel then knows the size of a block, and does for any number of them.
+    kernel then knows the size of a block, and is valid for any number of them.
     """
 
     dtype: torch.dtype
     """Dtype of codes."""
     packed: int
-    """Elements to a code."""
+    """Elements per code."""
     read: Callable[[Tensor, Tensor, Tensor], Tensor]
     """(codes, scales, table) -> the elements in float32."""
     write: Callable[[Tensor, Tensor, Tensor, Tensor], None]
-    """(elements, codes, scales, table): put float32 elements into codes and scales."""
+    """(elements, codes, scales, table): write float32 elements into codes and scales."""
     values: tuple[Values, Values]
     """Values of the codes, between -1 and 1: for the average of the gradient, and for that of its square."""
 
     def tables(self, codes: Tensor) -> tuple[Tensor, ...]:
-        """`values` beside the codes. Fake ones belong to the plan that asked for them, and are not kept."""
+        """Returns `values` as tensors on the codes' device."""
+        # A fake table belongs to the fake mode that it was made in, so it is not cached.
         make = _table.__wrapped__ if isinstance(codes, FakeTensor) else _table
         return tuple(make(values, codes.device) for values in self.values)
 
@@ -69,11 +70,11 @@ def _write_4(elements: Tensor, codes: Tensor, scales: Tensor, table: Tensor) -> 
     scales.copy_(scale)
 
 
-def _read_float8(codes: Tensor, scales: Tensor, table: Tensor) -> Tensor:
+def _read_float8(codes: Tensor, scales: Tensor, _table: Tensor) -> Tensor:
     return codes.float() * scales.view(-1, 1)
 
 
-def _write_float8(elements: Tensor, codes: Tensor, scales: Tensor, table: Tensor) -> None:
+def _write_float8(elements: Tensor, codes: Tensor, scales: Tensor, _table: Tensor) -> None:
     quantised, scale = subclass_fp8.quantize_fp8(elements, elements.shape[1])
     codes.copy_(quantised)
     scales.copy_(scale)

@@ -35,13 +35,13 @@ class _LowBitAdamW(OptimizerComponent):
     eps: float = field(default=1e-8, validator=gt(0))
     """Added to the root of the averaged square."""
     weight_decay: float = field(default=0.1, validator=ge(0))
-    """Each step takes lr x this of a weight away."""
+    """Decoupled weight decay: each step subtracts lr x this x the weight."""
     parameter_dtype: Literal["fp32", "bf16"] = "fp32"
     """Storage dtype of parameters. bf16: half the memory; each update is computed in float32, and its result rounded
-    stochastically, so that updates too small for bfloat16 count in the mean."""
+    stochastically, so that updates too small for bfloat16 take effect in expectation."""
     compile: bool = field(default=True, metadata=when_resumed("safe"))
-    """Whether the update of a parameter is compiled to one kernel. false: many small operations, which are slow and for
-    a moment take several times the memory of the largest parameter."""
+    """Whether the update of a parameter is compiled to one kernel. false: many small operations, which are slow and
+    temporarily take several times the memory of the largest parameter."""
 
     def settings(self, context: BuildContext) -> dict[str, Any]:
         """Arguments that all of the optimizers take."""
@@ -70,7 +70,7 @@ class _QuantisedAdamW(_LowBitAdamW):
         from forge_core.contracts.parameters import NamedParameters
         from forge_plugin_lowbit.blocks import cut_problem, quantised_blocks, sharded_parts
 
-        # What tensor parallelism leaves of a parameter is known once its stage is built; the build refuses likewise.
+        # Under tensor parallelism the parts are known once its stage is built; the build then refuses cut blocks.
         if layout.shard == 1 or layout.tp > 1:
             return
         names: dict[Tensor, str] = {item.parameter: item.name for item in NamedParameters.of(model)}
@@ -80,7 +80,7 @@ class _QuantisedAdamW(_LowBitAdamW):
             yield problem
 
     def over(self, format: Format, context: BuildContext, parameters: NamedParameters) -> torch.optim.Optimizer:
-        """The optimizer with moments of a format."""
+        """Build the optimizer with moments of a format."""
         from forge_plugin_lowbit.quantised import QuantisedAdamW
 
         keys = ("block_size", "min_size", "exclude")
@@ -90,12 +90,13 @@ class _QuantisedAdamW(_LowBitAdamW):
 
 @frozen(kw_only=True)
 class AdamW8bit(_QuantisedAdamW):
-    """AdamW with moments of 8 bits (Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization"), as torchao
-    computes it: each block of elements has a float32 scale, and each element a code into a table of values whose
-    spacing grows with their size. The update itself is computed in float32.
+    """AdamW with moments of 8 bits (Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization").
 
-    State: of parameters of two or more dimensions, two bytes an element and two scales a block. The rest keep float32
-    moments: vectors, small parameters, and those whose elements are no whole number of blocks. Blocks are of the whole
+    As torchao computes it: each block of elements has a float32 scale, and each element a code into a table of values
+    whose spacing grows with their size. The update itself is computed in float32.
+
+    State: for parameters of two or more dimensions, two bytes an element and two scales a block. Vectors, small
+    parameters, and those whose elements are not a whole number of blocks keep float32 moments. Blocks are of the whole
     parameter, so the result does not depend on the layout.
     """
 
@@ -107,10 +108,11 @@ class AdamW8bit(_QuantisedAdamW):
 
 @frozen(kw_only=True)
 class AdamW4bit(_QuantisedAdamW):
-    """AdamW with moments of 4 bits (Li et al. 2023, "Memory Efficient Optimizers with 4-bit States"), as torchao
-    computes it: as `adamw_8bit`, with two codes a byte and a table of 16 values.
+    """AdamW with moments of 4 bits (Li et al. 2023, "Memory Efficient Optimizers with 4-bit States").
 
-    State: of parameters of two or more dimensions, one byte an element and two scales a block; else as `adamw_8bit`.
+    As torchao computes it: like `adamw_8bit`, with two codes a byte and a table of 16 values.
+
+    State: for parameters of two or more dimensions, one byte an element and two scales a block; else as `adamw_8bit`.
     """
 
     block_size: int = field(default=128, validator=fields.power_of_two(8), metadata=when_resumed("impossible"))
@@ -124,9 +126,9 @@ class AdamW4bit(_QuantisedAdamW):
 
 @frozen(kw_only=True)
 class AdamWFloat8(_QuantisedAdamW):
-    """AdamW with moments in float8 (e4m3), as torchao computes it: as `adamw_8bit`, with numbers in place of codes.
+    """AdamW with moments in float8 (e4m3), as torchao computes it: like `adamw_8bit`, with numbers in place of codes.
 
-    State: of parameters of two or more dimensions, two bytes an element and two scales a block; else as `adamw_8bit`.
+    State: for parameters of two or more dimensions, two bytes an element and two scales a block; else as `adamw_8bit`.
     """
 
     def build(self, context: BuildContext, parameters: NamedParameters) -> torch.optim.Optimizer:
@@ -137,16 +139,18 @@ class AdamWFloat8(_QuantisedAdamW):
 
 @frozen(kw_only=True)
 class AdamWBF16(_LowBitAdamW):
-    """AdamW with moments in bfloat16, rounded stochastically: up or down with probabilities that make the mean exact,
-    so that small changes are not lost (Gupta et al. 2015). The update itself is computed in float32.
+    """AdamW with moments in bfloat16, rounded stochastically (Gupta et al. 2015).
 
-    Rounding is a function of the job's seed, the parameter's name, its updates so far, and the element, so it is the
+    Moments are rounded up or down with probabilities that make the mean exact, so that small changes are not lost. The
+    update itself is computed in float32.
+
+    Rounding is a function of the job's seed, the parameter's name, its number of updates, and the element, so it is the
     same after a restart and under every layout. State: two bfloat16 tensors like each parameter, and a count.
     """
 
     stochastic_rounding: bool = True
-    """false: to the nearest. The averaged square then stands still where it should change by less than 1/512 of
-    itself, as it does with `betas[1]` above 0.998."""
+    """Whether moments are rounded stochastically; false: to the nearest. To the nearest, the averaged square does not
+    change where the change is below 1/512 of it, as it is with `betas[1]` above 0.998."""
 
     def build(self, context: BuildContext, parameters: NamedParameters) -> torch.optim.Optimizer:
         from forge_plugin_lowbit.bf16 import BF16AdamW

@@ -1,4 +1,4 @@
-"""AdamW over moments that are kept in fewer bits, as a `torch.optim.Optimizer`."""
+"""AdamW over moments in fewer bits, as a `torch.optim.Optimizer`."""
 
 from __future__ import annotations
 
@@ -18,40 +18,43 @@ STEP = "step"
 
 
 class Moments(Protocol):
-    """How moments are kept: as plain tensors or DTensors of them, so that checkpoints can hold them."""
+    """Storage of moments, as plain tensors or DTensors of them, so that checkpoints can hold them."""
 
     def empty(self, parameter: Tensor) -> Mapping[str, Tensor]:
-        """Memory for them by slot, with any content. Zeros mean moments that are zero."""
+        """Allocates their memory, by slot. Zeros mean moments that are zero."""
         ...
 
     def update(self, parameter: Tensor) -> Callable[..., None]:
-        """One step of AdamW on one rank's part of a parameter: a function of (parameter, gradient, step, *inputs,
-        *settings), the last as `forge_plugin_lowbit.arithmetic.adamw` has them. Equal for as many parameters as can be:
-        it is compiled, for any size of the first dimension."""
+        """Returns a function that makes one step of AdamW on this rank's part of a parameter.
+
+        It takes (parameter, gradient, step, *inputs, *settings), with the settings of
+        `forge_plugin_lowbit.arithmetic.adamw`. It should be the same function for as many parameters as possible, as it
+        is compiled, for any size of the first dimension.
+        """
         ...
 
     def shape(self, parameter: Tensor) -> tuple[int, ...]:
-        """In which shape `update` takes a part of the parameter and its gradient."""
+        """Returns the shape that `update` takes a part of the parameter and its gradient in."""
         ...
 
     def inputs(self, parameter: Tensor, state: Mapping[str, Tensor]) -> tuple[Any, ...]:
-        """Arguments of `update` from this rank's state, whose tensors it changes in place."""
+        """Returns the arguments of `update` from this rank's state, whose tensors it changes in place."""
         ...
 
 
 class LowBitAdamW(torch.optim.Optimizer):
-    """AdamW (Loshchilov and Hutter 2019) over moments that are kept in fewer bits.
+    """AdamW (Loshchilov and Hutter 2019) over moments in fewer bits.
 
-    The update is computed in float32 whatever the parameters' dtype; parameters in bfloat16 are rounded stochastically.
+    The update is computed in float32 for every dtype; parameters in bfloat16 are rounded stochastically.
 
     Args:
-        params: parameters, or groups of them with a `lr`, `betas`, `eps` and `weight_decay` of their own.
-        moments: how moments are kept.
-        rounding: of parameters that are kept in bfloat16.
+        params: parameters, or groups of them, which may set `lr`, `betas`, `eps` and `weight_decay`.
+        moments: storage of the moments.
+        rounding: rounding of parameters in bfloat16.
         lr: learning rate.
         betas: decay of the averages of the gradient and of its square.
         eps: added to the root of the averaged square.
-        weight_decay: each step takes lr x this of a parameter away.
+        weight_decay: decoupled; each step subtracts lr x this x the parameter.
         compile: whether the update of a parameter is compiled to one kernel.
     """
 
@@ -78,13 +81,13 @@ class LowBitAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update every parameter that has a gradient. Each rank updates its own parts; nothing is sent."""
+        """Update every parameter that has a gradient. Each rank updates its own parts, without communication."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            # Tensors, since a compiled function is made anew for other numbers.
+            # Tensors, since torch.compile specialises on Python numbers: a schedule would recompile at every step.
             rates = torch.tensor([group["lr"], group["weight_decay"]], dtype=torch.float32).unbind()
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -130,7 +133,7 @@ class LowBitAdamW(torch.optim.Optimizer):
 
 
 def rounded(update: Callable[..., None]) -> Callable[..., None]:
-    """An update of a parameter that is kept in bfloat16: in float32, then rounded stochastically."""
+    """Wraps the update of a parameter in bfloat16: computed in float32, then rounded stochastically."""
 
     def step(parameter: Tensor, gradient: Tensor, step: Tensor, key: Tensor, place: Tensor, *rest: Any) -> None:
         wide = parameter.float()
@@ -142,13 +145,16 @@ def rounded(update: Callable[..., None]) -> Callable[..., None]:
 
 
 def contiguous_like(parameter: Tensor, dtype: torch.dtype) -> Tensor:
-    """Memory of the parameter's shape, split like it."""
+    """Allocates memory of the parameter's shape, split like it."""
     return torch.empty_like(parameter, dtype=dtype, requires_grad=False, memory_format=torch.contiguous_format)
 
 
 def _for_any_length(weights: Tensor, *inputs: Any) -> None:
-    """Tell the compiler from the first that other parameters have other numbers of rows, and differ in no other way: it
-    would make another kernel later on, which may round otherwise, and a run that continues begins anew."""
+    """Mark the number of rows as dynamic before the first compilation.
+
+    Parameters differ in it and in nothing else. Unmarked, torch.compile makes a static kernel first and a dynamic one
+    later, which may round otherwise; a resumed run would begin with the static one again.
+    """
     rows = weights.shape[0]
     for tensor in (weights, *inputs):
         if rows > 1 and isinstance(tensor, Tensor) and tensor.shape[:1] == (rows,):

@@ -1,4 +1,4 @@
-"""AdamW with moments that are kept as codes, with a scale for every block of elements."""
+"""AdamW with quantised moments: codes, and a scale for every block of elements."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Slots of the averages of the gradient and of its square."""
 SCALE = "_scale"
-"""Ends the slots of scales."""
+"""Suffix of the slots of scales."""
 
 
 class QuantisedAdamW(LowBitAdamW):
@@ -37,13 +37,13 @@ class QuantisedAdamW(LowBitAdamW):
     a block) and `step`; of others two float32 tensors like it.
 
     Args:
-        params: as of `LowBitAdamW`, whose further arguments are `settings`.
+        params: as in `LowBitAdamW`, which also takes `settings`.
         format: EIGHT_BIT, FOUR_BIT or FLOAT8.
         block_size: elements that share a scale; a power of two.
         min_size: parameters with fewer elements keep float32 moments.
         exclude: globs over names of parameters that keep float32 moments.
-        seed: of the random bits by which parameters in bfloat16 are rounded.
-        mesh: over which parameters that are DTensors are split.
+        seed: seed of the random bits by which parameters in bfloat16 are rounded.
+        mesh: the mesh over which DTensor parameters are split.
 
     Raises:
         JobError: a glob of `exclude` matches no parameter, or the mesh cuts through blocks.
@@ -74,11 +74,12 @@ class QuantisedAdamW(LowBitAdamW):
 class QuantisedMoments:
     """See `forge_plugin_lowbit.optimizer.Moments`.
 
-    torchao keeps such moments in tensors of classes of its own, which checkpoints cannot hold and of which only the one
-    with 8 bits bears to be split. Here codes and scales are plain tensors, split like their parameter.
+    torchao stores such moments in tensor subclasses of its own, which checkpoints cannot hold and of which only the
+    8-bit one can be split. Here codes and scales are plain tensors, split like their parameter.
 
     Args:
-        blocks: of the parameters whose moments are quantised; those of others are float32.
+        format: the format of the codes.
+        blocks: blocks of the parameters whose moments are quantised; all others have float32 moments.
     """
 
     def __init__(self, format: Format, blocks: Mapping[Tensor, Blocks]) -> None:

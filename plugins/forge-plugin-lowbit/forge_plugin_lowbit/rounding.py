@@ -1,4 +1,4 @@
-"""Stochastic rounding to bfloat16, by random bits that are a function of an element's place in its parameter."""
+"""Stochastic rounding to bfloat16, by random bits that are a function of an element's index in its parameter."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 Strides = tuple[tuple[int, int, int], ...]
-"""Where the elements of a part of a tensor lie in the whole, as nested loops, the outermost first: the first index, the
-count, and the stride in the whole, counted row by row. Neighbours in the whole share one loop."""
+"""Positions of the elements of a part of a tensor in the whole, as nested loops, the outermost first: first index,
+count, and stride in the whole in row-major order. Dimensions that are contiguous in the whole share one loop."""
 
 WORD = 0xFFFFFFFF
 
@@ -25,13 +25,13 @@ WORD = 0xFFFFFFFF
 class Rounding:
     """Determines the random bits of each update of each parameter.
 
-    They are a function of the seed, the parameter's name, the number of the update, and the places of its elements: not
+    They are a function of the seed, the parameter's name, the number of the update, and the element's index, and not
     of ranks, layout or restarts.
 
     Args:
-        names: of the parameters.
-        seed: the run's.
-        mesh: over which parameters that are DTensors are split.
+        names: names of the parameters.
+        seed: the run's seed.
+        mesh: the mesh over which DTensor parameters are split.
     """
 
     def __init__(self, names: Mapping[Tensor, str], seed: int = 0, mesh: DeviceMesh | None = None) -> None:
@@ -45,7 +45,7 @@ class Rounding:
             self._places[parameter] = torch.tensor(place, device=parameter.device)
 
     def of(self, parameter: Tensor, step: Tensor, purpose: str) -> tuple[Tensor, Tensor]:
-        """Key and place, as `random_bits` takes them. Each `purpose` has bits of its own."""
+        """Returns key and place for `random_bits`. Each `purpose` has bits of its own."""
         number = 0 if isinstance(step, FakeTensor) else int(step)
         text = f"{self._seed}:{purpose}:{number}:{self._names[parameter]}"
         digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
@@ -54,11 +54,11 @@ class Rounding:
 
 
 def place_of(offsets: Sequence[int], sizes: Sequence[int], shape: Sequence[int]) -> Strides:
-    """The place of a part in a tensor of `shape`."""
+    """Returns the place of a part in a tensor of `shape`."""
     loops: list[tuple[int, int, int]] = []
     stride, together = 1, False
     for offset, size, whole in zip(reversed(offsets), reversed(sizes), reversed(shape), strict=True):
-        if together:  # with everything inside this dimension
+        if together:  # this dimension is contiguous with the loop inside it
             _, inner, inner_stride = loops.pop()
             loops.append((offset * inner, size * inner, inner_stride))
         else:
@@ -69,11 +69,12 @@ def place_of(offsets: Sequence[int], sizes: Sequence[int], shape: Sequence[int])
 
 
 def random_bits(place: Tensor, key: Tensor, count: int) -> Tensor:
-    """(count,) int64 of 32 random bits each: those of an element are the same in every division.
+    """Returns (count,) int64 with 32 random bits each, which for an element are the same under every split.
 
     Args:
         place: (loops, 3) int64, a `Strides` of `count` elements.
         key: (2,) int64, of 32 bits each. Other keys yield other bits.
+        count: number of elements.
     """
     left = torch.arange(count, device=key.device)
     number = torch.zeros_like(left)
@@ -85,18 +86,19 @@ def random_bits(place: Tensor, key: Tensor, count: int) -> Tensor:
 
 
 def _mix(x: Tensor) -> Tensor:
-    """A permutation of 32-bit words each of whose output bits depends on all input bits (C. Wellons, "hash-prospector",
-    multipliers below 2^31, so that no product overflows)."""
+    """Permutes 32-bit words such that each output bit depends on all input bits (C. Wellons, "hash-prospector")."""
+    # Multipliers below 2^31, so that no product overflows int64.
     x = ((x ^ (x >> 16)) * 0x21F0AAAD) & WORD
     x = ((x ^ (x >> 15)) * 0x735A2D97) & WORD
     return x ^ (x >> 15)
 
 
 def round_with(x: Tensor, bits: Tensor) -> Tensor:
-    """float32 to bfloat16: away from zero with the probability of the bits that are cut off, else towards it.
+    """Round float32 to bfloat16 stochastically: away from zero with the probability of the bits that are cut off.
 
     Args:
-        bits: 16 random ones for each element.
+        x: float32.
+        bits: 16 random bits for each element.
     """
     words = x.view(torch.int32)
     rounded = ((words + bits.to(torch.int32)) & -0x10000).view(torch.float32)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from attrs import field, frozen
 from attrs.validators import ge, gt, le
@@ -18,21 +18,23 @@ if TYPE_CHECKING:
     from forge_core.contracts.parameters import NamedParameters
 
 
-def _momentum(_: object, attribute: Any, value: float | SchedulerComponent) -> None:
+def _momentum(_instance: object, _attribute: object, value: float | SchedulerComponent) -> None:
     if not isinstance(value, SchedulerComponent) and not 0 <= value < 1:
         raise ValueError(f"must be >= 0 and < 1, or a schedule, got {value}")
 
 
 @frozen(kw_only=True)
 class Muon(OptimizerComponent):
-    """Momentum, orthogonalised by a Newton-Schulz iteration (Jordan et al. 2024, "Muon: An optimizer for hidden layers
-    in neural networks"), for the matrices of hidden layers; AdamW for embeddings, head, norms, biases and routers.
+    """Orthogonalised momentum for the matrices of hidden layers; AdamW for all other parameters.
 
-    A parameter that stacks matrices, such as those of experts, has each of them orthogonalised by itself; one that
-    fuses several is taken as one matrix. The result does not depend on the layout: every matrix is worked on as a
-    whole, by one of the ranks that share it.
+    By a Newton-Schulz iteration (Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks").
+    Embeddings, head, norms, biases and routers are AdamW's.
 
-    State: of a matrix, one tensor like it; of other parameters, that of AdamW.
+    A parameter that stacks matrices, such as the weights of experts, has each of them orthogonalised separately; one
+    that fuses several is treated as one matrix. The result does not depend on the layout: every matrix is
+    orthogonalised as a whole, by one of the ranks that share it.
+
+    State: one tensor like each matrix; AdamW's for other parameters.
     """
 
     lr: float = field(default=0.02, validator=gt(0))
@@ -42,25 +44,25 @@ class Muon(OptimizerComponent):
     nesterov: bool = True
     """Whether the present gradient counts once more, with weight 1 - momentum."""
     weight_decay: float = field(default=0.1, validator=ge(0))
-    """Each step takes lr x this of a weight away."""
+    """Decoupled weight decay: each step subtracts lr x this x the weight."""
     scaling: Literal["original", "match_rms_adamw"] = "original"
     """Factor on the rate of a matrix. original: √max(1, rows / columns), as Jordan has it. match_rms_adamw:
-    0.2 √max(rows, columns), which makes updates as large as AdamW's, so that its rate and decay can be taken over
+    0.2 √max(rows, columns), which makes updates as large as AdamW's, so that AdamW's rate and decay can be reused
     (Liu et al. 2025, "Muon is Scalable for LLM Training", section 2.2)."""
     ns_steps: int = field(default=5, validator=[ge(1), le(99)])
     """Steps of the Newton-Schulz iteration."""
     ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315)
     """Coefficients of the iteration's polynomial a X + b (X Xᵀ) X + c (X Xᵀ)² X; the default is Jordan's."""
     ns_dtype: Literal["auto", "bf16", "fp32"] = "auto"
-    """Dtype of the iteration. bf16 is what is published, and drifts by some 1e-4 with the order of sums. fp32: float32,
-    or that of the parameters if it is wider. auto: bf16 where the processor multiplies it by itself, else fp32, which
-    is then faster; the run's summary shows which."""
+    """Dtype of the iteration. bf16 is the published one, and drifts by some 1e-4 with the order of sums. fp32: float32,
+    or the dtype of the parameters if it is wider. auto: bf16 where the processor multiplies it natively, else fp32,
+    which is then faster; the run's summary shows the choice."""
     ns_eps: float = field(default=1e-7, validator=gt(0))
-    """Least norm by which a matrix is divided before the iteration."""
+    """Lower bound of the norm that a matrix is divided by before the iteration."""
     working_gb: float = field(default=1.0, validator=gt(0), metadata=when_resumed("safe"))
-    """Gigabytes (10⁹ bytes) of whole matrices that a rank works on at a time, or one matrix a rank. A step needs about
-    three times this beside the state. Less memory means more rounds, each with two collectives; the result is the
-    same."""
+    """Gigabytes (10⁹ bytes) of whole matrices that a rank orthogonalises at a time, or one matrix a rank. A step needs
+    about three times this beside the state. Less memory means more rounds, each with two collectives; the result is
+    the same."""
 
     adam_lr: float = field(default=3e-4, validator=gt(0))
     """Base learning rate of all other parameters."""
@@ -69,9 +71,9 @@ class Muon(OptimizerComponent):
     adam_eps: float = field(default=1e-8, validator=gt(0))
     """Added to the root of AdamW's averaged square."""
     adam_weight_decay: float = field(default=0.1, validator=ge(0))
-    """Weight decay of the head and of routers; norms, biases and embeddings are spared."""
+    """Weight decay of the head and of routers; norms, biases and embeddings have none."""
     fused: bool = field(default=True, metadata=when_resumed("safe"))
-    """One kernel for AdamW's whole update. false: torch's loop over parameters."""
+    """Whether AdamW's update is one fused kernel. false: torch's loop over parameters."""
 
     def choices(self, context: BuildContext) -> Iterable[tuple[str, str, str]]:
         from forge_plugin_muon.newton_schulz import fast_dtype
@@ -92,7 +94,7 @@ class Muon(OptimizerComponent):
             [matrices.group()],
             others.groups(self.adam_weight_decay),
             lr=self.lr,
-            # A schedule is written into the groups before each step.
+            # A schedule's value is written into the groups before each step.
             momentum=0.0 if isinstance(self.momentum, SchedulerComponent) else self.momentum,
             nesterov=self.nesterov,
             weight_decay=self.weight_decay,

@@ -1,4 +1,4 @@
-"""The Newton-Schulz iteration on many matrices."""
+"""The Newton-Schulz iteration on batches of matrices."""
 
 from __future__ import annotations
 
@@ -8,22 +8,23 @@ import torch
 from torch import Tensor
 
 JORDAN = (3.4445, -4.7750, 2.0315)
-"""Coefficients of Jordan et al. (2024), whose polynomial brings singular values near to 1 in few steps."""
+"""Coefficients of Jordan et al. (2024), whose polynomial brings singular values close to 1 in few steps."""
 TOGETHER = 1 << 24
-"""Elements that are worked on at a time at most, or one matrix: so much memory is needed three times over."""
+"""Elements that are orthogonalised in one batch, or one matrix: the iteration needs about three times their memory."""
 
 
 def orthogonalise(
     matrices: Sequence[Tensor], coefficients: tuple[float, float, float] = JORDAN, steps: int = 5, eps: float = 1e-7
 ) -> list[Tensor]:
-    """Each matrix with its singular values brought near to 1 (Jordan et al. 2024): by
-    X <- a X + b (X Xᵀ) X + c (X Xᵀ)² X, from X divided by its norm. Those of one shape are worked on together.
+    """Bring the singular values of each matrix close to 1 (Jordan et al. 2024).
+
+    Iterates X <- a X + b (X Xᵀ) X + c (X Xᵀ)² X, from X divided by its norm. Matrices of one shape are batched.
 
     Args:
-        matrices: (rows, columns) each, of one dtype, in which all is computed; left as they are.
+        matrices: (rows, columns) each, of one dtype, which the computation uses; not modified.
         coefficients: a, b, c.
         steps: iterations.
-        eps: least norm to divide by.
+        eps: lower bound of the norm.
 
     Returns:
         A new tensor for each matrix, of its shape and dtype.
@@ -42,10 +43,12 @@ def orthogonalise(
 
 
 def _iterate(x: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
-    """(n, rows, columns), which it may overwrite. Tall matrices are transposed: their Gram matrix is smaller then."""
+    """Iterate on (n, rows, columns), which may be overwritten."""
     a, b, c = coefficients
+    # X Xᵀ is square in the rows, so tall matrices are transposed for the smaller product.
     tall = x.shape[1] > x.shape[2]
     x = x.mT.contiguous() if tall else x
+    # The Frobenius norm bounds the largest singular value, and the polynomial converges from [0, 1] only.
     x = x.div_(torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=eps))
     for _ in range(steps):
         gram = x @ x.mT
@@ -54,7 +57,7 @@ def _iterate(x: Tensor, coefficients: tuple[float, float, float], steps: int, ep
 
 
 def fast_dtype(device: torch.device) -> torch.dtype:
-    """bfloat16 where the processor multiplies it by itself; float32 where it would be emulated, slower than float32."""
+    """bfloat16 where the processor multiplies it natively; float32 where emulation would be slower than float32."""
     if device.type == "cuda":
         native = torch.cuda.is_bf16_supported(including_emulation=False)
     else:

@@ -30,28 +30,28 @@ class MuonOptimizer(MatrixOptimizer):
     where s depends on the shape, by `scaling`. State: `momentum_buffer`, like each matrix, and that of AdamW.
 
     Args:
-        matrices: parameters of two dimensions, or of three that stack matrices, or groups of them. Groups may have
-            each of the settings but `ns_dtype` for themselves.
+        matrices: parameters of two dimensions, or of three that stack matrices, or groups of them. A group may set
+            each of the settings but `ns_dtype`.
         others: all other parameters, or groups of them, as `torch.optim.AdamW` takes them.
         lr: learning rate of matrices.
         momentum: μ.
         nesterov: whether the present gradient counts once more.
         weight_decay: λ.
-        scaling: of s: "original" or "match_rms_adamw"; see `forge_plugin_muon.Muon`.
+        scaling: "original" or "match_rms_adamw", which determines s; see `forge_plugin_muon.Muon`.
         ns_steps: steps of the iteration.
-        ns_coefficients: of its polynomial.
-        ns_dtype: dtype of the iteration. None: what the processor of the matrices is fast in (`fast_dtype`).
-        ns_eps: least norm by which a matrix is divided before the iteration.
-        adam_lr: learning rate of all other parameters, unless their groups have their own, as the next three.
+        ns_coefficients: coefficients of its polynomial.
+        ns_dtype: dtype of the iteration. None: the one that is fast on the device of the matrices (`fast_dtype`).
+        ns_eps: lower bound of the norm that a matrix is divided by before the iteration.
+        adam_lr: learning rate of all other parameters; their groups may set it and the next three.
         adam_betas: decay of AdamW's averages.
         adam_eps: added to the root of AdamW's averaged square.
         adam_weight_decay: weight decay of all other parameters.
         fused: whether AdamW's update is one kernel.
-        working_bytes: bound on the bytes of whole matrices that a rank works on at a time.
-        mesh: over which parameters that are DTensors are split, or whose ranks share the work on copies.
+        working_bytes: upper bound of the bytes of whole matrices that a rank holds at a time.
+        mesh: the mesh over which DTensor parameters are split, or whose ranks share the work on replicated ones.
 
     Raises:
-        ValueError: one of `matrices` is none.
+        ValueError: one of `matrices` has another number of dimensions.
     """
 
     matrix_key = "momentum"
@@ -101,10 +101,13 @@ class MuonOptimizer(MatrixOptimizer):
         averages = {parameter: local_part(self._average(parameter)) for parameter in trained}
         weights = {parameter: local_part(parameter) for parameter in trained}
         torch._foreach_lerp_(list(averages.values()), list(gradients.values()), 1 - group["momentum"])
+        # Decoupled: the decay is of the weight before the update, as in AdamW.
         torch._foreach_mul_(list(weights.values()), 1 - group["lr"] * group["weight_decay"])
         share = group["momentum"] if group["nesterov"] else 1.0
         dtype = self._dtype_for(weights[trained[0]])
 
+        # This rank's part only. `each_matrix` gathers the parts on the matrix's owner, in the dtype of the iteration,
+        # so that bfloat16 halves the communication too.
         def direction(parameter: Tensor, matrix: Matrix) -> Tensor:
             place = matrix.own_place
             return torch.lerp(gradients[parameter][place], averages[parameter][place], share).to(dtype)
@@ -119,7 +122,7 @@ class MuonOptimizer(MatrixOptimizer):
 
     def _dtype_for(self, weight: Tensor) -> torch.dtype:
         dtype = fast_dtype(weight.device) if self._ns_dtype is None else self._ns_dtype
-        # An iteration in float32 stands for full precision: parameters in float64 keep theirs.
+        # ns_dtype float32 means full precision, so parameters in float64 keep theirs.
         return dtype if dtype == torch.bfloat16 else torch.promote_types(dtype, weight.dtype)
 
     def _average(self, parameter: Tensor) -> Tensor:
@@ -131,7 +134,7 @@ class MuonOptimizer(MatrixOptimizer):
 
 
 def _scale(shape: Sequence[int], scaling: str) -> float:
-    """Factor on the rate of a matrix (rows, columns); see `Muon.scaling`."""
+    """Returns the factor on the rate of a matrix (rows, columns); see `Muon.scaling`."""
     rows, columns = shape
     if scaling == "original":
         return math.sqrt(max(1.0, rows / columns))

@@ -30,7 +30,8 @@ JORDAN = (3.4445, -4.7750, 2.0315)
 @pytest.mark.parametrize("scaling", ["original", "match_rms_adamw"])
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_matrices_are_stepped_as_by_torch_and_the_rest_as_by_adamw(tmp_path, scaling, nesterov):
-    component = Muon(lr=0.03, scaling=scaling, nesterov=nesterov, weight_decay=0.2, adam_lr=0.01)
+    # bf16 on every processor, as torch has it.
+    component = Muon(lr=0.03, scaling=scaling, nesterov=nesterov, weight_decay=0.2, adam_lr=0.01, ns_dtype="bf16")
     run = tiny_run(tmp_path, optimizer=component, model=TinyModel(layers=3))
     twin = dict(copy.deepcopy(run.model).named_parameters())
     roles = {item.name: item.role for item in run.parameters}
@@ -139,7 +140,8 @@ def test_a_plan_counts_the_memory_of_a_batch(tmp_path, monkeypatch):
 
     def temporary(working_gb):
         sizes = {"seq_len": 8, "global_batch_size": 1, "micro_batch_size": 1}
-        job = tiny_job(str(tmp_path), Catalog.installed(), model=model, optimizer=Muon(working_gb=working_gb), **sizes)
+        optimizer = Muon(working_gb=working_gb, ns_dtype="bf16")
+        job = tiny_job(str(tmp_path), Catalog.installed(), model=model, optimizer=optimizer, **sizes)
         (rank,) = make_plan(job, Catalog.installed(), 1).ranks
         return rank.memory.most[Purpose.OTHER], rank.weights
 

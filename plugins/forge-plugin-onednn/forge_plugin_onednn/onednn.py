@@ -1,4 +1,4 @@
-"""The plugin: when oneDNN computes, and what the summary of a run says about it."""
+"""The plugin `onednn`: decides whether oneDNN computes, and reports it in the run's summary."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class OneDNN(Plugin):
         return give_back
 
     def choices(self, context: BuildContext) -> Iterable[tuple[str, str, str]]:
-        """Which library multiplies, in a float32 run on a CPU; elsewhere there was no choice."""
+        """Reports the library of products in a float32 run on a CPU; elsewhere there is no choice."""
         import torch
 
         from forge_kit.products import multiplied_by

@@ -1,11 +1,11 @@
 """oneDNN in place of BLAS, for float32 matrix products on a CPU.
 
-torch asks oneDNN for float32 products only where they may round to bfloat16 inside; on a processor without AMX oneDNN
-does not round, and returns what float32 returns. Here that is tried before it is relied on.
+torch uses oneDNN for float32 products only if they may be rounded to bfloat16 inside; on a processor without AMX oneDNN
+does not round, and returns the same as float32. A small product tests this before oneDNN is used.
 
 oneDNN compiles a kernel for every size that it meets, which takes longer than most products, and keeps it in memory. So
-it receives only large products whose sizes are multiples of 32: there are few of those. The choice is made in torch's
-dispatcher, below autograd and compilers, so that every product of a run is seen.
+it receives only large products whose sizes are multiples of 32, of which a run has few. The choice is made in torch's
+dispatcher, below autograd and compilers, so that it applies to every product of a run.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from torch.library import Library, get_kernel
 from forge_kit.products import MULTIPLE, multiply_float32_by
 
 LEAST = 2**21
-"""Multiplications from which oneDNN is the faster one, 128 x 128 x 128."""
+"""Multiplications from which oneDNN is faster: 128 x 128 x 128."""
 CPU_INFO = Path("/proc/cpuinfo")
 
 _FIRST = dict.fromkeys(("mm", "mm.out", "bmm", "bmm.out"), 0)
 _FIRST |= {f"{name}{form}": 1 for name in ("addmm", "baddbmm") for form in ("", ".out", "_")}
-"""torch's products, each with the position of its first matrix among the arguments."""
+"""torch's products, each with the index of its first matrix among the arguments."""
 
 _active = False
 _library: Library | None = None
@@ -51,7 +51,7 @@ def take_over() -> None:
 def give_back() -> None:
     """Let BLAS compute them again."""
     global _active
-    # The kernels stay registered, and pass all products on to torch's own.
+    # The kernels stay registered and pass all products on to torch's own.
     _active = False
     multiply_float32_by("BLAS")
 
@@ -66,16 +66,16 @@ def _mkl_is_slow() -> bool:
 
 
 def _keeps_float32() -> bool:
-    """Whether oneDNN's products keep what bfloat16 and TensorFloat-32 would round away."""
+    """Whether oneDNN's products keep the bits that bfloat16 and TensorFloat-32 would round away."""
     exact = torch.full((256, 256), 1 + 2.0**-20)
     return torch.equal(_asking_onednn(torch.mm, exact, torch.eye(256)), exact)
 
 
 def _install() -> Library:
-    """Register kernels that stand before torch's own as long as the library lives."""
+    """Register kernels that take precedence over torch's own while the library object lives."""
     library = Library("aten", "IMPL")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # torch warns that kernels are replaced
+        warnings.simplefilter("ignore", UserWarning)  # torch warns that kernels are overridden
         for name, first in _FIRST.items():
             kernel = functools.partial(_multiply, get_kernel(f"aten::{name}", "CPU"), first)
             library.impl(name, kernel, "CPU", with_keyset=True)
@@ -83,7 +83,7 @@ def _install() -> Library:
 
 
 def _multiply(original: Any, first: int, keys: Any, *arguments: Any, **options: Any) -> Tensor:
-    """One of torch's products, by oneDNN where that is worth it."""
+    """Computes one of torch's products, by oneDNN where that is faster."""
     call = functools.partial(original.call_boxed, keys)
     if _active and _is_worth_it(arguments[first], arguments[first + 1]):
         return _asking_onednn(call, *arguments, **options)

@@ -20,8 +20,10 @@ if TYPE_CHECKING:
 
 @frozen(kw_only=True)
 class ActivationCheckpointing(ParallelComponent):
-    """Activation checkpointing (Chen et al. 2016): frees activations of blocks in the forward pass, and recomputes them
-    for the backward pass. Losses and gradients stay the same; dropout draws the same numbers again.
+    """Activation checkpointing (Chen et al. 2016).
+
+    It frees activations of blocks in the forward pass, and recomputes them for the backward pass. Losses and gradients
+    stay the same; dropout draws the same numbers again.
     """
 
     after: ClassVar[Mapping[str, str]] = {

@@ -31,8 +31,9 @@ def _unmixed(model: Model) -> Iterator[str]:
 
 @frozen(kw_only=True)
 class ContextParallel(ParallelComponent):
-    """Context parallel: each sequence is split over `degree` ranks, for sequences too long for one. For models that
-    define `sequence_mixers()`.
+    """Context parallel: each sequence is split over `degree` ranks, for sequences too long for one.
+
+    For models that define `sequence_mixers()`.
     """
 
     after: ClassVar[Mapping[str, str]] = {

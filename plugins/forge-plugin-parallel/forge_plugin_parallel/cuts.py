@@ -64,8 +64,10 @@ def balance(costs: Sequence[float], stages: int, first: float = 0.0, last: float
 
     @cache
     def best(stage: int, start: int, limit: float | None) -> tuple[float, tuple[int, ...]]:
-        """Returns (objective, ends of the stages) for the layers from `start` on. Without a limit the objective is the
-        costliest stage; with one, the sum of squares of stages within it."""
+        """Returns (objective, ends of the stages) for the layers from `start` on.
+
+        The objective is the costliest stage without a limit, and the sum of squares of stages within it with one.
+        """
         if stage == stages - 1:
             value = cost(stage, start, len(costs))
             return _objective([value], limit), (len(costs),)

@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 
 @frozen(kw_only=True)
 class ExpertParallel(ParallelComponent):
-    """Expert parallel (Lepikhin et al. 2020, GShard): `degree` ranks hold different experts of each layer, and
-    exchange tokens. For models that define `expert_stacks()`.
+    """Expert parallel (Lepikhin et al. 2020, GShard): `degree` ranks hold different experts and exchange tokens.
+
+    For models that define `expert_stacks()`.
 
     It adds no ranks: every rank reads its own data, and `degree` of the ranks that `fsdp` shards over (times `cp`)
     divide the experts. `fsdp` shards each rank's experts over the remaining ranks.

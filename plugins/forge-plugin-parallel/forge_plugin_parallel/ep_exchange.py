@@ -39,8 +39,9 @@ class LocalExperts:
 
 @frozen
 class Exchange:
-    """A stack that the ranks of a group share, each with equally many experts, in the order of ranks; see
-    `forge_core.contracts.model.ExpertStack`.
+    """A stack whose experts are divided equally over the ranks of a group, in the order of ranks.
+
+    See `forge_core.contracts.model.ExpertStack`.
 
     A token is sent once to each rank that holds any of its experts, with its weights and choices. That rank sums the
     results of its experts, and sends the sum back. Two large collectives a pass carry tokens and sums; two small ones
@@ -142,8 +143,10 @@ class _Trip:
 
 
 class _SendChoices(torch.autograd.Function):
-    """Sends weights (C, K) and expert numbers (C, K) to the ranks of the copies, in one collective: the numbers' bits
-    are viewed as floats, without conversion. Backward: gradients of the weights only."""
+    """Sends weights (C, K) and expert numbers (C, K) to the ranks of the copies, in one collective.
+
+    The numbers' bits are viewed as floats, without conversion. Backward: gradients of the weights only.
+    """
 
     @staticmethod
     def forward(ctx: Any, weights: Tensor, chosen: Tensor, trip: _Trip) -> tuple[Tensor, Tensor]:

@@ -21,8 +21,10 @@ if TYPE_CHECKING:
 
 @frozen(kw_only=True)
 class FSDP(ParallelComponent):
-    """Fully sharded data parallel (torch's FSDP2; ZeRO-3, Rajbhandari et al. 2020): parameters, gradients and optimizer
-    state are split over the ranks, and each unit of the model is gathered only while it is computed.
+    """Fully sharded data parallel (torch's FSDP2; ZeRO-3, Rajbhandari et al. 2020).
+
+    Parameters, gradients and optimizer state are split over the ranks, and each unit of the model is gathered only
+    while it is computed.
 
     `replicate` copies of `shard` ranks each make it hybrid (HSDP). Context-parallel ranks share the sharding.
     """
@@ -55,8 +57,8 @@ class FSDP(ParallelComponent):
     where it can."""
 
     offload: bool = False
-    """Whether parameters, gradients and optimizer state live on the host, where the optimizer steps too. A unit comes
-    to the device when it is computed. Takes the least memory of the device, and much time."""
+    """Whether parameters, gradients and optimizer state live on the host, where the optimizer steps too. A unit is
+    copied to the device when it is computed. Takes the least memory of the device, and much time."""
 
     def degrees(self) -> Mapping[str, int | str]:
         return {"replicate": self.replicate, "shard": self.shard}

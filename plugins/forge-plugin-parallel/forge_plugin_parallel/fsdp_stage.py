@@ -146,8 +146,11 @@ def _with_own_ranks(model: nn.Module) -> list[tuple[nn.Module, DeviceMesh]]:
 
 
 def _prefetch(units: Sequence[FSDPModule], further: Container[FSDPModule | nn.Module], ahead: int) -> None:
-    """Set the units that each unit gathers ahead. Layers do not prefetch further blocks, which only training runs: an
-    evaluation would leave them gathered, and the next step would use those stale weights."""
+    """Set the units that each unit gathers ahead.
+
+    Layers do not prefetch further blocks, which only training runs: an evaluation would leave them gathered, and the
+    next step would use those stale weights.
+    """
     if not ahead:
         return
     for number, unit in enumerate(units):
@@ -163,8 +166,11 @@ def _own_gradients(model: Any) -> None:
 
 
 def _precision(dtype: torch.dtype, narrow: bool) -> MixedPrecisionPolicy:
-    """Parameters are gathered in the narrower of their own dtype (`narrow`: bfloat16) and the compute dtype, as that
-    is the least to send. Gradients are reduced in float32 or wider, so that sums are not rounded to bfloat16."""
+    """Returns the dtypes of gathered parameters and of reductions.
+
+    Parameters are gathered in the narrower of their own dtype (`narrow`: bfloat16) and the compute dtype, which is the
+    least to send. Gradients are reduced in float32 or wider, so that sums are not rounded to bfloat16.
+    """
     wide = torch.promote_types(dtype, torch.float32)
     gathered = torch.bfloat16 if narrow else dtype
     if gathered == wide:

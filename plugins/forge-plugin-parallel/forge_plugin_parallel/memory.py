@@ -83,8 +83,10 @@ def peak_bytes(function: Callable[[], Any]) -> Bytes:
 
 @contextmanager
 def stand_ins(model: Model, device: torch.device, dtype: torch.dtype | None = None) -> Iterator[None]:
-    """A context in which the model computes shapes only: fake tensors on `device` replace its parameters and buffers on
-    the meta device (of a split one, this rank's part), and collectives send nothing.
+    """A context in which the model computes shapes only.
+
+    Fake tensors on `device` replace its parameters and buffers on the meta device (this rank's part of a split one),
+    and collectives send nothing.
 
     Args:
         model: a model on the meta device.

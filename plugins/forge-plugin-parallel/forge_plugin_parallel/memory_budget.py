@@ -136,8 +136,10 @@ def _shards(context: BuildContext) -> int:
 
 
 def _gathered(model: Model, reshards: bool, dtype: torch.dtype) -> Bytes:
-    """Bytes of parameters gathered at one time, in the compute dtype: those in no block, and the two largest blocks
-    (one computed, one prefetched)."""
+    """Bytes of parameters gathered at one time, in the compute dtype.
+
+    Those outside all blocks, and the two largest blocks (one computed, one prefetched).
+    """
     assert isinstance(model, nn.Module)
     blocks = sorted(sum(local_part(p).numel() for p in block.parameters()) for block in blocks_of(model))
     everything = sum(local_part(parameter).numel() for parameter in model.parameters())
@@ -149,8 +151,10 @@ def _gathered(model: Model, reshards: bool, dtype: torch.dtype) -> Bytes:
 
 
 def _activations(model: Model, every: int, context: BuildContext) -> dict[str, Bytes]:
-    """Peak activation bytes by mode: saved for the backward passes of all micro-batches in flight, plus the loss or a
-    recomputed block. In a pipeline, of this rank's layers."""
+    """Peak activation bytes by mode; in a pipeline, of this rank's layers.
+
+    Saved tensors for the backward passes of all micro-batches in flight, plus the loss or a recomputed block.
+    """
     job = context.job
     count, _ = micro_batches(job, context.layout)
     alive = max([stage.micro_batches_alive(count) for stage in job.parallel.values()], default=1.0)
@@ -164,7 +168,11 @@ def _activations(model: Model, every: int, context: BuildContext) -> dict[str, B
         if _has_end(model, LAST, context):
             of_end = {mode: _saved_by_end(model, mode, carry, batch, context) for mode in MODES}
             hidden = model.finish(carry, batch).detach().requires_grad_()
-            of_loss = peak_bytes(lambda: loss(model.head, hidden, batch).sum.backward())
+
+            def run_loss() -> None:
+                loss(model.head, hidden, batch).sum.backward()
+
+            of_loss = peak_bytes(run_loss)
         of_carry = sum(_size(tensor) for tensor in carry)
     peaks = {}
     for mode in MODES:

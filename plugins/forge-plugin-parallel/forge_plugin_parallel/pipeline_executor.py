@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.pipelining as pipelining
 from torch import Tensor, nn
+from torch.distributed import pipelining
 
 from forge_core.contracts.errors import ForgeError
 from forge_core.contracts.model import Prepares
@@ -156,8 +156,10 @@ class PipelineExecutor:
         return self._model.prepare(batch) if isinstance(self._model, Prepares) else batch
 
     def _carry_of(self, batch: Batch) -> Shapes:
-        """Returns the carry's shapes for micro-batches of this shape. Collective the first time for each shape: only
-        the first rank can run `embed`, and it broadcasts the result."""
+        """Returns the carry's shapes for micro-batches of this shape.
+
+        Collective the first time for each shape: only the first rank can run `embed`, and it broadcasts the result.
+        """
         key = batch["input_ids"].shape
         if key not in self._carries:
             shapes: list[Any] = [None]
@@ -264,8 +266,11 @@ def _move(received: Iterable[Any], device: torch.device) -> None:
 
 
 class _StageModule(nn.Module):
-    """A section as torch's pipeline calls it. It lists the section's parameters only: schedules that split the backward
-    pass compute the gradients of all parameters listed."""
+    """A section as torch's pipeline calls it.
+
+    It lists the section's parameters only: schedules that split the backward pass compute the gradients of all
+    parameters listed.
+    """
 
     def __init__(self, model: Any, section: Section, next_batch: Callable[[Tensor], Batch], shapes: Shapes) -> None:
         super().__init__()

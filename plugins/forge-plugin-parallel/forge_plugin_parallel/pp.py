@@ -34,8 +34,9 @@ SPLIT_BACKWARD = ("interleaved_zero_bubble", "zbv", "dualpipe_v")
 
 @frozen(kw_only=True)
 class PipelineParallel(ParallelComponent):
-    """Pipeline parallel: each rank has some of the layers, and micro-batches go from rank to rank
-    (torch.distributed.pipelining). For models that define `ends()`.
+    """Pipeline parallel (torch.distributed.pipelining): ranks hold different layers and pass micro-batches on.
+
+    For models that define `ends()`.
 
     The idle share of a step falls with the number of micro-batches, `train.global_batch_size` divided by data-parallel
     ranks and `train.micro_batch_size`.

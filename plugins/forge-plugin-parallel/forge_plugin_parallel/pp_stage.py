@@ -211,5 +211,5 @@ def _weights(module: nn.Module) -> float:
     return sum(parameter.numel() for parameter in module.parameters() if parameter.ndim > 1)
 
 
-def _refuse_decoding(*args: Any, **kwargs: Any) -> NoReturn:
+def _refuse_decoding(*_args: Any, **_kwargs: Any) -> NoReturn:
     raise ForgeError("no rank of a pipeline has the whole model, so it cannot generate; generate from a checkpoint")

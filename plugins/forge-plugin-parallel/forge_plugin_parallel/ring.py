@@ -173,8 +173,9 @@ class _Block(NamedTuple):
 
 
 def _block(q: Tensor, kv: Tensor, positions: Sequence[RankPositions], rank: int, other: int) -> tuple[slice, _Block]:
-    """The block of the queries (B, K, R, s, E) of `rank` and the keys and values (B, s, K, E + V) of `other`, without
-    halves that causality masks. Returns the rows of the queries in it, and the block.
+    """Returns the rows of the queries in a block, and the block, without halves that causality masks.
+
+    The block has queries (B, K, R, s, E) of `rank` and keys and values (B, s, K, E + V) of `other`.
 
     Each rank holds a chunk from the front of the sequence and its mirror image from the back. All queries see the front
     chunk of an earlier rank and nothing else of it; only the queries in the back chunk see a later rank, all of it.

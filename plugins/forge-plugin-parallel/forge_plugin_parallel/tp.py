@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 
 @frozen(kw_only=True)
 class TensorParallel(ParallelComponent):
-    """Tensor parallel (Megatron-LM, Shoeybi et al. 2019): each matrix is split over `degree` ranks, which compute the
-    same tokens together. For models that declare a `tensor_parallel_plan()`.
+    """Tensor parallel (Megatron-LM, Shoeybi et al. 2019): `degree` ranks share each matrix and compute the same tokens.
+
+    For models that declare a `tensor_parallel_plan()`.
     """
 
     after: ClassVar[Mapping[str, str]] = {

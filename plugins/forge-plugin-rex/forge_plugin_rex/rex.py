@@ -12,12 +12,12 @@ from forge_kit.schedules import DecayComponent
 class REX(DecayComponent):
     """Reflected exponential (Chen, Wolfe and Kyrillidis 2021, "REX: Revisiting Budgeted Training").
 
-    With the share p of the decay that is done, what is left of the way down is (1 - p) / (1/2 + (1 - p)/2): slow at
-    first, and steep at the end, whatever the length of the run.
+    With the completed share p of the decay, the remaining share of the way down is (1 - p) / (1/2 + (1 - p)/2): slow at
+    first, and steep at the end, for every length of the run.
     """
 
     power: float | None = field(default=None, validator=optional(gt(0)))
-    """(1 - p) to this power instead: below 1 a decay that is late like the published one, 1 the straight line."""
+    """(1 - p) to this power instead: below 1 a late decay like the published one, 1 a straight line."""
 
     def shape(self, progress: float) -> float:
         left = 1 - progress

@@ -1,4 +1,4 @@
-"""Samples on the terminal and in a file. What a model writes is never interpreted, as markup or as control codes."""
+"""Prints samples on the terminal and writes them to a file. A model's text is escaped: no markup, no control codes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 Sample = tuple[str, str]
-"""A prompt, and what the model wrote after it."""
+"""A prompt, and the model's continuation."""
 RULE = "-" * 40
 """Between the samples of one step, in the file."""
 
@@ -19,8 +19,8 @@ RULE = "-" * 40
 def show(step: int, samples: Sequence[Sample]) -> None:
     """Print samples, prompts dim.
 
-    Through `sys.stdout`, and not through a rich console of our own: while a progress line is live, that is where rich
-    puts what must scroll past above it.
+    Through `sys.stdout`, and not through a rich console of its own: while a progress line is live, rich redirects it
+    above that line.
     """
     console = Console(highlight=False)
     with console.capture() as capture:
@@ -40,7 +40,7 @@ def keep(path: Path, step: int, samples: Sequence[Sample]) -> None:
 
 
 def visible(text: str) -> str:
-    """`text` with control characters, but for line breaks and tabs, and lone surrogates written out."""
+    """Escapes control characters, except for line breaks and tabs, and lone surrogates."""
     return "".join(_written_out(char) if _is_hidden(char) else char for char in text)
 
 

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 @define(kw_only=True, slots=False)
 class Samples(TrainingHook):
-    """Lets the model continue some texts, prints them, and keeps them in `samples.txt` of the run folder.
+    """Lets the model continue some texts, prints them, and appends them to `samples.txt` in the run folder.
 
-    The curve is the same with and without it. Rank 0 samples alone, so layouts that split the model are refused.
+    Training is the same with and without it. Rank 0 samples alone, so layouts that split the model are refused.
     """
 
     resumes_as = "safe"
@@ -29,19 +29,19 @@ class Samples(TrainingHook):
     prompts: tuple[str, ...] = field(default=("",), validator=min_len(1))
     """Texts to continue; an empty one starts a new document."""
     max_tokens: int = field(default=120, validator=gt(0))
-    """Tokens to write at most; less where the model ends its document."""
+    """Upper bound of the tokens to write; fewer where the model ends its document."""
     temperature: float = field(default=0.8, validator=ge(0))
-    """Divides the logits; 0 takes the likeliest token."""
+    """Divides the logits; 0 takes the most likely token."""
     top_k: int = field(default=0, validator=ge(0))
-    """Only the k likeliest tokens; 0: all."""
+    """Only the k most likely tokens; 0: all."""
     top_p: float = field(default=0.95, validator=and_(gt(0), le(1)))
-    """Only the likeliest tokens that together have this probability."""
+    """Only the most likely tokens that together have this probability."""
     seed: int = field(default=0, validator=ge(0))
     """Seed of the draws, the same at every step: what changes between samples is the model."""
     every_eval: bool = False
     """Whether to sample after each evaluation too, not only at the end of training."""
 
-    sampled_step = -1  # of this process, no state: a finished run that is started again shows its samples again
+    sampled_step = -1  # of this process and not in its state: a finished run that is started again samples again
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
         if job.data.tokenizer is None:
@@ -51,7 +51,7 @@ class Samples(TrainingHook):
             yield Problem("", f"{message}; leave the hook out, and run forge-run generate afterwards")
 
     def on_train_begin(self, context: TrainContext) -> None:
-        """Refuse before the first step what only shows now; hooks given from Python have not been checked at all."""
+        """Refuse before the first step what only shows now; hooks passed from Python have not been checked at all."""
         from forge_core.contracts.model import Generates
         from forge_core.parallel.layout import plan_layout
         from forge_core.parallel.mesh import world_size
@@ -78,7 +78,7 @@ class Samples(TrainingHook):
         from forge_plugin_samples.sampling import continuations, evaluation_mode
 
         self.sampled_step = context.step
-        with evaluation_mode(context.model, context.optimizer):  # on every rank: it may touch the weights
+        with evaluation_mode(context.model, context.optimizer):  # on every rank: swapping weights may be collective
             if global_rank() != 0:
                 return
             samples = list(zip(self.prompts, continuations(self, context), strict=True))

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def continuations(settings: Samples, context: TrainContext) -> list[str]:
-    """Continuations of each prompt by the model. Draws come from a generator of their own."""
+    """Returns a continuation of each prompt by the model, drawn with a generator of its own."""
     tokenizer = context.tokenizer
     assert tokenizer is not None
     ids = [tokenizer.encode(prompt) or [tokenizer.end_of_text] for prompt in settings.prompts]
@@ -29,8 +29,10 @@ def continuations(settings: Samples, context: TrainContext) -> list[str]:
 
 @contextmanager
 def evaluation_mode(model: Model, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Model and optimizer in evaluation mode: some optimizers keep other weights for it. Each module gets its own
-    mode back."""
+    """A context with model and optimizer in evaluation mode: some optimizers swap in other weights for it.
+
+    Each module returns to its own mode afterwards.
+    """
     assert isinstance(model, nn.Module)
     training = [module for module in model.modules() if module.training]
     model.eval()

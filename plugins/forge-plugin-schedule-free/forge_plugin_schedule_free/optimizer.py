@@ -1,6 +1,6 @@
-"""The optimizers of `schedulefree`, whose two kinds of weights are exchanged exactly and reach checkpoints.
+"""The optimizers of `schedulefree`, with an exact exchange of their two kinds of weights and support for checkpoints.
 
-In the paper's letters: parameters are y while training; x is their average, which is evaluated, and z is in the state.
+In the paper's letters: parameters are y during training; x is their average, used in evaluation; z is in the state.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 class ExactModes(torch.optim.Optimizer):
     """`forge_core.contracts.optimizer.HasEvaluationWeights` for an optimizer of the package.
 
-    The package computes y from x again after an evaluation, which rounds. Here y is kept meanwhile, so that evaluations
+    The package recomputes y from x after an evaluation, which rounds. Here y is stored meanwhile, so that evaluations
     leave no trace in training.
     """
 
@@ -46,11 +46,11 @@ class ExactModes(torch.optim.Optimizer):
         return dict(self._averages())
 
     def load_evaluation_weights(self, weights: Mapping[Tensor, Tensor]) -> None:
-        """They follow from the parameters and the state."""
+        """Does nothing: they follow from the parameters and the state."""
 
     @torch.no_grad()
     def _averages(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """x = y + (1 - 1/β)(z - y), of the parameters that have been stepped."""
+        """Yields x = y + (1 - 1/β)(z - y) of the parameters that have been stepped."""
         for group in self.param_groups:
             beta = group["betas"][0] if "betas" in group else group["momentum"]
             for parameter in group["params"]:

@@ -24,31 +24,31 @@ class ScheduleFree(OptimizerComponent):
     has_evaluation_weights: ClassVar[bool] = True
 
     weight_decay: float = field(default=0.0, validator=ge(0))
-    """Each step takes lr x this of a weight away; norms, biases and embeddings are spared."""
+    """Decoupled weight decay: each step subtracts lr x this x the weight; not of norms, biases and embeddings."""
     warmup_steps: int = field(default=0, validator=ge(0))
     """Steps over which the rate rises linearly. Leave `[scheduler]` at its default, a constant rate."""
     r: float = field(default=0.0, validator=ge(0))
-    """Power of the step's number by which it counts in the average."""
+    """Exponent of the step's number in its weight in the average."""
     weight_lr_power: float = field(default=2.0, validator=ge(0))
-    """Power of the rate by which a step counts in the average; during the warm-up that makes a difference."""
+    """Exponent of the rate in a step's weight in the average, which makes a difference during the warm-up."""
     foreach: bool = True
-    """Whether operations take all parameters at a time: faster, with more memory at the peak."""
+    """Whether operations process all parameters at once: faster, with more memory at the peak."""
 
 
 @frozen(kw_only=True)
 class ScheduleFreeAdamW(ScheduleFree):
-    """AdamW without a schedule (Defazio et al. 2024, "The Road Less Scheduled", algorithm 1): an average of the weights
-    takes the place of the decay of the rate. By the authors' package `schedulefree`.
+    """AdamW without a schedule (Defazio et al. 2024, "The Road Less Scheduled", algorithm 1).
 
-    Evaluation, generation, export and other runs take the average; training goes on from where it was.
+    An average of the weights takes the place of the decay of the rate. By the authors' package `schedulefree`.
+    Evaluation, generation, export and other runs use the average; training continues with its own weights.
 
     State: two tensors like each parameter.
     """
 
     lr: float = field(default=2.5e-3, validator=gt(0))
-    """Learning rate; larger ones than with a schedule do well."""
+    """Learning rate; larger ones than with a schedule are usual."""
     betas: tuple[float, float] = field(default=(0.9, 0.999), validator=fields.betas_with_positive_first)
-    """How far gradients are taken towards the average, and decay of the average of their square."""
+    """Interpolation of the weights between z and the average (y), and decay of the average of squared gradients."""
     eps: float = field(default=1e-8, validator=gt(0))
     """Added to the root of the averaged square."""
 
@@ -69,16 +69,17 @@ class ScheduleFreeAdamW(ScheduleFree):
 
 @frozen(kw_only=True)
 class ScheduleFreeSGD(ScheduleFree):
-    """SGD without a schedule (Defazio et al. 2024, equations 3 to 5), by the authors' package `schedulefree`. See
-    `schedule_free_adamw`.
+    """SGD without a schedule (Defazio et al. 2024, equations 3 to 5), by the authors' package `schedulefree`.
+
+    See `schedule_free_adamw`.
 
     State: one tensor like each parameter.
     """
 
     lr: float = field(default=1.0, validator=gt(0))
-    """Learning rate; larger ones than with a schedule do well."""
+    """Learning rate; larger ones than with a schedule are usual."""
     momentum: float = field(default=0.9, validator=[gt(0), lt(1)])
-    """How far gradients are taken towards the average."""
+    """Interpolation of the weights between z and the average (y)."""
 
     def build(self, context: BuildContext, parameters: NamedParameters) -> torch.optim.Optimizer:
         from forge_plugin_schedule_free.optimizer import SGDScheduleFree

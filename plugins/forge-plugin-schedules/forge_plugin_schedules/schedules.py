@@ -44,17 +44,17 @@ class Linear(DecayComponent):
 class InverseSqrt(WarmupComponent):
     """Warm up, then fall with the inverse square root of the update (Vaswani et al. 2017, section 5.3).
 
-    It does not know how long the run is. n updates after the warm-up the factor is sqrt(t / (t + n)), t the timescale;
-    with the timescale of the paper, which is the warm-up, that is sqrt(warmup_steps / update).
+    It is independent of the length of the run. n updates after the warm-up the factor is sqrt(t / (t + n)), t the
+    timescale; with the paper's timescale, the warm-up, that is sqrt(warmup_steps / update).
     """
 
     timescale: int = field(default=0, validator=ge(0))
-    """Updates after the warm-up in which the rate falls to 0.71 of its base value; 0: as many as the warm-up has."""
+    """Updates after the warm-up in which the rate falls to 0.71 of its base value; 0: the length of the warm-up."""
 
     def build(self, context: BuildContext) -> Schedule:
         timescale = self.timescale or self.warmup_steps
 
-        def schedule(step: int, total: int) -> float:
+        def schedule(step: int, _total: int) -> float:
             after = max(0, step + 1 - self.warmup_steps)
             return warmup(step, self.warmup_steps) * math.sqrt(timescale / (timescale + after))
 
@@ -76,12 +76,12 @@ class NoSchedule(SchedulerComponent):
 
 @frozen(kw_only=True)
 class SequentialPart:
-    """`[[scheduler.parts]]`: one of the schedules."""
+    """`[[scheduler.parts]]`: one of the schedules, and when it ends."""
 
     schedule: SchedulerComponent
     """Any schedule. It sees a run of its own: its first update is the part's first, and it ends where the part ends."""
     scale: float = field(default=1.0, validator=ge(0))
-    """Multiplies the schedule's factors, for instance to continue from where the part before it ended."""
+    """Factor on the schedule, for instance to continue from where the part before it ended."""
     until: int | None = field(default=None, validator=optional(ge(1)))
     """Updates of the run after which the next part begins. The last part has none: it ends with the run."""
 
@@ -91,7 +91,7 @@ class Sequential(SchedulerComponent):
     """Schedules one after the other."""
 
     parts: tuple[SequentialPart, ...] = field(validator=min_len(1))
-    """In order; each but the last says `until` when."""
+    """The parts in order; each but the last sets `until`."""
 
     def build(self, context: BuildContext) -> Schedule:
         schedules: list[Schedule] = [context.build(part.schedule) for part in self.parts]
@@ -125,7 +125,7 @@ class Sequential(SchedulerComponent):
                 yield Problem(path, f"{message}; end this part earlier, or drop those after it")
 
     def _problems_of_parts(self, job: Job, layout: Layout) -> Iterator[Problem]:
-        """Problems of a part in a run of its length that it has not in the whole run: the core reports the others."""
+        """Yields problems that a part has in a run of its length only: the core reports those of the whole run."""
         ends = [0, *(part.until or job.train.steps for part in self.parts)]
         for number, (part, (start, end)) in enumerate(zip(self.parts, pairwise(ends), strict=True)):
             short = attrs.evolve(job, train=attrs.evolve(job.train, steps=end - start))

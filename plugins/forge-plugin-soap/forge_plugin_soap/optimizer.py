@@ -25,31 +25,30 @@ STEP = "step"
 class SOAPOptimizer(MatrixOptimizer):
     """SOAP (Vyas et al. 2024, algorithm 3) for matrices of hidden layers, AdamW for all other parameters.
 
-    The owner of a matrix has its state, in slots `exp_avg`, `left`, …; of the third matrix that a parameter stacks, in
+    The owner of a matrix has its state, in slots `exp_avg`, `left`, …; for the third matrix that a parameter stacks, in
     `exp_avg-2`, `left-2`, …. All ranks count the gradients of a parameter, in `step`.
 
     Args:
-        matrices: parameters of two dimensions, or of three that stack matrices, or groups of them. Groups may have
-            `lr`, `weight_decay`, `betas`, `eps`, `precondition_frequency` and `preconditioner_beta` of their own.
+        matrices: parameters of two dimensions, or of three that stack matrices, or groups of them. A group may set
+            `lr`, `weight_decay`, `betas`, `eps`, `precondition_frequency` and `preconditioner_beta`.
         others: all other parameters, or groups of them, as `torch.optim.AdamW` takes them.
         lr: learning rate of matrices.
-        betas: decay of the averages of the gradient and, in the eigenbasis, of its square.
+        betas: decay of the averages of the gradient and of its square; the latter in the eigenbasis.
         preconditioner_beta: decay of the averages of G Gᵀ and Gᵀ G. None: the second of `betas`.
         eps: added to the root of the averaged square.
-        weight_decay: each step takes lr x this of a matrix away.
+        weight_decay: decoupled; each step subtracts lr x this x the matrix.
         precondition_frequency: updates between two corrections of the eigenbasis.
-        max_dim: longer sides of a matrix keep their own basis.
-        adam_lr: learning rate of all other parameters, unless their groups have their own, as the next three. None:
-            `lr`.
+        max_dim: a longer side of a matrix is not rotated.
+        adam_lr: learning rate of all other parameters; their groups may set it and the next three. None: `lr`.
         adam_betas: decay of AdamW's averages.
         adam_eps: added to the root of AdamW's averaged square.
         adam_weight_decay: weight decay of all other parameters.
         fused: whether AdamW's update is one kernel.
-        working_bytes: bound on the bytes of whole matrices that a rank works on at a time.
-        mesh: over which parameters that are DTensors are split, or whose ranks share the work on copies.
+        working_bytes: upper bound of the bytes of whole matrices that a rank holds at a time.
+        mesh: the mesh over which DTensor parameters are split, or whose ranks share the work on replicated ones.
 
     Raises:
-        ValueError: one of `matrices` is none.
+        ValueError: one of `matrices` has another number of dimensions.
     """
 
     matrix_key = "precondition_frequency"
@@ -113,13 +112,14 @@ class SOAPOptimizer(MatrixOptimizer):
         dtype = gradients[trained[0]].dtype
         for parameter, matrix, update in self.each_matrix(trained, dtype, part, precondition):
             updates = self.state[parameter][STEP] - 1
-            if updates:  # the first gradient only starts the preconditioner
+            if updates:  # the first gradient only initialises the preconditioner
                 weight, rate = weights[parameter][matrix.own_place], group["lr"] * _debias(group["betas"], updates)
                 weight.add_(update, alpha=-rate)
+                # After the update and not before it, as in the authors' code.
                 weight.mul_(1 - group["lr"] * group["weight_decay"])
 
     def _precondition(self, matrix: Matrix, state: dict[str, Any], gradient: Tensor, group: dict[str, Any]) -> Tensor:
-        """The update of a matrix that this rank owns, of length 1 an element or so."""
+        """Returns the update of a matrix that this rank owns; its elements are of order 1."""
         suffix = "" if matrix.item is None else f"-{matrix.item}"
         betas = (*group["betas"], group["preconditioner_beta"])
         if state[STEP] == 1:
@@ -128,6 +128,7 @@ class SOAPOptimizer(MatrixOptimizer):
         else:
             own = Preconditioner.of(state, suffix)
             update = own.update(gradient, betas, group["eps"])
+            # After the update: the basis that a gradient is rotated by must not have been fitted to it.
             own.follow(gradient, betas[2], correct=(state[STEP] - 1) % group["precondition_frequency"] == 0)
         state |= own.slots(suffix)
         return update
@@ -143,12 +144,15 @@ class SOAPOptimizer(MatrixOptimizer):
 
 
 def _debias(betas: tuple[float, float], updates: int) -> float:
-    """Adam's correction for averages that started at zero."""
+    """Returns Adam's correction for averages that started at zero."""
     return math.sqrt(1 - betas[1] ** updates) / (1 - betas[0] ** updates)
 
 
 def _cost(shape: Sequence[int], max_dim: int, frequency: int) -> float:
-    """Multiplications of a step for a matrix, about: three times there or back and one outer product for each side, and
-    now and then a product and a QR decomposition."""
+    """Approximate multiplications of a step for a matrix.
+
+    For each side three rotations there or back and one outer product; every `frequency` steps a product and a QR
+    decomposition.
+    """
     rows, columns = shape
     return sum(4 * rows * columns * side + 4 * side**3 / frequency for side in shape if side <= max_dim)

@@ -22,20 +22,22 @@ class Preconditioner:
     exp_avg_sq: Tensor
     """(m, n): average of the square of G's elements in the eigenbasis."""
     left: Tensor | None
-    """(m, m): average of G Gᵀ. None: the side is too long."""
+    """(m, m): average of G Gᵀ. None: the side is longer than `max_dim`."""
     right: Tensor | None
     """(n, n): average of Gᵀ G."""
     left_basis: Tensor | None
-    """(m, m): about the eigenvectors of `left`, as columns."""
+    """(m, m): approximate eigenvectors of `left`, as columns."""
     right_basis: Tensor | None
-    """(n, n)"""
+    """(n, n): likewise of `right`."""
 
     @classmethod
     def started(cls, gradient: Tensor, beta: float, max_dim: int) -> Preconditioner:
-        """From the first gradient.
+        """Create the state from the first gradient.
 
         Args:
-            max_dim: longer sides keep their own basis.
+            gradient: G (m, n).
+            beta: decay of the averages of G Gᵀ and Gᵀ G.
+            max_dim: longer sides are not rotated.
         """
         left, right = (
             (1 - beta) * (side @ side.mT) if side.shape[0] <= max_dim else None for side in (gradient, gradient.mT)
@@ -45,31 +47,35 @@ class Preconditioner:
 
     @classmethod
     def of(cls, slots: Mapping[str, Any], suffix: str) -> Preconditioner:
-        """The state that `slots` returned."""
+        """Rebuild the state from the slots that `slots` returned."""
         tensors: Any = (slots.get(field.name + suffix) for field in attrs.fields(cls))
         return cls(*tensors)
 
     def slots(self, suffix: str) -> dict[str, Tensor]:
-        """The tensors that this matrix has, by slot."""
+        """Returns the tensors of this matrix, by slot."""
         tensors = attrs.asdict(self, recurse=False)
         return {name + suffix: tensor for name, tensor in tensors.items() if tensor is not None}
 
     def update(self, gradient: Tensor, betas: tuple[float, ...], eps: float) -> Tensor:
-        """Adam's step in the eigenbasis, without the correction of averages that started at zero."""
+        """Returns Adam's step (m, n) in the eigenbasis, without the correction of averages that started at zero."""
+        # The average of G stays in the parameter's own basis, where a change of the eigenbasis leaves it valid.
         self.exp_avg.lerp_(gradient, 1 - betas[0])
         self.exp_avg_sq.lerp_(self._there(gradient).square(), 1 - betas[1])
         return self._back(self._there(self.exp_avg) / self.exp_avg_sq.sqrt().add_(eps))
 
     def follow(self, gradient: Tensor, beta: float, correct: bool) -> None:
-        """Take a gradient into the preconditioner, once it has been used: a step must not see its own.
+        """Add a gradient to the averages of the preconditioner, after its update was computed.
 
         Args:
+            gradient: G (m, n).
+            beta: decay of the averages.
             correct: whether to bring the eigenbasis up to date.
         """
         if self.left is not None and self.left_basis is not None:
             self.left.lerp_(gradient @ gradient.mT, 1 - beta)
             if correct:
                 self.left_basis, order = next_basis(self.left, self.left_basis)
+                # Squares belong to directions of the basis, and are reordered with them.
                 self.exp_avg_sq = self.exp_avg_sq[order]
         if self.right is not None and self.right_basis is not None:
             self.right.lerp_(gradient.mT @ gradient, 1 - beta)

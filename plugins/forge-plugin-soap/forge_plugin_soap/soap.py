@@ -19,18 +19,19 @@ if TYPE_CHECKING:
 
 @frozen(kw_only=True)
 class SOAP(OptimizerComponent):
-    """Adam, run in the eigenbasis of Shampoo's preconditioner (Vyas et al. 2024, "SOAP: Improving and Stabilizing
-    Shampoo using Adam", algorithm 3), for the matrices of hidden layers; AdamW for embeddings, head, norms, biases and
-    routers.
+    """Adam in the eigenbasis of Shampoo's preconditioner for matrices of hidden layers; AdamW for the rest.
 
-    A parameter that stacks matrices, such as those of experts, has each of them treated by itself; one that fuses
-    several is taken as one matrix. The first gradient of a matrix only starts its preconditioner. The result does not
-    depend on the layout: every matrix is worked on as a whole, by one of the ranks that share it.
+    Algorithm 3 of Vyas et al. 2024, "SOAP: Improving and Stabilizing Shampoo using Adam". Embeddings, head, norms,
+    biases and routers are AdamW's.
 
-    State: of a matrix (m, n), two tensors like it and two each of (m, m) and (n, n), all on the rank that works on it;
-    of other parameters, that of AdamW.
+    A parameter that stacks matrices, such as the weights of experts, has each of them treated separately; one that
+    fuses several is treated as one matrix. The first gradient of a matrix only initialises its preconditioner. The
+    result does not depend on the layout: every matrix is computed as a whole, by one of the ranks that share it.
 
-    On a GPU, the host waits for the device when it brings a basis up to date: once for each side of each matrix.
+    State: for a matrix (m, n), two tensors like it and two each of (m, m) and (n, n), all on the rank that computes it;
+    AdamW's for other parameters.
+
+    On a GPU the host waits for the device when a basis is brought up to date, once for each side of each matrix.
     """
 
     lr: float = field(default=3e-3, validator=gt(0))
@@ -42,14 +43,14 @@ class SOAP(OptimizerComponent):
     eps: float = field(default=1e-8, validator=gt(0))
     """Added to the root of the averaged square."""
     weight_decay: float = field(default=0.01, validator=ge(0))
-    """Each step takes lr x this of a weight away."""
+    """Decoupled weight decay: each step subtracts lr x this x the weight."""
     precondition_frequency: int = field(default=10, validator=ge(1))
     """Updates between two corrections of the eigenbasis, each by a step of the power method and a QR decomposition.
     More often is better and slower (section 6.3 of the paper)."""
     max_dim: int = field(default=10000, validator=ge(1), metadata=when_resumed("impossible"))
-    """Sides of a matrix longer than this keep their own basis."""
+    """Sides of a matrix longer than this are not rotated."""
     working_gb: float = field(default=1.0, validator=gt(0), metadata=when_resumed("safe"))
-    """Gigabytes (10⁹ bytes) of whole matrices that a rank works on at a time, or one matrix a rank. A step needs about
+    """Gigabytes (10⁹ bytes) of whole matrices that a rank computes at a time, or one matrix a rank. A step needs about
     twice this beside the state. Less memory means more rounds, each with two collectives; the result is the same."""
 
     adam_lr: float | None = field(default=None, validator=optional(gt(0)))
@@ -59,9 +60,9 @@ class SOAP(OptimizerComponent):
     adam_eps: float = field(default=1e-8, validator=gt(0))
     """Added to the root of AdamW's averaged square."""
     adam_weight_decay: float = field(default=0.01, validator=ge(0))
-    """Weight decay of the head and of routers; norms, biases and embeddings are spared."""
+    """Weight decay of the head and of routers; norms, biases and embeddings have none."""
     fused: bool = field(default=True, metadata=when_resumed("safe"))
-    """One kernel for AdamW's whole update. false: torch's loop over parameters."""
+    """Whether AdamW's update is one fused kernel. false: torch's loop over parameters."""
 
     def build(self, context: BuildContext, parameters: NamedParameters) -> torch.optim.Optimizer:
         from forge_kit.matrix_optimizer import divide

@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 @frozen(kw_only=True)
 class TensorBoard(LoggerComponent):
-    """Every number of every line as a TensorBoard scalar, in the folder `tensorboard` of the run.
+    """Writes every number of every line as a TensorBoard scalar, into the folder `tensorboard` of the run.
 
-    Training numbers are under `train/`; those that name a group themselves (`eval/loss`) keep it. What layers count,
-    such as the tokens of their experts, becomes pictures: a row of squares a layer.
+    Training numbers are under `train/`; names with a group of their own (`eval/loss`) keep it. Counts of layers, such
+    as tokens per expert, become pictures: a row of squares a layer.
     """
 
     picture_interval: int = field(default=100, validator=gt(0))
-    """Steps from picture to picture."""
+    """Steps between two pictures."""
 
     def build(self, context: BuildContext) -> Logger:
         from forge_plugin_tensorboard.writer import TensorBoardLogger

@@ -11,7 +11,7 @@ import numpy as np
 from torch.utils.tensorboard import SummaryWriter
 
 SQUARE = 8
-"""Pixels of a number's side."""
+"""Side of the square of one number, in pixels."""
 
 
 class TensorBoardLogger:
@@ -21,7 +21,7 @@ class TensorBoardLogger:
         self._folder, self._picture_interval = folder, picture_interval
 
     def start(self, step: int) -> None:
-        """Open a further file; TensorBoard then hides what earlier ones hold beyond `step`, or all if it is 0."""
+        """Open another file; TensorBoard then hides values of earlier files beyond `step`, or all if it is 0."""
         first_stale = step + 1 if step else 0
         self._writer = SummaryWriter(str(self._folder), purge_step=first_stale)
 
@@ -36,7 +36,7 @@ class TensorBoardLogger:
             self._writer.flush()
 
     def flush(self) -> None:
-        """A checkpoint follows: what is still in the writer's queue would be lost with the process."""
+        """Write the queue before a checkpoint is saved: it would be lost with the process."""
         self._writer.flush()
 
     def close(self) -> None:
@@ -44,8 +44,10 @@ class TensorBoardLogger:
 
 
 def heat_map(rows: Mapping[str, Sequence[float]]) -> np.ndarray:
-    """A picture of counts, (height, width) of uint8: a row of squares for each row, from the smallest of all (black) to
-    the largest (white). Shorter rows end in black."""
+    """Draws counts as a picture (height, width) of uint8, from the smallest of all (black) to the largest (white).
+
+    Each row of counts is a row of squares; shorter rows end in black.
+    """
     widest = max(map(len, rows.values()))
     numbers = np.array([[*values, *[min(values)] * (widest - len(values))] for values in rows.values()])
     low, high = numbers.min(), numbers.max()

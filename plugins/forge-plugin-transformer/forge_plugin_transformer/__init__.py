@@ -1,4 +1,4 @@
-"""Decoder-only transformers whose attention, feed-forward, norm and position encoding are components themselves."""
+"""Decoder-only transformers with attention, feed-forward, norm and position encoding as components."""
 
 from forge_plugin_transformer.kinds import AttentionComponent, FFNComponent, InitStd, NormComponent, RopeComponent
 from forge_plugin_transformer.layer_parts import GELU, GroupedQueryAttention, LayerNorm, RMSNorm, SwiGLU, default_hidden

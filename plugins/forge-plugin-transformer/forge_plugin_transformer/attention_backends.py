@@ -1,6 +1,6 @@
-"""Which attention kernel to use: a choice from measurements, `attention_backends.toml`.
+"""Chooses the attention kernel from measurements, `attention_backends.toml`.
 
-`benchmarks/attention_backends.py` makes that file; run it again on another kind of machine.
+`benchmarks/attention_backends.py` writes that file; run it again on another kind of machine.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 Backend = Literal["auto", "flash", "efficient", "math", "cudnn", "gemm"]
 Kernel = Literal["torch", "flash", "efficient", "math", "cudnn", "gemm"]
-"""Kernels that can be chosen; `torch` leaves it to `scaled_dot_product_attention`, call by call."""
+"""Kernels to choose from; `torch` leaves the choice to `scaled_dot_product_attention`, call by call."""
 
 
 DTYPES = {"bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
@@ -32,12 +32,12 @@ SUPPORTED: Mapping[str, Mapping[str, frozenset[str]]] = {
     "cpu": {"flash": FLOATS, "math": FLOATS, "gemm": FLOATS},
     "cuda": {"flash": HALF, "cudnn": HALF, "efficient": HALF | {"float32"}, "math": FLOATS, "gemm": FLOATS},
 }
-"""Dtypes in which each backend runs, by device."""
+"""Dtypes that each backend supports, by device."""
 
 
 @frozen
 class Choice:
-    """A kernel, and why it was chosen."""
+    """A kernel, and the reason for it."""
 
     kernel: Kernel
     why: str
@@ -53,7 +53,7 @@ class Measurement:
     head_dim: int
     milliseconds: Mapping[Kernel, float]
     products: str = ""
-    """Library that multiplies, where there is a choice; see `forge_kit.products.multiplied_by`."""
+    """Library of matrix products, where there is a choice; see `forge_kit.products.multiplied_by`."""
 
     def fastest(self) -> Kernel:
         return min(self.milliseconds, key=self.milliseconds.__getitem__)
@@ -68,7 +68,7 @@ class Table:
     rows: Sequence[Measurement]
 
     def choose(self, device: str, dtype: str, seq_len: int, head_dim: int, products: str = "") -> Choice:
-        """The fastest kernel at the nearest measured shape; torch's own choice for an unmeasured device or dtype."""
+        """Returns the fastest kernel at the nearest measured shape; `torch` for an unmeasured device or dtype."""
         of_dtype = [row for row in self.rows if (row.device, row.dtype) == (device, dtype)]
         rows = [row for row in of_dtype if row.products in ("", products)]
         if not rows:
@@ -81,23 +81,23 @@ class Table:
 
 
 def distance(shape: tuple[int, int], other: tuple[int, int]) -> tuple[float, float]:
-    """How far apart two shapes (seq_len, head_dim) are, in octaves: length first, then width of the heads."""
+    """Distance of two shapes (seq_len, head_dim) in octaves: length first, then width of the heads."""
     return abs(math.log2(shape[0] / other[0])), abs(math.log2(shape[1] / other[1]))
 
 
 @cache
 def committed_table() -> Table:
-    """The table that is part of this distribution."""
+    """Loads the table that is part of this distribution."""
     content: dict[str, Any] = tomllib.loads(files(__package__).joinpath("attention_backends.toml").read_text("utf-8"))
     rows = [Measurement(**row) for row in content["measurement"]]
     return Table(f"{content['date']}, {content['machine']}", rows)
 
 
 def choose_backend(backend: Backend, context: BuildContext, head_dim: int) -> Choice:
-    """The kernel for the length that the job trains at.
+    """Choose the kernel for the sequence length of the job.
 
     Raises:
-        JobError: the job sets one that cannot run there.
+        JobError: the job sets a kernel that cannot run there.
     """
     from forge_kit.products import multiplied_by
 
@@ -111,7 +111,7 @@ def choose_backend(backend: Backend, context: BuildContext, head_dim: int) -> Ch
 
 
 def backend_problem(backend: Backend, device: str, dtype: str) -> str | None:
-    """Why a backend cannot run on a device in a dtype, and which can; None if it can."""
+    """Returns why a backend cannot run on a device in a dtype, with those that can; None if it can."""
     supported = SUPPORTED.get(device, {})
     if backend == "auto" or dtype in supported.get(backend, ()):
         return None

@@ -1,6 +1,6 @@
-"""How attention keeps to the documents of a sequence: a choice from measurements, `document_backends.toml`.
+"""Chooses how attention stays within documents, from measurements, `document_backends.toml`.
 
-`benchmarks/document_backends.py` makes that file; run it again on another kind of machine.
+`benchmarks/document_backends.py` writes that file; run it again on another kind of machine.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 WayOrAuto = Literal["auto", "mask", "segments", "varlen"]
 """Values of the key `documents`."""
 Way = Literal["mask", "segments", "varlen"]
-"""`mask`: every pair of positions is computed, and hidden where it crosses documents. `segments`: document by document,
+"""`mask`: every pair of positions is computed, and pairs across documents are masked. `segments`: document by document,
 short ones in groups. `varlen`: torch's kernel for sequences of several lengths."""
 
 SUPPORTED: Mapping[str, Mapping[Way, frozenset[Kernel]]] = {
@@ -34,27 +34,27 @@ SUPPORTED: Mapping[str, Mapping[Way, frozenset[Kernel]]] = {
         "mask": frozenset({"torch", "efficient", "math", "cudnn", "gemm"}),
     },
 }
-"""Kernels that each way goes with, by device, the way that computes least first. `varlen` wants half precision."""
+"""Kernels for each way, by device, the way with the least computation first. `varlen` needs half precision."""
 
 
 @frozen
 class DocumentChoice:
-    """A way, and why it was chosen."""
+    """A way, and the reason for it."""
 
     way: Way
     why: str
     matters: bool = True
-    """Whether the job's packing keeps documents apart, so that the plan should tell."""
+    """Whether the job's packing separates documents, so that the run's summary should show the choice."""
 
     @property
     def reason(self) -> str:
-        """`why`, and the wait that the way costs, for the plan."""
+        """Returns `why`, and the wait that the way costs, for the run's summary."""
         return f"{self.why}; the host waits once a micro-batch, for the bounds" if self.way == "varlen" else self.why
 
 
 @frozen
 class DocumentMeasurement:
-    """Milliseconds of one forward and backward pass, by way: one number for each length of document."""
+    """Milliseconds of one forward and backward pass, by way: one number for each document length."""
 
     device: str
     dtype: str
@@ -64,7 +64,7 @@ class DocumentMeasurement:
     milliseconds: Mapping[Way, Sequence[float]]
 
     def mean(self, way: Way) -> float:
-        """Over the lengths of documents."""
+        """Returns the mean over document lengths."""
         return sum(self.milliseconds[way]) / len(self.milliseconds[way])
 
     def fastest(self) -> Way:
@@ -78,11 +78,11 @@ class DocumentTable:
     measured: str
     """Date and machine."""
     documents: Sequence[int]
-    """Lengths of documents that were measured."""
+    """Document lengths that were measured."""
     rows: Sequence[DocumentMeasurement]
 
     def choose(self, device: str, dtype: str, kernel: Kernel, seq_len: int, head_dim: int) -> DocumentChoice:
-        """The fastest way at the nearest measured shape; where nothing is measured, the one that computes least."""
+        """Returns the fastest way at the nearest measured shape; if none is measured, the one that computes least."""
         rows = [row for row in self.rows if (row.device, row.dtype, row.kernel) == (device, dtype, kernel)]
         if not rows:
             return _unmeasured(device, dtype, kernel)
@@ -104,17 +104,17 @@ def _unmeasured(device: str, dtype: str, kernel: Kernel) -> DocumentChoice:
 
 @cache
 def committed_table() -> DocumentTable:
-    """The table that is part of this distribution."""
+    """Loads the table that is part of this distribution."""
     content: dict[str, Any] = tomllib.loads(files(__package__).joinpath("document_backends.toml").read_text("utf-8"))
     rows = [DocumentMeasurement(**row) for row in content["measurement"]]
     return DocumentTable(f"{content['date']}, {content['machine']}", content["documents"], rows)
 
 
 def choose_documents(documents: WayOrAuto, kernel: Kernel, context: BuildContext, head_dim: int) -> DocumentChoice:
-    """The way for the length that the job trains at.
+    """Choose the way for the sequence length of the job.
 
     Raises:
-        JobError: the job sets one that does not go with the kernel there.
+        JobError: the job sets a way that the kernel does not support there.
     """
     device, dtype = context.device.type, str(context.dtype).removeprefix("torch.")
     matters = context.job.data.packing.needs_boundaries
@@ -127,8 +127,10 @@ def choose_documents(documents: WayOrAuto, kernel: Kernel, context: BuildContext
 
 
 def kernel_problems(backend: Backend, documents: WayOrAuto, job: Job) -> Iterator[Problem]:
-    """Problems with the keys `backend` and `documents` of an attention, where the job says on which device it
-    runs; else building it raises."""
+    """Yields problems with the keys `backend` and `documents` of an attention, if the job names its device.
+
+    Otherwise building it raises.
+    """
     if job.train.device == "auto":
         return
     device, dtype = job.train.device, DTYPES[job.train.precision]
@@ -141,7 +143,7 @@ def kernel_problems(backend: Backend, documents: WayOrAuto, job: Job) -> Iterato
 
 
 def documents_problem(documents: WayOrAuto, device: str, dtype: str, kernel: Kernel) -> str | None:
-    """Why a way does not go with a kernel on a device in a dtype, and which do; None if it does."""
+    """Returns why a kernel does not support a way on a device in a dtype, with those it does; None if it does."""
     ways = able(device, dtype, kernel)
     if documents == "auto" or documents in ways:
         return None
@@ -150,6 +152,6 @@ def documents_problem(documents: WayOrAuto, device: str, dtype: str, kernel: Ker
 
 
 def able(device: str, dtype: str, kernel: Kernel) -> list[Way]:
-    """The ways that go with a kernel, the one that computes least first."""
+    """Returns the ways that a kernel supports, the one with the least computation first."""
     ways = SUPPORTED[device]
     return [way for way, kernels in ways.items() if kernel in kernels and (way != "varlen" or dtype in HALF)]

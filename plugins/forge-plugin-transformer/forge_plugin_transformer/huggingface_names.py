@@ -1,4 +1,5 @@
-"""Parameter names of `transformer` and of Hugging Face's LlamaForCausalLM and Qwen3ForCausalLM, both ways.
+"""Converts parameter names between `transformer` and Hugging Face's LlamaForCausalLM and Qwen3ForCausalLM.
+
 Multi-token prediction, which those models do not have, is named as in the weights of DeepSeek-V3.
 
 The tensors themselves are the same: shapes, and the half-split order of rotary dimensions, agree.
@@ -23,7 +24,7 @@ PARTS: Mapping[str, str] = {
     "ffn.up": "mlp.up_proj",
     "ffn.down": "mlp.down_proj",
 }
-"""Modules of a layer."""
+"""Modules of a layer, by Hugging Face's name of each."""
 
 PREDICTION: Mapping[str, str] = {
     "embedding_norm": "enorm",
@@ -31,10 +32,9 @@ PREDICTION: Mapping[str, str] = {
     "projection": "eh_proj",
     "norm": "shared_head.norm",
 }
-"""Modules that a module of multi-token prediction has besides those of a layer, by the names of DeepSeek-V3's
-weights."""
+"""Modules of multi-token prediction besides those of a layer, as named in DeepSeek-V3's weights."""
 COPIES: Mapping[str, str] = {"embed_tokens": "embedding", "shared_head.head": "head"}
-"""Names of the model's ends, which DeepSeek-V3's weights have once more in each module of multi-token prediction."""
+"""Names of the model's ends, which DeepSeek-V3's weights repeat in each module of multi-token prediction."""
 
 _NAME = re.compile(
     r"(?P<layers>(?:model\.)?layers|mtp\.blocks)\.(?P<number>\d+)\.(?P<module>.+)\.(?P<tensor>weight|bias)"
@@ -45,8 +45,9 @@ def to_huggingface(name: str, parts: Mapping[str, str] = PARTS, layers: int | No
     """`layers.3.attention.q.weight` -> `model.layers.3.self_attn.q_proj.weight`.
 
     Args:
-        parts: the modules of a layer; others than `PARTS` where a layer is made of other parts.
-        layers: how many the model has. Modules of multi-token prediction are then the layers after them, as in
+        name: a parameter of `transformer`.
+        parts: the modules of a layer, where they differ from `PARTS`.
+        layers: number of layers. Modules of multi-token prediction are then the layers after them, as in
             DeepSeek-V3's weights: with 61, `mtp.blocks.0.projection.weight` -> `model.layers.61.eh_proj.weight`.
 
     Raises:
@@ -67,9 +68,10 @@ def from_huggingface(name: str, parts: Mapping[str, str] = PARTS, layers: int | 
     """`model.layers.3.self_attn.q_proj.weight` -> `layers.3.attention.q.weight`.
 
     Args:
-        parts: as for `to_huggingface`.
-        layers: likewise. What modules of multi-token prediction have once more of embedding and head gets the name of
-            the model's own.
+        name: a parameter of a Hugging Face model.
+        parts: as in `to_huggingface`.
+        layers: likewise. Copies of embedding and head in modules of multi-token prediction are named like the model's
+            own.
 
     Raises:
         KeyError: `transformer` has no such parameter.
@@ -86,7 +88,7 @@ def from_huggingface(name: str, parts: Mapping[str, str] = PARTS, layers: int | 
 
 
 def _module(match: re.Match[str], *tables: Mapping[str, str]) -> str:
-    """The module of a layer and its tensor, by the other names."""
+    """Returns the module of a layer and its tensor, by the other model's names."""
     counterpart = next((table[match["module"]] for table in tables if match["module"] in table), None)
     if counterpart is None:
         raise KeyError(f"no counterpart for parameter {match.string!r}")

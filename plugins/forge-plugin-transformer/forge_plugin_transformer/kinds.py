@@ -1,11 +1,11 @@
-"""The kinds of component a transformer is made of, and what each must build.
+"""Kinds of component that a transformer consists of, and the module that each must build.
 
 Shapes: B sequences, S positions, D model width, H query heads, K key/value heads, E width of a head.
 
-What a component builds may further implement `HasFlops`, `HasRoles`, `HasTensorParallelPlan` and
-`HasFloat8Exemptions` of `forge_core.contracts.model`, with names relative to itself; `Prepares`; and
-`backend_choices(seq_len)`, which returns (what, choice, why) for the plan. The model puts the parts together. A part
-without `flops` counts 6 for each element of its matrices; one without roles gets them by shape.
+The built modules may further implement `HasFlops`, `HasRoles`, `HasTensorParallelPlan` and `HasFloat8Exemptions` of
+`forge_core.contracts.model`, with names relative to themselves; `Prepares`; and `backend_choices(seq_len)`, which
+returns (what, choice, why) for the run's summary. The model combines the answers of its parts. A part without `flops`
+counts 6 for each element of its matrices; the roles of one without roles follow from shapes.
 """
 
 from __future__ import annotations
@@ -40,28 +40,28 @@ class AttentionComponent(Component):
 
     The module maps `(x (B, S, D), batch, cache=None) -> (B, S, D)`. It owns the position encoding and the mask: a
     position attends to itself and earlier ones, of its own document where the batch has `document_ids`. For generation
-    it has `new_cache(batch_size, length)`, whose result comes back as `cache` with the next positions of each row.
+    it has `new_cache(batch_size, length)`, whose result is passed as `cache` with the next positions of each row.
     """
 
     kind = "attention"
 
     def width_problems(self, dim: int) -> Iterable[Problem]:
-        """Mistakes that show once the model's width is known; paths are relative to this component's table."""
+        """Yields problems that depend on the model's width; paths are relative to this component's table."""
         return ()
 
     def build(self, context: BuildContext, dim: int, init: InitStd) -> nn.Module:
-        """Args: `dim`, the model's width D; `init`, how to draw matrices. `context.layer` is the layer's number."""
+        """Build with the model's width D and the deviations of matrices; `context.layer` is the layer's number."""
         raise NotImplementedError
 
 
 @frozen(kw_only=True)
 class FFNComponent(Component):
-    """Builds the module that works on each position: `(x (B, S, D), batch) -> (B, S, D)`."""
+    """Builds the module that transforms each position: `(x (B, S, D), batch) -> (B, S, D)`."""
 
     kind = "ffn"
 
     def build(self, context: BuildContext, dim: int, init: InitStd) -> nn.Module:
-        """Args: `dim`, the model's width D; `init`, how to draw matrices. `context.layer` is the layer's number."""
+        """Build with the model's width D and the deviations of matrices; `context.layer` is the layer's number."""
         raise NotImplementedError
 
 
@@ -72,7 +72,7 @@ class NormComponent(Component):
     kind = "norm"
 
     def build(self, context: BuildContext, dim: int) -> nn.Module:
-        """Args: `dim`, size of the last dimension."""
+        """Build for a last dimension of size `dim`."""
         raise NotImplementedError
 
 
@@ -90,8 +90,10 @@ class RopeComponent(Component):
     resumes_as = "flag"
 
     def score_factor(self) -> float:
-        """Factor on attention scores beyond what the tables carry. Only attention that turns a part of each head asks
-        for it: its tables reach a part of each score."""
+        """Returns the factor on attention scores that the tables do not contain.
+
+        Only attention that rotates a part of each head uses it, as its tables affect a part of each score.
+        """
         return 1.0
 
     def build(self, context: BuildContext, head_dim: int) -> nn.Module:

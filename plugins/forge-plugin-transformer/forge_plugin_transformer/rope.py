@@ -1,4 +1,4 @@
-"""Position encodings `plain`, `linear`, `llama3` and `yarn`: rotary embeddings, and ways to stretch them.
+"""Position encodings `plain`, `linear`, `llama3` and `yarn`: rotary embeddings, and ways to extend their range.
 
 Each returns the angular frequency of every pair of dimensions: pair i of a head of width E turns by `frequency[i]`
 radians a position. Keys are named as in `rope_parameters` of Hugging Face configurations.
@@ -51,7 +51,7 @@ class LinearRope(PlainRope):
     """Positions divided by a factor (Chen et al. 2023, position interpolation)."""
 
     factor: float = field(validator=ge(1))
-    """How many times longer sequences become than those the model was trained on."""
+    """Ratio of the extended length to the length that the model was trained on."""
 
     def frequencies(self, head_dim: int) -> list[float]:
         return [frequency / self.factor for frequency in super().frequencies(head_dim)]
@@ -86,10 +86,10 @@ class Llama3Rope(PlainRope):
 
 @frozen(kw_only=True)
 class YarnRope(PlainRope):
-    """Frequencies divided by a factor the more the slower they are, attention sharpened (Peng et al. 2023, YaRN)."""
+    """Frequencies divided the more the slower they are, and sharpened attention (Peng et al. 2023, YaRN)."""
 
     factor: float = field(validator=ge(1))
-    """How many times longer sequences become than the original length."""
+    """Ratio of the extended length to the original length."""
     original_max_position_embeddings: int = field(validator=gt(0))
     """Sequence length, in tokens, that the model was first trained on."""
     beta_fast: float = field(default=32.0, validator=gt(0))
@@ -97,13 +97,13 @@ class YarnRope(PlainRope):
     beta_slow: float = field(default=1.0, validator=gt(0))
     """Pairs that turn less often than this within the original length are divided by the whole factor."""
     attention_factor: float = field(default=0.0, validator=ge(0))
-    """Factor on cosine and sine; 0: from `factor` and, if both are given, `mscale` and `mscale_all_dim`."""
+    """Factor on cosine and sine; 0: from `factor` and, if both are set, `mscale` and `mscale_all_dim`."""
     mscale: float = field(default=0.0, validator=ge(0))
     """Weight of ln(factor) in the numerator of the derived attention factor; 0: 1, without a denominator."""
     mscale_all_dim: float = field(default=0.0, validator=ge(0))
-    """Weight of ln(factor) in the denominator of the derived attention factor; 0: no denominator. Attention that turns
-    a part of each head (`mla`) makes up for the denominator: there (0.1 mscale_all_dim ln(factor) + 1)² multiplies all
-    scores."""
+    """Weight of ln(factor) in the denominator of the derived attention factor; 0: no denominator. Attention that
+    rotates a part of each head (`mla`) compensates for the denominator: there (0.1 mscale_all_dim ln(factor) + 1)²
+    multiplies all scores."""
     truncate: bool = True
     """Whether the bounds of the ramp between kept and divided pairs are rounded outwards to whole pairs."""
 
@@ -125,26 +125,26 @@ class YarnRope(PlainRope):
         return self._sharpening(1.0)
 
     def score_factor(self) -> float:
-        """The square of the scale by `mscale_all_dim` (DeepSeek-V2, V3); 1 without it."""
+        """Returns the square of the scale by `mscale_all_dim` (DeepSeek-V2, V3); 1 without it."""
         return self._sharpening(self.mscale_all_dim) ** 2
 
     def _sharpening(self, weight: float) -> float:
         return 0.1 * weight * math.log(self.factor) + 1.0
 
     def _ramp(self, head_dim: int) -> tuple[float, float]:
-        """The pairs between which frequencies go from kept to wholly divided."""
+        """Returns the pairs between which frequencies go from kept to divided."""
         first, last = (self._pair_turning(turns, head_dim) for turns in (self.beta_fast, self.beta_slow))
         if self.truncate:
             first, last = math.floor(first), math.ceil(last)
         return max(first, 0), min(last, head_dim - 1)
 
     def _pair_turning(self, turns: float, head_dim: int) -> float:
-        """Number (with fraction) of the pair that turns so often within the original length."""
+        """Returns the (fractional) number of the pair that makes `turns` turns within the original length."""
         wavelength = self.original_max_position_embeddings / (2 * math.pi * turns)
         return head_dim * math.log(wavelength) / (2 * math.log(self.theta))
 
 
 def _interpolate(frequency: float, factor: float, kept: float) -> float:
-    """Between `frequency` (kept = 1) and `frequency / factor` (kept = 0); `kept` is clamped to that range."""
+    """Returns a value between `frequency` (kept = 1) and `frequency / factor` (kept = 0); `kept` is clamped."""
     kept = min(max(kept, 0.0), 1.0)
     return frequency * (kept + (1 - kept) / factor)

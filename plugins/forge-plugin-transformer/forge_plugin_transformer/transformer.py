@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import attrs
 from attrs import define, field, frozen
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from forge_plugin_transformer.modules.multi_token import PredictionBlock, Predictions
 
 
-def _weight(_: object, attribute: Any, value: float | SchedulerComponent) -> None:
+def _weight(_instance: object, _attribute: object, value: float | SchedulerComponent) -> None:
     if not isinstance(value, SchedulerComponent) and value < 0:
         raise ValueError(f"must be >= 0, or a schedule, got {value}")
 
@@ -39,23 +39,23 @@ def _weight(_: object, attribute: Any, value: float | SchedulerComponent) -> Non
 class MultiTokenPrediction:
     """Modules that predict tokens after the next, one after the other (DeepSeek-V3, arXiv 2412.19437, section 2.2).
 
-    Module k has a norm for the states of the module before (those of the model, for the first), one for the embedding
+    Module k has a norm for the states of the module before (for the first, those of the model), one for the embedding
     of the k-th next token, a matrix that joins the two, a block like the model's layers, and a last norm. Embedding and
-    head are the model's. Its targets are the labels k positions on, in the same document. Modules are there in
-    training only: the reported loss, evaluations and generation are the model's own.
+    head are the model's. Its targets are the labels k positions later, in the same document. Modules run in training
+    only: the reported loss, evaluations and generation are the model's own.
     """
 
     depth: int = field(default=1, validator=ge(1))
-    """Modules, each of which predicts one token further ahead."""
+    """Number of modules, each of which predicts one token further ahead."""
     weight: float | SchedulerComponent = field(default=0.3, validator=_weight, metadata=when_resumed("flag"))
-    """Factor on the mean of the modules' losses in the objective: with one module, what a target weighs beside one of
-    the next token. A table makes it a schedule, whose values it takes; the value of a step is logged as `mtp/weight`.
+    """Factor on the mean of the modules' losses in the objective: with one module, the weight of its targets relative
+    to those of the next token. A table makes it a schedule; the weight of a step is logged as `mtp/weight`.
     DeepSeek-V3 has 0.3 for two thirds of its tokens, then 0.1."""
     loss: LossComponent = default_type("forge-plugin-losses/chunked_cross_entropy")
-    """`[model.mtp.loss]`: the loss of a module. Only its objective counts: what else it logs is not logged."""
+    """`[model.mtp.loss]`: the loss of a module. Only its objective is used; its metrics are not logged."""
 
     def weights(self, context: BuildContext) -> Callable[[int], float]:
-        """Completed steps -> weight of the next."""
+        """Returns a function from completed steps to the weight of the next."""
         weight = self.weight
         if not isinstance(weight, SchedulerComponent):
             return lambda completed: weight
@@ -63,7 +63,7 @@ class MultiTokenPrediction:
         return lambda completed: schedule(completed, total)
 
     def problems(self, job: Job) -> Iterable[Problem]:
-        """Paths are relative to this table."""
+        """Yields problems; paths are relative to this table."""
         if self.depth >= job.train.seq_len:
             message = f"{self.depth} leaves no targets: sequences have train.seq_len = {job.train.seq_len} positions"
             yield Problem("depth", f"{message}; lower it, or lengthen them")
@@ -71,7 +71,7 @@ class MultiTokenPrediction:
 
 @define(kw_only=True, slots=False)
 class PredictionWeight(TrainingHook):
-    """Gives the modules of multi-token prediction the weight that its schedule has for a step."""
+    """Sets the weight of multi-token prediction before each step, by its schedule."""
 
     def on_step_begin(self, context: StepContext) -> None:
         from forge_plugin_transformer.modules.multi_token import Predictions
@@ -83,7 +83,7 @@ class PredictionWeight(TrainingHook):
 
 @frozen(kw_only=True)
 class Transformer(ModelComponent):
-    """Decoder-only transformer with pre-normalised residual blocks (Llama, Qwen, Mistral and their like)."""
+    """Decoder-only transformer with pre-normalised residual blocks, as Llama, Qwen and Mistral are."""
 
     dim: int = field(default=256, validator=gt(0))
     """Width of the residual stream."""
@@ -92,9 +92,9 @@ class Transformer(ModelComponent):
     vocab_size: int = field(default=0, validator=ge(0))
     """Rows of the embedding table and of the head; 0: the tokenizer's."""
     attention: AttentionComponent = default_type("forge-plugin-transformer/gqa")
-    """`[model.attention]`: how positions see each other. Every layer builds its own, and may look at its number."""
+    """`[model.attention]`: mixes positions. Every layer builds its own, and may depend on its number."""
     ffn: FFNComponent = default_type("forge-plugin-transformer/swiglu")
-    """`[model.ffn]`: what each position goes through by itself."""
+    """`[model.ffn]`: transforms each position separately."""
     norm: NormComponent = default_type("forge-plugin-transformer/rmsnorm")
     """`[model.norm]`: before attention, before the feed-forward part, and before the head."""
     tie_embeddings: bool = False
@@ -154,7 +154,7 @@ class Transformer(ModelComponent):
         from forge_core.auxiliary import Auxiliary
         from forge_plugin_transformer.modules.multi_token import Predictions
 
-        # What it logs would be added to what the job's own loss logs.
+        # Its metrics would be added to those of the job's own loss.
         silent = attrs.evolve(context, auxiliary=Auxiliary(torch.device("cpu")))
         return Predictions(
             [self._build_prediction(context, number) for number in range(component.depth)],
@@ -164,7 +164,7 @@ class Transformer(ModelComponent):
         )
 
     def _build_prediction(self, context: BuildContext, number: int) -> PredictionBlock:
-        """Its layer's number is the next after those of the model, as in DeepSeek-V3's weights."""
+        """Build one prediction block; its layer's number follows those of the model, as in DeepSeek-V3's weights."""
         from forge_kit.modules import Linear
         from forge_plugin_transformer.modules.multi_token import PredictionBlock
 

@@ -25,7 +25,7 @@ SHAPES: Mapping[str, Callable[[float], float]] = {
     "cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
     "sqrt": lambda progress: 1 - math.sqrt(progress),
 }
-"""Share of the way down that is left, by progress of the decay."""
+"""Remaining share of the way down, by progress of the decay."""
 
 
 DECAY_FRACTION = 0.2
@@ -35,23 +35,23 @@ DECAY_FRACTION = 0.2
 class WSD(WarmupComponent):
     """Warm up, stay at the base rate, decay at the end (Hu et al. 2024, MiniCPM).
 
-    The stable phase has no end built in: a run can be prolonged, or decayed from any checkpoint of that phase, without
-    having known its length beforehand. The keys of the decay are therefore safe to change when a run continues: nothing
-    that was done before it depends on them. Hägele et al. 2024 find the decay `sqrt`, that is 1 - sqrt(progress), over
-    20 % of the run to match a cosine of the same length.
+    The length of the stable phase is not fixed: a run can be prolonged, or decayed from any checkpoint of that phase.
+    The keys of the decay are therefore safe to change when a run continues: nothing before it depends on them. Hägele
+    et al. 2024 find that the decay `sqrt`, 1 - sqrt(progress), over 20 % of the run matches a cosine of the same
+    length.
     """
 
     decay_steps: int = field(default=0, validator=ge(0), metadata=when_resumed("safe"))
     """Updates of the decay, which ends with the run; 0: `decay_fraction` of the run."""
     decay_fraction: float = field(default=DECAY_FRACTION, validator=and_(ge(0), le(1)), metadata=when_resumed("safe"))
-    """Share of the run that decays, 0 for none; give this or `decay_steps`."""
+    """Share of the run that decays, 0 for none; set this or `decay_steps`."""
     shape: Literal["linear", "cosine", "sqrt"] = field(default="sqrt", metadata=when_resumed("safe"))
-    """How the rate falls; `sqrt` is 1 - sqrt(progress)."""
+    """Curve of the decay; `sqrt` is 1 - sqrt(progress)."""
     min_ratio: float = field(default=0.0, validator=and_(ge(0), le(1)), metadata=when_resumed("safe"))
-    """Where the decay ends, as a share of the base rate."""
+    """Rate at the end of the decay, as a share of the base rate."""
 
     def length_of_decay(self, total: int) -> int:
-        """Updates of the decay in a run of `total`."""
+        """Returns the updates of the decay in a run of `total`."""
         return self.decay_steps or round(self.decay_fraction * total)
 
     def build(self, context: BuildContext) -> Schedule:

@@ -31,10 +31,13 @@ class ListedDocuments:
         learned: Sequence[Sequence[bool]] | None = None,
         held_out: ListedDocuments | None = None,
     ) -> None:
-        """
+        """Hold documents in memory.
+
         Args:
-            documents: ids without end-of-text, which is added to each.
-            learned: which ids are learned as labels, shaped like `documents`; the end-of-text always is. None: all.
+            documents: ids without end-of-text, which is appended to each.
+            end_of_text: id that ends a document.
+            learned: whether each id counts as a label, shaped like `documents`; the end-of-text always does. None: all.
+            held_out: documents for evaluation, if any.
         """
         import numpy as np
 

@@ -31,7 +31,8 @@ def catalog() -> Catalog:
 @pytest.fixture
 def catalog_of() -> Callable[..., Catalog]:
     """A catalog of the core's own components and given ones, and of nothing else (`catalogs.catalog_of`). The other
-    fixtures take it where a test module has a fixture `catalog` that returns one."""
+    fixtures take it where a test module has a fixture `catalog` that returns one.
+    """
     return catalogs.catalog_of
 
 

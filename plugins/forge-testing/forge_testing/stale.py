@@ -27,7 +27,8 @@ def stale_entries(distributions: Iterable[Distribution], catalog: Catalog) -> It
 
 def left_overs() -> Iterator[str]:
     """Yield the installs that the catalog ignores: folders that an interrupted uninstall has left, and copies of a
-    distribution that an earlier one on the path hides."""
+    distribution that an earlier one on the path hides.
+    """
     seen: dict[str, tuple[str, Path]] = {}
     for dist in metadata.distributions():
         entries = [entry for entry in dist.entry_points if entry.group.startswith(PREFIX)]

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 class KVCache(Cache):
-    """Keys and values of the positions seen so far."""
+    """Keys and values of the positions so far."""
 
     def extend(self, k: Tensor, v: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Append S positions, and return keys and values (B, T, K, E) of all so far, and the mask (B, 1, S, T).
+        """Append S positions. Returns keys and values (B, T, K, E) of all positions so far, and the mask (B, 1, S, T).
 
         Raises:
             ValueError: the cache is full.
@@ -64,7 +64,7 @@ class GroupedAttention(nn.Module):
         self.core = core
 
     def prepare(self, batch: Batch) -> Batch:
-        """With what the core wants, and the tables of the batch's positions where the encoding says which they are."""
+        """Adds the entries of the core, and the tables of the batch's positions if the encoding has a `key`."""
         return self.core.prepare(with_tables(self.rotary, batch))
 
     def forward(self, x: Tensor, batch: Batch, cache: KVCache | None = None) -> Tensor:
@@ -77,13 +77,13 @@ class GroupedAttention(nn.Module):
         return self.o(mixed.flatten(2))
 
     def _attend_cached(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, cache: KVCache) -> Tensor:
-        """Each row is one document here: `document_ids` play no part."""
+        """Attend with a cache. Each row is one document here, so `document_ids` are ignored."""
         positions = cache.positions(q, batch)
         q, k = self._place(q, k, self.rotary(q.shape[1], positions))
         return torch_attention(q, *cache.extend(k, v, positions))
 
     def _place(self, q: Tensor, k: Tensor, turns: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Normalise, then turn to the positions of the tables."""
+        """Normalise, then rotate to the positions of the tables."""
         cos, sin = turns
         return rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
 
@@ -94,7 +94,7 @@ class GroupedAttention(nn.Module):
         return KVCache(batch_size, length)
 
     def flops(self, seq_len: int) -> float:
-        """6 a weight, and for the causal half of scores and mixing 2 x 2 x 3 / 2 a key and element of the heads."""
+        """Counts 6 a weight, and 2 x 2 x 3 / 2 a key and head element for the causal half of scores and mixing."""
         weights = sum(projection.weight.numel() for projection in (self.q, self.k, self.v, self.o))
         return 6.0 * weights + 6.0 * self.q.out_features * seq_len
 
@@ -107,7 +107,7 @@ class GroupedAttention(nn.Module):
         return {"core": self.k.out_features // self.head_dim}
 
     def backend_choices(self, seq_len: int) -> Sequence[tuple[str, str, str]]:
-        if not isinstance(self.core, AttentionCore):  # a stage has put another in its place
+        if not isinstance(self.core, AttentionCore):  # a stage has replaced it
             return []
         kernel, documents = self.core.choice, self.core.documents
         apart = [("documents", documents.way, documents.reason)] if documents.matters else []

@@ -32,14 +32,14 @@ TORCH_KERNELS: Mapping[Kernel, SDPBackend] = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
 }
 WITHOUT_GROUPS: frozenset[Kernel] = frozenset({"efficient", "cudnn"})
-"""Kernels that want a key/value head for every query head."""
+"""Kernels that need a key/value head for every query head."""
 
 
 FLASH_ON_CUDA = (torch.bfloat16, torch.float16)
 
 
 class Prepared(NamedTuple):
-    """An entry of the batch that is made of its `document_ids`."""
+    """An entry of the batch that is computed from its `document_ids`."""
 
     key: str
     make: Callable[[Tensor], Tensor]
@@ -53,10 +53,10 @@ PREPARED: Mapping[Way, Prepared] = {
 
 
 class AttentionCore(nn.Module):
-    """Causal attention over whole sequences, within documents where the batch has `document_ids`, by the chosen kernel:
-    q (B, S, H, E), k (B, S, K, E), v (B, S, K, V) -> (B, S, H, V).
+    """Causal attention, within documents where the batch has `document_ids`, by the chosen kernel.
 
-    A module of its own, so that a stage which splits the sequence can put another in its place.
+    q (B, S, H, E), k (B, S, K, E), v (B, S, K, V) -> (B, S, H, V). A module of its own, so that a stage that
+    splits the sequence can replace it.
     """
 
     def __init__(self, choice: Choice, documents: DocumentChoice) -> None:
@@ -65,14 +65,14 @@ class AttentionCore(nn.Module):
         self.documents = documents
 
     def prepare(self, batch: Batch) -> Batch:
-        """The batch with what `forward` needs to know of its documents, unless it is there already."""
+        """Returns the batch with the entry that `forward` derives from documents, unless it is there already."""
         want = PREPARED.get(self.documents.way)
         if want is None or "document_ids" not in batch or want.key in batch:
             return batch
         return {**batch, want.key: want.make(batch["document_ids"])}
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
-        """`batch`: as `prepare` returns it; else every call prepares its own."""
+        """`batch` is the result of `prepare`; otherwise every call prepares its own."""
         if "document_ids" not in batch:
             return self._attend(q, k, v, None)
         batch = self.prepare(batch)
@@ -95,7 +95,7 @@ class AttentionCore(nn.Module):
 
 
 def torch_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kernel: Kernel = "torch") -> Tensor:
-    """`scaled_dot_product_attention`, by one of its kernels or (`torch`) the one it prefers.
+    """`scaled_dot_product_attention`, by one of its kernels or (`torch`) the one it chooses.
 
     q (B, S, H, E), k (B, T, K, E), v (B, T, K, V), mask (B, 1, S, T) or None for causal with S = T -> (B, S, H, V).
 

@@ -1,6 +1,6 @@
 """The key-value cache of attention, for generation.
 
-Shapes: B sequences, S positions that come in, T positions so far.
+Shapes: B sequences, S new positions, T positions so far.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 
 class Cache:
-    """Tensors (B, T, …) of the positions seen so far, for up to `length` of them, and where each position stands.
+    """Tensors (B, T, …) of up to `length` positions, and the number of each position in its row.
 
-    Memory is taken with the first positions, in the dtype, on the device and of the shape that they have.
+    Memory is allocated with the first positions, in their dtype and shape and on their device.
     """
 
     def __init__(self, batch_size: int, length: int) -> None:
@@ -29,20 +29,20 @@ class Cache:
 
     @property
     def nbytes(self) -> int:
-        """Memory taken, of which 8 bytes a position tell where it stands."""
+        """Allocated bytes; 8 a position hold its number."""
         return sum(tensor.nbytes for tensor in (*self._stored, self._positions))
 
     def positions(self, x: Tensor, batch: Batch) -> Tensor:
-        """Where the positions that come in stand, (B, S), x being (B, S, …): by default after those so far."""
+        """Returns the numbers (B, S) of new positions, x being (B, S, …): by default those after the ones so far."""
         if "positions" in batch:
             return batch["positions"]
         return torch.arange(self.used, self.used + x.shape[1], device=x.device).expand(len(x), -1)
 
     def append(self, new: Sequence[Tensor], positions: Tensor) -> tuple[list[Tensor], Tensor]:
-        """Append S positions, and return the tensors (B, T, …) of all so far, and the mask (B, 1, S, T).
+        """Append S positions. Returns the tensors (B, T, …) of all positions so far, and the mask (B, 1, S, T).
 
         A position sees every one that is not later, and no padding (negative position); padding sees itself, so that
-        its outputs, which nobody reads, stay finite.
+        its outputs, which are not read, stay finite.
 
         Raises:
             ValueError: the cache is full.

@@ -1,15 +1,15 @@
-"""Attention out of plain batched matrix products, in blocks of queries.
+"""Attention by plain batched matrix products, in blocks of queries.
 
 On a CPU with fast bf16 instructions, torch's flash kernel leaves most of them idle at heads of 32 to 128, while batched
-products use them. Queries go through in blocks, each against the keys up to its own end, so that little of what lies
-above the diagonal is computed. The query heads of a group are rows of one product: keys and values are never repeated.
+products use them. Each block of queries is multiplied with the keys up to the block's end, so that little above the
+diagonal is computed. The query heads of a group are rows of one product: keys and values are never repeated.
 
-Scores are rounded to the inputs' dtype before the softmax, which works in float32 inside. In bf16 that makes the errors
-of results and gradients about those of torch's flash kernel on the CPU where scores have unit variance, and twice those
-at a deviation of 4.
+Scores are rounded to the inputs' dtype before the softmax, which computes in float32. In bf16 that makes the errors of
+results and gradients about those of torch's flash kernel on the CPU where scores have unit variance, and twice those at
+a deviation of 4.
 
-Forward and backward are operators of their own, which `torch.compile` calls as they are: what it would generate in
-their place is slower.
+Forward and backward are custom operators, which `torch.compile` does not trace: the code it would generate for them is
+slower.
 
 Shapes: B sequences, S positions, H query heads in K groups of R, E width of a head, V that of its values. Inside there
 are N = B K products at once; row s R + r of a product is query head r of the group at position s, so a block of
@@ -28,14 +28,17 @@ from torch import Tensor
 BLOCK = 128
 """Positions of a block: of 64 to 512 the fastest at every length measured (128 to 2048)."""
 KEEP_UP_TO = 1024
-"""Longest sequence whose probabilities are kept for the backward pass. Their memory grows with the square of the
-length; beyond this they are computed again, which costs a quarter more time."""
+"""Longest sequence whose probabilities are saved for the backward pass. Their memory grows with the square of the
+length; beyond this they are recomputed, which costs a quarter more time."""
 
 
 def gemm_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
     """Causal attention: q (B, S, H, E), k (B, S, K, E), v (B, S, K, V) -> (B, S, H, V), scores scaled by E^-0.5.
 
     Args:
+        q: queries.
+        k: keys.
+        v: values.
         mask: (B, 1, S, S), true where a position may attend, nowhere above the diagonal; None: to all up to itself.
     """
     keep = torch.is_grad_enabled() and k.shape[1] <= KEEP_UP_TO
@@ -44,7 +47,7 @@ def gemm_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) 
 
 @torch.library.custom_op("forge_transformer::gemm_attention", mutates_args=())
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, keep: bool) -> tuple[Tensor, Tensor]:
-    """The result, and the probabilities of all blocks one after the other, or none if they are not to be kept."""
+    """Returns the result, and the probabilities of all blocks concatenated, empty unless `keep`."""
     kept = q.new_empty(kept_size(q, k) if keep else 0)
     return attend(q, k, v, mask, kept), kept
 
@@ -57,7 +60,7 @@ def _attend_backward(
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kept: Tensor) -> Tensor:
-    """`gemm_attention` without gradients. `kept`: takes the probabilities, `kept_size` of them; empty: not kept."""
+    """`gemm_attention` without gradients. `kept` receives `kept_size` probabilities unless it is empty."""
     blocks, groups = _blocks(q, k), k.shape[2]
     out = q.new_empty(*q.shape[:2], groups, q.shape[2] // groups, v.shape[3])
     q, k, v = (_fold(tensor, groups) for tensor in (q, k, v))
@@ -71,7 +74,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kept: Tensor) -
 def attend_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kept: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v; those of k and v add up over the blocks in float32 or wider."""
+    """Returns gradients of q, k and v; those of k and v accumulate over the blocks in float32 or wider."""
     blocks, groups, scale = _blocks(q, k), k.shape[2], q.shape[3] ** -0.5
     grad_q = torch.empty_like(q, memory_format=torch.contiguous_format).unflatten(2, (groups, -1))
     grad, q, k, v = (_fold(tensor, groups) for tensor in (grad, q, k, v))
@@ -89,13 +92,13 @@ def attend_backward(
 
 
 @_attend.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, keep: bool) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, _mask: Tensor | None, keep: bool) -> tuple[Tensor, Tensor]:
     return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(kept_size(q, k) if keep else 0)
 
 
 @_attend_backward.register_fake
 def _(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kept: Tensor
+    _grad: Tensor, q: Tensor, k: Tensor, v: Tensor, _mask: Tensor | None, _kept: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
@@ -103,7 +106,7 @@ def _(
 def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, Tensor | None, bool], output: tuple[Tensor, Tensor]) -> None:
     ctx.save_for_backward(*inputs[:4], output[1])
     ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)  # else zeros are made for what is kept, as large as that
+    ctx.set_materialize_grads(False)  # else zeros as large as the saved probabilities are allocated for their gradient
 
 
 def _differentiate(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
@@ -124,17 +127,17 @@ class _Block(NamedTuple):
     keys: slice
     """Keys up to the block's end."""
     kept: slice
-    """Where its probabilities are kept."""
+    """Range of its probabilities in `kept`."""
     shape: tuple[int, int, int]
     """Shape of its probabilities: (N, rows, keys)."""
 
     def of(self, kept: Tensor) -> Tensor:
-        """Its probabilities."""
+        """Returns its probabilities."""
         return kept[self.kept].view(self.shape)
 
 
 def _blocks(q: Tensor, k: Tensor) -> Iterator[_Block]:
-    """The blocks of queries q (B, S, H, E) and keys k (B, S, K, E)."""
+    """Yields the blocks of queries q (B, S, H, E) and keys k (B, S, K, E)."""
     batch, length, groups, _ = k.shape
     products, repeats = batch * groups, q.shape[2] // groups
     end = 0
@@ -147,7 +150,7 @@ def _blocks(q: Tensor, k: Tensor) -> Iterator[_Block]:
 
 
 def kept_size(q: Tensor, k: Tensor) -> int:
-    """How many probabilities of q (B, S, H, E) and k (B, S, K, E) there are to keep."""
+    """Returns the number of probabilities of q (B, S, H, E) and k (B, S, K, E) to save."""
     return sum(math.prod(block.shape) for block in _blocks(q, k))
 
 
@@ -166,7 +169,8 @@ def _probabilities(q: Tensor, k: Tensor, block: _Block, mask: Tensor | None, out
 
 
 def _later(width: int, repeats: int, like: Tensor) -> Tensor:
-    """-inf where a key comes after the row's position, else 0: (W R, W). Adding is twice as fast as filling."""
+    """-inf where a key comes after the row's position, else 0: (W R, W)."""
+    # Added to scores, which is twice as fast as `masked_fill_`.
     later = torch.full((width, width), -torch.inf, dtype=like.dtype, device=like.device).triu_(1)
     return later.repeat_interleave(repeats, 0)
 
@@ -182,10 +186,10 @@ def _unfold(x: Tensor, groups: int) -> Tensor:
 
 
 def _by_position(rows: Tensor, like: Tensor) -> Tensor:
-    """Results (B K, W R, E) of a block, to be written to positions of `like` (B, S, K, R, E): (B, W, K, R, E).
+    """Arranges results (B K, W R, E) of a block like positions of `like` (B, S, K, R, E): (B, W, K, R, E).
 
-    A product cannot be written there by itself: with results that are not contiguous, torch takes the products of a
-    batch one by one, which two threads do slower than one.
+    A product cannot write there directly: with results that are not contiguous, torch computes the products of a batch
+    one by one, which is slower on two threads than on one.
     """
     groups, repeats = like.shape[2:4]
     return rows.unflatten(1, (-1, repeats)).unflatten(0, (-1, groups)).transpose(1, 2)

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 class TransformerModel(nn.Module):
     """Embedding, blocks, final norm and head; see `forge_core.contracts.model.Model`.
 
-    `forward(batch)` returns hidden states (B, S, D) in the dtype that the embedding emits. Implements generation and
-    every protocol by which stages and the engine learn about a model.
+    `forward(batch)` returns hidden states (B, S, D) in the dtype of the embedding's output. Implements generation and
+    every protocol by which stages and the engine query a model.
     """
 
     layers: nn.ModuleDict
@@ -81,7 +81,7 @@ class TransformerModel(nn.Module):
     # --- generation ----------------------------------------------------------------------------------------------
 
     def new_cache(self, batch_size: int, length: int) -> dict[str, Any]:
-        """Each layer's own cache, by the layer's name."""
+        """Creates each layer's own cache, by the layer's name."""
         layers: dict[str, Any] = dict(self.layers.items())
         return {name: layer.attention.new_cache(batch_size, length) for name, layer in layers.items()}
 
@@ -91,7 +91,7 @@ class TransformerModel(nn.Module):
             carry = layer(carry, batch, cache[name])
         return self.finish(carry, batch)
 
-    # --- what the engine and the stages ask ----------------------------------------------------------------------
+    # --- queries of the engine and the stages --------------------------------------------------------------------
 
     def flops(self, seq_len: int) -> float:
         heads = 1 + len(self.further_blocks())
@@ -128,7 +128,7 @@ class TransformerModel(nn.Module):
         return ["embedding"], ["norm", "head", *(["embedding", "mtp"] if self.mtp is not None else [])]
 
     def fsdp_units(self) -> Sequence[Sequence[str]]:
-        """A table that is wanted at both ends goes with the head's unit and stays gathered throughout."""
+        """Units of FSDP. A table used at both ends belongs to the head's unit and stays gathered throughout."""
         both = self.tied or self.mtp is not None
         ends = [["embedding", "norm", "head"]] if both else [["embedding"], ["norm", "head"]]
         blocks = [f"layers.{name}" for name in self.layers] + self.further_blocks()
@@ -143,12 +143,13 @@ class TransformerModel(nn.Module):
         return [*inner, *joins, "head"]
 
     def backend_choices(self, seq_len: int) -> Sequence[tuple[str, str, str]]:
-        """Kernels chosen for sequences of this length, as (what, choice, why), each once."""
+        """Returns the kernels for sequences of this length, as (what, choice, why), each once."""
         choices = (parts.backend_choices(part, seq_len) for _, part in self._parts())
         return list(dict.fromkeys(chain.from_iterable(choices)))
 
     def _parts(self) -> Iterator[tuple[str, nn.Module]]:
-        """Each block's parts with their names, in order. By attribute, which a wrapper around the block passes on."""
+        """Yields each block's parts with their names, in order."""
+        # By attribute, which a wrapper around the block forwards, as stages may have wrapped it.
         for number, layer in self.layers.items():
             for name in PARTS:
                 yield f"layers.{number}.{name}", getattr(layer, name)
@@ -157,7 +158,7 @@ class TransformerModel(nn.Module):
                 yield f"mtp.blocks.{depth}.{name}", getattr(block, name)
 
     def _predictions(self) -> Iterator[tuple[int, nn.Module]]:
-        """The modules of multi-token prediction that this pipeline rank has, by number."""
+        """Yields the modules of multi-token prediction on this pipeline rank, by number."""
         if isinstance(self.mtp, Predictions):
             yield from enumerate(self.mtp.blocks)
 
@@ -168,7 +169,7 @@ class TransformerModel(nn.Module):
             self.head.weight = self.embedding.weight
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> TransformerModel:
-        """`to_empty` and the like make a new parameter for each module that holds one: the tie would be lost."""
+        """Restores the tie: `to_empty` and similar create a new parameter for each module that holds one."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._tie()
         return self

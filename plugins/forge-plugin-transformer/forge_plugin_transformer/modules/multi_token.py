@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from forge_kit.modules import Embedding, LinearHead
 
 IDS, LABELS = "input_ids ahead", "labels ahead"
-"""Entries of a batch, (B, S, K): those of the position so many further on, from 1."""
+"""Entries of a batch, (B, S, K): ids and labels k positions later, k from 1 to K."""
 LOSS, WEIGHT, TARGETS = "mtp/loss", "mtp/weight", "mtp/targets"
 
 
 def look_ahead(batch: Batch, depth: int) -> Batch:
-    """The batch with `IDS` and `LABELS`. What would lie in another document, or behind the end, has no label.
+    """Returns the batch with `IDS` and `LABELS`. Positions in another document or beyond the end have no label.
 
-    Its id does not matter: a position with a label only ever sees positions whose id is of its own document.
+    Their ids do not matter: a position with a label sees only positions whose id is of its own document.
     """
     ids, labels = batch["input_ids"], batch["labels"]
     documents = document_starts(batch["document_ids"]).cumsum(1) if "document_ids" in batch else torch.zeros_like(ids)
@@ -43,7 +43,7 @@ def look_ahead(batch: Batch, depth: int) -> Batch:
 
 
 def _from(values: Tensor, distance: int, absent: int) -> Tensor:
-    """(B, S) what stands so many positions further on."""
+    """Returns (B, S): the values `distance` positions later."""
     return F.pad(values[:, distance:], (0, distance), value=absent)
 
 
@@ -51,7 +51,7 @@ class PredictionBlock(Block):
     """One module, without embedding and head: (states (B, S, D), embeddings (B, S, D), batch) -> (B, S, D)."""
 
     PARTS = ("embedding_norm", "hidden_norm", "projection", *PARTS, "norm")
-    """In the order of its forward pass."""
+    """Parts in the order of the forward pass."""
 
     def __init__(
         self, *, embedding_norm: nn.Module, hidden_norm: nn.Module, projection: nn.Module, norm: nn.Module, block: Block
@@ -71,7 +71,7 @@ class PredictionBlock(Block):
 class Objective(nn.Module):
     """The loss of a module: (states (B, S, D), head, batch, number) -> `LossOutput`.
 
-    A module of its own, for stages by which the head works on other positions than the blocks.
+    A module of its own, for stages after which the head computes on other positions than the blocks.
     """
 
     def __init__(self, loss: LossFunction) -> None:
@@ -89,7 +89,7 @@ class Predictions(nn.Module):
     of the global batch (equations 24 and 25), so it depends on neither micro-batches nor ranks.
 
     Args:
-        weights: completed steps -> weight of the next.
+        weights: function from completed steps to the weight of the next.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Predictions(nn.Module):
         auxiliary.summarise(TARGETS, mean_losses)
 
     def begin_step(self, completed: int) -> None:
-        """Take the weight that follows so many completed steps."""
+        """Set the weight of the step that follows `completed` steps."""
         self.weight = self._weights(completed)
 
     @property
@@ -116,11 +116,11 @@ class Predictions(nn.Module):
         return self._auxiliary.active
 
     def look_ahead(self, batch: Batch) -> Batch:
-        """The batch with what a training step needs."""
+        """Returns the batch with the entries that a training step needs."""
         return look_ahead(batch, len(self.blocks)) if self.active and LABELS not in batch else batch
 
     def forward(self, hidden: Tensor, embedding: Embedding, head: LinearHead, batch: Batch) -> Tensor:
-        """The model's states (B, S, D), with the objective attached."""
+        """Returns the model's states (B, S, D), with the objective attached to their graph."""
         hidden, *embedded = _Joined.apply(hidden, *(embedding(ids) for ids in batch[IDS].unbind(-1)))
         state, losses = hidden, []
         for number, block in enumerate(self.blocks):
@@ -141,9 +141,9 @@ class Predictions(nn.Module):
 class _Joined(torch.autograd.Function):
     """The same tensors, as outputs of one operation.
 
-    Pipelines that compute gradients of weights apart (torch.distributed.pipelining) start from where the weights meet
-    what depends on the stage's input. For the embedding these would be several places, of which one lies behind the
-    others, and going from each would go through the blocks between them twice.
+    Pipelines with a split backward pass (torch.distributed.pipelining) start from the operations where the weights meet
+    tensors that depend on the stage's input. For the embedding these would be several operations, one behind another,
+    and starting from each would run the backward pass of the blocks between them twice.
     """
 
     @staticmethod
@@ -156,5 +156,5 @@ class _Joined(torch.autograd.Function):
 
 
 def mean_losses(rows: Mapping[int, Tensor]) -> Mapping[str, Tensor]:
-    """Metrics: of each module, the mean over its targets, from their sum and number."""
+    """Metrics: the mean loss of each module over its targets, from sum and number."""
     return {f"{LOSS}_{distance}": total / count.clamp(min=1) for distance, (total, count) in rows.items()}

@@ -1,4 +1,4 @@
-"""Values narrower than keys, for kernels that take one width only.
+"""Values narrower than keys, for kernels that need one width for both.
 
 Shapes: B sequences, T positions, K key/value heads, E width of keys, V width of values.
 """
@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from forge_plugin_transformer.attention_backends import Kernel
 
 NARROW: frozenset[Kernel] = frozenset({"math", "efficient", "gemm"})
-"""Kernels that take values of another width than keys. `torch` is not among them: it would pass by the flash kernel."""
+"""Kernels that accept values of another width than keys. Not `torch`, which then avoids the flash kernel."""
 
 
 def narrowed(mixed: Tensor, width: int) -> Tensor:
@@ -20,7 +20,8 @@ def narrowed(mixed: Tensor, width: int) -> Tensor:
 
 
 def padded(v: Tensor, k: Tensor, kernel: Kernel) -> Tensor:
-    """Values (B, T, K, V), with zeros up to the width of the keys (B, T, K, E) where the kernel needs it;
+    """Pads values (B, T, K, V) with zeros to the width of the keys (B, T, K, E) if the kernel needs it.
+
     `narrowed` undoes it in the result.
 
     Raises:

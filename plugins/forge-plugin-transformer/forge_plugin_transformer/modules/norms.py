@@ -60,9 +60,9 @@ class CentredNorm(nn.Module):
 
 
 class _CPUNorm(torch.autograd.Function):
-    """RMS norm that keeps only x and one number a row for the backward pass.
+    """RMS norm that saves only x and one number a row for the backward pass.
 
-    torch has no fused kernel for it on the CPU; its own chain of operations keeps float32 copies and takes three times
+    torch has no fused kernel for it on the CPU; its own chain of operations saves float32 copies and takes three times
     as long.
     """
 

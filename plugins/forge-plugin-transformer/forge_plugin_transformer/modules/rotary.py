@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair (x[i], x[i + E/2]) by its angle: (B, S, heads, E) -> the same, in the dtype of x.
+    """Rotate each pair (x[i], x[i + E/2]) by its angle: (B, S, heads, E) -> the same, in the dtype of x.
 
     Computed in the tables' precision and rounded once. `sin` is negative in its first half, see `Rotary`.
     """
@@ -25,7 +25,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def with_tables(rotary: nn.Module, batch: Batch) -> Batch:
-    """The batch with the tables of its `positions`, for all layers, where the encoding's `key` says which they are."""
+    """Returns the batch with tables of its `positions`, shared by all layers, if the encoding has a `key` for them."""
     key = getattr(rotary, "key", None)
     if key is None or "positions" not in batch or key in batch:
         return batch
@@ -33,7 +33,7 @@ def with_tables(rotary: nn.Module, batch: Batch) -> Batch:
 
 
 def tables(rotary: nn.Module, length: int, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of the batch's positions (by default 0, 1, …), from `with_tables` or made here."""
+    """Returns cosine and sine of the batch's positions (by default 0, 1, …), from `with_tables` or computed here."""
     key = getattr(rotary, "key", None)
     if key in batch:
         cos, sin = batch[key]
@@ -42,7 +42,7 @@ def tables(rotary: nn.Module, length: int, batch: Batch) -> tuple[Tensor, Tensor
 
 
 class Rotary(nn.Module):
-    """Gives the tables that `rotate` applies.
+    """Computes the tables that `rotate` applies.
 
     Angles are computed in float64, so that far positions keep their precision; the tables are float32, or float64 where
     the model computes in it. All layers share the memory of the table of positions 0 to `length` - 1.
@@ -52,11 +52,12 @@ class Rotary(nn.Module):
     sin: Tensor
 
     def __init__(self, frequencies: Sequence[float], *, amplitude: float, length: int, dtype: torch.dtype) -> None:
-        """
+        """Set up the tables.
+
         Args:
             frequencies: radians a position for each of the E / 2 pairs.
             amplitude: factor on both tables.
-            length: positions for which the table is kept ready; a longer one is made when it is asked for.
+            length: positions of the cached table; a longer one is computed when needed.
             dtype: the model's compute dtype.
         """
         super().__init__()
@@ -76,7 +77,7 @@ class Rotary(nn.Module):
         self.cos, self.sin = _shared_tables(self.frequencies, self.amplitude, len(self.cos), self.dtype, device)
 
     def forward(self, length: int, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """(cos, sin) of positions 0 to `length` - 1, each (length, 1, E), or of `positions` (B, S): (B, S, 1, E)."""
+        """Returns (cos, sin) of positions 0 to `length` - 1, (length, 1, E), or of `positions` (B, S): (B, S, 1, E)."""
         if positions is not None:
             return _tables(positions, self.frequencies, self.amplitude, self.dtype)
         if length > len(self.cos):
@@ -90,7 +91,7 @@ class Rotary(nn.Module):
 def _shared_tables(
     frequencies: tuple[float, ...], amplitude: float, length: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Made once for all that ask alike. Fake tensors, of which a plan is made, are shared within their mode only."""
+    """Returns tables shared by all equal calls; fake tensors (a planned step) are shared within their mode only."""
     mode = getattr(torch.empty(0), "fake_mode", None)
     return _tables_of_range(frequencies, amplitude, length, dtype, device, mode)
 
@@ -102,7 +103,7 @@ def _tables_of_range(
     length: int,
     dtype: torch.dtype,
     device: torch.device,
-    mode: object,
+    _mode: object,  # a part of the key of the cache
 ) -> tuple[Tensor, Tensor]:
     return _tables(torch.arange(length, device=device), frequencies, amplitude, dtype)
 
@@ -110,17 +111,17 @@ def _tables_of_range(
 def _tables(
     positions: Tensor, frequencies: Sequence[float], amplitude: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Tables of any positions (…): (…, 1, E), where dimension 1 from the end stands for the heads."""
+    """Returns tables of positions (…): (…, 1, E); the dimension of size 1 is for the heads."""
     angles = positions[..., None, None].to(torch.float64) * _angle_rates(tuple(frequencies), positions.device)
     cos, sin = angles.cos() * amplitude, angles.sin() * amplitude
     return torch.cat([cos, cos], -1).to(dtype), torch.cat([-sin, sin], -1).to(dtype)
 
 
 def _angle_rates(frequencies: tuple[float, ...], device: torch.device) -> Tensor:
-    """(E / 2,) float64. Kept, since the host waits whenever it sends numbers to a GPU."""
+    """Returns (E / 2,) float64; cached, since the host waits when it sends numbers to a GPU."""
     return _sent(frequencies, device, getattr(torch.empty(0), "fake_mode", None))
 
 
 @lru_cache(maxsize=4)
-def _sent(frequencies: tuple[float, ...], device: torch.device, mode: object) -> Tensor:
+def _sent(frequencies: tuple[float, ...], device: torch.device, _mode: object) -> Tensor:
     return torch.tensor(frequencies, dtype=torch.float64, device=device)

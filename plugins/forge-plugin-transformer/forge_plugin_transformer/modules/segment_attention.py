@@ -1,10 +1,10 @@
-"""Attention within documents on the CPU, segment by segment, so that nothing between two documents is computed.
+"""Attention within documents on the CPU, segment by segment, so that no pair across documents is computed.
 
-A segment is a whole document, or several short ones beside each other: these go through together under a small mask,
-since each call costs about as much as the attention of a hundred positions.
+A segment is a whole document, or several short neighbours, which share one call with a small mask, since each call
+costs about as much as the attention of a hundred positions.
 
-Forward and backward are operators of their own. Where documents end differs from batch to batch, so the loop over
-segments must stay out of what `torch.compile` traces.
+Forward and backward are custom operators: document boundaries differ from batch to batch, so `torch.compile` must not
+trace the loop over segments.
 
 Shapes: B sequences, S positions, H query heads, K key/value heads, E width of a head, V that of its values,
 W positions of a segment.
@@ -24,7 +24,7 @@ from forge_plugin_transformer.modules.documents import document_starts, mask_of
 from forge_plugin_transformer.modules.narrow_values import narrowed, padded
 
 TOGETHER = 128
-"""Neighbouring documents that are at most so long in all make one segment: of 64, 128 and 256 about the fastest for
+"""Neighbouring documents of at most this total length make one segment: of 64, 128 and 256 about the fastest for
 documents of 8 to 64."""
 
 
@@ -34,27 +34,30 @@ def segment_attention(
     """Causal attention within each document: q (B, S, H, E), k (B, S, K, E), v (B, S, K, V) -> (B, S, H, V).
 
     Args:
+        q: queries.
+        k: keys.
+        v: values.
         document_ids: (B, S), equal where neighbours are of one document.
-        kernel: of the segments.
+        kernel: kernel of the segments.
     """
     width, v = v.shape[-1], padded(v, k, kernel)
     return narrowed(_attend(q, k, v, document_ids, kernel, torch.is_grad_enabled())[0], width)
 
 
 class Segment(NamedTuple):
-    """Some positions of all rows put one after the other."""
+    """A range of positions in the concatenation of all rows."""
 
     positions: slice
     mask: Tensor | None
-    """(1, 1, W, W) bool: which position may attend to which; None: one document, so each to all before it."""
+    """(1, 1, W, W) bool, true where a position may attend; None: one document, so each attends to all before it."""
 
     def of(self, x: Tensor) -> Tensor:
-        """Its part of x (B, S, heads, E), contiguous: (1, W, heads, E), a view."""
+        """Returns its part of x (B, S, heads, E), contiguous: (1, W, heads, E), a view."""
         return x.flatten(0, 1)[None, self.positions]
 
 
 def segments(document_ids: Tensor) -> Iterator[Segment]:
-    """The segments that cover all rows, in order."""
+    """Yields the segments that cover all rows, in order."""
     starts = document_starts(document_ids).flatten()
     numbers = starts.cumsum(0)
     for start, stop, documents in _grouped([*starts.nonzero().flatten().tolist(), len(starts)]):
@@ -63,7 +66,7 @@ def segments(document_ids: Tensor) -> Iterator[Segment]:
 
 
 def _grouped(bounds: list[int]) -> Iterator[tuple[int, int, int]]:
-    """Documents between bounds, short neighbours put together: (start, stop, number of documents)."""
+    """Yields (start, stop, number of documents) between bounds, with short neighbours joined."""
     start = stop = documents = 0
     for begin, end in pairwise(bounds):
         if documents and end - start > TOGETHER:
@@ -77,22 +80,22 @@ class SegmentKernel(Protocol):
     """Attention of one segment: q (1, W, H, E), k (1, W, K, E), v (1, W, K, V) -> (1, W, H, V)."""
 
     def kept_size(self, q: Tensor, k: Tensor) -> int:
-        """Numbers to keep for the backward pass."""
+        """Returns the number of elements to save for the backward pass."""
 
     def kept(self, q: Tensor) -> Tensor:
-        """Room for what is kept of all segments of q (B, S, H, E)."""
+        """Allocates the saved elements of all segments of q (B, S, H, E)."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kept: Tensor) -> Tensor:
-        """Writes what is to be kept into `kept`, unless that is empty."""
+        """Computes a segment, and writes its saved elements into `kept`, unless that is empty."""
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, mask: Tensor | None, kept: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of q, k and v."""
+        """Returns gradients of q, k and v."""
 
 
 class Flash:
-    """torch's flash kernel; keeps the logarithm of each softmax's normaliser."""
+    """torch's flash kernel; saves the logarithm of each softmax's normaliser."""
 
     def kept_size(self, q: Tensor, k: Tensor) -> int:
         return q.shape[1] * q.shape[2]
@@ -128,14 +131,14 @@ def _additive(mask: Tensor | None, like: Tensor) -> Tensor | None:
 
 
 class Gemm:
-    """Blocks of plain matrix products; keeps the probabilities of segments that are not too long."""
+    """Blocks of plain matrix products; saves the probabilities of segments that are not too long."""
 
     def kept_size(self, q: Tensor, k: Tensor) -> int:
         return gemm_attention.kept_size(q, k) if q.shape[1] <= gemm_attention.KEEP_UP_TO else 0
 
     def kept(self, q: Tensor) -> Tensor:
-        """As much as any division into segments needs; the system supplies memory only for pages that are written."""
-        longest = min(max(q.shape[1], TOGETHER), gemm_attention.KEEP_UP_TO)  # short rows go together too
+        """Allocates enough for any division into segments; only pages that are written take memory."""
+        longest = min(max(q.shape[1], TOGETHER), gemm_attention.KEEP_UP_TO)  # short rows are joined too
         return q.new_empty(q.shape[:3].numel() * longest)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kept: Tensor) -> Tensor:
@@ -152,7 +155,7 @@ KERNELS: Mapping[str, SegmentKernel] = {"flash": Flash(), "gemm": Gemm()}
 
 @torch.library.custom_op("forge_transformer::segment_attention", mutates_args=())
 def _attend(q: Tensor, k: Tensor, v: Tensor, document_ids: Tensor, kernel: str, keep: bool) -> tuple[Tensor, Tensor]:
-    """The result, and what is kept of all segments one after the other; nothing if not `keep`."""
+    """Returns the result, and the saved elements of all segments concatenated; none unless `keep`."""
     way, end = KERNELS[kernel], 0
     out, kept = q.new_empty(*q.shape[:3], v.shape[3]), way.kept(q) if keep else q.new_empty(0)
     q, k, v = (tensor.contiguous() for tensor in (q, k, v))
@@ -180,13 +183,13 @@ def _attend_backward(
 
 
 @_attend.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, document_ids: Tensor, kernel: str, keep: bool) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, _k: Tensor, v: Tensor, _document_ids: Tensor, kernel: str, keep: bool) -> tuple[Tensor, Tensor]:
     return q.new_empty(*q.shape[:3], v.shape[3]), KERNELS[kernel].kept(q) if keep else q.new_empty(0)
 
 
 @_attend_backward.register_fake
 def _(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, document_ids: Tensor, kernel: str, kept: Tensor
+    _grad: Tensor, q: Tensor, k: Tensor, v: Tensor, _out: Tensor, _document_ids: Tensor, _kernel: str, _kept: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
@@ -196,7 +199,7 @@ def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, Tensor, str, bool], ou
     out, kept = output
     ctx.save_for_backward(q, k, v, out, document_ids, kept)
     ctx.mark_non_differentiable(kept)
-    ctx.set_materialize_grads(False)  # else zeros are made for what is kept, as large as that
+    ctx.set_materialize_grads(False)  # else zeros as large as the saved elements are allocated for their gradient
 
 
 def _differentiate(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:

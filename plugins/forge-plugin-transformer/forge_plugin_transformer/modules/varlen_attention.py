@@ -1,4 +1,4 @@
-"""Attention within documents by torch's `varlen_attn` (CUDA, half precision), which takes their bounds, not a mask.
+"""Attention within documents by torch's `varlen_attn` (CUDA, half precision), with bounds instead of a mask.
 
 Shapes: B sequences, S positions, H query heads, K key/value heads, E width of a head, V that of its values.
 """
@@ -13,18 +13,21 @@ from torch.nn.attention.varlen import varlen_attn
 from forge_plugin_transformer.modules.narrow_values import narrowed, padded
 
 CAUSAL = (-1, 0)
-"""As the window of a position: everything before it, nothing after."""
+"""Window of a position: everything before it, nothing after."""
 
 
 def varlen_attention(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor) -> Tensor:
     """Causal attention within each document: q (B, S, H, E), k (B, S, K, E), v (B, S, K, V) -> (B, S, H, V).
 
     Args:
+        q: queries.
+        k: keys.
+        v: values.
         bounds: see `forge_plugin_transformer.modules.documents.document_bounds`.
     """
     width, v = v.shape[-1], padded(v, k, "flash")
     length, repeats = q.shape[1], q.shape[2] // k.shape[2]
-    if repeats > 1:  # torch 2.11 knows no groups here
+    if repeats > 1:  # torch 2.11 does not support grouped heads here
         k, v = (tensor.repeat_interleave(repeats, 2) for tensor in (k, v))
     shape, (q, k, v) = q.shape, (tensor.flatten(0, 1) for tensor in (q, k, v))
     mixed = varlen_attn(q, k, v, bounds, bounds, length, length, window_size=CAUSAL)

@@ -43,7 +43,8 @@ class Suite:
 
     def make(self, folder: Path) -> Any:
         """Return the component. Override it if the component needs files, which belong into `folder`, or if each run
-        needs an object of its own, as hooks with state do."""
+        needs an object of its own, as hooks with state do.
+        """
         name = type(self).__name__
         assert hasattr(self, "component"), f"{name} says not what it tests: set `component`, or override `make(folder)`"
         return self.component

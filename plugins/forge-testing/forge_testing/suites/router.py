@@ -73,7 +73,8 @@ class RouterSuite(Suite):
 
     def test_it_says_the_same_again(self, tmp_path: Path) -> None:
         """In training mode once the default generator is where it was; in evaluation mode, which is without noise,
-        whatever the generator."""
+        whatever the generator.
+        """
         router, tokens = self._ready(tmp_path), self._tokens()
         for training in (False, True):
             torch.manual_seed(0)
@@ -87,7 +88,8 @@ class RouterSuite(Suite):
 
     def test_a_sequence_is_routed_by_itself(self, tmp_path: Path) -> None:
         """Whatever other sequences are in the micro-batch, and in which row it is: layouts and micro-batches decide
-        that. In training mode too, if nothing is drawn there."""
+        that. In training mode too, if nothing is drawn there.
+        """
         router, (x, batch) = self._ready(tmp_path), self._tokens()
         for training in (False, True):
             router.train(training)

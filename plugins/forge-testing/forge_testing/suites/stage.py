@@ -65,7 +65,8 @@ class StageSuite(Suite):
 
     def test_it_keeps_the_names_of_parameters(self, tmp_path: Path) -> None:
         """By these, optimizers, checkpoints and initial values know them. Ranks that share a model's layers out have
-        all of them together."""
+        all of them together.
+        """
         ranks = [names for names, _ in self._found(tmp_path)]
         whole = set(ranks[0].before)
         for rank, names in enumerate(ranks):
