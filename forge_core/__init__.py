@@ -48,26 +48,18 @@ if TYPE_CHECKING:
 
     __version__: str
 
-_COMPONENTS = "forge_core.contracts.components"
 _HOMES = {
-    "Catalog": "forge_core.plugins.catalog",
-    "CheckpointError": "forge_core.contracts.errors",
-    "ForgeDeprecation": "forge_core.contracts.deprecation",
-    "ForgeError": "forge_core.contracts.errors",
-    "Job": "forge_core.job",
-    "JobError": "forge_core.contracts.errors",
-    "PluginError": "forge_core.contracts.errors",
-    "Problem": "forge_core.contracts.errors",
-    "Trainer": "forge_core.engine.trainer",
-    "deprecated": "forge_core.contracts.deprecation",
-    "deprecated_key": "forge_core.contracts.deprecation",
-    "dump_job": "forge_core.config.dump",
-    "hookimpl": "forge_core.contracts.hookspecs",
-    "hookspec": "forge_core.contracts.hookspecs",
-    "load_job": "forge_core.config.load",
-    "report_progress": "forge_core.launch.progress_beacon",
+    "config.dump": ["dump_job"],
+    "config.load": ["load_job"],
+    "contracts.deprecation": ["ForgeDeprecation", "deprecated", "deprecated_key"],
+    "contracts.errors": ["CheckpointError", "ForgeError", "JobError", "PluginError", "Problem"],
+    "contracts.hookspecs": ["hookimpl", "hookspec"],
+    "engine.trainer": ["Trainer"],
+    "job": ["Job"],
+    "launch.progress_beacon": ["report_progress"],
+    "plugins.catalog": ["Catalog"],
 }
-"""Where each public name is defined; those that are not listed, in `forge_core.contracts.components`."""
+"""Public names by the module that defines them; all others are of `contracts.components`."""
 
 __all__ = [
     "Catalog",
@@ -118,7 +110,9 @@ def __getattr__(name: str) -> Any:
         from forge_core.plugins.catalog import core_version
 
         return core_version()
-    return getattr(import_module(_HOMES.get(name, _COMPONENTS)), name)
+    # One module and not all: `Trainer` imports torch, which takes seconds, and a component's file needs only its base.
+    home = next((module for module, names in _HOMES.items() if name in names), "contracts.components")
+    return getattr(import_module(f"{__name__}.{home}"), name)
 
 
 def __dir__() -> list[str]:

@@ -36,39 +36,34 @@ TESTING = "forge_core.testing"
 """A package that became `forge_testing`, with all that is below it."""
 
 
-class MovedModules(MetaPathFinder):
-    """Finds modules under the paths that they had, after every other finder has failed."""
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        homes = _homes(fullname)
-        return ModuleSpec(fullname, _Forward(homes), is_package=fullname == TESTING) if homes else None
-
-
 def _homes(name: str) -> Sequence[str]:
     if name == TESTING or name.startswith(f"{TESTING}."):
         return [name.replace(TESTING, "forge_testing", 1)]
     return MODULES.get(name, ())
 
 
-class _Forward(Loader):
-    """Makes a module that takes each name from where it is now, with the warning."""
+class MovedModules(MetaPathFinder, Loader):
+    """Finds modules under the paths that they had; they take each name from its new path, with the warning."""
 
-    def __init__(self, homes: Sequence[str]) -> None:
-        self._homes = homes
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        return ModuleSpec(fullname, self, is_package=fullname == TESTING) if _homes(fullname) else None
 
     def exec_module(self, module: ModuleType) -> None:
-        for home in self._homes:
+        # Imported at once, although names are looked up late: `import forge_core.modules` without forge-kit must fail
+        # as an import, with the line that installs it.
+        homes = _homes(module.__name__)
+        for home in homes:
             try:
                 import_module(home)
             except ModuleNotFoundError as error:
-                if error.name != home.partition(".")[0]:
+                if error.name != home.partition(".")[0]:  # something that the new module itself imports is missing
                     raise
                 distribution = str(error.name).replace("_", "-")
                 hint = f"{module.__name__} is now {home}: pip install {distribution}"
                 raise ModuleNotFoundError(hint, name=error.name) from error
-        vars(module)["__getattr__"] = forwarding(module.__name__, self._homes)
+        vars(module)["__getattr__"] = forwarding(module.__name__, homes)
 
 
 def forwarding(old: str, homes: Sequence[str]) -> Callable[[str], Any]:
@@ -82,6 +77,7 @@ def forwarding(old: str, homes: Sequence[str]) -> Callable[[str], Any]:
     def find(name: str) -> Any:
         from forge_core.contracts.deprecation import deprecated  # late: importing forge_core must not import attrs
 
+        # Tools ask every module for names such as `__path__`; these must not import or warn.
         for home in homes if not name.startswith("__") else ():
             module = sys.modules.get(home) or import_module(home)
             if hasattr(module, name):
@@ -95,5 +91,6 @@ def forwarding(old: str, homes: Sequence[str]) -> Callable[[str], Any]:
 
 def install() -> None:
     """Let `import` find moved modules; once."""
+    # Last: a module that exists under an old path, or that a test puts there, is found before this is asked.
     if not any(isinstance(finder, MovedModules) for finder in sys.meta_path):
         sys.meta_path.append(MovedModules())

@@ -76,7 +76,7 @@ def storage_of(folder: Path) -> Storage:
     job = parse_job((folder / JOB).read_text(), str(folder / JOB), catalog)
     context = RunContext(
         job=job,
-        plugins=Plugins.activate(job, catalog),
+        plugins=Plugins(job.plugins, catalog),
         layout=Layout(),
         mesh=None,
         device=device,

@@ -22,19 +22,19 @@ def parse_job_arguments(
     Every argument that starts with `--` and is no option of the parser is an override.
 
     Args:
-        files: what the job files are, for the help.
+        parser: has the command's own options; files and overrides are added.
+        argv: the arguments after the command.
+        files: description of the job files, for the help.
 
     Returns:
         The options, the job files, and the overrides, in order.
     """
-    parser.allow_abbrev = False
+    parser.allow_abbrev = False  # `--res=never` is no `--resume`: it may be a key of a plugin
     parser.add_argument("files", nargs="+", metavar="JOB.toml", help=files)
     parser.add_argument_group("overrides", "--section.key=value …: a key of the job, its value written as in TOML")
     options = {option for action in parser._actions for option in action.option_strings}
-    overrides: list[str] = []
-    rest: list[str] = []
-    for argument in argv:
-        is_override = argument.startswith("--") and argument.partition("=")[0] not in options
-        (overrides if is_override else rest).append(argument)
+    # Separated first: argparse does not know the keys of a job, and would take the file after one for its value.
+    overrides = [each for each in argv if each.startswith("--") and each.partition("=")[0] not in options]
+    rest = [each for each in argv if each not in overrides]
     parsed = parser.parse_args(rest)
     return parsed, parsed.files, overrides

@@ -37,7 +37,7 @@ def command(argv: list[str]) -> int:
 
 @frozen
 class Target:
-    """Target of a path: a table of a known class, one key, or a kind whose type is still open (perhaps of a key)."""
+    """Target of a path: a table of a known class, one key, or a kind whose type is still open."""
 
     path: str
     table: type | None = None
@@ -51,7 +51,7 @@ def explain(path: str, catalog: Catalog) -> str:
     Raises:
         JobError: there is nothing of that name.
     """
-    target = find(path, catalog)
+    target = _find(path, catalog)
     if target.table is not None:
         return _explain_table(target, target.table, catalog)
     key = "\n".join(_key_lines(target.key, catalog)) if target.key is not None else ""
@@ -59,15 +59,8 @@ def explain(path: str, catalog: Catalog) -> str:
     return "\n\n".join(filter(None, [key, kind]))
 
 
-# --- finding -----------------------------------------------------------------------------------------------------
-
-
-def find(path: str, catalog: Catalog) -> Target:
-    """Follow a path through sections, types and keys: `model.transformer.attention.gqa`.
-
-    Raises:
-        JobError: it leads nowhere; names what there is at that point.
-    """
+def _find(path: str, catalog: Catalog) -> Target:
+    """Follow a path through sections, types and keys: `model.transformer.attention.gqa`."""
     target = Target("", Job)
     rest = [part for part in path.split(".") if part]
     while rest:
@@ -82,17 +75,19 @@ def _step(target: Target, rest: list[str], catalog: Catalog) -> tuple[int, Targe
     Returns:
         The number of parts taken from `rest`, and the target they lead to.
     """
+    prefix = f"{target.path}." if target.path else ""
     if target.kind is not None:
         type_ = ".".join(rest) if any(":" in part for part in rest) else rest[0]  # a file or dotted path has dots
-        taken = len(rest) if ":" in type_ else 1
-        if key := _key_of_any_type(target, type_, catalog):
-            return 1, _target_of(_join(target.path, type_), key)
-        return taken, Target(_join(target.path, type_), catalog.load(target.kind.kind, type_, target.kind))
+        if key := _key_of_any_type(target.kind, type_, catalog):
+            return 1, _target_of(prefix + type_, key)
+        cls = catalog.load(target.kind.kind, type_, target.kind)
+        return len(rest) if ":" in type_ else 1, Target(prefix + type_, cls)
     keys = {key.name: key for key in keys_of(target.table)} if target.table is not None else {}
-    path = _join(target.path, rest[0])
+    path = prefix + rest[0]
     if rest[0] in keys:
         return 1, _target_of(path, keys[rest[0]])
-    kinds = [kind for kind in catalog.kinds() if kind != Command.kind]  # which stands in no job
+    # Kinds that no table of the job is called by, such as `router`; commands stand in no job.
+    kinds = [kind for kind in catalog.kinds() if kind != Command.kind]
     if target.table is Job and rest[0] in kinds:
         return 1, Target(rest[0], kind=catalog.kind_base(rest[0]))
     known = [*keys, *(kinds if target.table is Job else [])]
@@ -100,13 +95,12 @@ def _step(target: Target, rest: list[str], catalog: Catalog) -> tuple[int, Targe
     raise JobError(f"forge-run explain: nothing is called {path!r}{hint}")
 
 
-def _key_of_any_type(target: Target, name: str, catalog: Catalog) -> Key | None:
+def _key_of_any_type(base: type[Component], name: str, catalog: Catalog) -> Key | None:
     """A key that takes a component, found without the type of the table that has it: `model.ffn`."""
-    assert target.kind is not None
-    types = catalog.types(target.kind.kind)
+    types = catalog.types(base.kind)
     for type_ in types if name not in types and name.isidentifier() else ():
-        with suppress(PluginError):
-            for key in keys_of(catalog.load(target.kind.kind, type_, target.kind)):
+        with suppress(PluginError):  # a type that cannot be loaded does not hide those that can
+            for key in keys_of(catalog.load(base.kind, type_, base)):
                 if key.name == name and component_in(key.type):
                     return key
     return None
@@ -114,17 +108,9 @@ def _key_of_any_type(target: Target, name: str, catalog: Catalog) -> Key | None:
 
 def _target_of(path: str, key: Key) -> Target:
     base = component_in(key.type)
-    if base is not None:
-        return Target(path, kind=base, key=key if len(members(key.type)) > 1 else None)
-    section = section_in(key.type)
-    return Target(path, table=section, key=key) if section is not None else Target(path, key=key)
-
-
-def _join(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
-
-
-# --- text --------------------------------------------------------------------------------------------------------
+    if base is None:
+        return Target(path, table=section_in(key.type), key=key)
+    return Target(path, kind=base, key=key if len(members(key.type)) > 1 else None)  # a value or a component
 
 
 def _explain_table(target: Target, cls: type, catalog: Catalog) -> str:
@@ -137,8 +123,7 @@ def _explain_table(target: Target, cls: type, catalog: Catalog) -> str:
 def _key_lines(key: Key, catalog: Catalog) -> Iterator[str]:
     yield f"{key.name}: {type_name(key.type)}{_conditions(key)}"
     section = section_in(key.type)
-    doc = key.doc or (one_paragraph(class_doc(section)) if section else "")
-    if doc:
+    if doc := key.doc or (one_paragraph(class_doc(section)) if section else ""):
         yield wrapped(" ".join(doc.split()), "    ")
     base = component_in(key.type)
     if base is not None:

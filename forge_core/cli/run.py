@@ -43,6 +43,7 @@ def command(argv: list[str]) -> int:
         "this process as one of several)",
     )
     options, paths, overrides = parse_job_arguments(parser, argv)
+    # Imports below stand where they are needed: --help answers at once, and no error of a job waits for torch.
     from forge_core.launch.world import join_world
 
     world = join_world()
@@ -64,6 +65,7 @@ def _train(
     log: RankLog | None = None,
 ) -> int:
     """Train in this process, alone or as a rank of `world`."""
+    # Every rank reads the job itself: it is a small file, and all then fail in the same way if it is wrong.
     from forge_core.config import load_job
 
     job = load_job(*paths, overrides=overrides, world_size=world.size if world else 1)
@@ -78,12 +80,12 @@ def _train(
     ).run()
     if world is None or world.rank == 0:
         print(describe_summary(summary), flush=True)
-    leave_group()
+    leave_group()  # last: what was printed is out even if another rank is gone and this one waits for it
     return int(summary.exit_code)
 
 
 def _supervise(ranks: int, world: World, argv: list[str], paths: Sequence[str], overrides: Sequence[str]) -> int:
-    """Start the ranks, once it is certain that the job is right."""
+    """Start the ranks, once the job is known to be right: each of them would report the same error."""
     from forge_core.config import load_job
     from forge_core.launch.rank_log import LOGS
     from forge_core.launch.supervisor import Supervisor
@@ -91,12 +93,11 @@ def _supervise(ranks: int, world: World, argv: list[str], paths: Sequence[str], 
     if ranks < 1:
         raise JobError(f"--nproc is {ranks}; it must be at least 1")
     if not world.alone:
-        seen = f"this process is one of {world.size} ranks already"
-        raise JobError(f"--nproc starts ranks, and {seen}; leave it out, or start one process only")
+        already = f"this process is one of {world.size} ranks already"
+        raise JobError(f"--nproc starts ranks, and {already}; leave it out, or start one process only")
     job = load_job(*paths, overrides=overrides, world_size=ranks)
     logs = Path(job.job.output) / job.job.name / LOGS
-    supervisor = Supervisor(rank_command(argv), ranks, logs, job.launch.grace_s)
-    ended = supervisor.run()
+    ended = Supervisor(rank_command(argv), ranks, logs, job.launch.grace_s).run()
     if ended.message:
         print(ended.message, file=sys.stderr, flush=True)
     return ended.code
@@ -111,13 +112,13 @@ def rank_command(argv: Sequence[str]) -> list[str]:
 
 
 def _warn_of_idle_tasks() -> None:
-    """A batch script that forgot srun trains on one of its tasks and pays for all."""
+    """Warn of a batch script without srun: it trains on one of its tasks and pays for all."""
     from forge_core.launch.slurm import tasks_of_shell
 
     tasks = tasks_of_shell(os.environ)
     if tasks > 1:
-        seen = f"SLURM has allotted {tasks} tasks, and this is the shell of the job, which is one process"
-        warnings.warn(f"{seen}; `srun forge-run …` makes each task a rank", stacklevel=2)
+        allotted = f"SLURM has allotted {tasks} tasks, and this is the shell of the job, which is one process"
+        warnings.warn(f"{allotted}; `srun forge-run …` makes each task a rank", stacklevel=2)
 
 
 def describe_summary(summary: Summary) -> str:

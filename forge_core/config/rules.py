@@ -133,7 +133,7 @@ def _plugin_problems(job: Job, layout: Layout, catalog: Catalog) -> list[Problem
     if not job.plugins:
         return []
     try:
-        plugins = Plugins.activate(job, catalog)
+        plugins = Plugins(job.plugins, catalog)
     except PluginError as error:
         return [problem if problem.path else problem.below("plugins") for problem in error.problems]
     try:

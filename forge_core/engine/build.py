@@ -19,7 +19,7 @@ from forge_core.contracts.components import DatasetComponent, TrainingHook
 from forge_core.contracts.contexts import BuildContext
 from forge_core.contracts.data import Dataset, Documents, DocumentStream, Stream, Tokenizer
 from forge_core.contracts.errors import JobError, Problem
-from forge_core.contracts.model import HasBackendChoices, Model, PreparesSequences, Role
+from forge_core.contracts.model import HasBackendChoices, HasFlops, Model, PreparesSequences, Role
 from forge_core.contracts.parameters import NamedParameters, roles_of
 from forge_core.contracts.runtime import Executor, LossFunction, ParallelStage
 from forge_core.data.loader import held_out
@@ -30,7 +30,6 @@ from forge_core.engine.groups import Names, Rates, apply_settings, check_groups,
 from forge_core.engine.hooks import HookRunner, collect_hooks
 from forge_core.job import Job
 from forge_core.launch.progress_beacon import ProgressBeacon, report_progress
-from forge_core.metrics.flops import flops_per_token
 from forge_core.parallel.bare_model import DTYPES, bare_model
 from forge_core.parallel.initialise import check_finite, materialise, ties
 from forge_core.parallel.layout import layout_of
@@ -70,7 +69,7 @@ class Outline:
             sizes={name: parameter.numel() for name, parameter in model.named_parameters()},
             tensors={name: tensor.shape for name, tensor in model_tensors(model).items()},
             ties=ties(model),
-            flops=flops_per_token(model, seq_len),
+            flops=model.flops(seq_len) if isinstance(model, HasFlops) else None,
             backend_choices=model.backend_choices(seq_len) if isinstance(model, HasBackendChoices) else (),
         )
 
@@ -112,7 +111,7 @@ def build_context(job: Job, catalog: Catalog, folder: Path | None) -> RunContext
         JobError: the layout does not fit the number of ranks, or a plugin cannot be used.
     """
     # Plugins first: one that cannot be used ends the run before there is a process group whose ranks would wait.
-    plugins = Plugins.activate(job, catalog)
+    plugins = Plugins(job.plugins, catalog)
     layout = job.layout_for(world_size()) or layout_of(job, world_size())
     device = choose_device(job.train.device)
     if device.type == "cuda":

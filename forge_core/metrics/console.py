@@ -1,4 +1,4 @@
-"""Metrics on the terminal. rich is imported late: that takes longer than reading a job."""
+"""Metrics on the terminal."""
 
 from __future__ import annotations
 
@@ -28,29 +28,13 @@ class Console(LoggerComponent):
     """Steps between plain lines; 0: about fifty lines in the whole run."""
 
     def build(self, context: BuildContext) -> Logger:
-        from rich.console import Console as Terminal
+        from rich.console import Console as Terminal  # late: importing rich takes longer than reading a job
 
-        terminal = Terminal(highlight=False)
+        terminal = Terminal(highlight=False, quiet=self.style == "off")
         steps = context.job.train.steps
-        style = self.style if self.style != "auto" else "live" if terminal.is_terminal else "plain"
-        if style == "off":
-            return SilentLogger()
-        if style == "live":
+        if self.style == "live" or (self.style == "auto" and terminal.is_terminal):
             return LiveLogger(terminal, steps)
         return PlainLogger(terminal, steps, self.interval or max(1, steps // 50))
-
-
-class SilentLogger:
-    """Prints nothing."""
-
-    def start(self, step: int) -> None:
-        pass
-
-    def log(self, record: Mapping[str, Any]) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 class LiveLogger:
@@ -65,6 +49,7 @@ class LiveLogger:
         self._task = self._progress.add_task("starting", total=steps)
 
     def start(self, step: int) -> None:
+        # Set before it starts, so that a run that continues does not show a bar at 0 first.
         self._progress.update(self._task, completed=step)
         self._progress.start()
 
@@ -100,9 +85,10 @@ class PlainLogger:
         pass
 
     def _print(self, line: str) -> None:
-        self._terminal.print(line, soft_wrap=True)
+        self._terminal.print(line, soft_wrap=True)  # else rich breaks lines at 80 columns where output goes to a file
 
     def _remaining(self, step: int) -> str:
+        # From the steps of this process alone: a run that continues may be on other machines than before.
         seconds = (time.perf_counter() - self._began) / (step - self._first) * (self._steps - step)
         return f"{int(seconds) // 3600}:{int(seconds) // 60 % 60:02}:{int(seconds) % 60:02} left"
 

@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from forge_core.contracts.model import HasFlops
-
 if TYPE_CHECKING:
     import torch
 
-    from forge_core.contracts.model import Model
     from forge_core.job import Job
 
 DENSE_BF16_TFLOPS: Mapping[str, float] = {
@@ -25,7 +22,8 @@ DENSE_BF16_TFLOPS: Mapping[str, float] = {
     "A10G": 70.0,
     "B200": 2250.0,
 }
-"""Vendors' dense bf16 figures (no sparsity), by a substring of the device's name; the first match counts."""
+"""Vendors' dense bf16 figures (no sparsity), by a substring of the device's name; the first match counts, so that the
+variants of an H100 come before the plain name."""
 
 
 def peak_flops(job: Job, device: torch.device) -> float | None:
@@ -37,9 +35,5 @@ def peak_flops(job: Job, device: torch.device) -> float | None:
     import torch
 
     name = torch.cuda.get_device_name(device)
+    # None for other devices: an MFU by a guessed peak would be taken for a measurement.
     return next((tflops * 1e12 for part, tflops in DENSE_BF16_TFLOPS.items() if part in name), None)
-
-
-def flops_per_token(model: Model, seq_len: int) -> float | None:
-    """Model FLOPs per token (`HasFlops`); None if the model does not implement it."""
-    return model.flops(seq_len) if isinstance(model, HasFlops) else None

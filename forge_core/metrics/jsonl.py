@@ -37,12 +37,13 @@ class JsonLinesLogger:
         self._path = path
 
     def start(self, step: int) -> None:
-        """Keep the lines up to `step`, so that a resumed run has no step twice. A torn last line is dropped."""
+        """Keep the lines up to `step`, so that a resumed run has no step twice. An incomplete last line is dropped."""
         lines = self._path.read_text().splitlines(keepends=True) if self._path.exists() else []
         current = [line for line in lines if step and (record := _parse(line)) and record["step"] <= step]
         unfinished = self._path.with_name(f".{self._path.name}.unfinished")
         unfinished.write_text("".join(current))
         os.replace(unfinished, self._path)  # atomic: a process that is killed here loses no line
+        # Unbuffered: a line is with the system once `log` returns, and survives a kill of this process.
         self._file = self._path.open("ab", buffering=0)
         self._unwritten = b""
 
@@ -53,6 +54,7 @@ class JsonLinesLogger:
 
     def flush(self) -> None:
         self._write()
+        # A checkpoint must not outlive the lines before it: a run that continues from it would not log them again.
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
@@ -64,10 +66,10 @@ class JsonLinesLogger:
 
     def _write(self) -> None:
         try:
-            while self._unwritten:
+            while self._unwritten:  # a disk that is nearly full takes a part of a line
                 self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
         except OSError as error:
-            error.filename = str(self._path)
+            error.filename = str(self._path)  # writing to an open file leaves it out of the message
             raise
 
 
@@ -79,4 +81,5 @@ def _parse(line: str) -> dict[str, Any] | None:
 
 
 def _finite(value: Any) -> Any:
+    # json would write NaN and Infinity, which are no JSON, and which other languages refuse.
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +32,8 @@ ABSENT = -math.inf
 
 @define
 class _Pending:
+    """The line of a step whose numbers are on their way to the host."""
+
     record: dict[str, Any]
     sizes: Mapping[str | Count, int]
     """How many values each name has, in order."""
@@ -55,9 +57,8 @@ class _Pending:
         return line | ({"counts": counts} if counts else {})
 
 
-def _on_one_device(tensors: Iterable[Tensor]) -> list[Tensor]:
+def _on_one_device(tensors: Sequence[Tensor]) -> list[Tensor]:
     # Tensors on the host (the gradient norm of offloaded parameters) move to the device: else the host waits.
-    tensors = list(tensors)
     home = next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), torch.device("cpu"))
     return [tensor.to(home, non_blocking=True) for tensor in tensors]
 
@@ -73,14 +74,15 @@ class Tracker:
     def put(self, record: Mapping[str, Any], scalars: Mapping[str | Count, Tensor]) -> None:
         """Queue a step's line: numbers on the host (`record`), and scalars and counts on the device (`scalars`)."""
         sizes = {name: tensor.numel() for name, tensor in scalars.items()}
+        # One vector, and so one copy a step.
         dtype = torch.float64 if any(t.dtype == torch.float64 for t in scalars.values()) else torch.float32
-        stacked = torch.cat([tensor.detach().to(dtype).reshape(-1) for tensor in _on_one_device(scalars.values())])
+        stacked = torch.cat([tensor.detach().to(dtype).reshape(-1) for tensor in _on_one_device([*scalars.values()])])
         arrived = None
         if stacked.device.type == "cuda":
             host = torch.empty(stacked.shape, dtype=dtype, pin_memory=True)
             host.copy_(stacked, non_blocking=True)
             arrived = torch.cuda.Event()
-            arrived.record()
+            arrived.record()  # after the copy, on the same stream
             stacked = host
         self._pending.append(_Pending(dict(record), sizes, stacked, arrived))
         while self._pending and (len(self._pending) > MAX_LAG or self._pending[0].ready()):

@@ -88,7 +88,7 @@ def _context(
     """Without a mesh: no process group is needed to look at a job."""
     return RunContext(
         job=job,
-        plugins=Plugins.activate(job, catalog),
+        plugins=Plugins(job.plugins, catalog),
         layout=layout,
         mesh=None,
         device=device,

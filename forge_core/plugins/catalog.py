@@ -154,7 +154,7 @@ class Catalog:
                 component of this kind.
         """
         if len(self._offers.get("kind", {}).get(kind, ())) > 1:
-            self.kind_base(kind)  # raises: two distributions declare it
+            self.kind_base(kind)  # raises, also where `base` is one of the two: types of both would be mixed
         if ":" in type_:
             cls, spelling, source = self._load_path(kind, type_)
         else:
@@ -166,6 +166,7 @@ class Catalog:
         if not _is_attrs(cls):
             hint = "decorate it with @attrs.frozen(kw_only=True)"
             raise PluginError(f"{kind} {type_!r} from {source} is not an attrs class; {hint}")
+        # Here and not when it is built, which may be an hour into a queue: `check` reports a wrong signature.
         own: Any = getattr(cls, "build", None)
         asked: Any = getattr(base, "build", None)
         if own is not asked and inspect.isfunction(own) and (refusal := call_refusal(own, asked)):
@@ -196,6 +197,7 @@ class Catalog:
         """The spelling of a class in resolved jobs: `distribution/type`, or the path it was loaded from."""
         if cls in self._types:
             return self._types[cls]
+        # A job made in Python has classes that this catalog never loaded; most are what an entry point names.
         kind = getattr(cls, "kind", None)
         for offer in self.offers(kind) if kind else ():
             if _is_offer_of(offer, cls):
@@ -280,6 +282,8 @@ def _module_of_file(path: Path, digest: str) -> ModuleType:
         assert spec is not None, path
         assert spec.loader is not None, path
         module = importlib.util.module_from_spec(spec)
+        # Before it runs, since attrs looks the module of its classes up there. Removed if the file raises: the next
+        # attempt would find half a module.
         sys.modules[name] = module
         try:
             spec.loader.exec_module(module)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace, TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -43,9 +44,14 @@ class Plugins:
     """The active plugins of one job, and every hook call as a typed method. Implements `contracts.contexts.Builder`."""
 
     _undo_backend: ClassVar[list[Callable[[], None]]] = []
-    """Of the process and not of one job: the libraries that are configured are the process's."""
+    # Of the class and not of one job: libraries such as torch are configured for the whole process.
 
     def __init__(self, plugins: Mapping[str, Plugin], catalog: Catalog) -> None:
+        """Register the plugins that a job names, in its order.
+
+        Raises:
+            PluginError: an implementation does not fit its specification; names the plugin and the hook.
+        """
         self.catalog = catalog
         self.active = dict(plugins)
         self._manager = pluggy.PluginManager(PROJECT)
@@ -54,19 +60,12 @@ class Plugins:
         self._manager.add_hookspecs(ForgeHooks)
         for name, plugin in reversed(self.active.items()):  # pluggy calls the last registered first
             self._register(name, plugin)
+        # After all are registered: a plugin may implement what another one, named later in the job, specifies.
         self._add_hookspecs()
         self._check_pending()
+        # Then the core's own builders, since plugins may have specified build hooks for kinds of their own.
         hooks = [name for name in self._specified() if name.startswith("forge_build_")]
         self._manager.register(SimpleNamespace(**dict.fromkeys(hooks, self._build_last)), "forge-run")
-
-    @classmethod
-    def activate(cls, job: Job, catalog: Catalog) -> Plugins:
-        """Register the plugins that the job names, in its order.
-
-        Raises:
-            PluginError: an implementation does not fit its specification; names the plugin and the hook.
-        """
-        return cls(job.plugins, catalog)
 
     # --- calling hooks -------------------------------------------------------------------------------------------
 
@@ -82,10 +81,8 @@ class Plugins:
         self._inputs.append(inputs)
         try:
             with self._blame(component, context.path):
-                if hook is None:
-                    built = self._build_last(component, context)
-                else:
-                    built = hook(component=component, context=context, **inputs)
+                build = self._build_last if hook is None else partial(hook, **inputs)
+                built = build(component=component, context=context)
         finally:
             self._inputs.pop()
         if built is None:
@@ -116,15 +113,16 @@ class Plugins:
 
     def validate_job(self, job: Job, layout: Layout) -> list[Problem]:
         """Problems that active plugins find, with full paths."""
-        with self._blame():
-            results = self._manager.hook.forge_validate_job(job=job, layout=layout)
-            return [problem for problems in results for problem in problems]
+        return self._results("forge_validate_job", job=job, layout=layout)
 
     def training_hooks(self, job: Job) -> list[TrainingHook]:
         """Training hooks that active plugins contribute, in the order of the job file."""
-        with self._blame():
-            results = self._manager.hook.forge_training_hooks(job=job)
-            return [hook for hooks in results for hook in hooks]
+        return self._results("forge_training_hooks", job=job)
+
+    def _results(self, hook: str, **arguments: Any) -> list[Any]:
+        with self._blame():  # around both: an implementation may be a generator, which runs only here
+            results = getattr(self._manager.hook, hook)(**arguments)
+            return [result for each in results for result in each]
 
     # --- registering ---------------------------------------------------------------------------------------------
 
@@ -147,7 +145,7 @@ class Plugins:
                 continue
             try:
                 self._manager.add_hookspecs(declare())
-            except pluggy.PluginValidationError as error:  # of whichever plugin implements what is declared here
+            except pluggy.PluginValidationError as error:  # of the plugin that implements what is declared here
                 culprit = next(other for other, active in self.active.items() if active is error.plugin)
                 raise self._refused(culprit, error) from error
             except ValueError as error:
@@ -192,6 +190,7 @@ class Plugins:
             raise
 
     def _plugins_in(self, traceback: TracebackType | None) -> list[str]:
+        # By code objects: a wrapper's frame is pluggy's to call, and nothing else tells whose function it is.
         code = {
             function.__func__.__code__: name
             for name, plugin in self.active.items()
@@ -206,7 +205,7 @@ class Plugins:
 
 
 def _check_signature(where: str, function: Any) -> None:
-    """Refuse parameters that pluggy accepts and then never fills."""
+    """Refuse parameters that pluggy accepts and then never passes."""
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind is not parameter.POSITIONAL_OR_KEYWORD or parameter.default is not parameter.empty:
             raise PluginError(

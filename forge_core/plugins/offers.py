@@ -23,18 +23,13 @@ PREFIX = "forge."
 
 @frozen
 class Distribution:
-    """An installed distribution, as far as Forge needs it."""
+    """An installed distribution: the part of its metadata that Forge needs."""
 
     name: str
     version: str
     requires: tuple[str, ...] = ()
     direct_url: str = ""
     """PEP 610 `direct_url.json`, as text."""
-
-    @classmethod
-    def of(cls, dist: metadata.Distribution) -> Distribution:
-        name, version = dist.metadata["Name"], dist.version
-        return cls(name, version, tuple(dist.requires or ()), dist.read_text("direct_url.json") or "")
 
     @property
     def editable_path(self) -> Path | None:
@@ -76,10 +71,12 @@ def installed_offers() -> tuple[list[Offer], list[Distribution]]:
         # Most distributions have nothing to do with Forge, and their entry points need not be parsed.
         if PREFIX not in (dist.read_text("entry_points.txt") or "") or not has_metadata(dist):
             continue
-        distribution = Distribution.of(dist)
-        if normalised(distribution.name) in distributions:  # an older copy further down sys.path
+        name, url = dist.metadata["Name"], dist.read_text("direct_url.json") or ""
+        if normalised(name) in distributions:  # a copy further down sys.path, which Python does not import either
             continue
-        distributions[normalised(distribution.name)] = distribution
+        distribution = distributions[normalised(name)] = Distribution(
+            name, dist.version, tuple(dist.requires or ()), url
+        )
         entries = (entry for entry in dist.entry_points if entry.group.startswith(PREFIX))
         offers += [Offer(e.group.removeprefix(PREFIX), e.name, e.value, distribution) for e in entries]
     return offers, list(distributions.values())
@@ -121,6 +118,7 @@ def check_requirement(distribution: Distribution) -> None:
     """
     if normalised(distribution.name) == CORE:
         return
+    # Late: listing what is installed must stay fast, and most commands load few distributions.
     from packaging.requirements import InvalidRequirement, Requirement
     from packaging.version import Version
 
@@ -132,6 +130,8 @@ def check_requirement(distribution: Distribution) -> None:
             raise PluginError(f"{distribution} has a requirement that cannot be read: {line!r}: {error}") from error
         if normalised(requirement.name) != CORE or (requirement.marker and not requirement.marker.evaluate()):
             continue
+        # Each bound by itself, so that the message says which side is too old. A release candidate of the core loads
+        # the plugins of its version.
         broken = [spec for spec in requirement.specifier if not spec.contains(version, prereleases=True)]
         if broken:
             newer = any(Version(version) < Version(spec.version.removesuffix(".*")) for spec in broken)

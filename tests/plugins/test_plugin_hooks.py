@@ -74,13 +74,13 @@ def test_a_plugin_contributes_problems(make_job, catalog):
                 yield Problem("train.grad_clip_norm", "must be at most 1")
 
     job = make_job(grad_clip_norm=2.0, plugins={"careful": Careful()})
-    plugins = Plugins.activate(job, catalog)
+    plugins = Plugins(job.plugins, catalog)
     assert [str(p) for p in plugins.validate_job(job, Layout())] == ["train.grad_clip_norm: must be at most 1"]
 
 
 def refused(make_job, catalog, cls):
     with pytest.raises(PluginError) as caught:
-        Plugins.activate(make_job(plugins={"p": cls()}), catalog)
+        Plugins({"p": cls()}, catalog)
     assert caught.value.exit_code == 2
     assert str(caught.value).startswith("plugin 'p' (")
     return str(caught.value)
@@ -203,7 +203,7 @@ def test_a_plugin_adds_a_specification_that_another_implements(make_job, catalog
 
 def test_without_the_declaring_plugin_the_implementation_is_refused(make_job, catalog):
     with pytest.raises(PluginError, match="there is no hook 'forge_build_test_norm'"):
-        Plugins.activate(make_job(plugins={"implements": Implements()}), catalog)
+        Plugins({"implements": Implements()}, catalog)
 
 
 def test_an_implementation_that_does_not_fit_anothers_specification_is_blamed_on_its_own_plugin(make_job, catalog):
@@ -214,7 +214,7 @@ def test_an_implementation_that_does_not_fit_anothers_specification_is_blamed_on
             """The specification has `dim`."""
 
     with pytest.raises(PluginError, match=r"^plugin 'misfit' \(.*width"):
-        Plugins.activate(make_job(plugins={"declares": Declares(), "misfit": Misfit()}), catalog)
+        Plugins({"declares": Declares(), "misfit": Misfit()}, catalog)
 
 
 def test_builds_within_builds_each_receive_their_own_inputs(make_job, catalog, tmp_path):

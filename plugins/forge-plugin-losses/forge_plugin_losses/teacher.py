@@ -114,7 +114,7 @@ def context_beside(context: BuildContext, resolved: str, source: str) -> RunCont
     return attrs.evolve(
         context,
         job=job,
-        plugins=Plugins.activate(job, catalog),
+        plugins=Plugins(job.plugins, catalog),
         layout=Layout(),
         mesh=None,
         auxiliary=Auxiliary(context.device),  # of its own: what a teacher counts is no metric of this run
