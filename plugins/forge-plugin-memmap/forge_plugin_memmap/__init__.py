@@ -1,8 +1,8 @@
-"""Pre-tokenised data for Forge: dataset `memmap`, tokenizer `prepared`, and the command `forge-run prepare-data`, which
-writes what they read.
+"""Pre-tokenised data for Forge: dataset `memmap`, tokenizer `prepared`, and the command `forge-run prepare-data`.
 
-Reading: `paths` finds files, `prepared` knows the folders of `prepare-data`, `shards` reads headers of files, `corpus`
-puts them together with all that can be wrong before anything is read, `documents` reads them.
+`prepare` writes what the dataset reads. Reading: `paths` finds files, `prepared` knows the folders of `prepare-data`,
+`shards` reads headers of files, `corpus` combines them and checks all that can be checked without reading ids,
+`documents` reads them.
 """
 
 from forge_plugin_memmap.memmap import Memmap

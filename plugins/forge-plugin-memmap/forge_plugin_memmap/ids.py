@@ -1,4 +1,4 @@
-"""Whether every id is one of the vocabulary.
+"""Check that every id is in the vocabulary.
 
 A token file of Forge was checked when it was written, and says with which vocabulary. Of any other file, every id is
 read once; the result is cached for as long as the file does not change.
@@ -18,7 +18,7 @@ from forge_plugin_memmap.shards import Shard
 
 
 def id_problems(shards: Iterable[Shard], limit: int | None) -> Iterator[Problem]:
-    """The first id of each shard that is negative or not below `limit` (None: there is no limit)."""
+    """Yields the first id of each shard that is negative or not below `limit` (None: there is no limit)."""
     for shard in shards:
         least, greatest = _possible(shard)
         if least >= 0 and (limit is None or greatest < limit):
@@ -29,15 +29,15 @@ def id_problems(shards: Iterable[Shard], limit: int | None) -> Iterator[Problem]
 
 
 def _possible(shard: Shard) -> tuple[int, int]:
-    """Least and greatest id that the shard may hold, as far as is known without reading it."""
+    """Returns bounds on the ids of a shard that are known without reading it."""
     kind = np.iinfo(shard.dtype)
     return (0, shard.vocab_size - 1) if shard.vocab_size is not None else (int(kind.min), int(kind.max))
 
 
 def _range(shard: Shard) -> tuple[int, int]:
-    """Least and greatest id of a shard."""
+    """Returns the least and the greatest id of a shard."""
 
-    def make(folder: Path) -> Mapping[str, int]:
+    def make(_folder: Path) -> Mapping[str, int]:
         ranges = [(int(ids.min()), int(ids.max())) for _, ids in blocks(shard)]
         return {"least": min(least for least, _ in ranges), "greatest": max(greatest for _, greatest in ranges)}
 

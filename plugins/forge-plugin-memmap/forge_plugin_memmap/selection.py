@@ -17,10 +17,12 @@ from forge_plugin_memmap.prepared import HELD_OUT, SPLITS, TRAIN
 
 
 def split_documents(documents: Documents, every: int, identity: Any) -> Selection:
-    """The documents but for every n-th, starting with the first; those are its `held_out`.
+    """Returns the documents without every n-th, starting with the first; these are its `held_out`.
 
     Args:
-        identity: of the documents, plain JSON: where they end is a function of it.
+        documents: all documents.
+        every: n.
+        identity: identity of the documents, as plain JSON, which determines where they end.
 
     Raises:
         JobError: it is not known where documents end, or there is only one.

@@ -62,10 +62,11 @@ class Shard:
 
 
 def read_shard(path: str, dtype: str | None = None) -> Shard:
-    """The shard in a file.
+    """Returns the shard in a file.
 
     Args:
-        dtype: numpy's name of the type of the ids of a raw file; None: the file must say what it is.
+        path: the file.
+        dtype: NumPy's name of the type of the ids of a raw file; None if the file states its own format.
 
     Raises:
         JobError: it cannot be read, is not of the format, has no tokens, or its size does not fit.

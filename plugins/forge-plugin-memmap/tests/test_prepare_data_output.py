@@ -22,7 +22,7 @@ from pyarrow import parquet
 
 from forge_core.cli import main
 from forge_kit.token_file import TokenFile
-from forge_plugin_memmap.prepare import documents, lines, reading, rows, texts
+from forge_plugin_memmap.prepare import documents, inputs, parquet_files, text_files
 from forge_plugin_memmap.prepare.command import read_settings
 
 Prepare = Callable[..., str]
@@ -74,8 +74,8 @@ def content(folder: str) -> dict[str, bytes]:
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a few documents are several chunks, and a long one several pieces."""
-    monkeypatch.setattr(reading, "CHUNK", 20)
-    for module in (lines, texts, rows):
+    monkeypatch.setattr(inputs, "CHUNK", 20)
+    for module in (text_files, parquet_files):
         monkeypatch.setattr(module, "BLOCK", 16)
     monkeypatch.setattr(documents, "PIECE_CHARACTERS", 8)
 
@@ -170,7 +170,7 @@ def test_the_tokens_are_those_of_the_dataset_text(prepare: Prepare) -> None:
 def test_the_folder_is_the_same_to_the_byte_whatever_the_number_of_workers(
     prepare: Prepare, small_chunks: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reading, "CHUNK", 200)
+    monkeypatch.setattr(inputs, "CHUNK", 200)
     write_lines("a.jsonl", [word * number for number, word in enumerate(WORDS * 20)])
     Path("b.txt").write_text("a long text\n" * 40)
     write_parquet("c.parquet", WORDS, row_group_size=3)

@@ -19,7 +19,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from forge_plugin_memmap.prepare import documents, folder, lines, reading, rows, run, texts, writing
+from forge_plugin_memmap.prepare import documents, folder, inputs, parquet_files, run, text_files, writing
 from forge_testing.processes import HANG_S
 
 Prepare = Callable[..., str]
@@ -29,10 +29,10 @@ TOKENIZER = "--tokenizer=./letters.py:Letters"
 
 
 @pytest.fixture(autouse=True)
-def inputs(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def input_files(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files of every format, in small chunks, and progress noted after each of them."""
-    monkeypatch.setattr(reading, "CHUNK", 60)
-    for module in (lines, texts, rows):
+    monkeypatch.setattr(inputs, "CHUNK", 60)
+    for module in (text_files, parquet_files):
         monkeypatch.setattr(module, "BLOCK", 32)
     monkeypatch.setattr(documents, "PIECE_CHARACTERS", 16)
     monkeypatch.setattr(run, "SAVE_EVERY_S", 0)
@@ -128,9 +128,9 @@ SLOW = """
 import signal
 import sys
 from forge_core.cli import main
-from forge_plugin_memmap.prepare import reading, run
+from forge_plugin_memmap.prepare import inputs, run
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite that a shell runs in the background ignores it
-reading.CHUNK, run.SAVE_EVERY_S = 60, 0.05
+inputs.CHUNK, run.SAVE_EVERY_S = 60, 0.05
 sys.exit(main(sys.argv[1:]))
 """
 

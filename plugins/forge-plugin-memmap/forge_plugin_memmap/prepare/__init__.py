@@ -1,7 +1,7 @@
 """`forge-run prepare-data`: from text, JSON lines and Parquet to shards of token ids.
 
-One process reads the inputs in order and cuts them into chunks (`reading`, and a file for each format). Workers encode
-chunks (`encoding`, `pool`). The first process puts the results, in order, into shards (`writing`), and notes how far it
-is (`folder`), so that a run that was killed continues. The output depends on nothing but the arguments: chunks
-only decide who does what, and when.
+One process reads the inputs in order (`inputs`, `text_files`, `parquet_files`) and cuts them into chunks. Workers
+encode chunks (`encoding`). The first process appends the results, in order, to shards (`writing`), and records its
+position (`folder`), so that a command that was killed continues. The output depends on nothing but the inputs and the
+arguments: chunks only decide which worker encodes what, and when.
 """

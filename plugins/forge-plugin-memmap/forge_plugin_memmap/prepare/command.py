@@ -19,14 +19,14 @@ def command(argv: list[str]) -> int:
     """Tokenise text, JSON lines and Parquet once, for the dataset `memmap`.
 
     The output depends on the inputs and the arguments, not on the number of workers. A command that was killed
-    goes on where it was when it is given again.
+    continues where it stopped when it is given again.
     """
     settings = read_settings(argv)
     from rich.console import Console
 
     from forge_core.contracts.errors import ExitCode
+    from forge_plugin_memmap.prepare.console import describe
     from forge_plugin_memmap.prepare.run import prepare
-    from forge_plugin_memmap.prepare.summary import describe
 
     console = Console()
     try:
@@ -39,7 +39,7 @@ def command(argv: list[str]) -> int:
 
 
 def read_settings(argv: list[str]) -> Settings:
-    """The settings of a command line.
+    """Returns the settings of a command line.
 
     Raises:
         JobError: the inputs or the tokenizer are not as they should be; names every problem.
@@ -109,5 +109,5 @@ def _off_or_at_least_two(text: str) -> int:
 
 
 def _cores() -> int:
-    """Cores that this process may use."""
+    """Returns the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

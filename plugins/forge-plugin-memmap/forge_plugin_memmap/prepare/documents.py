@@ -1,4 +1,4 @@
-"""Input and output of workers: texts, and reasons to drop something."""
+"""Parts of the input as workers receive them, the texts in them, and reasons to drop something."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from attrs import define, field, frozen
 
 Reason = Literal["empty", "not UTF-8", "not JSON", "not an object", "no field", "not a string"]
 
+BLOCK = 1 << 20
+"""Bytes of an input that are read at a time, about. The result does not depend on it."""
 PIECE_CHARACTERS = 1 << 22
 """A longer document is encoded in pieces of about this size, to bound memory."""
 EXAMPLES = 3
@@ -52,9 +54,21 @@ class Ready:
         yield self.document
 
 
+class Read(NamedTuple):
+    """A part of a file."""
+
+    at: Mapping[str, int]
+    """Where it begins, in the terms of its format."""
+    passed: int
+    """Bytes of the file before it, as they lie on disk."""
+    item: Item
+    size: int
+    """Bytes of text, about."""
+
+
 @define
 class Dropped:
-    """How much was left out, and why."""
+    """The number of files, lines and rows that were left out, and examples, by reason."""
 
     counts: Counter[str] = field(factory=Counter)
     examples: dict[str, list[str]] = field(factory=dict)
@@ -84,10 +98,11 @@ class Dropped:
 
 
 def pieces(parts: Iterable[str]) -> Iterator[tuple[str, bool]]:
-    """A document that comes in parts, in pieces of at most `PIECE_CHARACTERS`, each with whether it is the last.
+    """Yields pieces of at most `PIECE_CHARACTERS` of a document, each with whether it is the last.
 
     A piece is cut before the last line break in reach, so that its tokens are those of the whole document but for the
-    few beside the cut that a tokenizer may join over it. Where the cuts are does not depend on the parts.
+    few beside the cut that a tokenizer may join over it. The cuts do not depend on the parts that the document is
+    read in.
     """
     text, start = "", 0
     for part in parts:
@@ -102,5 +117,5 @@ def pieces(parts: Iterable[str]) -> Iterator[tuple[str, bool]]:
 
 
 def utf8_size(text: str) -> int:
-    """Bytes of a text in UTF-8. Raises `UnicodeEncodeError` for half a surrogate pair."""
+    """Returns the bytes of a text in UTF-8; raises `UnicodeEncodeError` for half a surrogate pair."""
     return len(text) if text.isascii() else len(text.encode())

@@ -1,37 +1,50 @@
-"""From items to token ids: what a worker does.
+"""From chunks of the input to token ids, in this process or in worker processes.
 
 N: ids of a block, D: documents that end in it.
 """
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import signal
+import threading
 from array import array
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from pathlib import Path
+from typing import ClassVar, NamedTuple, Protocol
 
 import numpy as np
 
 from forge_core.contracts.data import Tokenizer
 from forge_core.contracts.errors import ForgeError, JobError
 from forge_plugin_memmap.prepare.documents import PIECE_CHARACTERS, Drop, Dropped, Item, Text, pieces, utf8_size
+from forge_plugin_memmap.prepare.inputs import Chunk
+from forge_plugin_memmap.tokenizer_folder import load_kept
 
 BATCH_BYTES = 1 << 18
-"""Text that a tokenizer is given at a time, about."""
+"""Bytes of text that a tokenizer encodes in one call, about."""
 BATCH_TEXTS = 1024
+AHEAD = 2
+"""Chunks that wait for each worker while it is busy."""
 
 
 class Block(NamedTuple):
-    """Ids of documents in a row. The first may have begun in a block before; the last may go on in the next."""
+    """Ids of consecutive documents. The first may begin in an earlier block; the last may continue in the next."""
 
     ids: np.ndarray
     """(N,) of two or four bytes, each document with its end-of-text."""
     ends: np.ndarray
     """(D,) where documents end."""
     sizes: np.ndarray
-    """(D + 1,) bytes of text of each document in this block; the last entry is of the one that goes on, if any."""
+    """(D + 1,) bytes of text of each document in this block; the last entry is of the one that continues, if any."""
 
     def cut(self, first: int, stop: int | None = None) -> Block:
-        """Documents [first, stop) of the block; without `stop` also the one that goes on."""
+        """Returns documents [first, stop) of the block; without `stop` also the one that continues."""
         begin = int(self.ends[first - 1]) if first else 0
         if stop is None:
             return Block(self.ids[begin:], self.ends[first:] - begin, self.sizes[first:])
@@ -51,12 +64,12 @@ class Encoder:
     """Encodes chunks with a tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer, strict: bool) -> None:
-        """`strict`: whether anything that yields no document is an error, unless it is empty."""
+        """If `strict`, an input that yields no document is an error unless it is empty."""
         self._tokenizer, self._strict = tokenizer, strict
         self._dtype = id_dtype(tokenizer.vocab_size)
 
     def encode(self, items: Iterable[Item]) -> Encoded:
-        """The ids of the documents of a chunk.
+        """Returns the ids of the documents of a chunk.
 
         Raises:
             JobError: strict, and something is wrong with the input.
@@ -110,12 +123,12 @@ def refuse(drop: Drop, strict: bool) -> None:
 
 
 def id_dtype(vocab_size: int) -> str:
-    """The type of ids in a token file."""
+    """Returns the type of ids in a token file."""
     return "<u2" if vocab_size <= 1 << 16 else "<u4"
 
 
 def _in_pieces(text: Text) -> Iterator[Text]:
-    """A document, in pieces if it is very long."""
+    """Yields a document, in pieces if it is very long."""
     if len(text.text) <= PIECE_CHARACTERS:
         yield text
         return
@@ -124,7 +137,7 @@ def _in_pieces(text: Text) -> Iterator[Text]:
 
 
 def _batches(texts: Iterable[Text]) -> Iterator[list[Text]]:
-    """Groups of texts, in order, bounded in number and in size (a single text may exceed that)."""
+    """Yields groups of texts, in order, bounded in number and in size (a single text may exceed that)."""
     batch: list[Text] = []
     size = 0
     for text in texts:
@@ -135,3 +148,113 @@ def _batches(texts: Iterable[Text]) -> Iterator[list[Text]]:
             batch, size = [], 0
     if batch:
         yield batch
+
+
+# --- workers -----------------------------------------------------------------------------------------------------
+
+
+class Pool(Protocol):
+    """Encodes chunks and returns the results in the order of the chunks."""
+
+    def encode(self, chunks: Iterable[Chunk]) -> Iterator[tuple[Chunk, Encoded]]: ...
+
+
+@contextmanager
+def open_pool(workers: int, tokenizer: Path, strict: bool) -> Iterator[Pool]:
+    """Opens worker processes; with one worker, this process encodes.
+
+    Args:
+        workers: number of processes.
+        tokenizer: the folder that holds the tokenizer.
+        strict: see `Encoder`.
+
+    Raises:
+        ForgeError: within the context, a worker process ended.
+    """
+    if workers == 1:
+        with _one_thread():
+            yield InProcess(Encoder(load_kept(tokenizer), strict))
+        return
+    executor = ProcessPoolExecutor(
+        workers,
+        multiprocessing.get_context("spawn"),  # a fork would copy threads of pyarrow and tokenizers in mid-flight
+        initializer=_start,
+        initargs=(tokenizer, strict),
+    )
+    try:
+        yield Processes(executor, workers)
+    except BrokenProcessPool as error:
+        fix = "run the same command again to continue; with fewer --workers if memory ran out"
+        raise ForgeError(f"a worker process ended unexpectedly; {fix}") from error
+    finally:
+        executor.shutdown(wait=True, cancel_futures=True)
+
+
+class InProcess:
+    """See `Pool`."""
+
+    def __init__(self, encoder: Encoder) -> None:
+        self._encoder = encoder
+
+    def encode(self, chunks: Iterable[Chunk]) -> Iterator[tuple[Chunk, Encoded]]:
+        return ((chunk, self._encoder.encode(chunk.items)) for chunk in chunks)
+
+
+class Processes:
+    """See `Pool`. Enough chunks are in flight that no worker waits, and few enough to bound memory."""
+
+    def __init__(self, executor: ProcessPoolExecutor, workers: int) -> None:
+        self._executor, self._limit = executor, (1 + AHEAD) * workers
+
+    def encode(self, chunks: Iterable[Chunk]) -> Iterator[tuple[Chunk, Encoded]]:
+        in_flight: deque[tuple[Chunk, Future[Encoded]]] = deque()
+        for chunk in chunks:
+            # Without its items, which the worker has: memory holds each chunk once.
+            in_flight.append((Chunk((), chunk.then), self._executor.submit(_encode, chunk.items)))
+            if len(in_flight) >= self._limit:
+                done, future = in_flight.popleft()
+                yield done, future.result()
+        while in_flight:
+            done, future = in_flight.popleft()
+            yield done, future.result()
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Within, the library `tokenizers` uses no threads: the number of processes says how many cores are used."""
+    name = "TOKENIZERS_PARALLELISM"
+    before = os.environ.get(name)
+    os.environ[name] = "false"
+    try:
+        yield
+    finally:
+        os.environ.pop(name)
+        os.environ |= {} if before is None else {name: before}
+
+
+# --- in a worker process -----------------------------------------------------------------------------------------
+
+
+class _Worker:
+    """State of a worker process."""
+
+    encoder: ClassVar[Encoder]
+
+
+def _start(tokenizer: Path, strict: bool) -> None:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process handles it
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    _Worker.encoder = Encoder(load_kept(tokenizer), strict)
+
+
+def _end_with_parent() -> None:
+    # A worker whose parent was killed would wait for work for ever.
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _encode(items: tuple[Item, ...]) -> Encoded:
+    return _Worker.encoder.encode(items)

@@ -1,4 +1,4 @@
-"""The output folder: whose it is, how far it is, and when it is finished."""
+"""The output folder: its lock, its state while it is unfinished, and its manifest once it is finished."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from attrs import define, field
 
 from forge_core.contracts.errors import ForgeError, JobError
 from forge_plugin_memmap.prepare.documents import Dropped
-from forge_plugin_memmap.prepare.reading import InputPosition
+from forge_plugin_memmap.prepare.inputs import InputPosition
 from forge_plugin_memmap.prepare.writing import Written
 from forge_plugin_memmap.prepared import FORMAT, INPUTS, MADE_BY, MANIFEST, SPLITS, UNFINISHED, read_prepared
 
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF)
-"""How a file system says that it cannot lock a folder. Keeping other processes away is then up to the user."""
+"""Errors of a file system that cannot lock a folder. Keeping other processes away is then up to the user."""
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -33,7 +33,7 @@ when a job starts."""
 
 @define
 class State:
-    """How far an unfinished folder is. All of it is true of the same moment, between two chunks."""
+    """The state of an unfinished folder. All of it is true of one moment, between two chunks."""
 
     arguments: Arguments
     tokenizer: Mapping[str, Any] | None = None
@@ -82,10 +82,11 @@ def _counts(written: Written) -> dict[str, int]:
 
 @contextmanager
 def owned(folder: Path) -> Iterator[None]:
-    """Lock the folder while this context lasts; it is created if need be. The kernel unlocks it when the process ends.
+    """Lock the folder while this context lasts, and create it if need be. The kernel unlocks it when the process ends.
 
     Raises:
-        ForgeError: another process is at work in it, or it cannot be made.
+        ForgeError: another process works in it.
+        JobError: it cannot be created.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -111,7 +112,7 @@ def _lock(descriptor: int, folder: Path) -> None:
 
 
 def finished_manifest(folder: Path, arguments: Arguments, inputs: Inputs) -> Mapping[str, Any] | None:
-    """The manifest, if the folder is finished.
+    """Returns the manifest if the folder is finished, else None.
 
     Raises:
         JobError: it was made with other arguments.
@@ -120,12 +121,12 @@ def finished_manifest(folder: Path, arguments: Arguments, inputs: Inputs) -> Map
         (folder / UNFINISHED).unlink(missing_ok=True)
     if (folder / UNFINISHED).exists() or (prepared := read_prepared(folder)) is None:
         return None
-    _demand_same(folder, _told(prepared.manifest["arguments"], arguments), arguments, inputs)
+    _demand_same(folder, _comparable(prepared.manifest["arguments"], arguments), arguments, inputs)
     return prepared.manifest
 
 
 def open_state(folder: Path, arguments: Arguments, inputs: Inputs) -> State:
-    """Where an earlier process got to, or a start in an empty folder.
+    """Returns the state that an earlier process saved, or a new one in an empty folder.
 
     Raises:
         JobError: the folder holds something else, or was begun with other arguments.
@@ -134,7 +135,7 @@ def open_state(folder: Path, arguments: Arguments, inputs: Inputs) -> State:
         _demand_empty(folder)
         return _begin(folder, arguments, inputs)
     state = State.parse(json.loads((folder / UNFINISHED).read_bytes()))
-    state.arguments = _told(state.arguments, arguments)
+    state.arguments = _comparable(state.arguments, arguments)
     if not state.tokens and state.arguments != arguments:  # there is nothing yet that they have shaped
         return _begin(folder, arguments, inputs)
     _demand_same(folder, state.arguments, arguments, inputs)
@@ -156,19 +157,20 @@ def _demand_empty(folder: Path) -> None:
         raise JobError(f"{message}; give an empty or new folder as --output")
 
 
-def _told(before: Arguments, now: Arguments) -> Arguments:
-    """Earlier arguments in their present equivalent: as long as nothing was wrong, strict has done what skip does."""
+def _comparable(before: Arguments, now: Arguments) -> Arguments:
+    """Returns earlier arguments with the present `errors` if they were strict: unfailed, strict has skipped nothing."""
     return {**before, "errors": now["errors"]} if before["errors"] == "strict" else before
 
 
 def save_state(folder: Path, state: State) -> None:
-    """Note how far the folder is; what the splits have written must be on the disk before."""
+    """Save the state; everything that the splits have written must be on the disk before."""
     _replace(folder / UNFINISHED, state.plain())
 
 
 def finish(folder: Path, state: State) -> Mapping[str, Any]:
-    """Finish the folder; returns its manifest."""
+    """Finish the folder and return its manifest."""
     manifest = state.manifest()
+    # The manifest before the removal: a process that dies in between leaves a folder that is finished.
     _replace(folder / MANIFEST, manifest)
     (folder / UNFINISHED).unlink()
     return manifest
@@ -176,7 +178,7 @@ def finish(folder: Path, state: State) -> Mapping[str, Any]:
 
 @contextmanager
 def room_to_write(folder: Path) -> Iterator[None]:
-    """Within, failure to write to the folder is an error that says what to do."""
+    """Within, failure to write to the folder raises an error that says what to do."""
     try:
         yield
     except OSError as error:

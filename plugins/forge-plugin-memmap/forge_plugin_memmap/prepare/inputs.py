@@ -1,28 +1,101 @@
-"""Which files are read, and how."""
+"""The input files, in order, and the chunks of them that are encoded at a time."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+from attrs import asdict, field, frozen
 
 from forge_core.contracts.errors import JobError, Problem
 from forge_plugin_memmap.paths import FoundFile, distinct, expand
-from forge_plugin_memmap.prepare.lines import read_lines
-from forge_plugin_memmap.prepare.reading import Input
-from forge_plugin_memmap.prepare.rows import parquet_fault, read_rows
-from forge_plugin_memmap.prepare.streams import COMPRESSIONS
-from forge_plugin_memmap.prepare.texts import read_text
+from forge_plugin_memmap.prepare.documents import Item, Read
+from forge_plugin_memmap.prepare.parquet_files import parquet_fault, read_rows
+from forge_plugin_memmap.prepare.text_files import COMPRESSIONS, read_lines, read_text
 
+CHUNK = 1 << 20
+"""Bytes of text that are encoded at a time, at least. The result does not depend on it."""
 READERS = {".jsonl": read_lines, ".txt": read_text, ".md": read_text, ".py": read_text}
 """Formats that may be compressed."""
 PARQUET = ".parquet"
 SUFFIXES = (*READERS, *(format_ + suffix for format_ in READERS for suffix in COMPRESSIONS), PARQUET)
 
 
+@frozen
+class InputPosition:
+    """The position at which reading continues."""
+
+    input: int = 0
+    """Number of the input."""
+    at: Mapping[str, int] = field(factory=dict)
+    passed: int = 0
+    """Bytes of all inputs before it, as they lie on disk."""
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON."""
+        return asdict(self)
+
+
+class Chunk(NamedTuple):
+    """A part of the input that a worker encodes at a time."""
+
+    items: tuple[Item, ...]
+    then: InputPosition
+    """Where the next chunk begins."""
+
+
+@frozen
+class Input:
+    """A file to read."""
+
+    name: str
+    size: int
+    modified_ns: int
+    read: Callable[[str, str, Mapping[str, int]], Iterator[Read]]
+    """(path, field, place) -> the parts of the file from that place on."""
+
+    @classmethod
+    def of(cls, path: str, read: Callable[[str, str, Mapping[str, int]], Iterator[Read]]) -> Input:
+        stat = os.stat(path)
+        return cls(path, stat.st_size, stat.st_mtime_ns, read)
+
+    def identity(self) -> dict[str, Any]:
+        """Plain JSON that changes with the file."""
+        return {"name": self.name, "size": self.size, "modified_ns": self.modified_ns}
+
+    def demand_unchanged(self) -> None:
+        """Raises `JobError` if the file has changed since this was made of it."""
+        if not os.path.exists(self.name) or Input.of(self.name, self.read) != self:
+            raise JobError(f"{self.name} changed while it was read; start again with another --output")
+
+
+def read_chunks(inputs: Sequence[Input], field: str, place: InputPosition) -> Iterator[Chunk]:
+    """Yields all chunks from a place on."""
+    items: list[Item] = []
+    size = 0
+    for here, item, item_size in _items(inputs, field, place):
+        if size >= CHUNK:
+            yield Chunk(tuple(items), here)
+            items, size = [], 0
+        items.append(item)
+        size += item_size
+    if items:
+        yield Chunk(tuple(items), InputPosition(len(inputs), {}, sum(input_.size for input_ in inputs)))
+
+
+def _items(inputs: Sequence[Input], field: str, place: InputPosition) -> Iterator[tuple[InputPosition, Item, int]]:
+    before = sum(input_.size for input_ in inputs[: place.input])
+    for number, input_ in enumerate(inputs[place.input :], place.input):
+        at = place.at if number == place.input else {}
+        for read in input_.read(input_.name, field, at):
+            yield InputPosition(number, read.at, before + read.passed), read.item, read.size
+        before += input_.size
+
+
 def find_inputs(patterns: Sequence[str], field: str, output: Path) -> list[Input]:
-    """The files of the patterns, in the order of the patterns and, within each, of their names.
+    """Returns the files of the patterns, in the order of the patterns and, within each, of their names.
 
     Nothing that lies in the output folder is an input.
 

@@ -16,8 +16,9 @@ from forge_core.contracts.components import TokenizerComponent
 from forge_core.contracts.errors import ForgeError, JobError
 from forge_core.plugins.catalog import Catalog
 from forge_kit.cache import digest_of
+from forge_plugin_memmap.prepare.console import Meter, Speed, open_meter
 from forge_plugin_memmap.prepare.documents import Drop
-from forge_plugin_memmap.prepare.encoding import Block, Encoded, refuse
+from forge_plugin_memmap.prepare.encoding import Block, Encoded, open_pool, refuse
 from forge_plugin_memmap.prepare.folder import (
     State,
     finish,
@@ -27,16 +28,14 @@ from forge_plugin_memmap.prepare.folder import (
     room_to_write,
     save_state,
 )
-from forge_plugin_memmap.prepare.pool import open_pool
-from forge_plugin_memmap.prepare.progress import Meter, Speed, open_meter
-from forge_plugin_memmap.prepare.reading import Chunk, Input, InputPosition, read_chunks
+from forge_plugin_memmap.prepare.inputs import Chunk, Input, InputPosition, read_chunks
 from forge_plugin_memmap.prepare.tokenizer import keep_tokenizer
 from forge_plugin_memmap.prepare.writing import SplitWriter
 from forge_plugin_memmap.prepared import HELD_OUT, SPLITS, TOKENIZER, TRAIN
 from forge_plugin_memmap.tokenizer_folder import KeptTokenizer, load_kept
 
 SAVE_EVERY_S = 5.0
-"""How much work is lost at most when the process is killed."""
+"""Seconds of work that are lost at most when the process is killed."""
 
 
 @frozen(kw_only=True)
@@ -73,14 +72,14 @@ class Settings:
 
 
 def prepare(settings: Settings, console: Console) -> tuple[Mapping[str, Any], str]:
-    """Write the shards, or go on with it.
+    """Write the shards, or continue to.
 
     Returns:
-        The manifest, and how fast it was; that is empty if the folder was finished before.
+        The manifest, and the time and speed, empty if the folder was finished before.
 
     Raises:
-        JobError: the folder is of other arguments, or the input is not as it should be.
-        ForgeError: the disk is full, or a worker process ended; to be continued.
+        JobError: the folder was made with other arguments, or the input is invalid.
+        ForgeError: the disk is full, or a worker process ended; the same command continues.
     """
     output, arguments, inputs = settings.output, settings.arguments(), settings.identities()
     with owned(output), room_to_write(output):
@@ -91,6 +90,7 @@ def prepare(settings: Settings, console: Console) -> tuple[Mapping[str, Any], st
         tokenizer = _tokenizer(settings, state, console)
         began, speed = time.monotonic(), Speed(state.tokens)
         _encode(settings, state, tokenizer, console)
+        # Before the manifest: the shards would be of no single state of the inputs.
         for input_ in settings.inputs:
             input_.demand_unchanged()
         if not state.tokens:
@@ -100,10 +100,11 @@ def prepare(settings: Settings, console: Console) -> tuple[Mapping[str, Any], st
 
 
 def _tokenizer(settings: Settings, state: State, console: Console) -> KeptTokenizer:
-    """The tokenizer that the folder keeps, or else a new one."""
+    """Returns the tokenizer in the folder, or else a new one."""
     folder = settings.output / TOKENIZER
     if state.tokenizer is None:
         console.print("making the tokenizer", highlight=False)
+        # Without the held-out documents: a tokenizer trained on them would flatter the evaluation.
         tokenizer = keep_tokenizer(settings.output, settings.tokenizer, _training_texts(settings))
         state.tokenizer = _describe(tokenizer)
         save_state(settings.output, state)
@@ -116,7 +117,7 @@ def _tokenizer(settings: Settings, state: State, console: Console) -> KeptTokeni
 
 
 def _describe(tokenizer: KeptTokenizer) -> dict[str, Any]:
-    """The facts that readers of the shards need."""
+    """Returns the facts that readers of the shards need."""
     return {
         "fingerprint": tokenizer.fingerprint(),
         "vocab_size": tokenizer.vocab_size,
@@ -142,7 +143,7 @@ def _training_texts(settings: Settings) -> Callable[[], Iterable[str]]:
 
 
 def _encode(settings: Settings, state: State, tokenizer: KeptTokenizer, console: Console) -> None:
-    """From where the state is to the end of the inputs."""
+    """Encode from the state's position to the end of the inputs."""
     total = sum(input_.size for input_ in settings.inputs)
     chunks = read_chunks(settings.inputs, settings.field, state.place)
     with ExitStack() as stack:
@@ -171,6 +172,7 @@ def _write(
     for chunk, encoded in results:
         for split, block in split_block(encoded.block, state.documents, settings.held_out_every):
             writers[split].add(block)
+        # Together, so that a saved state is true of one moment: everything before `place` has been added.
         state.dropped.merge(encoded.dropped)
         state.place = chunk.then
         meter.update(state)
@@ -182,14 +184,14 @@ def _write(
 
 
 def _save(output: Path, state: State, writers: Mapping[str, SplitWriter]) -> None:
-    """The state must not say more than the disk has."""
+    # Data first: the state must not say more than the disk has.
     for writer in writers.values():
         writer.sync()
     save_state(output, state)
 
 
 def split_block(block: Block, number: int, every: int) -> Iterator[tuple[str, Block]]:
-    """The parts of a block with their splits. `number`: documents before it."""
+    """Yields the parts of a block with their splits; `number` documents are before it."""
     documents, start = len(block.ends), 0
     held_out = range(-number % every, documents + 1, every) if every else ()
     for apart in held_out:

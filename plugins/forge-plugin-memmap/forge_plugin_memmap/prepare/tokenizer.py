@@ -19,7 +19,7 @@ from forge_plugin_memmap.tokenizer_folder import NO_RUN, KeptTokenizer, load_kep
 
 
 def choose_tokenizer(job: Iterable[str], type_: str | None, keys: Iterable[str]) -> TokenizerComponent:
-    """The tokenizer's component.
+    """Returns the tokenizer's component.
 
     Args:
         job: job files whose table `[data.tokenizer]` it is; or else
@@ -44,10 +44,12 @@ def choose_tokenizer(job: Iterable[str], type_: str | None, keys: Iterable[str])
 def keep_tokenizer(
     output: Path, component: TokenizerComponent, documents: Callable[[], Iterable[str]]
 ) -> KeptTokenizer:
-    """Make the tokenizer and keep it in the output folder.
+    """Build the tokenizer and save it in the output folder.
 
     Args:
-        documents: returns the texts of the training split afresh at each call.
+        output: the output folder.
+        component: the tokenizer's component.
+        documents: returns a new iterable over the texts of the training split at each call.
 
     Raises:
         ForgeError: the saved tokenizer is not the same one.
@@ -56,6 +58,7 @@ def keep_tokenizer(
     built = component.build(cast(BuildContext, NO_RUN), documents)
     table = to_toml(component, Catalog.installed())
     made = built if isinstance(built, KeptTokenizer) else KeptTokenizer(built, table)
+    # Renamed into place when it is complete: a folder of this name always holds a whole tokenizer.
     for leftover in (unfinished, folder):
         shutil.rmtree(leftover, ignore_errors=True)
     unfinished.mkdir()

@@ -68,10 +68,10 @@ class SplitWriter:
     def __init__(
         self, folder: Path, split: str, vocab_size: int, end_of_text: int, shard_tokens: int, written: Written
     ) -> None:
-        """Args: `written`, by an earlier process in this folder; whatever is there beyond is removed.
+        """Continues after what an earlier process has `written` in this folder, and removes what is beyond.
 
         Raises:
-            ForgeError: what it wrote is not there.
+            ForgeError: a file is missing, or shorter than it was.
         """
         self.written = written
         self._folder, self._split, self._shard_tokens = folder, split, shard_tokens
@@ -127,6 +127,7 @@ class SplitWriter:
         assert self._ids is not None
         counts, paths = self.written.open, (self._path(TOKENS), self._path(ENDS))
         sizes = counts.tokens, counts.documents, counts.bytes, self._vocab_size, self._end_of_text
+        # Last, so that a shard that is being written cannot be taken for a whole one.
         self._ids.seek(0)
         self._ids.write(Header(self._dtype.itemsize, *sizes).pack())
         self.sync()
@@ -151,7 +152,7 @@ class SplitWriter:
 
 
 def _continued(path: Path, size: int) -> BinaryIO:
-    """A file to go on writing after its first `size` bytes."""
+    """Opens a file to continue writing after its first `size` bytes."""
     actual = path.stat().st_size if path.exists() else None
     if actual is None or actual < size:
         fault = "is missing" if actual is None else f"has {actual} bytes"

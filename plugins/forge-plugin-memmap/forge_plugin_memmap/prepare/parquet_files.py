@@ -1,4 +1,4 @@
-"""Parquet: one document a row."""
+"""Parquet files: one document a row."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Any
 from attrs import frozen
 
 from forge_core.contracts.errors import JobError
-from forge_plugin_memmap.prepare.documents import Drop, Text
-from forge_plugin_memmap.prepare.reading import BLOCK, Read
+from forge_plugin_memmap.prepare.documents import BLOCK, Drop, Read, Text
 
 MOST_ROWS = 1 << 14
 """Rows read at a time, however short they are."""
@@ -42,7 +41,7 @@ def _parse(value: bytes | None, where: str) -> Text | Drop:
 
 
 def read_rows(path: str, field: str, at: Mapping[str, int]) -> Iterator[Read]:
-    """The rows of a file from a place on: the number of rows before it.
+    """Yields the rows of a file from a place on: the number of rows before it.
 
     Raises:
         JobError: the file is damaged.
@@ -75,7 +74,7 @@ def _batches(file: Any, path: str, field: str, start: int) -> Iterator[Read]:
 
 
 def _rows_at_once(file: Any, group: int, field: str) -> int:
-    """Rows that make about one block."""
+    """Returns the number of rows that make about one block."""
     column = file.metadata.row_group(group).column(_column_number(file, field))
     each = max(column.total_uncompressed_size // max(column.num_values, 1), 1)
     return int(min(max(BLOCK // each, 1), MOST_ROWS))
@@ -86,7 +85,7 @@ def _column_number(file: Any, field: str) -> int:
 
 
 def _bytes_of(column: Any) -> tuple[bytes | None, ...]:
-    """Undecoded, since one row that is not UTF-8 must not spoil the others."""
+    # Bytes and not strings: decoding a column fails as a whole for one row that is not UTF-8.
     import pyarrow
 
     plain = column.dictionary_decode() if pyarrow.types.is_dictionary(column.type) else column
@@ -94,14 +93,14 @@ def _bytes_of(column: Any) -> tuple[bytes | None, ...]:
 
 
 def open_parquet(path: str) -> Any:
-    """A Parquet file, of which row groups are read bit by bit."""
+    """Opens a Parquet file whose row groups are read a buffer at a time."""
     from pyarrow.parquet import ParquetFile
 
     return ParquetFile(path, buffer_size=BUFFER, pre_buffer=False)
 
 
 def parquet_fault(path: str, field: str) -> str:
-    """Why a file has no texts in the column `field`; empty if it has. Reads its footer."""
+    """Returns why a file has no texts in the column `field`, empty if it has; reads the footer only."""
     import pyarrow
 
     try:

@@ -1,0 +1,119 @@
+"""Output of the command: the progress while it works, and the summary at the end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+from forge_core.cli.tables import columns
+from forge_plugin_memmap.prepare.folder import State
+from forge_plugin_memmap.prepared import SPLITS
+
+LINES = 10
+"""Lines in all, where there is no terminal to draw a bar on."""
+
+
+class Meter(Protocol):
+    """Shows the progress; `update` is called with every state that is reached."""
+
+    def update(self, state: State) -> None: ...
+
+
+@contextmanager
+def open_meter(console: Console, total_bytes: int, state: State) -> Iterator[Meter]:
+    """Opens a bar on a terminal, a few lines elsewhere, from the `state` in which this process begins."""
+    speed = Speed(state.tokens)
+    if not console.is_terminal:
+        yield Lines(console, total_bytes, state, speed)
+        return
+    fields = (BarColumn(), TaskProgressColumn(), TextColumn("{task.fields[counts]}"), TimeRemainingColumn())
+    with Progress(*fields, console=console, transient=True) as progress:
+        yield Bar(progress, total_bytes, state, speed)
+
+
+class Speed:
+    """Tokens a second of this process."""
+
+    def __init__(self, tokens: int) -> None:
+        self._tokens, self._began = tokens, time.monotonic()
+
+    def describe(self, state: State) -> str:
+        return f"{state.documents:,} documents  {state.tokens:,} tokens  {self.per_second(state):,.0f} tokens/s"
+
+    def per_second(self, state: State) -> float:
+        return (state.tokens - self._tokens) / max(time.monotonic() - self._began, 1e-9)
+
+
+class Bar:
+    """See `Meter`."""
+
+    def __init__(self, progress: Progress, total_bytes: int, state: State, speed: Speed) -> None:
+        self._progress, self._speed = progress, speed
+        counts = speed.describe(state)
+        self._task = progress.add_task("", total=total_bytes, completed=state.place.passed, counts=counts)
+
+    def update(self, state: State) -> None:
+        self._progress.update(self._task, completed=state.place.passed, counts=self._speed.describe(state))
+
+
+class Lines:
+    """See `Meter`."""
+
+    def __init__(self, console: Console, total_bytes: int, state: State, speed: Speed) -> None:
+        self._console, self._total, self._speed = console, max(total_bytes, 1), speed
+        self._shown = self._tenth(state)
+
+    def update(self, state: State) -> None:
+        tenth = self._tenth(state)
+        if tenth > self._shown:
+            self._shown = tenth
+            self._console.print(f"{100 * tenth // LINES:3} %  {self._speed.describe(state)}", highlight=False)
+
+    def _tenth(self, state: State) -> int:
+        return LINES * state.place.passed // self._total
+
+
+def describe(folder: Path, manifest: Mapping[str, Any], speed: str) -> str:
+    """Returns the summary of a finished folder.
+
+    Args:
+        folder: the output folder.
+        manifest: its manifest.
+        speed: time taken and tokens a second; empty if it was finished before.
+    """
+    rows = [[split, *_figures(manifest["splits"][split])] for split in SPLITS if manifest["splits"][split]["files"]]
+    head = ["split", "documents", "tokens", "bytes of text", "shards"]
+    parts = [columns([head, *rows]), speed, _dropped(manifest), _usage(folder)]
+    return "\n\n".join(filter(None, parts))
+
+
+def _figures(split: Mapping[str, Any]) -> list[str]:
+    return [*(f"{split[name]:,}" for name in ("documents", "tokens", "bytes")), str(len(split["files"]))]
+
+
+def _dropped(manifest: Mapping[str, Any]) -> str:
+    """Returns the counts of dropped inputs, by reason."""
+    dropped = manifest["dropped"]
+    count = sum(entry["count"] for entry in dropped.values())
+    written = sum(manifest["splits"][split]["documents"] for split in SPLITS)
+    head = f"dropped {count:,} of {count + written:,} files, lines and rows"
+    return "\n".join([head + (":" if count else ""), *_reasons(dropped)])
+
+
+def _reasons(dropped: Mapping[str, Any]) -> Iterator[str]:
+    for reason, entry in dropped.items():
+        more = ", …" if entry["count"] > len(entry["examples"]) else ""
+        yield f"  {reason}: {entry['count']:,}, at {', '.join(entry['examples'])}{more}"
+
+
+def _usage(folder: Path) -> str:
+    """Returns how a job uses the folder."""
+    tokenizer = f'[data.tokenizer]\ntype = "prepared"\npath = "{folder}"'
+    source = f'[[data.sources]]\ntype = "memmap"\npath = "{folder}"'
+    return f"{folder} is finished; in a job file:\n\n{tokenizer}\n\n{source}"
