@@ -1,7 +1,7 @@
-"""Saving and finding whole checkpoints.
+"""Saving, finding and deleting whole checkpoints.
 
-A checkpoint is one folder for all ranks: files of tensors with an index (`shards`, `index`), and the manifest, written
-last. The folder appears under its name only when all of it is on disk.
+A checkpoint is one folder for all ranks: files of tensors with an index, and the manifest (`storage`). The folder
+appears under its name only when all of it is on disk.
 """
 
 from __future__ import annotations
@@ -16,17 +16,15 @@ from typing import TYPE_CHECKING, Any
 from attrs import field, fields_dict, frozen
 from torch import Tensor
 
-from forge_core.checkpoint.manifest import FORMAT, MANIFEST, How, find_faults, read_manifest, verify, write_manifest
 from forge_core.checkpoint.ranks import Ranks
-from forge_core.checkpoint.tensors import TensorWriter, load_tensors, stored_tensors
+from forge_core.checkpoint.storage import FORMAT, How, find_faults, read_manifest, write_manifest
+from forge_core.checkpoint.tensor_writer import Staged, TensorWriter
 from forge_core.contracts.errors import CheckpointError
+from forge_core.parallel.mesh import gather_objects
 
 if TYPE_CHECKING:
-    from forge_core.checkpoint.tensors import Staged
     from forge_core.contracts.runtime import Storage
     from forge_core.job import CheckpointSection
-
-__all__ = ["MANIFEST", "Checkpoints", "State", "load_tensors", "stored_tensors", "verify", "write_manifest"]
 
 
 @frozen
@@ -61,7 +59,7 @@ class Retention:
             metrics: step -> value of the metric, lower is better; steps without one are never the best.
         """
         staying = {step for step in steps if self.keeps_forever(step)}
-        staying |= set(sorted(steps)[-self.keep :])
+        staying |= set(sorted(steps)[-self.keep :])  # all of them if `keep` is 0
         best = sorted((metrics[step], step) for step in steps if step in metrics)
         staying |= {step for _, step in best[: self.keep_best]}
         return sorted(set(steps) - staying)
@@ -91,8 +89,7 @@ class Checkpoints:
     def save(self, step: int, state: State, staged: Staged | None = None) -> Path:
         """Write the checkpoint of `step`, then delete those that retention does not keep. Collective.
 
-        Args:
-            staged: a copy of the state's tensors, whose values are the ones to write.
+        With `staged`, a copy of the state's tensors, its values are the ones to write.
 
         Raises:
             CheckpointError: some rank could not write. Nothing of it is left, and earlier checkpoints are untouched.
@@ -112,13 +109,15 @@ class Checkpoints:
         return CheckpointError(self.ranks.on_rank0(lambda: self._give_up(step, str(cause))))
 
     def newest(self) -> tuple[Path, dict[str, Any]] | None:
-        """The newest intact checkpoint: its folder and manifest. Damaged ones are named in a warning and passed over.
-        Collective: the ranks share the files out and take the same one.
+        """The newest intact checkpoint: its folder and manifest. Collective; all ranks take the same one.
+
+        Damaged ones are named in a warning and passed over.
 
         Raises:
             CheckpointError: there are checkpoints, and none is intact.
         """
         faults = []
+        # Rank 0 lists the steps for all: a network file system may show the ranks different folders
         for step in reversed(self.ranks.on_rank0(self.steps)):
             path = self.storage.path(step)
             try:
@@ -126,7 +125,7 @@ class Checkpoints:
             except CheckpointError as error:
                 faults.append(str(error))
                 self._warn(f"passing over a damaged checkpoint: {error}")
-        if faults:
+        if faults:  # not None: a run that quietly began anew would bury the checkpoints that a repair may save
             raise CheckpointError("no checkpoint is intact: " + "; ".join(faults))
         return None
 
@@ -143,10 +142,9 @@ class Checkpoints:
         """Delete the checkpoints that retention does not keep; returns their steps. Not collective: for rank 0 alone.
 
         Args:
-            intact: a step known to be intact, having just been saved or loaded. It stays whatever retention says, since
-                newer ones may be damaged. Without it, nothing is deleted unless one of those that stay is whole by the
-                sizes of its files.
+            intact: a step known to be intact, having just been saved or loaded; it stays whatever retention says.
         """
+        # A newer one may be damaged in a way that sizes do not show: with `keep = 1` it would be all that is left
         doomed = [step for step in self.to_prune() if step != intact]
         staying = [step for step in self.steps() if step not in doomed]
         if doomed and intact not in staying and not any(self._whole(step) for step in reversed(staying)):
@@ -157,22 +155,22 @@ class Checkpoints:
         return doomed
 
     def tidy(self, intact: int) -> None:
-        """Delete what retention does not keep and what dead saves have left: the work that a process had still to do
-        which was killed right after its last save. Collective; `intact` as for `prune`."""
+        """Do what a process that was killed right after its save left undone. Collective; `intact` as for `prune`."""
         self.ranks.on_rank0(lambda: self._tidy(intact))
 
     def _tidy(self, intact: int) -> None:
+        """Delete what retention does not keep and what dead saves have left."""
         try:
             self.storage.clear()
             self.prune(intact)
-        except OSError as error:
+        except OSError as error:  # no failed save: the checkpoint itself is committed by now
             self._warn(f"could not delete an old checkpoint: {error}")
 
     def _commit(self, step: int, folder: Path, files: Mapping[str, Any], values: Mapping[str, Any]) -> None:
         manifest = {"format": FORMAT, "step": step, "time": time.time(), "files": files, **values}
         write_manifest(folder, manifest)
         self.storage.commit(step)
-        self._tidy(step)
+        self._tidy(step)  # after the commit: until then the older ones are all that a crash would leave
 
     def _give_up(self, step: int, fault: str) -> str:
         """Remove the files of an unfinished checkpoint; returns the message."""
@@ -183,13 +181,13 @@ class Checkpoints:
         return f"could not save step {step} in {folder}: {fault}; {_free_space(folder)} free there; {left}"
 
     def _metrics(self, steps: Sequence[int]) -> dict[int, float]:
-        """Step -> the metric of the last evaluation before it. An evaluation counts for the first checkpoint after it
-        only, so that the best ones are of different evaluations."""
+        """Step -> the metric of the last evaluation before it."""
         metrics: dict[int, float] = {}
         evaluations = set()
         for step in steps if self.retention.keep_best else ():
             evaluation = self._read(step).get("evaluation", {})
             value = evaluation.get("metrics", {}).get(self.retention.best_metric)
+            # An evaluation counts for the first checkpoint after it only, so that the best are of different evaluations
             if value is not None and evaluation["step"] not in evaluations:
                 evaluations.add(evaluation["step"])
                 metrics[step] = value
@@ -209,6 +207,25 @@ class Checkpoints:
     def _warn(self, message: str) -> None:
         if self.ranks.rank == 0:
             warnings.warn(message, stacklevel=3)
+
+
+def verify(folder: Path, how: How, ranks: Ranks | None = None) -> dict[str, Any]:
+    """Check the files of a checkpoint against its manifest, which is returned.
+
+    Collective: each rank checks its share of the files, and all reach the same result.
+
+    Raises:
+        CheckpointError: names each file and what is wrong with it.
+    """
+    ranks = ranks or Ranks()
+    manifest = ranks.on_rank0(lambda: read_manifest(folder))
+    # The largest first, so that every rank has about as much to read
+    names = sorted(manifest["files"], key=lambda name: -manifest["files"][name]["size"])
+    mine = find_faults(folder, manifest, names[ranks.rank :: ranks.world_size], how)
+    faults = [fault for of_rank in gather_objects(mine, ranks.group) for fault in of_rank]
+    if faults:
+        raise CheckpointError("; ".join(faults))
+    return manifest
 
 
 def _listed(steps: Sequence[int]) -> str:

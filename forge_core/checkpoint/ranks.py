@@ -1,13 +1,18 @@
-"""Exchange between the ranks of a run while they save or load, so that all of them come to the same result."""
+"""Exchange between the ranks of a run while they save or load, so that all of them reach the same result.
+
+A rank that raised while the others go on would leave them waiting in their next collective. So an error travels with
+the result, and is raised on every rank or on none. `launch.rendezvous` does the like before there is a process group.
+"""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import torch.distributed as dist
 from attrs import frozen
 
+from forge_core.checkpoint.storage import describe_fault
 from forge_core.contracts.errors import CheckpointError
 
 T = TypeVar("T")
@@ -22,29 +27,18 @@ class Ranks:
 
     @property
     def world_size(self) -> int:
-        dist = _distributed()
-        return dist.get_world_size(self.group) if dist and dist.is_initialized() else 1
+        return dist.get_world_size(self.group) if dist.is_initialized() else 1
 
     @property
     def rank(self) -> int:
-        dist = _distributed()
-        return dist.get_rank(self.group) if dist and dist.is_initialized() else 0
-
-    def gather(self, value: T) -> list[T]:
-        """The values of all ranks, in order, on every rank. Collective."""
-        if self.world_size == 1:
-            return [value]
-        gathered: list[Any] = [None] * self.world_size
-        _distributed().all_gather_object(gathered, value, group=self.group)
-        return gathered
+        return dist.get_rank(self.group) if dist.is_initialized() else 0
 
     def scatter(self, values: Sequence[T]) -> T:
         """One of rank 0's `values` for each rank; other ranks pass none. Collective."""
         if self.world_size == 1:
             return values[0]
         received: list[Any] = [None]
-        source = list(values) if self.rank == 0 else None
-        _distributed().scatter_object_list(received, source, src=0, group=self.group)
+        dist.scatter_object_list(received, list(values) if self.rank == 0 else None, src=0, group=self.group)
         return received[0]
 
     def on_rank0(self, action: Callable[[], T]) -> T:
@@ -61,7 +55,7 @@ class Ranks:
             except Exception as error:
                 cause, outcome[1] = error, describe_fault(error)
         if self.world_size > 1:
-            _distributed().broadcast_object_list(outcome, src=0, group=self.group)
+            dist.broadcast_object_list(outcome, src=0, group=self.group)
         result, fault = outcome
         if fault:
             raise CheckpointError(fault) from cause
@@ -77,24 +71,13 @@ class Ranks:
         try:
             result = action()
         except Exception as error:
-            # Not raised yet: the others would wait for this rank in the next call
             fault, cause = f"rank {self.rank}: {describe_fault(error)}", error
         outcomes: list[Any] | None = [(result, fault)]
         if self.world_size > 1:
+            # Gathered on rank 0 only: the plans of 1,024 ranks are large, and no other rank needs them
             outcomes = [None] * self.world_size if self.rank == 0 else None
-            _distributed().gather_object((result, fault), outcomes, dst=0, group=self.group)
+            dist.gather_object((result, fault), outcomes, dst=0, group=self.group)
         faults = self.on_rank0(lambda: "; ".join(fault for _, fault in outcomes or () if fault))
         if faults:
             raise CheckpointError(faults) from cause
         return [result for result, _ in outcomes or ()]
-
-
-def _distributed() -> Any:
-    """torch.distributed, if anything has imported it: without it there is no process group, and manifests can be read
-    without the seconds that torch takes."""
-    return sys.modules.get("torch.distributed")
-
-
-def describe_fault(error: BaseException) -> str:
-    """An exception in words; our own need no class name before theirs."""
-    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"

@@ -10,11 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import field, frozen
 
-from forge_core.checkpoint.job_diff import Change, describe_changes, gravest, job_changes
-from forge_core.checkpoint.manager import Checkpoints, Retention
-from forge_core.checkpoint.manifest import MANIFEST, How, verify
-from forge_core.checkpoint.provenance import collect, compare
+from forge_core.checkpoint.manager import Checkpoints, Retention, verify
+from forge_core.checkpoint.run_diff import (
+    Change,
+    collect_provenance,
+    compare_provenance,
+    describe_changes,
+    job_changes,
+)
 from forge_core.checkpoint.run_folder import run_folder, storage_of
+from forge_core.checkpoint.storage import MANIFEST, How
 from forge_core.contracts.errors import CheckpointError, ForgeError
 from forge_core.job import Job
 from forge_core.parallel.mesh import global_rank
@@ -64,17 +69,18 @@ def find_start(job: Job, catalog: Catalog, checkpoints: Checkpoints, resume: str
     """Where the run of `job` starts from; verified, and not in contradiction to the job.
 
     Raises:
-        CheckpointError: see `find_checkpoint`, `forge_core.checkpoint.provenance.compare` and `check_changes`.
+        CheckpointError: see `find_checkpoint`, `compare_provenance` and `check_changes`.
     """
-    found = find_checkpoint(resume, checkpoints, job.checkpoint.verify)
-    if found is None:
+    located = find_checkpoint(resume, checkpoints, job.checkpoint.verify)
+    if located is None:
         check_storage(run_folder(job))
         if job.checkpoint.load is None:
             return Start()
         path, manifest = locate(Path(job.checkpoint.load.path), job.checkpoint.verify)
         return Start(weights=path, manifest=manifest)
-    path, manifest = found
-    differing = compare(manifest["provenance"], collect(job, catalog), with_changes)
+    path, manifest = located
+    # Distributions before the job: without one that is missing, the meaning of its keys is not known
+    differing = compare_provenance(manifest["provenance"], collect_provenance(job, catalog), with_changes)
     if differing and global_rank() == 0:
         warnings.warn("\n".join(differing), stacklevel=2)
     changes = job_changes(manifest["job"], job, catalog)
@@ -83,10 +89,7 @@ def find_start(job: Job, catalog: Catalog, checkpoints: Checkpoints, resume: str
 
 
 def find_checkpoint(resume: str, checkpoints: Checkpoints, how: How) -> tuple[Path, dict[str, Any]] | None:
-    """The checkpoint that `resume` means, verified, with its manifest; None to start from nothing.
-
-    Args:
-        resume: `auto`, `never`, or a path (see `forge_core.engine.trainer.Trainer`).
+    """The checkpoint that `resume` means (see `Trainer`), verified, with its manifest; None to start from nothing.
 
     Raises:
         CheckpointError: there is none where a path says so, there is one though `never`, or none is intact.
@@ -98,6 +101,7 @@ def find_checkpoint(resume: str, checkpoints: Checkpoints, how: How) -> tuple[Pa
             raise CheckpointError(f"this run folder has checkpoints already (steps {steps}); {hint}")
         return None
     newest = checkpoints.newest()
+    # Also with a path: the same command, started again after a crash, must not lose the steps since its first start
     if resume == "auto" or newest is not None:
         return newest
     return locate(Path(resume), how)
@@ -111,44 +115,37 @@ def locate(path: Path, how: How) -> tuple[Path, dict[str, Any]]:
     """
     if (path / MANIFEST).is_file() or re.fullmatch(r"step-\d+", path.name):
         return path, verify(path, how)
-    found = Checkpoints(storage_of(path), Retention(), how).newest()
-    if found is None:
+    newest = Checkpoints(storage_of(path), Retention(), how).newest()
+    if newest is None:
         raise CheckpointError(f"{path} is neither a checkpoint nor a run folder with checkpoints")
-    return found
+    return newest
 
 
 def check_storage(folder: Path) -> None:
-    """Raise if an earlier job of this run kept checkpoints elsewhere: the run would start over.
-
-    Raises:
-        CheckpointError: there are such checkpoints.
-    """
+    """Raise a `CheckpointError` if an earlier job of this run kept checkpoints elsewhere: the run would start over."""
     try:
         before = storage_of(folder)
     except ForgeError:  # the plugin of that job's storage is not installed any more
         return
     if steps := before.steps():
         place = before.path(steps[-1]).parent
-        fix = "set [checkpoint.storage] back, move the checkpoints, or choose another job.name"
-        raise CheckpointError(f"{place} has checkpoints of this run, but the job keeps them elsewhere now; {fix}")
+        hint = "set [checkpoint.storage] back, move the checkpoints, or choose another job.name"
+        raise CheckpointError(f"{place} has checkpoints of this run, but the job keeps them elsewhere now; {hint}")
 
 
 def check_changes(path: Path, changes: Sequence[Change], allowed: bool) -> None:
-    """Raise unless the job's changes since the checkpoint allow the run to continue.
-
-    Args:
-        allowed: whether the user has asked to continue with changes that make another run of it.
+    """Raise unless the job's changes since the checkpoint are safe, or the user has `allowed` those that are not.
 
     Raises:
-        CheckpointError: it may not, or cannot; lists every change, and says what to do.
+        CheckpointError: it may not continue, or cannot; lists every change, and says what to do.
     """
-    worst = gravest(changes)
-    if worst == "safe" or (worst == "flag" and allowed):
-        return
+    meanings = {change.means for change in changes}
     listed = f"the job is not the one that saved {path}:\n{describe_changes(changes)}"
-    if worst == "impossible":
+    if "impossible" in meanings:
         raise CheckpointError(f"{listed}\nUndo what is impossible. {ANEW.format(path=path)}")
-    raise CheckpointError(f"{listed}\nTo continue all the same, run the same command with {FLAG}. Or undo the changes")
+    if "flag" in meanings and not allowed:
+        hint = f"To continue all the same, run the same command with {FLAG}. Or undo the changes"
+        raise CheckpointError(f"{listed}\n{hint}")
 
 
 def _path(owner: str) -> str:

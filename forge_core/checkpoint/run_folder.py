@@ -9,10 +9,12 @@ import shutil
 import socket
 import time
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
+
+import attrs
 
 from forge_core.checkpoint.storage import LocalStorage
 from forge_core.contracts.errors import ForgeError
@@ -28,6 +30,14 @@ LOCK = ".lock"
 UNKNOWN = "another process"
 TOKENIZER = "tokenizer"
 
+
+def run_folder(job: Job) -> Path:
+    """`{job.output}/{job.name}`."""
+    return Path(job.job.output) / job.job.name
+
+
+# --- its owner ---------------------------------------------------------------------------------------------------
+
 _held: set[IO[str]] = set()
 
 
@@ -40,9 +50,85 @@ def _release_in_child() -> None:
 os.register_at_fork(after_in_child=_release_in_child)
 
 
-def run_folder(job: Job) -> Path:
-    """`{job.output}/{job.name}`."""
-    return Path(job.job.output) / job.job.name
+@contextmanager
+def owned(folder: Path, advice: str = "give this run another job.name") -> Iterator[None]:
+    """Own `folder` while this context lasts. A folder that had to be made, and stayed empty, is removed again.
+
+    Raises:
+        ForgeError: another process owns it; names its host and number.
+    """
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    with _lock(folder, advice) as lock:
+        lock.truncate(0)
+        lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        lock.flush()
+        _held.add(lock)
+        try:
+            yield
+        finally:
+            _held.remove(lock)
+            if made and [path.name for path in folder.iterdir()] == [LOCK]:
+                # Before the lock is released: afterwards the file may be another process's
+                (folder / LOCK).unlink()
+                with suppress(OSError):  # one of its parents is in use by now
+                    for path in made:
+                        path.rmdir()
+
+
+def owner(folder: Path) -> str:
+    """The process that owns a run folder at this moment; empty if none does."""
+    try:
+        with (folder / LOCK).open() as lock:
+            return "" if _take(lock, fcntl.LOCK_SH) else lock.read().strip() or UNKNOWN
+    except FileNotFoundError:
+        return ""
+
+
+def _lock(folder: Path, advice: str) -> IO[str]:
+    # A lock of the kernel and not the mere existence of a file: it goes when the process ends, however it ends
+    while True:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / LOCK).open("a+")  # not "w": the name of an owner that is there must stay readable
+        if not _take(lock, fcntl.LOCK_EX):
+            with lock:
+                lock.seek(0)
+                raise ForgeError(f"{folder} is in use by {lock.read().strip() or UNKNOWN}; {advice}")
+        if os.fstat(lock.fileno()).st_nlink:
+            return lock
+        lock.close()  # its last owner removed it between the two calls
+
+
+def _take(lock: IO[str], how: int) -> bool:
+    """Try more than once: a process that only asks for the owner holds the lock for a moment."""
+    for pause in (0.05, 0.1, 0):
+        try:
+            fcntl.flock(lock, how | fcntl.LOCK_NB)
+        except OSError:
+            time.sleep(pause)
+        else:
+            return True
+    return False
+
+
+# --- its records -------------------------------------------------------------------------------------------------
+
+
+def write_record(folder: Path, job_toml: str, provenance: Mapping[str, Any], plan: str) -> None:
+    """Keep the resolved job, the provenance and the plan."""
+    (folder / JOB).write_text(job_toml)
+    (folder / "provenance.json").write_text(json.dumps(provenance, indent=1) + "\n")
+    (folder / "plan.txt").write_text(plan + "\n")
+
+
+def save_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
+    """Keep the tokenizer with the run, once."""
+    if not (folder / TOKENIZER).is_dir():
+        # Renamed when it is whole: every later start takes the folder as it is
+        unfinished = folder / f"{TOKENIZER}.tmp"
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir()
+        tokenizer.save(unfinished)
+        unfinished.rename(folder / TOKENIZER)
 
 
 def checkpoint_table(folder: Path) -> Mapping[str, Any]:
@@ -66,103 +152,12 @@ def storage_of(folder: Path) -> Storage:
         return LocalStorage(folder / table.get("folder", "checkpoints"))
     import torch
 
-    from forge_core.auxiliary import Auxiliary
     from forge_core.config.load import parse_job
     from forge_core.contracts.layout import Layout
+    from forge_core.parallel.bare_model import bare_context
     from forge_core.plugins.catalog import Catalog
-    from forge_core.plugins.manager import Plugins, RunContext
 
-    catalog, device = Catalog.installed(), torch.device("cpu")
+    catalog = Catalog.installed()
     job = parse_job((folder / JOB).read_text(), str(folder / JOB), catalog)
-    context = RunContext(
-        job=job,
-        plugins=Plugins(job.plugins, catalog),
-        layout=Layout(),
-        mesh=None,
-        device=device,
-        dtype=torch.float32,
-        auxiliary=Auxiliary(device),
-        folder=folder,
-    )
+    context = attrs.evolve(bare_context(job, Layout(), catalog, torch.device("cpu")), folder=folder)
     return context.build(job.checkpoint.storage)
-
-
-@contextmanager
-def locked(folder: Path, advice: str = "give this run another job.name") -> Iterator[None]:
-    """Own `folder` while this context lasts. The kernel drops the lock when the process ends, however it ends.
-
-    A folder that had to be made, and in which nothing came to be, is removed again.
-
-    Raises:
-        ForgeError: another process owns it; names its host and number.
-    """
-    made = [path for path in (folder, *folder.parents) if not path.exists()]
-    with _lock(folder, advice) as lock:
-        lock.truncate(0)
-        lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        lock.flush()
-        _held.add(lock)
-        try:
-            yield
-        finally:
-            _held.remove(lock)
-            if made and [path.name for path in folder.iterdir()] == [LOCK]:
-                (folder / LOCK).unlink()
-                _remove(made)
-
-
-def owner(folder: Path) -> str:
-    """The process that owns a run folder at this moment; empty if none does."""
-    try:
-        with (folder / LOCK).open() as lock:
-            return "" if _take(lock, fcntl.LOCK_SH) else lock.read().strip() or UNKNOWN
-    except FileNotFoundError:
-        return ""
-
-
-def _lock(folder: Path, advice: str) -> IO[str]:
-    while True:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / LOCK).open("a+")
-        if not _take(lock, fcntl.LOCK_EX):
-            with lock:
-                lock.seek(0)
-                raise ForgeError(f"{folder} is in use by {lock.read().strip() or UNKNOWN}; {advice}")
-        if os.fstat(lock.fileno()).st_nlink:
-            return lock
-        lock.close()  # its last owner removed it between the two calls
-
-
-def _take(lock: IO[str], how: int) -> bool:
-    """Try more than once: a process that only asks for the owner holds the lock for a moment."""
-    for pause in (0.05, 0.1, 0):
-        try:
-            fcntl.flock(lock, how | fcntl.LOCK_NB)
-        except OSError:
-            time.sleep(pause)
-        else:
-            return True
-    return False
-
-
-def _remove(folders: Iterable[Path]) -> None:
-    with suppress(OSError):  # something is in one of them after all
-        for folder in folders:
-            folder.rmdir()
-
-
-def save_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
-    """Keep the tokenizer with the run, once."""
-    if not (folder / TOKENIZER).is_dir():
-        unfinished = folder / f"{TOKENIZER}.tmp"
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir()
-        tokenizer.save(unfinished)
-        unfinished.rename(folder / TOKENIZER)
-
-
-def write_record(folder: Path, job_toml: str, provenance: Mapping[str, Any], plan: str) -> None:
-    """Keep the resolved job, the provenance and the plan."""
-    (folder / JOB).write_text(job_toml)
-    (folder / "provenance.json").write_text(json.dumps(provenance, indent=1) + "\n")
-    (folder / "plan.txt").write_text(plan + "\n")

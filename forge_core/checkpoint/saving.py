@@ -12,12 +12,11 @@ from typing import Any
 
 import attrs
 import torch.distributed as dist
-from attrs import frozen
 
 from forge_core.checkpoint.manager import Checkpoints, State
-from forge_core.checkpoint.manifest import to_json
 from forge_core.checkpoint.ranks import Ranks
-from forge_core.checkpoint.tensors import Staging
+from forge_core.checkpoint.storage import to_json
+from forge_core.checkpoint.tensor_writer import Staging
 from forge_core.contracts.errors import CheckpointError
 from forge_core.job import CheckpointSection
 from forge_core.parallel.mesh import group_timeout
@@ -25,20 +24,12 @@ from forge_core.parallel.mesh import group_timeout
 ADVICE = "Once that is mended, the same command continues from the newest checkpoint"
 
 
-@frozen
-class _Pending:
-    """A checkpoint that a background thread is writing."""
-
-    step: int
-    path: Future[Path]
-
-
 class Saver:
     """Saves the states of a run. All its methods but `due` are collective.
 
     Attributes:
         saved_step: the step that was saved last, or is being written; None if there is none, or saving it failed.
-        evaluation: the last one, as checkpoints tell of it: `step` and `metrics`; empty before the first.
+        evaluation: the last one, which checkpoints record: `step` and `metrics`; empty before the first.
     """
 
     def __init__(
@@ -48,24 +39,31 @@ class Saver:
         before: Callable[[], None],
         on_saved: Callable[[int, Path], None],
     ) -> None:
-        """`before` is called on rank 0 when a state is taken, and what it raises is a failed save; `on_saved` on every
-        rank, in the main thread, once a checkpoint is there."""
+        """Start a thread and a process group for it if `[checkpoint]` has `async_save`. Collective then.
+
+        Args:
+            section: `[checkpoint]` of the job.
+            checkpoints: where to save.
+            before: called on rank 0 when a state is taken; an error in it is a failed save.
+            on_saved: called on every rank, in the main thread, once a checkpoint is there.
+        """
         self._section = section
         self._checkpoints = checkpoints
         self._before = before
         self._on_saved = on_saved
-        self._pending: _Pending | None = None
+        self._pending: tuple[int, Future[Path]] | None = None
+        """The step that a background thread is writing."""
         self.evaluation: Mapping[str, Any] = {}
         self.saved_step: int | None = None
         if section.async_save:
             self._start_background()
 
     def continues(self, manifest: Mapping[str, Any]) -> None:
-        """The run continues from a checkpoint."""
+        """Note that the run continues from a checkpoint."""
         self.saved_step, self.evaluation = manifest["step"], manifest["evaluation"]
 
     def note_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Checkpoints from now on tell of this evaluation."""
+        """Record this evaluation in all checkpoints from now on."""
         finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
         self.evaluation = {"step": step, "metrics": finite}
         if self._section.keep_best and self._section.best_metric not in metrics and self._checkpoints.ranks.rank == 0:
@@ -78,10 +76,9 @@ class Saver:
         return bool(interval and step % interval == 0) or self._checkpoints.retention.is_early(step)
 
     def save(self, step: int, state: State, final: bool = False) -> None:
-        """Save the state of `step`, or with `async_save` copy it and start to write it. A save before it is waited for.
+        """Save the state of `step`, or with `async_save` copy it and start to write it.
 
-        Args:
-            final: nothing comes after it, so it is waited for, and must succeed.
+        The last save of a run is `final`: it is waited for, and must succeed.
 
         Raises:
             CheckpointError: a save failed, this or the one before, and `on_failure` does not let it pass.
@@ -98,24 +95,24 @@ class Saver:
 
     @property
     def writing(self) -> bool:
-        """Whether this rank is still writing in the background."""
-        return self._pending is not None and not self._pending.path.done()
+        """Whether this rank is still writing in the background; `settle` may be called once no rank is."""
+        return self._pending is not None and not self._pending[1].done()
 
     def settle(self) -> None:
-        """Wait for what is being written, and report how it went.
+        """Wait for a save in the background, and report how it went.
 
         Raises:
             CheckpointError: it failed, and `on_failure` does not let that pass.
         """
         if self._pending is None:
             return
-        pending, self._pending = self._pending, None
+        (step, written), self._pending = self._pending, None
         try:
-            path = pending.path.result()
+            path = written.result()
         except CheckpointError as error:
             self._failed(error)
         else:
-            self._on_saved(pending.step, path)  # here and not in the thread: hooks must run in the main thread
+            self._on_saved(step, path)  # here and not in the thread: hooks must run in the main thread
 
     def tidy(self) -> None:
         """Delete the checkpoints that the job does not want kept."""
@@ -129,7 +126,7 @@ class Saver:
         except Exception as other:
             error.add_note(f"Besides: {other}")
         if self._section.async_save:
-            self._thread.shutdown()
+            self._thread.shutdown()  # its group stays: to destroy it, ranks would wait for those that have failed
 
     def close(self) -> None:
         """The run ends well. Every save was waited for."""
@@ -138,12 +135,12 @@ class Saver:
             dist.destroy_process_group(self._checkpoints.ranks.group)
 
     def _start_background(self) -> None:
-        """Start the thread, with a process group of its own: its messages must not mix with those of the steps."""
+        # One thread for the whole run, where DCP's `async_save` starts one for each save
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._staging = Staging()
-        self._checkpoints = attrs.evolve(
-            self._checkpoints, ranks=Ranks(dist.new_group(backend="gloo", timeout=group_timeout()))
-        )
+        # A process group of its own: messages of a save must not mix with those of the steps that go on meanwhile
+        group = dist.new_group(backend="gloo", timeout=group_timeout())
+        self._checkpoints = attrs.evolve(self._checkpoints, ranks=Ranks(group))
 
     def _write(self, step: int, state: State, background: bool) -> Path | None:
         """Returns the checkpoint, unless it is written in the background."""
@@ -151,13 +148,14 @@ class Saver:
         if not background:
             return self._checkpoints.save(step, state)
         staged = self._staging.copy(state.tensors)  # before returning: the next step changes the tensors in place
-        self._pending = _Pending(step, self._thread.submit(self._checkpoints.save, step, state, staged))
+        self._pending = step, self._thread.submit(self._checkpoints.save, step, state, staged)
         return None
 
     def _plain_values(self, step: int, state: State) -> dict[str, Any]:
         """All but the tensors, as a copy: training goes on and changes the originals."""
 
         def take() -> str:
+            # Metrics go to the disk first: a run that continues from this checkpoint does not make these lines again
             self._before()
             return to_json({"evaluation": self.evaluation, **state.values})
 

@@ -1,9 +1,9 @@
-"""Everything a run must remember, to and from a checkpoint.
+"""State of a run, to and from a checkpoint.
 
 Tensors are `model.<parameter or buffer>`, `optimizer.<parameter>.<slot>` and, where an optimizer evaluates other
 weights than it trains, `evaluation.<parameter>`; all else is plain types in the manifest.
-Hyper-parameters come from the job, never from a checkpoint. Randomness inside a step is seeded from (seed, step), so no
-generator's state needs keeping.
+Hyper-parameters come from the job, never from a checkpoint, so that a longer schedule or another rate takes effect.
+Randomness inside a step is seeded from (seed, step), so no generator's state needs keeping.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from attrs import asdict, define, field
 from torch import Tensor, nn
 
 from forge_core.checkpoint.manager import State
-from forge_core.checkpoint.tensors import load_tensors, shared_index
+from forge_core.checkpoint.tensors import Shapes, load_tensors, shared_index
 from forge_core.contracts.components import Plugin, TrainingHook, state_fields
 from forge_core.contracts.errors import CheckpointError
 from forge_core.contracts.optimizer import HasEvaluationWeights, PlacesState
@@ -64,16 +64,14 @@ def gather_state(
     model: Model,
     optimizer: torch.optim.Optimizer,
     progress: Progress,
-    hooks: Mapping[str, TrainingHook],
-    plugins: Mapping[str, Plugin],
+    own: Mapping[str, TrainingHook | Plugin],
     pipeline: ProcessGroup | None = None,
 ) -> State:
-    """The state to save. Reads only: a save, at any step, changes nothing.
+    """The state to save, with that of the `holders`. Collective over `pipeline`, the ranks with different layers.
 
-    Args:
-        pipeline: the ranks that hold different layers. Collective over them.
+    Reads only: a save, at any step, changes nothing.
     """
-    tensors = {f"model.{name}": tensor for name, tensor in model_tensors(model).items()}
+    tensors = {MODEL + name: tensor for name, tensor in model_tensors(model).items()}
     evaluated = optimizer.evaluation_weights() if isinstance(optimizer, HasEvaluationWeights) else {}
     scalars: dict[str, dict[str, Any]] = {}
     for name, parameter in _named(optimizer):
@@ -84,19 +82,16 @@ def gather_state(
                 tensors[f"optimizer.{name}.{slot}"] = value
             else:
                 scalars.setdefault(name, {})[slot] = value
-    if pipeline is not None:
+    if pipeline is not None:  # the manifest is written by rank 0, whose optimizer has the parameters of its layers only
         scalars = {name: slots for part in gather_objects(scalars, pipeline) for name, slots in part.items()}
     extras: dict[str, dict[str, Any]] = {}
-    for owner, holder in holders(hooks, plugins):
-        plain, held = _split(holder.state_dict())
-        extras[owner] = plain
+    for owner, holder in own.items():
+        state = holder.state_dict()
+        held = {name: value for name, value in state.items() if isinstance(value, Tensor)}
         tensors |= {f"{owner}.{name}": tensor for name, tensor in held.items()}
-    values = {
-        "progress": asdict(progress),
-        "optimizer": {"scalars": scalars, "groups": _group_state(optimizer)},
-        "extras": extras,
-    }
-    return State(tensors, values)
+        extras[owner] = {name: value for name, value in state.items() if name not in held}
+    saved = {"scalars": scalars, "groups": _group_state(optimizer)}
+    return State(tensors, {"progress": asdict(progress), "optimizer": saved, "extras": extras})
 
 
 def restore_state(
@@ -109,9 +104,8 @@ def restore_state(
 ) -> Progress:
     """Load a checkpoint into a freshly built run; returns its progress. Collective.
 
-    Args:
-        trained: names of the parameters of the whole model, of which `model` may be a part.
-        own: the run's `holders`. Those of which the checkpoint has nothing are left as they are.
+    Those of the `holders` that the checkpoint has nothing of are left as they are. `trained` has the names of the
+    parameters of the whole model, of which `model` may be a part.
 
     Raises:
         CheckpointError: the checkpoint does not fit the job.
@@ -120,18 +114,19 @@ def restore_state(
     stored = index.shapes
     slots = _empty_slots(optimizer, stored, trained)
     held = {owner: _empty_held(owner, stored) for owner in own if owner in manifest["extras"]}
-    tensors = {MODEL + name: tensor for name, tensor in model_tensors(model).items()}
-    tensors |= {f"optimizer.{name}.{slot}": tensor for (name, slot), tensor in slots.items()}
-    tensors |= {f"{owner}.{name}": tensor for owner, held_ in held.items() for name, tensor in held_.items()}
     evaluated = _empty_evaluated(optimizer, stored)
+    tensors = {MODEL + name: tensor for name, tensor in model_tensors(model).items()}
+    tensors |= {f"optimizer.{name}.{slot}": tensor for name, parts in slots.items() for slot, tensor in parts.items()}
+    tensors |= {f"{owner}.{name}": tensor for owner, parts in held.items() for name, tensor in parts.items()}
     tensors |= {EVALUATION + name: tensor for name, (_, tensor) in evaluated.items()}
     load_tensors(folder, tensors, index)
-    # Only now, into the optimizer itself: to step a fresh one for its state, as torch does, would change the training
+    # Into memory of its own first: to step a fresh optimizer for its state, as torch does, would change the training
     _fill_optimizer(optimizer, slots, manifest["optimizer"])
+    # After parameters and state: an optimizer may derive the weights for evaluation from these
     if isinstance(optimizer, HasEvaluationWeights) and evaluated:
         optimizer.load_evaluation_weights(dict(evaluated.values()))
-    for owner, tensors_ in held.items():
-        own[owner].load_state_dict({**manifest["extras"][owner], **tensors_})
+    for owner, parts in held.items():
+        own[owner].load_state_dict({**manifest["extras"][owner], **parts})
     return Progress(**manifest["progress"])
 
 
@@ -144,19 +139,16 @@ def load_model(folder: Path, model: Model) -> None:
 
 
 def evaluated_names(stored: Iterable[str]) -> dict[str, str]:
-    """Name of each parameter and buffer in the model -> that of its weights for evaluation in a checkpoint, which are
-    those that are trained where there are no others."""
+    """Name of each parameter and buffer in the model -> name in a checkpoint of its weights as they are evaluated."""
     trained = {name.removeprefix(MODEL): name for name in stored if name.startswith(MODEL)}
     others = {name.removeprefix(EVALUATION): name for name in stored if name.startswith(EVALUATION)}
     return trained | others
 
 
-def holders(
-    hooks: Mapping[str, TrainingHook], plugins: Mapping[str, Plugin]
-) -> Iterator[tuple[str, TrainingHook | Plugin]]:
-    """Hooks and plugins, which may have state too, each under its name in a checkpoint."""
-    yield from ((f"hook:{name}", hook) for name, hook in hooks.items())
-    yield from ((f"plugin:{name}", plugin) for name, plugin in plugins.items())
+def holders(hooks: Mapping[str, TrainingHook], plugins: Mapping[str, Plugin]) -> dict[str, TrainingHook | Plugin]:
+    """Hooks and plugins, which may have state too, by their names in a checkpoint."""
+    own = {f"hook:{name}": hook for name, hook in hooks.items()}
+    return {**own, **{f"plugin:{name}": plugin for name, plugin in plugins.items()}}
 
 
 def has_state(holder: TrainingHook | Plugin) -> bool:
@@ -165,32 +157,18 @@ def has_state(holder: TrainingHook | Plugin) -> bool:
     return bool(state_fields(type(holder))) or type(holder).state_dict is not base.state_dict
 
 
-def _split(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    held = {name: value for name, value in state.items() if isinstance(value, Tensor)}
-    return {name: value for name, value in state.items() if name not in held}, held
-
-
-def _empty_held(owner: str, stored: Mapping[str, tuple[torch.Size, torch.dtype]]) -> dict[str, Tensor]:
+def _empty_held(owner: str, stored: Shapes) -> dict[str, Tensor]:
     """Memory for the tensors that a checkpoint has of a hook or plugin, whole on every rank."""
-    prefix = f"{owner}."
-    return {
-        name.removeprefix(prefix): torch.empty(size, dtype=dtype)
-        for name, (size, dtype) in stored.items()
-        if name.startswith(prefix)
-    }
+    own = {name.removeprefix(f"{owner}."): shape for name, shape in stored.items() if name.startswith(f"{owner}.")}
+    return {name: torch.empty(size, dtype=dtype) for name, (size, dtype) in own.items()}
 
 
-def _empty_evaluated(
-    optimizer: torch.optim.Optimizer, stored: Collection[str]
-) -> dict[str, tuple[nn.Parameter, Tensor]]:
+def _empty_evaluated(optimizer: torch.optim.Optimizer, stored: Shapes) -> dict[str, tuple[nn.Parameter, Tensor]]:
     """Memory for the weights for evaluation that a checkpoint has and the optimizer wants."""
     if not isinstance(optimizer, HasEvaluationWeights):
         return {}
-    return {
-        name: (parameter, torch.empty_like(parameter, requires_grad=False))
-        for name, parameter in _named(optimizer)
-        if EVALUATION + name in stored
-    }
+    known = {name: parameter for name, parameter in _named(optimizer) if EVALUATION + name in stored}
+    return {name: (parameter, torch.empty_like(parameter, requires_grad=False)) for name, parameter in known.items()}
 
 
 def _named(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, nn.Parameter]]:
@@ -198,25 +176,15 @@ def _named(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, nn.Parameter
         yield from zip(group["names"], group["params"], strict=True)
 
 
-def _group_state(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Counters that an optimizer keeps in its groups (the keys that it names in an attribute `group_state`), each with
-    what its group matches, since tables of `[[optimizer.groups]]` may change places."""
-    keys = getattr(optimizer, "group_state", ())
-    groups = zip(_matches(optimizer), optimizer.param_groups, strict=True)
-    return [{"match": match, **{key: group[key] for key in keys if key in group}} for match, group in groups]
-
-
-def _matches(optimizer: torch.optim.Optimizer) -> list[str]:
-    """For each group its number among those that the optimizer made, and the pattern of the table that divided it."""
-    return [group.get("match", str(number)) for number, group in enumerate(optimizer.param_groups)]
+# --- the optimizer -----------------------------------------------------------------------------------------------
 
 
 def _empty_slots(
-    optimizer: torch.optim.Optimizer, stored: Mapping[str, tuple[torch.Size, torch.dtype]], trained: Collection[str]
-) -> dict[tuple[str, str], Tensor]:
-    """Memory for every stored slot that this rank keeps."""
+    optimizer: torch.optim.Optimizer, stored: Shapes, trained: Collection[str]
+) -> dict[str, dict[str, Tensor]]:
+    """Memory for every stored slot that this rank keeps, by parameter and slot."""
     own = optimizer.empty_slot if isinstance(optimizer, PlacesState) else None
-    slots: dict[tuple[str, str], Tensor] = {}
+    slots: dict[str, dict[str, Tensor]] = {}
     known = dict(_named(optimizer))
     for full, (size, dtype) in stored.items():
         if not full.startswith("optimizer."):
@@ -229,30 +197,42 @@ def _empty_slots(
         parameter = known[name]
         memory = own(parameter, slot, size, dtype) if own else empty_slot(parameter, size, dtype)
         if memory is not None:
-            slots[name, slot] = memory
+            slots.setdefault(name, {})[slot] = memory
     return slots
 
 
 def empty_slot(parameter: Tensor, size: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Memory for state as it is placed by default: split like its parameter where it has its shape, else whole on every
-    rank, and numbers on the host."""
+    """Memory for state in its default place: like a parameter of its shape, else whole, and numbers on the host."""
     if size == parameter.shape:
         return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
     return torch.empty(size, dtype=dtype, device=parameter.device if size else "cpu")
 
 
 def _fill_optimizer(
-    optimizer: torch.optim.Optimizer, slots: Mapping[tuple[str, str], Tensor], saved: Mapping[str, Any]
+    optimizer: torch.optim.Optimizer, slots: Mapping[str, Mapping[str, Tensor]], saved: Mapping[str, Any]
 ) -> None:
     on_device = bool(optimizer.defaults.get("fused") or optimizer.defaults.get("capturable"))
     for name, parameter in _named(optimizer):
-        own: dict[str, Any] = {slot: tensor for (of, slot), tensor in slots.items() if of == name}
+        own: dict[str, Any] = dict(slots.get(name, {}))
         if on_device:  # these optimizers keep their counters beside the parameter
             own = {slot: tensor.to(parameter.device) for slot, tensor in own.items()}
         own |= saved["scalars"].get(name, {})
         if own:
             optimizer.state[parameter] = own
     _fill_groups(optimizer, saved["groups"])
+
+
+def _group_state(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Counters of the groups, by the keys that the optimizer names in an attribute `group_state`."""
+    # Each with the pattern that its group matches: tables of [[optimizer.groups]] may change places
+    keys = getattr(optimizer, "group_state", ())
+    groups = zip(_matches(optimizer), optimizer.param_groups, strict=True)
+    return [{"match": match, **{key: group[key] for key in keys if key in group}} for match, group in groups]
+
+
+def _matches(optimizer: torch.optim.Optimizer) -> list[str]:
+    """For each group its number among those that the optimizer made, and the pattern of the table that divided it."""
+    return [group.get("match", str(number)) for number, group in enumerate(optimizer.param_groups)]
 
 
 def _fill_groups(optimizer: torch.optim.Optimizer, saved: Sequence[Mapping[str, Any]]) -> None:
@@ -264,9 +244,9 @@ def _fill_groups(optimizer: torch.optim.Optimizer, saved: Sequence[Mapping[str, 
         counters[values.get("match", by_order)] = {key: value for key, value in values.items() if key != "match"}
     if any(counters.values()) and counters.keys() != set(matches):
         theirs, ours = (", ".join(map(repr, names)) for names in (counters, matches))
-        fix = "give [[optimizer.groups]] the patterns that it had, in any order"
+        hint = "give [[optimizer.groups]] the patterns that it had, in any order"
         raise CheckpointError(
-            f"the checkpoint has counters of the parameter groups {theirs}, this job has {ours}; {fix}"
+            f"the checkpoint has counters of the parameter groups {theirs}, this job has {ours}; {hint}"
         )
     for match, group in zip(matches, optimizer.param_groups, strict=True):
         group.update(counters.get(match, {}))

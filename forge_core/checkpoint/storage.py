@@ -1,21 +1,41 @@
-"""The core's storage: checkpoints as folders on a POSIX file system."""
+"""Folders of checkpoints: the core's storage of them, their manifest, and the comparison of the two.
+
+`manifest.json` holds everything that is not a tensor, and the size and SHA-256 of every other file. It is written last,
+and the folder gets its name after that.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 from attrs import frozen
 
 from forge_core.contracts.components import StorageComponent
+from forge_core.contracts.errors import CheckpointError
+from forge_core.launch.progress_beacon import report_progress
 
 if TYPE_CHECKING:
     from forge_core.contracts.contexts import BuildContext
 
 UNFINISHED = ".tmp"
+MANIFEST = "manifest.json"
+FORMAT = 2
+"""2: tensors as raw bytes."""
+
+BLOCK = 1 << 24
+"""Bytes that are hashed at a time."""
+
+How = Literal["full", "sizes"]
+
+MALFORMED = (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError)
+"""Errors of reading JSON that is missing or not of the expected form."""
 
 
 @frozen(kw_only=True)
@@ -37,18 +57,19 @@ class LocalStorage:
         self._folder = folder
 
     def begin(self, step: int) -> Path:
-        self.clear()
+        self.clear()  # first, since the room that dead saves take may be what the last save lacked
         unfinished = self._unfinished(step)
         unfinished.mkdir(parents=True)
         return unfinished
 
     def commit(self, step: int) -> Path:
+        # Named so that `clear` removes it after a death between the two renames
         final, replaced = self.path(step), self._folder / f"step-{step}-replaced{UNFINISHED}"
-        sync(self._unfinished(step))
-        if final.exists():
+        sync(self._unfinished(step))  # the files are on the disk by now; their names are entries of the folder
+        if final.exists():  # a rename replaces a file, but no folder with files in it
             os.replace(final, replaced)
         os.replace(self._unfinished(step), final)
-        sync(self._folder)
+        sync(self._folder)  # a rename is lost in a power cut until its folder is flushed
         shutil.rmtree(replaced, ignore_errors=True)
         return final
 
@@ -67,7 +88,7 @@ class LocalStorage:
         return self._folder / f"step-{step}"
 
     def delete(self, step: int) -> None:
-        """Rename first, so that a deletion cut short never leaves half a checkpoint under its name."""
+        # Rename first, so that a deletion cut short never leaves half a checkpoint under its name
         unfinished = self._unfinished(step)
         os.replace(self.path(step), unfinished)
         shutil.rmtree(unfinished)
@@ -77,9 +98,112 @@ class LocalStorage:
 
 
 def sync(path: Path) -> None:
-    """Flush a file's or a folder's own entry to the disk."""
+    """Flush a file, or the entries of a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+# --- the manifest ------------------------------------------------------------------------------------------------
+
+
+def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
+    """Write and flush the manifest."""
+    (folder / MANIFEST).write_text(to_json(manifest))
+    sync(folder / MANIFEST)
+
+
+def to_json(values: Mapping[str, Any]) -> str:
+    """Plain types as JSON.
+
+    Raises:
+        CheckpointError: something in them is not plain, or is the key of a table and no string.
+    """
+    _check_keys(values, "")
+    try:
+        return json.dumps(values, indent=1)
+    except TypeError as error:
+        raise CheckpointError(f"state must be tensors or plain types: {error}") from error
+
+
+def _check_keys(value: Any, path: str) -> None:
+    """JSON turns keys into strings without a word: a run that continues would not find its own."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            if not isinstance(key, str):
+                raise CheckpointError(f"state must be tensors or plain types: a key of {path} is {key!r}, no string")
+            _check_keys(inner, f"{path}.{key}" if path else key)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            _check_keys(inner, path)
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint, not compared with its files.
+
+    Raises:
+        CheckpointError: it is missing, or not of the form that is written here.
+    """
+    path = folder / MANIFEST
+    try:
+        manifest = json.loads(path.read_text())
+        if manifest["format"] != FORMAT:
+            message = f"format {manifest['format']!r}; this version of forge-run reads {FORMAT}"
+            raise CheckpointError(f"{folder}: {message}")
+        for name, entry in manifest["files"].items():
+            own_file(name)
+            _ = entry["size"], entry["sha256"]
+    except MALFORMED as error:
+        raise CheckpointError(f"{path}: {describe_fault(error)}") from error
+    return manifest
+
+
+def own_file(name: str) -> str:
+    """A file's name; raises a `ValueError` if it leaves the checkpoint's folder, as one from a stranger may have it."""
+    if "/" in name or name.startswith("."):
+        raise ValueError(f"not a file of a checkpoint: {name!r}")
+    return name
+
+
+def find_faults(folder: Path, manifest: Mapping[str, Any], names: Sequence[str], how: How) -> list[str]:
+    """The faults of these files of a checkpoint, in words. Not collective."""
+    with ThreadPoolExecutor(threads()) as pool:
+        faults = pool.map(lambda name: _fault(folder / name, manifest["files"][name], how), names)
+        return [fault for fault in faults if fault]
+
+
+def threads() -> int:
+    """How many files this process should read or write at a time: hashing keeps a core busy."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(8, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+
+
+def _fault(path: Path, entry: Mapping[str, Any], how: How) -> str:
+    try:
+        size = path.stat().st_size
+        if size != entry["size"]:
+            return f"{path} has {size} bytes, the manifest says {entry['size']}"
+        if how == "full" and _sha256(path) != entry["sha256"]:
+            return f"{path} is damaged: its SHA-256 is not the manifest's"
+    except FileNotFoundError:
+        return f"{path} is missing, the manifest says {entry['size']} bytes"
+    except OSError as error:
+        return f"{path} cannot be read: {error.strerror}"
+    return ""
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        # Not `hashlib.file_digest`: a file of many GB takes minutes, and the watchdog must see that this rank moves
+        while block := file.read(BLOCK):
+            digest.update(block)
+            report_progress("verifying")
+    return digest.hexdigest()
+
+
+def describe_fault(error: BaseException) -> str:
+    """An exception in words; our own need no class name before theirs."""
+    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"

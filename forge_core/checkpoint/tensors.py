@@ -1,140 +1,112 @@
-"""The tensors of a checkpoint, to and from its folder, whatever their sharding.
+"""The tensors of a checkpoint: their index, and reading them into any sharding.
 
-DCP's planner decides which rank writes which chunk; the files are ours (`shards`, `index`).
+DCP (torch.distributed.checkpoint) keeps its metadata as a pickle, which runs code when it is loaded. Here it is
+`index.json`, checked when it is read: name -> dtype, size and chunks, and for each chunk its offsets and sizes in the
+tensor, its file, and where in the file its bytes start.
+
+C: chunks of a tensor, D: its dimensions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import functools
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, BinaryIO
 
+import numpy as np
 import torch
 from attrs import frozen
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from forge_core.checkpoint.index import INDEX, Index, index_to_json, read_index
 from forge_core.checkpoint.ranks import Ranks
-from forge_core.checkpoint.shards import (
-    Files,
-    Read,
-    Share,
-    divide,
-    extents,
-    new_file,
-    overlap,
-    read_shards,
-    write_shards,
-)
+from forge_core.checkpoint.storage import MALFORMED, describe_fault, own_file
 from forge_core.contracts.errors import CheckpointError
+from forge_core.launch.progress_beacon import report_progress
+from forge_core.parallel.mesh import local_part
 
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.planner import WriteItem
+INDEX = "index.json"
 
-
-@frozen
-class Staged:
-    """This rank's part of every tensor, as it was when it was copied."""
-
-    parts: Mapping[str, Tensor]
-    wait: Callable[[], object]
-    """Returns when the copies have arrived."""
+Shapes = Mapping[str, tuple[torch.Size, torch.dtype]]
+"""Name -> (shape, dtype)."""
 
 
-class Staging:
-    """Host memory for one copy of the state. It is allocated at the first copy and used again for all later ones."""
+@frozen(eq=False)
+class Read:
+    """The overlap of a stored chunk with this rank's part of a tensor."""
 
-    def __init__(self) -> None:
-        self._memory: dict[str, Tensor] = {}
-
-    @torch.no_grad()
-    def copy(self, tensors: Mapping[str, Tensor]) -> Staged:
-        """Copy this rank's part of every tensor; the copy before is overwritten.
-
-        Copies from a device are queued behind the work that it has, and before all that is queued later: neither this
-        nor the next step waits for them.
-        """
-        local = {name: _local(tensor) for name, tensor in tensors.items()}
-        self._memory = {name: self._room(name, part) for name, part in local.items()}
-        for name, part in local.items():
-            self._memory[name].copy_(part, non_blocking=True)
-        return Staged(self._memory, _arrival(local))
-
-    def _room(self, name: str, part: Tensor) -> Tensor:
-        room = self._memory.get(name)
-        if room is not None and (room.shape, room.dtype) == (part.shape, part.dtype):
-            return room
-        return torch.empty(part.shape, dtype=part.dtype, pin_memory=part.is_cuda)
+    name: str
+    file: str
+    start: int
+    """First byte of the chunk in the file."""
+    dtype: torch.dtype
+    """As stored."""
+    sizes: torch.Size
+    """Sizes of the chunk."""
+    offsets: Sequence[int]
+    """Start of the overlap in the chunk."""
+    target: Tensor
+    """View of the memory to fill, of the overlap's shape."""
 
 
-class TensorWriter:
-    """Writes the tensors of a run's checkpoints.
+@frozen(eq=False)
+class StoredTensor:
+    """A tensor of a checkpoint."""
 
-    Planning merges the chunks of all ranks on rank 0, hundreds of thousands at 1,024 ranks. So the plan is kept, and
-    with it the index, while the tensors of every rank keep their names, shapes and placements.
-    """
+    # Arrays, since each rank that saved has a chunk of each tensor: at 1,024 ranks an object for every one takes
+    # seconds and hundreds of megabytes
+    dtype: torch.dtype
+    size: torch.Size
+    offsets: np.ndarray
+    """(C, D)"""
+    sizes: np.ndarray
+    """(C, D)"""
+    files: np.ndarray
+    """(C,) numbers of names in `Index.files`."""
+    starts: np.ndarray
+    """(C,) bytes."""
 
-    def __init__(self) -> None:
-        self._local: Sequence[WriteItem] | None = None
-        self._shares: Mapping[str, Share] = {}
-        self._index = ""
 
-    def write(self, folder: Path, tensors: Mapping[str, Tensor], staged: Staged | None, ranks: Ranks) -> Files:
-        """Write and flush tensors, sharded in any way, and their index. Collective.
+@frozen(eq=False)
+class Index:
+    """The tensors of a checkpoint by name."""
 
-        Args:
-            staged: a copy of `tensors`; its values are the ones to be written.
+    files: Sequence[str]
+    tensors: Mapping[str, StoredTensor]
 
-        Returns:
-            Size and SHA-256 of every file of all ranks, by name, on rank 0.
+    @property
+    def shapes(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
+        """Name -> (shape, dtype)."""
+        return {name: (stored.size, stored.dtype) for name, stored in self.tensors.items()}
 
-        Raises:
-            CheckpointError: on every rank, when some rank could not write.
-        """
-        changed = ranks.on_all(lambda: _chunks_of(tensors, ranks) != self._local)
-        if ranks.on_rank0(lambda: any(changed)):
-            self._plan(_chunks_of(tensors, ranks), ranks)
-        if staged is not None:
-            staged.wait()
-        elif torch.cuda.is_initialized():
-            torch.cuda.synchronize()  # threads will read the tensors, each in its own stream
-        parts = staged.parts if staged is not None else tensors
-        written = ranks.on_all(lambda: self._write(folder, parts, ranks.rank == 0))
-        return {name: entry for files in written for name, entry in files.items()}
+    def reads(self, name: str, local: Tensor, offsets: Sequence[int]) -> Iterator[Read]:
+        """The reads that fill `local`, the part of a tensor at `offsets`: one for each chunk that overlaps it."""
+        stored, first = self.tensors[name], np.asarray(offsets, dtype=np.int64)
+        starts = np.maximum(stored.offsets, first)
+        ends = np.minimum(stored.offsets + stored.sizes, first + np.asarray(local.shape, dtype=np.int64))
+        for chunk in np.flatnonzero((starts < ends).all(axis=1)):
+            inside = map(slice, (starts[chunk] - first).tolist(), (ends[chunk] - first).tolist())
+            yield Read(
+                name,
+                self.files[stored.files[chunk]],
+                int(stored.starts[chunk]),
+                stored.dtype,
+                torch.Size(stored.sizes[chunk].tolist()),
+                (starts[chunk] - stored.offsets[chunk]).tolist(),
+                local[tuple(inside)],
+            )
 
-    def _plan(self, local: Sequence[WriteItem], ranks: Ranks) -> None:
-        """Divide the chunks of all ranks among them: each once, replicated ones on any rank. Collective."""
-        from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-        from torch.distributed.checkpoint.planner import SavePlan
 
-        plans = ranks.on_all(lambda: SavePlan(list(local)))
-        merged: list[Any] = []
-        planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        ranks.on_rank0(lambda: merged.append(planner.create_global_plan(plans)))
-        mine = ranks.scatter([plan.items for plan in merged[0][0]] if merged else [])
-        self._shares = divide(mine, ranks.rank)
-        places = ranks.on_all(lambda: extents(self._shares))
-        if merged:
-            self._index = index_to_json(merged[0][1], {index: at for part in places for index, at in part.items()})
-        self._local = local  # last: a plan that failed halfway is made again
-
-    def _write(self, folder: Path, parts: Mapping[str, Tensor], with_index: bool) -> Files:
-        files = write_shards(folder, self._shares, lambda name: _local(parts[name]))
-        if with_index:
-            with new_file(folder / INDEX) as file:
-                file.write(self._index.encode())
-            files[INDEX] = file.entry
-        return files
+# --- the index ---------------------------------------------------------------------------------------------------
 
 
 def shared_index(folder: Path) -> Index:
-    """The index of a checkpoint, which rank 0 reads for all. Collective.
-
-    Raises:
-        CheckpointError: it is missing, or not of the form that is written here.
-    """
-    return Ranks().on_rank0(lambda: read_index(folder))
+    """The index of a checkpoint, which rank 0 reads for all; raises as `stored_tensors`. Collective."""
+    # 1,024 ranks x 600 tensors are 53 MB of JSON, 2 to 7 s of parsing; its arrays are broadcast in a fraction of that
+    return Ranks().on_rank0(lambda: _read_index(folder))
 
 
 def stored_tensors(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
@@ -143,14 +115,57 @@ def stored_tensors(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
     Raises:
         CheckpointError: the index is missing, or not of the form that is written here.
     """
-    return read_index(folder).shapes
+    return _read_index(folder).shapes
+
+
+def _read_index(folder: Path) -> Index:
+    path = folder / INDEX
+    try:
+        status = path.stat()
+        return _read_version(path, (status.st_mtime_ns, status.st_size, status.st_ino))
+    except MALFORMED as error:
+        raise CheckpointError(f"{path}: {describe_fault(error)}") from error
+
+
+@functools.lru_cache(maxsize=1)  # programs that list the tensors and then load them one at a time parse it once
+def _read_version(path: Path, _version: tuple[int, ...]) -> Index:
+    return parse_index(path.read_text())
+
+
+def parse_index(text: str) -> Index:
+    """Raises one of `MALFORMED` if the text is no index."""
+    numbers: dict[str, int] = {}
+    tensors = {name: _parse_tensor(name, entry, numbers) for name, entry in json.loads(text).items()}
+    return Index(list(numbers), tensors)
+
+
+def _parse_tensor(name: str, entry: Mapping[str, Any], numbers: dict[str, int]) -> StoredTensor:
+    """One tensor; numbers the files that are new."""
+    dtype, size, chunks = getattr(torch, entry["dtype"]), torch.Size(entry["size"]), entry["chunks"]
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"not a dtype: {entry['dtype']!r}")
+    files = [numbers.setdefault(own_file(chunk["file"]), len(numbers)) for chunk in chunks]
+    stored = StoredTensor(
+        dtype=dtype,
+        size=size,
+        offsets=np.array([chunk["offsets"] for chunk in chunks], dtype=np.int64).reshape(len(chunks), len(size)),
+        sizes=np.array([chunk["sizes"] for chunk in chunks], dtype=np.int64).reshape(len(chunks), len(size)),
+        files=np.array(files, dtype=np.int64),
+        starts=np.array([chunk["start"] for chunk in chunks], dtype=np.int64),
+    )
+    # Chunks never overlap, so a gap shows in the sum; it would leave memory unfilled without any error
+    if int(stored.sizes.prod(axis=1).sum()) != math.prod(size):
+        raise ValueError(f"the chunks of {name} are not the whole of it")
+    return stored
+
+
+# --- loading -----------------------------------------------------------------------------------------------------
 
 
 def load_tensors(folder: Path, tensors: Mapping[str, Tensor], index: Index | None = None) -> None:
     """Fill `tensors`, in place, from a checkpoint; they may be sharded in any way. Collective.
 
-    Args:
-        index: of this checkpoint, from `shared_index`; by default it is read.
+    The checkpoint's `shared_index` is read unless it is given.
 
     Raises:
         CheckpointError: the checkpoint lacks one of them, has it in another shape, or cannot be read.
@@ -158,46 +173,12 @@ def load_tensors(folder: Path, tensors: Mapping[str, Tensor], index: Index | Non
     stored = index or shared_index(folder)
     _check_fit(folder, tensors, stored.shapes)
     try:
-        Ranks().on_all(lambda: read_shards(folder, _reads(tensors, stored)))
+        Ranks().on_all(lambda: _read_files(folder, _reads(tensors, stored)))
     except CheckpointError as error:
         raise CheckpointError(f"cannot read {folder}: {error}") from error
 
 
-def _chunks_of(tensors: Mapping[str, Tensor], ranks: Ranks) -> Sequence[WriteItem]:
-    from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
-
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, Tensor):
-            raise CheckpointError(f"{name} is not a tensor")
-    return create_default_local_save_plan(dict(tensors), ranks.rank == 0).items
-
-
-def _reads(tensors: Mapping[str, Tensor], index: Index) -> Iterator[Read]:
-    """The parts of chunks that this rank needs, whichever rank wrote them."""
-    from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
-
-    for name, tensor in tensors.items():
-        if isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is None:
-            continue  # of other ranks
-        [part], dtype = _create_chunk_list(tensor), index.tensors[name].dtype
-        for chunk in index.chunks(name, part.offsets, part.sizes):
-            if read := overlap(name, chunk, dtype, _local(tensor).detach(), part.offsets):
-                yield read
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _arrival(tensors: Mapping[str, Tensor]) -> Callable[[], object]:
-    if not any(tensor.is_cuda for tensor in tensors.values()):
-        return lambda: None
-    event = torch.cuda.Event()
-    event.record()
-    return event.synchronize
-
-
-def _check_fit(folder: Path, tensors: Mapping[str, Tensor], stored: Mapping[str, tuple[torch.Size, Any]]) -> None:
+def _check_fit(folder: Path, tensors: Mapping[str, Tensor], stored: Shapes) -> None:
     problems = []
     for name, tensor in tensors.items():
         if name not in stored:
@@ -207,3 +188,56 @@ def _check_fit(folder: Path, tensors: Mapping[str, Tensor], stored: Mapping[str,
     if problems:
         more = f" (and {len(problems) - 5} more)" if len(problems) > 5 else ""
         raise CheckpointError(f"{folder} does not fit the job: {'; '.join(problems[:5])}{more}")
+
+
+def _reads(tensors: Mapping[str, Tensor], index: Index) -> Iterator[Read]:
+    """The parts of chunks that this rank needs, whichever rank wrote them."""
+    from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
+
+    for name, tensor in tensors.items():
+        if isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is None:
+            continue  # belongs to other ranks
+        [part] = _create_chunk_list(tensor)
+        yield from index.reads(name, local_part(tensor).detach(), part.offsets)
+
+
+def _read_files(folder: Path, reads: Iterable[Read]) -> None:
+    """Fill the targets of all reads, each file from its start to its end, as disks read fastest."""
+    by_file: dict[str, list[Read]] = {}
+    for read in reads:
+        by_file.setdefault(read.file, []).append(read)
+    for name, parts in by_file.items():
+        with (folder / name).open("rb") as file:
+            for read in sorted(parts, key=lambda read: read.start):
+                _read(file, read)
+                report_progress("reading")
+
+
+def _read(file: BinaryIO, read: Read) -> None:
+    target, sizes, skipped = read.target, read.sizes, 0
+    # Rows lie one after the other: where whole ones are wanted, as after a sharding by rows, no others are read
+    if target.ndim and target.shape[1:] == sizes[1:]:
+        skipped, sizes = read.offsets[0] * math.prod(sizes[1:]), target.shape
+    file.seek(read.start + skipped * read.dtype.itemsize)
+    if target.is_cpu and target.is_contiguous() and (target.dtype, target.shape) == (read.dtype, sizes):
+        _fill(target, file, read.name)
+        return
+    data = _fill(torch.empty(sizes, dtype=read.dtype), file, read.name)
+    if sizes != target.shape:
+        for dimension, (offset, length) in enumerate(zip(read.offsets, target.shape, strict=True)):
+            data = data.narrow(dimension, offset, length)
+    target.copy_(data)
+
+
+def _fill(tensor: Tensor, file: BinaryIO, name: str) -> Tensor:
+    """Fill a contiguous tensor on the host with the bytes that follow in a file."""
+    memory = bytes_of(tensor)
+    if file.readinto(memory) != len(memory):  # type: ignore[attr-defined]
+        raise CheckpointError(f"{file.name} ends before {name} does")
+    return tensor
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """A tensor's own memory where it is contiguous and on the host, else a copy."""
+    array: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(array)

@@ -11,8 +11,8 @@ from functools import partial
 import torch
 
 from forge_core.checkpoint.manager import Checkpoints
-from forge_core.checkpoint.provenance import collect
 from forge_core.checkpoint.resume import Start
+from forge_core.checkpoint.run_diff import collect_provenance
 from forge_core.checkpoint.saving import Saver
 from forge_core.checkpoint.state import Progress
 from forge_core.contracts.contexts import Requests
@@ -38,7 +38,7 @@ class Loop:
         self.requests = Requests()
         self._contexts = Contexts(run, self.requests)
         self._stepper = Stepper(run)
-        self._provenance = collect(run.job, run.context.plugins.catalog, run.context.tokenizer)
+        self._provenance = collect_provenance(run.job, run.context.plugins.catalog, run.context.tokenizer)
         # Before the loader and the loggers, which start from the step that is restored here.
         self.progress = restore(start, run, self._provenance, self._contexts, echo)
         self._loader = TrainLoader(run.job, run.datasets, run.context, self.progress)

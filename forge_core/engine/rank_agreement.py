@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from forge_core.checkpoint.job_diff import text_changes
-from forge_core.checkpoint.provenance import collect
+from forge_core.checkpoint.run_diff import collect_provenance, text_changes
 from forge_core.config.dump import dump_job
 from forge_core.contracts.contexts import Requests
 from forge_core.contracts.errors import JobError
@@ -113,7 +112,7 @@ def _describe(mine: Mapping[str, Any], identities: Mapping[int, Mapping[str, Any
 
 
 def _identity(job: Job, catalog: Catalog) -> dict[str, Any]:
-    known = collect(job, catalog)
+    known = collect_provenance(job, catalog)
     distributions = known["distributions"].items()
     versions = {name: entry["version"] for name, entry in distributions}
     return {

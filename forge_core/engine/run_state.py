@@ -7,10 +7,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forge_core.checkpoint.job_diff import describe_changes
 from forge_core.checkpoint.manager import State
-from forge_core.checkpoint.provenance import check_tokenizer
 from forge_core.checkpoint.resume import FLAG, Start
+from forge_core.checkpoint.run_diff import check_tokenizer, describe_changes
 from forge_core.checkpoint.state import (
     Progress,
     evaluated_names,
@@ -46,7 +45,8 @@ def snapshot(run: Run, progress: Progress, provenance: Mapping[str, Any]) -> Sta
     # Of the schedule only its factor, by which a continued run notices another one: settings come from the job.
     progress.schedule = run.rates.factor(progress.step - 1) if progress.step else None
     plugins, pipeline = run.context.plugins, pipeline_group(run.context.mesh)
-    state = gather_state(run.model, run.optimizer, progress, run.hooks.hooks, plugins.active, pipeline)
+    own = holders(run.hooks.hooks, plugins.active)
+    state = gather_state(run.model, run.optimizer, progress, own, pipeline)
     values = {"tokens": progress.tokens, "job": dump_job(run.job, plugins.catalog), "provenance": provenance}
     return State(state.tensors, {**values, **state.values})
 
@@ -79,7 +79,7 @@ def _continue(checkpoint: Path, start: Start, run: Run, provenance: Mapping[str,
     """Load a checkpoint into a freshly built run; returns how far it was, and a report for the user."""
     # Checks first: a run that is refused has not read the tensors, which may take minutes.
     check_tokenizer(start.manifest["provenance"], provenance)
-    own = dict(holders(run.hooks.hooks, run.context.plugins.active))
+    own = holders(run.hooks.hooks, run.context.plugins.active)
     notes = [*_check_extras(start, own), *_check_sources(start, run)]
     manifest = {**start.manifest, "extras": start.extras}
     progress = restore_state(checkpoint, manifest, run.model, run.optimizer, own, run.outline.sizes)

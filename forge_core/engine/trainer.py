@@ -9,7 +9,7 @@ from pathlib import Path
 from attrs import frozen
 
 from forge_core.checkpoint.resume import find_start, open_checkpoints
-from forge_core.checkpoint.run_folder import locked, run_folder
+from forge_core.checkpoint.run_folder import owned, run_folder
 from forge_core.config.load import complete
 from forge_core.config.rules import check_rules
 from forge_core.contracts.components import TrainingHook
@@ -95,9 +95,9 @@ class Trainer:
             # groups start, whose collectives could not be ended.
             if rendezvous is not None:
                 agree_on_job(rendezvous, self.job, self._catalog)
-                rendezvous.on_rank0("owned", lambda: stack.enter_context(locked(folder)))
+                rendezvous.on_rank0("owned", lambda: stack.enter_context(owned(folder)))
             elif global_rank() == 0:
-                stack.enter_context(locked(folder))
+                stack.enter_context(owned(folder))
             self._on_folder(folder)  # only now is it certain that the run goes ahead in it
             beacon.enter("starting the process groups")
             context = build_context(self.job, self._catalog, folder)

@@ -47,7 +47,7 @@ def fitting_problems(job: Job, layout: Layout, catalog: Catalog) -> list[Problem
     refused: list[list[Problem]] = []
     for device in ("cuda", "cpu") if job.train.device == "auto" else (job.train.device,):
         try:
-            model = bare_model(job, _context(job, layout, catalog, torch.device(device), tokenizer))
+            model = bare_model(job, bare_context(job, layout, catalog, torch.device(device), tokenizer))
         except _NotKnownYet:
             return []
         except JobError as error:
@@ -82,10 +82,10 @@ def _tokenizer(job: Job) -> Tokenizer | None:
     return cast("Tokenizer", _TokenizerToBe(size)) if size else None
 
 
-def _context(
-    job: Job, layout: Layout, catalog: Catalog, device: torch.device, tokenizer: Tokenizer | None
+def bare_context(
+    job: Job, layout: Layout, catalog: Catalog, device: torch.device, tokenizer: Tokenizer | None = None
 ) -> BuildContext:
-    """Without a mesh: no process group is needed to look at a job."""
+    """A context without a mesh: no process group is needed to look at a job."""
     return RunContext(
         job=job,
         plugins=Plugins(job.plugins, catalog),

@@ -13,7 +13,7 @@ import pytest
 import tomli_w
 from attrs import define, field, frozen
 
-from forge_core.checkpoint.job_diff import job_changes, text_changes
+from forge_core.checkpoint.run_diff import job_changes, text_changes
 from forge_core.cli import main
 from forge_core.config.describe import is_section
 from forge_core.config.dump import dump_job

@@ -13,7 +13,7 @@ import warnings
 import pytest
 import torch
 
-from forge_core.checkpoint.manager import load_tensors, stored_tensors
+from forge_core.checkpoint.tensors import load_tensors, stored_tensors
 from forge_core.contracts.errors import CheckpointError
 from forge_testing.processes import run_on_ranks
 

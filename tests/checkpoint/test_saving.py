@@ -12,10 +12,11 @@ import pytest
 import torch
 from attrs import define, field, frozen
 
-from forge_core.checkpoint import tensors as checkpoint_tensors
-from forge_core.checkpoint.manager import Checkpoints, Retention, State, load_tensors, stored_tensors
+from forge_core.checkpoint.manager import Checkpoints, Retention, State
 from forge_core.checkpoint.saving import Saver
 from forge_core.checkpoint.storage import Local, LocalStorage
+from forge_core.checkpoint.tensor_writer import TensorWriter
+from forge_core.checkpoint.tensors import load_tensors, stored_tensors
 from forge_core.contracts.components import TrainingHook
 from forge_core.contracts.errors import CheckpointError
 from forge_core.contracts.layout import Layout
@@ -328,11 +329,11 @@ def fail(self, step):
 
 
 def test_ranks_see_a_commit_at_the_same_step_though_one_is_slower(make_job, train, tmp_path, monkeypatch):
-    write = checkpoint_tensors.write_shards
+    write = TensorWriter._write
 
-    def slow(folder, shares, tensor_of):
+    def slow(*arguments):
         time.sleep(0.3 * torch.distributed.get_rank())
-        return write(folder, shares, tensor_of)
+        return write(*arguments)
 
     @define(kw_only=True, slots=False)
     class Seen(TrainingHook):
@@ -346,7 +347,7 @@ def test_ranks_see_a_commit_at_the_same_step_though_one_is_slower(make_job, trai
         def on_checkpoint_save(self, context):
             self.seen.append((context.step, self.step))
 
-    monkeypatch.setattr(checkpoint_tensors, "write_shards", slow)
+    monkeypatch.setattr(TensorWriter, "_write", slow)
     GATE.set()
     job = make_job(steps=40, checkpoint={"interval": 0, "early_steps": 2, "async_save": True})
 

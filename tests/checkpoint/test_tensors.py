@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from forge_core.checkpoint import index, manifest
-from forge_core.checkpoint.manager import Checkpoints, Retention, State, load_tensors, stored_tensors, verify
+from forge_core.checkpoint import storage, tensors
+from forge_core.checkpoint.manager import Checkpoints, Retention, State, verify
 from forge_core.checkpoint.storage import LocalStorage
-from forge_core.checkpoint.tensors import TensorWriter
+from forge_core.checkpoint.tensor_writer import TensorWriter
+from forge_core.checkpoint.tensors import load_tensors, stored_tensors
 from forge_core.contracts.errors import CheckpointError
 from forge_core.engine.trainer import Trainer
 from forge_testing import tiny_job
@@ -88,9 +89,9 @@ def test_the_manifest_has_size_and_sha256_of_every_other_file(tmp_path):
 
 
 def test_a_large_state_is_spread_over_several_files(tmp_path, monkeypatch):
-    monkeypatch.setattr("forge_core.checkpoint.shards.SMALLEST_SHARE", 1000)
-    monkeypatch.setattr("forge_core.checkpoint.shards.FLUSHED_TOGETHER", 500)
-    monkeypatch.setattr("forge_core.checkpoint.shards.threads", lambda: 3)
+    monkeypatch.setattr("forge_core.checkpoint.tensor_writer.SMALLEST_SHARE", 1000)
+    monkeypatch.setattr("forge_core.checkpoint.tensor_writer.FLUSHED_TOGETHER", 500)
+    monkeypatch.setattr("forge_core.checkpoint.tensor_writer.threads", lambda: 3)
     tensors = {f"t{n}": torch.randn(50 + n) for n in range(20)}
     path = save(tmp_path, tensors)
     sizes = [file.stat().st_size for file in path.glob("*.distcp")]
@@ -239,8 +240,8 @@ def test_ranks_share_out_the_files_and_agree(tmp_path, monkeypatch):
             file.write_bytes(b"x" + file.read_bytes()[1:])
         torch.distributed.barrier()
         hashed = []
-        original = manifest._sha256
-        monkeypatch.setattr(manifest, "_sha256", lambda path: hashed.append(path.name) or original(path))
+        original = storage._sha256
+        monkeypatch.setattr(storage, "_sha256", lambda path: hashed.append(path.name) or original(path))
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             path, found = checkpoints.newest()
@@ -276,7 +277,7 @@ def counted(monkeypatch, where, name):
 def test_only_rank_0_parses_the_index_of_a_run_that_continues_and_once(tmp_path, monkeypatch):
     def work(rank):
         Trainer(tiny_job(str(tmp_path), steps=2), echo=lambda text: None).run()
-        parsed = counted(monkeypatch, index, "parse_index")
+        parsed = counted(monkeypatch, tensors, "parse_index")
         Trainer(tiny_job(str(tmp_path), steps=3), echo=lambda text: None).run()
         return len(parsed)
 
@@ -286,8 +287,8 @@ def test_only_rank_0_parses_the_index_of_a_run_that_continues_and_once(tmp_path,
 def test_a_rank_makes_objects_only_of_the_chunks_that_it_needs():
     rows = 10_000
     chunks = [{"offsets": [row, 0], "sizes": [1, 4], "file": f"__{row}_0.distcp", "start": 0} for row in range(rows)]
-    parsed = index.parse_index(json.dumps({"x": {"dtype": "float32", "size": [rows, 4], "chunks": chunks}}))
-    assert [chunk.extent.file for chunk in parsed.chunks("x", (7, 0), (2, 4))] == ["__7_0.distcp", "__8_0.distcp"]
+    parsed = tensors.parse_index(json.dumps({"x": {"dtype": "float32", "size": [rows, 4], "chunks": chunks}}))
+    assert [read.file for read in parsed.reads("x", torch.empty(2, 4), (7, 0))] == ["__7_0.distcp", "__8_0.distcp"]
 
 
 def test_saves_are_planned_once_while_the_tensors_stay_and_again_when_one_changes(tmp_path, monkeypatch):

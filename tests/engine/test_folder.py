@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from forge_core.checkpoint.run_folder import LOCK, locked, owner
+from forge_core.checkpoint.run_folder import LOCK, owned, owner
 from forge_core.contracts.components import DatasetComponent
 from forge_core.contracts.errors import ForgeError
 
@@ -21,11 +21,11 @@ class Absent(DatasetComponent):
 
 
 def test_a_folder_has_one_owner_who_is_named(tmp_path):
-    with locked(tmp_path):
+    with owned(tmp_path):
         assert owner(tmp_path).startswith(f"process {os.getpid()} on ")
         with (
             pytest.raises(ForgeError, match=rf"is in use by process {os.getpid()} on .*; ask first"),
-            locked(tmp_path, "ask first"),
+            owned(tmp_path, "ask first"),
         ):
             pass
     assert owner(tmp_path) == ""
@@ -38,18 +38,18 @@ def test_asking_who_owns_a_folder_never_keeps_a_run_from_it(tmp_path):
         [sys.executable, "-c", f"import fcntl, sys, time; {hold}", str(tmp_path / LOCK)], stdout=subprocess.PIPE
     ) as asking:
         asking.stdout.readline()
-        with locked(tmp_path):
+        with owned(tmp_path):
             pass
 
 
 def test_a_folder_in_which_nothing_came_to_be_is_removed(tmp_path):
-    with locked(tmp_path / "runs/new"):
+    with owned(tmp_path / "runs/new"):
         pass
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_that_was_there_stays(tmp_path):
-    with locked(tmp_path):
+    with owned(tmp_path):
         pass
     assert [path.name for path in tmp_path.iterdir()] == [LOCK]
 

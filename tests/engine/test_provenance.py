@@ -8,7 +8,7 @@ import shutil
 
 import pytest
 
-from forge_core.checkpoint.provenance import check_tokenizer, collect, compare
+from forge_core.checkpoint.run_diff import check_tokenizer, collect_provenance, compare_provenance
 from forge_core.contracts.errors import CheckpointError
 from forge_core.engine.trainer import Trainer
 from forge_core.plugins.catalog import Catalog, core_version
@@ -24,7 +24,7 @@ class Local(TinyModel):
 
 
 def test_only_what_the_job_uses_is_recorded(make_job, catalog):
-    record = collect(make_job(), catalog)
+    record = collect_provenance(make_job(), catalog)
     assert list(record["distributions"]) == ["forge-run"]
     assert record["distributions"]["forge-run"]["version"] == core_version()
     assert record["components"]["loss"] == "forge-run/cross_entropy"
@@ -39,7 +39,7 @@ def test_a_local_file_is_recorded_by_its_hash(make_job, tmp_path):
     path.write_text(ROUTER)
     catalog = Catalog.installed()
     job = make_job(model=catalog.load("model", f"{path}:Local")())
-    record = collect(job, catalog)
+    record = collect_provenance(job, catalog)
     assert record["files"] == {str(path): hashlib.sha256(ROUTER.encode()).hexdigest()}
     assert record["components"]["model"] == f"{path}:Local"
 
@@ -51,27 +51,27 @@ def recorded(**distributions):
 def test_a_missing_distribution_is_refused_with_the_command_that_installs_it():
     was = recorded(**{"forge-plugin-sophia": {"version": "0.3.1"}})
     with pytest.raises(CheckpointError, match=r"which is not installed: pip install forge-plugin-sophia==0\.3\.1"):
-        compare(was, recorded())
+        compare_provenance(was, recorded())
 
 
 def test_another_version_is_a_warning_with_both():
     was = recorded(**{"forge-run": {"version": "0.0.9"}})
     now = recorded(**{"forge-run": {"version": "0.1.0", "commit": "abc"}})
-    assert compare(was, now) == ["forge-run was 0.0.9 when the checkpoint was saved, and is 0.1.0 (abc) now"]
+    assert compare_provenance(was, now) == ["forge-run was 0.0.9 when the checkpoint was saved, and is 0.1.0 (abc) now"]
 
 
 def test_with_changes_a_missing_distribution_is_a_warning():
     was = recorded(**{"forge-plugin-sophia": {"version": "0.3.1"}})
-    [warning] = compare(was, recorded(), with_changes=True)
+    [warning] = compare_provenance(was, recorded(), with_changes=True)
     assert warning == "the checkpoint used forge-plugin-sophia 0.3.1, which is not installed"
 
 
 def test_a_file_that_has_moved_is_known_by_its_name():
     was, now = recorded(), recorded()
     was["files"], now["files"] = {"/a/r.py": "1"}, {"/b/r.py": "1"}
-    assert compare(was, now) == []
+    assert compare_provenance(was, now) == []
     now["files"] = {"/b/r.py": "2"}
-    assert compare(was, now) == ["/a/r.py has changed since the checkpoint was saved"]
+    assert compare_provenance(was, now) == ["/a/r.py has changed since the checkpoint was saved"]
 
 
 def test_another_tokenizer_is_refused():
@@ -82,7 +82,7 @@ def test_another_tokenizer_is_refused():
 def test_a_changed_file_is_a_warning():
     was, now = recorded(), recorded()
     was["files"], now["files"] = {"/r.py": "1"}, {"/r.py": "2"}
-    assert compare(was, now) == ["/r.py has changed since the checkpoint was saved"]
+    assert compare_provenance(was, now) == ["/r.py has changed since the checkpoint was saved"]
 
 
 def test_it_is_kept_in_the_run_folder_and_in_every_checkpoint(make_job, train):

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from forge_core.checkpoint.run_folder import locked
+from forge_core.checkpoint.run_folder import owned
 from forge_core.contracts.errors import ForgeError
 from forge_testing.processes import HANG_S
 
@@ -17,9 +17,9 @@ KILLED_WITH_A_WORKER = """
 import os, signal, sys, time
 from pathlib import Path
 
-from forge_core.checkpoint.run_folder import locked
+from forge_core.checkpoint.run_folder import owned
 
-with locked(Path(sys.argv[1])):
+with owned(Path(sys.argv[1])):
     worker = os.fork()
     if not worker:
         time.sleep(3600)
@@ -30,9 +30,9 @@ with locked(Path(sys.argv[1])):
 
 
 def test_a_folder_has_one_owner_at_a_time(tmp_path):
-    with locked(tmp_path), pytest.raises(ForgeError, match=f"is in use by process {os.getpid()} on "), locked(tmp_path):
+    with owned(tmp_path), pytest.raises(ForgeError, match=f"is in use by process {os.getpid()} on "), owned(tmp_path):
         pass
-    with locked(tmp_path):
+    with owned(tmp_path):
         pass
 
 
@@ -43,7 +43,7 @@ def test_a_worker_that_outlives_a_killed_run_does_not_keep_the_folder(tmp_path):
     try:
         assert killed.wait(timeout=HANG_S) == -signal.SIGKILL
         os.kill(worker, 0)  # lives
-        with locked(tmp_path):
+        with owned(tmp_path):
             pass
     finally:
         os.kill(worker, signal.SIGKILL)

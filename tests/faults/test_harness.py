@@ -11,7 +11,7 @@ from harness.scenarios import merge, scenarios
 from harness.trial import plan_kills
 from parts.hooks import SEEN, Seen
 
-from forge_core.checkpoint.manager import MANIFEST
+from forge_core.checkpoint.storage import MANIFEST
 
 
 @pytest.fixture

@@ -31,7 +31,7 @@ from pathlib import Path
 import torch
 from attrs import define
 from forge_core import TrainingHook, report_progress
-from forge_core.checkpoint import shards
+from forge_core.checkpoint import tensor_writer
 
 
 @define(kw_only=True, slots=False)
@@ -65,8 +65,8 @@ class Trouble(TrainingHook):
                 time.sleep(0.3)
             return
         if self.what == "slow save":
-            write = shards.HashedFile.write
-            shards.HashedFile.write = lambda *arguments: (time.sleep(4), write(*arguments))
+            write = tensor_writer.HashedFile.write
+            tensor_writer.HashedFile.write = lambda *arguments: (time.sleep(4), write(*arguments))
             return
         if self.what == "linger":
             atexit.register(Path("took-leave").touch)

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import fields_dict, frozen
 
-from forge_core.checkpoint.manifest import MANIFEST, How, find_faults, read_manifest
-from forge_core.checkpoint.storage import UNFINISHED
+from forge_core.checkpoint.storage import MANIFEST, UNFINISHED, How, find_faults, read_manifest
 from forge_core.cli.arguments import positive
 from forge_core.cli.tables import columns
 from forge_core.contracts.errors import CheckpointError, ExitCode, JobError
@@ -169,7 +168,7 @@ def _unfinished(storage: Storage) -> Iterator[str]:
 
 def diff_checkpoints(options: argparse.Namespace) -> int:
     """Compare two checkpoints: tensors, progress, and the jobs that saved them."""
-    from forge_core.checkpoint.job_diff import describe_changes, text_changes
+    from forge_core.checkpoint.run_diff import describe_changes, text_changes
     from forge_core.plugins.catalog import Catalog
     from forge_plugin_checkpoints.differences import compare_tensors
 
@@ -226,10 +225,10 @@ def _checkpoint(run: Path, name: str) -> tuple[Path, Mapping[str, Any]]:
 
 def prune_checkpoints(options: argparse.Namespace) -> int:
     """Delete what the job's retention does not keep; never the only intact checkpoint."""
-    from forge_core.checkpoint.run_folder import locked
+    from forge_core.checkpoint.run_folder import owned
 
     storage = _storage(options.run)
-    with locked(options.run, "stop that run first, or wait until it ends"):
+    with owned(options.run, "stop that run first, or wait until it ends"):
         return _prune(options, storage)
 
 

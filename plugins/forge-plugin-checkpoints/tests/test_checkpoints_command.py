@@ -15,7 +15,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from forge_core.checkpoint.run_folder import locked
+from forge_core.checkpoint.run_folder import owned
 from forge_core.checkpoint.state import model_tensors
 from forge_core.cli import main
 from forge_core.contracts.components import TrainingHook
@@ -121,7 +121,7 @@ class TestList:
         assert checkpoints()[1].splitlines()[-1] == "step-9.tmp: unfinished; the next save removes it"
 
     def test_a_run_in_use_can_be_listed_and_its_owner_is_told(self, checkpoints, run):
-        with locked(run):
+        with owned(run):
             code, out, _ = checkpoints()
         assert code == 0
         assert out.splitlines()[-1].startswith("in use by process ")
@@ -254,7 +254,7 @@ class TestPrune:
         assert self.left(many) == [1, 2, 3, 4, 5, 6]
 
     def test_a_run_in_use_is_left_alone(self, checkpoints, many):
-        with locked(many):
+        with owned(many):
             code, _, err = checkpoints("prune", "--keep", "1", of=many)
         assert code == ExitCode.FAILED
         assert "is in use by process" in err

@@ -75,8 +75,8 @@ def load_model_and_tokenizer(
     """
     import attrs
 
-    from forge_core.checkpoint.provenance import check_tokenizer
     from forge_core.checkpoint.resume import locate
+    from forge_core.checkpoint.run_diff import check_tokenizer
     from forge_core.checkpoint.state import load_model
     from forge_core.config.load import parse_job
     from forge_core.engine.build import build_context, build_model, build_tokenizer

@@ -186,7 +186,7 @@ def trained(folder, stages, optimizer):
     """This rank's weights and moments after three steps, whole."""
     run = tiny_run(folder, parallel=stages, optimizer=optimizer, model=MODEL, **SIZES)
     advance(run, 3)
-    tensors = gather_state(run.model, run.optimizer, Progress(), {}, {}).tensors
+    tensors = gather_state(run.model, run.optimizer, Progress(), {}).tensors
     return {name: whole(tensor) for name, tensor in tensors.items()}
 
 

@@ -15,7 +15,7 @@ from attrs import frozen
 from torch import Tensor
 from torch.nn import functional as F
 
-from forge_core.checkpoint.job_diff import job_changes
+from forge_core.checkpoint.run_diff import job_changes
 from forge_core.config.dump import dump_job
 from forge_core.config.load import load_job
 from forge_core.contracts.components import SchedulerComponent

@@ -17,8 +17,7 @@ from typing import Any, Literal
 
 from attrs import frozen
 
-from forge_core.checkpoint.manager import MANIFEST
-from forge_core.checkpoint.storage import UNFINISHED
+from forge_core.checkpoint.storage import MANIFEST, UNFINISHED
 
 RUN = Path("runs/run")
 TIME_LIMIT_S = 600.0

@@ -13,8 +13,8 @@ import torch
 from attrs import define
 from torch import Tensor
 
-from forge_core.checkpoint.manager import stored_tensors
-from forge_core.checkpoint.manifest import read_manifest
+from forge_core.checkpoint.storage import read_manifest
+from forge_core.checkpoint.tensors import stored_tensors
 from forge_core.contracts.components import TrainingHook
 from forge_core.contracts.contexts import StepContext
 from forge_core.engine.build import build_context

@@ -1,0 +1,293 @@
+"""Diff between the run that saved a checkpoint and the present one: its job, and its provenance (plugins, local files).
+
+Two resolved jobs are compared key by key. The meaning of a change is stated where the key is defined: by `when_resumed`
+in the field's metadata, or else by the `resumes_as` of the component around it.
+"""
+
+from __future__ import annotations
+
+import functools
+import platform
+import subprocess
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING, Any
+
+from attrs import NOTHING, Attribute, frozen
+
+from forge_core.config import describe
+from forge_core.config.dump import dump_job, to_toml
+from forge_core.config.structure import resolved_fields
+from forge_core.config.walk import default_of, walk_components
+from forge_core.contracts.components import Component, DefaultType, WhenResumed
+from forge_core.contracts.errors import CheckpointError, PluginError
+from forge_core.job import Job
+from forge_core.plugins.catalog import CORE, Catalog, Distribution, core_version
+
+if TYPE_CHECKING:
+    from forge_core.contracts.data import Tokenizer
+
+TITLES: Mapping[WhenResumed, str] = {
+    "safe": "safe",
+    "flag": "need --resume-with-changes",
+    "impossible": "impossible",
+}
+"""Title of each meaning in messages, the most serious meaning last."""
+severity = tuple(TITLES).index
+SHORT = 60
+"""Characters of a value that are shown."""
+
+# --- changes in the job ------------------------------------------------------------------------------------------
+
+
+@frozen
+class Change:
+    """One changed key. A component that was added, removed or replaced is one change, of its `type`."""
+
+    path: str
+    before: Any
+    """The value as in TOML; None: absent."""
+    after: Any
+    means: WhenResumed
+
+    def __str__(self) -> str:
+        return f"{self.path}: {_shown(self.before)} -> {_shown(self.after)}"
+
+
+def job_changes(before: str, job: Job, catalog: Catalog) -> list[Change]:
+    """The changes from a checkpoint's resolved job (TOML) to `job`, in the order of the file."""
+    classes = {type(component) for _, component in walk_components(job)}
+    return text_changes(before, dump_job(job, catalog), catalog, classes)
+
+
+def text_changes(before: str, after: str, catalog: Catalog, classes: Iterable[type[Component]] = ()) -> list[Change]:
+    """The changes between two resolved jobs (TOML); `classes` are component classes that are loaded already."""
+    leaves = _Leaves(classes, catalog)
+    olds, news = (dict(leaves.table("", Job, tomllib.loads(text), "flag")) for text in (before, after))
+    changed = [path for path in {**news, **olds} if _differ(path, olds, news)]
+    replaced = [path for path in changed if path.endswith(".type")]
+    return [_change(path, olds.get(path), news.get(path)) for path in changed if not _inside(path, replaced)]
+
+
+def describe_changes(changes: Iterable[Change]) -> str:
+    """The changes in groups, the most serious last; empty without changes."""
+    changes, lines = list(changes), []
+    for means, title in TITLES.items():
+        listed = [f"    {change}" for change in changes if change.means == means]
+        lines += [f"  {title}:", *listed] if listed else []
+    return "\n".join(lines)
+
+
+@frozen
+class _Leaf:
+    """A value of a job that is neither table nor array of tables, and what its change means."""
+
+    value: Any
+    means: WhenResumed
+    is_default: bool = False
+
+
+class _Leaves:
+    """Goes through a resolved job along the types of its fields."""
+
+    def __init__(self, classes: Iterable[type[Component]], catalog: Catalog) -> None:
+        self._classes = {_without_folder(catalog.type_of(cls)): cls for cls in classes}
+        self._catalog = catalog
+
+    def table(self, path: str, cls: type, table: Mapping[str, Any], means: WhenResumed) -> Iterator[tuple[str, _Leaf]]:
+        """Every leaf of a table that `cls` reads, with its path."""
+        fields = resolved_fields(cls)
+        for key, value in table.items():
+            here, f = f"{path}.{key}" if path else key, fields.get(key)
+            if key == "type" and issubclass(cls, Component):
+                continue
+            if f is None:  # a newer version dropped the key, and with it the meaning of its changes
+                yield here, _Leaf(value, min(means, "flag", key=severity))
+            else:
+                yield from self._value(here, f.type, value, f.metadata.get("when_resumed", means), f)
+
+    def _value(
+        self, path: str, type_: Any, value: Any, means: WhenResumed, f: Attribute | None = None
+    ) -> Iterator[tuple[str, _Leaf]]:
+        """`f` is the field that holds the value itself, if there is one."""
+        kinds = describe.members(type_)
+        arrays = (kind for kind in kinds if describe.is_array(kind) or describe.is_mapping(kind))
+        entries = describe.item_type(next(arrays, Any))
+        if isinstance(value, list) and describe.is_table(entries):
+            for name, item in _by_name(value):
+                yield from self._value(f"{path}.{name}", entries, item, means)
+        elif not isinstance(value, dict):
+            yield path, _Leaf(value, means, f is not None and self._is_default(value, f))
+        elif base := next(filter(describe.is_component, kinds), None):
+            yield from self._component(path, base, value, means, f)
+        elif section := next(filter(describe.is_section, kinds), None):
+            yield from self.table(path, section, value, means)
+        else:
+            for name, item in value.items():
+                yield from self._value(f"{path}.{name}", entries, item, means)
+
+    def _component(
+        self, path: str, base: type[Component], table: Mapping[str, Any], means: WhenResumed, f: Attribute | None
+    ) -> Iterator[tuple[str, _Leaf]]:
+        cls = self._class(base, table.get("type", ""))
+        if f is None or "when_resumed" not in f.metadata:  # the field is closer to the key than the component's class
+            means = cls.resumes_as or means
+        is_default = f is not None and self._is_default(table, f)
+        yield f"{path}.type", _Leaf(table.get("type"), base.type_resumes_as or means, is_default)
+        yield from self.table(path, cls, table, means)
+
+    def _class(self, base: type[Component], type_: str) -> type[Component]:
+        """The class of a component, or its kind's base if unknown."""
+        known = self._classes.get(_without_folder(type_))
+        if known is not None or ":" in type_:  # a path in the job of a checkpoint is not imported: it may be anyone's
+            return known or base
+        try:
+            return self._catalog.load(base.kind, type_, base)
+        except PluginError:
+            return base
+
+    def _is_default(self, value: Any, f: Attribute) -> bool:
+        default = default_of(f)
+        if isinstance(default, DefaultType):
+            return isinstance(value, dict) and value.get("type", "").split("/")[-1] == default.type.split("/")[-1]
+        return default is not NOTHING and default is not None and _same(value, to_toml(default, self._catalog))
+
+
+def _by_name(tables: Sequence[Mapping[str, Any]]) -> Iterable[tuple[str, Mapping[str, Any]]]:
+    """Entries of an array of tables, by their `name` or else their number."""
+    numbers = list(map(str, range(len(tables))))
+    names = [str(table.get("name") or number) for number, table in zip(numbers, tables, strict=True)]
+    return zip(names if len(set(names)) == len(names) else numbers, tables, strict=True)
+
+
+def _differ(path: str, olds: Mapping[str, _Leaf], news: Mapping[str, _Leaf]) -> bool:
+    """Whether a key has changed. A key that a newer version added changes nothing as long as it has its default."""
+    if path not in olds:
+        return not news[path].is_default
+    return path not in news or not _same(olds[path].value, news[path].value)
+
+
+def _inside(path: str, replaced: Iterable[str]) -> bool:
+    """Whether a key belongs to a component that was added, removed or replaced."""
+    return any(path != type_ and path.startswith(type_.removesuffix("type")) for type_ in replaced)
+
+
+def _change(path: str, old: _Leaf | None, new: _Leaf | None) -> Change:
+    means = max((leaf.means for leaf in (old, new) if leaf is not None), key=severity)
+    return Change(path, old and old.value, new and new.value, means)
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two values of TOML are equal: NaN equals itself, and a local file may have moved."""
+    return one == other or repr(one) == repr(other) or _without_folder(one) == _without_folder(other)
+
+
+def _without_folder(value: Any) -> Any:
+    """A type that names a local file without the folder of the file; anything else as it is."""
+    is_file = isinstance(value, str) and value.rpartition(":")[0].endswith(".py")
+    return PurePath(value).name if is_file else value
+
+
+def _shown(value: Any) -> str:
+    text = "(none)" if value is None else _toml(value)
+    return text if len(text) <= SHORT else f"{text[: SHORT - 1]}…"
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(map(_toml, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key} = {_toml(item)}' for key, item in value.items())}}}"
+    return describe.toml_text(value)
+
+
+# --- provenance --------------------------------------------------------------------------------------------------
+
+
+def collect_provenance(job: Job, catalog: Catalog, tokenizer: Tokenizer | None = None) -> dict[str, Any]:
+    """Record of all that shapes a run besides its job's values, as plain types; nothing of environment variables.
+
+    Returns:
+        `components` (path -> type), `distributions` that the job uses (name -> version, and commit of an editable one),
+        `files` (local component files -> SHA-256), the tokenizer's fingerprint, versions of Python and torch.
+    """
+    components = {path: catalog.type_of(type(component)) for path, component in walk_components(job)}
+    used = {CORE, *(type_.split("/")[0] for type_ in components.values() if ":" not in type_)}
+    known = {name: catalog.distribution(name) for name in sorted(used)}
+    return {
+        "components": components,
+        "distributions": {name: _describe(dist) for name, dist in known.items() if dist is not None},
+        "files": dict(catalog.files),
+        "tokenizer": None if tokenizer is None else tokenizer.fingerprint(),
+        "python": platform.python_version(),
+        "torch": metadata.version("torch"),
+    }
+
+
+def compare_provenance(
+    recorded: Mapping[str, Any], current: Mapping[str, Any], with_changes: bool = False
+) -> list[str]:
+    """Warnings for a run that continues with other versions or local files than `recorded`.
+
+    Raises:
+        CheckpointError: a distribution is not installed any more, and not `with_changes`; says how to install it.
+    """
+    missing, warnings = [], []
+    for name, was in recorded["distributions"].items():
+        now = current["distributions"].get(name)
+        if now is None and not _installed(name):
+            missing.append(f"{name}=={was['version']}")
+        elif now is not None and now != was:
+            warnings.append(f"{name} was {_version(was)} when the checkpoint was saved, and is {_version(now)} now")
+    if missing:
+        used = f"the checkpoint used {', '.join(missing).replace('==', ' ')}, which is not installed"
+        if not with_changes:
+            hint = "or continue without it: --resume-with-changes"
+            raise CheckpointError(f"{used}: pip install {' '.join(missing)}; {hint}")
+        warnings.append(used)
+    return warnings + _changed_files(recorded["files"], current["files"])
+
+
+def check_tokenizer(recorded: Mapping[str, Any], current: Mapping[str, Any]) -> None:
+    """Raise a `CheckpointError` if the run has another tokenizer than it began with: its ids mean other texts."""
+    if recorded.get("tokenizer") != current.get("tokenizer"):
+        raise CheckpointError("the checkpoint was trained with another tokenizer than this run has")
+
+
+def _changed_files(recorded: Mapping[str, str], current: Mapping[str, str]) -> list[str]:
+    """A file that has moved is known by its name."""
+    now = {Path(path).name: digest for path, digest in current.items()} | dict(current)
+    changed = [path for path, digest in recorded.items() if now.get(path, now.get(Path(path).name, digest)) != digest]
+    return [f"{path} has changed since the checkpoint was saved" for path in changed]
+
+
+def _describe(dist: Distribution) -> dict[str, str]:
+    described = {"version": core_version() if dist.name == CORE else dist.version}
+    if dist.editable_path is not None:
+        described["commit"] = _commit(dist.editable_path)
+    return described
+
+
+@functools.cache
+def _commit(path: Path) -> str:
+    """`git describe` of an editable install, whose version alone says nothing; empty outside a repository."""
+    command = ["git", "-C", str(path), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def _installed(name: str) -> bool:
+    try:
+        metadata.distribution(name)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _version(described: Mapping[str, str]) -> str:
+    commit = described.get("commit")
+    return described["version"] + (f" ({commit})" if commit else "")
