@@ -58,11 +58,7 @@ class Outline:
 
     @classmethod
     def of(cls, model: Model, seq_len: int) -> Outline:
-        """Take the facts of a bare model.
-
-        Raises:
-            ForgeError: the model declares roles wrongly.
-        """
+        """Take the facts of a bare model."""
         assert isinstance(model, torch.nn.Module)
         return cls(
             roles=roles_of(model),
@@ -207,7 +203,7 @@ def build_tokenizer(job: Job, context: BuildContext) -> Tokenizer | None:
 
 
 def build_datasets(job: Job, context: BuildContext) -> list[Dataset | Stream]:
-    """Every source, as sequences: the packing makes them of those that give documents.
+    """Every source, as sequences, which the packing makes of documents.
 
     Raises:
         JobError: one is too small to give a single sequence, or does not go with the packing.
@@ -237,7 +233,11 @@ def _build_dataset(source: DatasetComponent, path: str, context: BuildContext) -
     elif not packing.accepts_sequences:
         raise JobError([Problem(path, "gives finished sequences, which [data.packing] cannot pack")])
     if isinstance(built, Stream):
-        _check_lanes(built, path, context)
+        # Each row of the global batch belongs to one lane: the position of a stream then depends on no layout.
+        rows, ranks = context.job.train.global_batch_size, context.layout.data_parallel
+        if rows % built.lanes or built.lanes % ranks:
+            rule = f"must divide train.global_batch_size = {rows} and be a multiple of the {ranks} data-parallel ranks"
+            raise JobError([Problem(path, f"is read in {built.lanes} lanes; they {rule}")])
     return built
 
 
@@ -248,14 +248,6 @@ def _table(path: str) -> Iterator[None]:
         yield
     except JobError as error:
         raise JobError(problem.below(path) for problem in error.problems) from error
-
-
-def _check_lanes(stream: Stream, path: str, context: BuildContext) -> None:
-    # Each row of the global batch belongs to one lane: the position of a stream then depends on no layout.
-    rows, ranks = context.job.train.global_batch_size, context.layout.data_parallel
-    if rows % stream.lanes or stream.lanes % ranks:
-        rule = f"they must divide train.global_batch_size = {rows} and be a multiple of the {ranks} data-parallel ranks"
-        raise JobError([Problem(path, f"is read in {stream.lanes} lanes; {rule}")])
 
 
 def build_model(job: Job, context: RunContext) -> BuiltModel:
@@ -279,11 +271,7 @@ def build_bare_model(job: Job, context: BuildContext) -> tuple[Model, Outline]:
 
 
 def stages_of(job: Job, context: RunContext) -> list[OrderedStage]:
-    """The stages in order, with the one that the core adds.
-
-    Raises:
-        JobError: their relations contradict each other.
-    """
+    """The stages in order, with the one that the core adds; a JobError says where their relations contradict."""
     catalog = context.plugins.catalog
     return order_stages(with_owner(job, context.layout, catalog), catalog)
 

@@ -59,11 +59,7 @@ class HeldOut(EvaluationComponent):
 
 
 def evaluate(run: Run, step: int) -> dict[str, float]:
-    """The metrics of all of `[evaluations]`, by the names under which they are logged. Collective.
-
-    Raises:
-        ForgeError: a metric is not a number; names the evaluation.
-    """
+    """The metrics of all of `[evaluations]`, by the names under which they are logged. Collective."""
     context, metrics = _context(run, step), dict[str, float]()
     with evaluation_mode(run.model, run.optimizer):
         for name, evaluation in run.job.evaluations.items():
@@ -97,11 +93,7 @@ def _context(run: Run, step: int) -> EvaluationContext:
 
 
 def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """The metrics as numbers of Python: loggers and checkpoints take no others. A scalar tensor is waited for.
-
-    Raises:
-        ForgeError: one is no number; names it.
-    """
+    """The metrics as numbers of Python: loggers and checkpoints take no others. A scalar tensor is waited for."""
     from torch import Tensor
 
     plain: dict[str, float] = {}
@@ -116,12 +108,10 @@ def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 @contextmanager
 def evaluation_mode(model: Model, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Model and optimizer in evaluation mode, without gradients.
-
-    Most optimizers have no modes: they evaluate the weights that they train.
-    """
+    """Model and optimizer in evaluation mode, without gradients."""
     import torch
 
+    # Most optimizers have no modes: they evaluate the weights that they train.
     modes: list[Any] = [model, *([optimizer] if isinstance(optimizer, HasEvaluationWeights) else [])]
     for each in modes:
         each.eval()

@@ -35,9 +35,7 @@ class PlainExecutor:
     """Runs micro-batches one after the other; see `forge_core.contracts.runtime.Executor`."""
 
     def __init__(self, model: Model, loss: LossFunction, stages: Sequence[ParallelStage] = ()) -> None:
-        self._model = model
-        self._loss = loss
-        self._stages = stages
+        self._model, self._loss, self._stages = model, loss, stages
 
     def train_step(self, batches: Sequence[Batch], denominator: Tensor) -> StepOutput:
         outputs = []
@@ -64,12 +62,7 @@ class PlainExecutor:
 
 
 class SplittingExecutor:
-    """Passes this rank's part of each micro-batch to another executor; callers see whole micro-batches.
-
-    Args:
-        executor: runs the parts.
-        splits: applied to each micro-batch in order; the first may add what the model needs of whole sequences.
-    """
+    """Passes this rank's part of each micro-batch, made by `splits` in order, to another executor."""
 
     def __init__(self, executor: Executor, splits: Sequence[Callable[[Batch], Batch]]) -> None:
         self._executor, self._splits = executor, splits

@@ -48,35 +48,25 @@ def check_groups(groups: Sequence[Mapping[str, Any]], parameters: NamedParameter
 
 
 def check_modes(optimizer: torch.optim.Optimizer) -> None:
-    """Check that an optimizer with modes says which weights are evaluated, or checkpoints would lack them.
-
-    Raises:
-        ForgeError: it has `eval()`, but not all of `forge_core.contracts.optimizer.HasEvaluationWeights`.
-    """
+    """Check that an optimizer with modes says which weights are evaluated, or checkpoints would lack them."""
     needed = ("train", "evaluation_weights", "load_evaluation_weights")
     missing = [name for name in needed if name not in dir(optimizer)]
     if "eval" in dir(optimizer) and missing:
-        lacking = ", ".join(missing)
         raise ForgeError(
-            f"{type(optimizer).__name__} has eval(), but not {lacking}; checkpoints and exports need the weights that "
-            "are evaluated: see forge_core.contracts.optimizer.HasEvaluationWeights"
+            f"{type(optimizer).__name__} has eval(), but not {', '.join(missing)}; checkpoints and exports need the "
+            "weights that are evaluated: see forge_core.contracts.optimizer.HasEvaluationWeights"
         )
 
 
 def apply_settings(optimizer: torch.optim.Optimizer, tables: Sequence[ParameterGroup], outline: Outline) -> None:
-    """Divide the optimizer's groups, in place, so that each parameter has the settings of the first table that fits.
-
-    Raises:
-        JobError: a pattern fits nothing of the whole model, or a setting is none of the optimizer's.
-    """
+    """Divide the optimizer's groups, in place, so that each parameter has the settings of the first table that fits."""
     if not tables:
         return
-    names = outline.names(outline.sizes)
-    problems = list(_problems(tables, optimizer.param_groups, names))
+    names, groups = outline.names(outline.sizes), optimizer.param_groups
+    problems = list(_problems(tables, groups, names))
     if problems:
         raise JobError(problems)
-    groups = enumerate(optimizer.param_groups)
-    optimizer.param_groups[:] = [part for number, group in groups for part in _divide(number, group, tables, names)]
+    groups[:] = [part for number, group in enumerate(groups) for part in _divide(number, group, tables, names)]
 
 
 def _divide(number: int, group: Group, tables: Sequence[ParameterGroup], names: Names) -> Iterator[Group]:
@@ -125,18 +115,14 @@ def listed(names: Sequence[str]) -> str:
 
 
 class Rates:
-    """Learning rates, and other scalars that follow a schedule, written into the groups before each update.
-
-    The rate is base rate x schedule x the phase's factor. A field of the optimizer component that is a schedule goes
-    into the groups' key of the same name.
-    """
+    """Learning rates, and other scalars that follow a schedule, written into the groups before each update."""
 
     def __init__(self, job: Job, optimizer: torch.optim.Optimizer, context: BuildContext) -> None:
         self._job = job
-        self._total = job.train.steps
         self._groups = optimizer.param_groups
         self._base = [group["lr"] for group in self._groups]
         self._schedule: Schedule = context.build(job.scheduler)
+        # A field of the optimizer component that is a schedule goes into the groups' key of the same name.
         self._scheduled = {
             field.name: context.build(value)
             for field in attrs.fields(type(job.optimizer))
@@ -148,20 +134,15 @@ class Rates:
 
     def factor(self, step: int) -> float:
         """The factor of the learning rate's schedule for the update after `step` completed steps."""
-        return self._schedule(step, self._total)
+        return self._schedule(step, self._job.train.steps)
 
     def apply(self, step: int, tokens: int) -> float:
-        """Set every rate for one update, and return that of the first group.
-
-        Args:
-            step: completed steps.
-            tokens: positions fed so far, by which a phase of the data scales the rate.
-        """
+        """Set every rate for the update after `step` steps and `tokens` positions; returns that of the first group."""
         factor = self.factor(step) * lr_factor(self._job, step, tokens)
         # From the job's base rates and not from the groups: a run that continues follows its present job.
         for group, base in zip(self._groups, self._base, strict=True):
             group["lr"] = base * factor
             for name, schedule in self._scheduled.items():
                 if name in group:
-                    group[name] = schedule(step, self._total)
+                    group[name] = schedule(step, self._job.train.steps)
         return self._groups[0]["lr"]

@@ -93,7 +93,10 @@ class HookRunner:
 
 
 class Contexts:
-    """Makes what hooks receive: live references to one run, and the requests that they share with signals."""
+    """Makes what hooks receive: live references to one run, and the requests that they share with signals.
+
+    A step is that which is under way, from 1; for `train` and `checkpoint`, the number of completed ones.
+    """
 
     def __init__(self, run: Run, requests: Requests) -> None:
         common = {"job": run.job, "model": run.model, "optimizer": run.optimizer}
@@ -102,20 +105,16 @@ class Contexts:
         self._requests = requests
 
     def train(self, step: int) -> TrainContext:
-        """Args: `step`, completed steps."""
         return contexts.TrainContext(**self._common, step=step)
 
     def step(self, step: int, batches: Sequence[Batch] = ()) -> StepContext:
-        """Args: `step`, the number of the step from 1; `batches`, its micro-batches."""
         requests = self._requests.for_step()
         return contexts.StepContext(
             **self._common, step=step, batches=batches, may_skip=self._hooks.may_skip, requests=requests
         )
 
     def checkpoint(self, step: int, path: Path) -> CheckpointContext:
-        """Args: `step`, the one that was saved."""
         return contexts.CheckpointContext(**self._common, step=step, path=path)
 
     def saved(self, step: int, path: Path) -> None:
-        """Call `on_checkpoint_save`."""
         self._hooks("on_checkpoint_save", self.checkpoint(step, path))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import resource
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import torch
@@ -52,10 +52,9 @@ class Loop:
             self._saver.continues(start.manifest)
             self.recorder.last_evaluation = self._saver.evaluation.get("metrics", {})
         self._agreement = Agreement(run, self.requests, self._saver)
-        self._garbage = GarbageCollection(run.job.train.gc_interval)
 
     def run(self) -> None:
-        with stop_on_signals(self.requests), self._garbage, _reporting(self._fail):
+        with stop_on_signals(self.requests), _collecting(self._job.train.gc_interval), _reporting(self._fail):
             self._begin()
             self._agreement.reach()  # a signal may have come since the start
             while self.progress.step < self._job.train.steps and not self._agreement.ends_run:
@@ -74,7 +73,7 @@ class Loop:
             self._save()  # before the evaluation, which a run that continues from here makes again
         if self._job.eval.at_start and self.progress.step == 0:
             self._evaluate()
-        self.recorder.restart_clock()
+        self.recorder.clock.restart()
 
     def _step(self) -> None:
         progress = self.progress
@@ -95,7 +94,8 @@ class Loop:
             self._echo(f"step {progress.step}: update skipped: {self.requests.skip}")
         self._hooks("on_step_end", context)
         self.recorder.step(context, progress.tokens, rate, self._loader.waited, sums, skipped)
-        self._garbage.after(progress.step)
+        if self._job.train.gc_interval and progress.step % self._job.train.gc_interval == 0:
+            gc.collect(1)  # not the oldest generation, which holds the model: it costs most and frees nothing
 
     def _evaluate(self) -> None:
         self._beacon.enter("evaluation")
@@ -105,7 +105,7 @@ class Loop:
             self.recorder.evaluation(self.progress.step, metrics)
         self._saver.note_evaluation(self.progress.step, metrics)
         self._hooks("on_eval_end", self._contexts.step(self.progress.step), metrics)
-        self.recorder.restart_clock()
+        self.recorder.clock.restart()
 
     def _wants_save(self, asked: bool) -> bool:
         """Whether to save now. The last step is saved at the end, after its evaluation."""
@@ -118,7 +118,7 @@ class Loop:
         self.progress.samples = self._loader.state()
         self._saver.save(self.progress.step, snapshot(self._run, self.progress, self._provenance), final)
         self.requests.checkpoint = False
-        self.recorder.restart_clock()
+        self.recorder.clock.restart()
 
     def _end(self) -> None:
         self._beacon.enter("end")
@@ -150,27 +150,18 @@ class Loop:
         self._saver.abandon(error)
 
 
-class GarbageCollection(AbstractContextManager):
-    """Collects cycles every `interval` steps; 0: whenever Python likes."""
-
+@contextmanager
+def _collecting(interval: int) -> Iterator[None]:
+    """Python's own garbage collection is off within this context, in which the loop collects (0: it stays on)."""
     # Python starts a collection after a number of allocations, at another time on every rank, and in each step all
     # ranks wait for the slowest.
-
-    def __init__(self, interval: int) -> None:
-        self._interval = interval
-
-    def __enter__(self) -> None:
-        if self._interval:
-            gc.collect()
-            gc.disable()
-
-    def after(self, step: int) -> None:
-        """Collect if it is time."""
-        if self._interval and step % self._interval == 0:
-            gc.collect(1)  # not the oldest generation, which holds the model: it costs most and frees nothing
-
-    def __exit__(self, *exc: object) -> None:
-        if self._interval:
+    if interval:
+        gc.collect()
+        gc.disable()
+    try:
+        yield
+    finally:
+        if interval:
             gc.enable()
 
 
@@ -185,11 +176,7 @@ def _reporting(fail: Callable[[BaseException], None]) -> Iterator[None]:
 
 
 def _rehearse(run: Run, progress: Progress, echo: Callable[[str], object]) -> None:
-    """Try the shapes of a step, forward and backward, if `train.dry_run` says so.
-
-    Raises:
-        ForgeError: it failed; carries the cause.
-    """
+    """Try the shapes of a step, forward and backward, if `train.dry_run` says so."""
     mode, device = run.job.train.dry_run, run.context.device
     if mode == "never" or (mode == "auto" and device.type == "cpu"):  # an accelerator's memory may not suffice
         return
@@ -210,12 +197,8 @@ def _rehearse(run: Run, progress: Progress, echo: Callable[[str], object]) -> No
     with torch.no_grad():
         for name, buffer in run.model.named_buffers():
             buffer.copy_(buffers[name])
-    tokens, peak = f"{shape[0]} x {shape[1]} tokens", _peak_memory(device) / 1e9
-    echo(f"dry run: a micro-batch of {tokens} went forward and backward, peak memory {peak:.1f} GB")
-
-
-def _peak_memory(device: torch.device) -> int:
-    """Bytes: allocated on the device so far, or on a CPU resident in this process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # Allocated on the device so far; on a CPU, resident in this process, which getrusage states in kB.
+    resident = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else resident
+    tokens = f"{shape[0]} x {shape[1]} tokens"
+    echo(f"dry run: a micro-batch of {tokens} went forward and backward, peak memory {peak / 1e9:.1f} GB")

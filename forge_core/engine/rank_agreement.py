@@ -36,14 +36,8 @@ SHOWN = 8
 
 @contextmanager
 def joined_run(job: Job, beacon: ProgressBeacon) -> Iterator[Rendezvous | None]:
-    """Join the other ranks; while this context lasts, a watchdog watches this rank, and an exception ends all ranks.
-
-    Returns None for a process alone, and in a process group that was there before the run: its maker looks after its
-    ranks.
-
-    Raises:
-        RanksMissing: rank 0 cannot be reached.
-    """
+    """Join the other ranks; while this context lasts, a watchdog watches this rank, and an exception ends all ranks."""
+    # None for a process alone, and in a process group that was there before the run: its maker looks after its ranks.
     if dist.is_initialized() or (world := join_world()).alone:
         yield None
         return
@@ -70,9 +64,6 @@ def report(error: BaseException, rendezvous: Rendezvous | None) -> None:
                 emit(failure)
 
 
-# --- before the run -------------------------------------------------------------------------------------------------
-
-
 def agree_on_job(rendezvous: Rendezvous, job: Job, catalog: Catalog) -> None:
     """Check that all ranks have the same job, the same distributions and the same local files.
 
@@ -84,7 +75,8 @@ def agree_on_job(rendezvous: Rendezvous, job: Job, catalog: Catalog) -> None:
     identity = _identity(job, catalog)
     rendezvous.set("identity", identity)
     # Rank 0 reads a digest of every rank, and whole identities only of those that differ: there may be thousands.
-    rendezvous.set("digest", _digest(identity))
+    compared = json.dumps({**identity, "host": ""}, sort_keys=True)
+    rendezvous.set("digest", hashlib.sha256(compared.encode()).hexdigest())
 
     def compare() -> None:
         ranks = range(rendezvous.world.size)
@@ -124,11 +116,6 @@ def _identity(job: Job, catalog: Catalog) -> dict[str, Any]:
     }
 
 
-def _digest(identity: Mapping[str, Any]) -> str:
-    compared = {name: value for name, value in identity.items() if name != "host"}
-    return hashlib.sha256(json.dumps(compared, sort_keys=True).encode()).hexdigest()
-
-
 def _differences(mine: Mapping[str, Any], theirs: Mapping[str, Any], catalog: Catalog) -> Iterator[str]:
     yield from (str(change) for change in text_changes(mine["job"], theirs["job"], catalog))
     for subject in ("versions", "files", "commits"):
@@ -142,9 +129,6 @@ def _short(subject: str, value: str | None) -> str:
     if value is None:
         return "absent"
     return f"SHA-256 {value[:12]}" if subject == "files" else value
-
-
-# --- in every step --------------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -161,12 +145,9 @@ def stop_on_signals(requests: Requests) -> Iterator[None]:
 
 
 def follow_non_finite(train: TrainSection, progress: Progress, requests: Requests, record: Mapping[str, Any]) -> None:
-    """Count a skipped step, and ask for the end of the run after too many in a row (`train.non_finite`).
-
-    Args:
-        record: the step's numbers, which may arrive on the host two steps after the update.
-    """
+    """Count a step if it was skipped, and ask for the end of the run after too many in a row (`train.non_finite`)."""
     limit = 1 if train.non_finite == "stop" else train.non_finite_limit
+    # Here and not where the update was skipped: with `found_inf` the host learns of it up to two steps later.
     progress.skipped += bool(record.get("skipped"))
     progress.skipped_in_a_row = progress.skipped_in_a_row + 1 if record.get("skipped") else 0
     if progress.skipped_in_a_row >= limit and not requests.non_finite:
@@ -175,11 +156,10 @@ def follow_non_finite(train: TrainSection, progress: Progress, requests: Request
 
 
 class Agreement:
-    """The one point of a step at which ranks agree on what was asked of any of them.
+    """The one point of a step at which ranks agree on what was asked of any of them."""
 
-    Signals and hooks ask each rank at its own time. A rank that acted on that at once would leave the others waiting in
-    their next collective; so a request that comes later, during an evaluation say, waits for the next step.
-    """
+    # Signals and hooks ask each rank at its own time. A rank that acted on that at once would leave the others waiting
+    # in their next collective; so a request that comes later, during an evaluation say, waits for the next step.
 
     def __init__(self, run: Run, requests: Requests, saver: Saver) -> None:
         self._beacon = run.hooks.beacon
@@ -194,11 +174,7 @@ class Agreement:
         return self._requests.ends_run if self._alone else self._agreed_to_end
 
     def reach(self) -> bool:
-        """Agree on whether to end, and return whether to save. Collective.
-
-        Raises:
-            CheckpointError: writing a checkpoint failed, and `checkpoint.on_failure` does not let that pass.
-        """
+        """Agree on whether to end, and return whether to save. Collective."""
         self._beacon.enter("agreement of the ranks")
         requests = self._requests
         asked = [bool(requests.stop), requests.checkpoint, bool(requests.non_finite), self._saver.writing]

@@ -28,8 +28,6 @@ from forge_core.parallel.mesh import global_rank
 if TYPE_CHECKING:
     from forge_core.contracts.contexts import StepContext
 
-# --- the summary ----------------------------------------------------------------------------------------------------
-
 
 def announce(run: Run, stepper: Stepper, provenance: Mapping[str, Any], echo: Callable[[str], object]) -> None:
     """On rank 0: print what the run is about to do, and keep it in the folder with job, provenance and tokenizer."""
@@ -55,7 +53,9 @@ def _rows(run: Run, stepper: Stepper, provenance: Mapping[str, Any]) -> Iterator
     job, context = run.job, run.context
     yield "run", f"{job.job.name} in {context.folder}"
     yield "plugins", ", ".join(f"{name} {dist['version']}" for name, dist in provenance["distributions"].items())
-    yield "device", f"{_device_name(context.device)}, {context.layout}, {job.train.precision}"
+    on_gpu, cpu = context.device.type == "cuda", f"cpu ({torch.get_num_threads()} threads)"
+    device = torch.cuda.get_device_name(context.device) if on_gpu else cpu
+    yield "device", f"{device}, {context.layout}, {job.train.precision}"
     yield "model", _model(run)
     yield "batch", _batch(run)
     yield from _data(run)
@@ -124,18 +124,8 @@ def _parts(shares: Sequence[int]) -> list[str]:
 def _memory(run: Run) -> str:
     sizes = [(p.numel() * p.element_size(), p.requires_grad) for p in (item.parameter for item in run.parameters)]
     weights, trained = sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained)
-    return (
-        f"weights {weights / 1e6:,.0f} MB, gradients {trained / 1e6:,.0f} MB, besides optimizer state and activations"
-    )
-
-
-def _device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"cpu ({torch.get_num_threads()} threads)"
-
-
-# --- the loggers ----------------------------------------------------------------------------------------------------
+    known = f"weights {weights / 1e6:,.0f} MB, gradients {trained / 1e6:,.0f} MB"
+    return f"{known}, besides optimizer state and activations"
 
 
 def open_loggers(run: Run, step: int, stack: ExitStack) -> dict[str, Logger]:
@@ -177,7 +167,7 @@ class Recorder:
         self._on_line = on_line
         self._counts_interval = run.job.metrics.counts_interval
         self._tracker = Tracker(self._deliver)
-        self._clock = Clock()
+        self.clock = Clock()
         flops, peak = run.outline.flops, peak_flops(run.job, run.context.device)
         self._mfu_per_speed = flops / peak / ranks if flops and peak else None
         self.last_loss: float | None = None
@@ -186,15 +176,9 @@ class Recorder:
     def step(
         self, context: StepContext, tokens: int, rate: float, waited: float, sums: Sums, skipped: Tensor | None
     ) -> None:
-        """Queue a step's line. Its values from the device, and those that hooks logged, are the same on every rank.
+        """Queue the line of a step: `tokens` fed since the run began, and seconds that it `waited` for data.
 
-        Args:
-            context: of the step.
-            tokens: positions fed since the run began.
-            rate: learning rate of the first parameter group.
-            waited: seconds that the step waited for data.
-            sums: of the step, over all ranks.
-            skipped: whether the update was skipped, (), where only the device knows.
+        All tensors are the same on every rank. `skipped` () is given where only the device knows.
         """
         assert context.grad_norm is not None
         scalars = metrics(sums)
@@ -204,7 +188,7 @@ class Recorder:
         scalars["grad_norm"] = context.grad_norm
         if skipped is not None:
             scalars["skipped"] = skipped
-        seconds, speed = self._clock.tick(self._tokens)
+        seconds, speed = self.clock.tick(self._tokens)
         record: dict[str, Any] = {"step": context.step, "lr": rate, "tokens": tokens, "tokens_per_second": speed}
         record |= {"step_seconds": seconds, "data_wait": min(waited / seconds, 1.0)}
         if self._mfu_per_speed:
@@ -232,10 +216,6 @@ class Recorder:
             if isinstance(logger, Flushes):
                 with _named(name):
                     logger.flush()
-
-    def restart_clock(self) -> None:
-        """Leave a pause (evaluation, checkpoint) out of the speed."""
-        self._clock.restart()
 
     def _deliver(self, record: dict[str, Any]) -> None:
         if not record.get("skipped"):  # the device's flag is in every line, and most steps are not skipped

@@ -54,12 +54,7 @@ def snapshot(run: Run, progress: Progress, provenance: Mapping[str, Any]) -> Sta
 def restore(
     start: Start, run: Run, provenance: Mapping[str, Any], contexts: Contexts, echo: Callable[[str], object]
 ) -> Progress:
-    """Continue a checkpoint, or take the weights of one, or neither, as `start` says. Collective.
-
-    Raises:
-        CheckpointError: it does not fit what was built.
-        JobError: `[checkpoint.load]` does not fit the model.
-    """
+    """Continue a checkpoint, or take the weights of one, or neither, as `start` says. Collective."""
     if start.weights is not None:
         echo(_take_weights(start.weights, start, run, provenance))
     if start.checkpoint is None:
@@ -70,9 +65,6 @@ def restore(
     run.hooks("on_checkpoint_load", contexts.checkpoint(progress.step, start.checkpoint))
     echo(report)
     return progress
-
-
-# --- continuing a run -----------------------------------------------------------------------------------------------
 
 
 def _continue(checkpoint: Path, start: Start, run: Run, provenance: Mapping[str, Any]) -> tuple[Progress, str]:
@@ -116,23 +108,14 @@ def _check_sources(start: Start, run: Run) -> list[str]:
 
 
 def _check_schedule(progress: Progress, rates: Rates) -> Iterator[str]:
-    """Whether the last update would have another rate by the present schedule, in words.
-
-    A longer decay that begins before the checkpoint, for example, makes the rate jump here.
-    """
-    before = progress.schedule
-    if before is None:
-        return
-    now = rates.factor(progress.step - 1)
-    if not math.isclose(now, before, rel_tol=1e-6, abs_tol=1e-9):
-        before_and_now = (
-            f"update {progress.step} had {before:.4g} of the base rate and would have {now:.4g} by this job"
+    """Whether the last update would have another rate by the present schedule, in words."""
+    # A decay that by the present job begins before the checkpoint, for example, makes the rate jump here.
+    before, step = progress.schedule, progress.step
+    if before is not None and not math.isclose(now := rates.factor(step - 1), before, rel_tol=1e-6, abs_tol=1e-9):
+        yield (
+            f"the schedule is another one for updates that were made already: update {step} had {before:.4g} of the "
+            f"base rate and would have {now:.4g} by this job; the next has {rates.factor(step):.4g}"
         )
-        following = f"the next has {rates.factor(progress.step):.4g}"
-        yield f"the schedule is another one for updates that were made already: {before_and_now}; {following}"
-
-
-# --- `[checkpoint.load]` ---------------------------------------------------------------------------------------------
 
 
 def _take_weights(folder: Path, start: Start, run: Run, provenance: Mapping[str, Any]) -> str:

@@ -45,18 +45,19 @@ class Stepper:
     """Runs steps: gradients of the global batch, their norm, the update."""
 
     def __init__(self, run: Run) -> None:
-        self._run = run
-        self._job = run.job
+        self._run, self._job, self._mesh = run, run.job, run.context.mesh
         self._parameters = [item.parameter for item in run.parameters]
         # Another rank of a pipeline counts these: the norm is over distinct parameters, and a tied one is one.
         elsewhere = {id(parameter) for stage in run.built_stages for parameter in stage.counted_elsewhere(run.model)}
         self._counted = [parameter for parameter in self._parameters if id(parameter) not in elsewhere]
-        self._mesh = run.context.mesh
         self._pipeline = pipeline_group(run.context.mesh)
         self._attached: dict[str | Count, torch.Size] | None = None
         assert isinstance(run.model, nn.Module)
         self._changing = [module for module in run.model.modules() if isinstance(module, ChangesWithUpdates)]
         self._source_names = source_names(run.job)
+        key = hashlib.blake2b(f"{run.job.job.seed}:draw".encode(), digest_size=7).digest()
+        self._first_draw = int.from_bytes(key, "little")
+        self._sample_rank = sample_rank(run.context.mesh, run.context.layout)
         self._part = part_of_step(run.context.mesh, run.context.layout)
         count, _ = micro_batches(run.job, run.context.layout)
         self._micro_batches = count * run.context.layout.token_ranks
@@ -72,7 +73,7 @@ class Stepper:
         return train.non_finite == "skip" and supported and on_device and not self._run.hooks.may_skip
 
     def waits(self) -> str:
-        """What the host waits for in each step, for the summary of the run."""
+        """The host's wait for the device in each step, for the summary of the run."""
         if not self.decides:
             return "none"
         reason = "a hook may skip it" if self._run.hooks.may_skip else f'non_finite = "{self._job.train.non_finite}"'
@@ -103,9 +104,8 @@ class Stepper:
     def _with_draws(self, batches: Sequence[Batch], step: int) -> list[Batch]:
         """The micro-batches with `draw` (B,), a number of each sequence and step that no layout changes: for noise."""
         sizes = [len(batch["input_ids"]) for batch in batches]
-        key = hashlib.blake2b(f"{self._job.job.seed}:draw".encode(), digest_size=7).digest()
-        first = int.from_bytes(key, "little") + step * self._job.train.global_batch_size
-        first += sample_rank(self._mesh, self._run.context.layout) * sum(sizes)
+        first = self._first_draw + step * self._job.train.global_batch_size + self._sample_rank * sum(sizes)
+        # One tensor for all of a step: nobody may read it, and no module declares whether it does.
         draws = torch.arange(first, first + sum(sizes), device=self._run.context.device).split(sizes)
         return [{**batch, "draw": draw} for batch, draw in zip(batches, draws, strict=True)]
 
@@ -178,12 +178,12 @@ class Stepper:
         if self._attached is None:  # once: gathering objects in every step would cost more than the sums
             known = gather_objects({name: value.shape for name, value in attached.items()}, self._pipeline)
             every = {name: shape for part in known for name, shape in part.items()}
-            self._attached = {name: every[name] for name in sorted(every, key=_sort_key)}
+            names = sorted(every, key=lambda name: (isinstance(name, Count), name))  # one order on all ranks
+            self._attached = {name: every[name] for name in names}
         new = sorted(map(str, attached.keys() - self._attached.keys()))
         if new:
-            raise ForgeError(
-                f"{new[0]} was first attached after the first step; in a pipeline, all must be in the first"
-            )
+            rule = "in a pipeline, all must be in the first"
+            raise ForgeError(f"{new[0]} was first attached after the first step; {rule}")
         if not self._attached:
             return {}
         zeros = partial(torch.zeros, dtype=torch.float64, device=self._run.context.device)
@@ -191,11 +191,6 @@ class Stepper:
         totals = _flatten({**absent, **attached})
         torch.distributed.all_reduce(totals, group=self._pipeline)
         return _unflatten(totals, absent)
-
-
-def _sort_key(name: str | Count) -> tuple[bool, str, int]:
-    """Metrics by name; then counts by name and layer."""
-    return (True, *name) if isinstance(name, Count) else (False, name, 0)
 
 
 def _flatten(parts: Sums) -> Tensor:

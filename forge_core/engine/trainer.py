@@ -107,8 +107,8 @@ class Trainer:
             start = find_start(self.job, self._catalog, checkpoints, self._resume, self._with_changes)
             beacon.enter("building")
             run = build_run(self.job, context, self._hooks, beacon)
-            echo = self._echo if global_rank() == 0 else lambda text: None
-            loop = Loop(run, checkpoints, start, stack, echo)
+            # The stack closes the loop's loader and loggers before it gives up the lock of the folder.
+            loop = Loop(run, checkpoints, start, stack, self._echo if global_rank() == 0 else lambda text: None)
             loop.run()
         return Summary(
             step=loop.progress.step,
@@ -119,9 +119,9 @@ class Trainer:
         )
 
     def _check(self) -> None:
-        checked = self.job.checked  # by `load_job`: on each rank, checking builds the model on the meta device
-        if checked and checked.catalog is self._catalog and checked.world_size == world_size():
-            return
-        problems = check_rules(self.job, self._catalog, world_size())
-        if problems:
-            raise JobError(problems)
+        # Not once more what `load_job` has checked: each check builds the model on the meta device, on every rank.
+        checked = self.job.checked
+        if not checked or checked.catalog is not self._catalog or checked.world_size != world_size():
+            problems = check_rules(self.job, self._catalog, world_size())
+            if problems:
+                raise JobError(problems)
