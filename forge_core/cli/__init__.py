@@ -78,13 +78,10 @@ def _dispatch(argv: list[str]) -> int:
     if first in ("-h", "--help", "--version"):
         print(version_text(catalog) if first == "--version" else help_text(catalog))
         return ExitCode.FINISHED
-    name, rest = ("run", argv) if _is_job(first) else (first, argv[1:])
+    # A job file or an override; by its name too, so that a file that is missing is reported as one.
+    is_job = first.endswith(".toml") or first.startswith("-") or Path(first).is_file()
+    name, rest = ("run", argv) if is_job else (first, argv[1:])
     return catalog.load_offer(find_command(catalog, name))(rest)
-
-
-def _is_job(argument: str) -> bool:
-    """Whether a command line starts with a job file, or an override, rather than with a command."""
-    return argument.endswith(".toml") or argument.startswith("-") or Path(argument).is_file()
 
 
 def find_command(catalog: Catalog, name: str) -> Offer:

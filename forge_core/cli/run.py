@@ -6,7 +6,6 @@ import argparse
 import os
 import sys
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,33 +41,29 @@ def command(argv: list[str]) -> int:
         help="start N ranks on this machine, which make one run (default: 1, unless torchrun or srun has started "
         "this process as one of several)",
     )
-    options, paths, overrides = parse_job_arguments(parser, argv)
+    options, _, overrides = parse_job_arguments(parser, argv)
     # Imports below stand where they are needed: --help answers at once, and no error of a job waits for torch.
     from forge_core.launch.world import join_world
 
     world = join_world()
     if options.nproc is not None and options.nproc != 1:
-        return _supervise(options.nproc, world, argv, paths, overrides)
+        return _supervise(options, world, argv, overrides)
     if world.alone:
         _warn_of_idle_tasks()
-        return _train(options, paths, overrides)
+        return _train(options, overrides)
     from forge_core.launch.rank_process import RankProcess
 
-    return RankProcess(world).run(lambda log: _train(options, paths, overrides, world, log))
+    return RankProcess(world).run(lambda log: _train(options, overrides, world, log))
 
 
 def _train(
-    options: argparse.Namespace,
-    paths: Sequence[str],
-    overrides: Sequence[str],
-    world: World | None = None,
-    log: RankLog | None = None,
+    options: argparse.Namespace, overrides: list[str], world: World | None = None, log: RankLog | None = None
 ) -> int:
     """Train in this process, alone or as a rank of `world`."""
     # Every rank reads the job itself: it is a small file, and all then fail in the same way if it is wrong.
     from forge_core.config import load_job
 
-    job = load_job(*paths, overrides=overrides, world_size=world.size if world else 1)
+    job = load_job(*options.files, overrides=overrides, world_size=world.size if world else 1)
     from forge_core.engine.trainer import Trainer
     from forge_core.parallel.mesh import leave_group
 
@@ -84,31 +79,30 @@ def _train(
     return int(summary.exit_code)
 
 
-def _supervise(ranks: int, world: World, argv: list[str], paths: Sequence[str], overrides: Sequence[str]) -> int:
+def _supervise(options: argparse.Namespace, world: World, argv: list[str], overrides: list[str]) -> int:
     """Start the ranks, once the job is known to be right: each of them would report the same error."""
     from forge_core.config import load_job
     from forge_core.launch.rank_log import LOGS
     from forge_core.launch.supervisor import Supervisor
 
-    if ranks < 1:
-        raise JobError(f"--nproc is {ranks}; it must be at least 1")
+    if options.nproc < 1:
+        raise JobError(f"--nproc is {options.nproc}; it must be at least 1")
     if not world.alone:
         already = f"this process is one of {world.size} ranks already"
         raise JobError(f"--nproc starts ranks, and {already}; leave it out, or start one process only")
-    job = load_job(*paths, overrides=overrides, world_size=ranks)
+    job = load_job(*options.files, overrides=overrides, world_size=options.nproc)
     logs = Path(job.job.output) / job.job.name / LOGS
-    ended = Supervisor(rank_command(argv), ranks, logs, job.launch.grace_s).run()
+    ended = Supervisor(rank_command(argv), options.nproc, logs, job.launch.grace_s).run()
     if ended.message:
         print(ended.message, file=sys.stderr, flush=True)
     return ended.code
 
 
-def rank_command(argv: Sequence[str]) -> list[str]:
+def rank_command(argv: list[str]) -> list[str]:
     """The command line of each rank: this one without `--nproc`."""
-    rest = list(argv)
-    at = next(i for i, argument in enumerate(rest) if argument.partition("=")[0] == "--nproc")
-    del rest[at : at + (1 if "=" in rest[at] else 2)]
-    return [sys.executable, "-m", "forge_core", "run", *rest]
+    at = next(i for i, argument in enumerate(argv) if argument.partition("=")[0] == "--nproc")
+    after = at + (1 if "=" in argv[at] else 2)
+    return [sys.executable, "-m", "forge_core", "run", *argv[:at], *argv[after:]]
 
 
 def _warn_of_idle_tasks() -> None:

@@ -8,16 +8,13 @@ from collections.abc import Sequence
 WIDTH = 100
 
 
-def columns(rows: Sequence[Sequence[str]], gap: int = 2) -> str:
+def columns(rows: Sequence[Sequence[str]]) -> str:
     """Rows with aligned columns; the last column is as wide as it needs."""
     if not rows:
         return ""
     widths = [max(len(row[index]) for row in rows) for index in range(len(rows[0]) - 1)]
-    lines = []
-    for row in rows:
-        cells = [cell.ljust(width + gap) for cell, width in zip(row[:-1], widths, strict=True)]
-        lines.append(("".join(cells) + row[-1]).rstrip())
-    return "\n".join(lines)
+    padded = ([cell.ljust(width + 2) for cell, width in zip(row, widths, strict=False)] for row in rows)
+    return "\n".join(("".join(cells) + row[-1]).rstrip() for cells, row in zip(padded, rows, strict=True))
 
 
 def wrapped(text: str, indent: str = "") -> str:

@@ -12,7 +12,8 @@ import keyword
 import re
 import shlex
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from forge_core.contracts.errors import ExitCode, JobError, did_you_mean
@@ -65,7 +66,9 @@ def distribution_files(kind: str, name: str, catalog: Catalog) -> Mapping[Path, 
     check_kind(kind, catalog)
     templates = {path: source.read_text(encoding="utf-8") for path, source in template_files(kind)}
     check_name(kind, name, templates)
-    return {Path(_filled(str(path), kind, name)): _filled(text, kind, name) for path, text in templates.items()}
+    requirements = [CORE, *(["forge-kit"] if any("forge_kit" in text for text in templates.values()) else [])]
+    filled = partial(_filled, kind=kind, name=name, requirements=requirements)
+    return {Path(filled(str(path))): filled(text) for path, text in templates.items()}
 
 
 def template_files(kind: str) -> Iterator[tuple[Path, Path]]:
@@ -124,14 +127,15 @@ def class_name(name: str) -> str:
     return "".join(part.capitalize() for part in name.split("_"))
 
 
-def _filled(text: str, kind: str, name: str) -> str:
+def _filled(text: str, kind: str, name: str, requirements: Sequence[str]) -> str:
     major, minor = core_version().split(".")[:2]
+    version = f">={major}.{minor},<{major}.{int(minor) + 1}"
     for placeholder, value in (
         ("template-name", name.replace("_", "-")),
         ("template_name", name),
         ("TemplateName", class_name(name)),
         ("template_kind", kind),
-        ("template_requirement", f"{CORE}>={major}.{minor},<{major}.{int(minor) + 1}"),
+        ('"template_requirement"', ", ".join(f'"{distribution}{version}"' for distribution in requirements)),
     ):
         text = text.replace(placeholder, value)
     return text

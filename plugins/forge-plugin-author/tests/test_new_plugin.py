@@ -118,8 +118,16 @@ def test_it_ends_with_what_to_do_next(forge_run: Run, tmp_path: Path) -> None:
     ]
     project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
     assert project["name"] == "forge-plugin-slow-fall"
-    assert project["dependencies"] == ["forge-run>=0.2,<0.3"]
+    assert project["dependencies"] == ["forge-run>=0.2,<0.3", "forge-kit>=0.2,<0.3"]
     assert project["entry-points"] == {"forge.scheduler": {"slow_fall": "forge_plugin_slow_fall:SlowFall"}}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_requires_the_kit_if_it_imports_it(kind: str) -> None:
+    files = distribution_files(kind, "mine", Catalog.installed())
+    requirements = tomllib.loads(files[Path("pyproject.toml")])["project"]["dependencies"]
+    imports = any("forge_kit" in text for text in files.values())
+    assert requirements == ["forge-run>=0.2,<0.3", *(["forge-kit>=0.2,<0.3"] if imports else [])]
 
 
 def test_a_type_that_is_taken_is_written_with_a_warning(forge_run: Run, tmp_path: Path) -> None:

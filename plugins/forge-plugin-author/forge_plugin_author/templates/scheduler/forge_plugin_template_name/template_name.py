@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 from attrs import field, frozen
 from attrs.validators import gt
 
-from forge_core.schedules import WarmupComponent, progress, warmup
+from forge_core.schedules import WarmupComponent, warmup
+from forge_kit.schedules import progress
 
 if TYPE_CHECKING:
     from forge_core.contracts.contexts import BuildContext
