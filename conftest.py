@@ -37,7 +37,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def young_heap() -> None:
-    """Take what is imported so far out of the collector's sight. Each run collects garbage when it begins and ends, and
-    going through all of torch takes a third of a second: longer than most runs here."""
+    """Freeze all objects imported so far, so that the garbage collector skips them.
+
+    Each run collects garbage when it begins and ends, and going through all of torch takes a third of a second: longer
+    than most runs here.
+    """
     gc.collect()
     gc.freeze()

@@ -1,7 +1,8 @@
-"""Draws who imports whom in forge_core, floor by floor: python tools/picture.py docs/images/imports.png
+"""Draws the imports between the packages of forge_core, floor by floor.
 
-An arrow leads from a room to a room that it imports; thicker with more imports. Imports for type checkers count like
-all others. An arrow that leads up is red and dashed. Every room imports the contracts: those arrows are left out.
+Run `python tools/picture.py docs/images/imports.png`. An arrow leads from a package (a room) to one that it imports;
+thicker with more imports. Imports for type checkers count like all others. An upward arrow is red and dashed. Every
+room imports the contracts: those arrows are left out.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ Box = tuple[float, float, float, float]
 
 
 def rooms() -> list[list[str]]:
-    """Names of rooms, from the highest floor to the lowest."""
+    """Returns the names of rooms, from the highest floor to the lowest."""
     return [[name.removeprefix(f"{CORE}.") for name in floor.split(" | ")] for floor in FLOORS]
 
 
 def files_of(room: str) -> dict[str, int]:
-    """The files of a room, each with its lines that are not blank, the longest first."""
+    """Returns the files of a room with their numbers of non-blank lines, the longest first."""
     place = ROOT / CORE / room
     paths = sorted(place.rglob("*.py")) if place.is_dir() else [place.with_suffix(".py")]
     lines = {path.stem: sum(1 for line in path.read_text().splitlines() if line.strip()) for path in paths}
@@ -40,7 +41,7 @@ def files_of(room: str) -> dict[str, int]:
 
 
 def imports() -> Counter[tuple[str, str]]:
-    """How many files of one room import from another."""
+    """Counts the files of one room that import from another."""
     graph = grimp.build_graph(CORE)
     known = {room for floor in rooms() for room in floor}
     counts: Counter[tuple[str, str]] = Counter()
@@ -53,7 +54,7 @@ def imports() -> Counter[tuple[str, str]]:
 
 
 def layout() -> dict[str, Box]:
-    """Where each room stands: (left, bottom, width, height), wider with more lines."""
+    """Returns the box of each room: (left, bottom, width, height), wider with more lines."""
     floors = rooms()
     boxes: dict[str, Box] = {}
     widest = max(sum(sum(files_of(room).values()) for room in floor) for floor in floors)
@@ -67,6 +68,7 @@ def layout() -> dict[str, Box]:
 
 
 def draw_room(axes: Axes, room: str, box: Box) -> None:
+    """Draw a room with its name and its longest files."""
     left, bottom, width, height = box
     files = files_of(room)
     total = sum(files.values())
@@ -82,6 +84,7 @@ def draw_room(axes: Axes, room: str, box: Box) -> None:
 
 
 def draw_arrow(axes: Axes, boxes: Mapping[str, Box], source: str, target: str, count: int) -> None:
+    """Draw the imports of one room from another."""
     a, b = boxes[source], boxes[target]
     up = b[1] > a[1]
     start = (a[0] + a[2] / 2, a[1] + (a[3] if up else 0))
@@ -97,6 +100,7 @@ def draw_arrow(axes: Axes, boxes: Mapping[str, Box], source: str, target: str, c
 
 
 def main(path: Path) -> None:
+    """Write the picture to a PNG file."""
     boxes, counts = layout(), imports()
     figure, axes = plt.subplots(figsize=(15, 1.6 * (len(rooms()) + 1)))
     for room, box in boxes.items():

@@ -1,4 +1,4 @@
-"""The distributions of this repository, read from its folders: adding one is adding a folder to `plugins/`.
+"""Generated and checked properties of this repository's distributions: adding one is adding a folder to `plugins/`.
 
 python tools/workspace.py contracts    # import-linter, with every distribution in its contracts
 python tools/workspace.py types        # mypy, over the package of every distribution
@@ -37,9 +37,9 @@ FLOORS = (
     "forge_core.contracts",
     "forge_core.auxiliary",
 )
-"""Floors of the core, from the highest; each may import those below it."""
+"""Floors of the core, from the highest; each may import the ones below it."""
 JOB_EDGE = "forge_core.contracts.* -> forge_core.job"
-"""The one import upwards, for type checkers alone: `problems(job, …)` receives the job."""
+"""The only import upwards, for type checkers: `problems(job, …)` receives the job."""
 
 
 class Distribution:
@@ -189,6 +189,7 @@ def replace_between(path: Path, text: str, start: str, end: str, check: bool) ->
 
 
 def main() -> int:
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("action", choices=["contracts", "types", "readme", "extra"])
     parser.add_argument("--check", action="store_true", help="change nothing; exit code 1 if a file is out of date")

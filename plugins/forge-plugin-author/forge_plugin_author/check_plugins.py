@@ -1,4 +1,4 @@
-"""`forge-run plugins --check`: each component is loaded in a process of its own and examined."""
+"""`forge-run plugins --check`: loads each component in a process of its own and checks it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def problems_of(component: ListedComponent) -> Iterator[str]:
 
 
 def checked(offers: Sequence[Offer], catalog: Catalog) -> list[ListedComponent]:
-    """Each component, loaded, with the problems of its distribution."""
+    """Load and check each component, with the problems of its distribution."""
     distributions = {offer.distribution.name: offer.distribution for offer in offers}
     of_distribution = {name: list(distribution_problems(each, catalog)) for name, each in distributions.items()}
     return [

@@ -1,8 +1,7 @@
-"""`forge-run new-plugin`: a distribution to begin with, for each kind of the core.
+"""`forge-run new-plugin`: writes a distribution to start from, for each kind of the core.
 
-The templates are distributions themselves, in `templates/KIND`, with what all kinds share in `templates/every`. Names
-in them stand for what is given: `template_name` for the type, `TemplateName` for the class, `template-name` for the
-distribution.
+The templates are distributions themselves, in `templates/KIND`; files of all kinds are in `templates/every`. Names in
+them are placeholders: `template_name` for the type, `TemplateName` for the class, `template-name` for the distribution.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ from forge_core.plugins.offers import CORE, core_version
 
 TEMPLATES = Path(__file__).parent / "templates"
 EVERY = "every"
-"""The folder of what all kinds share."""
+"""The folder of files that all kinds share."""
 TYPE = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
 LONGEST = 30
-"""Characters of a name that the lines of the templates have room for."""
+"""Upper bound of the characters of a name: lines of the templates have room for as many."""
 
 
 def command(argv: list[str]) -> int:
@@ -48,20 +47,20 @@ def command(argv: list[str]) -> int:
 
 
 def kinds() -> list[str]:
-    """Kinds that there is a template for."""
+    """Returns the kinds with a template."""
     return sorted(path.name for path in TEMPLATES.iterdir() if path.is_dir() and path.name != EVERY)
 
 
 def distribution_name(name: str) -> str:
-    """Name of the distribution that offers the type `name`."""
+    """Returns the name of the distribution that offers the type `name`."""
     return f"forge-plugin-{name.replace('_', '-')}"
 
 
 def distribution_files(kind: str, name: str, catalog: Catalog) -> Mapping[Path, str]:
-    """The files of a new distribution, by their paths in it.
+    """Returns the files of a new distribution, by their paths in it.
 
     Raises:
-        JobError: there is no template for the kind, or the name is none for a type of it; says what is allowed.
+        JobError: the kind has no template, or the name is not allowed; the message says what is.
     """
     check_kind(kind, catalog)
     templates = {path: source.read_text(encoding="utf-8") for path, source in template_files(kind)}
@@ -72,7 +71,7 @@ def distribution_files(kind: str, name: str, catalog: Catalog) -> Mapping[Path, 
 
 
 def template_files(kind: str) -> Iterator[tuple[Path, Path]]:
-    """The files of a template: path in the distribution, and where it is."""
+    """Yields the files of a template: path in the distribution, and path of the source."""
     for folder in (TEMPLATES / EVERY, TEMPLATES / kind):
         for source in sorted(folder.rglob("*")):
             if source.is_file() and "__pycache__" not in source.parts:
@@ -83,7 +82,7 @@ def check_kind(kind: str, catalog: Catalog) -> None:
     """Refuse a kind without a template.
 
     Raises:
-        JobError: says whose kind it is, or which kinds there are.
+        JobError: the message names the distribution that declares the kind, or all kinds.
     """
     if kind in kinds():
         return
@@ -96,10 +95,10 @@ def check_kind(kind: str, catalog: Catalog) -> None:
 
 
 def check_name(kind: str, name: str, templates: Mapping[Path, str]) -> None:
-    """Refuse a name that is none for a type, or that the sources would use for two things.
+    """Refuse a name that is not allowed for a type, or that the sources would use for two things.
 
     Raises:
-        JobError: says what is allowed.
+        JobError: the message says what is allowed.
     """
     if not TYPE.fullmatch(name):
         allowed = "small letters, digits and single underscores between them, a letter first"
@@ -111,19 +110,20 @@ def check_name(kind: str, name: str, templates: Mapping[Path, str]) -> None:
         raise _refused(f"{name!r} has {len(name)} characters; {LONGEST} are allowed")
     modules = {path.stem for path in templates if path.suffix == ".py"}
     words = {word for path, text in templates.items() if path.suffix == ".py" for word in re.findall(r"\w+", text)}
-    for used, what in ((name in modules, f"a module {name!r}"), (class_name(name) in words, f"a {class_name(name)!r}")):
-        if used:
-            raise _refused(f"{name!r} cannot be told from {what} that a new {kind} has already; take 'my_{name}'")
+    clashes = {f"a module {name!r}": name in modules, f"a {class_name(name)!r}": class_name(name) in words}
+    for other, is_used in clashes.items():
+        if is_used:
+            raise _refused(f"{name!r} cannot be told from {other} that a new {kind} has already; take 'my_{name}'")
 
 
 def _plain(name: str) -> str:
-    """The nearest name that is allowed: `MyOptimizer-2` -> `my_optimizer_2`."""
+    """Returns the closest allowed name: `MyOptimizer-2` -> `my_optimizer_2`."""
     words = re.findall(r"[a-z0-9]+", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower())
     return "_".join(words).lstrip("0123456789_")
 
 
 def class_name(name: str) -> str:
-    """`my_optimizer` -> `MyOptimizer`."""
+    """Returns the name of the class: `my_optimizer` -> `MyOptimizer`."""
     return "".join(part.capitalize() for part in name.split("_"))
 
 
@@ -145,7 +145,7 @@ def write(files: Mapping[Path, str], folder: Path) -> None:
     """Write the files into a new folder.
 
     Raises:
-        JobError: there is something of that name, or it cannot be written.
+        JobError: the folder exists, or cannot be written.
     """
     try:
         folder.mkdir(parents=True)
@@ -159,18 +159,18 @@ def write(files: Mapping[Path, str], folder: Path) -> None:
 
 
 def taken(kind: str, name: str, catalog: Catalog) -> Iterator[str]:
-    """Warnings about installed distributions and types of the same name."""
+    """Yields warnings about installed distributions and types of the same name."""
     for offer in catalog.offers(kind):
         if offer.type == name:
-            fix = f"jobs with both installed must write {distribution_name(name)}/{name}"
-            yield f"{kind} {name!r} is offered by {offer.distribution} too, so that {fix}"
+            hint = f"jobs with both installed must write {distribution_name(name)}/{name}"
+            yield f"{kind} {name!r} is offered by {offer.distribution} too, so that {hint}"
     installed = catalog.distribution(distribution_name(name))
     if installed is not None:
         yield f"{installed} is installed already; installing the new one replaces it"
 
 
 def farewell(files: Mapping[Path, str], folder: Path) -> Iterator[str]:
-    """The files written, and the commands to try them."""
+    """Yields the written files, and the commands to try them."""
     yield f"wrote {folder}:"
     yield from (f"  {path}" for path in sorted(files))
     yield ""

@@ -1,4 +1,4 @@
-"""Problems that `forge-run plugins --check` reports: each entry point is loaded in a process of its own."""
+"""Finds the problems that `forge-run plugins --check` reports, each entry point in a process of its own."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from forge_testing.inspection import bound_problems
 from forge_testing.stale import stale_entries
 
 WORKERS = 4
-"""Entry points that are loaded at a time."""
+"""Entry points that are loaded at the same time."""
 TIMEOUT_S = 120
-"""After which one that is still loading is given up."""
+"""Seconds after which loading an entry point is a failure."""
 
 
 def probes(offers: Sequence[Offer]) -> list[Probe]:
@@ -29,23 +29,23 @@ def probes(offers: Sequence[Offer]) -> list[Probe]:
 
 
 def distribution_problems(distribution: Distribution, catalog: Catalog) -> Iterator[str]:
-    """Problems of an installed distribution: its requirement on the core, and stale entry points."""
+    """Yields problems of an installed distribution: its requirement on the core, and stale entry points."""
     if distribution.name != CORE:
         yield from (f"problem: {distribution}: {problem}" for problem in bound_problems(distribution))
     yield from (f"stale: {line}" for line in stale_entries([distribution], catalog))
 
 
 def _probe(offer: Offer) -> Probe:
-    what = f"loading {offer.kind} {offer.qualified}"
+    action = f"loading {offer.kind} {offer.qualified}"
     command = [sys.executable, "-P", "-m", "forge_plugin_author.probe", offer.kind, offer.qualified]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        return Probe(f"{what} takes more than {TIMEOUT_S} s; see what its module does when it is imported")
+        return Probe(f"{action} takes more than {TIMEOUT_S} s; see what its module does when it is imported")
     try:
         answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     except (IndexError, json.JSONDecodeError):
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        return Probe(f"{what} ended the process: {last}")
+        return Probe(f"{action} ended the process: {last}")
     return Probe(**answer)

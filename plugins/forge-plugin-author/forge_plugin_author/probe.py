@@ -34,7 +34,7 @@ class Probe:
 
 
 def probe(kind: str, qualified: str) -> Probe:
-    """Load what `qualified` names, as a job that names it would, and look at it."""
+    """Load the component `qualified` as a job would, and check it."""
     catalog = Catalog.installed()
     [offer] = (offer for offer in catalog.offers(kind) if offer.qualified == qualified)
     start = time.perf_counter()
@@ -43,7 +43,7 @@ def probe(kind: str, qualified: str) -> Probe:
     except PluginError as error:
         return Probe(str(error))
     seconds, torch = round(time.perf_counter() - start, 3), "torch" in sys.modules
-    from forge_testing.inspection import target_problems  # late: what it imports must not count as loaded here
+    from forge_testing.inspection import target_problems  # late: its imports must not count as the component's
 
     return Probe("", seconds, torch, list(target_problems(offer, target, torch, catalog, None)))
 

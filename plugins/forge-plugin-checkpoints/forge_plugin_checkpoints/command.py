@@ -1,4 +1,4 @@
-"""`forge-run checkpoints`: what a run has saved, and what can be done with it."""
+"""`forge-run checkpoints`: inspects and manages the checkpoints of a run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 PROGRAM = "forge-run checkpoints"
 SHOWN = 20
-"""Tensors that `diff` lists unless told otherwise."""
+"""Tensors that `diff` lists without `--all`."""
 
 
 def command(argv: list[str]) -> int:
@@ -34,7 +34,7 @@ def command(argv: list[str]) -> int:
 
 
 def _with_action(argv: list[str]) -> list[str]:
-    """`list` is what is meant where no action follows the run."""
+    """Insert the default action `list` if no action follows the run."""
     has_run = bool(argv) and not argv[0].startswith("-")
     return [argv[0], "list", *argv[1:]] if has_run and (len(argv) == 1 or argv[1].startswith("-")) else argv
 
@@ -54,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     diff.add_argument("--all", action="store_true", help=f"list every tensor that differs, not only {SHOWN}")
     prune = add("prune", prune_checkpoints)
     prune.add_argument("--keep", type=positive, metavar="N", help="keep the newest N, instead of what the job says")
-    prune.add_argument("--dry-run", action="store_true", help="only tell what would be deleted")
+    prune.add_argument("--dry-run", action="store_true", help="only print what would be deleted")
     export = add("export", export_checkpoint)
     export.add_argument(
         "--output", type=Path, required=True, metavar="PATH", help="NAME.safetensors for one file, else a folder"
@@ -65,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add(actions: Any, name: str, function: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
-    """An action whose help is the docstring of its function."""
+    """Add an action whose help is the docstring of its function."""
     parser: argparse.ArgumentParser = actions.add_parser(name, help=function.__doc__, description=function.__doc__)
     parser.set_defaults(action=function)
     return parser
@@ -76,24 +76,24 @@ def _add(actions: Any, name: str, function: Callable[[argparse.Namespace], int])
 
 @frozen
 class Row:
-    """One checkpoint, as it is listed."""
+    """One checkpoint in the list."""
 
     step: int
     manifest: Mapping[str, Any]
-    """Empty if it cannot be read."""
+    """Its manifest; empty if it cannot be read."""
     size: int
-    """Bytes that its files take now."""
+    """Total bytes of its files."""
     faults: Sequence[str]
 
     @classmethod
-    def of(cls, storage: Storage, step: int, how: How) -> Row:
+    def of(cls, storage: Storage, step: int, method: How) -> Row:
         path = storage.path(step)
         size = sum(file.stat().st_size for file in path.iterdir())
         try:
             manifest = read_manifest(path)
         except CheckpointError as error:
             return cls(step, {}, size, [str(error)])
-        return cls(step, manifest, size, find_faults(path, manifest, list(manifest["files"]), how))
+        return cls(step, manifest, size, find_faults(path, manifest, list(manifest["files"]), method))
 
     def cells(self) -> list[str]:
         if not self.manifest:
@@ -116,8 +116,8 @@ def list_checkpoints(options: argparse.Namespace) -> int:
 
     storage = _storage(options.run)
     rows = list(_rows(storage, "full" if options.full else "sizes"))
-    how = "SHA-256" if options.full else "sizes"
-    head = ["step", "saved", "size", "tokens", "eval/loss", f"files ({how})"]
+    method = "SHA-256" if options.full else "sizes"
+    head = ["step", "saved", "size", "tokens", "eval/loss", f"files ({method})"]
     if rows:
         _print_table(head, [row.cells() for row in rows], right=(0, 2, 3))
     else:
@@ -129,10 +129,10 @@ def list_checkpoints(options: argparse.Namespace) -> int:
     return ExitCode.FINISHED
 
 
-def _rows(storage: Storage, how: How) -> Iterator[Row]:
+def _rows(storage: Storage, method: How) -> Iterator[Row]:
     for step in storage.steps():
-        with suppress(FileNotFoundError):  # a run that goes on may delete it while we look
-            row = Row.of(storage, step, how)
+        with suppress(FileNotFoundError):  # a running job may delete it meanwhile
+            row = Row.of(storage, step, method)
             if storage.path(step).is_dir():
                 yield row
 
@@ -140,15 +140,15 @@ def _rows(storage: Storage, how: How) -> Iterator[Row]:
 def verify_checkpoints(options: argparse.Namespace) -> int:
     """Compare every file with its SHA-256; exit code 1 if one is damaged."""
     storage = _storage(options.run)
-    found = storage.steps()
+    steps = storage.steps()
     for step in options.steps:
-        _demand_step(step, found, options.run)
+        _demand_step(step, steps, options.run)
     damaged = False
-    for step in options.steps or found:
+    for step in options.steps or steps:
         row = Row.of(storage, step, "full")
         damaged |= bool(row.faults)
         print("\n".join(_damage([row])) or f"step {step}: intact, {_size(row.size)}", flush=True)
-    if not found:
+    if not steps:
         print(f"{options.run} has no checkpoints")
     return ExitCode.FAILED if damaged else ExitCode.FINISHED
 
@@ -190,16 +190,16 @@ def _progress_changes(one: Any, other: Any, path: str = "") -> Iterator[str]:
         yield f"{path}: {one} -> {other}"
 
 
-def _print_differences(found: Differences, shown: int) -> None:
+def _print_differences(differences: Differences, shown: int) -> None:
     for title, names in (
-        ("only in the first", found.only_first),
-        ("only in the second", found.only_second),
-        ("another shape or dtype", found.reshaped),
+        ("only in the first", differences.only_first),
+        ("only in the second", differences.only_second),
+        ("another shape or dtype", differences.reshaped),
     ):
         if names:
             print(f"{title} ({len(names)}):", *names[:shown], *_left_out(names, shown), sep="\n  ")
-    print(f"tensors: {found.equal} equal, {len(found.changed)} with other values")
-    rows = [[d.name, f"{d.largest:.3g}", f"{d.relative:.3g}"] for d in found.changed]
+    print(f"tensors: {differences.equal} equal, {len(differences.changed)} with other values")
+    rows = [[d.name, f"{d.largest:.3g}", f"{d.relative:.3g}"] for d in differences.changed]
     if rows:
         _print_table(["tensor", "largest difference", "relative"], rows[:shown], right=(1, 2))
     for line in _left_out(rows, shown):
@@ -297,7 +297,7 @@ def _size(count: int) -> str:
 
 
 def _print_table(head: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> None:
-    """With colours and lines on a terminal, else as plain columns."""
+    """Print with colours and lines on a terminal, else as plain columns."""
     if not sys.stdout.isatty():
         print(columns([[cell.upper() for cell in head], *rows]))
         return

@@ -1,4 +1,4 @@
-"""In which tensors two checkpoints differ, and how much."""
+"""Compares the tensors of two checkpoints."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from forge_core.checkpoint.tensors import stored_tensors
 from forge_kit.whole_tensors import Stored, batches, read_whole
 
 AT_A_TIME = 2**30
-"""Bytes of each checkpoint that are in memory at a time."""
+"""Upper bound of the bytes of each checkpoint in memory at a time."""
 
 
 @frozen
 class Difference:
-    """How far a tensor is from one of the same shape."""
+    """Distance of two tensors of the same name and shape."""
 
     name: str
     largest: float
     """Largest absolute difference of two elements."""
     relative: float
-    """That, divided by the largest absolute value in either."""
+    """`largest` divided by the largest absolute value in either tensor."""
 
 
 @frozen(kw_only=True)
 class Differences:
-    """How the tensors of two checkpoints differ."""
+    """Differences between the tensors of two checkpoints."""
 
     only_first: Sequence[str]
     only_second: Sequence[str]
     reshaped: Sequence[str]
-    """Of another shape or dtype, with both."""
+    """Tensors of another shape or dtype, with both."""
     changed: Sequence[Difference]
-    """Of the same shape and dtype, but other values; the largest relative difference first."""
+    """Tensors of the same shape and dtype with other values; the largest relative difference first."""
     equal: int
-    """How many are equal, to the bit."""
+    """Number of bitwise equal tensors."""
 
 
 def compare_tensors(first: Path, second: Path) -> Differences:
@@ -47,13 +47,13 @@ def compare_tensors(first: Path, second: Path) -> Differences:
     ones, others = stored_tensors(first), stored_tensors(second)
     common = [name for name in ones if name in others]
     alike = [name for name in common if ones[name] == others[name]]
-    found = list(_differences(first, second, alike, ones, others))
+    differences = list(_differences(first, second, alike, ones, others))
     return Differences(
         only_first=[name for name in ones if name not in others],
         only_second=[name for name in others if name not in ones],
         reshaped=[f"{n}: {_shape(ones, n)} -> {_shape(others, n)}" for n in common if ones[n] != others[n]],
-        changed=sorted(found, key=_greatest_first),
-        equal=len(alike) - len(found),
+        changed=sorted(differences, key=_greatest_first),
+        equal=len(alike) - len(differences),
     )
 
 
@@ -72,7 +72,7 @@ def _difference(name: str, one: Tensor, other: Tensor) -> Difference:
 
 
 def _greatest_first(difference: Difference) -> tuple[bool, float]:
-    """NaN before all numbers."""
+    """Sort key: NaN before all numbers."""
     return not math.isnan(difference.relative), -difference.relative
 
 

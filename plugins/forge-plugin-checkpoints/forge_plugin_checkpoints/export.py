@@ -1,4 +1,4 @@
-"""The weights of a checkpoint as safetensors, for programs that know nothing of Forge."""
+"""Exports the weights of a checkpoint as safetensors, for programs without Forge."""
 
 from __future__ import annotations
 
@@ -15,18 +15,26 @@ from forge_kit.whole_tensors import Stored, batches, read_whole, tensor_bytes
 
 SUFFIX = ".safetensors"
 SHARD_BYTES = 5 * 10**9
-"""Of each file, where a folder is asked for."""
+"""Default upper bound of the bytes of a file, if the output is a folder."""
 
 
 def export_weights(
     checkpoint: Path, manifest: Mapping[str, Any], output: Path, shard_bytes: int = SHARD_BYTES
 ) -> list[Path]:
-    """Write parameters and persistent buffers under their names in the model, tied ones once, as they are evaluated;
-    gives the files.
+    """Write parameters and persistent buffers under their names in the model.
 
-    `output` is a file if it ends in `.safetensors`. Else it is a folder: files of at most `shard_bytes`, or one tensor,
-    and an index, named as on the Hugging Face hub. Only one file's tensors are in memory at a time. The metadata of
-    each file are the resolved job (TOML), the step and the tokens.
+    Tied parameters are written once; the optimizer's weights for evaluation take precedence. Only one file's tensors
+    are in memory at a time. The metadata of each file are the resolved job (TOML), the step and the tokens.
+
+    Args:
+        checkpoint: folder of the checkpoint.
+        manifest: its manifest.
+        output: a file if it ends in `.safetensors`; else a folder for several files and an index, named as on the
+            Hugging Face hub.
+        shard_bytes: upper bound of the bytes of a file in a folder; a larger tensor has a file of its own.
+
+    Returns:
+        The files.
 
     Raises:
         CheckpointError: `output` exists already, or the checkpoint cannot be read.
@@ -54,7 +62,7 @@ def export_weights(
 
 
 def _in_model(name: str) -> str:
-    """What a parameter or buffer is called in the model, by its name in the checkpoint (`model.` or `evaluation.`)."""
+    """Returns the name of a parameter or buffer in the model, given its name in the checkpoint."""
     return name.partition(".")[2]
 
 
@@ -73,7 +81,7 @@ def _write(path: Path, checkpoint: Path, names: list[str], stored: Stored, metad
 
     tensors = read_whole(checkpoint, names, stored)
     save_file({_in_model(name): tensor for name, tensor in tensors.items()}, path, metadata)
-    path.chmod(0o644)  # it is made for its owner alone
+    path.chmod(0o644)  # temporary files are created readable for their owner only
 
 
 def _write_index(folder: Path, shards: Mapping[str, list[str]], stored: Stored) -> str:

@@ -18,15 +18,16 @@ if TYPE_CHECKING:
 
 @frozen(kw_only=True)
 class Curves(LoggerComponent):
-    """Keeps a picture in the run folder: losses, held-out bits per byte, learning rate and gradient norm.
-    Below them, what layers count, such as the tokens of their experts: a row of squares a layer.
+    """Draws a picture in the run folder: losses, held-out bits per byte, learning rate and gradient norm.
 
-    It is drawn anew at each evaluation and at the end. A picture that cannot be drawn is a warning that says why, and
-    training goes on: the numbers are in the lines of metrics, from which the next picture is whole again.
+    Below them are the counts of layers, such as tokens per expert, as a row of squares a layer.
+
+    It is redrawn at each evaluation and at the end. A picture that cannot be drawn is a warning with the reason, and
+    training continues: the numbers are in the lines of metrics, from which the next picture is complete again.
     """
 
     file: str = "curves.png"
-    """Relative to the run folder."""
+    """Path of the picture, relative to the run folder."""
     smoothing: int = field(default=0, validator=ge(0))
     """Steps over which loss and gradient norm are averaged for the strong lines; 0: a hundredth of the run."""
 
@@ -46,5 +47,5 @@ class Curves(LoggerComponent):
 
 
 def _metrics_file(job: Job) -> str:
-    """Where the job's `jsonl` writes: what a continued run reads its past from."""
+    """Returns the file of the job's `jsonl` logger, from which a continued run reads earlier lines."""
     return next((logger.file for logger in job.loggers.values() if isinstance(logger, JsonLines)), JsonLines().file)

@@ -1,4 +1,4 @@
-"""Four panels in one picture, through matplotlib's objects: pyplot would keep figures and look for a display."""
+"""Draws four panels in one picture, by matplotlib's objects: pyplot would keep figures and search for a display."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 HEADING_INCHES, MAP_INCHES, ROW_INCHES = 0.76, 1.2, 0.2
 INK, GREY = "#1f2933", "#7d8894"
 STYLE: dict[str, Any] = {
-    "agg.path.chunksize": 10_000,  # without it Agg gives up on very long lines
+    "agg.path.chunksize": 10_000,  # without it Agg refuses very long lines
     "axes.axisbelow": True,
     "axes.edgecolor": "#c9d0d8",
     "axes.grid": True,
@@ -62,7 +62,7 @@ STYLE: dict[str, Any] = {
 
 
 def draw(history: History, path: Path, *, title: str, total_steps: int, clip_norm: float) -> None:
-    """Write `make_figure` to a PNG file, which is replaced in one go: a viewer never sees half of it."""
+    """Write `make_figure` to a PNG file, replaced atomically: a viewer never sees half of it."""
     unfinished = path.with_name(f".{path.name}.unfinished")
     with quiet_style():
         figure = make_figure(history, title=title, total_steps=total_steps, clip_norm=clip_norm)
@@ -71,12 +71,13 @@ def draw(history: History, path: Path, *, title: str, total_steps: int, clip_nor
 
 
 def make_figure(history: History, *, title: str, total_steps: int, clip_norm: float) -> Figure:
-    """The picture of a run.
+    """Draw the picture of a run.
 
     Args:
+        history: series and counts of the run.
         title: name of the run.
         total_steps: length of the whole run.
-        clip_norm: norm down to which larger gradients are scaled; 0: never.
+        clip_norm: norm that larger gradients are scaled down to; 0: never.
     """
     with quiet_style():
         maps = _maps(history)
@@ -97,13 +98,13 @@ def make_figure(history: History, *, title: str, total_steps: int, clip_norm: fl
 
 @contextmanager
 def quiet_style() -> Iterator[None]:
-    """Within this context, matplotlib draws in the style of all pictures."""
+    """A context in which matplotlib draws in the common style."""
     with _quiet(), style.context(["default", STYLE]):
         yield
 
 
 def new_figure(size: tuple[float, float], heading: float = 0.095) -> Figure:
-    """An empty picture of a size in inches. `heading`: share of its height that is left free at the top."""
+    """Create an empty picture of a size in inches; `heading` is the share of its height left free at the top."""
     layout = ConstrainedLayoutEngine(rect=(0.005, 0.005, 0.99, 0.99 - heading), wspace=0.04, hspace=0.08)
     figure = Figure(figsize=size, dpi=120, layout=layout)
     FigureCanvasAgg(figure)
@@ -141,7 +142,7 @@ def _loss(axes: Axes, history: History) -> None:
 
 
 def _held_out(axes: Axes, history: History) -> None:
-    """Bits per byte, or perplexity where the data does not know how many bytes a token stands for."""
+    """Draw bits per byte, or perplexity if the data does not know the mean bytes of a token."""
     name = "bits_per_byte" if "bits_per_byte" in history.evaluations else "perplexity"
     unit = name.replace("_", " ")
     axes.set_title(f"Held-out {unit}")
@@ -181,7 +182,7 @@ def _rough_and_smooth(axes: Axes, rough: Series, smooth: Series, horizon: int, c
 
 
 def _maps(history: History) -> Mapping[str, Mapping[str, np.ndarray]]:
-    """Counts of layers, by name and layer. Names of the same numbers share a map."""
+    """Returns the counts of layers, by name and layer. Names with the same numbers share a map."""
     maps: list[tuple[list[str], Mapping[str, np.ndarray]]] = []
     for name, averages in history.counts.items():
         rows = {row: average.value for row, average in averages.items()}
@@ -198,7 +199,7 @@ def _equal(rows: Mapping[str, np.ndarray], others: Mapping[str, np.ndarray]) -> 
 
 
 def _heat_map(axes: Axes, name: str, rows: Mapping[str, np.ndarray]) -> None:
-    """A row for each layer. Counts are shown relative to the mean of the layer; what may be negative, as it is."""
+    """Draw a row for each layer: counts relative to the layer's mean, signed numbers unchanged."""
     signed = any(values.min() < 0 for values in rows.values())
     if not signed:
         rows = {row: values / max(values.mean(), 1e-30) for row, values in rows.items()}

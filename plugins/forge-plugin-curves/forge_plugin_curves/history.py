@@ -18,7 +18,7 @@ Numbers = TypeVar("Numbers", float, np.ndarray)
 
 @define
 class Series:
-    """Values by step, in the order in which they came."""
+    """Values by step, in the order of arrival."""
 
     steps: array[int] = field(factory=lambda: array("q"))
     values: array[float] = field(factory=lambda: array("d"))
@@ -34,9 +34,9 @@ class Series:
 
 @define
 class Average:
-    """Exponential moving average over about `horizon` values, without the pull of its start towards zero.
+    """Exponential moving average over about `horizon` values, without bias towards its start at zero.
 
-    The correction is that of Adam's moments (Kingma and Ba 2015, section 3). Values that are not finite are left out.
+    The correction is that of Adam's moments (Kingma and Ba 2015, section 3). Values that are not finite are ignored.
     """
 
     horizon: int
@@ -44,7 +44,7 @@ class Average:
     _weight: float = 0.0
 
     def add(self, value: Numbers) -> Numbers:
-        """The average with `value` in it."""
+        """Add a value, and return the average."""
         if np.isfinite(value).all():
             share = 1 / self.horizon
             self._sum += share * (value - self._sum)
@@ -53,7 +53,7 @@ class Average:
 
     @property
     def value(self) -> Any:
-        """The average, NaN if there is nothing in it."""
+        """The average; NaN without values."""
         return self._sum / self._weight if self._weight else math.nan
 
 
@@ -61,7 +61,7 @@ class History:
     """Series for a picture, from all lines of metrics so far."""
 
     def __init__(self, horizon: int) -> None:
-        """Args: `horizon`, how many steps the smooth series average over."""
+        """Start empty; `horizon` is the number of steps that the smooth series average over."""
         self.horizon = horizon
         self.loss, self.grad_norm, self.lr = Series(), Series(), Series()
         self.smooth_loss, self.smooth_grad_norm = Series(), Series()
@@ -78,7 +78,7 @@ class History:
         return self._lines
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """Take in a line. Numbers that are not finite may be strings, as in a file of JSON lines."""
+        """Add a line. Numbers that are not finite may be strings, as in a file of JSON lines."""
         self._lines += 1
         self.step = record["step"]
         if "loss" in record:
@@ -101,7 +101,7 @@ class History:
 
 
 def read_lines(path: Path, last_step: int) -> Iterator[dict[str, Any]]:
-    """The lines of metrics up to `last_step`. One that was cut off when a run was killed is left out."""
+    """Yields the lines of metrics up to `last_step`, without one that was truncated when a run was killed."""
     if not path.exists():
         return
     with path.open(encoding="utf-8") as file:

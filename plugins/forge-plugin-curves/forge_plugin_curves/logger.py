@@ -17,9 +17,9 @@ class CurvesLogger:
     """See `forge_core.contracts.runtime.Logger`."""
 
     path: Path
-    """The picture."""
+    """Path of the picture."""
     metrics: Path
-    """Lines of metrics, of which a continued run reads those before it."""
+    """File of lines of metrics, from which a continued run reads the earlier ones."""
     title: str
     total_steps: int
     clip_norm: float
@@ -43,7 +43,7 @@ class CurvesLogger:
         if not len(self.history):
             return
         try:
-            from forge_plugin_curves.drawing import draw  # matplotlib takes a moment, which the first step is spared
+            from forge_plugin_curves.drawing import draw  # late: importing matplotlib would delay the first step
 
             draw(self.history, self.path, title=self.title, total_steps=self.total_steps, clip_norm=self.clip_norm)
         except Exception as error:

@@ -1,4 +1,4 @@
-"""How series look on a panel: lines, points, crosses, and the part of the y-axis that is shown."""
+"""Draws series on a panel: lines, points, crosses, and the visible part of the y-axis."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ if TYPE_CHECKING:
 
 BLUE, ORANGE, GREEN, VIOLET, RED = "#2563eb", "#e8590c", "#0f9d76", "#7c4dbd", "#c1121f"
 PALE = {BLUE: "#c2d3fa", GREEN: "#eaf6f2", VIOLET: "#dccff0"}
-"""Solid: transparent lines grow darker where they cross themselves."""
+"""Solid colours: transparent lines are darker where they cross themselves."""
 COLUMNS = 800
-"""Columns into which long series are gathered: about as many as a panel has pixels."""
+"""Columns that long series are reduced to: about the pixels of a panel."""
 CROWD = 40
-"""Points from which on they are drawn small."""
+"""Number of points from which they are drawn small."""
 WIDE = 10.0
-"""Ratio of the largest to the smallest value from which an axis is logarithmic."""
+"""Ratio of the largest to the smallest value above which an axis is logarithmic."""
 ROUGH = (0.01, 0.99)
-"""Quantiles of a rough series that must be in view: a single spike would press the rest flat."""
+"""Quantiles of a rough series that must be visible: with a single spike in view the rest would be flat."""
 
 
 def line(axes: Axes, series: Series, color: str, *, pale: bool = False, label: str | None = None) -> None:
-    """The series as a line: strong, or pale where it is the background of a smooth one."""
+    """Draw the series as a line: strong, or pale as the background of a smooth one."""
     look: dict[str, Any] = {"color": PALE[color], "linewidth": 0.9} if pale else {"color": color, "linewidth": 1.8}
     look["marker"] = "o" if len(series) == 1 else None
     axes.plot(*envelope(series), label=label, markersize=4, **look)
 
 
 def filled(axes: Axes, series: Series, color: str) -> None:
-    """The series as a line, with the area below it."""
+    """Draw the series as a line, with the area below it."""
     line(axes, series, color)
     axes.fill_between(*envelope(series), color=PALE[color], linewidth=0)
 
 
 def points(axes: Axes, series: Series, *, label: str | None = None) -> None:
-    """The series as joined points, with the last value written beside its point."""
+    """Draw the series as joined points, with the last value beside its point."""
     x, y = _arrays(series)
     look: dict[str, Any] = {"marker": "o", "markersize": 5 if len(x) < CROWD else 2.5, "markerfacecolor": "white"}
     axes.plot(x, y, color=ORANGE, linewidth=1.4, markeredgewidth=1.4, clip_on=False, zorder=3, label=label, **look)
@@ -50,7 +50,7 @@ def points(axes: Axes, series: Series, *, label: str | None = None) -> None:
 
 
 def broken(axes: Axes, series: Series) -> None:
-    """A cross at the bottom for each value that is not finite: lines merely have a gap there."""
+    """Draw a cross at the bottom for each value that is not finite: lines have only a gap there."""
     x, y = _arrays(series)
     x = x[np.isnan(y)]
     if len(x):
@@ -59,7 +59,7 @@ def broken(axes: Axes, series: Series) -> None:
 
 
 def envelope(series: Series, columns: int = COLUMNS) -> tuple[np.ndarray, np.ndarray]:
-    """Steps and values to draw: of a long series the least and the greatest of each column, so that spikes stay."""
+    """Returns steps and values to draw: of a long series the extremes of each column, so that spikes stay visible."""
     x, y = _arrays(series)
     if len(x) <= 2 * columns:
         return x, y
@@ -69,7 +69,7 @@ def envelope(series: Series, columns: int = COLUMNS) -> tuple[np.ndarray, np.nda
 
 
 def show_range(axes: Axes, *smooth: Series, rough: Series | None = None, wide_is_log: bool = False) -> None:
-    """Choose the part of the y-axis that is shown: all of the `smooth` series, and most of the `rough` one."""
+    """Set the visible part of the y-axis: all of the `smooth` series, and most of the `rough` one."""
     parts = [_finite(series) for series in smooth]
     if rough is not None and len(values := _finite(rough)):
         parts.append(np.quantile(values, ROUGH))
@@ -91,7 +91,7 @@ def show_range(axes: Axes, *smooth: Series, rough: Series | None = None, wide_is
 
 
 def _arrays(series: Series) -> tuple[np.ndarray, np.ndarray]:
-    """Steps and values, NaN where not finite. Copies: a series cannot grow while its memory is lent."""
+    """Returns steps and values, NaN where not finite, as copies: an array cannot grow while numpy views its memory."""
     steps, values = np.array(series.steps, dtype=float), np.array(series.values)
     return steps, np.where(np.isfinite(values), values, np.nan)
 

@@ -1,7 +1,7 @@
 """Hugging Face for Forge: dataset `huggingface` and tokenizer `auto`.
 
 From a name to tokens: `source` finds the data, `encoding` turns its rows into ids, and either `tokens` writes them into
-token files that the core's cache keeps, or `stream` reads them lane by lane as training goes on.
+cached token files, or `stream` reads them lane by lane during training.
 """
 
 from forge_plugin_huggingface.auto import Auto

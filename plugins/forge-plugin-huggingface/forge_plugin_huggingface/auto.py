@@ -1,4 +1,4 @@
-"""Tokenizer `auto`: whatever transformers' `AutoTokenizer` finds in a folder or on the hub."""
+"""Tokenizer `auto`: any that transformers' `AutoTokenizer` finds in a folder or on the hub."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ GIVEN = (
 class Auto(TokenizerComponent):
     """A tokenizer of Hugging Face's transformers, with its chat template.
 
-    Ids are those of its own files, with nothing put around a text; special tokens spelt out in a text stay text. Code
-    from the hub is never run.
+    Ids are those of its own files, without tokens added around a text; special tokens spelt out in a text stay text.
+    Code from the hub is never run.
     """
 
     chats: ClassVar[bool] = True
@@ -50,11 +50,15 @@ class Auto(TokenizerComponent):
     """Further variables of the template, such as `enable_thinking` or `date_string`."""
 
     def build(self, context: BuildContext, documents: Callable[[], Iterable[str]]) -> PretrainedTokenizer:
-        """Raises `JobError` where `problems` finds one, or transformers cannot load the tokenizer."""
+        """Load the tokenizer.
+
+        Raises:
+            JobError: `problems` has one, or transformers cannot load the tokenizer.
+        """
         return self._pretrained()
 
     def expected_vocab_size(self) -> int | None:
-        """None if the tokenizer is on the hub."""
+        """Returns the size of a local tokenizer; None if it is on the hub."""
         if not Path(self.path).expanduser().is_dir():
             return None
         try:

@@ -1,7 +1,7 @@
-"""Conversations: from messages to text by the tokenizer's template, and which part of it is the assistant's.
+"""Renders conversations by the tokenizer's template, and finds the assistant's parts of the text.
 
-Templates mark it with `{% generation %}`, or else it is determined by rendering the conversation up to each
-answer. Either way the text is checked to be the one that the template renders.
+Templates mark these with `{% generation %}`; otherwise they are found by rendering the conversation up to each answer.
+Either way the text is checked to be the one that the template renders.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 ASSISTANT = "assistant"
 BEGIN, END = "\ufdd0", "\ufdd1"
-"""Stand around the assistant's parts while a template is rendered: code points that Unicode reserves for inner use."""
+"""Marks around the assistant's parts while a template is rendered: code points that Unicode reserves internally."""
 GENERATION = re.compile(r"(\{%[-+]?)\s*generation\s*([-+]?%\})")
 END_GENERATION = re.compile(r"(\{%[-+]?)\s*endgeneration\s*([-+]?%\})")
 TODAY = "strftime_now"
@@ -46,7 +46,7 @@ class ChatTokens(NamedTuple):
     ids: np.ndarray
     """(n,) int64."""
     learned: np.ndarray
-    """(n,) bool: the assistant's tokens, with what ends a turn."""
+    """(n,) bool: the assistant's tokens, with those that end a turn."""
 
 
 class Rendered(NamedTuple):
@@ -59,13 +59,13 @@ class Rendered(NamedTuple):
 
 @runtime_checkable
 class ChatTokenizer(Protocol):
-    """A tokenizer that knows a chat template."""
+    """A tokenizer with a chat template."""
 
     def check_chat(self) -> None:
-        """Raises: JobError: it cannot encode chats."""
+        """Raise `JobError` if it cannot encode chats."""
 
     def chat(self, messages: Messages, tools: Tools = None) -> ChatTokens:
-        """Raises: JobError: the conversation cannot be encoded."""
+        """Encode a conversation; raises `JobError` if it cannot be encoded."""
         ...
 
 
@@ -73,15 +73,19 @@ class ChatTemplate:
     """Renders conversations with the template of a tokenizer."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, variables: Mapping[str, Any]) -> None:
-        """Args: `variables`, further ones of the template. Raises: JobError: the tokenizer has no template."""
+        """Prepare the template with further variables; raises `JobError` if the tokenizer has none."""
         if not tokenizer.chat_template:
-            fix = "name a file with one as chat_template of [data.tokenizer]"
-            raise JobError(f"this tokenizer has no chat template; {fix}")
+            hint = "name a file with one as chat_template of [data.tokenizer]"
+            raise JobError(f"this tokenizer has no chat template; {hint}")
         self._tokenizer, self._variables = tokenizer, variables
         self._special = tuple(tokenizer.get_added_vocab())
 
     def render(self, messages: Messages, tools: Tools) -> Rendered:
-        """Raises: JobError: the template refuses, or does not show which part is the assistant's."""
+        """Render a conversation.
+
+        Raises:
+            JobError: the template refuses it, or does not show which part is the assistant's.
+        """
         template = self._tokenizer.get_chat_template(None, tools)
         text = self._text(template, messages, tools)
         if BEGIN in text or END in text:
@@ -91,7 +95,7 @@ class ChatTemplate:
         return Rendered(text, list(self._spans_by_prefix(text, template, messages, tools)))
 
     def _text(self, template: str, messages: Messages, tools: Tools, prompt: bool = False) -> str:
-        """Args: `prompt`, whether to end with the beginning of an answer."""
+        """Returns the text of messages; with `prompt` it ends with the beginning of an answer."""
         from jinja2 import TemplateError
 
         guard = NO_TODAY if TODAY in template else ""
@@ -105,7 +109,7 @@ class ChatTemplate:
             raise JobError(f"the chat template fails on it: {error}") from error
 
     def _marked_spans(self, text: str, marked: str, messages: Messages, tools: Tools) -> list[Span]:
-        """The parts that the template marks itself, though it may do so within macros."""
+        """Returns the parts that the template marks itself, which it may do within macros."""
         pieces = re.split(f"([{BEGIN}{END}])", self._text(marked, messages, tools))
         spans, start, position = [], None, 0
         for piece in pieces:
@@ -123,30 +127,34 @@ class ChatTemplate:
         return spans
 
     def _spans_by_prefix(self, text: str, template: str, messages: Messages, tools: Tools) -> Iterator[Span]:
-        """The text that each answer adds to the conversation before it and the generation prompt."""
+        """Yields the text that each answer adds to the conversation before it and the generation prompt."""
         for number, message in enumerate(messages):
             if message["role"] != ASSISTANT:
                 continue
             before = self._text(template, messages[:number], tools, prompt=True)
             after = self._text(template, messages[: number + 1], tools)
             if not (after.startswith(before) and text.startswith(after)):
-                fault = f"the chat template writes the conversation up to message {number} otherwise than in the whole"
-                raise JobError(f"{fault}, so that it does not show which part is the assistant's; {FIX}")
+                problem = (
+                    f"the chat template writes the conversation up to message {number} otherwise than in the whole"
+                )
+                raise JobError(f"{problem}, so that it does not show which part is the assistant's; {FIX}")
             yield len(before), self._end_of_turn(after, len(before))
 
     def _end_of_turn(self, text: str, start: int) -> int:
-        """Where the answer that begins at `start` and ends `text` is over: white space after a special token is not
-        part of it, since nobody generates on after that token.
+        """Returns the end of the answer that begins at `start` and is the last part of `text`.
+
+        White space after a special token is not part of it, as generation stops at that token.
         """
         answer = text[start:].rstrip()
         return start + len(answer) if answer.endswith(self._special) else len(text)
 
 
 def learned_tokens(offsets: Sequence[Span], spans: Sequence[Span]) -> np.ndarray:
-    """(n,) bool: which of n tokens lie in a span, be it in part.
+    """Returns (n,) bool: true for tokens that overlap a span.
 
     Args:
-        offsets: where the tokens lie in the text, ascending.
+        offsets: span of each of n tokens in the text, ascending.
+        spans: the learned parts of the text.
     """
     starts, ends = np.array(offsets, np.int64).reshape(-1, 2).T
     learned = np.zeros(len(starts), dtype=bool)
@@ -156,9 +164,9 @@ def learned_tokens(offsets: Sequence[Span], spans: Sequence[Span]) -> np.ndarray
 
 
 def _with_marks(template: str) -> str:
-    """The template with marks in place of its `generation` blocks.
+    """Replace the template's `generation` blocks by marks.
 
-    White space around the tags stays as it was: each becomes a block whose outer sides are those of the tag.
+    White space around the tags does not change: each becomes a block whose outer sides are those of the tag.
     """
     begin = rf"\1 if true %}}{{{{ '{BEGIN}' }}}}{{% if true \2"
     end = rf"\1 endif %}}{{{{ '{END}' }}}}{{% endif \2"

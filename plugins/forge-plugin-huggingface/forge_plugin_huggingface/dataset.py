@@ -42,13 +42,13 @@ class HuggingFace(DatasetComponent):
     """A folder with data files (`.jsonl`, `.parquet`, …), a folder that `save_to_disk` wrote, the name of a dataset on
     the hub (`owner/name`), or a format (`json`, `parquet`, `csv`, `arrow`, `text`) whose files `data_files` names."""
     config: str = ""
-    """Configuration of the dataset, where it has several."""
+    """Configuration of the dataset, if it has several."""
     split: str = "train"
     """The split to train on; read as a whole, also a part of one (`train[:90%]`)."""
     revision: str = ""
     """Branch, tag or commit on the hub; empty: its default branch."""
     data_files: str | tuple[str, ...] | Mapping[str, str] = ()
-    """Files or globs, relative to `path`: one, a list, or one for each split; by default all that `path` has."""
+    """Files or globs, relative to `path`: one, a list, or one for each split; by default all files of `path`."""
     field: str = "text"
     """The field of a row that holds its text."""
     messages: str = ""
@@ -61,12 +61,12 @@ class HuggingFace(DatasetComponent):
     held_out_every: int = attrs.field(default=0, validator=_off_or_at_least_two)
     """Hold out every n-th row, starting with the first; in a stream, of every file. 0: none."""
     held_out_documents: int = attrs.field(default=0, validator=ge(0))
-    """Most held-out rows to evaluate on; 0: all. The others are not trained on either."""
+    """Upper bound of the held-out rows to evaluate on; 0: all. The others are not trained on either."""
     streaming: bool = False
-    """Whether to read the data as training goes on, rather than as a whole before it."""
+    """Whether to read the data during training, instead of as a whole before it."""
     lanes: int = attrs.field(default=0, validator=ge(0), metadata=when_resumed("impossible"))
-    """With `streaming`: readers, each with rows of its own, that fill the global batch; a divisor of its size, and best
-    of the number of files too. 0: as many as `train.global_batch_size`."""
+    """With `streaming`: readers, each with rows of its own, that fill the global batch; a divisor of its size, and
+    preferably of the number of files too. 0: `train.global_batch_size`."""
     shuffle: int = attrs.field(default=0, validator=ge(0), metadata=when_resumed("impossible"))
     """With `streaming`: rows that each lane reads ahead and shuffles; its files are shuffled too. 0: rows in the order
     of the files."""
@@ -76,7 +76,7 @@ class HuggingFace(DatasetComponent):
     """How cached token files are checked: by their sizes, or also by SHA-256, which detects flipped bytes."""
 
     def documents(self) -> Iterator[str]:
-        """Texts of the rows that are not held out, each once; none of a dataset of chats."""
+        """Yields texts of the rows that are not held out, each once; none for a dataset of chats."""
         if self.messages:
             return iter(())
         from forge_plugin_huggingface.tokens import texts
@@ -84,10 +84,10 @@ class HuggingFace(DatasetComponent):
         return texts(self.origin().open(), self.path, self.training_part(), self.field, self.streaming)
 
     def build(self, context: BuildContext) -> Documents | DocumentStream:
-        """The tokenised documents, or a stream of them.
+        """Returns the tokenised documents, or a stream of them.
 
         Raises:
-            JobError: the data cannot be had, or is not what the job says.
+            JobError: the data cannot be read, or does not match the job's keys.
         """
         if context.tokenizer is None:
             raise JobError(NO_TOKENIZER)
@@ -103,15 +103,15 @@ class HuggingFace(DatasetComponent):
         return problems_of(self, job)
 
     def origin(self) -> Origin:
-        """Where the data lies."""
+        """Returns the keys that locate the data."""
         return Origin(self.path, self.config, self.revision, self.data_files)
 
     def training_part(self) -> SplitPart:
-        """The rows to train on."""
+        """Returns the rows to train on."""
         return SplitPart(self.split, self.held_out_every)
 
     def held_out_part(self) -> SplitPart | None:
-        """The rows to evaluate on, if any."""
+        """Returns the rows to evaluate on, if any."""
         if self.held_out_split:
             return SplitPart(self.held_out_split, limit=self.held_out_documents)
         if self.held_out_every:

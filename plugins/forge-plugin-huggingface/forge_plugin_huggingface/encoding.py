@@ -1,4 +1,4 @@
-"""From rows of a dataset to token ids: a field of text, or a field of chat messages."""
+"""Encodes rows of a dataset as token ids: a field of text, or a field of chat messages."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Encoded(NamedTuple):
     ids: np.ndarray
     """(n,) int64."""
     learned: np.ndarray | None
-    """(n,) bool: which are learned as labels; None: all."""
+    """(n,) bool: true for ids that are learned as labels; None: all."""
     text_bytes: int
-    """UTF-8 bytes that the ids stand for; 0 if they do not stand for a text."""
+    """UTF-8 bytes of the encoded text; 0 if the ids do not represent one text."""
 
 
 class Encoder(Protocol):
@@ -33,17 +33,17 @@ class Encoder(Protocol):
     columns: tuple[str, ...]
     """Fields of a row that it reads."""
     has_mask: bool
-    """Whether documents say which tokens are learned."""
+    """Whether documents have `learned`."""
 
     def key(self) -> Sequence[Any]:
-        """Plain JSON that differs whenever an encoding could differ."""
+        """Returns plain JSON that differs whenever an encoding could differ."""
         ...
 
     def encode(self, rows: Sequence[SourceRow]) -> list[Encoded | None]:
-        """The document of each row; None where there is nothing to learn from it.
+        """Returns the document of each row; None if there is nothing to learn from it.
 
         Raises:
-            JobError: a row does not hold what it should; names it.
+            JobError: a row has another content; the message names the row.
         """
         ...
 
@@ -72,10 +72,10 @@ class ChatEncoder:
     has_mask = True
 
     def __init__(self, tokenizer: Tokenizer, messages: str, tools: str) -> None:
-        """Args: `messages` and `tools`, fields of a row; `tools` may be empty.
+        """Read chats from the fields `messages` and `tools` of a row; the latter may be empty.
 
         Raises:
-            JobError: the tokenizer knows no chats.
+            JobError: the tokenizer has no chat template.
         """
         if not isinstance(tokenizer, ChatTokenizer):
             raise JobError('messages need a tokenizer with a chat template; set [data.tokenizer] type = "auto"')
@@ -99,13 +99,13 @@ class ChatEncoder:
             raise JobError(f"{row.place}: {error}") from error
         if chat is None or not chat.learned.any():
             return None
-        # a template that ends with the end-of-text has ended the document already
+        # A template that ends with the end-of-text has ended the document already.
         stop = -1 if chat.ids[-1] == self._end_of_text else None
         return Encoded(chat.ids[:stop], chat.learned[:stop], 0)
 
 
 def text_of(row: SourceRow, field: str) -> str:
-    """Raises: JobError: the field holds something else."""
+    """Returns the text of a row; raises `JobError` if the field holds something else."""
     value = row.values[field]
     if value is None or isinstance(value, str):
         return value or ""
@@ -114,10 +114,10 @@ def text_of(row: SourceRow, field: str) -> str:
 
 
 def checked_messages(value: Any, field: str) -> list[dict[str, Any]]:
-    """The messages of a conversation, without entries that the table only has because other rows have them.
+    """Returns the messages of a conversation, without keys that Arrow added because other rows have them.
 
     Raises:
-        JobError: they are none.
+        JobError: the value is not a list of messages.
     """
     if value is None:
         return []
@@ -132,10 +132,10 @@ def checked_messages(value: Any, field: str) -> list[dict[str, Any]]:
 
 
 def checked_tools(value: Any, field: str) -> Tools:
-    """JSON schemas of tools, which may be given as JSON text; None if there are none.
+    """Returns JSON schemas of tools, which may be JSON text; None if there are none.
 
     Raises:
-        JobError: they are none.
+        JobError: the value is not a list of JSON schemas.
     """
     try:
         tools = json.loads(value) if isinstance(value, str) else value
@@ -149,7 +149,7 @@ def checked_tools(value: Any, field: str) -> Tools:
 
 
 def without_none(value: Any) -> Any:
-    """Nested data without entries that are None: in a table every object has the keys of all."""
+    """Drop None entries recursively: Arrow adds them for keys that other rows have."""
     if isinstance(value, dict):
         return {key: without_none(item) for key, item in value.items() if item is not None}
     return [without_none(item) for item in value] if isinstance(value, list) else value

@@ -10,7 +10,7 @@ from forge_core.contracts.errors import JobError, Problem
 
 
 def local_problem(path: str) -> str | None:
-    """The fault of `path`, if it can only be a folder on disk; names of the hub look like `owner/name`."""
+    """Returns the problem of a `path` that can only be a folder on disk; names on the hub look like `owner/name`."""
     folder = Path(path).expanduser()
     if not path:
         return "names nothing; give a folder, or the name of a repository on the hub"
@@ -23,14 +23,14 @@ def local_problem(path: str) -> str | None:
 
 
 def expanded(path: str) -> str:
-    """The whole path, where it is a folder, which no name on the hub or of a format can be taken for; else the name."""
+    """Returns the absolute path of a folder, which is no valid name on the hub or of a format; else the name."""
     folder = Path(path).expanduser()
     return str(folder.resolve()) if folder.is_dir() else path
 
 
 @contextmanager
 def explained(path: str, key: str = "path") -> Iterator[None]:
-    """Within, whatever a library raises becomes a `JobError` that says what was asked for and how.
+    """A context in which any exception becomes a `JobError` that names the path and how it was tried.
 
     The libraries raise a dozen classes of errors, from their own to those of HTTP clients and parsers.
     """

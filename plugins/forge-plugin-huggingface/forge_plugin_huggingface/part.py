@@ -17,18 +17,18 @@ class SplitPart:
     every: int = 0
     """Every n-th row is held out, starting with the first; 0: none."""
     is_held_out: bool = False
-    """Whether the part has the rows held out, or the others."""
+    """Whether the part has the held-out rows, or the others."""
     limit: int = 0
-    """Most rows; 0: all."""
+    """Upper bound of the rows; 0: all."""
 
     def has(self, number: int) -> bool:
-        """Whether row `number` belongs to it, the limit aside."""
+        """Whether row `number` belongs to it, ignoring the limit."""
         return not self.every or (number % self.every == 0) == self.is_held_out
 
     def numbers(self, rows: int) -> Iterator[int]:
-        """The numbers of its rows, of `rows` rows."""
+        """Yields the numbers of its rows in a split of `rows` rows."""
         return islice(filter(self.has, range(rows)), self.limit or None)
 
     def key(self) -> Sequence[Any]:
-        """Plain JSON that differs between parts."""
+        """Returns plain JSON that differs between parts."""
         return [self.split, self.every, self.is_held_out, self.limit]

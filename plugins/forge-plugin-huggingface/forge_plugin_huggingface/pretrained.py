@@ -23,22 +23,22 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 FORMAT = 1
-"""Part of the fingerprint: raise it when the same files give other encodings."""
+"""Part of the fingerprint: increase it when the same files encode differently."""
 TOKENIZER_JSON, CONFIG_JSON = "tokenizer.json", "tokenizer_config.json"
 WHERE_IT_CAME_FROM = ("is_local", "local_files_only", "name_or_path")
-"""Entries of `tokenizer_config.json` that say nothing about encodings."""
+"""Entries of `tokenizer_config.json` that do not affect encodings."""
 
 
 @frozen
 class Loaded:
-    """The tokenizer of transformers and the files that it saves: everything that an encoding depends on."""
+    """The tokenizer of transformers, and the files that it saves: all inputs of an encoding."""
 
     pretrained: PreTrainedTokenizerBase
     files: Mapping[str, bytes]
 
     @classmethod
     def of(cls, folder: Path) -> Loaded:
-        """From the folder that `save` wrote, with its files unchanged."""
+        """Load the folder that `save` wrote, with its files unchanged."""
         pretrained = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
         paths = sorted(path for path in folder.rglob("*") if path.is_file())
         return cls(pretrained, {str(path.relative_to(folder)): path.read_bytes() for path in paths})
@@ -49,7 +49,7 @@ class Loaded:
             (folder / name).write_bytes(content)
 
     def tokenizer(self, end_of_text: str, variables: Mapping[str, Any]) -> PretrainedTokenizer:
-        """Raises: JobError: there is no such token, or text could spell it."""
+        """Returns the tokenizer; raises `JobError` if the end-of-text does not exist, or text could spell it."""
         return PretrainedTokenizer(self, self._end_of_text(end_of_text), variables)
 
     def _end_of_text(self, asked: str) -> str:
@@ -63,7 +63,7 @@ class Loaded:
 
 
 def load_pretrained(path: str, revision: str | None, chat_template: str | None) -> Loaded:
-    """The tokenizer of a folder or of a repository on the hub. Args: `chat_template`, in place of its own."""
+    """Load the tokenizer of a folder or of a repository on the hub; `chat_template` replaces its own."""
     options = {} if revision is None else {"revision": revision}
     pretrained = AutoTokenizer.from_pretrained(path, trust_remote_code=False, **options)
     if chat_template is not None:
@@ -76,7 +76,7 @@ def load_pretrained(path: str, revision: str | None, chat_template: str | None) 
 class PretrainedTokenizer:
     """See `forge_core.contracts.data.Tokenizer` and `forge_plugin_huggingface.chat.ChatTokenizer`.
 
-    Where there is a `tokenizer.json`, that file encodes, whatever transformers' class of the tokenizer does besides.
+    If there is a `tokenizer.json`, that file encodes, and other code of transformers' class is not used.
     """
 
     def __init__(self, loaded: Loaded, end_of_text: str, variables: Mapping[str, Any]) -> None:
@@ -100,7 +100,7 @@ class PretrainedTokenizer:
         return [encoding.ids for encoding in encodings]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text, without special tokens."""
+        """Returns the text, without special tokens."""
         ids = [id_ for id_ in ids if id_ != self.end_of_text]
         return str(self._pretrained.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
@@ -108,19 +108,19 @@ class PretrainedTokenizer:
         self._loaded.save(folder)
 
     def fingerprint(self) -> str:
-        # a tokenizer without tokenizer.json is code of transformers
+        # A tokenizer without tokenizer.json is code of transformers.
         code = "" if self._is_fast else f"{type(self._pretrained).__qualname__} {transformers.__version__}"
         files = {name: _content(name, data) for name, data in self._loaded.files.items()}
         return digest_of("huggingface", FORMAT, files, self._end_of_text, self._variables, code)
 
     def check_chat(self) -> None:
-        """Raises: JobError: this tokenizer cannot encode chats."""
+        """Raise `JobError` if this tokenizer cannot encode chats."""
         if not self._is_fast:
             raise JobError("this tokenizer has no tokenizer.json, which chats need to know which token is whose")
         _ = self._template
 
     def chat(self, messages: Messages, tools: Tools = None) -> ChatTokens:
-        """A conversation as its template writes it; the assistant's turns are learned.
+        """Encode a conversation as its template writes it; the assistant's turns are learned.
 
         Special tokens spelt out in a message are special tokens, as with `apply_chat_template`.
 
@@ -145,7 +145,7 @@ class PretrainedTokenizer:
 
     @cached_property
     def _plain(self) -> Tokenizer:
-        """Reads no special token out of a text."""
+        """The tokenizer that encodes special tokens in a text as plain characters."""
         tokenizer = _from_json(self._loaded.files[TOKENIZER_JSON])
         tokenizer.add_special_tokens([AddedToken(self._end_of_text, special=True, normalized=False)])
         tokenizer.encode_special_tokens = True
@@ -164,15 +164,16 @@ class PretrainedTokenizer:
 
 
 def _from_json(content: bytes) -> Tokenizer:
-    """Without what the file says of truncation, padding and tokens around a text; the latter would also cut spaces
-    from the offsets of tokens.
+    """Load a tokenizer.json without its truncation, padding and post-processor.
+
+    The post-processor would also cut spaces from the offsets of tokens.
     """
     nothing = {"truncation": None, "padding": None, "post_processor": None}
     return Tokenizer.from_str(json.dumps(json.loads(content) | nothing))
 
 
 def _content(name: str, data: bytes) -> Any:
-    """The part of a file that encodings depend on."""
+    """Returns the part of a file that encodings depend on."""
     if name != CONFIG_JSON:
         return digest_of(data.hex())
     return {key: value for key, value in json.loads(data).items() if key not in WHERE_IT_CAME_FROM}

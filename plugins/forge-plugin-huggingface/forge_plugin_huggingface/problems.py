@@ -1,4 +1,4 @@
-"""Mistakes in the keys of a dataset that show without the network and without reading rows."""
+"""Finds mistakes in the keys of a dataset, without the network and without reading rows."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DEFAULT_FIELD = "text"
 
 
 def problems_of(dataset: HuggingFace, job: Job) -> Iterator[Problem]:
-    """All of them; paths are relative to the dataset's table."""
+    """Yields all problems; paths are relative to the dataset's table."""
     yield from _path_problems(dataset)
     yield from _content_problems(dataset, job)
     yield from _held_out_problems(dataset)

@@ -1,4 +1,4 @@
-"""Rows by number: of a table on disk, or of a stream, file by file."""
+"""Rows by number, of a table on disk or of a stream, file by file."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class SourceRow(NamedTuple):
     """A row of a dataset."""
 
     place: str
-    """Where it stands, for errors: `row 17 of 'data', split 'train'`."""
+    """Its location, for errors: `row 17 of 'data', split 'train'`."""
     values: Mapping[str, Any]
 
 
-def _all(number: int) -> bool:
+def _all(_number: int) -> bool:
     return True
 
 
@@ -38,15 +38,15 @@ class StreamRows(Protocol):
     files: int
 
     def read(self, file: int, start: int = 0, wanted: Callable[[int], bool] = _all) -> Iterator[tuple[int, SourceRow]]:
-        """The rows of a file from number `start` on that are wanted, with their numbers; the others are not decoded."""
+        """Yields the wanted rows of a file from number `start` on, with their numbers; others are not decoded."""
         ...
 
 
 class TableRows:
-    """The rows of a table on disk, numbered through. As a stream it is cut into files of about equal size."""
+    """The rows of a table on disk, with consecutive numbers. As a stream it is split into files of about equal size."""
 
     def __init__(self, table: datasets.Dataset, columns: Sequence[str], name: str, files: int = 1) -> None:
-        """Raises: JobError: it does not have these columns."""
+        """Raises `JobError` if the table lacks a column."""
         self._table, self.name = _select(table, columns, name), name
         self.files = max(1, min(files, len(table)))
 
@@ -60,22 +60,22 @@ class TableRows:
             yield from zip(batch, self.take(batch), strict=True)
 
     def take(self, numbers: Sequence[int]) -> list[SourceRow]:
-        """The rows of these numbers."""
+        """Returns the rows with these numbers."""
         values = _by_row(self._table[list(numbers)])
         return [SourceRow(f"row {number} of {self.name}", value) for number, value in zip(numbers, values, strict=True)]
 
 
 class FileRows:
-    """The rows of data files, numbered in each. A file is what `datasets` calls a shard: nearly always one file."""
+    """The rows of data files, numbered in each. A file is a shard of `datasets`, which is nearly always one file."""
 
     def __init__(self, dataset: datasets.IterableDataset, columns: Sequence[str], name: str) -> None:
-        """Raises: JobError: it does not have these columns."""
+        """Raises `JobError` if the dataset lacks a column."""
         self._dataset, self._columns, self.name = _select(dataset, columns, name), columns, name
         self.files: int = dataset.num_shards
 
     def read(self, file: int, start: int = 0, wanted: Callable[[int], bool] = _all) -> Iterator[tuple[int, SourceRow]]:
         one, first = self._dataset.shard(num_shards=self.files, index=file), 0
-        # `iter` rather than `for`, which yields to a worker of a DataLoader only its share of this one file
+        # `iter` and not `for`, which in a DataLoader worker yields only the worker's share of this one file.
         for table in one.with_format("arrow").iter(batch_size=READ_ROWS):
             chosen = filter(wanted, range(max(first, start), first + len(table)))
             numbers = np.fromiter(chosen, dtype=np.int64)
@@ -93,10 +93,10 @@ class FileRows:
 def stream_rows(
     dataset: datasets.Dataset | datasets.IterableDataset, columns: Sequence[str], name: str, lanes: int = 1
 ) -> StreamRows:
-    """The rows of a stream. Args: `lanes`, how many files are wished for, where that can be chosen.
+    """Returns the rows of a stream, in `lanes` files if the number can be chosen.
 
     Raises:
-        JobError: it does not have these columns.
+        JobError: a column is missing.
     """
     import datasets
 
@@ -106,8 +106,8 @@ def stream_rows(
 
 
 def _select(dataset: Any, columns: Sequence[str], name: str) -> Any:
-    """Only these columns, so that nothing else is read or decoded."""
-    if dataset.column_names is None:  # of some formats nothing is known before the first row
+    """Select these columns, so that no others are read or decoded."""
+    if dataset.column_names is None:  # some formats have no schema before the first row
         return dataset
     _check_columns(dataset.column_names, columns, name)
     return dataset.select_columns(list(columns))

@@ -1,4 +1,4 @@
-"""Where rows come from: data files of a folder or of the hub, or a folder that `save_to_disk` wrote."""
+"""Sources of rows: data files of a folder or of the hub, or a folder that `save_to_disk` wrote."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import datasets
 
 STATE, SPLITS = "state.json", "dataset_dict.json"
-"""By these files a folder of `save_to_disk` is known: of one dataset, and of one with splits."""
+"""Files that identify a folder of `save_to_disk`: of one dataset, and of one with splits."""
 
 DataFiles = str | tuple[str, ...] | Mapping[str, str]
 
@@ -40,26 +40,26 @@ class Origin:
         return (folder / STATE).is_file() or (folder / SPLITS).is_file()
 
     def open(self) -> Source:
-        """Raises: JobError: there is no such data."""
+        """Open the source; raises `JobError` if the data does not exist."""
         return Saved(Path(self.path).expanduser()) if self.is_saved else DataFilesSource(self)
 
 
 class Source(Protocol):
-    """A dataset with its splits, not yet read. All methods raise `JobError` where the data cannot be had."""
+    """A dataset with its splits, not yet read. All methods raise `JobError` if the data cannot be read."""
 
     def fingerprint(self, split: str) -> str:
-        """SHA-256 (hex) that differs whenever the rows of a split could differ. Reads no rows."""
+        """Returns a SHA-256 (hex) that differs whenever the rows of a split could differ. Reads no rows."""
         ...
 
     def check_apart(self, split: str, other: str) -> None:
-        """Raises: JobError: two splits, which may be parts of one, have rows in common."""
+        """Raise `JobError` if two splits, which may be parts of one, have rows in common."""
 
     def table(self, split: str) -> datasets.Dataset:
-        """All rows of a split, from disk."""
+        """Returns all rows of a split, from disk."""
         ...
 
     def stream(self, split: str) -> datasets.Dataset | datasets.IterableDataset:
-        """The rows of a split as they lie in its files; a table where it is one already."""
+        """Returns the rows of a split in the order of its files; a table if it is one already."""
         ...
 
 
@@ -74,7 +74,7 @@ class Saved:
         return digest_of([[path.name, *_stamp(path)] for path in files])
 
     def check_apart(self, split: str, other: str) -> None:
-        """Splits of such a folder have no rows in common: it knows no parts of splits."""
+        """Does nothing: such a folder has no parts of splits, so its splits have no rows in common."""
 
     def table(self, split: str) -> datasets.Dataset:
         import datasets
@@ -86,10 +86,10 @@ class Saved:
         return self.table(split)
 
     def folder_of(self, split: str) -> Path:
-        """Where a split lies.
+        """Returns the folder of a split.
 
         Raises:
-            JobError: there is none of this name.
+            JobError: no split has this name.
         """
         state, splits = self._folder / STATE, self._folder / SPLITS
         with explained(str(self._folder)):
@@ -105,7 +105,7 @@ class DataFilesSource:
     """Data files, of a folder or of the hub, that `datasets` can read without code of their own."""
 
     def __init__(self, origin: Origin) -> None:
-        """Raises: JobError: there are no such files."""
+        """Raises `JobError` if the files do not exist."""
         import datasets
 
         self._origin = origin
@@ -145,7 +145,7 @@ class DataFilesSource:
 
     @cached_property
     def _prepared(self) -> datasets.DatasetBuilder:
-        """With all files downloaded and converted, which `datasets` keeps in its own cache."""
+        """Download and convert all files, which `datasets` caches itself."""
         with explained(self._origin.path):
             self._builder.download_and_prepare()
         return self._builder
@@ -158,7 +158,7 @@ def _plain(data_files: DataFiles) -> str | list[str] | dict[str, str]:
 
 
 def _is_on_hub(files: Sequence[str]) -> bool:
-    """Whether they are files of a repository, whose commit is known (`DatasetBuilder.hash`) without asking for them."""
+    """Whether these are files of a repository on the hub, whose commit `DatasetBuilder.hash` contains."""
     return all(path.startswith("hf://") for path in files)
 
 

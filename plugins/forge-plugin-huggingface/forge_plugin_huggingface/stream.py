@@ -1,8 +1,8 @@
-"""A dataset that is read as training goes on, in lanes over its files.
+"""A dataset that is read during training, in lanes over its files.
 
-L lanes share F files so that no row is in two lanes: with g = gcd(F, L), lane l reads the files that are l modulo g,
-and the L / g lanes that read the same files take turns at their rows. A position names file and row, and so does not
-depend on how any version of `datasets` keeps its own; on the way there, blocks of rows are passed over undecoded.
+L lanes share F files such that no row is in two lanes: with g = gcd(F, L), lane l reads the files that are l modulo g,
+and the L / g lanes with the same files take turns at their rows. A position names file and row, independent of the
+state format of any version of `datasets`; rows before it are skipped in blocks without decoding them.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class Share(NamedTuple):
 
     files: range
     lanes: int
-    """How many lanes read these files."""
+    """Number of lanes that read these files."""
     turn: int
-    """Which of them this is."""
+    """Number of this lane among them."""
 
     @classmethod
     def of(cls, lane: int, lanes: int, files: int) -> Share:
@@ -58,17 +58,17 @@ class Share(NamedTuple):
 
 @frozen
 class LanePosition:
-    """Where a lane is: before a row of a block."""
+    """Position of a lane: before a row of a block."""
 
     epoch: int = 0
     file: int = 0
-    """Which of the lane's files, in this epoch's order, its block begins in."""
+    """Index of the lane's file, in this epoch's order, in which the block begins."""
     row: int = 0
-    """The row of that file that its block begins with."""
+    """First row of the block in that file."""
     block: int = 0
     """Number of the block in the epoch."""
     index: int = 0
-    """Which row of the block comes next, in the block's order."""
+    """Index of the next row in the block's order."""
     size: int = 0
     """Rows of the block; 0 before the first block of an epoch."""
     digest: str = ""
@@ -112,7 +112,7 @@ class LaneStream:
         self._warn_of_shared_files()
 
     def read(self, lane: int, position: Mapping[str, Any] | None) -> Iterator[StreamedDocument]:
-        """The documents of a lane without end.
+        """Yields the documents of a lane, epoch after epoch.
 
         Raises:
             JobError: there are none, or the position is of another number of files or lanes, or of other blocks.
@@ -141,21 +141,21 @@ class LaneStream:
         return LanePosition(**{name: position[name] for name in attrs.fields_dict(LanePosition) if name in position})
 
     def _epoch(self, lane: int, place: LanePosition) -> Iterator[StreamedDocument]:
-        """The rest of an epoch."""
+        """Yields the rest of an epoch."""
         rows = self._rows_of(lane, place)
         block = list(islice(rows, self._shuffle or ENCODED_ROWS))
         if place.digest:
             self._check_same(block, place)
         while block:
             file, number, row = block[0]
-            # Each position names the start of its block: a resumed lane reads the whole block, to shuffle it alike.
+            # A position names the start of its block: a resumed lane reads the whole block, to shuffle it identically.
             place = evolve(place, file=file, row=number, size=len(block), digest=_digest(row))
             yield from self._documents(lane, [row for *_, row in block], place)
             place = evolve(place, block=place.block + 1, index=0)
             block = list(islice(rows, self._shuffle or ENCODED_ROWS))
 
     def _check_same(self, block: Sequence[tuple[int, int, SourceRow]], place: LanePosition) -> None:
-        """Raise unless the block at a saved position is the one that was read there: files may have lost rows."""
+        """Raise unless the block at a saved position is the one read before: files may have lost rows."""
         same_start = block and (place.file, place.row, place.digest) == (*block[0][:2], _digest(block[0][2]))
         # The order of a shuffled block depends on its size; otherwise rows may have been added at its end.
         same_size = len(block) == place.size or (not self._shuffle and place.index < len(block))
@@ -165,7 +165,7 @@ class LaneStream:
             raise JobError(f"{self._rows.name}: {message}: {change}; restore the files, or start a new run")
 
     def _rows_of(self, lane: int, place: LanePosition) -> Iterator[tuple[int, int, SourceRow]]:
-        """The lane's rows from the block at `place` on: which of its files each is in, its number, and itself."""
+        """Yields the lane's rows from the block at `place` on: index of the file, number of the row, and the row."""
         share = Share.of(lane, self.lanes, self._rows.files)
         order = self._order(len(share.files), f"{lane}:{place.epoch}")
         start = place.row
@@ -177,7 +177,7 @@ class LaneStream:
             start = 0
 
     def _documents(self, lane: int, rows: Sequence[SourceRow], place: LanePosition) -> Iterator[StreamedDocument]:
-        """The documents of a block, from `place.index` on."""
+        """Yields the documents of a block, from `place.index` on."""
         order = self._order(len(rows), f"{lane}:{place.epoch}:{place.block}")
         for start in range(place.index, len(rows), ENCODED_ROWS):
             chosen = range(start, min(start + ENCODED_ROWS, len(rows)))
@@ -202,7 +202,7 @@ def _digest(row: SourceRow) -> str:
 
 
 def _finished(document: Encoded, end_of_text: int, position: Mapping[str, Any]) -> StreamedDocument:
-    """With its end-of-text, which is learned if the token before it is."""
+    """Append the end-of-text, which is learned if the token before it is."""
     ids, learned, _ = document
     mask = None if learned is None else np.append(learned, learned[-1:].any())
     return StreamedDocument(np.append(ids, end_of_text), mask, position)

@@ -1,4 +1,4 @@
-"""Token files of a dataset that is read as a whole, or of its held-out part, in the cache."""
+"""Cached token files of a dataset that is read as a whole, or of its held-out part."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FORMAT = 1
-"""Part of the key: raise it when the same inputs give other files."""
+"""Part of the key: increase it when the same inputs result in other files."""
 STEM = "tokens"
 BATCH_ROWS = 256
 """Rows that are encoded at once."""
 BATCHES_AHEAD = 4
-"""Batches that wait for each process."""
+"""Batches queued for each process."""
 
 Batch = list[tuple[str, Encoded | None]]
 """Location and document of each row."""
@@ -53,12 +53,12 @@ class DocumentSource:
     verify: Verify = "sizes"
 
     def documents(self, part: SplitPart, held_out: Documents | None = None) -> TokenFile:
-        """The documents of a part, from the cache; nothing is encoded if they are there."""
+        """Returns the documents of a part, encoding them if the cache does not have them."""
         stored = self._cached(part, "table", self._encode_table)
         return TokenFile(stored.path / STEM, held_out, stored.identity(STEM))
 
     def first_documents(self, part: SplitPart) -> TokenFile:
-        """Likewise, but read as a stream, no further than its limit. Rows are numbered file by file."""
+        """Like `documents`, but reads a stream up to the part's limit. Rows are numbered file by file."""
         stored = self._cached(part, "stream", self._encode_stream)
         return TokenFile(stored.path / STEM, identity=stored.identity(STEM))
 
@@ -75,7 +75,7 @@ class DocumentSource:
     def _write(
         self, folder: Path, encode: Callable[[SplitPart, int], Iterator[Batch]], part: SplitPart
     ) -> Mapping[str, int]:
-        """Encode a part into `folder`, from where a process that died had stopped; returns the counts."""
+        """Encode a part into `folder`, continuing after an interrupted process. Returns the counts."""
         has_mask, progress = self.encoder.has_mask, Progress(folder)
         rows: int = progress.state.get("rows", 0)
         vocabulary, resume = (self.vocab_size, self.end_of_text), progress.state.get(STEM)
@@ -92,8 +92,8 @@ class DocumentSource:
         progress.finish()
         header = writer.header()
         if not header.documents:
-            what = "an answer of the assistant" if has_mask else "text"
-            raise JobError(f"{_name(self.path, part)}: none of {rows} rows has {what}")
+            kind = "an answer of the assistant" if has_mask else "text"
+            raise JobError(f"{_name(self.path, part)}: none of {rows} rows has {kind}")
         return {"documents": header.documents, "left_out": rows - header.documents, "tokens": header.tokens}
 
     def _encode_table(self, part: SplitPart, start: int) -> Iterator[Batch]:
@@ -114,7 +114,7 @@ class DocumentSource:
 
 
 def texts(source: Source, path: str, part: SplitPart, field: str, as_stream: bool) -> Iterator[str]:
-    """The texts of a part, each once."""
+    """Yields the texts of a part, each once."""
     dataset = source.stream(part.split) if as_stream else source.table(part.split)
     rows = stream_rows(dataset, [field], _name(path, part))
     chosen = (row for file in range(rows.files) for _, row in rows.read(file, wanted=part.has))
@@ -136,7 +136,7 @@ def in_order(work: Callable[[Any], Any], tasks: Iterator[Any], processes: int) -
 
 
 _work: Callable[[Any], Any]
-"""The `work` of `in_order`, in each of its processes."""
+"""The `work` of `in_order`, in each worker process."""
 
 
 def _set_work(work: Callable[[Any], Any]) -> None:

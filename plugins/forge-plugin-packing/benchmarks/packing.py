@@ -65,7 +65,7 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         runs = {name: build(*side, options, folder) for name, side in SIDES.items()}
-        report(measure({name: stepper(run) for name, run in runs.items()}, options.steps), runs, options.batch_tokens)
+        report(measure({name: stepper(run) for name, run in runs.items()}, options.steps), options.batch_tokens)
 
 
 def build(packing: Any, documents: str, options: argparse.Namespace, folder: str) -> Run:
@@ -121,7 +121,7 @@ def measure(steps: dict[str, Callable[[], int]], count: int) -> dict[str, list[t
     return {name: values[1:] for name, values in figures.items()}
 
 
-def report(figures: dict[str, list[tuple[float, float, int]]], runs: dict[str, Run], tokens: int) -> None:
+def report(figures: dict[str, list[tuple[float, float, int]]], tokens: int) -> None:
     base = statistics.median(cpu for cpu, _, _ in figures["concatenate"])
     print("| | CPU ms a step | wall ms a step | positions/s | labels a position |")
     print("|---|---|---|---|---|")

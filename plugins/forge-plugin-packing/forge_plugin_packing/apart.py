@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 
 def apart(window: Window) -> Mapping[str, np.ndarray]:
-    """A window's S inputs and labels, with the number of each position's document and its place in it."""
+    """Returns a window's S inputs and labels, with the number of each position's document and its position within."""
     assert window.starts is not None
     labels = np.where(window.starts[1:], IGNORED_LABEL, window.labels())
     return {"input_ids": window.tokens[:-1], "labels": labels, **places(window.starts[:-1])}
 
 
 def places(starts: np.ndarray) -> dict[str, np.ndarray]:
-    """`document_ids` and `positions`, each (S,) int64, both from 0.
+    """Returns `document_ids` and `positions`, each (S,) int64, both from 0.
 
     Args:
         starts: (S,) bool, where a document begins; the first position counts as one in any case.

@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 @frozen(kw_only=True)
 class BestFit(PackingComponent):
-    """Whole documents, as many as go into a sequence, each learned as if it stood alone (Ding et al. 2024, "Fewer
-    Truncations Improve Language Modeling").
+    """Packs whole documents into sequences, each learned as if it stood alone.
 
-    Best-fit decreasing: from the longest to the shortest, each goes where the least room is left that it fits into.
-    Documents longer than `train.seq_len` are cut, into whole sequences and a rest. Room that is left over is filled
-    with ignored labels; the summary of the run states how much is not. The packing is cached.
+    Best-fit decreasing (Ding et al. 2024, "Fewer Truncations Improve Language Modeling"): from the longest to the
+    shortest, each document goes into the sequence with the least room that suffices. Documents longer than
+    `train.seq_len` are cut into whole sequences and a rest. Remaining room is padded with ignored labels; the run's
+    summary shows the filled share. The packing is cached.
 
     A document of n tokens takes n - 1 positions, one for each token that can be predicted from those before it, so no
     label is lost, not even where a long document is cut. Attention stays within a document, or a piece of a long one,

@@ -1,7 +1,7 @@
-"""Best-fit decreasing: pieces of documents into sequences.
+"""Best-fit decreasing: packs pieces of documents into sequences.
 
-Pieces of one length are interchangeable, and so are sequences with the same room left. They are handled in groups, so
-that the Python part is proportional to the number of different lengths, not of documents: millions take seconds.
+Pieces of one length are interchangeable, as are sequences with the same room left. They are handled in groups, so that
+the time in Python grows with the number of different lengths, not of documents: millions take seconds.
 
 N: pieces.
 """
@@ -16,25 +16,25 @@ import numpy as np
 
 
 class DocumentPieces(NamedTuple):
-    """Documents in order, cut into pieces where they are longer than a sequence."""
+    """Documents in order; those longer than a sequence are cut into pieces."""
 
     starts: np.ndarray
-    """(N,) int64: the first token of each."""
+    """(N,) int64: index of each piece's first token."""
     lengths: np.ndarray
-    """(N,) int32: its positions: inputs, each with the next token as its label."""
+    """(N,) int32: positions of each piece: inputs, each with the next token as its label."""
 
 
 class Packing(NamedTuple):
     """The pieces of each sequence."""
 
     pieces: DocumentPieces
-    """Sequence by sequence, and in the order of the documents within each."""
+    """Pieces by sequence, and in the order of documents within a sequence."""
     bounds: np.ndarray
-    """(sequences + 1,) int64: sequence i is made up of pieces [bounds[i], bounds[i + 1])."""
+    """(sequences + 1,) int64: sequence i consists of pieces [bounds[i], bounds[i + 1])."""
 
 
 def pack(ends: np.ndarray, seq_len: int) -> Packing:
-    """The documents in as few sequences as best-fit decreasing needs; in the order of each sequence's first piece.
+    """Pack documents by best-fit decreasing; sequences are in the order of their first pieces.
 
     Args:
         ends: see `forge_core.contracts.data.Documents.ends`.
@@ -46,7 +46,7 @@ def pack(ends: np.ndarray, seq_len: int) -> Packing:
 
 
 def cut(ends: np.ndarray, seq_len: int) -> DocumentPieces:
-    """A document of n tokens as n - 1 positions: as many pieces of `seq_len` as it has, and the rest."""
+    """Cut the n - 1 positions of each document of n tokens into pieces of `seq_len`, and a rest."""
     positions = np.diff(ends, prepend=0) - 1
     counts = -(-positions // seq_len)
     document = np.repeat(np.arange(len(positions)), counts)
@@ -56,10 +56,10 @@ def cut(ends: np.ndarray, seq_len: int) -> DocumentPieces:
 
 
 def fit(lengths: np.ndarray, seq_len: int) -> np.ndarray:
-    """The sequence that each piece goes into: (N,) -> (N,) int32.
+    """Returns the sequence of each piece: (N,) -> (N,) int32.
 
-    From the longest to the shortest piece, and in their order where lengths are equal, each goes where the least room
-    is left that it fits into, else into a new sequence.
+    From the longest to the shortest piece, and in order among equals, each goes into the sequence with the least room
+    that suffices, else into a new sequence.
     """
     order = np.argsort(_small(seq_len - lengths, seq_len), kind="stable")
     counts = np.bincount(lengths, minlength=seq_len + 1)
@@ -73,21 +73,21 @@ def fit(lengths: np.ndarray, seq_len: int) -> np.ndarray:
 
 
 class Rooms:
-    """Sequences by how much room is left in them."""
+    """Sequences, by their remaining room."""
 
     def __init__(self, seq_len: int) -> None:
         self._seq_len, self._opened = seq_len, 0
         self._sizes: list[int] = []
-        """The different amounts of room that there are, ascending."""
+        """The different amounts of room, ascending."""
         self._sequences: dict[int, deque[np.ndarray]] = {}
         """Sequences with each amount of room."""
 
     def place(self, length: int, count: int) -> np.ndarray:
-        """Where `count` pieces of a length go, one after the other: (count,)."""
+        """Place `count` pieces of a length, one after the other. Returns their sequences (count,)."""
         parts = []
         while count:
             room = self._least(length)
-            each = room // length  # what is left is still the least room, until nothing more fits
+            each = room // length  # the sequence stays the one with the least room until it is full
             sequences = self._take(room, -(-count // each))
             here = min(count, each * len(sequences))
             parts.append(np.repeat(sequences, each)[:here])
@@ -98,12 +98,12 @@ class Rooms:
         return np.concatenate(parts)
 
     def _least(self, length: int) -> int:
-        """The least room that `length` fits into; that of a new sequence if there is no other."""
+        """Returns the least room that suffices for `length`; that of a new sequence if there is no other."""
         place = bisect_left(self._sizes, length)
         return self._sizes[place] if place < len(self._sizes) else self._seq_len
 
     def _take(self, room: int, most: int) -> np.ndarray:
-        """Up to `most` sequences with this room, at least one; new ones if there are none."""
+        """Take up to `most` sequences with this room, at least one; new ones if there are none."""
         if room not in self._sequences:
             self._opened += most
             return np.arange(self._opened - most, self._opened, dtype=np.int32)
@@ -129,7 +129,7 @@ class Rooms:
 
 
 def _in_order(sequences: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Pieces by sequence, sequences by their first piece: (order (N,), bounds (sequences + 1,))."""
+    """Orders pieces by sequence, sequences by their first piece: (order (N,), bounds (sequences + 1,))."""
     sizes = np.bincount(sequences)
     order = np.argsort(_small(sequences, len(sizes)), kind="stable")
     starts = np.cumsum(sizes) - sizes
@@ -140,5 +140,5 @@ def _in_order(sequences: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _small(numbers: np.ndarray, most: int) -> np.ndarray:
-    """In 16 bits where that suffices, since numpy sorts those by radix."""
+    """Returns numbers in 16 bits if that suffices, since numpy sorts these by radix."""
     return numbers.astype(np.uint16) if most < 1 << 16 else numbers

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 @frozen(kw_only=True)
 class Isolate(WindowPacking):
-    """Documents one after the other, cut every `train.seq_len` tokens, but each learned as if it stood alone.
+    """Concatenates documents and cuts every `train.seq_len` tokens; each is learned as if it stood alone.
 
-    Attention stays within a document, positions count from 0 where it begins, and the first token of a document is no
-    label, since nothing comes before it. A document's rest after a cut is a document of its own in the next sequence.
+    Attention stays within a document, positions count from 0 at its start, and its first token is no label, since
+    nothing precedes it. A document's rest after a cut is a document of its own in the next sequence.
     """
 
     isolates: ClassVar[bool] = True

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 PIECES_NAMED = 4
-"""Most pieces of a sequence that an error names."""
+"""Upper bound of the pieces of a sequence that an error names."""
 
 
 class PackedSequences:
@@ -44,11 +44,11 @@ class PackedSequences:
             inputs[at : at + length], labels[at : at + length] = window.tokens[:-1], window.labels()
             starts[at] = True
             at += length
-        starts[at : at + 1] = True  # the padding, if there is any
+        starts[at : at + 1] = True  # the padding, if any
         return {"input_ids": inputs, "labels": labels, **places(starts)}
 
     def _pieces(self, index: int) -> list[tuple[int, int]]:
-        """Start and length of each piece of a sequence."""
+        """Returns start and length of each piece of a sequence."""
         first, last = self._packing.bounds[checked(index, len(self)) : index + 2].tolist()
         starts, lengths = (array[first:last].tolist() for array in self._packing.pieces)
         return list(zip(starts, lengths, strict=True))

@@ -1,4 +1,4 @@
-"""Packings in the cache, as memory maps: made once for a corpus and length."""
+"""Caches packings as memory maps: computed once for a corpus and length."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from forge_kit.cache import CachedFolder, cached_folder, digest_of
 from forge_plugin_packing.fitting import DocumentPieces, Packing, pack
 
 FORMAT = 1
-"""Part of the key: raise it when the same lengths are packed otherwise."""
+"""Part of the key: increase it when the same lengths are packed differently."""
 GROUP = "packing"
 FILES = ("starts.npy", "lengths.npy", "bounds.npy")
 """The arrays of a `Packing`."""
 
 
 def stored_packing(documents: Documents, seq_len: int) -> CachedFolder:
-    """The folder that holds how these documents are packed (see `pack`), from the cache.
+    """Returns the cached folder with the packing of these documents (see `pack`).
 
-    The key is the identity of the documents, or, if they do not know it, the SHA-256 of all ends, which each rank
-    computes at each start: about a second for a hundred million documents.
+    The key is the identity of the documents, or, if they have none, the SHA-256 of all ends, which each rank computes
+    at each start: about a second for a hundred million documents.
     """
     identity = identity_of(documents)
     if not identity:
@@ -40,6 +40,6 @@ def stored_packing(documents: Documents, seq_len: int) -> CachedFolder:
 
 
 def open_packing(folder: Path) -> Packing:
-    """The packing in a folder of `stored_packing`, memory-mapped."""
+    """Memory-map the packing in a folder of `stored_packing`."""
     starts, lengths, bounds = (np.load(folder / name, mmap_mode="r") for name in FILES)
     return Packing(DocumentPieces(starts, lengths), bounds)

@@ -1,7 +1,7 @@
 """Text for Forge: datasets `text` and `python_stdlib`, tokenizers `bpe`, `file` and `bytes`.
 
 From files to tokens: `listing` finds the files of a corpus, `reading` turns them into documents, `split` decides which
-are held out, and `tokens` encodes them into token files, which the core's cache keeps.
+are held out, and `tokens` encodes them into cached token files.
 """
 
 from forge_plugin_text.bpe import BPE

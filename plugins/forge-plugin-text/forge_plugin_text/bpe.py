@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from forge_plugin_text.tokenizer_json import JsonTokenizer
 
 FORMAT = 1
-"""Part of the key in the cache: raise it when the same settings train another tokenizer."""
+"""Part of the key in the cache: increase it when the same settings train another tokenizer."""
 ALPHABET = 256
-"""Every byte is a token, so that any text can be encoded."""
+"""Number of bytes; each is a token, so that any text can be encoded."""
 
 
 @frozen(kw_only=True)
@@ -35,18 +35,18 @@ class BPE(TokenizerComponent):
     """
 
     vocab_size: int = field(default=4096, validator=gt(ALPHABET))
-    """Tokens at most, special ones and the 256 bytes included; a small corpus yields fewer."""
+    """Upper bound of the tokens, including special ones and the 256 bytes; a small corpus yields fewer."""
     min_frequency: int = field(default=2, validator=ge(1))
-    """A pair that occurs less often is not merged."""
+    """Smallest number of occurrences of a pair for which it is merged."""
     end_of_text: str = field(default="<|endoftext|>", validator=min_len(1))
-    """The special token that ends a document. These characters in a text are text."""
+    """The special token that ends a document. The same characters in a text are encoded as text."""
     special_tokens: tuple[str, ...] = ()
-    """Further tokens with ids of their own, which no text yields: room for later use, such as the turns of a chat."""
+    """Further tokens with ids of their own, which no text yields, for later use such as the turns of a chat."""
     max_bytes: int = field(default=0, validator=ge(0))
     """Bytes of the first documents to train on; 0: all."""
 
     def build(self, context: BuildContext, documents: Callable[[], Iterable[str]]) -> JsonTokenizer:
-        """The tokenizer, from the cache if it was trained on these documents with these settings.
+        """Returns the tokenizer, from the cache if it was trained on these documents with these settings.
 
         Raises:
             JobError: there are no documents, or they change while they are read.
@@ -70,7 +70,7 @@ class BPE(TokenizerComponent):
         return TokenizerFile(path="", end_of_text=self.end_of_text).load(context, folder)
 
     def expected_vocab_size(self) -> int:
-        """`vocab_size` of the job; a small corpus yields fewer."""
+        """Returns the job's `vocab_size`; a small corpus yields fewer tokens."""
         return self.vocab_size
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:

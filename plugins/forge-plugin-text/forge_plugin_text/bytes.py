@@ -1,4 +1,4 @@
-"""Tokenizer `bytes`: no vocabulary to learn."""
+"""Tokenizer `bytes`, without a learned vocabulary."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class ByteTokenizer:
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text; bytes that are not UTF-8 become U+FFFD, end-of-text becomes nothing."""
+        """Returns the text; bytes that are not UTF-8 become U+FFFD, and end-of-text is dropped."""
         return bytes(id_ for id_ in ids if id_ != self.end_of_text).decode("utf-8", "replace")
 
     def save(self, folder: Path) -> None:
-        """Nothing: there is no state."""
+        """Does nothing: there is no state."""
 
     def fingerprint(self) -> str:
         return hashlib.sha256(b"forge-plugin-text bytes 1").hexdigest()

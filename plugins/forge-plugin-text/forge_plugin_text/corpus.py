@@ -1,4 +1,4 @@
-"""A corpus: files, how they are read, and which of their documents are held out."""
+"""A corpus: files, settings for reading them, and the split into training and held-out documents."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from forge_plugin_text.reading import Document, Reading
 from forge_plugin_text.split import Split
 
 SETTLED_AFTER_NS = 2_000_000_000
-"""A file changed less than this before it was read may change again without a new time stamp."""
+"""Age in nanoseconds below which a file may change again without a new time stamp."""
 
 Entry = list[int | str]
 """Size, two time stamps and inode of a file, and its SHA-256."""
@@ -26,7 +26,7 @@ Entry = list[int | str]
 
 @frozen
 class TextCorpus:
-    """Documents in a fixed order: by the name of their file, then as they stand in it."""
+    """Documents in a fixed order: by the name of their file, then by position in it."""
 
     files: tuple[TextFile, ...]
     reading: Reading
@@ -37,17 +37,17 @@ class TextCorpus:
         return f"{first} and {more} more files" if more else first
 
     def documents(self) -> Iterator[tuple[Document, bool]]:
-        """All documents, and whether each is held out.
+        """Yields all documents, and whether each is held out.
 
         Raises:
-            JobError: a file cannot be read as it should; names it.
+            JobError: a file cannot be read; the message names it.
         """
         documents = chain.from_iterable(map(self.reading.documents, self.files))
         for number, document in enumerate(documents):
             yield document, self.split.holds_out(number, document)
 
     def fingerprint(self) -> str:
-        """SHA-256 (hex) of all that `documents` depends on: names and contents of the files, and the settings.
+        """Returns the SHA-256 (hex) of all inputs of `documents`: names and contents of the files, and the settings.
 
         Contents are read only where a file has changed since the last call on this machine (see `_digests`).
         """
@@ -56,10 +56,10 @@ class TextCorpus:
 
 
 def _digests(files: Sequence[TextFile]) -> list[str]:
-    """SHA-256 of each file. An index in the cache holds the digests of files hashed before.
+    """Returns the SHA-256 of each file. An index in the cache has the digests of files hashed before.
 
-    An entry holds as long as size, modification time, change time and inode are the same: writing to a file, or setting
-    its times back, changes at least the change time.
+    An entry is valid while size, modification time, change time and inode are the same: writing to a file, or
+    resetting its times, changes at least the change time.
     """
     index = _index_of(files)
     entries = _current(files, _read_index(index))
@@ -70,13 +70,13 @@ def _digests(files: Sequence[TextFile]) -> list[str]:
 
 
 def _index_of(files: Sequence[TextFile]) -> Path:
-    """One index for everything below the folder that the files share: a new file leaves the others known."""
+    """Returns the index of the folder that the files share: a new file leaves the other entries valid."""
     folder = os.path.commonpath([file.path for file in files])
     return cache_root() / "files" / f"{digest_of(os.fsencode(folder).hex())}.json"
 
 
 def _update(path: Path, files: Sequence[TextFile]) -> dict[str, Entry]:
-    """Read the files that the index does not know, and write it with those whose entries can be trusted later."""
+    """Hash the files that the index lacks, and write it with those whose entries can be trusted later."""
     index = {name: entry for name, entry in _read_index(path).items() if os.path.exists(name)}
     entries = _current(files, index)  # another process may have read some meanwhile
     started = time.time_ns()
@@ -87,7 +87,7 @@ def _update(path: Path, files: Sequence[TextFile]) -> dict[str, Entry]:
 
 
 def _current(files: Sequence[TextFile], index: Mapping[str, Entry]) -> dict[str, Entry]:
-    """The entries that still describe their file."""
+    """Returns the entries that still describe their file."""
     known = (file for file in files if file.path in index)
     return {file.path: index[file.path] for file in known if index[file.path][:-1] == _signature(file)}
 
@@ -114,7 +114,7 @@ def _is_settled(entry: Entry, started: int) -> bool:
 
 
 def _read_index(path: Path) -> Mapping[str, Entry]:
-    """Empty where there is no index, or none that can be read: then every file is."""
+    """Returns the index; empty if there is no readable one, so that every file is hashed."""
     try:
         index = json.loads(path.read_bytes())
     except (OSError, ValueError):

@@ -24,7 +24,7 @@ USUAL_END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "<｜end▁of▁sentenc
 
 @frozen(kw_only=True)
 class TokenizerFile(TokenizerComponent):
-    """A tokenizer in Hugging Face's format. Ids are those of the file, with nothing put around a text."""
+    """A tokenizer in Hugging Face's format. Ids are those of the file, without tokens added around a text."""
 
     path: str = field(metadata=when_resumed("safe"))
     """The `tokenizer.json`. A relative path starts at the current directory."""
@@ -33,7 +33,11 @@ class TokenizerFile(TokenizerComponent):
     `<｜end▁of▁sentence｜>`, `<eos>` and `</s>` that the file has."""
 
     def build(self, context: BuildContext, documents: Callable[[], Iterable[str]]) -> JsonTokenizer:
-        """Raises `JobError` where `problems` finds one, or `tokenizers` cannot use the file."""
+        """Load the tokenizer.
+
+        Raises:
+            JobError: `problems` has one, or `tokenizers` cannot use the file.
+        """
         return self._open(Path(self.path))
 
     def load(self, context: BuildContext, folder: Path) -> JsonTokenizer:
@@ -73,10 +77,10 @@ class TokenizerFile(TokenizerComponent):
 
 
 def added_tokens(path: Path, content: str) -> list[str]:
-    """The added tokens of the `tokenizer.json` at `path`: those outside its model's vocabulary.
+    """Returns the added tokens of the `tokenizer.json` at `path`: those outside its model's vocabulary.
 
     Raises:
-        JobError: it is not such a file.
+        JobError: the file has another format.
     """
     try:
         return [token["content"] for token in json.loads(content)["added_tokens"]]

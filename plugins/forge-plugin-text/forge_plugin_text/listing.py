@@ -1,4 +1,4 @@
-"""Which files a corpus consists of."""
+"""Finds the files of a corpus."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _KNOWN = f"{', '.join(FORMATS)}, each also with {' or '.join(COMPRESSIONS)}"
 
 @frozen
 class TextFile:
-    """A file of the corpus. `name` is what held-out lists call it; `path` is where it lies, absolute."""
+    """A file of the corpus: its `name` in held-out lists, and its absolute `path`."""
 
     name: str
     path: str
@@ -35,7 +35,7 @@ class TextFile:
         return suffix if suffix in COMPRESSIONS else ""
 
     def stat(self) -> os.stat_result:
-        """Raises `JobError` where the file is gone or out of reach."""
+        """Returns the file's status; raises `JobError` if it is missing or not accessible."""
         try:
             return os.stat(self.path)
         except OSError as error:
@@ -43,7 +43,7 @@ class TextFile:
 
 
 def format_of(path: str) -> str:
-    """The format by a file's name, below any compression; an empty string if it is none of `FORMATS`."""
+    """Returns the format by a file's name, ignoring a compression suffix; an empty string if not in `FORMATS`."""
     stem, suffix = os.path.splitext(path.lower())
     if suffix in COMPRESSIONS:
         suffix = os.path.splitext(stem)[1]
@@ -51,13 +51,13 @@ def format_of(path: str) -> str:
 
 
 def find_files(patterns: Collection[str]) -> list[TextFile]:
-    """The files that paths, folders and globs stand for, each once, sorted by name.
+    """Returns the files of paths, folders and globs, each once, sorted by name.
 
-    A file's name is its path as the pattern reaches it, in normal form (`data/a.txt`). Folders are searched to any
-    depth for files of known formats; hidden files and folders are left out, links are followed.
+    A file's name is its path by the pattern, in normal form (`data/a.txt`). Folders are searched to any depth for files
+    of known formats; hidden files and folders are left out, links are followed.
 
     Raises:
-        JobError: one problem for each pattern that leads to nothing.
+        JobError: one problem for each pattern without files.
     """
     names: list[str] = []
     problems: list[JobError] = []
@@ -72,7 +72,7 @@ def find_files(patterns: Collection[str]) -> list[TextFile]:
 
 
 def walk(root: str, excluded: Container[str] = ()) -> Iterator[str]:
-    """Paths of the files below `root`, in no particular order.
+    """Yields paths of the files below `root`, in no particular order.
 
     Hidden files and folders, and folders of an `excluded` name, are left out. Linked folders are entered, each once.
     """
@@ -97,14 +97,14 @@ def _expand(pattern: str) -> list[str]:
 
 
 def _candidates(pattern: str) -> list[str]:
-    """Files that exist, of any format."""
+    """Returns existing files of a pattern, of any format."""
     path = os.path.expanduser(pattern)
     if os.path.exists(path):
         return _files_of(path)
     names = [name for match in glob.glob(path, recursive=True) for name in _files_of(match)]
     if not names:
-        fault = "matches no file" if glob.has_magic(path) else "does not exist"
-        raise JobError(f"{pattern!r} {fault} (looked from {os.getcwd()}); correct the path or provide the data")
+        message = "matches no file" if glob.has_magic(path) else "does not exist"
+        raise JobError(f"{pattern!r} {message} (looked from {os.getcwd()}); correct the path or provide the data")
     return names
 
 
@@ -113,7 +113,7 @@ def _files_of(path: str) -> list[str]:
 
 
 def _distinct(paths: Iterable[str]) -> list[TextFile]:
-    """Sorted by name; of several names of one file (links, overlapping patterns), the first."""
+    """Sort by name, with the first of several names of one file (links, overlapping patterns)."""
     files: dict[str, TextFile] = {}
     for name in sorted({Path(os.path.normpath(path)).as_posix() for path in paths}):
         files.setdefault(os.path.realpath(name), TextFile(name, os.path.abspath(name)))

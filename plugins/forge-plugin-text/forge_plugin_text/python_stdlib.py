@@ -15,18 +15,18 @@ from forge_plugin_text.source import CorpusDataset
 EXCLUDED_FOLDERS = frozenset(
     {"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "__pycache__"}
 )
-"""Tests, what was installed later, and `encodings`, which is nearly all generated tables."""
+"""Tests, packages installed later, and `encodings`, which is nearly all generated tables."""
 EXCLUDED_PREFIXES = ("_sysconfigdata", "config-", "sitecustomize", "usercustomize", "_distutils_system_mod")
-"""Files that say how this one interpreter was built or set up."""
+"""Files that describe the build or configuration of one interpreter."""
 
 
 @frozen(kw_only=True)
 class PythonStdlib(CorpusDataset):
     """The `.py` files of the running interpreter's standard library: about 10 MB of text in 600 documents.
 
-    Left out are tests, installed packages, the tables of `encodings`, and files that depend on the machine. A document
+    Tests, installed packages, the tables of `encodings`, and files that depend on the machine are left out. A document
     is named by its path below the library (`json/decoder.py`). Other versions of Python have other files; a held-out
-    list made with one of them holds for the names that remain.
+    list made with one of them applies to the names that remain.
     """
 
     def files(self) -> tuple[TextFile, ...]:
@@ -41,5 +41,5 @@ class PythonStdlib(CorpusDataset):
 
 
 def _is_general(path: str, root: str) -> bool:
-    """Whether the file belongs to the library wherever it is installed."""
+    """Whether the file belongs to the library in every installation."""
     return not os.path.relpath(path, root).startswith(EXCLUDED_PREFIXES)

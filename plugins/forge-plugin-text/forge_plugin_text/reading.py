@@ -1,4 +1,4 @@
-"""Files to documents: decompression, decoding and the fields of JSON lines."""
+"""Reads documents from files: decompression, decoding and the fields of JSON lines."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ class Document(NamedTuple):
 
 @frozen
 class Reading:
-    """How bytes become text."""
+    """Settings of reading text from bytes."""
 
     errors: Literal["strict", "replace"] = "strict"
-    """How bytes that are not UTF-8 are handled: an error, or U+FFFD in their place."""
+    """Handling of bytes that are not UTF-8: an error, or replacement by U+FFFD."""
     field: str = "text"
     """The key of a JSON line that holds its text."""
 
     def documents(self, file: TextFile) -> Iterator[Document]:
-        """The documents of one file, in its order. A byte-order mark at the start of a file is dropped.
+        """Yields the documents of one file, in its order, without a byte-order mark at its start.
 
         Raises:
-            JobError: the file cannot be read, is damaged, not UTF-8, or a line does not hold what it should.
+            JobError: the file cannot be read, is damaged, not UTF-8, or a line has another content.
         """
         with _opened(file) as stream:
             if file.format == ".jsonl":
@@ -83,7 +83,7 @@ class Reading:
         return self._encodable(text, where)
 
     def _encodable(self, text: str, where: str) -> str:
-        """JSON can escape half a surrogate pair, which no UTF-8 stands for."""
+        """Handle half a surrogate pair, which JSON can escape and UTF-8 cannot encode."""
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -98,7 +98,7 @@ class Reading:
 
 @contextmanager
 def _opened(file: TextFile) -> Iterator[BinaryIO]:
-    """The decompressed bytes of a file; what goes wrong with them becomes a `JobError` that names it."""
+    """Opens a file for its decompressed bytes; errors in reading them become a `JobError` that names the file."""
     try:
         with _open(file) as stream:
             yield stream

@@ -36,12 +36,12 @@ class CorpusDataset(DatasetComponent):
     """Hold out every n-th document, starting with the first, in the order of names; 0: none."""
     held_out_list: str = ""
     """File that names the documents to hold out, one a line (`#` starts a comment line); empty: none. Names that the
-    corpus does not have are passed over, as long as it has one."""
+    corpus does not have are ignored if it has at least one."""
     verify: Literal["sizes", "full"] = attrs.field(default="sizes", metadata=when_resumed("safe"))
     """How cached token files are checked: by their sizes, or also by SHA-256, which detects flipped bytes."""
 
     def files(self) -> tuple[TextFile, ...]:
-        """The files of the corpus, sorted by name; at least one.
+        """Returns the files of the corpus, sorted by name; at least one.
 
         Raises:
             JobError: there are none; the paths of its problems are relative to this component's table.
@@ -49,14 +49,14 @@ class CorpusDataset(DatasetComponent):
         raise NotImplementedError
 
     def reading(self) -> Reading:
-        """How the files are read."""
+        """Returns the settings for reading the files."""
         return Reading()
 
     def corpus(self) -> TextCorpus:
-        """The documents and their split.
+        """Returns the documents and their split.
 
         Raises:
-            JobError: there are no files, or no list where one is named.
+            JobError: there are no files, or the held-out list does not exist.
         """
         files = self.files()
         if problems := list(self._split_problems(files)):
@@ -65,11 +65,11 @@ class CorpusDataset(DatasetComponent):
         return TextCorpus(files, self.reading(), Split(self.held_out_every, names))
 
     def documents(self) -> Iterator[str]:
-        """Texts of the documents that are not held out."""
+        """Yields texts of the documents that are not held out."""
         return (document.text for document, held_out in self.corpus().documents() if not held_out)
 
     def build(self, context: BuildContext) -> Documents:
-        """The tokenised documents, from the cache.
+        """Returns the tokenised documents, from the cache.
 
         Raises:
             JobError: the corpus cannot be read, or changes while it is read.

@@ -1,4 +1,4 @@
-"""Which documents are held out of training."""
+"""Chooses the documents that are held out of training."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Split:
 
 
 def read_names(path: Path) -> frozenset[str]:
-    """The names in a held-out list: one a line; empty lines and those that start with `#` do not count.
+    """Read the names in a held-out list: one a line; empty lines and lines that start with `#` are ignored.
 
     Raises:
         OSError: the list cannot be read.

@@ -1,4 +1,4 @@
-"""A tokenizer in the form of Hugging Face's `tokenizer.json`, used so that text stays text."""
+"""A tokenizer in Hugging Face's format `tokenizer.json`, in which special tokens in a text stay text."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ FILE_NAME = "tokenizer.json"
 
 
 class JsonTokenizer:
-    """Encodes with a `tokenizer.json`, adding and cutting nothing.
+    """Encodes with a `tokenizer.json`, without adding or truncating.
 
-    Truncation, padding and tokens around a text (the file's post-processor) have no effect, and special
-    tokens spelt out in a text are encoded as the characters they consist of. `decode` leaves special tokens out.
+    Truncation, padding and tokens around a text (the file's post-processor) have no effect, and special tokens spelt
+    out in a text are encoded as their characters. `decode` leaves special tokens out.
     """
 
     def __init__(self, content: str, end_of_text: str) -> None:
-        """Args: `content`, of the file; `end_of_text`, one of its added tokens.
+        """Parse the file's `content`; `end_of_text` is one of its added tokens.
 
         Raises:
             JobError: the file cannot be used.
@@ -55,11 +55,11 @@ class JsonTokenizer:
         return hashlib.sha256(f"{self._end_of_text}\0{self._content}".encode()).hexdigest()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Made anew in another process: a pickled `tokenizers.Tokenizer` forgets `encode_special_tokens`."""
+        """Rebuild in another process: a pickled `tokenizers.Tokenizer` loses `encode_special_tokens`."""
         return JsonTokenizer, (self._content, self._end_of_text)
 
     def _check_end_of_text(self) -> None:
-        """Some models (Unigram, for one) hold special tokens as ordinary pieces of their vocabulary."""
+        """Raise if text can spell it: some models (Unigram) have special tokens as ordinary pieces."""
         text = self._end_of_text
         if any(self.end_of_text in ids for ids in self.encode_batch([text, f"a{text}b", f" {text} "])):
             raise JobError(

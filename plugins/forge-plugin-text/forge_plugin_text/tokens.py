@@ -1,4 +1,4 @@
-"""The token files of a corpus, kept in the cache: `train` and `held_out` (see `forge_kit.token_file`)."""
+"""The cached token files of a corpus: `train` and `held_out` (see `forge_kit.token_file`)."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FORMAT = 2
-"""Part of the key: raise it when the same inputs give other files."""
+"""Part of the key: increase it when the same inputs result in other files."""
 TRAIN, HELD_OUT = "train", "held_out"
 PART_CHARACTERS = 1 << 22
-"""A longer document is encoded in parts of about this size, cut before a line break, to bound memory."""
+"""Characters above which a document is encoded in parts, cut before a line break, to bound memory."""
 BATCH_CHARACTERS = 1 << 22
 BATCH_PARTS = 1024
 
 
 class TextPart(NamedTuple):
-    """Text that is encoded at once: a document, or a part of a very long one."""
+    """Unit of encoding: a document, or a part of a very long one."""
 
     text: str
     held_out: bool
@@ -39,7 +39,7 @@ class TextPart(NamedTuple):
 
 
 def cached_tokens(corpus: TextCorpus, tokenizer: Tokenizer, verify: Verify) -> CachedFolder:
-    """The token files of a corpus, from the cache; the tokenizer encodes only if they are not there.
+    """Returns the token files of a corpus, encoding it if the cache does not have them.
 
     Raises:
         JobError: the corpus cannot be read, or changes while it is.
@@ -58,7 +58,7 @@ def cached_tokens(corpus: TextCorpus, tokenizer: Tokenizer, verify: Verify) -> C
 
 
 def open_documents(stored: CachedFolder, corpus: TextCorpus) -> TokenFile:
-    """The documents of both splits.
+    """Open the documents of both splits.
 
     Raises:
         JobError: nothing is held out although the job asks for it.
@@ -72,7 +72,7 @@ def open_documents(stored: CachedFolder, corpus: TextCorpus) -> TokenFile:
 
 
 def write_tokens(folder: Path, corpus: TextCorpus, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Encode a corpus into `folder`, from where a process that died had come to.
+    """Encode a corpus into `folder`, continuing after an interrupted process.
 
     Returns:
         The counts of both splits.
@@ -101,7 +101,7 @@ def _counts(header: Header) -> dict[str, int]:
 
 
 def text_parts(documents: Iterable[tuple[Document, bool]]) -> Iterator[TextPart]:
-    """The documents that are not empty, very long ones in parts."""
+    """Yields the documents that are not empty, very long ones in parts."""
     for document, held_out in documents:
         start, length = 0, len(document.text)
         while start < length:
@@ -111,9 +111,9 @@ def text_parts(documents: Iterable[tuple[Document, bool]]) -> Iterator[TextPart]
 
 
 def _part_end(text: str, start: int) -> int:
-    """Where the part that starts at `start` ends: before the last line break in reach, else at full size.
+    """Returns the end of the part that starts at `start`: before the last line break in reach, else at full size.
 
-    The tokens are those of the whole document, but for the few beside a cut that a tokenizer may join over it.
+    The tokens are those of the whole document, except for the few beside a cut that a tokenizer may join over it.
     """
     limit = start + PART_CHARACTERS
     if limit >= len(text):
@@ -123,7 +123,7 @@ def _part_end(text: str, start: int) -> int:
 
 
 def batches(parts: Iterable[TextPart]) -> Iterator[list[TextPart]]:
-    """Groups of parts, in order, bounded in number and in characters (a single part may exceed that)."""
+    """Yields groups of parts, in order, bounded in number and in characters (a single part may exceed the bound)."""
     batch: list[TextPart] = []
     characters = 0
     for part in parts:

@@ -12,7 +12,7 @@ from tokenizers.trainers import BpeTrainer
 
 
 def train_bpe(texts: Iterator[str], vocab_size: int, min_frequency: int, special_tokens: Sequence[str]) -> Tokenizer:
-    """Special tokens get the first ids, then the 256 bytes, then the merges in the order in which they were learned."""
+    """Train BPE: special tokens have the first ids, then the 256 bytes, then the merges in the order of learning."""
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.decoder = ByteLevelDecoder()

@@ -1,6 +1,6 @@
-"""Reading Zstandard files to their end: all frames, and an error if the last is cut short.
+"""Reads Zstandard files to their end: all frames, and an error if the last is truncated.
 
-`zstandard`'s own stream readers end quietly where a truncated file ends.
+`zstandard`'s own stream readers end without an error where a truncated file ends.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import zstandard
 
 CHUNK = 1 << 20
 LARGEST_WINDOW = 1 << 31
-"""Bytes of window that a frame may ask for: all that `zstd --long=31` writes."""
+"""Largest window of a frame, in bytes: the one of `zstd --long=31`."""
 
 
 def open_zstd(path: str) -> BinaryIO:
-    """The decompressed bytes of `path`, to be read in order.
+    """Open `path` for its decompressed bytes, to be read in order.
 
     Reading raises EOFError where data is damaged or ends within a frame.
     """
@@ -46,7 +46,7 @@ class _ZstdFile(io.RawIOBase):
 
 
 def _decompressed(file: BinaryIO) -> Iterator[bytes]:
-    """Non-empty pieces of the decompressed data."""
+    """Yields non-empty pieces of the decompressed data."""
     decompressor = zstandard.ZstdDecompressor(max_window_size=LARGEST_WINDOW)
     frame = None
     while data := file.read(CHUNK):

@@ -1,4 +1,4 @@
-"""Catalogs and plugins for tests, into which nothing leaks from what happens to be installed."""
+"""Catalogs and plugins for tests, independent of other installed distributions."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ Components = Mapping[str, Mapping[str, type[Component]]]
 
 
 def catalog_of(components: Components | None = None, name: str = "in-memory") -> Catalog:
-    """A catalog of the core's own components and these, and of nothing else that is installed.
+    """Build a catalog of the core's own components and these, without anything else that is installed.
 
         catalog = catalog_of({"optimizer": {"lion": Lion}})
         job = load_job("job.toml", catalog=catalog)
 
     Args:
-        components: by kind and type. A kind of your own is declared like a component, by its base:
+        components: component classes by kind and type. A kind of your own is declared like a component, by its base:
             `{"kind": {"ffn": FFNComponent}, "ffn": {"swiglu": SwiGLU}}`.
-        name: of the distribution that offers them.
+        name: name of the distribution that offers them.
     """
     installed = Catalog.installed()
     core = installed.distribution(CORE)
@@ -34,11 +34,11 @@ def catalog_of(components: Components | None = None, name: str = "in-memory") ->
 
 
 def plugins_with(components: Components | None = None, **plugins: Plugin) -> Plugins:
-    """The active plugins of a job, for calling hooks: `plugins_with(ema=EMA(decay=0.9)).training_hooks(job)`.
+    """Activate plugins, for calling their hooks: `plugins_with(ema=EMA(decay=0.9)).training_hooks(job)`.
 
     Args:
-        components: what there is besides the core's own, as for `catalog_of`.
-        plugins: those that a job names, under their names in the job.
+        components: components besides the core's own, as for `catalog_of`.
+        plugins: the plugins of a job, by their names in the job.
 
     Raises:
         PluginError: a plugin's hooks do not fit their specifications.

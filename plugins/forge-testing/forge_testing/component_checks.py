@@ -36,8 +36,8 @@ def component_problems(
         cls: The class.
         base: Base class of its kind.
         offer: Entry point that names the class.
-        catalog: Where the components of its keys are looked up.
-        sample: Keys with which it can be made. None if they are not known: then failing to make it is no problem.
+        catalog: Catalog in which the components of its keys are looked up.
+        sample: Keys with which it can be created. None if they are not known: failing to create it is then no problem.
     """
     if not (vars(cls).get("__doc__") or "").strip():
         yield "the class has no docstring, which `forge-run explain` shows; say what it does, with its source"
@@ -115,10 +115,10 @@ def instance_problems(component: Any, base: type[Component], offer: Offer, catal
 
 
 def specifying_plugins(offer: Offer, catalog: Catalog) -> dict[str, Plugin]:
-    """Return the other installed plugins that declare hook specifications, which the offered one may implement."""
+    """Return the other installed plugins that declare hook specifications, which the offered plugin may implement."""
     plugins: dict[str, Plugin] = {}
     for other in catalog.offers("plugin"):
-        with suppress(PluginError, ValueError):  # one that is broken is not the fault of the one that is looked at
+        with suppress(PluginError, ValueError):  # a broken one is reported by the check of its own distribution
             cls = catalog.load("plugin", other.qualified)
             if other != offer and hasattr(cls, "forge_add_hookspecs"):
                 table = {"type": other.qualified, **_with_required(resolved_fields(cls), {})}

@@ -1,4 +1,4 @@
-"""A short run, with all that must not depend on the layout: loss, gradients and their norm, weights, evaluation."""
+"""Short runs, and their numbers that must not depend on the layout: loss, gradients, norm, weights, evaluation."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class Curve:
     gradients: Mapping[str, Tensor]
     """Gradients of the first step by parameter name."""
     weights: Mapping[str, Tensor]
-    """After the last step."""
+    """Weights after the last step, by parameter name."""
     evaluation: float
-    """Held-out loss at the end; 0 where nothing is held out."""
+    """Held-out loss at the end; 0 without held-out data."""
 
 
 @frozen
@@ -44,20 +44,20 @@ class Difference:
     norm: float
     gradient: float
     weights: float
-    """Relative to the norm of what the steps changed."""
+    """Distance of the weights relative to the norm of their change over the steps."""
     evaluation: float
 
     @classmethod
-    def between(cls, found: Curve, expected: Curve) -> Difference:
+    def between(cls, actual: Curve, expected: Curve) -> Difference:
         update = {name: expected.weights[name] - expected.initial[name] for name in expected.initial}
-        error = {name: found.weights[name] - expected.weights[name] for name in expected.initial}
+        error = {name: actual.weights[name] - expected.weights[name] for name in expected.initial}
         return cls(
-            initial=_largest(found.initial, expected.initial),
-            loss=_worst(abs(a - b) for a, b in zip(found.losses, expected.losses, strict=True)),
-            norm=_worst(abs(a - b) for a, b in zip(found.norms, expected.norms, strict=True)),
-            gradient=_largest(found.gradients, expected.gradients),
+            initial=_largest(actual.initial, expected.initial),
+            loss=_worst(abs(a - b) for a, b in zip(actual.losses, expected.losses, strict=True)),
+            norm=_worst(abs(a - b) for a, b in zip(actual.norms, expected.norms, strict=True)),
+            gradient=_largest(actual.gradients, expected.gradients),
             weights=_worst([_norm(error) / _norm(update)]),
-            evaluation=_worst([abs(found.evaluation - expected.evaluation)]),
+            evaluation=_worst([abs(actual.evaluation - expected.evaluation)]),
         )
 
 
@@ -66,7 +66,7 @@ def train(job: Job, catalog: Catalog | None = None) -> Curve:
 
     Args:
         job: The job; its checkpoints, loggers and hooks are not used.
-        catalog: Where stages and defaults are looked up; by default, everything installed.
+        catalog: Catalog of stages and defaults; by default, everything installed.
 
     Returns:
         The curve, with whole tensors on every rank.
@@ -105,7 +105,7 @@ def _step_context(run: Run, step: int, norm: Tensor) -> StepContext:
 
 
 def _held_out_loss(run: Run) -> float:
-    """Return the held-out loss, with the weights that the optimizer has for evaluation."""
+    """Return the held-out loss, with the optimizer's weights for evaluation."""
     if run.held_out is None:
         return 0.0
     total = torch.zeros(2, dtype=torch.float64)
@@ -122,18 +122,18 @@ def _held_out_loss(run: Run) -> float:
 
 
 def _whole(tensors: Mapping[str, Any], pipeline: Any) -> dict[str, Tensor]:
-    """Return whole tensors of all pipeline ranks. Where ranks disagree on a tensor, it becomes infinite."""
+    """Return whole tensors of all pipeline ranks. A tensor on which ranks disagree becomes infinite."""
     own = {name: (t.full_tensor() if hasattr(t, "full_tensor") else t).clone() for name, t in tensors.items()}
-    found: dict[str, Tensor] = {}
+    actual: dict[str, Tensor] = {}
     for part in gather_objects(own, pipeline) if pipeline is not None else [own]:
-        unequal = [name for name in part.keys() & found.keys() if not torch.equal(part[name], found[name])]
-        found |= part | {name: torch.full_like(part[name], torch.inf) for name in unequal}
-    return found
+        unequal = [name for name in part.keys() & actual.keys() if not torch.equal(part[name], actual[name])]
+        actual |= part | {name: torch.full_like(part[name], torch.inf) for name in unequal}
+    return actual
 
 
-def _largest(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
-    assert found.keys() == expected.keys(), f"not both have {', '.join(sorted(found.keys() ^ expected.keys()))}"
-    return _worst((found[name] - expected[name]).abs().max().item() for name in expected)
+def _largest(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+    assert actual.keys() == expected.keys(), f"not both have {', '.join(sorted(actual.keys() ^ expected.keys()))}"
+    return _worst((actual[name] - expected[name]).abs().max().item() for name in expected)
 
 
 def _worst(differences: Iterable[float]) -> float:

@@ -14,12 +14,14 @@ Samples = Mapping[str, Mapping[str, Any]]
 
 
 def check_distribution(name: str, samples: Samples | None = None) -> None:
-    """Check the metadata of a distribution and everything that it offers:
+    """Check the metadata of a distribution and everything that it offers.
+
+    The distribution passes if:
 
     - it requires `forge-run`, with an upper bound, in a version that is running, and is installed as its sources say;
     - each entry point loads, and those of components without importing torch;
     - a component is a documented attrs class of its kind, keyword-only, each key with a type and documentation;
-    - it implements what its kind asks for, with the parameters that it is called with;
+    - it implements the methods of its kind, with the parameters that they are called with;
     - a component written to TOML is read back equal;
     - hooks of plugins fit their specifications, and events of training hooks exist.
 
@@ -30,7 +32,7 @@ def check_distribution(name: str, samples: Samples | None = None) -> None:
 
     Args:
         name: Name of the distribution.
-        samples: Keys of the components that cannot be made of their defaults, by type: `{"text": {"path": "a.txt"}}`.
+        samples: Keys of components that cannot be created from their defaults, by type: `{"text": {"path": "a.txt"}}`.
 
     Raises:
         AssertionError: There are problems; the message lists all of them, each with its fix.

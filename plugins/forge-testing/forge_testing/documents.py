@@ -1,4 +1,4 @@
-"""Documents in memory, for tests of packings, of tokenizers, and of what reads packed batches."""
+"""Documents in memory, for tests of packings, tokenizers, and code that reads packed batches."""
 
 from __future__ import annotations
 
@@ -71,9 +71,9 @@ class RandomDocuments(DatasetComponent):
     count: int = field(default=40, validator=ge(1))
     """Documents to train on."""
     longest: int = field(default=30, validator=ge(1))
-    """Ids of the longest document at most, without its end-of-text."""
+    """Upper bound of the ids of a document, without its end-of-text."""
     held_out: int = field(default=5, validator=ge(0))
-    """Documents that are held out."""
+    """Number of held-out documents."""
     seed: int = 0
     """Seed of ids and lengths."""
 
@@ -89,12 +89,12 @@ class RandomDocuments(DatasetComponent):
 
 @frozen(kw_only=True)
 class Sentences(DatasetComponent):
-    """Sentences of a few words, encoded by the job's tokenizer: for trials of tokenizers. They take 17 characters."""
+    """Sentences of a few words, encoded by the job's tokenizer, for tests of tokenizers. They use 17 characters."""
 
     count: int = field(default=60, validator=ge(1))
     """Sentences to train on."""
     held_out: int = field(default=6, validator=ge(0))
-    """Sentences that are held out."""
+    """Number of held-out sentences."""
 
     def documents(self) -> list[str]:
         return [sentence(number) for number in range(self.count)]
@@ -112,5 +112,5 @@ WHO, WHAT, WHERE = ("a hen", "the fox", "one owl"), ("sits", "sings", "waits", "
 
 
 def sentence(number: int) -> str:
-    """`the fox sings here`."""
+    """Returns a sentence such as `the fox sings here`."""
     return f"{WHO[number % 3]} {WHAT[number // 3 % 4]} {WHERE[number // 12 % 3]}"

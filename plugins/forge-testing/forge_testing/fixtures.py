@@ -30,15 +30,16 @@ def catalog() -> Catalog:
 
 @pytest.fixture
 def catalog_of() -> Callable[..., Catalog]:
-    """A catalog of the core's own components and given ones, and of nothing else (`catalogs.catalog_of`). The other
-    fixtures take it where a test module has a fixture `catalog` that returns one.
+    """`catalogs.catalog_of`: a catalog of the core's own components and given ones only.
+
+    The other fixtures use such a catalog if a test module overrides the fixture `catalog` by one.
     """
     return catalogs.catalog_of
 
 
 @pytest.fixture
 def plugins_with() -> Callable[..., Plugins]:
-    """The active plugins of a job, over such a catalog (`catalogs.plugins_with`)."""
+    """`catalogs.plugins_with`: the active plugins of a job, over such a catalog."""
     return catalogs.plugins_with
 
 
@@ -61,7 +62,7 @@ def train(catalog: Catalog) -> Callable[..., Summary]:
 
 @pytest.fixture
 def build(catalog: Catalog, tmp_path: Path) -> Callable[..., Run]:
-    """Everything a job builds, without training."""
+    """Build all components of a job, without training."""
     return lambda job: build_run(job, build_context(job, catalog, tmp_path))
 
 

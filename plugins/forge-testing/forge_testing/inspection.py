@@ -37,7 +37,7 @@ def problems_of(name: str, samples: Samples) -> Iterator[str]:
     known = {offer.type for offer in offers}
     for type_ in samples.keys() - known:
         yield f"samples has {type_!r}, which it does not offer; it offers {', '.join(sorted(known))}"
-    for offer in sorted(offers, key=lambda offer: offer.kind == "command"):  # these may import what they like
+    for offer in sorted(offers, key=lambda offer: offer.kind == "command"):  # last, as they may import torch
         yield from offer_problems(offer, catalog, samples)
 
 
@@ -46,8 +46,8 @@ def _absent(name: str) -> str:
         metadata.version(name)
     except metadata.PackageNotFoundError:
         return f"it is not installed; pip install -e its folder (installed distributions offer: {_names()})"
-    fix = '[project.entry-points."forge.optimizer"] with a line for each type, and install it again'
-    return f"it offers nothing: it has no entry points in groups `forge.KIND`; add a table such as {fix}"
+    hint = '[project.entry-points."forge.optimizer"] with a line for each type, and install it again'
+    return f"it offers nothing: it has no entry points in groups `forge.KIND`; add a table such as {hint}"
 
 
 def _names() -> str:
@@ -64,19 +64,19 @@ def requirement_problems(distribution: Distribution) -> Iterator[str]:
 
 
 def bound_problems(distribution: Distribution) -> Iterator[str]:
-    """Yield what its requirement on the core lacks. Whether the running version fits is checked when it is loaded."""
+    """Yield missing bounds of its requirement on the core; loading it checks the running version against them."""
     running = Version(core_version())
-    fix = f'"{CORE}>={running.major}.{running.minor},<{running.major}.{running.minor + 1}"'
+    hint = f'"{CORE}>={running.major}.{running.minor},<{running.major}.{running.minor + 1}"'
     try:
         lines = [Requirement(line) for line in distribution.requires]
     except InvalidRequirement:  # reported by `check_requirement`
         return
     requirements = [line for line in lines if line.name.lower().replace("_", "-") == CORE]
     if not requirements:
-        yield f"it does not require {CORE}, so an installer may pair it with any; add {fix} to `dependencies`"
+        yield f"it does not require {CORE}, so an installer may pair it with any; add {hint} to `dependencies`"
     for line in requirements:
         if not any(specifier.operator in BOUNDS for specifier in line.specifier):
-            yield f"it requires {line}, without an upper bound, and the next version may break it; write {fix}"
+            yield f"it requires {line}, without an upper bound, and the next version may break it; write {hint}"
 
 
 def offer_problems(offer: Offer, catalog: Catalog, samples: Samples) -> Iterator[str]:
@@ -100,17 +100,17 @@ def target_problems(
         offer: The entry point.
         target: Its target, loaded.
         imported_torch: Whether loading it imported torch.
-        catalog: Where the components of its keys are looked up.
+        catalog: Catalog in which the components of its keys are looked up.
         sample: See `component_problems`.
     """
-    what = f"{offer.kind} {offer.type!r} ({offer.value})"
+    entry = f"{offer.kind} {offer.type!r} ({offer.value})"
     if imported_torch and offer.kind != "command":
-        fix = "import torch inside `build`, or under TYPE_CHECKING, and no module that needs it at the top"
-        yield f"{what}: importing it imports torch, which makes checking a job slow; {fix}"
+        hint = "import torch inside `build`, or under TYPE_CHECKING, and no module that needs it at the top"
+        yield f"{entry}: importing it imports torch, which makes checking a job slow; {hint}"
     if offer.kind not in ("kind", "command"):
         base = catalog.kind_base(offer.kind)
         for problem in component_problems(target, base, offer, catalog, sample):
-            yield f"{what}: {problem}"
+            yield f"{entry}: {problem}"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Layouts to try a component under, as a job file has them: stages are found by their type in the catalog."""
+"""Layouts to test a component under, as tables of a job file: stages are looked up by type in the catalog."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from forge_testing.tables import read_value
 
 @frozen(kw_only=True)
 class LayoutCase:
-    """A layout that a run is tried under."""
+    """A layout for a test run."""
 
     ranks: int
     """World size."""
     parallel: Mapping[str, Mapping[str, Any]]
     """The tables `[parallel.NAME]`."""
     micro_batch_size: int = 0
-    """Sequences of a forward pass on one rank; the global batch has 8. 0: as many as fall to the rank."""
+    """Sequences of a forward pass on one rank; the global batch has 8. 0: the rank's whole share."""
     needs: str = ""
-    """Protocol of `forge_core.contracts.model` without which a model cannot have this layout."""
+    """Protocol of `forge_core.contracts.model` that this layout requires of a model."""
 
     def missing(self, catalog: Catalog) -> list[str]:
         """Types of stages that no installed distribution offers."""
@@ -76,4 +76,4 @@ LAYOUTS: Mapping[str, LayoutCase] = {
         ranks=2, parallel={"fsdp": {}, "ep": {"degree": 2}, "activation_checkpointing": {}}, needs="HasExpertStacks"
     ),
 }
-"""Layouts by name. Layouts with the same number of ranks are tried by the same processes."""
+"""Layouts by name. Layouts with the same number of ranks run in the same processes."""

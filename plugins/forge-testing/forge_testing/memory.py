@@ -1,4 +1,4 @@
-"""How much memory a function takes at a time, on the CPU."""
+"""Measures the peak memory of a function on the CPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def peak_of(function: Callable[[], Any]) -> int:
-    """Return the bytes of tensors that `function` allocates at its peak, beside those that existed before."""
+    """Return the peak bytes of tensors that `function` allocates, without those that existed before."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         function()
     assert recorded.profiler is not None

@@ -28,12 +28,12 @@ IMPORTED = (
     "torch.distributed.pipelining",
     "torch.distributed.tensor.parallel",
 )
-"""Modules that most runs import, which takes a second or two: once here, and not in each rank of each test."""
+"""Modules that most runs import, which takes a second or two: imported here once, and not in each rank of each test."""
 
 
 HANG_S = 600.0
-"""Seconds after which processes are taken to wait for one another for ever. No test takes as long, however busy the
-machine is, so reaching it is an error of the code."""
+"""Seconds after which processes are considered deadlocked. No test takes as long, even on a busy machine, so reaching
+it is an error of the code."""
 
 
 def run_on_ranks(ranks: int, function: Callable[[int], Any], timeout: float = HANG_S) -> list[Any]:
@@ -41,7 +41,7 @@ def run_on_ranks(ranks: int, function: Callable[[int], Any], timeout: float = HA
 
     Args:
         ranks: World size.
-        function: Called in each process. Its result is pickled: tensors travel as bytes, since a queue would ask for
+        function: Called in each process. Its result is pickled: tensors are sent as bytes, since a queue would request
             their shared memory after the process has ended.
         timeout: Seconds until all ranks are killed.
 
@@ -49,14 +49,14 @@ def run_on_ranks(ranks: int, function: Callable[[int], Any], timeout: float = HA
         The results, in the order of ranks.
 
     Raises:
-        AssertionError: A rank failed (its traceback is the message), or the time was up.
+        AssertionError: A rank failed (its traceback is the message), or the timeout was reached.
     """
     for name in IMPORTED:
         importlib.import_module(name)
-    if dist.is_initialized():  # a child that inherits a group hangs when it frees it: its threads did not come along
+    if dist.is_initialized():  # a child that inherits a group hangs when it frees it: a fork does not copy its threads
         dist.destroy_process_group()
     gc.collect()
-    gc.freeze()  # else each rank would go through, and so copy, all that was imported here when it collects
+    gc.freeze()  # otherwise each rank's first collection touches, and so copies, all objects imported here
     context = multiprocessing.get_context("fork")
     results: Any = context.Queue()
     sys.stdout.flush()
@@ -77,7 +77,7 @@ def run_on_ranks(ranks: int, function: Callable[[int], Any], timeout: float = HA
 def _rank(rank: int, ranks: int, function: Callable[[int], Any], meet: Path, timeout: float, results: Any) -> None:
     faulthandler.dump_traceback_later(timeout - 2, exit=True)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # nobody listens there: the group is made below
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # unused: the group is created below
     torch.set_num_threads(1)
     try:
         dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=ranks)
@@ -96,16 +96,16 @@ def _rank(rank: int, ranks: int, function: Callable[[int], Any], meet: Path, tim
 
 
 def _collect(processes: list[Any], results: Any, deadline: float) -> list[Any]:
-    found: dict[int, Any] = {}
+    values: dict[int, bytes] = {}
     errors: dict[int, str] = {}
-    while len(found) + len(errors) < len(processes) and not errors:
+    while len(values) + len(errors) < len(processes) and not errors:
         try:
             rank, good, value = results.get(timeout=0.1)
-            (found if good else errors)[rank] = value
+            (values if good else errors)[rank] = value
         except Empty:
             dead = [i for i, p in enumerate(processes) if p.exitcode not in (None, 0) and i not in errors]
             if dead or time.monotonic() > deadline:
                 raise AssertionError(f"ranks {dead} died" if dead else "timed out") from None
     if errors:
         raise AssertionError("\n".join(f"rank {rank}: {error}" for rank, error in errors.items()))
-    return [torch.load(io.BytesIO(found[rank]), weights_only=False) for rank in sorted(found)]
+    return [torch.load(io.BytesIO(values[rank]), weights_only=False) for rank in sorted(values)]

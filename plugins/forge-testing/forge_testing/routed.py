@@ -21,14 +21,15 @@ if TYPE_CHECKING:
 
 @frozen(kw_only=True)
 class RoutedModel(ModelComponent):
-    """`TinyModel` with experts in each layer, for trying routers. Every expert computes every token, which only so
-    small a model can afford.
+    """`TinyModel` with experts in each layer, for tests of routers.
+
+    Every expert computes every token, which only a model this small can afford.
     """
 
     router: RouterComponent
     """Assigns tokens to experts."""
     experts: int = field(default=4, validator=ge(1))
-    """How many there are in a layer."""
+    """Number of experts in a layer."""
     dim: int = 16
     layers: int = 2
 

@@ -1,4 +1,4 @@
-"""Runs that a test builds and steps by hand, to look into their state."""
+"""Runs that a test builds and steps itself, to inspect their state."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from forge_testing.tiny import tiny_job
 
 
 def tiny_run(folder: Path | str, **changes: Any) -> Run:
-    """Build the run of a `tiny_job` with these changes, over all that is installed. Collective."""
+    """Build the run of a `tiny_job` with these changes, with everything installed. Collective."""
     catalog = Catalog.installed()
     job = tiny_job(str(folder), catalog, **changes)
     return build_run(job, build_context(job, catalog, None))

@@ -1,4 +1,4 @@
-"""Outdated and incomplete installs: sources that have changed since, and left-overs of other installs."""
+"""Finds outdated and incomplete installs: sources that changed since, and remains of other installs."""
 
 from __future__ import annotations
 
@@ -21,15 +21,17 @@ def stale_entries(distributions: Iterable[Distribution], catalog: Catalog) -> It
             kind = group.removeprefix(PREFIX)
             gained = [type_ for type_ in entries if group.startswith(PREFIX) and (kind, type_) not in known]
             if gained:
-                fix = f"pip install --no-deps -e {source}"
-                yield f"{distribution}: {kind} {', '.join(gained)} came after it was installed; refresh with: {fix}"
+                command = f"pip install --no-deps -e {source}"
+                yield f"{distribution}: {kind} {', '.join(gained)} came after it was installed; refresh with: {command}"
 
 
 def left_overs() -> Iterator[str]:
-    """Yield the installs that the catalog ignores: folders that an interrupted uninstall has left, and copies of a
-    distribution that an earlier one on the path hides.
+    """Yield the installs that the catalog ignores.
+
+    These are folders left by an interrupted uninstall, and copies of a distribution that an earlier one on the path
+    hides.
     """
-    seen: dict[str, tuple[str, Path]] = {}
+    known: dict[str, tuple[str, Path]] = {}
     for dist in metadata.distributions():
         entries = [entry for entry in dist.entry_points if entry.group.startswith(PREFIX)]
         place = Path(str(dist.locate_file(""))).resolve()
@@ -39,7 +41,7 @@ def left_overs() -> Iterator[str]:
             names = ", ".join(f"{entry.group.removeprefix(PREFIX)} {entry.name}" for entry in entries)
             yield f"an uninstall in {place} was interrupted, and {names} is left; delete its .dist-info folder"
             continue
-        version, first = seen.setdefault(dist.metadata["Name"], (dist.version, place))
+        version, first = known.setdefault(dist.metadata["Name"], (dist.version, place))
         if first != place:
             hidden = f"{dist.metadata['Name']} {dist.version} in {place} is hidden by {version} in {first}"
             yield f"{hidden}; uninstall one of them"

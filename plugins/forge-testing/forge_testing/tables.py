@@ -16,8 +16,8 @@ def read_value(value: Any, type_: Any, catalog: Catalog) -> Any:
 
     Args:
         value: Plain types of TOML.
-        type_: Type of the field that it is for.
-        catalog: Where components are looked up.
+        type_: Type of the field.
+        catalog: Catalog in which components are looked up.
 
     Returns:
         The value of the field.

@@ -43,7 +43,7 @@ type = "forge_testing:Numbers"
 [optimizer]
 type = "forge_testing:TinyAdamW"
 """
-"""A job file around the components of this module; what follows it belongs to `[optimizer]`."""
+"""A job file with the components of this module; lines appended to it belong to `[optimizer]`."""
 
 
 @frozen(kw_only=True)
@@ -53,7 +53,7 @@ class TinyModel(ModelComponent):
     dim: int = 16
     layers: int = 2
     dropout: float = field(default=0.0, metadata=when_resumed("flag"))
-    """Drops activations, to have randomness inside a step."""
+    """Probability of dropping activations, for randomness inside a step."""
 
     def build(self, context: BuildContext) -> Model:
         from forge_testing.tiny_model import TinyNetwork
@@ -63,7 +63,7 @@ class TinyModel(ModelComponent):
 
 @frozen(kw_only=True)
 class SplittableModel(ModelComponent):
-    """`TinyModel` for every layout that needs no attention: tensor parallel can split it too."""
+    """`TinyModel` for every layout that needs no attention, including tensor parallel."""
 
     dim: int = 16
     layers: int = 2
@@ -109,7 +109,7 @@ class Numbers(DatasetComponent):
     sequences: int = 64
     held_out: int = 8
     ignored: int = 2
-    """How many leading labels of sequence i are ignored: i modulo this, so that micro-batches differ."""
+    """Sequence i has i modulo this many leading labels ignored, so that micro-batches differ."""
     start: int = 0
 
     def build(self, context: BuildContext) -> Dataset:
@@ -142,11 +142,11 @@ class NumberSequences:
 
 
 def tiny_job(output: str, catalog: Any = None, **changes: Any) -> Job:
-    """A job around `TinyModel`, `TinyAdamW` and `Numbers` that trains in a moment.
+    """Build a job of `TinyModel`, `TinyAdamW` and `Numbers` that trains within a second.
 
     Args:
         output: Folder for run folders.
-        catalog: Where default components are looked up; by default, everything installed.
+        catalog: Catalog of default components; by default, everything installed.
         changes: Fields of `Job` to replace; sections may be dicts, and other names are keys of `[train]` (`steps=3`).
     """
     from forge_core.config.load import complete

@@ -65,7 +65,7 @@ class TinyNetwork(nn.Module):
 
 
 class Pair(nn.Module):
-    """W₂ relu(W₁ x), as a module of its own, which tensor parallel can give all positions."""
+    """W₂ relu(W₁ x), as a module of its own, for which tensor parallel can gather all positions."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class SplittableNetwork(TinyNetwork):
 
 
 PENALTY = 10.0
-"""Weight of each auxiliary loss: so large that a wrong scale cannot hide."""
+"""Weight of each auxiliary loss: large enough that a wrong scale shows."""
 
 
 class Penalised(nn.Module):
@@ -135,7 +135,7 @@ class Penalised(nn.Module):
 
 
 def penalise(network: TinyNetwork, auxiliary: Auxiliary, recompute: bool = False) -> TinyNetwork:
-    """The network with each of its layers `Penalised`."""
+    """Wraps each layer of the network in `Penalised`."""
     for number, layer in network.layers.items():
         assert isinstance(layer, Layer)
         network.layers[number] = Penalised(number, layer, auxiliary, recompute)

@@ -54,7 +54,7 @@ def command(argv: list[str]) -> int:
 
 
 def _run(trial: Trial, number: int, count: int, out: Path, ranks: int) -> Outcome:
-    """Run one to its end, or let it continue to there."""
+    """Run a trial to its end, or continue it."""
     from forge_plugin_curves.compare.results import read_outcome
 
     begin = time.monotonic()
@@ -75,7 +75,7 @@ def _run(trial: Trial, number: int, count: int, out: Path, ranks: int) -> Outcom
 
 
 def _environment() -> dict[str, str]:
-    """A run is no rank of whatever has started this command."""
+    """Returns the environment without the variables of a rank: a run is not a rank of this command's own launcher."""
     return {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
 
 

@@ -1,4 +1,4 @@
-"""The runs that a comparison is made of."""
+"""The runs of a comparison."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from forge_core.config import load_job
 from forge_core.contracts.errors import JobError, Problem
 
 SEED = "job.seed"
-"""Runs that differ in this alone are repetitions of each other."""
+"""Runs that differ in this key only are repetitions of each other."""
 
 
 @frozen(kw_only=True)
 class Cell:
-    """A job with settings, without its seed: what is compared."""
+    """A job with settings, without its seed: the unit of comparison."""
 
     job: Path
     settings: Mapping[str, str]
@@ -39,9 +39,10 @@ class Trial:
 
 
 def trials_of(jobs: Sequence[Path], settings: Sequence[str], overrides: Sequence[str], folder: Path) -> list[Trial]:
-    """Every job with every combination of the settings.
+    """Combine every job with every combination of the settings.
 
     Args:
+        jobs: job files.
         settings: `key=value,value,…`, each value as in TOML.
         overrides: of all runs.
         folder: run folders are made in it.

@@ -16,14 +16,15 @@ COLORS = ("#2563eb", "#e8590c", "#0f9d76", "#7c4dbd", "#c1121f", "#0891b2", "#a1
 SMOOTH = 0.02
 """Share of a run over which curves are averaged."""
 VIEW = 0.15
-"""Share of a run whose losses may lie above the picture: they would press the rest flat."""
+"""Share of a run whose losses may lie above the picture: with them in view the rest would be flat."""
 
 
 def draw(rows: Sequence[CellResult], path: Path) -> None:
     """Write a PNG: mean training loss by tokens, with the range over seeds.
 
     Args:
-        rows: best first, as the legend has them.
+        rows: best first, as in the legend.
+        path: the file.
     """
     with quiet_style():
         figure = new_figure((11, 6.5), heading=0.0)

@@ -49,8 +49,8 @@ class Cache:
         """
         start, stop = self.used, self.used + positions.shape[1]
         if stop > self.length:
-            seen = f"{start} are used, {positions.shape[1]} more do not fit"
-            raise ValueError(f"the cache holds {self.length} positions; {seen}")
+            usage = f"{start} are used, {positions.shape[1]} more do not fit"
+            raise ValueError(f"the cache holds {self.length} positions; {usage}")
         if not start:
             self._stored = [self._room(tensor) for tensor in new]
             self._positions = self._room(positions)

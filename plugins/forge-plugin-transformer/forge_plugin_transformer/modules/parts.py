@@ -47,7 +47,7 @@ def _role(name: str, dimensions: int) -> Role:
 def tensor_parallel_plan(name: str, part: nn.Module) -> dict[str, str]:
     """Returns the part's plan, with module names below `name`; "" is the part itself."""
     plan = part.tensor_parallel_plan() if isinstance(part, HasTensorParallelPlan) else {}
-    return {f"{name}.{key}" if key else name: how for key, how in plan.items()}
+    return {f"{name}.{key}" if key else name: way for key, way in plan.items()}
 
 
 def sequence_mixers(name: str, part: nn.Module) -> dict[str, int]:

@@ -27,8 +27,9 @@ from forge_testing import tiny_job
 
 
 class Suite:
-    """Tests of one component. A subclass names the component; pytest collects it if its name starts with `Test`:
+    """Tests of one component.
 
+    A subclass names the component; pytest collects it if its name starts with `Test`:
         class TestLion(OptimizerSuite):
             component = Lion(lr=1e-3)
 
@@ -38,12 +39,14 @@ class Suite:
     component: ClassVar[Any]
     """The component, with the settings to test."""
     job: ClassVar[Mapping[str, Any]] = {}
-    """Further settings of the job around it, as `forge_testing.tiny_job` takes them: `{"seq_len": 32}`. It runs on the
-    CPU unless these name another device."""
+    """Further settings of its job, as `forge_testing.tiny_job` takes them: `{"seq_len": 32}`. It runs on the CPU unless
+    these name another device."""
 
     def make(self, folder: Path) -> Any:
-        """Return the component. Override it if the component needs files, which belong into `folder`, or if each run
-        needs an object of its own, as hooks with state do.
+        """Return the component.
+
+        Override it if the component needs files, which belong into `folder`, or if each run needs an object of its
+        own, as hooks with state do.
         """
         name = type(self).__name__
         assert hasattr(self, "component"), f"{name} says not what it tests: set `component`, or override `make(folder)`"
@@ -51,12 +54,12 @@ class Suite:
 
     @property
     def catalog(self) -> Catalog:
-        """Where stages and default components are looked up: by default, everything installed."""
+        """Catalog of stages and default components: by default, everything installed."""
         return _installed()
 
     def tiny_job(self, folder: Path, **changes: Any) -> Job:
-        """The job around a component, with changes that win over `job`. Runs go to `folder`."""
-        merged = {"device": "cpu", "gc_interval": 0, **self.job}  # collecting takes longer than the steps
+        """Build the job of a component, with changes that override `job`. Runs go to `folder`."""
+        merged = {"device": "cpu", "gc_interval": 0, **self.job}  # a collection takes longer than the steps
         for name, value in changes.items():
             both = isinstance(value, Mapping) and isinstance(merged.get(name), Mapping)
             merged[name] = {**merged[name], **value} if both else value
@@ -78,7 +81,7 @@ def _installed() -> Catalog:
 
 @define(kw_only=True, slots=False)
 class Stop(TrainingHook):
-    """Asks to stop after a step."""
+    """Requests a stop after a step."""
 
     step: int
 
@@ -88,7 +91,7 @@ class Stop(TrainingHook):
 
 
 def losses_of(summary: Summary) -> list[float]:
-    """The training losses of a finished run."""
+    """Return the training losses of a finished run."""
     records = map(json.loads, (summary.folder / "metrics.jsonl").read_text().splitlines())
     return [record["loss"] for record in records if "loss" in record]
 
@@ -101,9 +104,9 @@ def saved_state(summary: Summary) -> tuple[Mapping[str, Tensor], Mapping[str, An
     return read_whole(folder, stored, stored), {key: values[key] for key in ("progress", "optimizer", "extras")}
 
 
-def state_differences(found: Summary, expected: Summary) -> list[str]:
+def state_differences(actual: Summary, expected: Summary) -> list[str]:
     """Return the names that differ, by any bit, in the last checkpoints of two runs."""
-    (tensors, values), (expected_tensors, expected_values) = saved_state(found), saved_state(expected)
+    (tensors, values), (expected_tensors, expected_values) = saved_state(actual), saved_state(expected)
     names = [*expected_tensors, *(name for name in tensors if name not in expected_tensors)]
     differ = [name for name in names if not _same(tensors.get(name), expected_tensors.get(name))]
     return differ + [key for key in values if values[key] != expected_values[key]]
@@ -122,7 +125,7 @@ def some(names: list[str]) -> str:
 
 @contextmanager
 def explained(what: str) -> Iterator[None]:
-    """Any exception within becomes an AssertionError that begins with `what`."""
+    """Turns any exception within into an AssertionError that begins with `what`."""
     try:
         yield
     except Exception as error:

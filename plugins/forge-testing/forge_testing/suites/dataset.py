@@ -25,11 +25,11 @@ from forge_testing.suites.base import Suite, explained
 
 Sample = Mapping[str, np.ndarray]
 COMPARED = 512
-"""Sequences that are compared at the most."""
+"""Upper bound of the sequences that are compared."""
 
 
 class DatasetSuite(Suite):
-    """Determinism, shifted labels, positions, workers, documents and streams: as far as what is built has them.
+    """Determinism, shifted labels, positions, workers, documents and streams, if the built object has them.
 
         class TestText(DatasetSuite):
             job = {"data": {"tokenizer": Bytes()}}
@@ -38,7 +38,7 @@ class DatasetSuite(Suite):
                 (folder / "a.txt").write_text("some text " * 50)
                 return Text(path=str(folder / "a.txt"))
 
-    `make` is called once a test. The data must give 8 sequences of `train.seq_len`, which is 8.
+    `make` is called once a test. The data must have at least 8 sequences of `train.seq_len`, which is 8.
     """
 
     component: ClassVar[DatasetComponent]
@@ -50,7 +50,7 @@ class DatasetSuite(Suite):
     # --- sequences -----------------------------------------------------------------------------------------------
 
     def test_building_it_again_gives_the_same(self, tmp_path: Path) -> None:
-        """The same sequences in the same order, whatever was read before."""
+        """The same sequences in the same order, independent of earlier reads."""
         job = self._job(tmp_path)
         first, second = self._build(job), self._build(job)
         if not isinstance(first, Stream):
@@ -66,10 +66,10 @@ class DatasetSuite(Suite):
             )
 
     def test_reading_a_sequence_changes_nothing(self, tmp_path: Path) -> None:
-        """Neither reading it again nor writing into what was given."""
+        """Neither reading it again nor writing into the arrays that it returned."""
         data = self._build(self._job(tmp_path))
         if isinstance(data, Stream):
-            pytest.skip("a stream gives each sequence once")
+            pytest.skip("a stream returns each sequence once")
         before = {name: value.copy() for name, value in data[0].items()}
         for value in data[0].values():
             if value.flags.writeable:
@@ -101,7 +101,7 @@ class DatasetSuite(Suite):
             )
 
     def test_what_is_held_out_is_fixed(self, tmp_path: Path) -> None:
-        """Sequences of the same form, the same each time."""
+        """Sequences of the form of training's, the same each time."""
         job = self._job(tmp_path)
         context = self._context(job)
         held, again = self._build(job, context).held_out, self._build(job, context).held_out
@@ -115,7 +115,7 @@ class DatasetSuite(Suite):
             assert shape == (job.train.seq_len,), f"labels of held-out sequence {number} have the shape {shape}"
 
     def test_what_is_held_out_is_not_trained_on(self, tmp_path: Path) -> None:
-        """Else a held-out loss would measure what was learnt by heart."""
+        """Otherwise a held-out loss would measure memorised sequences."""
         data = self._build(self._job(tmp_path))
         if data.held_out is None or not len(data.held_out):
             pytest.skip("it holds nothing out")
@@ -132,7 +132,7 @@ class DatasetSuite(Suite):
     # --- positions -----------------------------------------------------------------------------------------------
 
     def test_a_run_that_continues_gets_the_sequences_that_come_next(self, tmp_path: Path) -> None:
-        """From a position that went through JSON, as it is saved."""
+        """From a position that was encoded to JSON, as it is saved."""
         job = self._job(tmp_path)
         whole, _ = self._load(job, self.steps)
         cut = self.steps // 2
@@ -152,8 +152,8 @@ class DatasetSuite(Suite):
         alone, _ = self._load(job, self.steps)
         with_workers = attrs.evolve(job, data=attrs.evolve(job.data, workers=2))
         with explained("loading by two worker processes fails"):
-            found, _ = self._load(with_workers, self.steps)
-        self._compare(found, alone, "with data.workers = 2, the run", "share nothing between reads")
+            actual, _ = self._load(with_workers, self.steps)
+        self._compare(actual, alone, "with data.workers = 2, the run", "share nothing between reads")
 
     # --- documents -----------------------------------------------------------------------------------------------
 
@@ -162,13 +162,13 @@ class DatasetSuite(Suite):
         job = self._job(tmp_path)
         built = self._raw(job)
         if not isinstance(built, Documents):
-            pytest.skip("it gives no documents")
+            pytest.skip("it has no documents")
         for name, documents in (("", built), ("held_out: ", built.held_out)):
             if documents is not None:
                 _check_documents(name, documents)
 
     def test_lanes_of_a_stream_are_independent(self, tmp_path: Path) -> None:
-        """The samples of a lane are a function of its number and position, whatever other lanes were read."""
+        """The samples of a lane are a function of its number and position, independent of other lanes."""
         job = self._job(tmp_path)
         stream = self._build(job)
         if not isinstance(stream, Stream):
@@ -213,15 +213,15 @@ class DatasetSuite(Suite):
         finally:
             loader.close()
 
-    def _compare(self, found: Sequence[Batch], expected: Sequence[Batch], what: str, fix: str) -> None:
-        for step, (one, other) in enumerate(zip(found, expected, strict=True), 1):
+    def _compare(self, actual: Sequence[Batch], expected: Sequence[Batch], what: str, hint: str) -> None:
+        for step, (one, other) in enumerate(zip(actual, expected, strict=True), 1):
             for name in other:
                 same = name in one and torch.equal(one[name], other[name])
-                assert same, f"{what} gets other `{name}` in step {step} than one that was not interrupted; {fix}"
+                assert same, f"{what} gets other `{name}` in step {step} than one that was not interrupted; {hint}"
 
 
 def _samples(data: Dataset | Stream) -> list[Sample]:
-    """Some sequences: of each lane of a stream, or the first, the last and some between."""
+    """Return some sequences: of each lane of a stream, or the first, the last and some between."""
     if isinstance(data, Stream):
         return [sample for lane in range(data.lanes) for sample, _ in islice(data.read(lane, None), 4)]
     numbers = sorted({*range(min(4, len(data))), len(data) // 2, len(data) - 1})
@@ -230,8 +230,8 @@ def _samples(data: Dataset | Stream) -> list[Sample]:
 
 def _check_ids(number: int, ids: np.ndarray, labels: np.ndarray, context: RunContext) -> None:
     size = context.tokenizer.vocab_size if context.tokenizer is not None else None
-    for name, found in (("input_ids", ids), ("labels", labels[labels != IGNORED_LABEL])):
-        outside = found[(found < 0) | (found >= (size or np.inf))]
+    for name, actual in (("input_ids", ids), ("labels", labels[labels != IGNORED_LABEL])):
+        outside = actual[(actual < 0) | (actual >= (size or np.inf))]
         allowed = f"0 to {size - 1}" if size else "0 or more"
         assert not len(outside), f"{name} of sequence {number} have the id {outside[0]}; allowed is {allowed}"
 
@@ -262,7 +262,7 @@ def _check_documents(name: str, documents: Documents) -> None:
 
 
 def _content(sample: Sample) -> bytes:
-    """The tokens of a sequence."""
+    """Return the tokens of a sequence, as bytes."""
     return np.asarray(sample["input_ids"]).astype(np.int64).tobytes()
 
 

@@ -25,7 +25,7 @@ STEPS = 6
 
 
 class HookSuite(Suite):
-    """State that travels with checkpoints, and training that it leaves as it is, unless it says otherwise.
+    """State that is part of checkpoints, and training that does not change, unless the suite says so.
 
         class TestSamples(HookSuite):
             component = Samples(every_eval=True)
@@ -38,11 +38,11 @@ class HookSuite(Suite):
     """Whether losses and weights may differ from those of a run without it."""
 
     def make(self, folder: Path) -> Any:
-        """A fresh object with the settings of `component`: it holds the state of a run."""
+        """Return a new object with the settings of `component`, as it holds the state of a run."""
         return attrs.evolve(super().make(folder))
 
     def test_its_events_exist(self, tmp_path: Path) -> None:
-        """A method `on_…` that no event calls would never run."""
+        """A method `on_…` that belongs to no event would never run."""
         hook = self.make(tmp_path)
         names = [name for name in dir(type(hook)) if name.startswith("on_")] if isinstance(hook, TrainingHook) else []
         for name in names:
@@ -51,7 +51,7 @@ class HookSuite(Suite):
             assert name in EVENTS, f"there is no event {name}{hint} There are {', '.join(EVENTS)}"
 
     def test_its_state_is_plain_and_comes_back(self, tmp_path: Path) -> None:
-        """`state_dict` gives tensors and plain types, and what `load_state_dict` makes of it has the same state."""
+        """`state_dict` returns tensors and plain types, and `load_state_dict` restores the same state from them."""
         hook = self.make(tmp_path)
         with explained("a run with it fails; its state must be numbers, strings, lists, dicts or tensors"):
             self.train(self._job(tmp_path, hook, "run"))
@@ -63,7 +63,7 @@ class HookSuite(Suite):
         assert not lost, f"after load_state_dict, {some(lost)} of the state is not what state_dict gave"
 
     def test_a_run_that_continues_equals_one_that_was_not_interrupted(self, tmp_path: Path) -> None:
-        """Losses, weights, and its own state, to the bit."""
+        """Losses, weights, and its own state are bitwise equal."""
         whole = self.train(self._job(tmp_path, self.make(tmp_path), "whole"))
         self.train(self._job(tmp_path, self.make(tmp_path), "parts"), Stop(step=3))
         parts = self.train(self._job(tmp_path, self.make(tmp_path), "parts"))
@@ -75,11 +75,11 @@ class HookSuite(Suite):
         assert losses_of(parts) == losses_of(whole), "a run that stopped and continued has other losses"
 
     def test_it_changes_training_only_if_it_says_so(self, tmp_path: Path) -> None:
-        """A run without it has the same losses and ends with the same weights, to the bit."""
-        found = self.train(self._job(tmp_path, self.make(tmp_path), "with"))
+        """A run without it has bitwise the same losses and final weights."""
+        actual = self.train(self._job(tmp_path, self.make(tmp_path), "with"))
         expected = self.train(self._job(tmp_path, None, "without"))
-        differ = _weights_that_differ(found, expected)
-        if losses_of(found) != losses_of(expected):
+        differ = _weights_that_differ(actual, expected)
+        if losses_of(actual) != losses_of(expected):
             differ = ["the losses", *differ]
         if self.changes_training:
             assert differ, (
@@ -135,13 +135,13 @@ class Weights(TrainingHook):
         self.weights = {name: value.detach().clone() for name, value in context.model.state_dict().items()}
 
 
-def _weights_that_differ(found: Summary, expected: Summary) -> list[str]:
-    ours, theirs = saved_state(found)[0], saved_state(expected)[0]
+def _weights_that_differ(actual: Summary, expected: Summary) -> list[str]:
+    ours, theirs = saved_state(actual)[0], saved_state(expected)[0]
     return [name for name in theirs if name not in ours or not torch.equal(ours[name], theirs[name])]
 
 
-def _unequal(found: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
-    return [name for name in expected if name not in found or not _same(found[name], expected[name])]
+def _unequal(actual: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
+    return [name for name in expected if name not in actual or not _same(actual[name], expected[name])]
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -16,13 +16,13 @@ from forge_testing.suites.base import Stop, Suite, explained, losses_of
 
 
 def training_line(step: int) -> dict[str, Any]:
-    """A record as the engine makes one for a step."""
+    """Return a record as the engine writes it for a step."""
     numbers = {"loss": 3.0 / step, "lr": 1e-3, "tokens": 32 * step, "tokens_per_second": 3200.0}
     return {"step": step, **numbers, "step_seconds": 0.01, "data_wait": 0.1, "grad_norm": 0.5}
 
 
 class LoggerSuite(Suite):
-    """Records of every form, a clean end, a continued run, and training that does not notice.
+    """Records of every form, a clean end, a continued run, and unchanged training.
 
         class TestTable(LoggerSuite):
             component = Table()
@@ -31,13 +31,13 @@ class LoggerSuite(Suite):
                 lines = (folder / "table.csv").read_text().splitlines()[1:]
                 return [int(line.partition(",")[0]) for line in lines]
 
-    Without `recorded_steps`, it is not seen whether a continued run drops what is stale.
+    Without `recorded_steps`, the suite cannot check that a continued run drops stale lines.
     """
 
     component: ClassVar[LoggerComponent]
 
     def recorded_steps(self, folder: Path) -> Sequence[int] | None:
-        """Steps of the training lines that a run has kept in its folder, in order; None: they cannot be read back."""
+        """Return the steps of the training lines in a run's folder, in order; None: they cannot be read back."""
         return None
 
     def test_it_takes_every_record(self, tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ class LoggerSuite(Suite):
             logger.close()
 
     def test_it_can_end_without_a_line(self, tmp_path: Path) -> None:
-        """As when a run fails in its first step; and when no step was left to do."""
+        """As when a run fails in its first step, and when no step was left to do."""
         for step in (0, 5):
             logger = self._started(tmp_path / str(step), step)
             with explained(f"close fails after start({step}) and no record"):
@@ -83,7 +83,7 @@ class LoggerSuite(Suite):
         logger.close()
 
     def test_a_continued_run_drops_what_is_stale(self, tmp_path: Path) -> None:
-        """A run that was killed after its checkpoint logs those steps again; start(0) begins from nothing."""
+        """A run that was killed after its checkpoint logs the later steps again; start(0) discards all lines."""
         for start, kept in ((2, [1, 2]), (0, [])):
             folder = tmp_path / str(start)
             logger = self._started(folder)
@@ -95,14 +95,14 @@ class LoggerSuite(Suite):
             logger = self._started(folder, start)
             logger.log(training_line(start + 1))
             logger.close()
-            found, expected = list(self.recorded_steps(folder) or ()), [*kept, start + 1]
-            assert found == expected, (
-                f"4 steps were logged, then start({start}) and step {start + 1}: it has {found} and must have "
+            actual, expected = list(self.recorded_steps(folder) or ()), [*kept, start + 1]
+            assert actual == expected, (
+                f"4 steps were logged, then start({start}) and step {start + 1}: it has {actual} and must have "
                 f"{expected}; in `start(step)`, drop what is later than `step`, and everything if it is 0"
             )
 
     def test_training_does_not_notice(self, tmp_path: Path) -> None:
-        """A whole run that stops and continues has the same losses with and without it."""
+        """A run that stops and continues has the same losses with and without it."""
         losses = []
         for name, loggers in (("without", {}), ("with", {"tested": self.make(tmp_path)})):
             changes: Mapping[str, Any] = {"steps": 4, "eval": {"interval": 2}, "job": self._names(tmp_path, name)}

@@ -38,15 +38,15 @@ class LossSuite(ParitySuite):
 
     component: ClassVar[LossComponent]
     variants: ClassVar[Sequence[LossComponent]] = ()
-    """The component with other settings that must give the same numbers: other chunks, say."""
+    """The component with other settings that must return the same numbers, such as other chunks."""
     tolerance: ClassVar[float] = 1e-5
     """Largest error of float32 results, relative to the largest value."""
 
     def objective(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """The objective that is differentiated, written plainly. By default, `reported`.
+        """Return the differentiated objective, in its plainest form. By default, `reported`.
 
         Args:
-            logits: (N, V) float64, of the valid positions of the batch of `Case.random()`.
+            logits: (N, V) float64, at the valid positions of the batch of `Case.random()`.
             labels: (N,) their labels.
 
         Returns:
@@ -55,7 +55,7 @@ class LossSuite(ParitySuite):
         return self.reported(logits, labels)
 
     def reported(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """The loss that is reported, with the arguments of `objective`: by default, the cross-entropy."""
+        """Return the reported loss, with the arguments of `objective`: by default, the cross-entropy."""
         return F.cross_entropy(logits, labels, reduction="none")
 
     # --- numbers -------------------------------------------------------------------------------------------------
@@ -70,15 +70,15 @@ class LossSuite(ParitySuite):
         count = valid.sum().item()
         assert output.count.item() == count, f"`count` is {output.count.item():g}, and {count} labels are not ignored"
         expected = self._reference(case, self.objective).sum().item()
-        found = output.sum.item()
-        hint = f"; its mean is {expected / count:.6g}" if abs(found - expected / count) < 1e-3 else ""
-        assert _near(found, expected, self.tolerance), (
-            f"`sum` is {found:.6g}, and the objective of the {count} valid positions adds up to {expected:.6g}{hint}. "
+        actual = output.sum.item()
+        hint = f"; its mean is {expected / count:.6g}" if abs(actual - expected / count) < 1e-3 else ""
+        assert _near(actual, expected, self.tolerance), (
+            f"`sum` is {actual:.6g}, and the objective of the {count} valid positions adds up to {expected:.6g}{hint}. "
             "Give the sum, or if the objective is no cross-entropy, write it as `objective` of the suite"
         )
 
     def test_sums_of_sequences_add_up_to_what_is_reported(self, tmp_path: Path) -> None:
-        """`per_sequence`: detached sums and counts of each sequence, of which per-source losses are made."""
+        """`per_sequence`: detached sums and counts of each sequence, from which per-source losses are computed."""
         case = Case.random()
         sums, counts = self._loss(tmp_path, case).per_sequence
         for name, tensor in (("sums", sums), ("counts", counts)):
@@ -95,24 +95,24 @@ class LossSuite(ParitySuite):
         other = Case.random()
         ignored = case.labels == IGNORED_LABEL
         other.hidden.data[ignored] = 7 * other.hidden.detach()[ignored] + 1
-        found, expected = self._loss(tmp_path, other), self._loss(tmp_path, case)
-        change = abs(found.sum.item() - expected.sum.item())
-        assert _near(found.sum.item(), expected.sum.item(), self.tolerance), (
+        actual, expected = self._loss(tmp_path, other), self._loss(tmp_path, case)
+        change = abs(actual.sum.item() - expected.sum.item())
+        assert _near(actual.sum.item(), expected.sum.item(), self.tolerance), (
             f"the sum changes by {change:.3g} with the hidden states of positions whose label is {IGNORED_LABEL}; "
             "leave these out of it"
         )
-        found.sum.backward()
+        actual.sum.backward()
         assert other.hidden.grad is not None, "no gradient reaches the hidden states; `sum` must be differentiable"
         wrong = other.hidden.grad[ignored].abs().max().item()
         assert wrong == 0, f"ignored positions get gradients of up to {wrong:.3g}; they must be exactly 0"
 
     def test_a_batch_without_valid_labels_gives_zero_and_zero_gradients(self, tmp_path: Path) -> None:
-        """As a rank may have one whose labels are all ignored: it takes part in the backward pass all the same."""
+        """A rank may have such a batch, and takes part in the backward pass nevertheless."""
         case = Case.random()
         case.labels.fill_(IGNORED_LABEL)
         output = self._loss(tmp_path, case)
-        found = (output.sum.item(), output.count.item())
-        assert found == (0, 0), f"with all labels ignored, sum and count are {found}, and must be 0; do not divide"
+        actual = (output.sum.item(), output.count.item())
+        assert actual == (0, 0), f"with all labels ignored, sum and count are {actual}, and must be 0; do not divide"
         with explained("with all labels ignored, `sum` cannot be differentiated; make it of the logits"):
             output.sum.backward()
         for name, tensor in (("hidden states", case.hidden), ("head", case.head.weight)):
@@ -122,20 +122,22 @@ class LossSuite(ParitySuite):
             )
 
     def test_it_does_not_depend_on_micro_batches(self, tmp_path: Path) -> None:
-        """Sequence by sequence, sums, counts and gradients add up to those of all at once."""
+        """Sums, counts and gradients of single sequences add up to those of the whole batch."""
         case, apart = Case.random(), Case.random()
         whole = self._loss(tmp_path, case)
         whole.sum.backward()
         outputs = [self._loss(tmp_path, apart, rows=slice(row, row + 1)) for row in range(B)]
         for output in outputs:
             output.sum.backward()
-        fix = "; it must be a sum over positions, each by itself"
-        _close(sum(o.sum.detach() for o in outputs), whole.sum, self.tolerance, "the sum, one sequence at a time" + fix)
+        hint = "; it must be a sum over positions, each by itself"
+        _close(
+            sum(o.sum.detach() for o in outputs), whole.sum, self.tolerance, "the sum, one sequence at a time" + hint
+        )
         _close(torch.cat([o.per_sequence[0] for o in outputs]), whole.per_sequence[0], self.tolerance, "per_sequence")
-        _close(apart.head.weight.grad, case.head.weight.grad, self.tolerance, "the head's gradient, added up" + fix)
+        _close(apart.head.weight.grad, case.head.weight.grad, self.tolerance, "the head's gradient, added up" + hint)
 
     def test_variants_give_the_same(self, tmp_path: Path) -> None:
-        """Other settings that the suite names, such as other chunks."""
+        """Settings in `variants`, such as other chunks, return the same numbers."""
         case = Case.random()
         expected = self._loss(tmp_path, case)
         expected.sum.backward()
@@ -150,7 +152,7 @@ class LossSuite(ParitySuite):
     # --- gradients -----------------------------------------------------------------------------------------------
 
     def test_gradients_are_those_of_the_objective_in_float64(self, tmp_path: Path) -> None:
-        """Gradients of hidden states and head, in float32, against autograd through the plain objective."""
+        """Gradients of hidden states and head in float32 equal those of autograd through the plain objective."""
         case, wide = Case.random(), Case.random()
         (3.0 * self._loss(tmp_path, case).sum).backward()
         hidden, weight = (t.detach().double().requires_grad_() for t in (wide.hidden, wide.head.weight))
@@ -160,7 +162,7 @@ class LossSuite(ParitySuite):
         _close(case.head.weight.grad, weight.grad, self.tolerance, "the gradient of the head")
 
     def test_results_are_wide(self, tmp_path: Path) -> None:
-        """Sums are float32 for hidden states in bf16, and float64 where the model is."""
+        """Sums are float32 for hidden states in bf16, and float64 for hidden states in float64."""
         for dtype, wide in ((torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.float64,) * 2):
             case = Case.random(dtype)
             output = self._loss(tmp_path, case, precision={torch.bfloat16: "bf16", torch.float64: "fp64"}.get(dtype))
@@ -172,12 +174,12 @@ class LossSuite(ParitySuite):
                 output.sum.backward()
 
     def test_it_evaluates_without_gradients(self, tmp_path: Path) -> None:
-        """Under `no_grad`, the same numbers."""
+        """The numbers under `no_grad` are the same."""
         case = Case.random()
         expected = self._loss(tmp_path, case).sum.item()
         with torch.no_grad(), explained("it fails under torch.no_grad()"):
-            found = self._loss(tmp_path, case).sum.item()
-        assert _near(found, expected, self.tolerance), f"under no_grad, `sum` is {found:.6g} and not {expected:.6g}"
+            actual = self._loss(tmp_path, case).sum.item()
+        assert _near(actual, expected, self.tolerance), f"under no_grad, `sum` is {actual:.6g} and not {expected:.6g}"
 
     # --- surroundings --------------------------------------------------------------------------------------------
 
@@ -228,14 +230,14 @@ class Case:
         return cls(head, hidden, {"input_ids": inputs, "labels": labels})
 
 
-def _near(found: float, expected: float, tolerance: float) -> bool:
-    return abs(found - expected) <= tolerance * max(1.0, abs(expected))
+def _near(actual: float, expected: float, tolerance: float) -> bool:
+    return abs(actual - expected) <= tolerance * max(1.0, abs(expected))
 
 
-def _close(found: Any, expected: Any, tolerance: float, what: str) -> None:
-    assert found is not None, f"{what}: there is none"
+def _close(actual: Any, expected: Any, tolerance: float, what: str) -> None:
+    assert actual is not None, f"{what}: there is none"
     scale = max(1e-30, expected.detach().abs().max().item())
-    error = (found.detach().double() - expected.detach().double()).abs().max().item()
+    error = (actual.detach().double() - expected.detach().double()).abs().max().item()
     assert error <= tolerance * scale, f"{what}: off by {error:.3g}, where the largest value is {scale:.3g}"
 
 

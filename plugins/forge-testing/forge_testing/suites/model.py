@@ -34,8 +34,8 @@ class ModelSuite(ParitySuite):
         class TestTransformer(ModelSuite):
             component = Transformer(vocab_size=32, dim=16, layers=2)
 
-    Give sizes that 2 ranks can share, at least two layers, and a vocabulary of at least 32: the model trains on
-    numbers below that. Everything is compared in float64.
+    Choose sizes that 2 ranks can share, at least two layers, and a vocabulary of at least 32: the model trains on
+    numbers below 32. Everything is compared in float64.
     """
 
     component: ClassVar[ModelComponent]
@@ -46,7 +46,7 @@ class ModelSuite(ParitySuite):
     # --- parts ---------------------------------------------------------------------------------------------------
 
     def test_it_is_built_on_the_meta_device(self, tmp_path: Path) -> None:
-        """Memory and values come later, from the engine."""
+        """The engine allocates memory and sets values later."""
         model = _module(self._bare(tmp_path))
         placed = [name for name, tensor in model.state_dict().items() if tensor.device.type != "meta"]
         assert not placed, f"{placed[0]} has memory; make tensors with torch.empty(…) and no device, and fill none"
@@ -93,7 +93,7 @@ class ModelSuite(ParitySuite):
     # --- initial values ------------------------------------------------------------------------------------------
 
     def test_every_tensor_is_initialised_from_the_seed_alone(self, tmp_path: Path) -> None:
-        """No NaN is left of the memory's filling; neither torch's generator nor what is beside it matters."""
+        """No NaN of the uninitialised memory remains, and torch's default generator has no influence."""
         first = _tensors(self._model(tmp_path))
         torch.manual_seed(99)
         second, other = _tensors(self._model(tmp_path)), _tensors(self._model(tmp_path, seed=7))
@@ -109,7 +109,7 @@ class ModelSuite(ParitySuite):
     # --- declarations --------------------------------------------------------------------------------------------
 
     def test_what_it_declares_is_there(self, tmp_path: Path) -> None:
-        """Names and patterns in its roles, ties, plans and units are of parameters and modules that it has."""
+        """Names and patterns in its roles, ties, plans and units match its parameters and modules."""
         model = self._bare(tmp_path)
         with explained("parameter_roles is wrong"):
             roles_of(model)
@@ -130,7 +130,7 @@ class ModelSuite(ParitySuite):
                 assert one is two, f"tied_parameters has {other} and {name}, which are two parameters"
 
     def test_its_flops_are_a_number(self, tmp_path: Path) -> None:
-        """Per token, positive, and not less for longer sequences."""
+        """FLOPs are per token, positive, and not fewer for longer sequences."""
         model = self._bare(tmp_path)
         if not isinstance(model, protocols.HasFlops):
             pytest.skip("it states no FLOPs, so runs report no utilisation")
@@ -166,12 +166,12 @@ class ModelSuite(ParitySuite):
         padding = torch.tensor([0, 2])
         positions = torch.arange(S) - padding[:, None]
         shifted = ids.gather(1, positions.clamp(min=0))
-        cache, found = model.new_cache(B, S), []
+        cache, outputs = model.new_cache(B, S), []
         for piece in (slice(0, 4), slice(4, 5), slice(5, 8)):
             batch = {"input_ids": shifted[:, piece], "positions": positions[:, piece].clamp(min=-1)}
             with explained("decode fails"):
-                found.append(model.decode(batch, cache))
-        hidden = torch.cat(found, dim=1)
+                outputs.append(model.decode(batch, cache))
+        hidden = torch.cat(outputs, dim=1)
         for row, left in enumerate(padding.tolist()):
             error = _error(hidden[row, left:], expected[row, : S - left])
             assert error <= self.tolerance, (
@@ -225,7 +225,7 @@ def _module(model: Model) -> nn.Module:
 
 
 def _tensors(model: Model) -> dict[str, Tensor]:
-    """Parameters and all buffers, those that are not saved included."""
+    """Return parameters and all buffers, including those that are not saved."""
     module = _module(model)
     return {name: tensor.detach() for name, tensor in (*module.named_parameters(), *module.named_buffers())}
 
@@ -246,6 +246,6 @@ def _declared(model: Any) -> Iterable[tuple[str, Iterable[str]]]:
         yield "float8_exempt", model.float8_exempt()
 
 
-def _error(found: Tensor, expected: Tensor) -> float:
-    error = (found.detach().double() - expected.detach().double()).abs().max().item()
+def _error(outputs: Tensor, expected: Tensor) -> float:
+    error = (outputs.detach().double() - expected.detach().double()).abs().max().item()
     return math.inf if math.isnan(error) else error

@@ -34,7 +34,7 @@ SHAPES: Mapping[str, tuple[Role, tuple[int, ...]]] = {
 
 @frozen(kw_only=True)
 class Falling(SchedulerComponent):
-    """From the base rate to half of it, in a straight line."""
+    """Linear decay from the base rate to half of it."""
 
     def build(self, context: BuildContext) -> Schedule:
         return lambda step, total: 1 - step / (2 * total)
@@ -46,23 +46,23 @@ class OptimizerSuite(ParitySuite):
         class TestLion(OptimizerSuite):
             component = Lion(lr=1e-3)
 
-    Choose a rate with which some dozens of steps make a difference. Where the component computes in a precision that
-    layouts cannot agree on to 1e-9, such as bf16, set `parity_component` to one that computes in float32 or wider.
+    Choose a rate with which some dozens of steps make a difference. If the component computes in a precision in which
+    layouts differ by more than 1e-9, such as bf16, set `parity_component` to one that computes in float32 or wider.
     """
 
     component: ClassVar[OptimizerComponent]
     parity_component: ClassVar[OptimizerComponent | None] = None
     """Component to compare across layouts, if not `component`."""
     steps: ClassVar[int] = 40
-    """Updates after which the loss must have fallen, and each parameter of a quadratic have come closer to its aim."""
+    """Updates after which the loss must have fallen, and each parameter of a quadratic be closer to its target."""
 
     moves_at_rate_zero: ClassVar[bool] = False
-    """Whether weights may move at a rate of 0, as where they are drawn towards an average of earlier ones."""
+    """Whether weights may move at a rate of 0, as if they are pulled towards an average of earlier ones."""
 
     # --- descent -------------------------------------------------------------------------------------------------
 
     def test_every_parameter_descends_a_quadratic(self, tmp_path: Path) -> None:
-        """Each parameter, whatever its role, comes closer to what minimises the loss."""
+        """Each parameter, in every role, moves towards the minimum of the loss."""
         problem = Quadratic(self, tmp_path)
         before = problem.distances()
         for _ in range(self.steps):
@@ -92,7 +92,7 @@ class OptimizerSuite(ParitySuite):
     def test_a_run_that_continues_equals_one_that_was_not_interrupted(self, tmp_path: Path) -> None:
         """Losses, weights and state, to the bit; also where every step is saved. In float32 and in bfloat16."""
         for precision in ("fp32", "bf16"):
-            # A falling rate: with a constant one, nobody would miss the largest rate so far.
+            # A falling rate: with a constant one, losing the largest rate so far would have no effect.
             settings = {"steps": 6, "scheduler": Falling(), "precision": precision}
             saved_often = {"interval": 1, "keep": 1}
             cut = f"parts-{precision}"
@@ -112,7 +112,7 @@ class OptimizerSuite(ParitySuite):
     # --- groups --------------------------------------------------------------------------------------------------
 
     def test_every_parameter_is_in_one_group(self, tmp_path: Path) -> None:
-        """Frozen ones included. Each group has `lr`, and the names of its parameters, by which state is saved."""
+        """Including frozen ones. Each group has `lr`, and the names of its parameters, by which state is saved."""
         parameters, optimizer = self._on_a_model(tmp_path, frozen="layers.0")
         with explained("the optimizer's groups are not complete"):
             check_groups(optimizer.param_groups, parameters)
@@ -135,7 +135,7 @@ class OptimizerSuite(ParitySuite):
         assert not left, f"zero_grad(set_to_none=True) leaves the gradients of {some(left)}, which would add up forever"
 
     def test_the_rate_is_read_from_the_groups(self, tmp_path: Path) -> None:
-        """The engine writes base rate x schedule into `lr` before each update: at 0, nothing moves."""
+        """The engine writes base rate x schedule into `lr` before each update; at 0, no weight moves."""
         if self.moves_at_rate_zero:
             pytest.skip("its weights may move at a rate of 0")
         problem = Quadratic(self, tmp_path)
@@ -152,7 +152,7 @@ class OptimizerSuite(ParitySuite):
     # --- gradients that are missing ------------------------------------------------------------------------------
 
     def test_missing_gradients_are_passed_over(self, tmp_path: Path) -> None:
-        """A parameter without a gradient stays as it is, weight decay included; so does every one if none has any."""
+        """A parameter without a gradient does not change, not even by weight decay; nor do all if none has any."""
         problem = Quadratic(self, tmp_path)
         missing = ["layers.0.wide.weight", "norm.weight", "head.weight"]
         for without in (list(SHAPES), missing, [], missing):
@@ -193,7 +193,7 @@ class OptimizerSuite(ParitySuite):
         return self.tiny_job(folder, optimizer=self.make(folder), job={"name": name, "output": str(folder)}, **changes)
 
     def build(self, folder: Path, parameters: NamedParameters) -> torch.optim.Optimizer:
-        """The optimizer over these parameters."""
+        """Build the optimizer of these parameters."""
         context = self.context(self._job(folder, model=TinyModel()))
         return context.build(self.make(folder), parameters=parameters)
 
@@ -215,7 +215,7 @@ STATE = (
 
 
 class Quadratic:
-    """Half the squared distance of parameters of every role from their aims."""
+    """Half the squared distance of parameters in every role from their targets."""
 
     def __init__(self, suite: OptimizerSuite, folder: Path, frozen: str = "") -> None:
         generator = torch.Generator().manual_seed(1)
@@ -226,21 +226,21 @@ class Quadratic:
         self.optimizer = suite.build(folder, NamedParameters(named))
 
     def set_gradients(self, without: list[str] | None = None) -> None:
-        """Gradients of all parameters but those of `without`, which have none."""
+        """Set the gradients of all parameters except those of `without`, which have none."""
         for name, parameter in self.parameters.items():
             parameter.grad = None if name in (without or ()) else parameter.detach() - self._aims[name]
 
     def weights(self) -> dict[str, Tensor]:
-        """A copy of the parameters."""
+        """Return a copy of the parameters."""
         return {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
 
     def moved_since(self, before: Mapping[str, Tensor]) -> list[str]:
-        """Names of the parameters that are not what they were."""
+        """Return the names of the parameters that changed."""
         return [name for name, parameter in self.parameters.items() if not torch.equal(parameter, before[name])]
 
     def distances(self) -> dict[str, float]:
-        """Distance of each parameter from its aim, with the weights that the optimizer has for evaluation."""
+        """Return the distance of each parameter from its target, with the optimizer's weights for evaluation."""
         getattr(self.optimizer, "eval", lambda: None)()
-        found = {name: (weight - self._aims[name]).norm().item() for name, weight in self.weights().items()}
+        distances = {name: (weight - self._aims[name]).norm().item() for name, weight in self.weights().items()}
         getattr(self.optimizer, "train", lambda: None)()
-        return found
+        return distances

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
-import torch.distributed.fsdp  # noqa: F401  before ranks are forked, since most layouts take it, and it takes a while
+import torch.distributed.fsdp  # noqa: F401  before ranks are forked, as most layouts need it and the import is slow
 
 from forge_core.job import Job
 from forge_testing import Numbers, SplittableModel
@@ -29,14 +29,14 @@ class ParitySuite(Suite):
     loss_tolerance: ClassVar[float] = 1e-9
     """Largest difference of losses, gradient norms, gradients and evaluation, absolute."""
     weights_tolerance: ClassVar[float] = 1e-7
-    """Largest distance of the weights, relative to what the steps changed."""
+    """Largest distance of the weights, relative to their change over the steps."""
 
     def parity_changes(self, folder: Path) -> Mapping[str, Any]:
-        """Settings of the job that is compared, the component included; see `Suite.job`."""
+        """Return the settings of the compared job, including the component; see `Suite.job`."""
         raise NotImplementedError
 
     def parity_job(self, folder: Path, case: LayoutCase | None) -> Job:
-        """The job of the comparison under a layout; None: in one process."""
+        """Build the job of the comparison under a layout; None: in one process."""
         changes: dict[str, Any] = {"precision": "fp64", "global_batch_size": 8, "steps": 5, "seq_len": 16}
         changes |= {"model": SplittableModel(), "data": {"sources": (Numbers(ignored=7, held_out=5),)}}
         changes |= self.parity_changes(folder)
@@ -45,16 +45,16 @@ class ParitySuite(Suite):
         return self.tiny_job(folder, **changes)
 
     def pytest_generate_tests(self, metafunc: Metafunc) -> None:
-        """One test for each layout."""
+        """Generate one test for each layout."""
         if "layout" in metafunc.fixturenames:
             metafunc.parametrize("layout", self.layouts)
 
     def test_every_layout_trains_like_one_process(self, layout: str) -> None:
-        """Loss, gradient norm, gradients, weights and evaluation, from the same initial weights."""
+        """Loss, gradient norm, gradients, weights and evaluation are equal, from the same initial weights."""
         if why := self.cannot_have(layout):
             pytest.skip(f"{layout}: {why}")
-        found, expected = self._curves(layout)
-        difference = Difference.between(found, expected)
+        actual, expected = self._curves(layout)
+        difference = Difference.between(actual, expected)
         near = max(difference.loss, difference.norm, difference.gradient, difference.evaluation)
         good = not difference.initial and near <= self.loss_tolerance and difference.weights <= self.weights_tolerance
         assert good, (
@@ -64,7 +64,7 @@ class ParitySuite(Suite):
         )
 
     def cannot_have(self, layout: str) -> str:
-        """Why a layout cannot be tried; empty if it can."""
+        """Return why a layout cannot be tested; empty if it can."""
         missing = LAYOUTS[layout].missing(self.catalog)
         return f"no installed distribution offers the stage {' or '.join(missing)}" if missing else ""
 
@@ -72,21 +72,21 @@ class ParitySuite(Suite):
         return type(self).__name__
 
     def _curves(self, layout: str) -> tuple[Curve, Curve]:
-        """Return the curves under a layout and in one process. Layouts of equally many ranks run together, once."""
+        """Return the curves under a layout and in one process. Layouts of one number of ranks run together, once."""
         cls = type(self)
         if "_found" not in vars(cls):
             cls._found = {}
         if layout not in cls._found:
             cls._found |= self._run_together(LAYOUTS[layout].ranks, layout)
-        found = cls._found[layout]
-        if isinstance(found, AssertionError):
-            raise AssertionError(f"{self._what()} cannot train under {layout}: {found}") from found
-        return found
+        actual = cls._found[layout]
+        if isinstance(actual, AssertionError):
+            raise AssertionError(f"{self._what()} cannot train under {layout}: {actual}") from actual
+        return actual
 
     _found: ClassVar[dict[str, Any]]
 
     def _run_together(self, ranks: int, wanted: str) -> dict[str, Any]:
-        """Return the curves of all layouts of `ranks` ranks. After an error, run each by itself, to name it."""
+        """Return the curves of all layouts of `ranks` ranks. After an error, run each separately, to name it."""
         names = [name for name in {**dict.fromkeys(self.layouts), wanted: None} if LAYOUTS[name].ranks == ranks]
         names = [name for name in names if not self.cannot_have(name)]
         with tempfile.TemporaryDirectory() as folder:
@@ -103,6 +103,6 @@ class ParitySuite(Suite):
 
     def _run(self, folder: Path, ranks: int, names: Sequence[str]) -> dict[str, Any]:
         jobs = [self.parity_job(folder, LAYOUTS[name]) for name in names]
-        expected = train(self.parity_job(folder, None), self.catalog)  # first: what it imports, the ranks inherit
-        found = run_on_ranks(ranks, lambda rank: [train(job, self.catalog) for job in jobs])[0]
-        return {name: (curve, expected) for name, curve in zip(names, found, strict=True)}
+        expected = train(self.parity_job(folder, None), self.catalog)  # first, so that ranks inherit its imports
+        actual = run_on_ranks(ranks, lambda rank: [train(job, self.catalog) for job in jobs])[0]
+        return {name: (curve, expected) for name, curve in zip(names, actual, strict=True)}

@@ -31,7 +31,7 @@ class RouterSuite(Suite):
     experts: ClassVar[int] = 8
 
     def test_it_is_a_module_on_the_meta_device(self, tmp_path: Path) -> None:
-        """As all of a model: memory and values come later."""
+        """Like every part of a model: the engine allocates memory and sets values later."""
         router = self._build(tmp_path)
         assert isinstance(router, nn.Module), f"build gave a {type(router).__name__}; a router is a torch.nn.Module"
         placed = [name for name, tensor in router.state_dict().items() if tensor.device.type != "meta"]
@@ -45,13 +45,13 @@ class RouterSuite(Suite):
             assert same, f"the initial values of {name} depend on the default generator; draw them with `fill`"
 
     def test_each_token_gets_weights_and_numbers_of_experts(self, tmp_path: Path) -> None:
-        """As many of one as of the other, of experts that there are, and finite."""
+        """Weights and numbers have one shape; weights are finite, and numbers are those of existing experts."""
         router = self._ready(tmp_path)
         weights, experts = self._routed(router, *self._tokens())
-        told = f"weights {tuple(weights.shape)} and numbers {tuple(experts.shape)} for tokens {TOKENS}"
-        assert weights.shape == experts.shape, f"{told}; both are (sequences, positions, experts of a token)"
-        assert weights.shape[:2] == TOKENS, f"{told}; both are (sequences, positions, experts of a token)"
-        assert weights.ndim == 3, f"{told}; both are (sequences, positions, experts of a token)"
+        shapes = f"weights {tuple(weights.shape)} and numbers {tuple(experts.shape)} for tokens {TOKENS}"
+        assert weights.shape == experts.shape, f"{shapes}; both are (sequences, positions, experts of a token)"
+        assert weights.shape[:2] == TOKENS, f"{shapes}; both are (sequences, positions, experts of a token)"
+        assert weights.ndim == 3, f"{shapes}; both are (sequences, positions, experts of a token)"
         wide = weights.dtype == torch.promote_types(weights.dtype, torch.float32)
         assert wide, f"weights are {weights.dtype}; compute them in float32 or wider"
         assert bool(torch.isfinite(weights).all()), "some weights are not finite"
@@ -59,43 +59,44 @@ class RouterSuite(Suite):
         low, high = experts.min().item(), experts.max().item()
         least = -1 if getattr(router, "leaves_out", False) else 0
         inside = low >= least and high < self.experts
-        fix = "" if least else "; to give -1 for none, set `leaves_out = True` on the module"
-        assert inside, f"numbers of experts from {low} to {high}; there are experts 0 to {self.experts - 1}{fix}"
+        hint = "" if least else "; to give -1 for none, set `leaves_out = True` on the module"
+        assert inside, f"numbers of experts from {low} to {high}; there are experts 0 to {self.experts - 1}{hint}"
 
     def test_it_says_how_many_experts_a_token_has(self, tmp_path: Path) -> None:
-        """By which the FLOPs of a model are counted."""
+        """`experts_per_token`, from which the FLOPs of a model are counted, is the measured mean."""
         router = self._ready(tmp_path)
         _, experts = self._routed(router, *self._tokens())
-        seen = (experts >= 0).sum().item() / experts[..., 0].numel()
-        told = getattr(router, "experts_per_token", None)
-        assert told is not None, f"the module has no `experts_per_token`; set it ({seen:g} here)"
-        assert abs(told - seen) < 1e-6, f"`experts_per_token` is {told:g}, but tokens have {seen:g} in the mean"
+        measured = (experts >= 0).sum().item() / experts[..., 0].numel()
+        declared = getattr(router, "experts_per_token", None)
+        assert declared is not None, f"the module has no `experts_per_token`; set it ({measured:g} here)"
+        assert abs(declared - measured) < 1e-6, (
+            f"`experts_per_token` is {declared:g}, but tokens have {measured:g} in the mean"
+        )
 
     def test_it_says_the_same_again(self, tmp_path: Path) -> None:
-        """In training mode once the default generator is where it was; in evaluation mode, which is without noise,
-        whatever the generator.
-        """
+        """In training mode with the same state of the default generator; in evaluation mode, without noise, always."""
         router, tokens = self._ready(tmp_path), self._tokens()
         for training in (False, True):
             torch.manual_seed(0)
             router.train(training)
             first = self._routed(router, *tokens)
             torch.manual_seed(0 if training else 1)
-            name, fix = ("training", "") if training else ("evaluation", ", and draw noise in training only")
+            name, hint = ("training", "") if training else ("evaluation", ", and draw noise in training only")
             assert _equal(first, self._routed(router, *tokens)), (
-                f"asked twice in {name} mode, it says different things; keep nothing from call to call{fix}"
+                f"asked twice in {name} mode, it says different things; keep nothing from call to call{hint}"
             )
 
     def test_a_sequence_is_routed_by_itself(self, tmp_path: Path) -> None:
-        """Whatever other sequences are in the micro-batch, and in which row it is: layouts and micro-batches decide
-        that. In training mode too, if nothing is drawn there.
+        """The result depends neither on other sequences of the micro-batch nor on the row, as the layout sets these.
+
+        In training mode too, unless it draws noise.
         """
         router, (x, batch) = self._ready(tmp_path), self._tokens()
         for training in (False, True):
             router.train(training)
             whole = self._routed(router, x, batch)
             if training and not _equal(whole, self._routed(router, x, batch)):
-                continue  # noise, which is drawn for a micro-batch
+                continue  # noise is drawn for a whole micro-batch
             for rows, what in (([1, 0], "in another row"), ([0], "without the other sequences")):
                 part = self._routed(router, x[rows], {name: value[rows] for name, value in batch.items()})
                 near = torch.allclose(part[0], whole[0][rows], rtol=1e-4, atol=1e-6)
@@ -106,7 +107,7 @@ class RouterSuite(Suite):
                 )
 
     def test_gradients_reach_it(self, tmp_path: Path) -> None:
-        """The weights must be differentiable, or its parameters would never train."""
+        """The weights are differentiable; otherwise its parameters would never train."""
         router, (x, batch) = self._ready(tmp_path), self._tokens()
         if not any(parameter.requires_grad for parameter in router.parameters()):
             return
@@ -140,10 +141,10 @@ class RouterSuite(Suite):
 
     def _routed(self, router: nn.Module, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         with explained(f"it fails on tokens of shape {tuple(x.shape)}"):
-            said: Any = router(x, batch)
-        pair = isinstance(said, tuple) and len(said) == 2 and all(isinstance(part, Tensor) for part in said)
-        assert pair, f"the router said {type(said).__name__}; it gives two tensors: weights, and numbers of experts"
-        return said
+            result: Any = router(x, batch)
+        pair = isinstance(result, tuple) and len(result) == 2 and all(isinstance(part, Tensor) for part in result)
+        assert pair, f"the router said {type(result).__name__}; it gives two tensors: weights, and numbers of experts"
+        return result
 
 
 def _equal(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> bool:

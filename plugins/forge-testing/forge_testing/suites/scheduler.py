@@ -15,7 +15,7 @@ from forge_testing.suites.base import Suite, explained
 
 
 class SchedulerSuite(Suite):
-    """A pure function (step, total steps) -> a finite, plain number, for runs of every length that the component takes.
+    """A pure function (step, total steps) -> finite Python number, for every length that the component accepts.
 
         class TestRex(SchedulerSuite):
             component = Rex()
@@ -25,11 +25,11 @@ class SchedulerSuite(Suite):
 
     component: ClassVar[SchedulerComponent]
     total_steps: ClassVar[int] = 100
-    """Length of a run that the component takes. Shorter and longer ones are tried too, where its `problems` lets them
-    pass."""
+    """Length of a run that the component accepts. Shorter and longer ones are tested too, unless its `problems` refuse
+    them."""
 
     def test_it_gives_a_finite_plain_number_for_every_step(self, tmp_path: Path) -> None:
-        """From step 0 to the last one, for every length of a run, one of a single step included."""
+        """From step 0 to the last one, for every length of a run, including one of a single step."""
         for total in self._totals(tmp_path):
             schedule = self._build(tmp_path, total)
             for step in range(total):
@@ -56,7 +56,7 @@ class SchedulerSuite(Suite):
             )
 
     def test_one_schedule_serves_runs_of_other_lengths(self, tmp_path: Path) -> None:
-        """The length is an argument: asking for a longer run changes nothing of a shorter one's."""
+        """The length is an argument: a call with a longer run does not change the values of a shorter one."""
         schedule = self._build(tmp_path, self.total_steps)
         before = [schedule(step, self.total_steps) for step in range(self.total_steps)]
         longer = 2 * self.total_steps
@@ -67,7 +67,7 @@ class SchedulerSuite(Suite):
         assert after == before, f"asking for a run of {longer} steps changed what one of {self.total_steps} steps gives"
 
     def test_a_job_refuses_no_run_of_the_stated_length(self, tmp_path: Path) -> None:
-        """`total_steps` of the suite is one that the component takes."""
+        """The component accepts the suite's `total_steps`."""
         problems = self._problems(tmp_path, self.total_steps)
         assert not problems, (
             f"a run of total_steps = {self.total_steps} is refused: {'; '.join(problems)}; give the suite another "

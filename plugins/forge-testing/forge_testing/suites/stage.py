@@ -21,30 +21,30 @@ from forge_testing.suites.base import Suite, explained
 
 
 class StageSuite(Suite):
-    """Names of parameters stay, and a run has the same numbers as without the stage.
+    """Parameters keep their names, and a run has the same numbers as without the stage.
 
         class TestTensorParallel(StageSuite):
             component = TensorParallel(degree=2)
             ranks = 2
 
-    One that rounds differently gives its `precision` and wider tolerances.
+    A suite of a stage that rounds differently sets `precision` and wider tolerances.
     """
 
     component: ClassVar[ParallelComponent]
     ranks: ClassVar[int] = 1
-    """Processes to try it on."""
+    """Processes to test it on."""
     model: ClassVar[ModelComponent] = SplittableModel()
-    """A model that has what the stage needs, with a vocabulary of at least 32."""
+    """A model with the protocols that the stage needs, and a vocabulary of at least 32."""
     micro_batch_size: ClassVar[int] = 0
-    """Sequences, of 8 a step; 0: all that fall to a rank."""
+    """Sequences of a micro-batch, of 8 a step; 0: a rank's whole share."""
     precision: ClassVar[str] = "fp64"
     loss_tolerance: ClassVar[float] = 1e-9
     """Largest difference of losses, gradient norms, gradients and evaluation, absolute."""
     weights_tolerance: ClassVar[float] = 1e-7
-    """Largest distance of the weights, relative to what the steps changed."""
+    """Largest distance of the weights, relative to their change over the steps."""
 
     def test_its_relations_have_reasons(self) -> None:
-        """`after` and `before` map types of stages to reasons, which the plan prints."""
+        """`after` and `before` map types of stages to reasons, which the run's summary prints."""
         component = self.make(Path())
         for relation in ("after", "before"):
             for type_, reason in getattr(component, relation).items():
@@ -54,7 +54,7 @@ class StageSuite(Suite):
         assert not both, f"it is to come both after and before {', '.join(sorted(both))}"
 
     def test_its_degrees_are_of_the_mesh(self) -> None:
-        """Dimensions that exist, with sizes of at least 1 or `auto`."""
+        """Degrees name existing dimensions, with sizes of at least 1 or `auto`."""
         component = self.make(Path())
         allowed = [dimension.name for dimension in (*DIMENSIONS, *component.dimensions)]
         for dimension, size in component.degrees().items():
@@ -64,8 +64,9 @@ class StageSuite(Suite):
             assert good, f'degrees gives {dimension} the size {size!r}; it is a number from 1, or "auto"'
 
     def test_it_keeps_the_names_of_parameters(self, tmp_path: Path) -> None:
-        """By these, optimizers, checkpoints and initial values know them. Ranks that share a model's layers out have
-        all of them together.
+        """Optimizers, checkpoints and initial values identify parameters by name.
+
+        Ranks that hold different layers have all of them together.
         """
         ranks = [names for names, _ in self._found(tmp_path)]
         whole = set(ranks[0].before)
@@ -76,18 +77,20 @@ class StageSuite(Suite):
         assert not lost, f"no rank has {', '.join(lost[:3])} any more"
         for rank, names in enumerate(ranks):
             lacking = [] if self.make(tmp_path).drops_parameters else sorted(whole - set(names.after))
-            fix = "a stage that leaves each rank some of them sets `drops_parameters`"
-            assert not lacking, f"rank {rank} lacks {', '.join(lacking[:3])}; {fix}"
-            said = names.described
-            assert isinstance(said, str), f"describe() gives a {type(said).__name__}; it is a text for the plan"
+            hint = "a stage that leaves each rank some of them sets `drops_parameters`"
+            assert not lacking, f"rank {rank} lacks {', '.join(lacking[:3])}; {hint}"
+            description = names.described
+            assert isinstance(description, str), (
+                f"describe() gives a {type(description).__name__}; it is a text for the plan"
+            )
 
     def test_a_run_comes_to_the_same_as_without_it(self, tmp_path: Path) -> None:
-        """Loss, gradient norm, gradients, weights and evaluation, from the same initial weights."""
+        """Loss, gradient norm, gradients, weights and evaluation are equal, from the same initial weights."""
         expected = self._trained(self._job(tmp_path, parallel=False))
-        found = [curve for _, curve in self._found(tmp_path)]
-        if isinstance(found[0], AssertionError):
-            raise AssertionError(str(found[0])) from found[0]
-        difference = Difference.between(found[0], expected)
+        results = [curve for _, curve in self._found(tmp_path)]
+        if isinstance(results[0], AssertionError):
+            raise AssertionError(str(results[0])) from results[0]
+        difference = Difference.between(results[0], expected)
         assert difference.initial == 0, (
             f"initial values differ by {difference.initial:.3g} from those of a run without it; they are drawn after "
             "the stages, by the parameters' names and shapes, which must be those of the whole"
@@ -99,8 +102,8 @@ class StageSuite(Suite):
             f"weights {self.weights_tolerance:g}. What a rank computes a part of must be summed over the ranks that "
             "share it, once"
         )
-        for rank, other in enumerate(found):
-            same = (other.losses, other.norms) == (found[0].losses, found[0].norms)
+        for rank, other in enumerate(results):
+            same = (other.losses, other.norms) == (results[0].losses, results[0].norms)
             assert same, f"ranks 0 and {rank} report different losses or gradient norms; they must agree on them"
 
     # --- surroundings --------------------------------------------------------------------------------------------

@@ -17,8 +17,10 @@ if TYPE_CHECKING:
 
 @frozen(kw_only=True)
 class TemplateName(DatasetComponent):
-    """The lines of a text file, as letters: a line is a document. Capitals become small letters, and all that is no
-    letter from a to z becomes a space; so 28 ids suffice, and no tokenizer is needed.
+    """The lines of a text file, as letters; each line is a document.
+
+    Capitals become small letters, and all characters other than a to z become a space, so 28 ids suffice, and no
+    tokenizer is needed.
     """
 
     path: str = field(validator=min_len(1))

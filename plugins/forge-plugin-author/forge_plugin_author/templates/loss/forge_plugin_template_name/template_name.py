@@ -16,8 +16,10 @@ if TYPE_CHECKING:
 
 @frozen(kw_only=True)
 class TemplateName(LossComponent):
-    """Focal loss (Lin et al. 2017): tokens that are predicted with probability p count (1 - p)^gamma of their
-    cross-entropy, so that easy ones matter less. What is reported stays the plain cross-entropy.
+    """Focal loss (Lin et al. 2017).
+
+    A token that is predicted with probability p counts (1 - p)^gamma of its cross-entropy, so that easy tokens matter
+    less. The reported loss is the plain cross-entropy.
     """
 
     gamma: float = field(default=2.0, validator=ge(1))

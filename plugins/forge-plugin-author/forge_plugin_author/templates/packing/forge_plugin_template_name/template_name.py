@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 
 @frozen(kw_only=True)
 class TemplateName(WindowPacking):
-    """Documents one after the other, cut every `train.seq_len` tokens; the first tokens of a sequence are not learned,
-    since hardly anything stands before them from which to tell them.
+    """Concatenated documents, cut every `train.seq_len` tokens; the first tokens of a sequence are not learned.
+
+    They have too little context to be predicted.
     """
 
     needs_boundaries: ClassVar[bool] = False

@@ -17,17 +17,18 @@ if TYPE_CHECKING:
 
 @frozen(kw_only=True)
 class TemplateName(ParallelComponent):
-    """Forgets what some layers computed on the way forward, and computes it again in the backward pass (Chen et al.
-    2016): less memory, and the same losses and gradients.
+    """Recomputes the activations of some layers in the backward pass (Chen et al. 2016).
+
+    It takes less memory, and losses and gradients stay the same.
     """
 
     after: ClassVar[Mapping[str, str]] = {
         "pp": "only the layers that this rank keeps are changed",
-        "tp": "its collectives belong to what is computed again",
-        "cp": "its collectives belong to what is computed again",
-        "float8": "it changes linear layers, and what is computed again must be the changed ones",
+        "tp": "its collectives are part of the recomputation",
+        "cp": "its collectives are part of the recomputation",
+        "float8": "it changes linear layers, and the changed ones must be recomputed",
     }
-    before: ClassVar[Mapping[str, str]] = {"fsdp": "what is computed again must not gather the weights twice"}
+    before: ClassVar[Mapping[str, str]] = {"fsdp": "the recomputation must not gather the weights twice"}
 
     every: int = field(default=2, validator=ge(1))
     """Every n-th layer is computed again, beginning with the first; 1: all."""
