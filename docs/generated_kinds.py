@@ -29,7 +29,6 @@ HOMES = {
     "forge_core.contracts.runtime": PROTOCOLS,
     "forge_core.contracts.components": COMPONENTS,
     "forge_core.contracts.contexts": COMPONENTS,
-    "forge_core.contracts.parameters": COMPONENTS,
     "forge_core.contracts.errors": "/reference/python.md",
 }
 """Modules whose names are linked wherever they stand in a signature, and the page that documents them."""

@@ -23,7 +23,7 @@ MODULES: Mapping[str, Sequence[str]] = {
     "forge_core.hookspecs": [f"{CONTRACTS}.hookspecs"],
     "forge_core.protocols": [f"{CONTRACTS}.{name}" for name in ("model", "data", "optimizer", "runtime")],
     "forge_core.engine.evaluation_context": [f"{CONTRACTS}.contexts"],
-    "forge_core.engine.parameters": [f"{CONTRACTS}.parameters"],
+    "forge_core.engine.parameters": [f"{CONTRACTS}.optimizer"],
     "forge_core.engine.plain_executor": ["forge_core.engine.executor"],
     "forge_core.engine.state": ["forge_core.checkpoint.state"],
     "forge_core.engine.matrix_optimizer": ["forge_kit.matrix_optimizer"],

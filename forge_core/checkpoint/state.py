@@ -55,7 +55,6 @@ class Progress:
 
 def model_tensors(model: Model) -> dict[str, Tensor]:
     """Parameters and persistent buffers, tied ones once."""
-    assert isinstance(model, nn.Module)
     other_names = ties(model)
     return {name: tensor for name, tensor in model.state_dict().items() if name not in other_names}
 

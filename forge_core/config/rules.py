@@ -120,7 +120,8 @@ def _component_problems(path: str, component: Component, job: Job, layout: Layou
 def _model_problems(job: Job, layout: Layout, catalog: Catalog) -> list[Problem]:
     """Problems of stages and the optimizer with the model, which is built only if one of them looks at it."""
     bases = {*(type(stage).model_problems for stage in job.parallel.values()), type(job.optimizer).model_problems}
-    if bases <= {ParallelComponent.model_problems, OptimizerComponent.model_problems}:
+    asked = bases - {ParallelComponent.model_problems, OptimizerComponent.model_problems}
+    if not asked and job.optimizer.further_roles is None:
         return []
     from forge_core.parallel.bare_model import fitting_problems
 

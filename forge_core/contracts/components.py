@@ -1,8 +1,7 @@
 """Base classes of the core's kinds of component.
 
 A component is an attrs class, frozen and keyword-only, that *is* the typed configuration and knows how to `build` what
-it configures. It imports nothing heavy: torch and everything else that a run needs is imported inside `build`, so that
-a job file can be checked on a login node in a fraction of a second.
+it configures; `model`, `data`, `optimizer` and `runtime` beside this module describe what `build` must return.
 
     @frozen(kw_only=True)
     class SignSGD(OptimizerComponent):
@@ -13,11 +12,10 @@ a job file can be checked on a login node in a fraction of a second.
         def build(self, context, parameters):
             from sign_sgd.optimizer import SignSGDOptimizer
             return SignSGDOptimizer(parameters.groups(), lr=self.lr)
-
-What `build` must return is described by the protocols in `model`, `data`, `optimizer` and `runtime`
-beside this module.
 """
 
+# Neither this module nor one of a component imports torch: `build` does, so that a job file is checked on a login node
+# in a fraction of a second.
 from __future__ import annotations
 
 import inspect
@@ -55,8 +53,7 @@ if TYPE_CHECKING:
     )
     from forge_core.contracts.layout import Layout
     from forge_core.contracts.model import Model
-    from forge_core.contracts.optimizer import Schedule
-    from forge_core.contracts.parameters import NamedParameters
+    from forge_core.contracts.optimizer import NamedParameters, Schedule
     from forge_core.contracts.runtime import Executor, Logger, LossFunction, ParallelStage, Storage
     from forge_core.job import Job
 
@@ -73,23 +70,20 @@ def default_type(type_: str) -> Any:
 
         ffn: FFNComponent = default_type("swiglu")
 
-    The component may belong to another distribution; it is imported only if the job leaves the table out.
+    It may belong to another distribution, and is imported only if the job leaves the table out.
     """
     return field(default=DefaultType(type_))
 
 
 WhenResumed = Literal["safe", "flag", "impossible"]
-"""Meaning of a changed key for a run that continues from a checkpoint. `safe`: it applies at once, and what was saved
-keeps its meaning. `flag`: it makes another run of it, so the user must ask with `--resume-with-changes`. `impossible`:
-what was saved does not fit, or would mean something else."""
+"""Effect of a changed key on a run that continues from a checkpoint. `safe`: it applies at once. `flag`: it makes
+another run of it, which the user must allow by `--resume-with-changes`. `impossible`: the saved state does not fit."""
 
 
 def when_resumed(change: WhenResumed) -> dict[str, WhenResumed]:
-    """Metadata of a field that says what its change means for a continued run.
+    """Metadata of a field whose change means something else for a continued run than `Component.resumes_as` says.
 
-        backend: str = field(default="auto", metadata=when_resumed("safe"))
-
-    Without it, a key means what its component does (`Component.resumes_as`).
+    backend: str = field(default="auto", metadata=when_resumed("safe"))
     """
     return {"when_resumed": change}
 
@@ -106,11 +100,10 @@ class Component(Generic[Built]):
 
     kind: ClassVar[str]
     resumes_as: ClassVar[WhenResumed | None] = None
-    """Meaning for a continued run of a changed key, or of adding or removing the component; a field may
-    differ (`when_resumed`). None: what it means for the component around it."""
-
+    """Effect on a continued run of a changed key (a field may differ: `when_resumed`), or of adding or removing the
+    component. None: that of the component around it."""
     type_resumes_as: ClassVar[WhenResumed | None] = None
-    """Meaning of another type in this component's table, where that is more serious than a changed key."""
+    """Effect of another type in this component's table, where that is more serious than a changed key."""
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
         """Mistakes that only show across fields or sections; paths are relative to this component's table."""
@@ -140,10 +133,9 @@ class ModelComponent(Component["Model"]):
 class RouterComponent(Component["nn.Module"]):
     """Builds the module that assigns tokens to experts.
 
-    The module maps `(x (B, S, D), batch)` to the weights and the numbers of K experts for each token, both (B, S, K).
-    The weights are float32 or wider; a number of -1 means no expert, and a module that returns it says so by an
-    attribute `leaves_out = True`. Its attribute `experts_per_token` is how many a token has, in the mean. Losses attach
-    to the weights (`context.auxiliary.attach`).
+    The module maps `(x (B, S, D), batch)` to the weights, float32 or wider, and the numbers of K experts for each
+    token, both (B, S, K). -1 means no expert; a module that returns it has an attribute `leaves_out = True`. Its
+    attribute `experts_per_token` is their mean number. Losses attach to the weights (`context.auxiliary.attach`).
     """
 
     kind = "router"
@@ -153,21 +145,16 @@ class RouterComponent(Component["nn.Module"]):
         return ()
 
     def build(self, context: BuildContext, dim: int, experts: int) -> nn.Module:
-        """Args: `dim`, width of a token; `experts`, how many routed experts there are. `context.layer` is the layer's
-        number."""
+        """Args: `dim`, width of a token; `experts`, number of routed experts; `context.layer`, the layer's number."""
         raise NotImplementedError
 
 
 @frozen(kw_only=True)
 class ParameterGroup:
-    """`[[optimizer.groups]]`: other settings for the parameters whose names fit a pattern.
-
-    A parameter belongs to the first table that fits it; what a table does not set stays as it is.
-    """
+    """`[[optimizer.groups]]`: other settings for parameters. The first table whose pattern matches a name applies."""
 
     match: str = field(validator=min_len(1))
-    """Pattern of a shell over the names of parameters (`layers.*.ffn.*`); `*` stands for any characters, dots
-    included."""
+    """Shell-style glob over parameter names (`layers.*.ffn.*`); `*` also matches dots."""
     lr: float | None = field(default=None, validator=optional(ge(0)))
     """Base learning rate of these parameters; the schedule multiplies it."""
     weight_decay: float | None = field(default=None, validator=optional(ge(0)))
@@ -187,12 +174,9 @@ class OptimizerComponent(Component["torch.optim.Optimizer"]):
 
     Every parameter group has `names`, those of its parameters in their order (`NamedParameters.groups` sets them).
     Its `lr` is the base rate: the engine multiplies it by the schedule before each step. A field that holds a
-    `SchedulerComponent` and is named like a key of the parameter groups is written there each step.
-
-    An optimizer that evaluates other weights than it trains implements `HasEvaluationWeights` of
-    `forge_core.contracts.optimizer`; one whose state is neither split like its parameter nor whole on every rank,
-    `PlacesState` of the same module. An attribute `group_state`, a sequence of keys, names the counters that it keeps
-    in its groups.
+    `SchedulerComponent` and is named like a key of the groups is written there each step. An attribute `group_state`, a
+    sequence of keys, names the counters that the optimizer keeps in its groups. It may further implement
+    `HasEvaluationWeights` and `PlacesState` of `forge_core.contracts.optimizer`.
     """
 
     kind = "optimizer"
@@ -200,15 +184,17 @@ class OptimizerComponent(Component["torch.optim.Optimizer"]):
     type_resumes_as = "impossible"  # the state of one optimizer is of no use to another
 
     has_evaluation_weights: ClassVar[bool] = False
-    """Whether what it builds implements `HasEvaluationWeights`; by it a job is checked."""
+    """Whether what it builds implements `HasEvaluationWeights`; known before it is built, when the job is checked."""
+    further_roles: ClassVar[Sequence[str] | None] = None
+    """Roles of parameters that it knows besides the usual ones: a model with another is refused. None: any will do."""
     groups: tuple[ParameterGroup, ...] = ()
     """Other settings for some parameters, by pattern of their names."""
 
     @property
     def parameter_dtype(self) -> Literal["fp32", "bf16"]:
-        """The dtype in which parameters live from one step to the next; float64 in place of float32 with
-        `train.precision = "fp64"`. bf16 halves their memory, and is for an optimizer whose small updates are not lost
-        in it, as by stochastic rounding. Gradients add up in float32 all the same."""
+        """Dtype of parameters between steps; `fp32` is float64 with `train.precision = "fp64"`."""
+        # bf16 is for an optimizer whose small updates are not lost in it, as by stochastic rounding. Only it can know
+        # that, so it is no key of `[train]`. Gradients accumulate in float32 all the same.
         return "fp32"
 
     def model_problems(self, model: Model, layout: Layout) -> Iterable[Problem]:
@@ -249,8 +235,8 @@ class DatasetComponent(Component["Dataset | Stream | Documents | DocumentStream"
     resumes_as = "flag"
 
     name: str | None = field(default=None, validator=optional(matches_re(r"[A-Za-z0-9][A-Za-z0-9._-]*")))
-    """Name of the source in phases, metrics and checkpoints; the order of its sequences derives from it.
-    Letters, digits, `.`, `_` and `-`; by default its number, from 0."""
+    """Name in phases, metrics and checkpoints, from which the order of its sequences derives: letters, digits, `.`,
+    `_` and `-`; by default its number, from 0."""
     weight: float = field(default=1.0, validator=ge(0))
     """Share of the training sequences that come from this source, relative to the other sources; 0 means never."""
     max_epochs: float = field(default=0.0, validator=ge(0))
@@ -285,14 +271,10 @@ class PackingComponent(Component["Dataset"]):
 
 @frozen(kw_only=True)
 class LoaderComponent(Component["Generator[LoadedRows]"]):
-    """Reads the samples of a run ahead of the training: `[data.loader]`.
-
-    The core has drawn the order; a loader decides who reads when. It returns the same rows in the same order whatever
-    reads them, so another loader continues a run.
-    """
+    """Reads the samples of a run ahead of the training: `[data.loader]`."""
 
     kind = "loader"
-    resumes_as = "safe"
+    resumes_as = "safe"  # the core has drawn the order, which no loader may change: another one continues a run
 
     def build(
         self, context: BuildContext, reader: SampleReader, units: Iterator[Sequence[SampleRow]], units_per_step: int
@@ -302,14 +284,14 @@ class LoaderComponent(Component["Generator[LoadedRows]"]):
         Args:
             context: the run; `context.job.data.workers` is the number of workers that the user asked for.
             reader: reads a unit.
-            units: the rows of this rank that are read at once, unit by unit, to the end of the run or longer. It may
-                be iterated in any one thread of this process.
-            units_per_step: how many units a step has. With `reader.has_lanes`, units whose numbers are equal modulo
+            units: the rows of this rank that are read at once, unit by unit, to the end of the run or longer. Iterate
+                it in one thread.
+            units_per_step: number of units of a step. With `reader.has_lanes`, units whose numbers are equal modulo
                 this hold the same lanes: one copy of the reader must read them, in order.
 
         Returns:
-            A generator of what was read, in the order of `units` and on pinned memory if the run's device is a GPU.
-            It raises the `DataError` of a unit in its turn; `close()` ends all threads and processes.
+            A generator of the rows in the order of `units`, pinned if the run's device is a GPU. It raises the
+            `DataError` of a unit in its turn; `close()` ends all threads and processes.
         """
         raise NotImplementedError
 
@@ -322,12 +304,7 @@ class TokenizerComponent(Component["Tokenizer"]):
     resumes_as = "impossible"
 
     def build(self, context: BuildContext, documents: Callable[[], Iterable[str]]) -> Tokenizer:
-        """Build the tokenizer.
-
-        Args:
-            context: of the run.
-            documents: returns the training texts of all sources, from the start at each call.
-        """
+        """Build the tokenizer; `documents()` returns the training texts of all sources, from the start."""
         raise NotImplementedError
 
     def load(self, context: BuildContext, folder: Path) -> Tokenizer:
@@ -335,8 +312,7 @@ class TokenizerComponent(Component["Tokenizer"]):
         raise NotImplementedError
 
     def expected_vocab_size(self) -> int | None:
-        """`vocab_size` of the tokenizer, where that is known before any document is read; else None. By it a job is
-        checked: whether ranks can share the embedding table of a model that takes the tokenizer's size."""
+        """`vocab_size`, if known before any document is read, so that a model of that size is checked with the job."""
         return None
 
 
@@ -350,8 +326,7 @@ def positive_or_auto(_: object, attribute: attrs.Attribute, value: int | str) ->
 class ParallelComponent(Component["ParallelStage"]):
     """A stage: transforms the model on the meta device (compile, tensor parallel, FSDP, …).
 
-    `after` and `before` map the type of another stage to the reason for that order. A relation to a stage that the
-    job does not have is without effect.
+    `after` and `before` map the type of another stage, if the job has it, to the reason for that order.
     """
 
     kind = "parallel"
@@ -362,17 +337,20 @@ class ParallelComponent(Component["ParallelStage"]):
     """Whether this stage reduces gradients over the token dimensions. At most one stage of a job may."""
     drops_parameters: ClassVar[bool] = False
     """Whether it leaves each rank only some of the model's layers. Names of parameters stay the same all the same."""
+    dimensions: ClassVar[Sequence[MeshDimension]] = ()
+    """Mesh dimensions that this stage adds to the usual ones (`forge_core.contracts.layout.DIMENSIONS`)."""
 
     @property
     def splits_backward(self) -> bool:
-        """Whether gradients of activations and of weights are computed apart. Parameters must then stay as they are
-        from the forward pass to the end of the step."""
+        """Whether gradients of weights are computed apart from those of activations.
+
+        Parameters must then stay as they are from the forward pass to the end of the step.
+        """
         return False
 
     @property
     def waits_in_blocks(self) -> str:
-        """Why blocks wait for a number on the host with this stage, so that no graph has all of one; empty: they do
-        not."""
+        """Why blocks wait for a number on the host with this stage, which breaks their graph; empty: they do not."""
         return ""
 
     @property
@@ -381,12 +359,8 @@ class ParallelComponent(Component["ParallelStage"]):
         return False
 
     def micro_batches_alive(self, count: int) -> float:
-        """Upper bound on the micro-batches (of a step's `count`) whose activations are live on a rank at once;
-        fractional if the rank holds some layers only."""
+        """Upper bound on the micro-batches of a step whose activations a rank holds at once; a fraction for layers."""
         return 1.0
-
-    dimensions: ClassVar[Sequence[MeshDimension]] = ()
-    """Mesh dimensions that this stage adds to the usual ones (`forge_core.contracts.layout.DIMENSIONS`)."""
 
     def degrees(self) -> Mapping[str, int | str]:
         """Mesh dimensions that this stage asks for, with their size, or `"auto"` for the ranks that are left."""
@@ -395,8 +369,7 @@ class ParallelComponent(Component["ParallelStage"]):
     def model_problems(self, model: Model, layout: Layout) -> Iterable[Problem]:
         """Why this stage cannot be applied to `model`, which is whole, on the meta device, and unchanged by any stage.
 
-        Asked when a job is checked, where there is no process group, and again before any stage is applied; paths are
-        relative to this component's table.
+        Paths are relative to this component's table. Called when a job is checked too, without a process group.
         """
         return ()
 
@@ -406,8 +379,7 @@ class ParallelComponent(Component["ParallelStage"]):
 
 @frozen(kw_only=True)
 class ExecutorComponent(Component["Executor"]):
-    """Runs the micro-batches of one step forward and backward, each within what the stages put around it
-    (`forge_core.parallel.stages.around`)."""
+    """Runs the micro-batches of a step, each within what stages put around it (`forge_core.parallel.stages.around`)."""
 
     kind = "executor"
     resumes_as = "safe"
@@ -425,22 +397,15 @@ class Command(Component):
         [project.entry-points."forge.command"]
         tokens = "forge_plugin_tokens.command:command"
 
-    Commands stand in no job file, so the entry point names a plain function and not a component class. `forge-run`
-    shows the first line of its docstring as help, which it reads from the source: the module is imported only when the
-    command is called. `forge_core.cli.arguments.parse_job_arguments` parses the command line of a command that takes a
-    job.
+    Commands stand in no job file, so the entry point names a plain function. `forge-run` shows the first line of its
+    docstring as help, which it reads from the source: the module is imported only when the command is called.
+    `forge_core.cli.arguments.parse_job_arguments` parses the command line of a command that takes a job.
     """
 
     kind = "command"
 
     def __call__(self, argv: list[str]) -> int:
-        """Run the command.
-
-        Args:
-            argv: the command line after the command's name.
-
-        Returns:
-            The exit code (`forge_core.contracts.errors.ExitCode`).
+        """Run the command with the arguments after its name. Returns the exit code (`contracts.errors.ExitCode`).
 
         Raises:
             ForgeError: shown to the user without a traceback; its `exit_code` ends the process.
@@ -482,18 +447,31 @@ class LoggerComponent(Component["Logger"]):
         raise NotImplementedError
 
 
+class _WithState:
+    """A component that is the running object itself, so that there is no `build`, and whose state is saved."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """State to save: by default the `field(init=False)` fields."""
+        return {f.name: getattr(self, f.name) for f in state_fields(type(self))}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        for name, value in state.items():
+            setattr(self, name, value)
+
+
 @define(kw_only=True, slots=False)
-class TrainingHook(Component):
+class TrainingHook(Component, _WithState):
     """Takes part in the run loop. The class is the running object: there is no `build`.
 
     Ordinary fields are keys of the job file; `field(init=False)` fields are state and travel with checkpoints, so they
     hold plain values (numbers, strings, lists, dicts) or tensors. Hooks run on every rank, in the printed order.
-    A hook that may ask to skip an update sets `may_skip`, which costs one wait on the device a step.
     """
 
     kind = "hook"
     resumes_as: ClassVar[WhenResumed | None] = "flag"
     may_skip: ClassVar[bool] = False
+    """Whether it may ask to skip an update, which costs one wait on the device a step."""
 
     def on_train_begin(self, context: TrainContext) -> None:
         """Everything is built and, if the run continues, restored; no step of this process has run."""
@@ -511,8 +489,7 @@ class TrainingHook(Component):
         """After all evaluations of a step, with their metrics."""
 
     def on_checkpoint_save(self, context: CheckpointContext) -> None:
-        """A checkpoint was committed; with `checkpoint.async_save` at the end of a later step, `context.step` being the
-        one that was saved."""
+        """A checkpoint of `context.step` was committed; with `checkpoint.async_save`, at the end of a later step."""
 
     def on_checkpoint_load(self, context: CheckpointContext) -> None:
         """A checkpoint was restored, before anything else."""
@@ -523,18 +500,9 @@ class TrainingHook(Component):
     def on_exception(self, context: TrainContext, error: BaseException) -> None:
         """The loop ended with `error`, which is raised on afterwards."""
 
-    def state_dict(self) -> dict[str, Any]:
-        """State to save: by default the `field(init=False)` fields."""
-        return {f.name: getattr(self, f.name) for f in state_fields(type(self))}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` gave."""
-        for name, value in state.items():
-            setattr(self, name, value)
-
 
 @define(kw_only=True, slots=False)
-class Plugin(Component):
+class Plugin(Component, _WithState):
     """Behaviour through hooks: methods marked `@hookimpl` implement specifications of `forge_core.contracts.hookspecs`.
 
     The class is the running object, made and registered only when the job names it under `[plugins.NAME]`. Fields with
@@ -544,24 +512,10 @@ class Plugin(Component):
     kind = "plugin"
     resumes_as: ClassVar[WhenResumed | None] = "flag"
 
-    def state_dict(self) -> dict[str, Any]:
-        """State to save: by default the `field(init=False)` fields."""
-        return {f.name: getattr(self, f.name) for f in state_fields(type(self))}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` gave."""
-        for name, value in state.items():
-            setattr(self, name, value)
-
 
 def call_refusal(own: Callable[..., Any], asked: Callable[..., Any]) -> str:
-    """Why a method cannot be called as the method of its base class is; empty if it can.
-
-    Args:
-        own: the method of the component.
-        asked: the method that it overrides. Its first argument is passed by position, and what else a `build` receives
-            by name.
-    """
+    """Why `own` cannot be called as `asked`, the method of the base class that it overrides; empty if it can."""
+    # Methods receive their arguments by position, but `build` its inputs by name, since hooks are called so.
     names = list(inspect.signature(asked).parameters)[1:]
     by_name = names[1:] if asked.__name__ == "build" else []
     try:

@@ -1,4 +1,4 @@
-"""Contexts that components, hooks and evaluations receive: of a build, a step, a checkpoint, an evaluation."""
+"""Contexts that components, hooks and evaluations receive."""
 
 from __future__ import annotations
 
@@ -29,30 +29,16 @@ Built = TypeVar("Built")
 
 
 class Builder(Protocol):
-    """Builds components through the hooks of the active plugins, and knows the types of components.
+    """The part of `forge_core.plugins.manager.Plugins` that components use, by the methods of `BuildContext`."""
 
-    The engine's is `forge_core.plugins.manager.Plugins`; components use it through `BuildContext`.
-    """
-
-    def build(self, component: Component[Built], context: BuildContext, **inputs: Any) -> Built:
-        """See `BuildContext.build`."""
-        ...
-
-    def type_of(self, component: Component) -> str:
-        """See `BuildContext.type_of`."""
-        ...
-
-    def load_object(self, spec: str) -> Any:
-        """See `BuildContext.load_object`."""
-        ...
+    def build(self, component: Component[Built], context: BuildContext, **inputs: Any) -> Built: ...
+    def type_of(self, component: Component) -> str: ...
+    def load_object(self, spec: str) -> Any: ...
 
 
 @frozen(kw_only=True)
 class BuildContext:
-    """Read-only surroundings of a component that is being built.
-
-    `context.build(component, **inputs)` is the only way to build a component inside another: hooks then see it too.
-    """
+    """Read-only surroundings of a component that is being built."""
 
     job: Job
     plugins: Builder
@@ -61,8 +47,7 @@ class BuildContext:
     """None only where no process group exists (single process)."""
     device: torch.device
     dtype: torch.dtype
-    """Compute dtype: what `Model.embed` emits. Parameters are float32 (float64 when this is float64), or what
-    the optimizer's `parameter_dtype` says."""
+    """Compute dtype: that of the output of `Model.embed`. For parameters, see `OptimizerComponent.parameter_dtype`."""
     auxiliary: Auxiliary
     """Auxiliary losses and module metrics attach here."""
     tokenizer: Tokenizer | None = None
@@ -79,6 +64,7 @@ class BuildContext:
         Raises:
             PluginError: the builder returned None, or failed (with the distribution's name and the cause).
         """
+        # The only way to build a component inside another: called by itself, `component.build` would skip the hooks.
         return self.plugins.build(component, self, **inputs)
 
     def type_of(self, component: Component) -> str:
@@ -86,15 +72,12 @@ class BuildContext:
         return self.plugins.type_of(component)
 
     def load_object(self, spec: str) -> Any:
-        """An object in the user's own code, which a key of the job names.
-
-        Args:
-            spec: `package.module:name`, or `./file.py:name` from the working directory; the SHA-256 of a file goes into
-                the provenance of the run.
+        """An object in the user's own code: `package.module:name`, or `./file.py:name` from the working directory.
 
         Raises:
             PluginError: it cannot be imported.
         """
+        # Not by importlib: the catalog keeps the SHA-256 of the file for the provenance of the run.
         return self.plugins.load_object(spec)
 
     def at(self, name: str, layer: int | None = None) -> BuildContext:
@@ -121,7 +104,7 @@ class Requests:
     """Requests of hooks and signals. Ranks may differ until the point of the step where they agree."""
 
     skip: str = ""
-    """Why this step's update shall be skipped; one step long."""
+    """Why this step's update shall be skipped; cleared at each step."""
     checkpoint: bool = False
     stop: str = ""
     non_finite: str = ""
@@ -131,7 +114,7 @@ class Requests:
         return bool(self.stop or self.non_finite)
 
     def for_step(self) -> Requests:
-        """The same object, ready for the next step."""
+        """Returns the same object, ready for the next step."""
         self.skip = ""
         return self
 
@@ -190,11 +173,11 @@ class EvaluationContext:
     build: BuildContext
     step: int
     model: Model
-    """This rank's part of it, as stages left it. `executor` runs it, and knows what they have put around it and which
-    ranks have what; called by itself, it may compute something else, or keep weights that change later."""
+    """This rank's part of it, as stages left it; run it by `executor`, which knows what they have put around it.
+    Called by itself, it may compute something else, or keep gathered weights that change later."""
     executor: Executor
-    """`executor.evaluate([batch])` returns the job's loss, and `executor.evaluate([batch], measure)` what `measure`
-    makes of head, hidden states and batch, under every layout."""
+    """`executor.evaluate([batch])` returns the job's loss, `executor.evaluate([batch], measure)` another function of
+    head, hidden states and batch, under every layout."""
     held_out: Dataset | None
     """Held-out sequences of all sources together, in a fixed order."""
     draw: Callable[[Dataset, int], Iterable[Batch]]
@@ -203,11 +186,10 @@ class EvaluationContext:
     """The engine's side of `all_reduce`."""
 
     def batches(self, dataset: Dataset, count: int) -> Iterable[Batch]:
-        """This rank's share of `count` sequences, evenly spread over the dataset (0: all), in batches of the job's
-        micro-batch size, on the device. The sequences are the same at each call and under every layout.
+        """This rank's share of `count` sequences (0: all), in micro-batches of equal shape on the device.
 
-        Every rank gets equally many batches of equal shape; where the sequences do not suffice, the remaining rows
-        have only ignored labels. Each batch counts as progress for the watchdog.
+        The sequences are spread evenly over the dataset, and the same at each call and under every layout. Every rank
+        gets equally many batches; rows left over have only ignored labels. Each counts as progress for the watchdog.
         """
         return self.draw(dataset, count)
 

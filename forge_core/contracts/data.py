@@ -15,11 +15,10 @@ if TYPE_CHECKING:
 
 Batch = dict[str, "Tensor"]
 """Tensors whose first dimension is B. `input_ids` (B, S) int64; `labels` (B, S) int64, the target *of each position*
-(already shifted by the dataset), -100 where ignored; optional `document_ids` and `positions` (B, S), int64. Neighbours
+(already shifted by the dataset), -100 where ignored; optional `document_ids` and `positions` (B, S) int64. Neighbours
 with equal document ids are of one document, which attention does not leave; without ids, a row is one document.
-Positions count from 0 where a document begins; without them, where the row begins. Further entries have the dtype in
-which the dataset returns them. In a training step the engine adds `draw` (B,) int64, a number of each sequence and
-step from which noise is made that is the same on every layout."""
+Positions count from 0 at the start of a document, without them of the row. Further entries have the dataset's dtype. In
+a training step the engine adds `draw` (B,) int64, unique to sequence and step: noise made of it suits every layout."""
 
 TOKEN_ENTRIES = ("input_ids", "labels", "document_ids", "positions")
 """Entries of a batch that are int64, whatever integers a dataset returns."""
@@ -53,6 +52,7 @@ class Dataset(Protocol):
         ...
 
 
+# Optional methods stay protocols, asked by `isinstance`: a dataset is often a class of another library.
 @runtime_checkable
 class HasLocation(Protocol):
     """A dataset that knows where its sequences come from."""
@@ -67,22 +67,17 @@ class HasDescription(Protocol):
     """A dataset with a line of its own in the summary of the run."""
 
     def describe(self) -> str:
-        """What there is to know of the sequences besides their number."""
+        """A description of the sequences besides their number."""
         ...
 
 
 @runtime_checkable
 class HasIdentity(Protocol):
-    """A dataset, stream or documents that notice when what they read is exchanged.
-
-    Checkpoints keep the identity: a run whose source has another one is continued with `--resume-with-changes` only.
-    """
+    """A dataset, stream or documents whose exchange is noticed: checkpoints keep the identity of each source."""
 
     def identity(self) -> str:
-        """Differs when the content does (sizes, digests, times of change), and does not depend on where it is stored.
-
-        Empty: unknown. Called at each save: return quickly.
-        """
+        """Differs when the content does (sizes, digests, times of change), not when it is moved; empty: unknown."""
+        # Called at each save, so it must return quickly. With another one, a run needs `--resume-with-changes`.
         ...
 
 
@@ -96,7 +91,7 @@ class Stream(Protocol):
     """Training sequences that can only be read in order, in independent lanes (see `DocumentStream`)."""
 
     is_packed: Literal[True]
-    """Tells finished sequences from the documents of a `DocumentStream`, whose other members are the same."""
+    """Distinguishes finished sequences from the documents of a `DocumentStream`, whose other members are the same."""
 
     @property
     def held_out(self) -> Dataset | None: ...
@@ -113,7 +108,7 @@ class Stream(Protocol):
 
 @runtime_checkable
 class Documents(Protocol):
-    """Tokenised documents, one after the other: what a packing makes sequences of. T tokens in all."""
+    """Tokenised documents, one after the other, of which a packing makes sequences. T tokens in all."""
 
     @property
     def held_out(self) -> Documents | None:
@@ -130,10 +125,7 @@ class Documents(Protocol):
         """Id that ends every document."""
         ...
 
-    def __len__(self) -> int:
-        """T."""
-        ...
-
+    def __len__(self) -> int: ...
     def tokens(self, start: int, stop: int) -> np.ndarray:
         """(stop - start,) int64: the tokens [start, stop) of all documents put one after the other; a copy."""
         ...
@@ -147,8 +139,7 @@ class Documents(Protocol):
         ...
 
     def ends(self) -> np.ndarray:
-        """(documents,) int64, ascending: the end of each document, its end-of-text included; the last is T. It may
-        be a memory map.
+        """(documents,) int64, ascending: ends of documents, their end-of-text included; the last is T. May be mapped.
 
         Raises:
             JobError: where documents end is not known; says how to provide it.
@@ -169,11 +160,10 @@ class StreamedDocument(NamedTuple):
 
 @runtime_checkable
 class DocumentStream(Protocol):
-    """Documents that can only be read in order, in lanes that are independent of each other.
+    """Documents that can only be read in order, in independent lanes whose number divides the global batch size."""
 
-    Each row of the global batch belongs to one lane, whichever rank or worker loads it: what a lane gives must be a
-    function of its number and position alone, and no document is in two lanes. `lanes` divides the global batch size.
-    """
+    # Each row of the global batch belongs to one lane, whichever rank or worker loads it, so that a run continues on
+    # another number of ranks: a lane is a function of its number and position, and no document is in two lanes.
 
     @property
     def held_out(self) -> Documents | None: ...

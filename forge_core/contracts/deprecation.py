@@ -1,6 +1,6 @@
-"""How something public is announced to go: hooks, their arguments, keys, and whatever else a version promises.
+"""How the removal of something public is announced: of hooks, their arguments, keys, and names.
 
-A hook, or one argument of a hook, whoever implements it being warned when the plugin is registered:
+A hook, or one argument of a hook; plugins that implement it are warned when they are registered:
 
     @hookspec(firstresult=True, warn_on_impl=deprecated("the hook forge_build_x", "0.4", "implement forge_build_y"))
     def forge_build_x(self, component, context): ...
@@ -8,7 +8,7 @@ A hook, or one argument of a hook, whoever implements it being warned when the p
     @hookspec(warn_on_impl_args={"layout": deprecated("the argument layout of forge_x", "0.4", "take job")})
     def forge_x(self, job, layout): ...
 
-A key of a component or section, told to whoever sets it to something else than its default:
+A key of a component or section; jobs that set it to something else than its default are warned:
 
     beta: float = field(default=0.9, metadata=deprecated_key("0.4", "set betas"))
     mode: Literal["auto", "fast"] = field(default="fast", metadata=deprecated_value("auto", "0.4", "leave the key out"))
@@ -25,11 +25,9 @@ VALUE = "deprecated value"
 
 
 class ForgeDeprecation(FutureWarning):
-    """Something that a job or a plugin uses will be removed. Shown by default, since who runs a job must know.
+    """Something that a job or a plugin uses will be removed in version `removed_in` of its distribution."""
 
-    Attributes:
-        removed_in: the version of the distribution that removes it.
-    """
+    # A FutureWarning, which Python shows by default: the user who runs the job must know, not only plugin authors.
 
     def __init__(self, message: str, removed_in: str) -> None:
         super().__init__(message)
@@ -37,28 +35,28 @@ class ForgeDeprecation(FutureWarning):
 
 
 def deprecated(what: str, removed_in: str, instead: str) -> ForgeDeprecation:
-    """The warning about something that is to go.
+    """The warning about something that will be removed.
 
     Args:
-        what: as a sentence begins with it: `the hook forge_build_x`.
+        what: the start of the sentence, such as `the hook forge_build_x`.
         removed_in: version of the distribution that removes it.
-        instead: what to do, as a command: `implement forge_build_y`.
+        instead: the remedy, as a command: `implement forge_build_y`.
     """
     message = f"{what} is deprecated, and version {removed_in} removes it; {instead}"
     return ForgeDeprecation(message, removed_in)
 
 
 def deprecated_key(removed_in: str, instead: str) -> dict[str, Any]:
-    """Metadata of a field whose key is to go; `when_resumed` may be joined to it by `|`. Arguments as above."""
+    """Metadata of a field whose key will be removed; join `when_resumed` to it by `|`. Arguments as above."""
     return {KEY: deprecated("this key", removed_in, instead)}
 
 
 def deprecated_value(value: str, removed_in: str, instead: str) -> dict[str, Any]:
-    """Metadata of a field one value of which is to go. Arguments as above."""
+    """Metadata of a field one value of which will be removed. Arguments as above."""
     return {VALUE: (value, deprecated(f"the value {value!r}", removed_in, instead))}
 
 
 def deprecation_of(key: Attribute, value: Any = None) -> ForgeDeprecation | None:
-    """The warning about a field's key, or about this value of it, if it is to go."""
+    """The warning about a field's key, or about this value of it, if it will be removed."""
     old, of_value = key.metadata.get(VALUE, (None, None))
     return of_value if value is not None and value == old else key.metadata.get(KEY)

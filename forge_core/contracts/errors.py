@@ -10,7 +10,7 @@ from attrs import frozen
 
 
 class ExitCode(IntEnum):
-    """What the process's exit status tells a scheduler."""
+    """Exit status of the process, for schedulers."""
 
     FINISHED = 0
     FAILED = 1
@@ -26,8 +26,8 @@ class ExitCode(IntEnum):
 class Problem:
     """One mistake in a job.
 
-    `path` is the TOML path of the key at fault (`optimizer.lr`); a component states it relative to its own table
-    (`lr`). `origin` is filled in by whoever read the job: `job.toml:12`, or the command-line flag.
+    `path` is the TOML path of the key at fault, which a component states relative to its own table (`lr`). `origin` is
+    where the job has it, filled in by its reader: `job.toml:12`, or the command-line flag.
     """
 
     path: str
@@ -50,7 +50,7 @@ class ForgeError(Exception):
 
 
 class JobError(ForgeError):
-    """The job cannot run as written. Carries every problem that was found, not only the first."""
+    """The job cannot run as written. Carries every problem, not only the first."""
 
     exit_code = ExitCode.BAD_JOB
 
@@ -76,8 +76,6 @@ class DataError(ForgeError):
 class CheckpointError(ForgeError):
     """A checkpoint is missing, damaged, or does not fit the job."""
 
-
-# --- suggestions -------------------------------------------------------------------------------------------------
 
 SURE = 0.8
 """Similarity from which a word is more likely a misspelling than a word of its own."""

@@ -13,8 +13,7 @@ A plugin (`forge_core.Plugin`) implements hooks with methods marked `@hookimpl`,
 
 An implementation names only the arguments that it needs. Build hooks are `firstresult`: the first implementation that
 does not return None decides, and the core's own, which comes last, calls `component.build(...)`. A wrapper
-(`wrapper=True`) receives what the others built and may transform it. Build hooks run while a run is set up; training
-is observed through `TrainingHook`.
+(`wrapper=True`) receives what the others built and may transform it. Training is observed through `TrainingHook`.
 """
 
 from __future__ import annotations
@@ -44,20 +43,21 @@ if TYPE_CHECKING:
     from forge_core.contracts.errors import Problem
     from forge_core.contracts.layout import Layout
     from forge_core.contracts.model import Model
-    from forge_core.contracts.optimizer import Schedule
-    from forge_core.contracts.parameters import NamedParameters
+    from forge_core.contracts.optimizer import NamedParameters, Schedule
     from forge_core.contracts.runtime import Logger, LossFunction, ParallelStage
     from forge_core.job import Job
 
 PROJECT = "forge"
 hookspec = pluggy.HookspecMarker(PROJECT)
-"""Marks a specification. One that is to go says so: `warn_on_impl=deprecated(…)`, `warn_on_impl_args={name: …}`."""
+"""Marks a specification; to deprecate it: `warn_on_impl=deprecated(…)`, `warn_on_impl_args={name: …}`."""
 hookimpl = pluggy.HookimplMarker(PROJECT)
 """Marks a method of a `Plugin` as the implementation of the hook of that name."""
 
 
+# Few hooks, and none in the step: build hooks cost nothing while a run trains, and what trains stays readable in one
+# place. Arguments may be added in later versions, never renamed or removed without a deprecation.
 class ForgeHooks:
-    """The specifications. Arguments may be added in later versions, never renamed or removed without a deprecation."""
+    """The specifications."""
 
     @hookspec(firstresult=True)
     def forge_build_model(self, component: ModelComponent, context: BuildContext) -> Model | None:
@@ -91,15 +91,9 @@ class ForgeHooks:
     def forge_build_optimizer(
         self, component: OptimizerComponent, context: BuildContext, parameters: NamedParameters
     ) -> torch.optim.Optimizer | None:
-        """Build the optimizer over the materialised, sharded model. See `forge_core.contracts.parameters`.
+        """Build the optimizer over the materialised, sharded model.
 
-        Example: print how many parameter groups there are.
-
-            @hookimpl(wrapper=True)
-            def forge_build_optimizer(self):
-                optimizer = yield
-                print(len(optimizer.param_groups))
-                return optimizer
+        Example: a wrapper that prints how many parameter groups there are, and returns the optimizer it got.
         """
 
     @hookspec(firstresult=True)
@@ -118,17 +112,7 @@ class ForgeHooks:
     def forge_build_loss(self, component: LossComponent, context: BuildContext) -> LossFunction | None:
         """Build the loss function.
 
-        Example: double the loss.
-
-            @hookimpl(wrapper=True)
-            def forge_build_loss(self):
-                loss = yield
-
-                def doubled(head, hidden, batch):
-                    output = loss(head, hidden, batch)
-                    return output._replace(sum=2 * output.sum)
-
-                return doubled
+        Example: a wrapper whose loss calls the given one and returns `output._replace(sum=2 * output.sum)`.
         """
 
     @hookspec(firstresult=True)
@@ -154,9 +138,10 @@ class ForgeHooks:
 
     @hookspec
     def forge_configure_backend(self, job: Job, device: torch.device) -> Callable[[], None] | None:
-        """Configure the libraries of this process, such as torch's kernels, for a job; called on every rank before its
-        mesh, data and model are built. Return a function that undoes it, which is called before another job is built
-        in the process, so that no run is shaped by what its own job does not name.
+        """Configure libraries of the process, such as torch's kernels, before mesh, data and model of a job are built.
+
+        Return a function that undoes it, which is called before another job is built in the process, so that no run is
+        shaped by what its own job does not name.
 
         Example: flush denormal numbers to zero.
 
@@ -182,16 +167,12 @@ class ForgeHooks:
     def forge_training_hooks(self, job: Job) -> Iterable[TrainingHook]:  # type: ignore[empty-body]
         """Contribute training hooks, which run after those of the job's components and before those of `[hooks]`.
 
-        Example:
-
-            @hookimpl
-            def forge_training_hooks(self):
-                return [AverageWeights(decay=self.decay)]
+        Example: `return [AverageWeights(decay=self.decay)]`.
         """
 
     @hookspec
     def forge_add_hookspecs(self) -> Any:
-        """Declare specifications of the plugin's own: return a class or module whose methods are marked
-        `@hookspec`. Their names must start with `forge_`; `forge_build_<kind>` takes part in `context.build`.
-        Other plugins then implement them like any other hook.
+        """Declare specifications of the plugin's own: return a class or module with methods marked `@hookspec`.
+
+        Their names start with `forge_`; `forge_build_<kind>` takes part in `context.build`.
         """

@@ -11,12 +11,10 @@ from attrs.validators import matches_re
 
 @frozen
 class MeshDimension:
-    """A dimension of the mesh of ranks, as a stage declares it (`ParallelComponent.dimensions`).
+    """A dimension of the mesh of ranks, as a stage declares it (`ParallelComponent.dimensions`)."""
 
-    The flags decide what the engine does along it: which ranks read the same samples, over which ranks losses and
-    gradients are summed, and which ranks draw the same random numbers.
-    """
-
+    # The engine goes by the flags and not by names, so that a dimension of a third party is as good as the usual ones:
+    # which ranks read the same samples, are summed over, and draw the same random numbers.
     name: str = field(validator=matches_re(r"[a-z][a-z0-9]*"))  # no "_", which joins the names of flattened dimensions
     tokens: bool = field(default=False, kw_only=True)
     """Whether its ranks hold different tokens, so that gradients are summed over them."""
@@ -25,14 +23,16 @@ class MeshDimension:
     layers: bool = field(default=False, kw_only=True)
     """Whether its ranks hold different layers (a pipeline)."""
     order: int = field(default=50, kw_only=True)
-    """Place among the dimensions, the smallest outermost. Ranks of the innermost one are neighbours, so that those
-    which communicate most can share a node: pp 0, replicate 10, shard 20, cp 30, tp 40."""
+    """Place among the dimensions, the smallest outermost: pp 0, replicate 10, shard 20, cp 30, tp 40."""
 
     @property
     def divides_tokens(self) -> bool:
         return self.tokens or self.samples
 
 
+# Ranks of the innermost dimension are neighbours. The more often ranks of a dimension communicate, the further inside
+# it is, so that they share a node: tp for each matrix, cp in attention, shard for each layer, replicate once a step; pp
+# sends the least, activations from one stage to the next.
 DIMENSIONS = (
     MeshDimension("pp", layers=True, order=0),
     MeshDimension("replicate", samples=True, order=10),
@@ -45,14 +45,10 @@ DIMENSIONS = (
 
 @frozen(init=False)
 class Layout:
-    """Ranks along each mesh dimension; their product is the world size.
+    """Ranks along each mesh dimension, 1 where left out; their product is the world size.
 
-        Layout(shard=4, tp=2)
-        Layout([MeshDimension("branch", order=45)], branch=2)
-
-    Args:
-        further: dimensions besides the usual ones.
-        degrees: ranks by dimension; 1 where left out.
+    Layout(shard=4, tp=2)
+    Layout([MeshDimension("branch", order=45)], branch=2)  # a dimension besides the usual ones
     """
 
     sizes: tuple[tuple[MeshDimension, int], ...]

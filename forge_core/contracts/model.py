@@ -1,4 +1,4 @@
-"""Contracts of models: the network, its head, and the facts that parallel stages and the engine ask for.
+"""Contracts of models: the network, its head, its modules, and the facts that stages and the engine ask for.
 
 Shapes: B sequences of a micro-batch, S positions, D model width, V vocabulary.
 """
@@ -7,19 +7,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
+from inspect import isfunction
+from types import new_class
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from forge_core.contracts.errors import SURE, closest
 
 if TYPE_CHECKING:
-    import torch
-    from torch import Tensor, nn
-
     from forge_core.contracts.data import Batch
 
-Carry = tuple["Tensor", ...]
+Carry = tuple[Tensor, ...]
 """Activations passed from layer to layer, and from pipeline stage to pipeline stage."""
 
-Role = Literal["embedding", "head", "norm", "bias", "router", "matrix", "stack", "fused"]
-"""Purpose of a parameter. `matrix`: one 2-D matrix of a hidden layer; `stack`: matrices stacked on dimension 0 (one per
+Role = str
+"""Purpose of a parameter: one of `ROLES`, or a word of the model's own (`OptimizerComponent.further_roles`)."""
+ROLES: tuple[Role, ...] = ("embedding", "head", "norm", "bias", "router", "matrix", "stack", "fused")
+"""The usual roles. `matrix`: one 2-D matrix of a hidden layer; `stack`: matrices stacked on dimension 0 (one per
 expert); `fused`: several matrices concatenated on dimension 0."""
 
 
@@ -32,14 +38,18 @@ class VocabShard(NamedTuple):
 
 
 class MatrixShard(NamedTuple):
-    """The ranks that share a module's `weight` (out, in), and how. A stage that splits matrices sets `matrix_shard` on
-    the module; code that depends on the whole matrix, or on activations split like it, reads it there."""
+    """The ranks that share a module's `weight` (out, in), and how.
+
+    A stage that splits matrices sets `matrix_shard` on the module. Code that depends on the whole matrix, such as the
+    scale of a float8 product, then agrees with the other ranks without knowing the stage.
+    """
 
     group: torch.distributed.ProcessGroup
     dimension: int
     """0: each rank holds some of the outputs. 1: each holds some of the inputs, and results are summed over ranks."""
 
 
+# Heads, modules and stacks of experts stay protocols, asked by `isinstance`: they are classes of other libraries, too.
 @runtime_checkable
 class Head(Protocol):
     """Maps final hidden states to logits, as `forge_kit.modules.LinearHead` does."""
@@ -53,9 +63,11 @@ class Head(Protocol):
         ...
 
     def whole(self, dtype: torch.dtype | None = None) -> AbstractContextManager[Sequence[Tensor]]:
-        """A context with the head's weights whole on the data dimensions: gathered and cast to `dtype` once however
-        often `logits` is called, their gradient reduced once. It yields the tensors that `logits` then uses, each
-        connected to its parameter, so that a loss can differentiate with respect to them."""
+        """A context with the head's weights gathered and cast to `dtype` once however often `logits` is called.
+
+        It yields the tensors that `logits` then uses, each connected to its parameter, so that a loss can differentiate
+        with respect to them; their gradient is reduced once.
+        """
         ...
 
 
@@ -81,126 +93,39 @@ class Initialises(Protocol):
         """Recompute the non-persistent buffers of this module on `device`."""
 
 
-class Model(Protocol):
-    """A network the engine can train. Subclasses `torch.nn.Module`.
-
-    `forward(batch)` returns the final hidden states (B, S, D) and equals `embed`, all `layers`, then `finish`; stages
-    that split the model call these parts. It implements those protocols below that its stages and metrics need.
-    """
-
-    @property
-    def layers(self) -> nn.ModuleDict:
-        """Ordered, keyed by the global layer number as a string; each maps (carry, batch) -> carry."""
-        ...
-
-    @property
-    def head(self) -> Any:
-        """A module that is a `Head`."""
-        ...
-
-    def embed(self, batch: Batch) -> Carry: ...
-    def finish(self, carry: Carry, batch: Batch) -> Tensor:
-        """Apply the final norm after the last layer. Returns (B, S, D)."""
-        ...
-
-    def __call__(self, batch: Batch) -> Tensor: ...
-    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]: ...
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
-    def train(self, mode: bool = True) -> Any: ...
-    def eval(self) -> Any: ...
-
-
 @runtime_checkable
-class Prepares(Protocol):
-    """A model whose layers share tensors computed once from a batch. `forward` calls `prepare` itself; an executor that
-    runs the parts one by one calls it first, on each micro-batch and every rank. Without it each layer computes its
-    own: slower, with the same result."""
+class ChangesWithUpdates(Protocol):
+    """A module with buffers updated from statistics of a step, such as the bias that balances a router's experts."""
 
-    def prepare(self, batch: Batch) -> Batch:
-        """Returns the batch with further entries, of any shape, for the layers; existing ones stay."""
+    def after_update(self) -> None:
+        """Update the buffers, by the counts of all ranks in `context.auxiliary.counted`; called on every rank."""
+        # Only the engine knows when a step is over, under accumulation, recomputation and pipelines. It does not call
+        # this after a skipped update; after a skip that only the device knows of, all counts are zero.
         ...
 
 
 @runtime_checkable
-class PreparesSequences(Protocol):
-    """A model that needs values of other positions, such as the token after the next. A stage that divides sequences
-    leaves no rank all positions, so this is called before a batch is divided; otherwise `prepare` calls it."""
+class Generates(Protocol):
+    """A model that can decode with a cache of past positions."""
 
-    def prepare_sequences(self, batch: Batch) -> Batch:
-        """Returns the batch, of whole sequences, with further entries; existing ones stay. `HasSequenceEntries` names
-        the entries with a value for each position, which are divided like the tokens."""
+    def new_cache(self, batch_size: int, length: int) -> Any:
+        """Returns an empty cache for up to `length` positions of `batch_size` rows, on the model's device."""
         ...
 
+    def decode(self, batch: Batch, cache: Any) -> Tensor:
+        """Run `forward` on the next positions of each row, after those in `cache`, and extend `cache`.
 
-@runtime_checkable
-class HasSequenceEntries(Protocol):
-    def sequence_entries(self) -> Collection[str]:
-        """Returns names of batch entries (B, S, …) with a value for each position, besides `input_ids`, `labels`,
-        `positions` and `document_ids`. A stage that divides sequences divides these; all others stay whole."""
-        ...
-
-
-@runtime_checkable
-class HasFlops(Protocol):
-    def flops(self, seq_len: int) -> float:
-        """Returns model FLOPs per token, forward and backward, at this sequence length: 6 for each weight that
-        multiplies a token (no embedding look-ups, no recomputation), plus the causal half of attention."""
-        ...
-
-
-@runtime_checkable
-class HasRoles(Protocol):
-    def parameter_roles(self) -> Mapping[str, Role]:
-        """Returns the role of each parameter by name; roles of parameters left out are derived."""
-        ...
-
-
-@runtime_checkable
-class HasTies(Protocol):
-    def tied_parameters(self) -> Mapping[str, str]:
-        """Returns {other name: name under which the shared parameter is listed, initialised and stored}."""
-        ...
-
-
-@runtime_checkable
-class HasLayerFlops(HasFlops, Protocol):
-    """A model whose layers' cost does not follow from their weights, as with experts, of which a token meets a few. Its
-    `flops` minus theirs are spent after the last layer."""
-
-    def layer_flops(self, seq_len: int) -> Sequence[float]:
-        """Returns FLOPs per token of each layer, in order, forward and backward. Called before layers are removed."""
-        ...
-
-
-@runtime_checkable
-class HasTensorParallelPlan(Protocol):
-    def tensor_parallel_plan(self) -> Mapping[str, str]:
-        """Returns {module name pattern (`layers.*.attention.q`): how it is split}, for every module with parameters.
-
-        column: rows of the weight, so that outputs are split. row: columns of the weight; takes split inputs, and sums
-        over ranks. partial_row: row without the sum, for a matrix without a bias or a stack of matrices. column_stack:
-        column for a stack. partial_output: sums its output over the ranks. whole_input: a module around such a pair;
-        its first argument arrives with all positions. vocab_embedding, vocab_head: rows, one per id. sequence: whole
-        weights, on some positions (a norm between such pairs). replicate: whole weights, on split features (a norm of
-        each head).
+        `batch["positions"]` (B, S) has each token's position; a negative one marks left padding, to be ignored.
         """
         ...
 
 
-@runtime_checkable
-class HasSequenceMixers(Protocol):
-    def sequence_mixers(self) -> Mapping[str, int]:
-        """Returns {name: K, key/value heads over all ranks} of the only modules in which positions attend to others.
-
-        Each maps queries (B, S, H, E), keys (B, S, K, E), values (B, S, K, V) with V at most E, and the batch to
-        (B, S, H, V), causally and within documents where the batch has `document_ids`; a stage may replace it."""
-        ...
-
-
 class ExpertStack(Protocol):
-    """A module whose parameters, its own and its children's, all stack experts on dimension 0. Ranks share experts by
-    holding a contiguous range each: with only these parameters, and expert numbers relative to the range, the module
-    computes their part of the sum."""
+    """A module whose parameters, its own and its children's, all stack experts on dimension 0.
+
+    Ranks share experts by holding a contiguous range each: with only these parameters, and expert numbers relative to
+    the range, the module computes their part of the sum.
+    """
 
     def __call__(
         self,
@@ -222,74 +147,167 @@ class ExpertStack(Protocol):
         ...
 
 
-@runtime_checkable
-class HasExpertStacks(Protocol):
+class Model(nn.Module):
+    """A network that the engine can train. Derive from it, and override what stages and metrics of its jobs need.
+
+    `embed`, `finish`, `layers` and `head` are required; everything else has a default.
+    """
+
+    layers: nn.ModuleDict
+    """Ordered, keyed by the global layer number as a string; each maps (carry, batch) -> carry."""
+    head: Any
+    """A module that is a `Head`."""
+
+    def embed(self, batch: Batch) -> Carry:
+        raise NotImplementedError
+
+    def finish(self, carry: Carry, batch: Batch) -> Tensor:
+        """Apply the final norm after the last layer. Returns (B, S, D)."""
+        raise NotImplementedError
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Returns the final hidden states (B, S, D): nothing but the parts, which a pipeline calls one by one."""
+        batch = self.prepare(batch)
+        carry = self.embed(batch)
+        for layer in self.layers.values():
+            carry = layer(carry, batch)
+        return self.finish(carry, batch)
+
+    def prepare(self, batch: Batch) -> Batch:
+        """Returns the batch with further entries, of any shape, that all layers share, such as a mask of documents."""
+        # Not in `embed`, which one rank of a pipeline runs: this is called on each micro-batch and every rank.
+        return batch
+
+    def prepare_sequences(self, batch: Batch) -> Batch:
+        """Returns the batch with entries made of other positions, such as the token after the next; for `prepare`."""
+        # Called before a stage divides the sequences, too: afterwards no rank has all positions.
+        return batch
+
+    def sequence_entries(self) -> Collection[str] | None:
+        """Returns names of the further batch entries (B, S, …) that have a value for each position.
+
+        A stage that divides sequences divides these like the tokens; all others stay whole. None: they are not known.
+        """
+        return None
+
+    def flops(self, seq_len: int) -> float | None:
+        """Returns model FLOPs per token, forward and backward, at this sequence length; None: unknown.
+
+        6 for each weight that multiplies a token (no look-ups, no recomputation), plus the causal half of attention.
+        """
+        return None
+
+    def layer_flops(self, seq_len: int) -> Sequence[float] | None:
+        """Returns FLOPs per token of each layer, forward and backward; None: in proportion to their weights.
+
+        The rest of `flops` is spent after the last layer. Called before layers are removed.
+        """
+        return None
+
+    def parameter_roles(self) -> Mapping[str, Role]:
+        """Returns the role of each parameter by name; roles of parameters left out are derived."""
+        return {}
+
+    def tied_parameters(self) -> Mapping[str, str]:
+        """Returns {other name: name under which the shared parameter is listed, initialised and stored}."""
+        return {}
+
+    def tensor_parallel_plan(self) -> Mapping[str, Any]:
+        """Returns {module name glob (`layers.*.attention.q`): how it is split}, for every module with parameters.
+
+        column: rows of the weight, so that outputs are split. row: columns of the weight; takes split inputs, and sums
+        over ranks. partial_row: row without the sum, for a matrix without a bias or a stack of matrices. column_stack:
+        column for a stack. partial_output: sums its output over the ranks. whole_input: a module around such a pair;
+        its first argument arrives with all positions. vocab_embedding, vocab_head: rows, one per id. sequence: whole
+        weights, on some positions (a norm between such pairs). replicate: whole weights, on split features (a norm of
+        each head). Or an object that the stage knows, such as `forge_plugin_parallel.tp_ways.Way`.
+        """
+        return {}
+
+    def sequence_mixers(self) -> Mapping[str, int]:
+        """Returns {name: K, key/value heads over all ranks} of the only modules in which positions attend to others.
+
+        Each maps queries (B, S, H, E), keys (B, S, K, E), values (B, S, K, V) with V at most E, and the batch to
+        (B, S, H, V), causally and within documents where the batch has `document_ids`; a stage may replace it.
+        """
+        return {}
+
     def expert_stacks(self) -> Sequence[str]:
         """Returns names of the modules that are an `ExpertStack`."""
-        ...
+        return ()
 
+    def ends(self) -> tuple[Sequence[str], Sequence[str]] | None:
+        """Returns names of the modules that `embed` uses, and of those that `finish` and the head use.
 
-@runtime_checkable
-class ChangesWithUpdates(Protocol):
-    """A module with buffers updated from statistics of a step, such as the bias that balances a router's experts."""
-
-    def after_update(self) -> None:
-        """Update the buffers. Called after each update, on every rank, with the counts of all ranks in
-        `context.auxiliary.counted`; not after a skipped update. After a skip that only the device knows of,
-        all counts are zero."""
-        ...
-
-
-@runtime_checkable
-class HasEnds(Protocol):
-    """A model that can be cut between any two layers. Then `layers` holds this rank's only, and modules of an end on
-    another rank are replaced by ones without parameters. Tied modules stay on the same ranks."""
-
-    def ends(self) -> tuple[Sequence[str], Sequence[str]]:
-        """Returns names of the modules that `embed` uses, and names of those that `finish` and the head use."""
-        ...
-
-
-@runtime_checkable
-class HasFurtherBlocks(Protocol):
-    """A model with blocks besides its `layers`, which `finish` runs, such as those that predict further tokens. Stages
-    that wrap each layer (recomputation, torch.compile) wrap them too."""
+        With it, the model can be cut between any two layers: `layers` then holds this rank's only, and modules of an
+        end on another rank are replaced by ones without parameters. Tied modules stay on the same ranks.
+        """
+        return None
 
     def further_blocks(self) -> Sequence[str]:
-        """Returns names of these modules; in a pipeline, of this rank's only."""
-        ...
+        """Returns names of blocks besides `layers`, which `finish` runs; in a pipeline, of this rank's only."""
+        # Named by the model, so that stages which recompute or compile each layer do so with them.
+        return ()
 
-
-@runtime_checkable
-class HasFSDPUnits(Protocol):
     def fsdp_units(self) -> Sequence[Sequence[str]]:
         """Returns groups of module names, each gathered and freed together, in the order of the forward pass."""
-        ...
+        return [[f"layers.{name}"] for name in self.layers]
 
-
-@runtime_checkable
-class HasFloat8Exemptions(Protocol):
     def float8_exempt(self) -> Sequence[str]:
-        """Returns name patterns of modules that keep their precision (head, routers)."""
-        ...
+        """Returns name globs of modules that keep their precision (head, routers)."""
+        return ()
 
-
-@runtime_checkable
-class HasBackendChoices(Protocol):
     def backend_choices(self, seq_len: int) -> Sequence[tuple[str, str, str]]:
         """Returns kernels chosen by measurement for sequences of this length: (operation, choice, reason)."""
-        ...
+        return ()
 
 
-@runtime_checkable
-class Generates(Protocol):
-    """A model that can decode with a cache of past positions."""
+DECLARED = [name for name, member in vars(Model).items() if isfunction(member) and not name.startswith("_")]
+"""Names of the methods of `Model`."""
 
-    def new_cache(self, batch_size: int, length: int) -> Any:
-        """Returns an empty cache for up to `length` positions of `batch_size` rows, on the model's device."""
-        ...
 
-    def decode(self, batch: Batch, cache: Any) -> Tensor:
-        """Run `forward` on the next positions of each row, after those in `cache`, and extend `cache`.
-        `batch["positions"]` (B, S) gives each token's position; a negative one marks left padding, to be ignored."""
-        ...
+def with_defaults(module: Any) -> Model:
+    """Returns the module with the defaults of `Model` for methods that it lacks, if it does not derive from it."""
+    if not isinstance(module, Model):
+        # Into a class of its own, after whatever the module's class or its `__getattr__` has: a wrapper may pass on the
+        # methods of the model inside it.
+        cls = type(module)
+        lacking = {name: getattr(Model, name) for name in DECLARED if getattr(module, name, None) is None}
+        module.__class__ = type(cls.__name__, (cls,), {"__module__": cls.__module__, **lacking})
+    return module
+
+
+def misspelt(model: Model) -> Iterator[tuple[str, str]]:
+    """Yields methods whose names resemble one of `Model` that is not overridden, each with that name."""
+    own = {name for cls in type(model).__mro__ if not issubclass(Model, cls) for name in vars(cls)}
+    left = [name for name in DECLARED if name not in own]
+    for name in sorted(own - {*DECLARED}):
+        if isfunction(getattr(type(model), name)) and (meant := closest(name, left, SURE)):
+            yield name, meant
+
+
+_FORMER = {
+    "Prepares": "prepare",
+    "PreparesSequences": "prepare_sequences",
+    "HasSequenceEntries": "sequence_entries",
+    "HasFlops": "flops",
+    "HasLayerFlops": "layer_flops",
+    "HasRoles": "parameter_roles",
+    "HasTies": "tied_parameters",
+    "HasTensorParallelPlan": "tensor_parallel_plan",
+    "HasSequenceMixers": "sequence_mixers",
+    "HasExpertStacks": "expert_stacks",
+    "HasEnds": "ends",
+    "HasFurtherBlocks": "further_blocks",
+    "HasFSDPUnits": "fsdp_units",
+    "HasFloat8Exemptions": "float8_exempt",
+    "HasBackendChoices": "backend_choices",
+}
+"""Protocols of 0.1, which asked a model for one method each; version 0.3 removes them."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _FORMER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    method = {_FORMER[name]: getattr(Model, _FORMER[name])}
+    return runtime_checkable(new_class(name, (Protocol,), exec_body=lambda body: body.update(method)))

@@ -1,6 +1,6 @@
 """Contracts of losses, parallel stages, executors, loggers and storages with the engine.
 
-Shapes: B sequences of a micro-batch, S positions, D model width.
+Shapes: B sequences of a micro-batch, S positions, D width.
 """
 
 from __future__ import annotations
@@ -34,22 +34,19 @@ LossFunction = Callable[["Head", "Tensor", "Batch"], LossOutput]
 
 
 class ParallelStage:
-    """What a `ParallelComponent` builds: a transform of the model, and what it adds to each step.
+    """A transform of the model, as a `ParallelComponent` builds it, and what it adds to each step.
 
-    Derive from it and override what the stage needs. Attributes and helpers of a stage's own start with an underscore:
-    a public name that is not one of these is refused when the stage is built, because a misspelt
-    `complete_gradients` would otherwise never be called, and gradients would stay partial in silence.
+    Derive from it and override what the stage needs. Names of a stage's own start with an underscore.
     """
+
+    # Another public name is refused when the stage is built (`parallel.stages.check_contract`): a misspelt
+    # `complete_gradients` would never be called, and gradients would stay partial in silence.
 
     parameter_device: torch.device | None = None
     """Where the stage keeps parameters, gradients and optimizer state; None: on the run's device."""
 
     def apply(self, model: Model) -> Model:
-        """Transform the model, in place or not. It is on the meta device, and parameter names must stay the same.
-
-        Returns:
-            The model that the next stage receives.
-        """
+        """Transform the model, on the meta device and in place or not; parameter names must stay the same."""
         return model
 
     def describe(self) -> str:
@@ -63,6 +60,7 @@ class ParallelStage:
         reduce is then reduced in `complete_gradients`.
 
         Args:
+            model: the model after all stages.
             backward: whether the context also spans recomputation and the backward pass.
             last: whether this is the last micro-batch of its step.
         """
@@ -73,14 +71,11 @@ class ParallelStage:
         return batch
 
     def complete_gradients(self, model: Model) -> None:
-        """Sum what the backward passes left partial; overridden by a stage that leaves gradients partial or owns their
-        reduction. Called once a step, after the last backward pass, in the reverse of the order of `apply`."""
+        """Sum what the backward passes left partial; called once a step, in the reverse of the order of `apply`."""
+        # A hook of autograd would have to know which backward pass is the last, and their order is not the stages'.
 
     def executor(self, model: Model, loss: LossFunction, stages: Sequence[ParallelStage]) -> Executor | None:
-        """Returns an executor where the stage runs the micro-batches itself, else None.
-
-        Its component says so too (`ParallelComponent.brings_executor`).
-        """
+        """Returns an executor if the component has `brings_executor`: the stage runs the micro-batches itself."""
         return None
 
     def counted_elsewhere(self, model: Model) -> Iterable[nn.Parameter]:
@@ -103,22 +98,16 @@ class Executor(Protocol):
     """Runs micro-batches of equal shape. The run loop cannot tell one executor from another."""
 
     def train_step(self, batches: Sequence[Batch], denominator: Tensor) -> StepOutput:
-        """Forward and backward of all micro-batches; gradients accumulate.
+        """Forward and backward of the step's micro-batches on this rank; gradients accumulate.
 
-        Args:
-            batches: the step's micro-batches on this rank.
-            denominator: () valid tokens of the global batch, on the device. Each loss sum is divided by it before its
-                backward pass, so every reduction of gradients is a plain sum.
+        `denominator` () is the number of valid tokens of the global batch, on the device.
         """
+        # Each loss sum is divided by it before its backward pass, so that every reduction of gradients is a plain sum.
         ...
 
     def evaluate(self, batches: Sequence[Batch], measure: LossFunction | None = None) -> StepOutput:
-        """Forward only, without gradients.
-
-        Args:
-            measure: replaces the job's loss, for example by a count of right predictions; its `per_sequence` is
-                returned.
-        """
+        """Forward only; `measure` replaces the job's loss, for example by a count of right predictions."""
+        # A parameter and not a call of the model: under `pp`, `cp` and `tp` only the executor can run it.
         ...
 
 
@@ -126,14 +115,12 @@ class Logger(Protocol):
     """Receives metrics on rank 0. One that keeps records in memory implements `Flushes` too."""
 
     def start(self, step: int) -> None:
-        """The run starts after `step` completed steps: anything recorded later than that is stale. 0: from nothing, and
-        whatever there is is stale."""
+        """The run starts after `step` completed steps: anything recorded later than that is stale."""
 
     def log(self, record: Mapping[str, Any]) -> None:
         """One line: `step` and numbers. Training lines have `loss`, …; evaluation lines have keys `eval/…`.
 
-        What modules counted is in a training line under `counts`: {name: {row: list of numbers}}, `row` being a layer's
-        number as a string.
+        Counts of modules are in a training line under `counts`: {name: {layer's number as a string: numbers}}.
         """
 
     def close(self) -> None:
@@ -142,11 +129,11 @@ class Logger(Protocol):
 
 @runtime_checkable
 class Flushes(Protocol):
-    """A logger that keeps records in memory: a run that is killed continues from its checkpoint, and does not log the
-    steps before that again."""
+    """A logger that keeps records in memory."""
 
     def flush(self) -> None:
         """Put all records where they outlive the process. Called before each checkpoint; raising fails the save."""
+        # A run that is killed continues from the checkpoint, and does not log the steps before it again.
         ...
 
 
@@ -154,19 +141,19 @@ class Storage(Protocol):
     """Checkpoints by step. A checkpoint is a folder that appears whole or not at all."""
 
     def begin(self, step: int) -> Path:
-        """An empty folder to write into. Clears the storage first (see `clear`)."""
+        """Returns an empty folder to write into. Clears the storage first (see `clear`)."""
         ...
 
     def commit(self, step: int) -> Path:
-        """Make what was written visible as the checkpoint of `step`; gives its folder."""
+        """Make what was written visible as the checkpoint of `step`. Returns its folder."""
         ...
 
     def clear(self) -> None:
-        """Remove what was begun and never committed, and what deletions that were cut short have left."""
+        """Remove what was begun and never committed, and the remains of deletions that were cut short."""
         ...
 
     def discard(self, step: int) -> None:
-        """Remove what was written for `step` and not committed, as far as that is possible."""
+        """Try to remove what was written for `step` and not committed."""
         ...
 
     def steps(self) -> Sequence[int]:

@@ -19,8 +19,8 @@ from forge_core.contracts.components import DatasetComponent, TrainingHook
 from forge_core.contracts.contexts import BuildContext
 from forge_core.contracts.data import Dataset, Documents, DocumentStream, Stream, Tokenizer
 from forge_core.contracts.errors import JobError, Problem
-from forge_core.contracts.model import HasBackendChoices, HasFlops, Model, PreparesSequences, Role
-from forge_core.contracts.parameters import NamedParameters, roles_of
+from forge_core.contracts.model import Model, Role
+from forge_core.contracts.optimizer import NamedParameters, roles_of
 from forge_core.contracts.runtime import Executor, LossFunction, ParallelStage
 from forge_core.data.loader import held_out
 from forge_core.data.packing import WindowPacking
@@ -59,14 +59,13 @@ class Outline:
     @classmethod
     def of(cls, model: Model, seq_len: int) -> Outline:
         """Take the facts of a bare model."""
-        assert isinstance(model, torch.nn.Module)
         return cls(
             roles=roles_of(model),
             sizes={name: parameter.numel() for name, parameter in model.named_parameters()},
             tensors={name: tensor.shape for name, tensor in model_tensors(model).items()},
             ties=ties(model),
-            flops=model.flops(seq_len) if isinstance(model, HasFlops) else None,
-            backend_choices=model.backend_choices(seq_len) if isinstance(model, HasBackendChoices) else (),
+            flops=model.flops(seq_len),
+            backend_choices=model.backend_choices(seq_len),
         )
 
     def names(self, listed: Iterable[str]) -> Names:
@@ -288,5 +287,4 @@ def _executor(job: Job, context: BuildContext, built: BuiltModel, loss: LossFunc
     if not splits:
         return executor
     # Before the first split: afterwards no rank sees the neighbours of its last position.
-    first = [model.prepare_sequences] if isinstance(model, PreparesSequences) else []
-    return SplittingExecutor(executor, [*first, *splits])
+    return SplittingExecutor(executor, [model.prepare_sequences, *splits])

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 
     from forge_core.contracts.components import ParameterGroup
     from forge_core.contracts.contexts import BuildContext
-    from forge_core.contracts.optimizer import Schedule
-    from forge_core.contracts.parameters import NamedParameters
+    from forge_core.contracts.optimizer import NamedParameters, Schedule
     from forge_core.engine.build import Outline
     from forge_core.job import Job
 

@@ -185,7 +185,6 @@ def _rehearse(run: Run, progress: Progress, echo: Callable[[str], object]) -> No
         batches = loader.next_step()
     finally:
         loader.close()
-    assert isinstance(run.model, torch.nn.Module)
     buffers = {name: buffer.clone() for name, buffer in run.model.named_buffers()}
     shape = tuple(batches[0]["input_ids"].shape)
     try:  # a pipeline's schedule is made for all its micro-batches; one alone would not run

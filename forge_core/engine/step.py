@@ -52,7 +52,6 @@ class Stepper:
         self._counted = [parameter for parameter in self._parameters if id(parameter) not in elsewhere]
         self._pipeline = pipeline_group(run.context.mesh)
         self._attached: dict[str | Count, torch.Size] | None = None
-        assert isinstance(run.model, nn.Module)
         self._changing = [module for module in run.model.modules() if isinstance(module, ChangesWithUpdates)]
         self._source_names = source_names(run.job)
         key = hashlib.blake2b(f"{run.job.job.seed}:draw".encode(), digest_size=7).digest()

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import nn
 
 from forge_core.auxiliary import Auxiliary
 from forge_core.contracts.contexts import BuildContext
 from forge_core.contracts.data import Tokenizer
+from forge_core.contracts.deprecation import deprecated
 from forge_core.contracts.errors import JobError, Problem
 from forge_core.contracts.layout import Layout
-from forge_core.contracts.model import Model
+from forge_core.contracts.model import Model, misspelt, with_defaults
+from forge_core.contracts.optimizer import role_problems, roles_of
 from forge_core.parallel.stages import model_problems
 from forge_core.plugins.catalog import Catalog
 from forge_core.plugins.manager import Plugins, RunContext
@@ -24,10 +26,24 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 
 def bare_model(job: Job, context: BuildContext) -> Model:
-    """The whole model, without memory, as no stage has changed it; parameters have the dtype that they are kept in."""
+    """The whole model, on the meta device and changed by no stage, with parameters in the dtype that they are kept in.
+
+    Raises:
+        JobError: a method of the model is a misspelt one of `Model`.
+    """
     with torch.device("meta"):
-        model = context.build(job.model)
-    assert isinstance(model, nn.Module)
+        built = context.build(job.model)
+    cls = f"{type(built).__module__}.{type(built).__qualname__}"
+    if not isinstance(built, Model):
+        hint = "derive it from forge_core.contracts.model.Model"
+        warnings.warn(deprecated(f"the model {cls} of a class of its own", "0.3", hint), stacklevel=2)
+    model = with_defaults(built)
+    for name, meant in misspelt(model) if isinstance(built, Model) else ():
+        # It would never be called, and the default would be used in silence.
+        hint = f"did you mean {meant!r}? A name of its own that is so similar starts with an underscore"
+        raise JobError(
+            [Problem("model", f"{cls} has {name!r}, which forge_core.contracts.model.Model has not; {hint}")]
+        )
     if context.dtype == torch.float64:
         model.double()
     elif job.optimizer.parameter_dtype == "bf16":
@@ -37,14 +53,13 @@ def bare_model(job: Job, context: BuildContext) -> Model:
 
 
 def fitting_problems(job: Job, layout: Layout, catalog: Catalog) -> list[Problem]:
-    """Problems of stages and the optimizer with the model, or of the model itself; it is built on the meta device, and
-    no data are read.
+    """Problems of stages and the optimizer with the model, or of the model itself; no data are read.
 
-    Nothing where that cannot be known ahead, since only the data tell what the model needs to know of the tokenizer.
-    The run tells then. On a device that is chosen when a run starts, what is wrong on each of them.
+    None where only the data show what the model needs to know of the tokenizer: the run then raises them.
     """
     tokenizer = _tokenizer(job)
     refused: list[list[Problem]] = []
+    # With "auto", the run chooses the device: a model is refused here only for what is wrong on both.
     for device in ("cuda", "cpu") if job.train.device == "auto" else (job.train.device,):
         try:
             model = bare_model(job, bare_context(job, layout, catalog, torch.device(device), tokenizer))
@@ -53,10 +68,12 @@ def fitting_problems(job: Job, layout: Layout, catalog: Catalog) -> list[Problem
         except JobError as error:
             refused.append(list(error.problems))
         except Exception as error:
-            seen = f"building it failed: {type(error).__name__}: {error}"
-            refused.append([Problem("model", f"{seen}; a model is built on the meta device, without other ranks")])
+            message = f"building it failed: {type(error).__name__}: {error}"
+            refused.append([Problem("model", f"{message}; a model is built on the meta device, without other ranks")])
         else:
-            problems = [problem.below("optimizer") for problem in job.optimizer.model_problems(model, layout)]
+            of_roles = role_problems(job.optimizer, roles_of(model))
+            of_optimizer = (*of_roles, *job.optimizer.model_problems(model, layout))
+            problems = [problem.below("optimizer") for problem in of_optimizer]
             return [*model_problems(model, job.parallel, layout), *problems]
     if job.data.tokenizer is not None and tokenizer is None:
         return []
@@ -64,11 +81,11 @@ def fitting_problems(job: Job, layout: Layout, catalog: Catalog) -> list[Problem
 
 
 class _NotKnownYet(Exception):
-    """Something is asked of a tokenizer that is not there yet."""
+    """The model asked something of a tokenizer that is not there yet."""
 
 
 class _TokenizerToBe:
-    """Stands in for the tokenizer that a run will have, and has what is known of it."""
+    """Stands in for the tokenizer that a run will have: its size is known before it is trained or loaded."""
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size

@@ -1,9 +1,4 @@
-"""Seeded initialisation that does not depend on the layout.
-
-A model is built on the meta device. Here it gets memory, filled with NaN so that whatever stays uninitialised is found,
-and then its values: each parameter is drawn in fixed blocks along dimension 0, each block by a generator of its own
-seeded from (seed, parameter name, block), so a rank draws only the blocks it holds and all layouts agree.
-"""
+"""Seeded initialisation of a model on the meta device, which does not depend on the layout."""
 
 from __future__ import annotations
 
@@ -16,11 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from forge_core.contracts.errors import ForgeError
-from forge_core.contracts.model import HasTies, Initialises
+from forge_core.contracts.model import Initialises, with_defaults
+from forge_core.parallel.mesh import local_part
 
 if TYPE_CHECKING:
     from forge_core.contracts.model import Model
 
+# A parameter is drawn in fixed blocks along dimension 0, each by a generator of its own, seeded from (seed, parameter
+# name, block). A rank draws the blocks that it holds, so that values depend on neither the layout nor the order of
+# modules, and a module that is added changes no other.
 BLOCK = 2**20
 """Elements of a block at most, for matrices; one matrix of a stack is one block whatever its size."""
 
@@ -30,9 +29,8 @@ class SeededFill:
 
     def __init__(self, parameter: Tensor, name: str, seed: int, device: torch.device | None = None) -> None:
         """`device`: where numbers are drawn; by default, where the parameter lives."""
-        self._parameter = parameter
-        self._name = name
-        self._seed = seed
+        self._parameter, self._name, self._seed = parameter, name, seed
+        # A generator of another device draws other numbers: parameters kept on the host are drawn on the run's device.
         self._device = device or parameter.device
         self.used = False
 
@@ -64,15 +62,20 @@ class SeededFill:
         for local, start, stop, rest in _local_rows(self._parameter):
             for block in range(start // rows, -(-stop // rows)):
                 first, last = block * rows, min((block + 1) * rows, whole_shape[0])
+                # The whole block, also where this rank holds a part of its rows or columns, and in float32 whatever the
+                # parameter's dtype: other shapes and dtypes would draw other numbers.
                 drawn = torch.empty((last - first, *whole_shape[1:]), dtype=torch.float32, device=self._device)
                 fill(drawn, self._generator(block))
                 low, high = max(first, start), min(last, stop)
                 local[low - start : high - start].copy_(drawn[low - first : high - first][rest])
 
     def _generator(self, block: int) -> torch.Generator:
-        key = f"{self._seed}:{self._name}:{block}"
-        digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
-        return torch.Generator(self._device).manual_seed(int.from_bytes(digest, "little") >> 1)
+        return torch.Generator(self._device).manual_seed(_number(f"{self._seed}:{self._name}:{block}"))
+
+
+def _number(key: str) -> int:
+    """A seed made of a text; 63 bits, which every generator takes."""
+    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little") >> 1
 
 
 def _rows_per_block(parameter: Tensor) -> int:
@@ -87,7 +90,7 @@ def _local_rows(parameter: Tensor) -> list[tuple[Tensor, int, int, Any]]:
         return [(parameter.data, 0, parameter.shape[0], ...)]
     local = parameter.to_local()
     parts = []
-    chunks: Any = parameter
+    chunks: Any = parameter  # a DTensor, which knows for checkpoints where its parts are in the whole
     for chunk in chunks.__create_chunk_list__():
         rest = tuple(slice(o, o + s) for o, s in zip(chunk.offsets[1:], chunk.sizes[1:], strict=True))
         parts.append((local, chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0], (slice(None), *rest)))
@@ -95,59 +98,39 @@ def _local_rows(parameter: Tensor) -> list[tuple[Tensor, int, int, Any]]:
 
 
 def materialise(model: Model, device: torch.device, seed: int, home: torch.device | None = None) -> None:
-    """Give a model on the meta device memory on `device`, and its initial values.
-
-    Args:
-        home: where parameters live, if not on `device`. Their values are those that they would have there.
+    """Give a model on the meta device memory on `device`, its parameters on `home`, and its initial values.
 
     Raises:
         ForgeError: a parameter or buffer was left uninitialised; names it and the module's class.
     """
-    assert isinstance(model, nn.Module)
     allocate(model, device, home)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.fill_(torch.nan)
-    drawn: set[int] = set()
+            parameter.fill_(torch.nan)  # so that `check_finite` finds what no module initialises
+    drawn: set[int] = set()  # a tied parameter is drawn once, under the name by which it is listed
     for module_name, module in model.named_modules():
         _initialise_module(module, module_name, device, seed, drawn)
 
 
 def allocate(model: Model, device: torch.device, home: torch.device | None = None) -> None:
-    """Give a model on the meta device memory on `device`, to its parameters on `home`; its values are arbitrary.
-
-    From now on, gradients add up in float32 or wider, whatever parameters are kept in.
-    """
-    assert isinstance(model, nn.Module)
+    """Give a model on the meta device memory on `device`, to its parameters on `home`; its values are arbitrary."""
     model.to_empty(device=home or device)
-    if home is not None:
-        _move_buffers(model, device)
-    _tie(model)
+    for module in model.modules() if home is not None else ():
+        for key, buffer in module.named_buffers(recurse=False):
+            module._buffers[key] = buffer.to(device)
+    # `to_empty` makes a new parameter for each module that holds one; put tied ones together again.
+    for other, name in ties(model).items():
+        holder, _, key = other.rpartition(".")
+        setattr(model.get_submodule(holder), key, model.get_parameter(name))
     for parameter in model.parameters():
+        # Gradients of parameters in bfloat16 would else accumulate in it, and lose small ones.
         parameter.grad_dtype = torch.promote_types(parameter.dtype, torch.float32)
 
 
-def _move_buffers(model: nn.Module, device: torch.device) -> None:
-    for module in model.modules():
-        for key, buffer in module.named_buffers(recurse=False):
-            module._buffers[key] = buffer.to(device)
-
-
 def ties(model: Model) -> Mapping[str, str]:
-    """Other names of tied parameters, with the name under which each is listed; of those that this rank has."""
-    assert isinstance(model, nn.Module)
-    if not isinstance(model, HasTies):
-        return {}
+    """Other names of tied parameters of this rank, with the name under which each is listed."""
     own = {name for name, _ in model.named_parameters()}
-    return {other: name for other, name in model.tied_parameters().items() if name in own}
-
-
-def _tie(model: Model) -> None:
-    """`to_empty` makes a new parameter for each module that holds one; put tied ones together again."""
-    assert isinstance(model, nn.Module)
-    for other, name in ties(model).items():
-        module, _, key = other.rpartition(".")
-        setattr(model.get_submodule(module), key, model.get_parameter(name))
+    return {other: name for other, name in with_defaults(model).tied_parameters().items() if name in own}
 
 
 def _initialise_module(module: nn.Module, name: str, device: torch.device, seed: int, drawn: set[int]) -> None:
@@ -165,19 +148,17 @@ def _initialise_module(module: nn.Module, name: str, device: torch.device, seed:
 
 
 def _reset(module: nn.Module, name: str, own: list[tuple[str, nn.Parameter]], device: torch.device, seed: int) -> None:
-    """Modules of torch's kind: run their `reset_parameters` on a whole copy, and take this rank's part of it."""
-    reset = getattr(module, "reset_parameters", None)
-    if reset is None:
+    """Initialise a module of torch's kind: its `reset_parameters` draws a whole copy, of which this rank has a part."""
+    if getattr(module, "reset_parameters", None) is None:
         missing = ", ".join([key for key, _ in own] + [key for key, _ in module.named_buffers(recurse=False)])
         raise ForgeError(
             f"{type(module).__name__} ({name or 'the model'}) cannot initialise {missing}: implement "
             "init_parameter(name, fill) and init_buffers(device), see forge_core.contracts.model.Initialises"
         )
     whole = _whole_copy(module, device)
+    # `reset_parameters` takes numbers from the default generators only, which are put back afterwards.
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():
-        torch.manual_seed(
-            int.from_bytes(hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest(), "little") >> 1
-        )
+        torch.manual_seed(_number(f"{seed}:{name}"))
         whole.reset_parameters()
         for key, parameter in own:
             SeededFill(parameter, key, seed, device).copy(getattr(whole, key))
@@ -186,28 +167,25 @@ def _reset(module: nn.Module, name: str, own: list[tuple[str, nn.Parameter]], de
 
 
 def _whole_copy(module: nn.Module, device: torch.device) -> Any:
+    """The module with whole parameters of its own, in float32 or wider: values are those of float32, rounded."""
     whole = copy.copy(module)
     whole._parameters = {
-        key: None if p is None else nn.Parameter(torch.empty(p.shape, dtype=_drawn_in(p.dtype), device=device))
+        key: None
+        if p is None
+        else nn.Parameter(torch.empty(p.shape, dtype=torch.promote_types(p.dtype, torch.float32), device=device))
         for key, p in module._parameters.items()
     }
     whole._buffers = {key: None if b is None else torch.zeros_like(b) for key, b in module._buffers.items()}
     return whole
 
 
-def _drawn_in(dtype: torch.dtype) -> torch.dtype:
-    """Values do not depend on whether parameters are kept in fewer bits, but for rounding."""
-    return torch.promote_types(dtype, torch.float32)
-
-
 def check_finite(model: Model) -> None:
-    """Find what initialisation forgot.
+    """Find a parameter that initialisation forgot.
 
     Raises:
-        ForgeError: names the first parameter or buffer that is not finite.
+        ForgeError: names the first that is not finite.
     """
-    assert isinstance(model, nn.Module)
     for name, parameter in model.named_parameters():
-        local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+        local = local_part(parameter)
         if local.numel() and not bool(torch.isfinite(local.sum())):
             raise ForgeError(f"parameter {name} is not finite after initialisation")

@@ -1,19 +1,20 @@
-"""The world: process group, DeviceMesh, and sums over the ranks that hold different tokens."""
+"""The process group of a run, the mesh of its ranks, and reductions over them."""
 
 from __future__ import annotations
 
 import math
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from forge_core.contracts.errors import ForgeError, JobError, Problem
+from forge_core.contracts.errors import JobError, Problem
 from forge_core.contracts.layout import Layout, MeshDimension
 from forge_core.launch.rendezvous import current_rendezvous
 from forge_core.launch.slurm import is_rank_of_step
@@ -31,12 +32,12 @@ def global_rank() -> int:
 
 
 def choose_device(name: str) -> torch.device:
-    """The device of this rank. With `auto`, ranks that are more than the machine's GPUs train on its CPU, all of them,
-    and say so: two ranks cannot share a GPU (NCCL refuses it).
+    """The device of this rank. With `auto`, all ranks of a machine with fewer GPUs than ranks train on its CPU.
 
     Raises:
         JobError: CUDA was asked for, and there is none, or too little of it.
     """
+    # NCCL refuses two ranks on one GPU, and devices of two kinds could not be in one mesh, so it is all ranks or none.
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     ranks = _ranks_that_share_gpus()
     if name == "cpu" or (name == "auto" and not gpus):
@@ -45,23 +46,26 @@ def choose_device(name: str) -> torch.device:
         raise JobError([Problem("train.device", 'is "cuda", but torch finds no CUDA device; use "cpu" or "auto"')])
     if ranks <= gpus:
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % gpus)
-    seen = f"{ranks} ranks on this machine and {gpus} GPU{'s' if gpus > 1 else ''}, which ranks cannot share"
+    counts = f"{ranks} ranks on this machine and {gpus} GPU{'s' if gpus > 1 else ''}, which ranks cannot share"
     if name == "cuda":
-        fix = f'start {gpus}, or set train.device = "cpu"'
-        raise JobError([Problem("train.device", f'is "cuda", but there are {seen}; {fix}')])
+        hint = f'start {gpus}, or set train.device = "cpu"'
+        raise JobError([Problem("train.device", f'is "cuda", but there are {counts}; {hint}')])
     if global_rank() == 0:
-        warnings.warn(f"there are {seen}: training on the CPU, with gloo; start {gpus} to use CUDA", stacklevel=2)
+        warnings.warn(f"there are {counts}: training on the CPU, with gloo; start {gpus} to use CUDA", stacklevel=2)
     return torch.device("cpu")
 
 
 def _ranks_that_share_gpus() -> int:
-    """Ranks that see the same GPUs. SLURM may show each task its own only, so there nothing is known."""
+    """Ranks of this machine that see the same GPUs; 1 where that is not known."""
+    # SLURM may show each task its own GPUs only.
     return 1 if is_rank_of_step(os.environ) else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def make_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
     """Start the process group if there is none, and arrange its ranks by `layout`. A world of one is a mesh too."""
+    # So code has one path, and what works on one process was not another program.
     if not dist.is_initialized():
+        # Two backends: metrics, checkpoints and requests are sent from the CPU, without a wait for the GPU.
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         rendezvous = current_rendezvous()
         if rendezvous is not None:
@@ -72,26 +76,13 @@ def make_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
         else:
             store = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group(backend, store=store, rank=0, world_size=1)
-    mesh = _mesh_of(layout.degrees, device.type)
-    mesh.forge_layout, mesh.forge_arrangements = layout, []  # type: ignore[attr-defined]
+    mesh = mesh_of(layout.degrees, device.type)
+    mesh.forge_layout = layout  # type: ignore[attr-defined]
     return mesh
 
 
-def arrange(mesh: DeviceMesh, sizes: Mapping[str, int]) -> DeviceMesh:
-    """The ranks of the run's mesh in another arrangement, for a stage that groups them its own way. Collective.
-
-    Parameters may be split over its dimensions: `coordinate` knows them from then on.
-
-    Args:
-        mesh: the run's mesh (`context.mesh`).
-        sizes: ranks by name, outermost first, for all ranks of the run. A name that `mesh` has too must mean the same.
-    """
-    other = _mesh_of(sizes, mesh.device_type)
-    mesh.forge_arrangements.append(other)  # type: ignore[attr-defined]
-    return other
-
-
-def _mesh_of(sizes: Mapping[str, int], device_type: str) -> DeviceMesh:
+def mesh_of(sizes: Mapping[str, int], device_type: str) -> DeviceMesh:
+    """All ranks of the run, row by row, in a mesh of these dimensions, outermost first. Collective."""
     ranks = torch.arange(math.prod(sizes.values()), dtype=torch.int).view(*sizes.values())
     mesh = DeviceMesh(device_type, ranks, mesh_dim_names=tuple(sizes))
     _set_timeouts(mesh)
@@ -99,12 +90,13 @@ def _mesh_of(sizes: Mapping[str, int], device_type: str) -> DeviceMesh:
 
 
 GROUP_MARGIN = timedelta(days=1)
-"""How much longer than the watchdog process groups wait. The watchdog sees whether any rank still moves, as in a long
-save on rank 0; a collective only knows how long it has waited, and is for the case that no watchdog can run."""
+"""How much longer than the watchdog process groups wait."""
+# The watchdog sees whether any rank still moves, as in a long save on rank 0. A collective only knows how long it has
+# waited, and is for the case that no watchdog can run.
 
 
 def group_timeout() -> timedelta | None:
-    """The limit of this run's process groups; None: torch's own, where nobody watches the ranks."""
+    """The limit of this run's process groups; None: torch's own, where no watchdog runs."""
     rendezvous = current_rendezvous()
     if rendezvous is None:
         return None
@@ -113,7 +105,7 @@ def group_timeout() -> timedelta | None:
 
 
 def _set_timeouts(mesh: DeviceMesh) -> None:
-    """The groups of a mesh take torch's default limit, 10 minutes with NCCL, whatever the group of all ranks has."""
+    # The groups of a mesh have torch's default limit, 10 minutes with NCCL, whatever the group of all ranks has.
     limit = group_timeout()
     if limit is not None:
         for group in mesh.get_all_groups():
@@ -121,7 +113,8 @@ def _set_timeouts(mesh: DeviceMesh) -> None:
 
 
 def leave_group() -> None:
-    """End the process group, at the end of a process that ends well: after a failure other ranks may be gone."""
+    """End the process group, at the end of a process that ends well."""
+    # Not after a failure: it waits for the other ranks, which may be gone.
     if dist.is_initialized():
         dist.destroy_process_group()
     rendezvous = current_rendezvous()
@@ -139,6 +132,8 @@ def part_of_step(mesh: DeviceMesh | None, layout: Layout) -> int:
     return _rank_along([d.name for d, _ in layout.sizes if d.divides_tokens or d.layers], mesh, layout)
 
 
+# Collectives below take their groups from the whole mesh: slicing one (`mesh["shard"]`) builds a new mesh, which costs
+# several operations on the device in every step.
 def _rank_along(dimensions: Sequence[str], mesh: DeviceMesh | None, layout: Layout) -> int:
     number = 0
     for name in dimensions:
@@ -146,19 +141,17 @@ def _rank_along(dimensions: Sequence[str], mesh: DeviceMesh | None, layout: Layo
     return number
 
 
-def all_reduce_tokens(tensor: torch.Tensor, mesh: DeviceMesh | None) -> torch.Tensor:
+def all_reduce_tokens(tensor: Tensor, mesh: DeviceMesh | None) -> Tensor:
     """Sum in place over the ranks that hold different tokens; the identity in a world of one."""
     return _all_reduce_along(lambda dimension: dimension.divides_tokens, tensor, mesh)
 
 
-def all_reduce_samples(tensor: torch.Tensor, mesh: DeviceMesh | None) -> torch.Tensor:
+def all_reduce_samples(tensor: Tensor, mesh: DeviceMesh | None) -> Tensor:
     """Sum in place over the ranks that hold different sequences; the identity in a world of one."""
     return _all_reduce_along(lambda dimension: dimension.samples, tensor, mesh)
 
 
-def _all_reduce_along(
-    wanted: Callable[[MeshDimension], bool], tensor: torch.Tensor, mesh: DeviceMesh | None
-) -> torch.Tensor:
+def _all_reduce_along(wanted: Callable[[MeshDimension], bool], tensor: Tensor, mesh: DeviceMesh | None) -> Tensor:
     for dimension in _divided(mesh):
         if wanted(dimension):
             assert mesh is not None
@@ -176,7 +169,7 @@ def _divided(mesh: DeviceMesh | None) -> list[MeshDimension]:
 
 
 def _dimensions(mesh: DeviceMesh) -> Mapping[str, MeshDimension]:
-    """What the stages of its job declare of its dimensions; of a mesh that no job made, the usual ones."""
+    """Its dimensions as the stages of its job declare them; of a mesh that no job made, the usual ones."""
     layout: Layout = vars(mesh).get("forge_layout", Layout())
     return {dimension.name: dimension for dimension, _ in layout.sizes}
 
@@ -193,26 +186,7 @@ def place_of(rank: int, mesh: DeviceMesh) -> dict[str, int]:
     return {name: rank // below[number] % mesh.shape[number] for number, name in enumerate(names)}
 
 
-def coordinate(rank: int, dimension: str, mesh: DeviceMesh) -> int:
-    """The place of a global rank along a dimension of the run's mesh, along several that were flattened into one
-    (`shard_cp`), or along one of another arrangement (`arrange`).
-
-    Raises:
-        ForgeError: there is no such dimension.
-    """
-    parts = dimension.split("_")
-    arrangements: list[DeviceMesh] = [mesh, *vars(mesh).get("forge_arrangements", ())]
-    for arrangement in arrangements:
-        names = arrangement.mesh_dim_names or ()
-        if set(parts) <= set(names):
-            place, number = place_of(rank, arrangement), 0
-            for part in parts:
-                number = number * arrangement.shape[names.index(part)] + place[part]
-            return number
-    raise ForgeError(f"no mesh of this run has the dimension {dimension!r}; make one by `parallel.mesh.arrange`")
-
-
-def local_part(tensor: Any) -> torch.Tensor:
+def local_part(tensor: Any) -> Tensor:
     """This rank's part of a tensor that is split over ranks; any other tensor itself."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
@@ -222,7 +196,8 @@ RING_UP_TO = 64
 
 
 def any_rank(flags: Sequence[bool]) -> list[bool]:
-    """Of each flag, whether any rank of the run has it set. Collective, and part of every step."""
+    """Whether any rank of the run has each flag set. Collective, and part of every step."""
+    # uint8 on the CPU: requests are the host's, which must not wait for the device.
     known = torch.tensor(flags, dtype=torch.uint8)
     if dist.get_world_size() > RING_UP_TO:
         known = _disseminate(known)
@@ -231,9 +206,10 @@ def any_rank(flags: Sequence[bool]) -> list[bool]:
     return [bool(flag) for flag in known.tolist()]
 
 
-def _disseminate(known: torch.Tensor) -> torch.Tensor:
-    """Logical or of all ranks' flags in log2(n) rounds (dissemination, Hensgen et al. 1988): in round k a rank sends
-    what it knows to the rank 2^k further on. A flag may arrive twice, which changes nothing, so any n will do."""
+def _disseminate(known: Tensor) -> Tensor:
+    """Logical or of all ranks' flags in log2(n) rounds (dissemination, Hensgen et al. 1988)."""
+    # In round k a rank sends what it knows to the rank 2^k further on. A flag may arrive twice, which changes nothing
+    # in a logical or, so n need not be a power of two.
     rank, size, distance = dist.get_rank(), dist.get_world_size(), 1
     received = torch.empty_like(known)
     while distance < size:
@@ -258,3 +234,40 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[A
     gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, value, group)
     return gathered
+
+
+BUCKET = 25 * 2**20
+"""Elements a reduction takes at most: large enough for bandwidth, small enough to bound the copy."""
+
+
+def sum_gradients(parameters: Iterable[nn.Parameter], reduce: Callable[[Tensor], object]) -> None:
+    """Sum, in place, the gradients of parameters that train; of sharded ones, this rank's part.
+
+    Args:
+        parameters: the same ones in the same order on every rank of the reduction.
+        reduce: sums a flat tensor over ranks, in place; called with many gradients at a time.
+    """
+    for bucket in _buckets([parameter for parameter in parameters if parameter.requires_grad]):
+        for parameter in bucket:
+            # None here, but another rank may have one, and every rank must take part in the same collectives.
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
+        gradients = [local_part(parameter.grad) for parameter in bucket]
+        # bfloat16 gradients are summed in float32: the sum over ranks must not depend on how many there are.
+        dtype = torch.promote_types(bucket[0].dtype, torch.float32)
+        flat = torch.cat([gradient.reshape(-1).to(dtype) for gradient in gradients])
+        reduce(flat)
+        parts = flat.split([gradient.numel() for gradient in gradients])
+        torch._foreach_copy_(gradients, [part.view_as(g) for part, g in zip(parts, gradients, strict=True)])
+
+
+def _buckets(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+    buckets: list[list[nn.Parameter]] = []
+    size, dtype = BUCKET, None
+    for parameter in parameters:
+        if size + parameter.numel() > BUCKET or parameter.dtype != dtype:
+            buckets.append([])
+            size, dtype = 0, parameter.dtype
+        buckets[-1].append(parameter)
+        size += parameter.numel()
+    return buckets

@@ -44,8 +44,7 @@ class ReplicateStage(ParallelStage):
 
     def complete_gradients(self, model: Model) -> None:
         """Sum every gradient over the token dimensions. A parameter that got none on this rank counts as zero."""
-        from forge_core.parallel.mesh import all_reduce_tokens
-        from forge_core.parallel.reduce import sum_gradients
+        from forge_core.parallel.mesh import all_reduce_tokens, sum_gradients
 
         if not self._alone:
             sum_gradients(model.parameters(), lambda flat: all_reduce_tokens(flat, self._mesh))

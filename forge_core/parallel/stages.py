@@ -38,6 +38,8 @@ def order_stages(stages: Mapping[str, ParallelComponent], catalog: Catalog) -> l
     Raises:
         JobError: the relations contradict each other; names the stages and the reasons.
     """
+    # Relations go by type and not by name: a stage says how it gets on with another distribution's, and a job calls its
+    # stages as it likes.
     types = {name: catalog.type_of(type(component)).rpartition("/")[2] for name, component in stages.items()}
     why: dict[tuple[str, str], str] = {}
     sorter: TopologicalSorter[str] = TopologicalSorter(dict.fromkeys(stages, ()))
@@ -57,6 +59,7 @@ def order_stages(stages: Mapping[str, ParallelComponent], catalog: Catalog) -> l
 
 
 def _stable_order(sorter: TopologicalSorter[str], names: Sequence[str]) -> list[str]:
+    # One at a time, the first in the file of those that may come next: `static_order` leaves the rest to chance.
     sorter.prepare()
     order: list[str] = []
     ready: list[str] = []
@@ -86,7 +89,7 @@ def with_owner(job: Job, layout: Layout, catalog: Catalog) -> Mapping[str, Paral
 
 
 def model_problems(model: Model, stages: Mapping[str, ParallelComponent], layout: Layout) -> Iterator[Problem]:
-    """Why stages cannot be applied to the whole model, all that each has to say."""
+    """Why stages cannot be applied to the whole model: all problems of all stages."""
     for name, stage in stages.items():
         yield from (problem.below(f"parallel.{name}") for problem in stage.model_problems(model, layout))
 
@@ -98,24 +101,29 @@ def apply_stages(
 
     Raises:
         JobError: some cannot be applied to this model.
-        ForgeError: a stage breaks its contract (`check_contract`), changed the name of a parameter, or lost a hook or
-            parametrisation that was there before.
+        ForgeError: a stage breaks its contract (`check_contract`), changed parameter names, or lost an earlier hook.
     """
-    # Of the bare model, before the first stage: a problem is then told in the names that the user knows.
+    from forge_core.contracts.model import with_defaults
+    from forge_core.contracts.optimizer import role_problems, roles_of
+
+    # Of the bare model, before the first stage: a problem then has the names that the user knows. Asked again, because
+    # the model cannot always be built when the job is checked.
     problems = list(model_problems(model, {stage.name: stage.component for stage in stages}, context.layout))
+    problems += [problem.below("optimizer") for problem in role_problems(context.job.optimizer, roles_of(model))]
     if problems:
         raise JobError(problems)
     built = []
     for stage in stages:
-        names, modules, hooks = _names(model), _modules(model), _hooks(model)
+        names, modules, hooks = _names(model), dict(model.named_modules()), _hooks(model)
         transform = context.build(stage.component)
         check_contract(transform, f"parallel.{stage.name}")
-        model = transform.apply(model)
+        model = with_defaults(transform.apply(model))
         # Checkpoints, roles and initial values go by names: a wrapper that adds a prefix would break all three.
         changed = names ^ _names(model)
         if stage.component.drops_parameters:
             changed -= names
-            hooks = _of_kept(hooks, modules, _modules(model))
+            left = dict(model.named_modules())
+            hooks = {(name, hook) for name, hook in hooks if left.get(name) is modules[name]}  # of dropped layers: none
         if changed:
             raise ForgeError(
                 f"stage parallel.{stage.name} changed the names of parameters: {', '.join(sorted(changed)[:4])}"
@@ -124,22 +132,19 @@ def apply_stages(
         # float8 swap silently drops the hooks of tensor parallelism, which then computes with a part of the weights.
         lost = hooks - _hooks(model)
         if lost:
-            what = ", ".join(f"{name} ({thing})" for name, thing in sorted(lost)[:4])
-            raise ForgeError(f"stage parallel.{stage.name} lost what earlier stages had put on {what}")
+            places = ", ".join(f"{name} ({hook})" for name, hook in sorted(lost)[:4])
+            raise ForgeError(f"stage parallel.{stage.name} lost what earlier stages had put on {places}")
         built.append(transform)
     return model, built
 
 
 def check_contract(stage: object, name: str) -> None:
-    """Refuse a stage with a public name that its base class does not know, as a misspelt method would never be called.
-
-    Args:
-        stage: as its component built it.
-        name: TOML path of its table, for the message.
+    """Refuse the stage of the table `name` if it has a public name that its base class does not know.
 
     Raises:
         ForgeError: it has such a name, or does not derive from `ParallelStage`.
     """
+    # A misspelt method would never be called: with `complete_gradient`, a run trains to the end on partial gradients.
     cls = f"{type(stage).__module__}.{type(stage).__qualname__}"
     base = "forge_core.contracts.runtime.ParallelStage"
     if not isinstance(stage, ParallelStage):
@@ -171,24 +176,12 @@ def _names(model: Model) -> set[str]:
     return {name for name, _ in model.named_parameters()}
 
 
-def _modules(model: Model) -> dict[str, Any]:
-    from torch import nn
-
-    assert isinstance(model, nn.Module)
-    return dict(model.named_modules())
-
-
 def _hooks(model: Model) -> set[tuple[str, str]]:
     """Hooks and parametrisations, each with the name of the module that carries it."""
-    found = set()
-    for name, module in _modules(model).items():
+    hooks = set()
+    for name, module in model.named_modules():
         for kind in ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks"):
-            found |= {(name, f"{kind[1:]} {key}") for key in getattr(module, kind)}
+            hooks |= {(name, f"{kind[1:]} {key}") for key in getattr(module, kind)}
         if hasattr(module, "parametrizations"):
-            found.add((name, "parametrisation"))
-    return found
-
-
-def _of_kept(hooks: set[tuple[str, str]], before: Mapping[str, Any], after: Mapping[str, Any]) -> set[tuple[str, str]]:
-    """Of the hooks, those of modules that are still there."""
-    return {(name, hook) for name, hook in hooks if after.get(name) is before[name]}
+            hooks.add((name, "parametrisation"))
+    return hooks

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from forge_core.contracts.components import OptimizerComponent
-from forge_core.contracts.parameters import NamedParameter, NamedParameters
+from forge_core.contracts.optimizer import NamedParameter, NamedParameters
 from forge_plugin_adamw import AdamW
 from forge_plugin_lion import Lion
 from forge_plugin_lowbit import AdamW4bit, AdamW8bit, AdamWBF16, AdamWFloat8

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from attrs import frozen
 from torch import nn
 
-from forge_core.parallel.reduce import sum_gradients
+from forge_core.parallel.mesh import sum_gradients
 from forge_core.plugins.catalog import Catalog
 from forge_plugin_parallel import FSDP, ContextParallel, TensorParallel
 from forge_plugin_transformer import GELU, GroupedQueryAttention, Transformer

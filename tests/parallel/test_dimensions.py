@@ -13,8 +13,8 @@ from forge_core.contracts.components import ParallelComponent
 from forge_core.contracts.layout import Layout, MeshDimension
 from forge_core.contracts.runtime import ParallelStage
 from forge_core.parallel.layout import plan_layout
-from forge_core.parallel.mesh import arrange, coordinate, make_mesh
-from forge_core.parallel.reduce import sum_gradients
+from forge_core.parallel.mesh import make_mesh, sum_gradients
+from forge_kit.mesh import arrange, coordinate
 from forge_plugin_parallel import FSDP, ExpertParallel, PipelineParallel
 from forge_testing import Numbers, tiny_job
 from forge_testing.curves import Difference, train

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from forge_core.contracts.components import TrainingHook
 from forge_core.engine.trainer import Trainer
-from forge_core.parallel.reduce import sum_gradients
+from forge_core.parallel.mesh import sum_gradients
 from forge_core.parallel.replicate import Replicate
 from forge_testing import Numbers, tiny_job
 from forge_testing.processes import run_on_ranks

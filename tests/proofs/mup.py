@@ -19,7 +19,7 @@ from attrs.validators import min_len
 
 from forge_core import JobError, Plugin, Problem, hookimpl
 from forge_core.contracts.model import Initialises
-from forge_core.contracts.parameters import NamedParameters
+from forge_core.contracts.optimizer import NamedParameters
 
 HIDDEN = ("matrix", "stack", "fused")
 """Roles of weights between two widths; their last dimension is the inputs."""

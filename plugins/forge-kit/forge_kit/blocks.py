@@ -6,18 +6,15 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from forge_core.contracts.model import HasFurtherBlocks
-
 if TYPE_CHECKING:
     from forge_core.contracts.model import Model
 
 
 def blocks_of(model: Model) -> list[nn.Module]:
-    """The layers, then the blocks of `HasFurtherBlocks`; in a pipeline, of this rank."""
+    """The layers, then the blocks of `Model.further_blocks`; in a pipeline, of this rank."""
     return [*model.layers.values(), *further_blocks(model)]
 
 
 def further_blocks(model: Model) -> list[nn.Module]:
-    """The blocks of `HasFurtherBlocks`; in a pipeline, of this rank."""
-    assert isinstance(model, nn.Module)
-    return [model.get_submodule(name) for name in model.further_blocks()] if isinstance(model, HasFurtherBlocks) else []
+    """The blocks of `Model.further_blocks`; in a pipeline, of this rank."""
+    return [model.get_submodule(name) for name in model.further_blocks()]

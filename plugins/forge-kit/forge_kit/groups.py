@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from forge_core.contracts.parameters import NamedParameters
+from forge_core.contracts.optimizer import NamedParameters
 
 Groups = Iterable[Tensor] | Iterable[dict[str, Any]] | NamedParameters
 """Parameters, or groups of them, as `torch.optim.Optimizer` takes them."""

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from forge_core.contracts.parameters import NamedParameter, NamedParameters
+from forge_core.contracts.optimizer import NamedParameter, NamedParameters
 from forge_core.parallel.mesh import local_part
 from forge_kit.groups import Groups, as_groups
 from forge_kit.whole_matrices import Matrix, WholeMatrices

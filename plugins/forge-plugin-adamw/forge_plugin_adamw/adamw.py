@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from forge_core.contracts.contexts import BuildContext
     from forge_core.contracts.model import Role
-    from forge_core.contracts.parameters import NamedParameters
+    from forge_core.contracts.optimizer import NamedParameters
 
 
 @frozen(kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from forge_core.contracts.parameters import NamedParameter, NamedParameters
+from forge_core.contracts.optimizer import NamedParameter, NamedParameters
 from forge_plugin_adamw import AdamW
 
 ROLES = {"embedding": (7, 4), "matrix": (4, 4), "norm": (4,), "bias": (4,), "head": (7, 4)}

@@ -10,7 +10,7 @@ from torch import nn
 
 from forge_core.contracts.errors import Problem, did_you_mean
 from forge_core.contracts.layout import Layout
-from forge_core.contracts.model import HasFloat8Exemptions, HasTensorParallelPlan, Model
+from forge_core.contracts.model import Model
 from forge_kit.modules import Linear
 from forge_plugin_float8.float8 import MULTIPLE
 
@@ -22,7 +22,6 @@ NUMBER = re.compile(r"(?<=\.)(\d+)(?=\.|$)")
 
 def linear_layers(model: Model) -> dict[str, nn.Module]:
     """Returns every linear layer, by name."""
-    assert isinstance(model, nn.Module)
     return {name: module for name, module in model.named_modules() if isinstance(module, Linear | nn.Linear)}
 
 
@@ -36,8 +35,8 @@ def choose(model: Model, exclude: Sequence[str]) -> tuple[Sequence[str], Mapping
     Returns:
         Names of the layers that change, and names of those that do not, by the reason.
     """
-    head = set(model.head.modules())  # type: ignore[attr-defined]
-    exempt = model.float8_exempt() if isinstance(model, HasFloat8Exemptions) else ()
+    head = set(model.head.modules())
+    exempt = model.float8_exempt()
     changed: list[str] = []
     left: dict[str, list[str]] = {}
     for name, module in linear_layers(model).items():
@@ -57,17 +56,16 @@ def model_problems(model: Model, exclude: Sequence[str], layout: Layout) -> Iter
         why = "; ".join(f"{short(names)}: {reason}" for reason, names in left.items())
         message = f"{type(model).__name__} has no linear layer to compute in float8" + (f" ({why})" if why else "")
         yield Problem("", f"{message}; leave the stage out")
-    if layout.tp > 1 and isinstance(model, HasTensorParallelPlan):
+    if layout.tp > 1:
         yield from _part_problems(model, changed, layout.tp)
 
 
-def _part_problems(model: HasTensorParallelPlan, changed: Sequence[str], ranks: int) -> Iterator[Problem]:
+def _part_problems(model: Model, changed: Sequence[str], ranks: int) -> Iterator[Problem]:
     """Yields layers whose parts under tensor parallel no float8 product accepts.
 
     The choice of layers must not depend on the layout, so such a part is an error. It is one on emulated devices too:
     a job that runs there then runs on all others.
     """
-    assert isinstance(model, nn.Module)
     plan = model.tensor_parallel_plan()
     sizes: dict[tuple[int, str], list[str]] = {}
     for name in changed:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from forge_core.contracts.components import TrainingHook
-from forge_core.contracts.parameters import NamedParameter, NamedParameters
+from forge_core.contracts.optimizer import NamedParameter, NamedParameters
 from forge_core.engine.trainer import Trainer
 from forge_plugin_lion import Lion
 from forge_plugin_lion import optimizer as implementation

@@ -10,7 +10,6 @@ from typing import Any
 import attrs
 import torch
 from attrs import frozen
-from torch import nn
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
@@ -86,7 +85,6 @@ def load_trained(source: Path, context: BuildContext) -> TrainedModel:
     else:
         materialise(model, context.device, own.job.job.seed)  # for buffers, which a checkpoint need not contain
         load_model(checkpoint, model)
-    assert isinstance(model, nn.Module)
     for name, parameter in model.named_parameters():
         if outline.roles[name] in COMPUTED_IN:
             parameter.data = parameter.data.to(context.dtype)

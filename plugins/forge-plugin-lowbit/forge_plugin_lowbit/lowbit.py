@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from forge_core.contracts.contexts import BuildContext
     from forge_core.contracts.layout import Layout
     from forge_core.contracts.model import Model
-    from forge_core.contracts.parameters import NamedParameters
+    from forge_core.contracts.optimizer import NamedParameters
     from forge_core.job import Job
     from forge_plugin_lowbit.formats import Format
 
@@ -67,7 +67,7 @@ class _QuantisedAdamW(_LowBitAdamW):
     """Elements that share a scale; a power of two."""
 
     def model_problems(self, model: Model, layout: Layout) -> Iterable[Problem]:
-        from forge_core.contracts.parameters import NamedParameters
+        from forge_core.contracts.optimizer import NamedParameters
         from forge_plugin_lowbit.blocks import cut_problem, quantised_blocks, sharded_parts
 
         # Under tensor parallelism the parts are known once its stage is built; the build then refuses cut blocks.

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from forge_core.contracts.contexts import BuildContext
-    from forge_core.contracts.parameters import NamedParameters
+    from forge_core.contracts.optimizer import NamedParameters
 
 
 def _momentum(_instance: object, _attribute: object, value: float | SchedulerComponent) -> None:
@@ -36,6 +36,8 @@ class Muon(OptimizerComponent):
 
     State: one tensor like each matrix; AdamW's for other parameters.
     """
+
+    further_roles = ()  # it has to know of each parameter whether it is a matrix of a hidden layer
 
     lr: float = field(default=0.02, validator=gt(0))
     """Base learning rate of matrices; the schedule multiplies it."""

@@ -10,7 +10,6 @@ from attrs.validators import ge
 
 from forge_core.contracts.components import ParallelComponent
 from forge_core.contracts.errors import Problem
-from forge_core.contracts.model import HasFurtherBlocks, HasSequenceMixers
 
 if TYPE_CHECKING:
     from forge_core.contracts.contexts import BuildContext
@@ -22,9 +21,8 @@ if TYPE_CHECKING:
 
 def _unmixed(model: Model) -> Iterator[str]:
     """Names of blocks for which `sequence_mixers()` names no module."""
-    mixers = list(model.sequence_mixers())  # type: ignore[attr-defined]
-    further = model.further_blocks() if isinstance(model, HasFurtherBlocks) else ()
-    for name in [*(f"layers.{key}" for key in model.layers), *further]:
+    mixers = list(model.sequence_mixers())
+    for name in [*(f"layers.{key}" for key in model.layers), *model.further_blocks()]:
         if not any(mixer == name or mixer.startswith(f"{name}.") for mixer in mixers):
             yield name
 
@@ -68,7 +66,7 @@ class ContextParallel(ParallelComponent):
     def model_problems(self, model: Model, layout: Layout) -> Iterable[Problem]:
         if layout.cp == 1:
             return
-        if not isinstance(model, HasSequenceMixers):
+        if not model.sequence_mixers():
             message = f"{type(model).__name__} has no sequence_mixers(), so its sequences cannot be split"
             yield Problem("", f"{message}; leave the stage out")
             return

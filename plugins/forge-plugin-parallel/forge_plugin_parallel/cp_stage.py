@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from forge_core.contracts.errors import ForgeError
-from forge_core.contracts.model import HasSequenceEntries, HasSequenceMixers, PreparesSequences
+from forge_core.contracts.model import Model
 from forge_core.contracts.runtime import ParallelStage
 from forge_plugin_parallel.collectives import all_gather, all_to_all
 from forge_plugin_parallel.ring import RankPositions, attend, ring_attention
@@ -55,12 +55,11 @@ class ContextParallelStage(ParallelStage):
         """Replace the model's attention by attention over the positions of all ranks."""
         if self._ranks == 1:
             return model
-        assert isinstance(model, HasSequenceMixers)
-        assert isinstance(model, nn.Module)
-        if isinstance(model, HasSequenceEntries):
-            self._divided = {*TOKENS, *model.sequence_entries()}
+        entries = model.sequence_entries()
+        if entries is not None:
+            self._divided = {*TOKENS, *entries}
         else:
-            self._by_shape = isinstance(model, PreparesSequences)
+            self._by_shape = type(model).prepare_sequences is not Model.prepare_sequences
         for name in model.sequence_mixers():
             parent, _, key = name.rpartition(".")
             mixer = model.get_submodule(name)

@@ -12,9 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from forge_core.contracts.errors import Problem
-from forge_core.contracts.model import ExpertStack, HasExpertStacks
+from forge_core.contracts.model import ExpertStack
 from forge_core.contracts.runtime import ParallelStage
-from forge_core.parallel.mesh import arrange, local_part
+from forge_core.parallel.mesh import local_part
+from forge_kit.mesh import arrange
 from forge_plugin_parallel.ep_exchange import Exchange, LocalExperts
 
 if TYPE_CHECKING:
@@ -41,9 +42,7 @@ def stack_problems(model: Model, ranks: int) -> Iterator[Problem]:
 
 
 def _stacks(model: Model) -> Iterator[tuple[str, nn.Module]]:
-    assert isinstance(model, nn.Module)
-    if isinstance(model, HasExpertStacks):
-        yield from ((name, model.get_submodule(name)) for name in model.expert_stacks())
+    yield from ((name, model.get_submodule(name)) for name in model.expert_stacks())
 
 
 def expert_mesh(context: BuildContext, experts: Mapping[str, int]) -> DeviceMesh:

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.pipelining import PipelineStage
 
-from forge_core.contracts.model import Generates, HasFSDPUnits
+from forge_core.contracts.model import Generates
 from forge_core.contracts.runtime import ParallelStage
 from forge_kit.blocks import further_blocks
 
@@ -52,7 +52,6 @@ class FSDPStage(ParallelStage):
 
     def apply(self, model: Model) -> Model:
         """Shard the units of `model`, then the rest as the root unit."""
-        assert isinstance(model, nn.Module)
         # From the inside out: `fully_shard` of a module manages all its parameters that no inner unit manages yet, so
         # experts (on a mesh of their own) precede the blocks around them, and blocks precede the root.
         apart = [self._shard([module], self._reshards, mesh) for module, mesh in _with_own_ranks(model)]
@@ -129,14 +128,11 @@ def data_mesh(context: BuildContext) -> DeviceMesh:
     return mesh["replicate", name] if layout.replicate > 1 else flat
 
 
-def inner_units(model: nn.Module) -> list[list[nn.Module]]:
-    """Returns the units of the model's `fsdp_units`, else one per layer; without the head, and without empty units."""
-    if isinstance(model, HasFSDPUnits):
-        units = [[model.get_submodule(name) for name in names] for names in model.fsdp_units()]
-    else:
-        units = [[layer] for layer in model.layers.values()]  # type: ignore[union-attr, operator]
+def inner_units(model: Model) -> list[list[nn.Module]]:
+    """Returns the units of the model's `fsdp_units`, without the head and without empty units."""
+    units = [[model.get_submodule(name) for name in names] for names in model.fsdp_units()]
     units = [[module for module in unit if next(module.parameters(), None) is not None] for unit in units]
-    head = set(model.head.modules())  # type: ignore[union-attr, operator]
+    head = set(model.head.modules())
     return [unit for unit in units if unit and head.isdisjoint(unit)]
 
 

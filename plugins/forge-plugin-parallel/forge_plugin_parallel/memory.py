@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from forge_core.contracts.parameters import NamedParameter, NamedParameters
+from forge_core.contracts.optimizer import NamedParameter, NamedParameters
 from forge_core.parallel.mesh import local_part
 
 if TYPE_CHECKING:
@@ -93,7 +93,6 @@ def stand_ins(model: Model, device: torch.device, dtype: torch.dtype | None = No
         device: the device that the shapes are computed for; nothing is allocated on it.
         dtype: dtype of parameters; None: their own. With the compute dtype, as gathered by fsdp, no casts are saved.
     """
-    assert isinstance(model, nn.Module)
     originals = [(module, dict(module._parameters), dict(module._buffers)) for module in model.modules()]
     fakes: dict[int, Any] = {}  # by the original's id, so that tied parameters stay one
     with FakeTensorMode(allow_non_fake_inputs=True):

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from forge_core.auxiliary import Auxiliary, Recomputing
 from forge_core.contracts.errors import JobError, Problem
-from forge_core.contracts.model import HasEnds, Prepares
 from forge_core.parallel.layout import micro_batches
 from forge_core.parallel.mesh import local_part, pipeline_group
 from forge_kit.blocks import blocks_of, further_blocks
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
     from forge_plugin_parallel.activation_checkpointing import ActivationCheckpointing
 
 FIRST, LAST = 0, 1
-"""Indices of a model's ends, as `HasEnds.ends` returns them."""
+"""Indices of a model's ends, as `Model.ends` returns them."""
 NONE = "none"
 MODES = (NONE, "selective", "full")
 """From the least computation to the least memory."""
@@ -140,7 +139,6 @@ def _gathered(model: Model, reshards: bool, dtype: torch.dtype) -> Bytes:
 
     Those outside all blocks, and the two largest blocks (one computed, one prefetched).
     """
-    assert isinstance(model, nn.Module)
     blocks = sorted(sum(local_part(p).numel() for p in block.parameters()) for block in blocks_of(model))
     everything = sum(local_part(parameter).numel() for parameter in model.parameters())
     whole = everything - sum(blocks) + sum(blocks[-2:]) if reshards else everything
@@ -210,9 +208,9 @@ def _has_end(model: Model, end: int, context: BuildContext) -> bool:
     """Whether this rank holds an end of the model; without a pipeline every rank does."""
     if context.layout.pp == 1:
         return True
-    assert isinstance(model, HasEnds)
-    names = model.ends()[end]
-    return all(next(model.get_submodule(name).parameters(), None) is not None for name in names)  # type: ignore[attr-defined]
+    ends = model.ends()
+    assert ends is not None
+    return all(next(model.get_submodule(name).parameters(), None) is not None for name in ends[end])
 
 
 def _compute_dtype(context: BuildContext) -> torch.dtype | None:
@@ -226,7 +224,7 @@ def _batch(model: Model, context: BuildContext) -> Batch:
     rows, length = micro_batches(job, layout)[1], job.train.seq_len // layout.cp
     ids = torch.zeros(rows, length, dtype=torch.long, device=context.device)
     batch = {"input_ids": ids, "labels": ids} | ({"positions": ids} if layout.cp > 1 else {})
-    return model.prepare(batch) if isinstance(model, Prepares) else batch
+    return model.prepare(batch)
 
 
 def _saved_by_blocks(model: Model, carry: Carry, batch: Batch, context: BuildContext) -> list[dict[str, Bytes]]:

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.distributed import pipelining
 
 from forge_core.contracts.errors import ForgeError
-from forge_core.contracts.model import Prepares
 from forge_core.contracts.runtime import LossOutput, StepOutput
 from forge_core.engine.executor import combine
 from forge_core.parallel.stages import around
@@ -153,7 +152,7 @@ class PipelineExecutor:
     # --- both ------------------------------------------------------------------------------------------------------
 
     def _prepared(self, batch: Batch) -> Batch:
-        return self._model.prepare(batch) if isinstance(self._model, Prepares) else batch
+        return self._model.prepare(batch)
 
     def _carry_of(self, batch: Batch) -> Shapes:
         """Returns the carry's shapes for micro-batches of this shape.

@@ -10,7 +10,6 @@ from attrs.validators import deep_iterable, ge
 
 from forge_core.contracts.components import ParallelComponent
 from forge_core.contracts.errors import Problem
-from forge_core.contracts.model import HasEnds
 from forge_core.contracts.runtime import ParallelStage
 from forge_core.parallel.layout import micro_batches
 
@@ -118,10 +117,10 @@ class PipelineParallel(ParallelComponent):
     def model_problems(self, model: Model, layout: Layout) -> Iterable[Problem]:
         if layout.pp == 1:
             return
-        if not isinstance(model, HasEnds):
+        if model.ends() is None:
             message = f"{type(model).__name__} has no ends(), so it cannot be cut"
             yield Problem("", f"{message}; leave the stage out, or add ends() to the model")
-        if self.splits_backward and isinstance(model, HasEnds):
+        if self.splits_backward:
             yield from self._sharing_problems(model)
         layers = len(model.layers)
         if layers < self.stages:
@@ -134,7 +133,7 @@ class PipelineParallel(ParallelComponent):
         """A split backward pass starts at each use of a weight, so the graph between two uses would run twice."""
         from forge_core.parallel.initialise import ties
 
-        for end in model.ends():  # type: ignore[attr-defined]
+        for end in model.ends() or ():
             for other, name in ties(model).items():
                 if {other.rpartition(".")[0], name.rpartition(".")[0]} <= set(end):
                     message = (

@@ -11,11 +11,10 @@ from attrs import define
 from torch import Tensor, nn
 
 from forge_core.contracts.errors import ForgeError
-from forge_core.contracts.model import Generates, HasEnds, HasLayerFlops, HasRoles
+from forge_core.contracts.model import Generates
 from forge_core.contracts.runtime import ParallelStage
 from forge_core.parallel.initialise import ties
-from forge_core.parallel.mesh import group_timeout
-from forge_core.parallel.reduce import sum_gradients
+from forge_core.parallel.mesh import group_timeout, sum_gradients
 from forge_plugin_parallel.cuts import Section, balance, ranks_of, sections
 from forge_plugin_parallel.pp import V_SHAPED
 
@@ -63,9 +62,8 @@ class PipelineParallelStage(ParallelStage):
 
     def apply(self, model: Model) -> Model:
         """Remove modules of other ranks' sections, and let `model(batch, carry, section)` compute one section."""
-        assert isinstance(model, nn.Module)
-        assert isinstance(model, HasEnds)
-        layers: nn.ModuleDict = model.layers
+        layers, ends = model.layers, model.ends()
+        assert ends is not None
         self._pipeline.sections = sections(list(layers), self._layer_counts(model))
         # All ranks' modules, not only this one's: process groups of shared parameters are created by every rank alike.
         modules_by_rank = [self._modules_of(model, rank) for rank in range(self._pipeline.ranks)]
@@ -74,7 +72,7 @@ class PipelineParallelStage(ParallelStage):
         for name in list(layers):
             if f"layers.{name}" not in own:
                 del layers[name]
-        for end in model.ends():
+        for end in ends:
             for name in set(end) - own:  # replaced rather than deleted: the model's own code refers to them
                 parent, _, key = name.rpartition(".")
                 setattr(model.get_submodule(parent), key, Absent(name, self._pipeline.rank))
@@ -95,7 +93,6 @@ class PipelineParallelStage(ParallelStage):
 
     def complete_gradients(self, model: Model) -> None:
         """Sum the gradients of parameters that several ranks hold."""
-        assert isinstance(model, nn.Module)
         for ranks, group in self._groups.items():
             if self._pipeline.rank in ranks:  # a rank between the ends holds none of these parameters
                 shared = [model.get_parameter(name) for name, holders in self._shared.items() if holders == ranks]
@@ -103,24 +100,24 @@ class PipelineParallelStage(ParallelStage):
 
     def counted_elsewhere(self, model: Model) -> Iterable[nn.Parameter]:
         """Returns the shared parameters of which this rank is not the first holder, which alone counts them."""
-        assert isinstance(model, nn.Module)
         shared = [name for name, ranks in self._shared.items() if self._pipeline.rank in ranks[1:]]
         return [model.get_parameter(name) for name in shared]
 
     # --- cutting ---------------------------------------------------------------------------------------------------
 
-    def _layer_counts(self, model: HasEnds) -> Sequence[int]:
+    def _layer_counts(self, model: Model) -> Sequence[int]:
         """Layers per pipeline stage: the job's, else balanced by FLOPs, or by weights where the model has no FLOPs."""
         if self._component.layers:
             return self._component.layers
-        if isinstance(model, HasLayerFlops):
-            length = self._context.job.train.seq_len
-            costs = list(model.layer_flops(length))
-            last = model.flops(length) - sum(costs)
+        length = self._context.job.train.seq_len
+        flops, layer_flops = model.flops(length), model.layer_flops(length)
+        if flops is not None and layer_flops is not None:
+            costs = list(layer_flops)
+            last = flops - sum(costs)
         else:
-            _, end = model.ends()
-            costs = [_weights(layer) for layer in model.layers.values()]  # type: ignore[attr-defined]
-            last = sum(_weights(model.get_submodule(name)) for name in end)  # type: ignore[attr-defined, misc]
+            _, end = model.ends() or ((), ())
+            costs = [_weights(layer) for layer in model.layers.values()]
+            last = sum(_weights(model.get_submodule(name)) for name in end)
         return balance(costs, len(self._pipeline.owners), last=last)
 
     def _modules_of(self, model: Any, rank: int) -> set[str]:
@@ -198,12 +195,11 @@ class Absent(nn.Module):
         raise ForgeError(self._message)
 
 
-def _keep_roles(model: nn.Module) -> None:
+def _keep_roles(model: Model) -> None:
     """Restrict the model's declared roles to the parameters of this rank."""
-    if isinstance(model, HasRoles):
-        own = {name for name, _ in model.named_parameters()}
-        roles = {name: role for name, role in model.parameter_roles().items() if name in own}
-        model.parameter_roles = lambda: roles  # type: ignore[method-assign]
+    own = {name for name, _ in model.named_parameters()}
+    roles = {name: role for name, role in model.parameter_roles().items() if name in own}
+    model.parameter_roles = lambda: roles  # type: ignore[method-assign]
 
 
 def _weights(module: nn.Module) -> float:

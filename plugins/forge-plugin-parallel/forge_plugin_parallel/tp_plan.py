@@ -6,21 +6,18 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 
-from torch import nn
-
 from forge_core.contracts.errors import Problem
-from forge_core.contracts.model import HasTensorParallelPlan, Model
+from forge_core.contracts.model import Model
 from forge_plugin_parallel.tp_ways import WAYS, Way
 
 NUMBER = re.compile(r"\d+")
 
 
-def ways_of(model: HasTensorParallelPlan) -> dict[str, Way | str]:
+def ways_of(model: Model) -> dict[str, Way | str]:
     """Returns the way of each module that the model's plan names; the first pattern that matches wins.
 
     An unknown way stays the string of the plan, for `plan_problems` to report.
     """
-    assert isinstance(model, nn.Module)
     plan = model.tensor_parallel_plan()
     fits = {
         name: next((way for pattern, way in plan.items() if fnmatchcase(name, pattern)), None)
@@ -34,7 +31,7 @@ def plan_problems(model: Model, ranks: int) -> Iterator[Problem]:
     if ranks == 1:
         return
     kind = type(model).__name__
-    if not isinstance(model, HasTensorParallelPlan):
+    if not model.tensor_parallel_plan():
         message = f"{kind} has no tensor_parallel_plan(), so it cannot be split"
         yield Problem("", f"{message}; leave the stage out, or add a plan to the model")
         return

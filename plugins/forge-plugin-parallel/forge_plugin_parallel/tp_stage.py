@@ -20,11 +20,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from forge_core.contracts.model import HasTensorParallelPlan, MatrixShard, VocabShard
+from forge_core.contracts.model import MatrixShard, VocabShard
 from forge_core.contracts.runtime import ParallelStage
 from forge_core.parallel.initialise import ties
-from forge_core.parallel.mesh import local_part
-from forge_core.parallel.reduce import sum_gradients
+from forge_core.parallel.mesh import local_part, sum_gradients
 from forge_plugin_parallel.tp_plan import ways_of
 from forge_plugin_parallel.tp_ways import AT_REST, NEVER, WAYS, Ranks, Way, give_class
 
@@ -56,8 +55,6 @@ class TensorParallelStage(ParallelStage):
         """Split the modules that the model's plan names."""
         if self._mesh.size() == 1:
             return model
-        assert isinstance(model, HasTensorParallelPlan)
-        assert isinstance(model, nn.Module)
         ways = {name: way for name, way in ways_of(model).items() if isinstance(way, Way)}
         for name, module in list(model.named_modules()):
             if name in ways:
@@ -114,8 +111,8 @@ def _distribute(parameter: Tensor, mesh: DeviceMesh, placement: Placement) -> DT
     )
 
 
-def _tie_again(model: nn.Module) -> None:
-    for other, name in ties(model).items():  # type: ignore[arg-type]
+def _tie_again(model: Model) -> None:
+    for other, name in ties(model).items():
         module, _, key = other.rpartition(".")
         setattr(model.get_submodule(module), key, model.get_parameter(name))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import attrs
 import torch
 from attrs import frozen
-from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from forge_core.auxiliary import Auxiliary
@@ -73,7 +72,6 @@ def _context(job: Job, catalog: Catalog, mode: FakeTensorMode) -> RunContext:
 
 def _give_memory(model: Model) -> None:
     """As `materialise` does, without drawing initial values."""
-    assert isinstance(model, nn.Module)
     allocate(model, CPU)
     for module in model.modules():
         if isinstance(module, Initialises):

@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 import attrs
 import torch
 from attrs import frozen
-from torch import Tensor, nn
+from torch import Tensor
 
 from forge_core.contracts.contexts import StepContext
 from forge_core.contracts.data import Batch
@@ -224,7 +224,6 @@ def _continued(now: Mapping[Transfer, int], before: Mapping[Transfer, int], furt
 
 
 def _name(meter: Meter, run: Run) -> None:
-    assert isinstance(run.model, nn.Module)
     meter.storages.assign(_weights(run), Purpose.WEIGHTS)
     meter.storages.assign(run.model.buffers(), Purpose.BUFFERS)
 
@@ -255,5 +254,4 @@ def _step_context(run: Run, norm: Tensor) -> StepContext:
 
 
 def _is_compiled(model: object) -> bool:
-    assert isinstance(model, nn.Module)
     return any(module._compiled_call_impl is not None for module in model.modules())

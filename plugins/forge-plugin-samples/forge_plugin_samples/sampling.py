@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 
 from forge_plugin_generate.generate import Sampling, generate
 
@@ -33,7 +32,6 @@ def evaluation_mode(model: Model, optimizer: torch.optim.Optimizer) -> Iterator[
 
     Each module returns to its own mode afterwards.
     """
-    assert isinstance(model, nn.Module)
     training = [module for module in model.modules() if module.training]
     model.eval()
     if hasattr(optimizer, "eval"):

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
 
     from forge_core.contracts.contexts import BuildContext
-    from forge_core.contracts.parameters import NamedParameters
+    from forge_core.contracts.optimizer import NamedParameters
 
 
 @frozen(kw_only=True)
@@ -33,6 +33,8 @@ class SOAP(OptimizerComponent):
 
     On a GPU the host waits for the device when a basis is brought up to date, once for each side of each matrix.
     """
+
+    further_roles = ()  # it has to know of each parameter whether it is a matrix of a hidden layer
 
     lr: float = field(default=3e-3, validator=gt(0))
     """Base learning rate; the schedule multiplies it."""

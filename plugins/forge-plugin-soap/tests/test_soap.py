@@ -11,7 +11,7 @@ from torch import nn
 
 from forge_core.checkpoint.tensors import stored_tensors
 from forge_core.contracts.components import ParameterGroup
-from forge_core.contracts.parameters import NamedParameter, NamedParameters
+from forge_core.contracts.optimizer import NamedParameter, NamedParameters
 from forge_core.engine.build import build_context
 from forge_core.engine.trainer import Trainer
 from forge_core.parallel.mesh import leave_group

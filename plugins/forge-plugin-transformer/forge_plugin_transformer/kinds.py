@@ -2,10 +2,10 @@
 
 Shapes: B sequences, S positions, D model width, H query heads, K key/value heads, E width of a head.
 
-The built modules may further implement `HasFlops`, `HasRoles`, `HasTensorParallelPlan` and `HasFloat8Exemptions` of
-`forge_core.contracts.model`, with names relative to themselves; `Prepares`; and `backend_choices(seq_len)`, which
-returns (what, choice, why) for the run's summary. The model combines the answers of its parts. A part without `flops`
-counts 6 for each element of its matrices; the roles of one without roles follow from shapes.
+The built modules may further have `flops`, `parameter_roles`, `tensor_parallel_plan`, `float8_exempt`, `expert_stacks`,
+`sequence_mixers`, `prepare` and `backend_choices`, as `forge_core.contracts.model.Model`, with names relative to
+themselves. The model combines the answers of its parts. A part without `flops` counts 6 for each element of its
+matrices; the roles of one without roles follow from shapes.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from attrs import frozen
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from forge_core.contracts import model as protocols
+from forge_core.contracts.model import Generates, Model
 from forge_plugin_transformer import GELU, FFNComponent, GroupedQueryAttention, LayerNorm, SwiGLU
 
 MakeModel = Callable[..., Any]
@@ -240,12 +240,15 @@ def test_fsdp_units_hold_every_parameter_once(make_model: MakeModel, tied: bool)
     assert tied == (["embedding", "norm", "head"] in units)
 
 
+def test_the_model_can_generate(make_model: MakeModel) -> None:
+    assert isinstance(make_model(), Generates)
+
+
 @pytest.mark.parametrize(
-    "protocol",
-    ["HasFlops", "HasRoles", "HasTies", "HasTensorParallelPlan", "HasFSDPUnits", "HasFloat8Exemptions", "Generates"],
+    "method", ["flops", "parameter_roles", "tied_parameters", "tensor_parallel_plan", "fsdp_units", "float8_exempt"]
 )
-def test_the_model_implements(make_model: MakeModel, protocol: str) -> None:
-    assert isinstance(make_model(), getattr(protocols, protocol))
+def test_the_model_declares(make_model: MakeModel, method: str) -> None:
+    assert getattr(type(make_model()), method) is not getattr(Model, method)
 
 
 def test_parts_are_built_where_they_are_named(make_model: MakeModel, make_context: Callable[..., Any]) -> None:

@@ -109,7 +109,6 @@ def _held_out_loss(run: Run) -> float:
     if run.held_out is None:
         return 0.0
     total = torch.zeros(2, dtype=torch.float64)
-    assert isinstance(run.model, torch.nn.Module)
     run.model.eval()
     getattr(run.optimizer, "eval", lambda: None)()
     for batch in evaluation_batches(run.held_out, 0, run.job, run.context):

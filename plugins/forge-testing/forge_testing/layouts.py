@@ -23,7 +23,7 @@ class LayoutCase:
     micro_batch_size: int = 0
     """Sequences of a forward pass on one rank; the global batch has 8. 0: the rank's whole share."""
     needs: str = ""
-    """Protocol of `forge_core.contracts.model` that this layout requires of a model."""
+    """Method of `forge_core.contracts.model.Model` that a model must override to have this layout."""
 
     def missing(self, catalog: Catalog) -> list[str]:
         """Types of stages that no installed distribution offers."""
@@ -43,37 +43,35 @@ class LayoutCase:
 LAYOUTS: Mapping[str, LayoutCase] = {
     "replicate2": LayoutCase(ranks=2, parallel={"replicate": {}}, micro_batch_size=2),
     "fsdp2": LayoutCase(ranks=2, parallel={"fsdp": {}}, micro_batch_size=2),
-    "tp2": LayoutCase(ranks=2, parallel={"tp": {"degree": 2}}, needs="HasTensorParallelPlan"),
-    "pp2": LayoutCase(ranks=2, parallel={"pp": {"degree": 2}}, micro_batch_size=4, needs="HasEnds"),
-    "cp2": LayoutCase(ranks=2, parallel={"cp": {"degree": 2}}, needs="HasSequenceMixers"),
+    "tp2": LayoutCase(ranks=2, parallel={"tp": {"degree": 2}}, needs="tensor_parallel_plan"),
+    "pp2": LayoutCase(ranks=2, parallel={"pp": {"degree": 2}}, micro_batch_size=4, needs="ends"),
+    "cp2": LayoutCase(ranks=2, parallel={"cp": {"degree": 2}}, needs="sequence_mixers"),
     "checkpointing2": LayoutCase(ranks=2, parallel={"fsdp": {}, "activation_checkpointing": {}}),
     "compiled": LayoutCase(ranks=1, parallel={"compile": {"backend": "aot_eager"}}),
-    "fsdp2_tp2": LayoutCase(ranks=4, parallel={"fsdp": {}, "tp": {"degree": 2}}, needs="HasTensorParallelPlan"),
-    "fsdp2_ep2": LayoutCase(ranks=2, parallel={"fsdp": {}, "ep": {"degree": 2}}, needs="HasExpertStacks"),
+    "fsdp2_tp2": LayoutCase(ranks=4, parallel={"fsdp": {}, "tp": {"degree": 2}}, needs="tensor_parallel_plan"),
+    "fsdp2_ep2": LayoutCase(ranks=2, parallel={"fsdp": {}, "ep": {"degree": 2}}, needs="expert_stacks"),
     "fsdp4_ep2": LayoutCase(
-        ranks=4, parallel={"fsdp": {}, "ep": {"degree": 2}}, micro_batch_size=1, needs="HasExpertStacks"
+        ranks=4, parallel={"fsdp": {}, "ep": {"degree": 2}}, micro_batch_size=1, needs="expert_stacks"
     ),
-    "fsdp4_ep4": LayoutCase(ranks=4, parallel={"fsdp": {}, "ep": {"degree": 4}}, needs="HasExpertStacks"),
-    "hsdp2x2_ep2": LayoutCase(
-        ranks=4, parallel={"fsdp": {"replicate": 2}, "ep": {"degree": 2}}, needs="HasExpertStacks"
-    ),
+    "fsdp4_ep4": LayoutCase(ranks=4, parallel={"fsdp": {}, "ep": {"degree": 4}}, needs="expert_stacks"),
+    "hsdp2x2_ep2": LayoutCase(ranks=4, parallel={"fsdp": {"replicate": 2}, "ep": {"degree": 2}}, needs="expert_stacks"),
     "fsdp2_tp2_ep2": LayoutCase(
-        ranks=4, parallel={"fsdp": {}, "tp": {"degree": 2}, "ep": {"degree": 2}}, needs="HasExpertStacks"
+        ranks=4, parallel={"fsdp": {}, "tp": {"degree": 2}, "ep": {"degree": 2}}, needs="expert_stacks"
     ),
     "fsdp2_pp2_ep2": LayoutCase(
         ranks=4,
         parallel={"fsdp": {}, "pp": {"degree": 2}, "ep": {"degree": 2}},
         micro_batch_size=1,
-        needs="HasExpertStacks",
+        needs="expert_stacks",
     ),
     "fsdp2_cp2_ep2": LayoutCase(
-        ranks=4, parallel={"fsdp": {}, "cp": {"degree": 2}, "ep": {"degree": 2}}, needs="HasExpertStacks"
+        ranks=4, parallel={"fsdp": {}, "cp": {"degree": 2}, "ep": {"degree": 2}}, needs="expert_stacks"
     ),
     "fsdp2_cp2_ep4": LayoutCase(
-        ranks=4, parallel={"fsdp": {}, "cp": {"degree": 2}, "ep": {"degree": 4}}, needs="HasExpertStacks"
+        ranks=4, parallel={"fsdp": {}, "cp": {"degree": 2}, "ep": {"degree": 4}}, needs="expert_stacks"
     ),
     "checkpointing_fsdp2_ep2": LayoutCase(
-        ranks=2, parallel={"fsdp": {}, "ep": {"degree": 2}, "activation_checkpointing": {}}, needs="HasExpertStacks"
+        ranks=2, parallel={"fsdp": {}, "ep": {"degree": 2}, "activation_checkpointing": {}}, needs="expert_stacks"
     ),
 }
 """Layouts by name. Layouts with the same number of ranks run in the same processes."""

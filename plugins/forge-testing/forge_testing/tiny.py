@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from forge_core.contracts.contexts import BuildContext
     from forge_core.contracts.data import Dataset
     from forge_core.contracts.model import Model
-    from forge_core.contracts.parameters import NamedParameters
+    from forge_core.contracts.optimizer import NamedParameters
 
 VOCABULARY = 32
 

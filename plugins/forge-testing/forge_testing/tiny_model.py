@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from forge_core.auxiliary import Auxiliary, Recomputing, Unit
 from forge_core.contracts.data import Batch
-from forge_core.contracts.model import Carry, Role
+from forge_core.contracts.model import Carry, Model, Role
 from forge_kit.modules import Embedding, Linear, LinearHead
 
 
@@ -31,7 +31,7 @@ class Layer(nn.Module):
         return (x + self.down(hidden),)
 
 
-class TinyNetwork(nn.Module):
+class TinyNetwork(Model):
     """See `forge_core.contracts.model.Model`."""
 
     def __init__(self, dim: int, layers: int, dropout: float, vocabulary: int, dtype: torch.dtype) -> None:
@@ -47,12 +47,6 @@ class TinyNetwork(nn.Module):
     def finish(self, carry: Carry, batch: Batch) -> Tensor:
         (x,) = carry
         return self.norm(x.to(self.norm.weight.dtype)).to(x.dtype)
-
-    def forward(self, batch: Batch) -> Tensor:
-        carry = self.embed(batch)
-        for layer in self.layers.values():
-            carry = layer(carry, batch)
-        return self.finish(carry, batch)
 
     def ends(self) -> tuple[Sequence[str], Sequence[str]]:
         return ["embedding"], ["norm", "head"]

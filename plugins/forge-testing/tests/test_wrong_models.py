@@ -221,5 +221,5 @@ def test_a_layout_whose_protocol_the_model_lacks_is_skipped():
     class TestRight(ModelSuite):
         component = component_of(Network)
 
-    with pytest.raises(pytest.skip.Exception, match="cp2: the model is not a HasSequenceMixers"):
+    with pytest.raises(pytest.skip.Exception, match=r"cp2: the model has no sequence_mixers\(\)"):
         TestRight().test_every_layout_trains_like_one_process("cp2")

@@ -12,7 +12,7 @@ from forge_core.contracts.components import OptimizerComponent
 
 if TYPE_CHECKING:
     from forge_core.contracts.contexts import BuildContext
-    from forge_core.contracts.parameters import NamedParameters
+    from forge_core.contracts.optimizer import NamedParameters
 
 
 @frozen(kw_only=True)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
 
     from forge_core.contracts.contexts import BuildContext
-    from forge_core.contracts.parameters import NamedParameters
+    from forge_core.contracts.optimizer import NamedParameters
 
 
 @frozen(kw_only=True)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from forge_core.contracts.model import Role
+from forge_core.contracts.model import Model, Role
 from forge_kit.modules import Embedding, LinearHead
 from forge_plugin_transformer.modules import parts
 from forge_plugin_transformer.modules.block import PARTS, Block
@@ -19,14 +19,12 @@ if TYPE_CHECKING:
     from forge_core.contracts.model import Carry
 
 
-class TransformerModel(nn.Module):
+class TransformerModel(Model):
     """Embedding, blocks, final norm and head; see `forge_core.contracts.model.Model`.
 
     `forward(batch)` returns hidden states (B, S, D) in the dtype of the embedding's output. Implements generation and
     every protocol by which stages and the engine query a model.
     """
-
-    layers: nn.ModuleDict
 
     def __init__(
         self,
@@ -71,13 +69,6 @@ class TransformerModel(nn.Module):
             return hidden
         return self.mtp(hidden, self.embedding, self.head, batch)
 
-    def forward(self, batch: Batch) -> Tensor:
-        batch = self.prepare(batch)
-        carry = self.embed(batch)
-        for layer in self.layers.values():
-            carry = layer(carry, batch)
-        return self.finish(carry, batch)
-
     # --- generation ----------------------------------------------------------------------------------------------
 
     def new_cache(self, batch_size: int, length: int) -> dict[str, Any]:
@@ -109,8 +100,8 @@ class TransformerModel(nn.Module):
     def tied_parameters(self) -> Mapping[str, str]:
         return {"head.weight": "embedding.weight"} if self.tied else {}
 
-    def tensor_parallel_plan(self) -> Mapping[str, str]:
-        plan = {"embedding": "vocab_embedding"}
+    def tensor_parallel_plan(self) -> Mapping[str, Any]:
+        plan: dict[str, Any] = {"embedding": "vocab_embedding"}
         for name, part in self._parts():
             plan |= parts.tensor_parallel_plan(name, part)
             if name.endswith(("norm", "projection")):

@@ -1,39 +1,38 @@
-"""Protocols of a model, answered by combining the answers of its parts."""
+"""Declarations of a model, made by combining those of its parts."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import nn
 
 from forge_core.contracts.data import Batch
-from forge_core.contracts.model import (
-    HasExpertStacks,
-    HasFloat8Exemptions,
-    HasFlops,
-    HasRoles,
-    HasSequenceMixers,
-    HasTensorParallelPlan,
-    Prepares,
-    Role,
-)
+from forge_core.contracts.model import Role
+
+
+def _ask(part: nn.Module, method: str, default: Any, *args: Any) -> Any:
+    """Returns the result of a method of `Model` that a part may have, with names relative to itself."""
+    # Any module may be a part, so there is no base class of them: one of torch's as a feed-forward, for example.
+    declared = getattr(part, method, None)
+    return default if declared is None else declared(*args)
 
 
 def prepare(part: nn.Module, batch: Batch) -> Batch:
     """Returns the batch with the entries that the part needs."""
-    return part.prepare(batch) if isinstance(part, Prepares) else batch
+    prepared: Batch = _ask(part, "prepare", batch, batch)
+    return prepared
 
 
 def flops(part: nn.Module, seq_len: int) -> float:
     """Returns FLOPs a token, forward and backward: the part's own count, else 6 an element of its matrices."""
-    if isinstance(part, HasFlops):
-        return part.flops(seq_len)
-    return 6.0 * sum(parameter.numel() for parameter in part.parameters() if parameter.ndim > 1)
+    own: float | None = _ask(part, "flops", None, seq_len)
+    return 6.0 * sum(p.numel() for p in part.parameters() if p.ndim > 1) if own is None else own
 
 
 def roles(name: str, part: nn.Module) -> dict[str, Role]:
     """Returns the role of each parameter below `name`: the part's own answer, else by shape."""
-    declared = part.parameter_roles() if isinstance(part, HasRoles) else {}
+    declared = _ask(part, "parameter_roles", {})
     return {f"{name}.{key}": declared.get(key) or _role(key, p.ndim) for key, p in part.named_parameters()}
 
 
@@ -44,29 +43,29 @@ def _role(name: str, dimensions: int) -> Role:
     return shapes.get(dimensions, "stack")
 
 
-def tensor_parallel_plan(name: str, part: nn.Module) -> dict[str, str]:
+def tensor_parallel_plan(name: str, part: nn.Module) -> dict[str, Any]:
     """Returns the part's plan, with module names below `name`; "" is the part itself."""
-    plan = part.tensor_parallel_plan() if isinstance(part, HasTensorParallelPlan) else {}
+    plan = _ask(part, "tensor_parallel_plan", {})
     return {f"{name}.{key}" if key else name: way for key, way in plan.items()}
 
 
 def sequence_mixers(name: str, part: nn.Module) -> dict[str, int]:
     """Returns the part's sequence mixers, with names below `name`, and their numbers of key/value heads."""
-    mixers = part.sequence_mixers() if isinstance(part, HasSequenceMixers) else {}
+    mixers = _ask(part, "sequence_mixers", {})
     return {f"{name}.{key}": heads for key, heads in mixers.items()}
 
 
 def expert_stacks(name: str, part: nn.Module) -> list[str]:
     """Returns the part's stacks of experts, with names below `name`."""
-    return [f"{name}.{key}" for key in part.expert_stacks()] if isinstance(part, HasExpertStacks) else []
+    return [f"{name}.{key}" for key in _ask(part, "expert_stacks", ())]
 
 
 def float8_exempt(name: str, part: nn.Module) -> list[str]:
     """Returns the part's exemptions, with module names below `name`."""
-    return [f"{name}.{key}" for key in part.float8_exempt()] if isinstance(part, HasFloat8Exemptions) else []
+    return [f"{name}.{key}" for key in _ask(part, "float8_exempt", ())]
 
 
 def backend_choices(part: nn.Module, seq_len: int) -> Sequence[tuple[str, str, str]]:
     """Returns the part's choices of kernels: (what, choice, why)."""
-    choices = getattr(part, "backend_choices", None)
-    return choices(seq_len) if choices is not None else ()
+    choices: Sequence[tuple[str, str, str]] = _ask(part, "backend_choices", (), seq_len)
+    return choices

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from forge_core.contracts.components import OptimizerComponent, SchedulerComponent
 from forge_core.contracts.contexts import BuildContext
 from forge_core.contracts.model import Role
-from forge_core.contracts.optimizer import Schedule
-from forge_core.contracts.parameters import NamedParameter, NamedParameters
+from forge_core.contracts.optimizer import NamedParameter, NamedParameters, Schedule
 from forge_core.engine.groups import check_groups
 from forge_testing import TinyModel
 from forge_testing.suites.base import Stop, explained, losses_of, some, state_differences

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from forge_core.contracts.data import Batch
-from forge_core.contracts.model import Carry, Role
+from forge_core.contracts.model import Carry, Model, Role
 from forge_kit.modules import Embedding, Linear, LinearHead
 
 
@@ -58,8 +58,8 @@ class Layer(nn.Module):
         return (x + self.down(F.gelu(self.up(self.forward_norm(x)))),)
 
 
-class Network(nn.Module):
-    """See `forge_core.contracts.model.Model`, `HasEnds`, `HasFlops` and `HasRoles`."""
+class Network(Model):
+    """See `forge_core.contracts.model.Model`."""
 
     def __init__(self, vocab_size: int, dim: int, layers: int, heads: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -75,13 +75,6 @@ class Network(nn.Module):
     def finish(self, carry: Carry, batch: Batch) -> Tensor:
         (x,) = carry
         return self.norm(x)
-
-    def forward(self, batch: Batch) -> Tensor:
-        """(B, S, D) final hidden states: nothing but embed, all layers, finish."""
-        carry = self.embed(batch)
-        for layer in self.layers.values():
-            carry = layer(carry, batch)
-        return self.finish(carry, batch)
 
     def ends(self) -> tuple[Sequence[str], Sequence[str]]:
         """So that a pipeline can cut it."""

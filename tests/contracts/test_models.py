@@ -1,0 +1,184 @@
+"""Models override methods of a base class with defaults: none is missed in silence, and older models keep working."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from attrs import frozen
+from torch import nn
+
+from forge_core.contracts.components import OptimizerComponent, ParallelComponent
+from forge_core.contracts.deprecation import ForgeDeprecation
+from forge_core.contracts.errors import ForgeError
+from forge_core.contracts.model import Model, with_defaults
+from forge_core.contracts.optimizer import NamedParameters, roles_of
+from forge_core.contracts.runtime import ParallelStage
+from forge_plugin_adamw import AdamW
+from forge_plugin_muon import Muon
+from forge_testing import TinyModel, job_problems, tiny_job
+from forge_testing.tiny_model import TinyNetwork
+
+
+@frozen(kw_only=True)
+class Of(TinyModel):
+    """A model of a class that the test names."""
+
+    cls: str = "TinyNetwork"
+
+    def build(self, context):
+        return globals()[self.cls](self.dim, self.layers, self.dropout, 32, context.dtype)
+
+
+@frozen(kw_only=True)
+class Looking(ParallelComponent):
+    """A stage that looks at the model when a job is checked."""
+
+    def model_problems(self, model, layout):
+        return ()
+
+    def build(self, context):
+        return ParallelStage()
+
+
+class OlderNetwork(nn.Module):
+    """As models were before there was a base class: it has the methods, and derives from `nn.Module` alone."""
+
+    def __init__(self, *args):
+        super().__init__()
+        for name, module in TinyNetwork(*args).named_children():
+            setattr(self, name, module)
+
+    embed, finish, ends, flops = TinyNetwork.embed, TinyNetwork.finish, TinyNetwork.ends, TinyNetwork.flops
+    parameter_roles = TinyNetwork.parameter_roles
+
+    def forward(self, batch):
+        carry = self.embed(batch)
+        for layer in self.layers.values():
+            carry = layer(carry, batch)
+        return self.finish(carry, batch)
+
+
+class Misspelt(TinyNetwork):
+    def tensor_paralel_plan(self):
+        return {}
+
+
+class Beside(TinyNetwork):
+    """Has a method of its own beside the one that it resembles."""
+
+    def tensor_parallel_plan(self):
+        return self.tensor_parallel_plans()[0]
+
+    def tensor_parallel_plans(self):
+        return [{}]
+
+
+class Filtering(TinyNetwork):
+    def parameter_roles(self):
+        return {"layers.0.up.weight": "filter"}
+
+
+class Norming(TinyNetwork):
+    def parameter_roles(self):
+        return {"norm.weight": "nrom"}
+
+
+@frozen(kw_only=True)
+class FilterMuon(Muon):
+    """An optimizer of a third party, which knows a role of its own."""
+
+    further_roles = ("filter",)
+
+
+def problems(tmp_path: Any, cls: type, optimizer: OptimizerComponent | None = None) -> list[str]:
+    changes = {"optimizer": optimizer} if optimizer else {}
+    return job_problems(
+        tiny_job(str(tmp_path), model=Of(cls=cls.__name__), parallel={"looking": Looking()}, **changes), 1
+    )
+
+
+def test_a_method_that_is_misspelt_is_refused(tmp_path):
+    [problem] = problems(tmp_path, Misspelt)
+    assert "Misspelt has 'tensor_paralel_plan', which forge_core.contracts.model.Model has not" in problem
+    assert "did you mean 'tensor_parallel_plan'?" in problem
+
+
+def test_a_method_beside_the_one_that_it_resembles_is_not_refused(tmp_path):
+    assert problems(tmp_path, Beside) == []
+
+
+def test_a_model_without_the_base_class_trains_the_same_and_is_told(make_job, train, lines):
+    losses = []
+    for name, cls in (("new", TinyNetwork), ("old", OlderNetwork)):
+        job = make_job(steps=2, job={"name": name}, model=Of(cls=cls.__name__))
+        if cls is OlderNetwork:
+            with pytest.warns(ForgeDeprecation, match=r"OlderNetwork of a class of its own is deprecated.*Model"):
+                summary = train(job)
+        else:
+            summary = train(job)
+        losses.append([line["loss"] for line in lines(summary)])
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 2
+
+
+def test_defaults_stand_behind_all_that_a_module_has_or_passes_on():
+    class Wrapper(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = TinyNetwork(4, 2, 0.0, 8, torch.float32)
+
+        def __getattr__(self, name):
+            try:
+                return super().__getattr__(name)
+            except AttributeError:
+                return getattr(super().__getattr__("inner"), name)
+
+        def float8_exempt(self):
+            return ["head"]
+
+    model = with_defaults(Wrapper())
+    assert model.ends() == (["embedding"], ["norm", "head"])
+    assert model.float8_exempt() == ["head"]
+    assert with_defaults(nn.Linear(2, 2)).further_blocks() == ()
+
+
+def test_protocols_of_0_1_answer_as_they_did():
+    with pytest.warns(ForgeDeprecation):
+        from forge_core.protocols import HasEnds, HasFlops
+
+    model = TinyNetwork(4, 1, 0.0, 8, torch.float32)
+    assert isinstance(model, HasFlops)
+    assert isinstance(OlderNetwork(4, 1, 0.0, 8, torch.float32), HasEnds)
+    assert not isinstance(nn.Linear(2, 2), HasFlops)
+
+
+def test_a_model_may_have_a_role_of_its_own():
+    model = Filtering(4, 1, 0.0, 8, torch.float32)
+    assert [item.name for item in NamedParameters.of(model).with_roles(["filter"])] == ["layers.0.up.weight"]
+    assert roles_of(model)["layers.0.down.weight"] == "matrix"
+
+
+def test_a_misspelt_role_is_refused():
+    with pytest.raises(ForgeError, match=r"no role 'nrom'; did you mean 'norm'"):
+        roles_of(Norming(4, 1, 0.0, 8, torch.float32))
+
+
+def test_an_optimizer_that_treats_roles_apart_refuses_one_that_it_does_not_know(tmp_path):
+    assert problems(tmp_path, Filtering, Muon()) == [
+        "optimizer: does not know the role 'filter', which the model declares for layers.0.up.weight; take another one"
+    ]
+    assert problems(tmp_path, TinyNetwork, Muon()) == []
+    assert problems(tmp_path, Filtering, FilterMuon()) == []
+    assert problems(tmp_path, Filtering, AdamW()) == []
+
+
+def test_every_method_of_the_base_but_the_parts_has_a_default():
+    model = Model()
+    model.layers = nn.ModuleDict()
+    assert model.prepare({}) == model.prepare_sequences({}) == {}
+    assert model.flops(8) is model.layer_flops(8) is model.ends() is model.sequence_entries() is None
+    declared = (model.parameter_roles(), model.tied_parameters(), model.tensor_parallel_plan(), model.sequence_mixers())
+    assert not any((*declared, model.expert_stacks(), model.further_blocks(), model.fsdp_units()))
+    assert not any((model.float8_exempt(), model.backend_choices(8)))
