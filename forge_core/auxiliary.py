@@ -91,6 +91,7 @@ class Auxiliary:
         self.device = device
         self.recomputing = False
         self.active = False
+        # Tensors and not numbers: how many tokens are valid only the device knows, and asking would wait for it.
         self._scale: dict[str, Tensor] = {
             unit: torch.zeros((), device=device, dtype=torch.float64) for unit in ("token", "sequence", "layer")
         }
@@ -135,12 +136,15 @@ class Auxiliary:
         self.metric(name, value, unit)
         if not torch.is_grad_enabled() or not value.requires_grad:
             return x
+        # Scaled here: the loss, too, is divided by the global count before its backward pass, so that plain sums over
+        # micro-batches and ranks give the gradient of the whole objective.
         return _Attach.apply(x, value * (self._scale[unit].to(value.dtype) * weight))
 
     def metric(self, name: str, value: Tensor, unit: Unit | None = None) -> None:
         """Add `value` to the metric `name` of this step: a sum, divided by the global count of `unit` if given."""
-        # One element and not a scalar: torch 2.13's AOT backends drop in-place changes to a scalar on the CPU.
-        self._counters.setdefault(name, Counter(self, unit)).add(value.reshape(1))
+        if self.active:
+            # One element and not a scalar: torch 2.13's AOT backends drop in-place changes to a scalar on the CPU.
+            self._counters.setdefault(name, Counter(self, unit)).add(value.reshape(1))
 
     def count(self, name: str, row: int, values: Tensor, unit: Unit | None = None) -> None:
         """Count something in this step for each of n things, such as the tokens of experts.

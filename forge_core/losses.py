@@ -46,16 +46,7 @@ class CrossEntropy(LossComponent):
 def cross_entropy_loss(
     auxiliary: Auxiliary | None, *, label_smoothing: float = 0.0, z_loss: float = 0.0
 ) -> LossFunction:
-    """The loss `cross_entropy`.
-
-    Args:
-        auxiliary: receives the cross-entropy with an even distribution and Σ logsumexp², unweighted, for the log.
-        label_smoothing: see `CrossEntropy`.
-        z_loss: see `CrossEntropy`.
-
-    Returns:
-        A function of (head, hidden (B, S, D), batch).
-    """
+    """The loss of `CrossEntropy`, a function of (head, hidden (B, S, D), batch). `auxiliary` logs its terms."""
     import torch
 
     from forge_core.vocab_parallel import vocab_cross_entropy, vocab_mean
@@ -71,9 +62,9 @@ def cross_entropy_loss(
             logits = head.logits(hidden)
         # Any label will do where there is none: -100 would index outside of the vocabulary, and the result is masked.
         losses, logsumexp = vocab_cross_entropy(logits, labels.where(valid, 0), head.vocab_shard)
-        losses = losses.where(valid, 0)
+        losses = losses.where(valid, 0)  # not a product: 0 times an infinite loss is NaN
         objective = losses.sum()
-        if label_smoothing:
+        if label_smoothing:  # -Σ log p / V over the vocabulary, without a second tensor of the logits' size
             uniform = (logsumexp - vocab_mean(logits, head.vocab_shard)).where(valid, 0).sum()
             log("loss/uniform", uniform)
             objective = torch.lerp(objective, uniform, label_smoothing)
@@ -87,11 +78,11 @@ def cross_entropy_loss(
 
 
 def loss_output(objective: Tensor, losses: Tensor, valid: Tensor) -> LossOutput:
-    """What a loss returns.
+    """The output of a loss: sums, which the step divides by the valid positions of all ranks.
 
     Args:
-        objective: (), what is differentiated, summed over valid positions.
-        losses: (B, S), what is reported: the cross-entropy of each position, 0 where it is not valid.
+        objective: (), differentiated: summed over valid positions.
+        losses: (B, S), reported: the cross-entropy of each position, 0 where it is not valid.
         valid: (B, S), bool.
     """
     counts = valid.sum(-1, dtype=losses.dtype)

@@ -51,6 +51,7 @@ def command(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     catalog = Catalog.installed()
     if options.check:
+        # In another distribution: it loads components in processes of their own, which no run needs.
         return catalog.load_offer(find_command(catalog, CHECK))([word for word in argv if word != "--check"])
     # From here on nothing is imported: a component that cannot be loaded is listed all the same.
     listed = [listing(offer, catalog) for offer in select(catalog, options.name, options.kind)]

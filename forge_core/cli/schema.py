@@ -16,6 +16,7 @@ def command(argv: list[str]) -> int:
     argparse.ArgumentParser("forge-run schema", description=command.__doc__).parse_args(argv)
     schema, left_out = job_schema(Catalog.installed())
     print(json.dumps(schema, indent=2, ensure_ascii=False))
+    # Apart from the schema, so that standard output can go into a file.
     for message in left_out:
         print(f"left out: {message}", file=sys.stderr)
     return ExitCode.FINISHED

@@ -64,9 +64,7 @@ class Catalog:
     """All offers, and what has been loaded from them. Make one with `Catalog.installed()`."""
 
     def __init__(self, offers: Iterable[Offer], distributions: Iterable[Distribution] = ()) -> None:
-        self._offers: dict[str, dict[str, list[Offer]]] = {}
-        for offer in offers:
-            self._offers.setdefault(offer.kind, {}).setdefault(offer.type, []).append(offer)
+        self._offers = sorted(offers, key=lambda offer: (offer.kind, offer.type, offer.distribution.name))
         self._distributions = {normalised(d.name): d for d in distributions}
         self._types: dict[type, str] = {}
         self.used: dict[str, Distribution] = {}
@@ -93,18 +91,16 @@ class Catalog:
 
     def all_offers(self) -> Iterator[Offer]:
         """Every offer, in the order of kind, type and distribution."""
-        for kind in sorted(self._offers):
-            yield from self.offers(kind)
+        return iter(self._offers)
 
     def offers(self, kind: str) -> list[Offer]:
         """Offers of one kind, in the order of type and distribution."""
-        offers = (offer for same_type in self._offers.get(kind, {}).values() for offer in same_type)
-        return sorted(offers, key=lambda offer: (offer.type, offer.distribution.name))
+        return [offer for offer in self._offers if offer.kind == kind]
 
     def matching(self, kind: str, name: str) -> list[Offer]:
         """Offers that `type`, or `distribution/type`, may mean; more than one if distributions compete for the type."""
         owner, _, type_ = name.rpartition("/")
-        offers = sorted(self._offers.get(kind, {}).get(type_, []), key=lambda offer: offer.distribution.name)
+        offers = [offer for offer in self._offers if (offer.kind, offer.type) == (kind, type_)]
         return [offer for offer in offers if not owner or normalised(offer.distribution.name) == normalised(owner)]
 
     def kinds(self) -> list[str]:
@@ -113,7 +109,7 @@ class Catalog:
 
     def types(self, kind: str) -> list[str]:
         """Installed types of a kind."""
-        return sorted(self._offers.get(kind, {}))
+        return sorted({offer.type for offer in self.offers(kind)})
 
     def distribution(self, name: str) -> Distribution | None:
         """An installed distribution that offers something, by name."""
@@ -125,12 +121,12 @@ class Catalog:
         Raises:
             PluginError: no distribution declares it, or two do.
         """
-        owners = self._offers.get("kind", {}).get(kind, [])
+        owners = self.matching("kind", kind)
         if not owners:
             message = f"no installed distribution declares the kind {kind!r}; there are {', '.join(self.kinds())}"
             raise UnknownTypeError(message, first_party()["kind"].get(kind, ""))
         if len(owners) > 1:
-            names = " and ".join(sorted(str(owner.distribution) for owner in owners))
+            names = " and ".join(str(owner.distribution) for owner in owners)
             raise PluginError(f"kind {kind!r} is declared by {names}; uninstall one of them")
         base = self.load_offer(owners[0])
         if not (isinstance(base, type) and issubclass(base, Component) and getattr(base, "kind", None) == kind):
@@ -153,7 +149,7 @@ class Catalog:
             PluginError: two distributions claim the type or the kind, the class cannot be imported, or it is not a
                 component of this kind.
         """
-        if len(self._offers.get("kind", {}).get(kind, ())) > 1:
+        if len(self.matching("kind", kind)) > 1:
             self.kind_base(kind)  # raises, also where `base` is one of the two: types of both would be mixed
         if ":" in type_:
             cls, spelling, source = self._load_path(kind, type_)

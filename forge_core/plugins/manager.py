@@ -190,7 +190,7 @@ class Plugins:
             raise
 
     def _plugins_in(self, traceback: TracebackType | None) -> list[str]:
-        # By code objects: a wrapper's frame is pluggy's to call, and nothing else tells whose function it is.
+        # By code objects: a frame does not name the plugin whose method it runs.
         code = {
             function.__func__.__code__: name
             for name, plugin in self.active.items()
