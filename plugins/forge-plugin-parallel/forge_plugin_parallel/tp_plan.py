@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 
 from forge_core.contracts.errors import Problem
 from forge_core.contracts.model import Model
-from forge_plugin_parallel.tp_ways import WAYS, Way
+from forge_plugin_parallel.tp_ways import AT_REST, WAYS, Way
 
 NUMBER = re.compile(r"\d+")
 
@@ -37,7 +37,7 @@ def plan_problems(model: Model, ranks: int) -> Iterator[Problem]:
         return
     named = ways_of(model)
     ways = {name: way for name, way in named.items() if isinstance(way, Way)}
-    if unknown := {way for way in named.values() if isinstance(way, str)}:
+    if unknown := {way if isinstance(way, str) else repr(way) for way in named.values() if not isinstance(way, Way)}:
         yield Problem("", f"the plan of {kind} has {', '.join(sorted(unknown))}; there are {', '.join(WAYS)}")
     problems: dict[str, Problem] = {}
     for name, parameter in model.named_parameters():
@@ -47,8 +47,8 @@ def plan_problems(model: Model, ranks: int) -> Iterator[Problem]:
             problems.setdefault(NUMBER.sub("*", module), problem)
         elif module not in ways:
             continue
-        elif ways[module] == WAYS["partial_row"] and key == "bias":
-            message = f"the plan of {kind} has partial_row for {module!r}, whose bias each rank would add"
+        elif key == "bias" and not ways[module].bias:
+            message = f"the plan of {kind} has {ways[module].name} for {module!r}, whose bias each rank would add"
             problems.setdefault(NUMBER.sub("*", name), Problem("", f"{message}; take row, or leave the bias out"))
         elif message := _size_message(name, parameter.shape, ways[module].split.get(key), ranks):
             problems.setdefault(NUMBER.sub("*", name), Problem("degree", message))
@@ -62,15 +62,15 @@ def _pair_problems(kind: str, ways: Mapping[str, Way]) -> Iterator[Problem]:
     A module that computes a part needs all positions (with sequence parallel), and its input's gradients summed over
     the ranks: the `whole_input` module around it does both.
     """
-    holders = {name for name, way in ways.items() if way == WAYS["whole_input"]}
+    holders = {name for name, way in ways.items() if way.holder}
     problems: dict[str, Problem] = {}
     for name, way in ways.items():
         holder = next((h for h in holders if name.startswith(f"{h}.") or (name == h) or not h), None)
         if way.inside and holder is None:
             message = f"the plan of {kind} has {way.name} for {name!r}, and whole_input for no module around it"
             hint = "name the module that calls it whole_input"
-        elif way == WAYS["sequence"] and holder is not None:
-            message = f"the plan of {kind} has sequence for {name!r}, inside {holder!r}, which has all positions"
+        elif way.partial == AT_REST and not way.inside and holder is not None:
+            message = f"the plan of {kind} has {way.name} for {name!r}, inside {holder!r}, which has all positions"
             hint = "take replicate"
         else:
             continue

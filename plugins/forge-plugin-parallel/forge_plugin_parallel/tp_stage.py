@@ -25,7 +25,7 @@ from forge_core.contracts.runtime import ParallelStage
 from forge_core.parallel.initialise import ties
 from forge_core.parallel.mesh import local_part, sum_gradients
 from forge_plugin_parallel.tp_plan import ways_of
-from forge_plugin_parallel.tp_ways import AT_REST, NEVER, WAYS, Ranks, Way, give_class
+from forge_plugin_parallel.tp_ways import AT_REST, NEVER, Ranks, Way, give_class
 
 if TYPE_CHECKING:
     from forge_core.contracts.contexts import BuildContext
@@ -93,7 +93,7 @@ class TensorParallelStage(ParallelStage):
         self._partial += [(module, key) for key in keys if self._is_partial(way, key)]
         if way.matrix is not None and module.get_parameter("weight").ndim == 2:
             module.matrix_shard = self._matrices[way.matrix]  # type: ignore[assignment]
-        if way == WAYS["vocab_head"] and self._ranks.loss_parallel:
+        if way.vocabulary and self._ranks.loss_parallel:
             rows = local_part(next(module.parameters())).shape[0]
             module.vocab_shard = VocabShard(self._ranks.group, self._ranks.rank * rows, rows)  # type: ignore[assignment]
         give_class(module, way.module)

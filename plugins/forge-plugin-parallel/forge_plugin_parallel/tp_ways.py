@@ -132,7 +132,12 @@ NEVER, ALWAYS, AT_REST = "never", "always", "with sequence parallel"
 
 @frozen
 class Way:
-    """How a module is split. A plan names one of `WAYS`, or contains a `Way` object of another distribution."""
+    """How a module is split. A plan names one of `WAYS`, or contains a `Way` object of another distribution.
+
+    Way("scale", split={"weight": 0}, inside=True)  # a factor for each feature, between `column` and `row`
+    """
+
+    # The stage and the checks go by these fields alone, so that a way of a third party can do whatever ours do.
 
     name: str
     module: type[SplitModule] = SplitModule
@@ -144,7 +149,13 @@ class Way:
     inside: bool = field(default=False, kw_only=True)
     """Whether it computes a part, so that a module around it must be `whole_input`."""
     partial: str = field(default=NEVER, kw_only=True)
-    """When gradients of whole parameters are partial on each rank: `NEVER`, `ALWAYS`, or `AT_REST`."""
+    """When gradients of whole parameters are partial on each rank: `NEVER`, `ALWAYS`, or `AT_REST` (some positions)."""
+    bias: bool = field(default=True, kw_only=True)
+    """Whether its module may have a bias; without a sum in the module each rank would add it."""
+    holder: bool = field(default=False, kw_only=True)
+    """Whether its module has all positions, and sums the gradients of its input, for the modules in it."""
+    vocabulary: bool = field(default=False, kw_only=True)
+    """Whether its module is the head with some rows of the vocabulary on each rank."""
     needs_parameters: bool = field(default=True, kw_only=True)
     """Whether a module without parameters is left as it is."""
 
@@ -154,13 +165,13 @@ WAYS: Mapping[str, Way] = {
     for way in (
         Way("column", split={"weight": 0, "bias": 0}, matrix=0, inside=True),
         Way("row", RowModule, split={"weight": 1, "bias": None}, matrix=1, inside=True, partial=AT_REST),
-        Way("partial_row", split={"weight": -1}, matrix=1, inside=True),
+        Way("partial_row", split={"weight": -1}, matrix=1, inside=True, bias=False),
         Way("column_stack", split={"weight": 1}, inside=True),
         Way("vocab_embedding", EmbeddingModule, split={"weight": 0}),
-        Way("vocab_head", HeadModule, split={"weight": 0, "bias": 0}),
+        Way("vocab_head", HeadModule, split={"weight": 0, "bias": 0}, vocabulary=True),
         Way("sequence", partial=AT_REST),  # it computes on this rank's positions only
         Way("replicate", inside=True, partial=ALWAYS),  # it computes on this rank's heads or columns only
-        Way("whole_input", WholeInputModule, needs_parameters=False),
+        Way("whole_input", WholeInputModule, holder=True, needs_parameters=False),
         Way("partial_output", PartialOutputModule, needs_parameters=False),
     )
 }
