@@ -45,6 +45,18 @@ class Linear(nn.Module):
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}"
 
 
+class LayerNorm(nn.LayerNorm):
+    """torch's, in the dtype of x (it computes in float32 or wider inside); starts as the plain normalisation.
+
+    The weights are cast like those of `Linear`. A norm that widens x to their dtype instead rounds them under FSDP,
+    which gathers in the compute dtype, and not in one process.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, bias = (None if part is None else part.to(x.dtype) for part in (self.weight, self.bias))
+        return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
+
+
 class Embedding(nn.Module):
     """Rows of a table in `dtype`; `weight` is (vocabulary, dim), drawn from N(0, std²)."""
 

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from forge_core.auxiliary import Auxiliary, Recomputing, Unit
 from forge_core.contracts.data import Batch
 from forge_core.contracts.model import Carry, Model, Role
-from forge_kit.modules import Embedding, Linear, LinearHead
+from forge_kit.modules import Embedding, LayerNorm, Linear, LinearHead
 
 
 class Layer(nn.Module):
@@ -38,7 +38,7 @@ class TinyNetwork(Model):
         super().__init__()
         self.embedding = Embedding(vocabulary, dim, dtype=dtype, std=0.5)
         self.layers = nn.ModuleDict({str(i): Layer(dim, dropout) for i in range(layers)})
-        self.norm = nn.LayerNorm(dim)
+        self.norm = LayerNorm(dim)
         self.head = LinearHead(dim, vocabulary, std=0.2)
 
     def embed(self, batch: Batch) -> Carry:
@@ -46,7 +46,7 @@ class TinyNetwork(Model):
 
     def finish(self, carry: Carry, batch: Batch) -> Tensor:
         (x,) = carry
-        return self.norm(x.to(self.norm.weight.dtype)).to(x.dtype)
+        return self.norm(x)
 
     def ends(self) -> tuple[Sequence[str], Sequence[str]]:
         return ["embedding"], ["norm", "head"]

@@ -49,6 +49,14 @@ class Wide(Network):
         return (super().embed(batch)[0].float(),)
 
 
+class WideNorm(Network):
+    """A norm with weights that FSDP would have rounded."""
+
+    def finish(self, carry, batch):
+        (x,) = carry
+        return self.norm(x.float()).to(x.dtype)
+
+
 class NoTuple(Network):
     def __init__(self, context):
         super().__init__(context)
@@ -185,6 +193,7 @@ DECLARED, INITIAL = "test_what_it_declares_is_there", "test_every_tensor_is_init
             Wide,
             "hidden states are torch.float32; give embeddings",
         ),
+        ("test_weights_are_used_in_the_compute_dtype", WideNorm, "weights rounded to bf16 change hidden states by"),
         (INITIAL, Uninitialised, "Scale.init_parameter did not fill norm.weight"),
         (INITIAL, RandomBuffer, "the initial values of table depend on torch's default generator"),
         (INITIAL, Unseeded, "another seed gives the same initial values; draw them with `fill`"),

@@ -69,6 +69,13 @@ class OfSomeTokens(TopTwo):
         return super().forward(x[:, :5], batch)
 
 
+class Widening(TopTwo):
+    """Scores in float32, of weights that FSDP would have rounded."""
+
+    def forward(self, x, batch):
+        return super().forward(x.float(), batch)
+
+
 class Silent(TopTwo):
     def forward(self, x, batch):
         return None
@@ -167,6 +174,7 @@ MEAN = "test_it_says_how_many_experts_a_token_has"
         (SHAPES, Narrow, "weights are torch.bfloat16; compute them in float32 or wider"),
         (SHAPES, OfSomeTokens, "weights (2, 5, 2) and numbers (2, 5, 2) for tokens (2, 12)"),
         (SHAPES, Silent, "the router said NoneType; it gives two tensors"),
+        ("test_weights_are_used_in_the_dtype_of_the_tokens", Widening, "fsdp chooses other experts than one process"),
         (MEAN, Modest, "`experts_per_token` is 1, but tokens have 2 in the mean"),
         ("test_it_says_the_same_again", Counting, "asked twice in evaluation mode, it says different things"),
         ("test_it_says_the_same_again", Noisy, "in evaluation mode, it says different things; keep nothing from call"),

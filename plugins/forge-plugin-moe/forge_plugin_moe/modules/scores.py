@@ -37,7 +37,9 @@ class LinearScores(nn.Module):
     def logits(self, x: Tensor) -> Tensor:
         """(B, S, D) to (B, S, E), in float32 or wider."""
         dtype = torch.promote_types(x.dtype, torch.float32)
-        return F.linear(x.to(dtype), self.weight.to(dtype))
+        # Rounded like every other weight first: FSDP gathers it in the compute dtype, and with more digits in one
+        # process than under FSDP, tokens between two experts would go to another one there.
+        return F.linear(x.to(dtype), self.weight.to(x.dtype).to(dtype))
 
     def penalise(self, weights: Tensor, logits: Tensor) -> Tensor:
         """The weights, with the z-loss attached."""

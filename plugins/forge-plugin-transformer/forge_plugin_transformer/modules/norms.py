@@ -29,7 +29,7 @@ class RootMeanSquareNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if x.device.type == "cpu":
-            return _CPUNorm.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]
+            return _CPUNorm.apply(x, self.weight.to(x.dtype), self.eps)  # type: ignore[no-untyped-call]
         return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
 
     def extra_repr(self) -> str:

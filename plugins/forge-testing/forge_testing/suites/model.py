@@ -89,6 +89,22 @@ class ModelSuite(ParitySuite):
             "parameters to the dtype of what reaches them (forge_kit.modules does)"
         )
 
+    def test_weights_are_used_in_the_compute_dtype(self, tmp_path: Path) -> None:
+        """Rounding the weights to bf16 first changes nothing: FSDP gathers them in that dtype, one process does not."""
+        model = self._model(tmp_path, precision="bf16")
+        batch, generator = self._batch(model), torch.Generator().manual_seed(5)
+        with torch.no_grad():
+            for parameter in model.parameters():  # ones and zeros have no digits to lose
+                parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.01)
+            wide = model(batch)
+            for parameter in model.parameters():
+                parameter.copy_(parameter.bfloat16())
+            error = _error(model(batch), wide)
+        assert error == 0, (
+            f'with precision = "bf16", weights rounded to bf16 change hidden states by {error:.3g}; use every weight '
+            "as `weight.to(x.dtype)`, widened after it where more digits are needed, or fsdp leaves one process's curve"
+        )
+
     # --- initial values ------------------------------------------------------------------------------------------
 
     def test_every_tensor_is_initialised_from_the_seed_alone(self, tmp_path: Path) -> None:

@@ -62,6 +62,21 @@ class RouterSuite(Suite):
         hint = "" if least else "; to give -1 for none, set `leaves_out = True` on the module"
         assert inside, f"numbers of experts from {low} to {high}; there are experts 0 to {self.experts - 1}{hint}"
 
+    def test_weights_are_used_in_the_dtype_of_the_tokens(self, tmp_path: Path) -> None:
+        """Rounding the weights to bf16 first changes nothing for tokens in bf16: FSDP gathers them so, one process does
+        not, and experts would be chosen by other scores."""
+        router, (x, batch) = self._ready(tmp_path).float(), self._tokens()
+        router.eval()
+        with torch.no_grad():
+            weights, experts = self._routed(router, x.bfloat16(), batch)
+            for parameter in router.parameters():
+                parameter.copy_(parameter.bfloat16())
+            rounded, chosen = self._routed(router, x.bfloat16(), batch)
+        assert _equal((weights, experts), (rounded, chosen)), (
+            "weights rounded to bf16 change the scores of tokens in bf16; use `weight.to(x.dtype).to(torch.float32)`, "
+            "or fsdp chooses other experts than one process"
+        )
+
     def test_it_says_how_many_experts_a_token_has(self, tmp_path: Path) -> None:
         """`experts_per_token`, from which the FLOPs of a model are counted, is the measured mean."""
         router = self._ready(tmp_path)

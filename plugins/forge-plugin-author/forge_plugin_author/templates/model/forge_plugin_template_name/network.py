@@ -10,14 +10,7 @@ from torch.nn import functional as F
 
 from forge_core.contracts.data import Batch
 from forge_core.contracts.model import Carry, Model, Role
-from forge_kit.modules import Embedding, Linear, LinearHead
-
-
-class Norm(nn.LayerNorm):
-    """In the dtype of its weights, float32; the result is in that of x."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.to(self.weight.dtype)).to(x.dtype)
+from forge_kit.modules import Embedding, LayerNorm, Linear, LinearHead
 
 
 class Attention(nn.Module):
@@ -49,8 +42,8 @@ class Layer(nn.Module):
 
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
-        self.attention_norm, self.attention = Norm(dim), Attention(dim, heads)
-        self.forward_norm, self.up, self.down = Norm(dim), Linear(dim, 4 * dim), Linear(4 * dim, dim)
+        self.attention_norm, self.attention = LayerNorm(dim), Attention(dim, heads)
+        self.forward_norm, self.up, self.down = LayerNorm(dim), Linear(dim, 4 * dim), Linear(4 * dim, dim)
 
     def forward(self, carry: Carry, batch: Batch) -> Carry:
         (x,) = carry
@@ -66,7 +59,7 @@ class Network(Model):
         self.dim = dim
         self.embedding = Embedding(vocab_size, dim, dtype=dtype, std=1.0)
         self.layers = nn.ModuleDict({str(number): Layer(dim, heads) for number in range(layers)})
-        self.norm = Norm(dim)
+        self.norm = LayerNorm(dim)
         self.head = LinearHead(dim, vocab_size)
 
     def embed(self, batch: Batch) -> Carry:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from forge_kit.modules import Linear
 
@@ -24,5 +25,6 @@ class Gate(nn.Module):
     def forward(self, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """(B, S, D) -> weights (B, S, K), whose sum is 1, and numbers of experts (B, S, K) int64."""
         wide = x.to(torch.promote_types(x.dtype, torch.float32))  # bf16 is too coarse to rank experts; float64 stays
-        scores, experts = self.scores(wide).topk(self.experts_per_token)
+        weight = self.scores.weight.to(x.dtype).to(wide.dtype)  # rounded as FSDP does, or experts depend on the layout
+        scores, experts = F.linear(wide, weight).topk(self.experts_per_token)
         return scores.softmax(-1), experts
