@@ -13,18 +13,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from attrs import field, fields_dict, frozen
+from attrs import field, frozen
 from torch import Tensor
 
 from forge_core.checkpoint.ranks import Ranks
 from forge_core.checkpoint.storage import FORMAT, How, find_faults, read_manifest, write_manifest
-from forge_core.checkpoint.tensor_writer import Staged, TensorWriter
+from forge_core.checkpoint.tensor_writer import Staging, TensorWriter
 from forge_core.contracts.errors import CheckpointError
 from forge_core.parallel.mesh import gather_objects
 
 if TYPE_CHECKING:
     from forge_core.contracts.runtime import Storage
-    from forge_core.job import CheckpointSection
 
 
 @frozen
@@ -45,11 +44,6 @@ class Retention:
     best_metric: str = "eval/loss"
     early_steps: int = 0
     at_start: bool = False
-
-    @classmethod
-    def of(cls, section: CheckpointSection) -> Retention:
-        """From the keys of the same names."""
-        return cls(**{name: getattr(section, name) for name in fields_dict(cls)})
 
     def to_delete(self, steps: Sequence[int], metrics: Mapping[int, float]) -> list[int]:
         """The steps whose checkpoints nothing asks to keep, ascending.
@@ -86,7 +80,7 @@ class Checkpoints:
     """All ranks of the run, which save and load together."""
     writer: TensorWriter = field(factory=TensorWriter)
 
-    def save(self, step: int, state: State, staged: Staged | None = None) -> Path:
+    def save(self, step: int, state: State, staged: Staging | None = None) -> Path:
         """Write the checkpoint of `step`, then delete those that retention does not keep. Collective.
 
         With `staged`, a copy of the state's tensors, its values are the ones to write.
@@ -142,7 +136,8 @@ class Checkpoints:
         """Delete the checkpoints that retention does not keep; returns their steps. Not collective: for rank 0 alone.
 
         Args:
-            intact: a step known to be intact, having just been saved or loaded; it stays whatever retention says.
+            intact: a step known to be intact, having just been saved or loaded; it stays whatever retention says. If
+                there is none, at least one of those that stay must be whole by the sizes of its files.
         """
         # A newer one may be damaged in a way that sizes do not show: with `keep = 1` it would be all that is left
         doomed = [step for step in self.to_prune() if step != intact]

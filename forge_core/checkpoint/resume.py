@@ -8,16 +8,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from attrs import field, frozen
+from attrs import field, fields_dict, frozen
 
 from forge_core.checkpoint.manager import Checkpoints, Retention, verify
-from forge_core.checkpoint.run_diff import (
-    Change,
-    collect_provenance,
-    compare_provenance,
-    describe_changes,
-    job_changes,
-)
+from forge_core.checkpoint.run_diff import Change, collect_provenance, compare_provenance, describe_changes, job_changes
 from forge_core.checkpoint.run_folder import run_folder, storage_of
 from forge_core.checkpoint.storage import MANIFEST, How
 from forge_core.contracts.errors import CheckpointError, ForgeError
@@ -62,7 +56,8 @@ class Start:
 def open_checkpoints(job: Job, context: BuildContext) -> Checkpoints:
     """The checkpoints of the run of `job`."""
     section = job.checkpoint
-    return Checkpoints(context.build(section.storage), Retention.of(section), section.verify)
+    retention = Retention(**{name: getattr(section, name) for name in fields_dict(Retention)})
+    return Checkpoints(context.build(section.storage), retention, section.verify)
 
 
 def find_start(job: Job, catalog: Catalog, checkpoints: Checkpoints, resume: str, with_changes: bool) -> Start:

@@ -29,11 +29,7 @@ from forge_core.plugins.catalog import CORE, Catalog, Distribution, core_version
 if TYPE_CHECKING:
     from forge_core.contracts.data import Tokenizer
 
-TITLES: Mapping[WhenResumed, str] = {
-    "safe": "safe",
-    "flag": "need --resume-with-changes",
-    "impossible": "impossible",
-}
+TITLES: Mapping[WhenResumed, str] = {"safe": "safe", "flag": "need --resume-with-changes", "impossible": "impossible"}
 """Title of each meaning in messages, the most serious meaning last."""
 severity = tuple(TITLES).index
 SHORT = 60
@@ -67,8 +63,10 @@ def text_changes(before: str, after: str, catalog: Catalog, classes: Iterable[ty
     leaves = _Leaves(classes, catalog)
     olds, news = (dict(leaves.table("", Job, tomllib.loads(text), "flag")) for text in (before, after))
     changed = [path for path in {**news, **olds} if _differ(path, olds, news)]
-    replaced = [path for path in changed if path.endswith(".type")]
-    return [_change(path, olds.get(path), news.get(path)) for path in changed if not _inside(path, replaced)]
+    # A component that was added, removed or replaced is one change, of its type: all other keys in it are left out
+    replaced = tuple(path.removesuffix("type") for path in changed if path.endswith(".type"))
+    outermost = [path for path in changed if not path.removesuffix(".type").startswith(replaced)]
+    return [_change(path, olds.get(path), news.get(path)) for path in outermost]
 
 
 def describe_changes(changes: Iterable[Change]) -> str:
@@ -169,11 +167,6 @@ def _differ(path: str, olds: Mapping[str, _Leaf], news: Mapping[str, _Leaf]) -> 
     return path not in news or not _same(olds[path].value, news[path].value)
 
 
-def _inside(path: str, replaced: Iterable[str]) -> bool:
-    """Whether a key belongs to a component that was added, removed or replaced."""
-    return any(path != type_ and path.startswith(type_.removesuffix("type")) for type_ in replaced)
-
-
 def _change(path: str, old: _Leaf | None, new: _Leaf | None) -> Change:
     means = max((leaf.means for leaf in (old, new) if leaf is not None), key=severity)
     return Change(path, old and old.value, new and new.value, means)
@@ -237,7 +230,7 @@ def compare_provenance(
     missing, warnings = [], []
     for name, was in recorded["distributions"].items():
         now = current["distributions"].get(name)
-        if now is None and not _installed(name):
+        if now is None and not any(metadata.distributions(name=name)):
             missing.append(f"{name}=={was['version']}")
         elif now is not None and now != was:
             warnings.append(f"{name} was {_version(was)} when the checkpoint was saved, and is {_version(now)} now")
@@ -278,14 +271,6 @@ def _commit(path: Path) -> str:
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return ""
-
-
-def _installed(name: str) -> bool:
-    try:
-        metadata.distribution(name)
-    except metadata.PackageNotFoundError:
-        return False
-    return True
 
 
 def _version(described: Mapping[str, str]) -> str:

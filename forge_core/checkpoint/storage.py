@@ -57,7 +57,7 @@ class LocalStorage:
         self._folder = folder
 
     def begin(self, step: int) -> Path:
-        self.clear()  # first, since the room that dead saves take may be what the last save lacked
+        self.clear()  # what dead saves have left takes room, and one of this step would be in the way
         unfinished = self._unfinished(step)
         unfinished.mkdir(parents=True)
         return unfinished

@@ -10,14 +10,13 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
-from attrs import frozen
 from torch import Tensor
 
 from forge_core.checkpoint.ranks import Ranks
@@ -44,40 +43,37 @@ Extents = dict[tuple[str, tuple[int, ...]], dict[str, Any]]
 """(name, offsets) of a chunk -> file and first byte, as the index has them."""
 
 
-@frozen
-class Staged:
-    """This rank's part of every tensor, as it was when it was copied."""
-
-    parts: Mapping[str, Tensor]
-    wait: Callable[[], object]
-    """Returns when the copies have arrived."""
-
-
 class Staging:
-    """Host memory for one copy of the state. It is allocated at the first copy and used again for all later ones."""
+    """Host memory for one copy of this rank's part of the state, allocated at the first copy and used for all later."""
 
     def __init__(self) -> None:
-        self._memory: dict[str, Tensor] = {}
+        self.parts: dict[str, Tensor] = {}
+        """The parts as they were when they were copied, once `wait` has returned."""
+        self._arrived: torch.cuda.Event | None = None
 
     @torch.no_grad()
-    def copy(self, tensors: Mapping[str, Tensor]) -> Staged:
+    def copy(self, tensors: Mapping[str, Tensor]) -> Staging:
         """Copy this rank's part of every tensor; the copy before is overwritten.
 
         Copies from a device are queued behind the work that it has, and before all that is queued later: neither this
         nor the next step waits for them.
         """
         local = {name: local_part(tensor) for name, tensor in tensors.items()}
-        self._memory = {name: self._room(name, part) for name, part in local.items()}
+        self.parts = {name: self._room(name, part) for name, part in local.items()}
         for name, part in local.items():
-            self._memory[name].copy_(part, non_blocking=True)
-        if not any(part.is_cuda for part in local.values()):
-            return Staged(self._memory, lambda: None)
-        event = torch.cuda.Event()
-        event.record()
-        return Staged(self._memory, event.synchronize)
+            self.parts[name].copy_(part, non_blocking=True)
+        if any(part.is_cuda for part in local.values()):
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+        return self
+
+    def wait(self) -> None:
+        """Return once the copies from a device have arrived."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
 
     def _room(self, name: str, part: Tensor) -> Tensor:
-        room = self._memory.get(name)
+        room = self.parts.get(name)
         if room is not None and (room.shape, room.dtype) == (part.shape, part.dtype):
             return room
         return torch.empty(part.shape, dtype=part.dtype, pin_memory=part.is_cuda)  # unpinned, the copy would block
@@ -95,7 +91,7 @@ class TensorWriter:
         self._shares: Mapping[str, Share] = {}
         self._index = ""
 
-    def write(self, folder: Path, tensors: Mapping[str, Tensor], staged: Staged | None, ranks: Ranks) -> Files:
+    def write(self, folder: Path, tensors: Mapping[str, Tensor], staged: Staging | None, ranks: Ranks) -> Files:
         """Write and flush tensors, sharded in any way, and their index. Collective.
 
         With `staged`, a copy of `tensors`, its values are the ones to write. Raises on every rank if one cannot write.

@@ -153,7 +153,7 @@ def _parse_tensor(name: str, entry: Mapping[str, Any], numbers: dict[str, int]) 
         files=np.array(files, dtype=np.int64),
         starts=np.array([chunk["start"] for chunk in chunks], dtype=np.int64),
     )
-    # Chunks never overlap, so a gap shows in the sum; it would leave memory unfilled without any error
+    # Chunks as they are written never overlap, so a gap shows in the sum; it would leave memory unfilled in silence
     if int(stored.sizes.prod(axis=1).sum()) != math.prod(size):
         raise ValueError(f"the chunks of {name} are not the whole of it")
     return stored

@@ -190,11 +190,11 @@ class TestAnAsynchronousSave:
         GATE.set()
         tensors = {"a": torch.randn(1000)}
         saver.save(1, State(tensors, {}))
-        memory = saver._staging._memory["a"]
+        memory = saver._staging.parts["a"]
         saver.save(2, State(tensors, {}))
-        assert saver._staging._memory["a"] is memory
+        assert saver._staging.parts["a"] is memory
         saver.save(3, State({"a": torch.randn(5)}, {}))
-        assert saver._staging._memory["a"].shape == (5,)
+        assert saver._staging.parts["a"].shape == (5,)
 
     def test_waits_for_the_one_before(self, saver, tmp_path):
         saver.save(1, State({"a": torch.ones(3)}, {}))
