@@ -13,7 +13,7 @@ from forge_core.contracts.errors import JobError
 
 if TYPE_CHECKING:
     from forge_core.engine.trainer import Summary
-    from forge_core.launch.rank_log import RankLog
+    from forge_core.launch.rank_process import RankLog
     from forge_core.launch.world import World
 
 
@@ -51,9 +51,9 @@ def command(argv: list[str]) -> int:
     if world.alone:
         _warn_of_idle_tasks()
         return _train(options, overrides)
-    from forge_core.launch.rank_process import RankProcess
+    from forge_core.launch.rank_process import this_process
 
-    return RankProcess(world).run(lambda log: _train(options, overrides, world, log))
+    return this_process.run(world, lambda log: _train(options, overrides, world, log))
 
 
 def _train(
@@ -82,7 +82,7 @@ def _train(
 def _supervise(options: argparse.Namespace, world: World, argv: list[str], overrides: list[str]) -> int:
     """Start the ranks, once the job is known to be right: each of them would report the same error."""
     from forge_core.config import load_job
-    from forge_core.launch.rank_log import LOGS
+    from forge_core.launch.rank_process import LOGS
     from forge_core.launch.supervisor import Supervisor
 
     if options.nproc < 1:
@@ -107,7 +107,7 @@ def rank_command(argv: list[str]) -> list[str]:
 
 def _warn_of_idle_tasks() -> None:
     """Warn of a batch script without srun: it trains on one of its tasks and pays for all."""
-    from forge_core.launch.slurm import tasks_of_shell
+    from forge_core.launch.world import tasks_of_shell
 
     tasks = tasks_of_shell(os.environ)
     if tasks > 1:

@@ -21,11 +21,11 @@ from forge_core.data.loader import TrainLoader
 from forge_core.engine.build import Run
 from forge_core.engine.evaluation import evaluate
 from forge_core.engine.hooks import Contexts
-from forge_core.engine.rank_agreement import Agreement, follow_non_finite, report, stop_on_signals
+from forge_core.engine.rank_agreement import Agreement, follow_non_finite, stop_on_signals
 from forge_core.engine.reporting import Recorder, announce, open_loggers
 from forge_core.engine.run_state import restore, snapshot
 from forge_core.engine.step import Stepper
-from forge_core.launch.rendezvous import current_rendezvous
+from forge_core.launch.rank_process import this_process
 
 
 class Loop:
@@ -145,7 +145,8 @@ class Loop:
 
     def _fail(self, error: BaseException) -> None:
         # First of all: hooks and the saver may wait for other ranks, which do not know yet that this one fails.
-        report(error, current_rendezvous())
+        if this_process.rendezvous is not None:
+            this_process.end_run(error)
         self._hooks.exception(self._contexts.train(self.progress.step), error)
         self._saver.abandon(error)
 

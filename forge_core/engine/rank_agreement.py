@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import signal
 import socket
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -16,9 +17,7 @@ from forge_core.config.dump import dump_job
 from forge_core.contracts.contexts import Requests
 from forge_core.contracts.errors import JobError
 from forge_core.job import Job, TrainSection
-from forge_core.launch.failure_report import emit, report_of
-from forge_core.launch.rendezvous import Rendezvous, join_rendezvous
-from forge_core.launch.stop_requests import requests_to_stop
+from forge_core.launch.rank_process import this_process
 from forge_core.launch.watchdog import Watchdog
 from forge_core.launch.world import join_world
 from forge_core.parallel.mesh import any_rank, gather_objects
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from forge_core.checkpoint.state import Progress
     from forge_core.engine.build import Run
     from forge_core.launch.progress_beacon import ProgressBeacon
+    from forge_core.launch.rendezvous import Rendezvous
     from forge_core.plugins.catalog import Catalog
 
 SHOWN = 8
@@ -41,27 +41,15 @@ def joined_run(job: Job, beacon: ProgressBeacon) -> Iterator[Rendezvous | None]:
     if dist.is_initialized() or (world := join_world()).alone:
         yield None
         return
-    rendezvous = join_rendezvous(world, job.launch.start_timeout_s, job.launch.hang_timeout_s)
-    watchdog = Watchdog(rendezvous, beacon)
-    watchdog.start()
+    rendezvous = this_process.join(world, job.launch.start_timeout_s, job.launch.hang_timeout_s)
+    watchdog = Watchdog(rendezvous, beacon, this_process.emit)
     try:
         yield rendezvous
     except BaseException as error:
-        report(error, rendezvous)
+        this_process.end_run(error)
         raise
     finally:
         watchdog.stop()
-
-
-def report(error: BaseException, rendezvous: Rendezvous | None) -> None:
-    """End all ranks, since this one fails and the others would wait for it; shows why unless another was first."""
-    if rendezvous is None:
-        return
-    failure = report_of(rendezvous.world.rank, error)
-    if not failure.echo:
-        with suppress(Exception):  # the process that serves the store has gone
-            if rendezvous.end(failure).rank == failure.rank:
-                emit(failure)
 
 
 def agree_on_job(rendezvous: Rendezvous, job: Job, catalog: Catalog) -> None:
@@ -135,12 +123,12 @@ def _short(subject: str, value: str | None) -> str:
 def stop_on_signals(requests: Requests) -> Iterator[None]:
     """SIGINT, SIGTERM, SIGUSR1 and the launcher set `requests.stop` within this context; in the main thread only."""
 
-    def ask(reason: str) -> None:
+    def ask(number: signal.Signals) -> None:
         # Nothing else happens here: a signal comes at any point of a step, perhaps in the middle of a collective, and
         # on each rank at another. The ranks end together, where they agree.
-        requests.stop = requests.stop or reason
+        requests.stop = requests.stop or f"signal {number.name}"
 
-    with requests_to_stop(ask):
+    with this_process.delivering_stop_requests(ask):
         yield
 
 

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import json
-import socket
-import sys
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
 
-from attrs import asdict, frozen
+from attrs import asdict, field, frozen
 
 from forge_core.contracts.errors import ExitCode, ForgeError, JobError
 
@@ -23,17 +19,13 @@ class FailureReport:
     """Why a rank ends before the run does."""
 
     rank: int
-    code: int
+    code: int = ExitCode.FAILED
     text: str
     """For a person, complete: a traceback, or an error of ours in words."""
-    time: float
+    time: float = field(factory=time.monotonic)
     """On the monotonic clock of its machine."""
     echo: bool = False
     """Whether the rank ends only because another one does."""
-
-    @property
-    def bad_job(self) -> bool:
-        return self.code == ExitCode.BAD_JOB
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -41,6 +33,11 @@ class FailureReport:
     @classmethod
     def from_json(cls, text: str | bytes) -> FailureReport:
         return cls(**json.loads(text))
+
+    def echoed_by(self, rank: int) -> FailureReport:
+        """The report of a rank that ends because of this one."""
+        text = f"forge-run: rank {rank}: rank {self.rank} has ended the run"
+        return FailureReport(rank=rank, code=self.code, text=text, echo=True)
 
 
 class EndedElsewhere(ForgeError):
@@ -54,58 +51,15 @@ class EndedElsewhere(ForgeError):
 def report_of(rank: int, error: BaseException) -> FailureReport:
     """The report of a rank that fails with `error`."""
     if isinstance(error, EndedElsewhere):
-        return echo_of(error.report, rank)
-    now = time.monotonic()
+        return error.report.echoed_by(rank)
     code = error.exit_code if isinstance(error, ForgeError) else ExitCode.FAILED
-    return FailureReport(rank=rank, code=int(code), text=describe(rank, error)[-LONGEST:], time=now)
-
-
-def echo_of(report: FailureReport, rank: int) -> FailureReport:
-    """The report of a rank that ends because another one did."""
-    text = f"forge-run: rank {rank}: rank {report.rank} has ended the run"
-    return FailureReport(rank=rank, code=report.code, text=text, time=time.monotonic(), echo=True)
+    return FailureReport(rank=rank, code=int(code), text=describe(rank, error)[-LONGEST:])
 
 
 def describe(rank: int, error: BaseException) -> str:
     """An error of ours in words, any other one as a traceback."""
     if isinstance(error, JobError):
-        return str(error)
+        return str(error)  # the same on every rank, and complete without its number
     if isinstance(error, ForgeError):
         return f"forge-run: rank {rank}: {error}"
     return f"forge-run: rank {rank} failed:\n{''.join(traceback.format_exception(error)).rstrip()}"
-
-
-def emit(report: FailureReport) -> None:
-    """Pass the report on to whoever shows it: our launcher, else standard error."""
-    _emitter(report)
-
-
-def set_emitter(emitter: Callable[[FailureReport], object]) -> None:
-    """Pass the reports of this process to `emitter` from now on."""
-    global _emitter
-    _emitter = emitter
-
-
-def _print(report: FailureReport) -> None:
-    if not report.echo:
-        print(report.text, file=sys.stderr, flush=True)
-
-
-_emitter: Callable[[FailureReport], object] = _print
-
-
-def send(launcher: socket.socket, report: FailureReport) -> None:
-    """Send a report to our launcher."""
-    with suppress(OSError):  # it is dead
-        launcher.sendall(report.to_json().encode() + b"\n")
-
-
-def receive(rank: socket.socket) -> FailureReport | None:
-    """The report that a rank has sent; None if it has sent none."""
-    rank.setblocking(False)
-    parts = []
-    with suppress(OSError):
-        while part := rank.recv(1 << 16):
-            parts.append(part)
-    line, newline, _ = b"".join(parts).partition(b"\n")
-    return FailureReport.from_json(line) if newline else None

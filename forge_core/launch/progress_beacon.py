@@ -12,7 +12,7 @@ class Position:
     """A phase that a rank has entered."""
 
     count: int
-    """Phases entered so far, this one included. All ranks go through the same phases in the same order, so the rank
+    """Phases entered up to and including this one. All ranks go through the same phases in the same order, so the rank
     with the smallest count is behind."""
     step: int
     """Number of the current step, from 1; 0 before the first."""
@@ -22,8 +22,10 @@ class Position:
 class ProgressBeacon:
     """Keeps the position of this rank. Entering a phase costs about a microsecond."""
 
+    # Of the class, since code that reports progress, such as a tokenizer, knows no run. Without a lock, since of two
+    # reports at once it is enough to count one.
     reports: ClassVar[int] = 0
-    """Calls of `report_progress` in this process, from any thread: a report need not know which run it belongs to."""
+    """Calls of `report_progress` in this process, from any thread."""
     detail: ClassVar[str] = ""
     """Text of the last report."""
 
@@ -34,9 +36,11 @@ class ProgressBeacon:
         """Note that a phase begins.
 
         Args:
+            phase: its name, for messages.
             step: number of the step that it belongs to; by default that of the phase before.
         """
         before = self.position
+        # A new object in one assignment: the watchdog's thread reads it at any time, without a lock
         self.position = Position(before.count + 1, before.step if step is None else step, phase)
         ProgressBeacon.detail = ""
 
@@ -50,7 +54,7 @@ def report_progress(detail: str = "") -> None:
     process (not from a worker process, which the watchdog does not see), and does nothing where no run is watched.
 
     Args:
-        detail: what has been done, such as `"3 of 7 files"`; shown beside the phase when a run hangs.
+        detail: work done so far, such as `"3 of 7 files"`; shown beside the phase when a run hangs.
     """
     ProgressBeacon.reports += 1
     ProgressBeacon.detail = detail

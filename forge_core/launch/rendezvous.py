@@ -11,7 +11,7 @@ import math
 import os
 import socket
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from datetime import timedelta
@@ -19,12 +19,7 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import Any, TypeVar
 
-from torch.distributed import (  # type: ignore[attr-defined]
-    DistNetworkError,
-    PrefixStore,
-    Store,
-    TCPStore,
-)
+from torch.distributed import DistNetworkError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from forge_core.contracts.errors import ForgeError
 from forge_core.launch.failure_report import EndedElsewhere, FailureReport
@@ -34,7 +29,7 @@ T = TypeVar("T")
 
 POLL_S = 0.05
 SLICE_S = 0.25
-ANSWER_S = 60.0
+ANSWER = timedelta(seconds=60)
 """torch's own limit for the store, which acts on some of its calls only; see `DeadlineThread` for the others."""
 FAREWELL_S = 20.0
 """Seconds that the rank which serves the store stays for the others after a failure, so that they learn of it."""
@@ -57,8 +52,8 @@ class StoreUnresponsive(ForgeError):
 class DeadlineThread:
     """Makes calls in a thread of its own, one at a time, so that each can have a deadline.
 
-    TCPStore waits for its server without one in most calls, and keeps a lock meanwhile: a rank 0 that is stopped
-    (SIGSTOP, a machine that swaps) would stop whoever asks the store for anything, watchdogs included.
+    TCPStore waits for its server without one in most calls, and holds a lock meanwhile: a rank 0 that is stopped
+    (SIGSTOP, a machine that swaps) would stop every thread that asks the store for anything, watchdogs included.
     """
 
     def __init__(self) -> None:
@@ -68,14 +63,12 @@ class DeadlineThread:
         Thread(target=self._work, name="forge-store", daemon=True).start()
 
     def call(self, limit_s: float, function: Callable[..., T], *arguments: object) -> T:
-        """`function(*arguments)`.
-
-        Args:
-            limit_s: deadline in seconds; infinite for none.
+        """`function(*arguments)`, with a deadline of `limit_s` seconds; infinite for none.
 
         Raises:
             StoreUnresponsive: no answer within `limit_s`, now or in an earlier call.
         """
+        # The thread is still in the call that had no answer, so a later one would only wait for it
         if self._unresponsive:
             raise StoreUnresponsive(self._unresponsive)
         future: Future[T] = Future()
@@ -102,34 +95,31 @@ class Rendezvous:
     """This rank's connection to the other ranks. May be used by several threads.
 
     Args:
+        world: which rank this is, and where rank 0 is.
         start_timeout_s: how long to wait for ranks that have not arrived, in seconds.
         hang_timeout_s: how long the store may take to answer, in seconds; 0: no limit.
+
+    Raises:
+        RanksMissing: rank 0 cannot be reached within `start_timeout_s`.
+        ForgeError: rank 0 cannot serve at its port.
     """
 
-    def __init__(
-        self, world: World, store: Store, calls: DeadlineThread, start_timeout_s: float, hang_timeout_s: float
-    ) -> None:
-        self.world = world
-        self.start_timeout_s = start_timeout_s
-        self.hang_timeout_s = hang_timeout_s
-        self.heartbeat_s = max(1.0, world.size / RANKS_A_SECOND)
+    def __init__(self, world: World, start_timeout_s: float, hang_timeout_s: float) -> None:
+        self.world, self.start_timeout_s, self.hang_timeout_s = world, start_timeout_s, hang_timeout_s
+        self.heartbeat_s = min(max(1.0, world.size / RANKS_A_SECOND), hang_timeout_s / 4 or math.inf)
         """Seconds between two heartbeats of a rank."""
-        if hang_timeout_s:
-            self.heartbeat_s = min(self.heartbeat_s, hang_timeout_s / 4)
-        self._store, self._calls = store, calls
+        agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        self.server = "torchrun's agent" if agent else "rank 0"
+        """The process that serves the store, for messages."""
+        self._serves = world.rank == 0 and not agent
+        self._calls = DeadlineThread()
+        self._store = _named(_serve(world) if self._serves else _connect(world, self._calls, start_timeout_s))
         self._opened = time.monotonic()
         self.set("here", True)
 
-    @property
-    def server(self) -> str:
-        """The process that serves the store, for messages."""
-        return "torchrun's agent" if _served_by_agent() else "rank 0"
-
     def group_store(self) -> Store:
         """The store for a process group, over a connection of its own: waiting there blocks no call here."""
-        return PrefixStore("groups", _connect(self.world, DeadlineThread(), self.start_timeout_s, serve=False))
-
-    # --- values by topic and rank --------------------------------------------------------------------------------
+        return PrefixStore("groups", _named(_connect(self.world, DeadlineThread(), self.start_timeout_s)))
 
     def set(self, topic: str, value: Any) -> None:
         """Publish a value (plain JSON) of this rank under a topic, in place of an earlier one.
@@ -142,8 +132,10 @@ class Rendezvous:
     def get(self, topic: str, ranks: Iterable[int]) -> dict[int, Any]:
         """The values of some ranks under a topic, without those that have published none."""
         keys = {rank: f"{topic}/{rank}" for rank in ranks}
+        # One question for all ranks, the usual case: one for each of a thousand would be too much for the store
         if not self._exist(keys.values()):
             keys = {rank: key for rank, key in keys.items() if self._exist([key])}
+        # Only keys that exist: `multi_get` waits for the others
         values = self._call(self._store.multi_get, list(keys.values())) if keys else []
         return {rank: json.loads(value) for rank, value in zip(keys, values, strict=True)}
 
@@ -156,12 +148,14 @@ class Rendezvous:
         """
         keys = [f"{topic}/{rank}" for rank in ranks]
         deadline = time.monotonic() + self.start_timeout_s
+        # By polls and not by the store's own `wait`: that sees neither that the run has ended nor which rank is missing
         while not self._exist(keys):
             if report := self.ending():
                 raise EndedElsewhere(report)
             if time.monotonic() > deadline:
-                missing = [rank for rank, key in zip(ranks, keys, strict=True) if not self._exist([key])]
-                raise RanksMissing(_describe_missing(missing, self.world.size, self.start_timeout_s))
+                missing = listed([rank for rank, key in zip(ranks, keys, strict=True) if not self._exist([key])])
+                limit = f"launch.start_timeout_s = {self.start_timeout_s:g} s"
+                raise RanksMissing(f"of {self.world.size} ranks, {missing} did not arrive within {limit}")
             time.sleep(POLL_S)
         return self.get(topic, ranks)
 
@@ -183,10 +177,9 @@ class Rendezvous:
     def _call(self, function: Callable[..., T], *arguments: object) -> T:
         return self._calls.call(self.hang_timeout_s or math.inf, function, *arguments)
 
-    # --- the end -------------------------------------------------------------------------------------------------
-
     def end(self, report: FailureReport) -> FailureReport:
         """End the run for all ranks; returns the report that counts, that of the first rank to call this."""
+        # Compare and set, since several ranks fail within a moment, most of them for the sake of the first
         return FailureReport.from_json(self._call(self._store.compare_set, END, "", report.to_json()))
 
     def ending(self) -> FailureReport | None:
@@ -194,7 +187,7 @@ class Rendezvous:
         return FailureReport.from_json(self._call(self._store.get, END)) if self._exist([END]) else None
 
     def leave(self, unresponsive: Collection[int] = ()) -> None:
-        """The last call, when this rank needs the others no more.
+        """Make the last call, when this rank needs the others no more.
 
         The rank that serves the store first waits for the others to leave: without the store they could not learn why
         the run ends. A rank whose heartbeat goes on is waited for, after a failure for `FAREWELL_S` at the most.
@@ -202,24 +195,24 @@ class Rendezvous:
         Args:
             unresponsive: ranks not to wait for.
         """
-        global _of_process
-        _of_process = None
         with suppress(Exception):  # the process that serves the store has gone
             self.set("left", True)
-            if _serves(self.world):
-                self._see_off({rank for rank in range(self.world.size) if rank not in unresponsive})
+            if self._serves:
+                self._see_off([rank for rank in range(self.world.size) if rank not in unresponsive])
 
     def _see_off(self, ranks: Collection[int]) -> None:
         began = time.monotonic()
         heartbeats: dict[int, Any] = {}
-        moved: dict[int, float] = dict.fromkeys(ranks, began)
+        moved = dict.fromkeys(ranks, began)
         while ranks := {rank for rank in ranks if not self._exist([f"left/{rank}"])}:
             now, beating = time.monotonic(), self.get(HEARTBEAT, ranks)
             moved |= {rank: now for rank, beat in beating.items() if beat != heartbeats.get(rank)}
             heartbeats |= beating
+            # A rank that was killed never says that it leaves; its heartbeat is all that tells it from a slow one
             patience_s = SILENT_S + 2 * self.heartbeat_s
             if all(now - moved[rank] > patience_s and not self._may_come(rank, now) for rank in ranks):
                 return
+            # After a success ranks may take as long as they like, in `on_train_end` say
             if now - began > FAREWELL_S and self.ending() is not None:
                 return
             time.sleep(POLL_S)
@@ -229,44 +222,21 @@ class Rendezvous:
         return now < self._opened + min(self.start_timeout_s, FAREWELL_S) and not self._exist([f"here/{rank}"])
 
 
-_of_process: Rendezvous | None = None
+def listed(ranks: Sequence[int]) -> str:
+    """Numbers of ranks, for messages."""
+    return ", ".join(map(str, ranks[:20])) + (" …" if len(ranks) > 20 else "")
 
 
-def join_rendezvous(world: World, start_timeout_s: float, hang_timeout_s: float) -> Rendezvous:
-    """The rendezvous of this process, which the first call connects.
-
-    Raises:
-        RanksMissing: rank 0 cannot be reached within `start_timeout_s`.
-        ForgeError: rank 0 cannot serve at its port.
-    """
-    global _of_process
-    if _of_process is None:
-        calls = DeadlineThread()
-        store = _connect(world, calls, start_timeout_s)
-        _of_process = Rendezvous(world, store, calls, start_timeout_s, hang_timeout_s)
-    return _of_process
+def _named(store: Store) -> Store:
+    # torchrun's agent outlives its workers, and starts them again with the same store: what the last ones wrote there,
+    # above all why they ended, is not this run's
+    return PrefixStore(f"forge/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
-def current_rendezvous() -> Rendezvous | None:
-    """The rendezvous of this process, if it has joined one."""
-    return _of_process
-
-
-def _connect(world: World, calls: DeadlineThread, timeout_s: float, serve: bool = True) -> Store:
-    answer = timedelta(seconds=ANSWER_S)
-    if serve and _serves(world):
-        store = _serve(world, answer)
-    else:
-        _wait_for_host(world, timeout_s)
-        # A rank 0 that is stopped still accepts connections, by its kernel, and torch then waits for its greeting
-        store = calls.call(timeout_s, lambda: TCPStore(world.address, world.port, is_master=False, timeout=answer))
-    return PrefixStore(_name(os.environ), store)
-
-
-def _serve(world: World, answer: timedelta) -> Store:
-    options: dict[str, Any] = {"is_master": True, "wait_for_workers": False, "timeout": answer}
+def _serve(world: World) -> Store:
+    options: dict[str, Any] = {"is_master": True, "wait_for_workers": False, "timeout": ANSWER}
     if LISTENING in os.environ:
-        options["master_listen_fd"] = int(os.environ.pop(LISTENING))
+        options["master_listen_fd"] = int(os.environ.pop(LISTENING))  # not for processes that this one starts
     try:
         return TCPStore(world.address, world.port, **options)
     except DistNetworkError as error:
@@ -274,35 +244,18 @@ def _serve(world: World, answer: timedelta) -> Store:
         raise ForgeError(f"rank 0 cannot serve the ranks' store at port {world.port}; {hint}: {error}") from error
 
 
-def _serves(world: World) -> bool:
-    return world.rank == 0 and not _served_by_agent()
-
-
-def _served_by_agent() -> bool:
-    """Whether torchrun's agent serves the store at the ranks' address itself."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
-def _name(variables: Mapping[str, str]) -> str:
-    """torchrun's agent outlives its workers, and starts them again with the same store."""
-    return f"forge/{variables.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-
-
-def _wait_for_host(world: World, timeout_s: float) -> None:
-    """Connect a plain socket first: torch's own attempts cannot be interrupted, and print C++ stack traces."""
+def _connect(world: World, calls: DeadlineThread, timeout_s: float) -> Store:
+    # A plain socket first: torch's own attempts cannot be interrupted, and print C++ stack traces
     deadline = time.monotonic() + timeout_s
     while True:
         try:
             socket.create_connection((world.address, world.port), timeout=5).close()
-            return
+            break
         except OSError as error:
             if time.monotonic() > deadline:
                 server = f"rank 0 at {world.address}:{world.port} (MASTER_ADDR, MASTER_PORT)"
                 message = f"rank {world.rank} cannot reach {server} within launch.start_timeout_s = {timeout_s:g} s"
                 raise RanksMissing(f"{message}: {error}") from error
             time.sleep(4 * POLL_S)
-
-
-def _describe_missing(missing: Sequence[int], size: int, timeout_s: float) -> str:
-    ranks = ", ".join(map(str, missing[:20])) + (" …" if len(missing) > 20 else "")
-    return f"of {size} ranks, {ranks} did not arrive within launch.start_timeout_s = {timeout_s:g} s"
+    # A rank 0 that is stopped still accepts connections, by its kernel, and torch then waits for its greeting
+    return calls.call(timeout_s, lambda: TCPStore(world.address, world.port, is_master=False, timeout=ANSWER))

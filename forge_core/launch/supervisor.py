@@ -1,11 +1,12 @@
 """Starts the ranks of a run on this machine, passes requests to stop on, and ends them all when one fails.
 
 Our own rather than torch's elastic agent, which kills after a fixed 30 s, replaces exit codes by its own, and does not
-pass SIGUSR1 on. Each rank is a fresh interpreter, not a fork: this process needs no torch then, what the plugins have
-started here (threads, CUDA) cannot break in a child, and a rank is the same process as under torchrun or srun.
+pass SIGUSR1 on. Each rank is a fresh interpreter, not a fork: this process needs no torch then, threads and CUDA
+contexts that plugins have started here cannot break in a child, and a rank is the same process as under torchrun.
 
-A socket to each rank carries requests to stop, and the rank's failure report back. When this process dies, however it
-does, the sockets close and the ranks end.
+A socket to each rank carries requests to stop, and the rank's failure report back. It works before the ranks have their
+store and after rank 0, which serves that, has died. When this process dies, however it does, the sockets close and the
+ranks end.
 """
 
 from __future__ import annotations
@@ -14,17 +15,18 @@ import os
 import signal
 import socket
 import subprocess
+import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import closing, suppress
 from pathlib import Path
-from types import FrameType
+from typing import NamedTuple
 
-from attrs import define, frozen
+from attrs import define
 
 from forge_core.contracts.errors import ExitCode
-from forge_core.launch.failure_report import FailureReport, receive
-from forge_core.launch.stop_requests import ECHO_S, STOP_SIGNALS
+from forge_core.launch.failure_report import FailureReport
+from forge_core.launch.stop_requests import STOP_SIGNALS, StopRequests
 from forge_core.launch.world import CONTROL, LISTENING
 
 POLL_S = 0.05
@@ -48,11 +50,15 @@ class RankHandle:
 
     @property
     def code(self) -> int | None:
+        """Its exit code at the last poll; None while it runs, negative if it died of a signal."""
         return self.process.returncode
 
+    @property
+    def failed(self) -> bool:
+        return self.code not in (None, ExitCode.FINISHED, ExitCode.STOPPED)
 
-@frozen(kw_only=True)
-class Ended:
+
+class Ended(NamedTuple):
     """How a run of several ranks came to its end."""
 
     code: int
@@ -76,33 +82,34 @@ class Supervisor:
         self._logs = logs
         self._grace_s = grace_s
         self._ranks: list[RankHandle] = []
-        self._signals: list[int] = []
-        self._last_signal = (0, 0.0)
-        self._asked_at: float | None = None
+        self._second_signal = threading.Event()
+        self._asked: int | None = None
+        self._asked_at = 0.0
 
     def run(self) -> Ended:
         """Start the ranks and wait until all have ended."""
-        with self._signals_noted():
+        # Before the first rank starts, and until the last has ended: no signal may end this process and leave ranks
+        with closing(StopRequests(self._ask_all, on_second=self._second_signal.set)):
             try:
                 self._start()
                 return self._wait()
             finally:
-                self._kill()
-
-    # --- start ---------------------------------------------------------------------------------------------------
+                self._kill()  # whichever way it ended, no rank outlives this process
 
     def _start(self) -> None:
-        with socket.socket() as listener:  # rank 0 inherits it, so nobody can take the port in between
+        # The socket is bound here and rank 0 inherits it, so no other process can take the port in between
+        with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
             listener.listen(4096)
             port = listener.getsockname()[1]
             for rank in range(self._count):
                 self._ranks.append(self._spawn(rank, port, listener))
-        if self._signals:  # it came meanwhile
-            self._ask_all(self._signals[0])
+        if self._asked is not None:  # meanwhile, when not all ranks could be asked
+            self._ask_all(self._asked)
 
     def _spawn(self, rank: int, port: int, listener: socket.socket) -> RankHandle:
         ours, theirs = socket.socketpair()
+        sockets = {CONTROL: theirs, LISTENING: listener} if rank == 0 else {CONTROL: theirs}
         variables = {
             "RANK": rank,
             "LOCAL_RANK": rank,
@@ -110,141 +117,113 @@ class Supervisor:
             "LOCAL_WORLD_SIZE": self._count,
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": port,
-            CONTROL: theirs.fileno(),
+            **{name: end.fileno() for name, end in sockets.items()},
         }
-        passed = [theirs.fileno()]
-        if rank == 0:
-            variables[LISTENING] = listener.fileno()
-            passed.append(listener.fileno())
-        environment = {"OMP_NUM_THREADS": self._threads(), **os.environ}
+        # An equal share of the processor's cores, unless the user has chosen: torch would take all of them in each rank
+        threads = max(1, len(os.sched_getaffinity(0)) // self._count)
+        environment = {"OMP_NUM_THREADS": str(threads), **os.environ}
         environment |= {name: str(value) for name, value in variables.items()}
+        # Our copy of their end is closed at once: only then does a dead rank close the connection
         with theirs:
             process = subprocess.Popen(
                 self._command,
                 env=environment,
-                pass_fds=passed,
+                pass_fds=[end.fileno() for end in sockets.values()],
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,  # the terminal's Ctrl-C comes to this process only, which passes it on
             )
         return RankHandle(rank, process, ours)
 
-    def _threads(self) -> str:
-        """An equal share of the processor's cores: torch would take all of them for each rank."""
-        return str(max(1, len(os.sched_getaffinity(0)) // self._count))
-
-    # --- wait ----------------------------------------------------------------------------------------------------
-
     def _wait(self) -> Ended:
         while None in self._poll():
-            if self._second_signal():
-                self._kill()
-                return Ended(code=ExitCode.SECOND_SIGNAL)
-            if any(self._bad(rank) for rank in self._ranks):
+            if self._second_signal.is_set():
+                return Ended(ExitCode.SECOND_SIGNAL)
+            if any(rank.failed for rank in self._ranks):
                 return self._failed()
             if late := self._too_late():
-                self._kill()
                 return late
-            if self._asked_at is None and any(rank.code == ExitCode.STOPPED for rank in self._ranks):
+            if self._asked is None and any(rank.code == ExitCode.STOPPED for rank in self._ranks):
                 self._ask_all(signal.SIGTERM)  # one was asked to stop before it could tell the others
             time.sleep(POLL_S)
-        return self._failed() if any(self._bad(rank) for rank in self._ranks) else self._well()
+        if any(rank.failed for rank in self._ranks):  # all at once, between two polls
+            return self._failed()
+        return Ended(max(rank.code or 0 for rank in self._ranks))
 
     def _poll(self) -> list[int | None]:
         return [rank.process.poll() for rank in self._ranks]
 
-    def _well(self) -> Ended:
-        return Ended(code=max(rank.code or 0 for rank in self._ranks))
-
-    @staticmethod
-    def _bad(rank: RankHandle) -> bool:
-        return rank.code not in (None, ExitCode.FINISHED, ExitCode.STOPPED)
-
     def _failed(self) -> Ended:
-        """A rank has failed: let the others write down where they are, end them, and report the first."""
+        """Let the other ranks write down where they are, end them, and report the one that failed first."""
+        # The rank that ended first need not be the cause: another one may have lost the connection to that
         time.sleep(SIMULTANEOUS_S)
         self._poll()
-        reports = {rank.rank: receive(rank.control) for rank in self._ranks}
-        failed = [rank for rank in self._ranks if self._bad(rank) or reports[rank.rank] is not None]
+        reports = {rank.rank: _receive(rank.control) for rank in self._ranks}
+        failed = [rank for rank in self._ranks if rank.failed or reports[rank.rank] is not None]
         first = min(failed, key=lambda rank: _order(rank, reports[rank.rank]))
+        # Longer than the watchdogs' patience, after which they write the stacks of their ranks to the logs
         deadline = time.monotonic() + FAREWELL_S
-        while None in self._poll() and time.monotonic() < deadline and not self._second_signal():
+        while None in self._poll() and time.monotonic() < deadline and not self._second_signal.is_set():
             time.sleep(POLL_S)
-        self._kill()
-        return self._ended_by(first, reports[first.rank])
-
-    def _ended_by(self, first: RankHandle, report: FailureReport | None) -> Ended:
-        logs = f"logs of all ranks: {self._logs}" if self._logs.is_dir() else ""
-        if report is not None:
-            return Ended(code=report.code, message=report.text if report.bad_job else _lines(report.text, logs))
-        assert first.code is not None
-        if first.code == ExitCode.SECOND_SIGNAL:
-            return Ended(code=ExitCode.SECOND_SIGNAL)
-        if first.code >= 0:
-            left = f"forge-run: rank {first.rank} left with exit code {first.code} and without a report"
-            return Ended(code=ExitCode.FAILED, message=_lines(f"{left}; the other ranks were ended", logs))
-        died = -first.code
-        if died in STOP_SIGNALS:  # it was not listening yet, so there is nothing to save
-            return Ended(code=ExitCode.STOPPED)
-        name = signal.Signals(died).name
-        why = ": the machine may be short of memory" if died == signal.SIGKILL else ""
-        text = f"forge-run: rank {first.rank} was killed by {name}{why}; the other ranks were ended"
-        return Ended(code=ExitCode.FAILED, message=_lines(text, logs))
-
-    # --- requests to stop ----------------------------------------------------------------------------------------
-
-    @contextmanager
-    def _signals_noted(self) -> Iterator[None]:
-        previous = {number: signal.signal(number, self._note) for number in STOP_SIGNALS}
-        try:
-            yield
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
-        echo = number == self._last_signal[0] and now - self._last_signal[1] < ECHO_S
-        self._last_signal = (number, now)
-        if not echo:
-            self._signals.append(number)
-            self._ask_all(number)
+        ended = _ended_by(first, reports[first.rank])
+        if ended.message and ended.code != ExitCode.BAD_JOB and self._logs.is_dir():
+            return Ended(ended.code, f"{ended.message}\nlogs of all ranks: {self._logs}")
+        return ended
 
     def _ask_all(self, number: int) -> None:
-        """Ask all ranks to stop. For them this never counts as a second signal, so it may come twice."""
-        self._asked_at = time.monotonic()
+        # By the socket, not by a signal: for a rank this never counts as a second signal, so it may come twice, and a
+        # rank that does not listen yet, and would die of a signal, finds it there later
+        if self._asked is None:
+            self._asked, self._asked_at = number, time.monotonic()
         for rank in self._ranks:
             with suppress(OSError):  # it has ended
                 rank.control.send(bytes([number]))
 
-    def _second_signal(self) -> bool:
-        return len(self._signals) > 1
-
     def _too_late(self) -> Ended | None:
-        """Once the ranks have had their time to stop."""
-        if not self._grace_s or self._asked_at is None or time.monotonic() - self._asked_at < self._grace_s:
+        """The end of a run whose ranks have had their time to stop; None before."""
+        if not self._grace_s or self._asked is None or time.monotonic() - self._asked_at < self._grace_s:
             return None
         slow = ", ".join(str(rank.rank) for rank in self._ranks if rank.code is None)
         text = f"forge-run: rank {slow} did not stop within launch.grace_s = {self._grace_s:g} s and was killed"
-        return Ended(code=ExitCode.FAILED, message=f"{text}; the last checkpoint is intact")
+        return Ended(ExitCode.FAILED, f"{text}; the last checkpoint is intact")
 
     def _kill(self) -> None:
         for rank in self._ranks:
             if rank.process.poll() is None:
                 with suppress(ProcessLookupError):
+                    # The whole group that `start_new_session` made: a rank's data workers are to end with it
                     os.killpg(rank.process.pid, signal.SIGKILL)
         for rank in self._ranks:
             rank.process.wait()
             rank.control.close()
 
 
-def _lines(*lines: str) -> str:
-    return "\n".join(line for line in lines if line)
+def _receive(control: socket.socket) -> FailureReport | None:
+    """The report that a rank has sent; None if it has sent none."""
+    line, newline = b"", b""
+    with suppress(OSError):  # there is nothing, or the rank was killed
+        line, newline, _ = control.recv(1 << 20, socket.MSG_DONTWAIT).partition(b"\n")
+    return FailureReport.from_json(line) if newline else None
 
 
 def _order(rank: RankHandle, report: FailureReport | None) -> tuple[int, float]:
-    """Smallest for the rank that is the cause. One that is lost, or left without a report, comes before those that
-    report an error, which may be the lost connection to it."""
+    """Sort key, smallest for the rank that is the cause."""
+    # A rank that is lost, or left without a report, comes before errors: these may be the lost connection to it
     if report is not None:
         return (3 if report.echo else 1, report.time)
     assert rank.code is not None
     return (0 if rank.code >= 0 or -rank.code in LOST else 2, 0.0)
+
+
+def _ended_by(first: RankHandle, report: FailureReport | None) -> Ended:
+    if report is not None:
+        return Ended(report.code, report.text)
+    assert first.code is not None
+    if first.code == ExitCode.SECOND_SIGNAL:
+        return Ended(ExitCode.SECOND_SIGNAL)
+    if -first.code in STOP_SIGNALS:  # it was not listening yet, so there is nothing to save
+        return Ended(ExitCode.STOPPED)
+    cause = f"left with exit code {first.code} and without a report"
+    if first.code < 0:
+        cause = f"was killed by {signal.Signals(-first.code).name}"
+        cause += ": the machine may be short of memory" if first.code == -signal.SIGKILL else ""
+    return Ended(ExitCode.FAILED, f"forge-run: rank {first.rank} {cause}; the other ranks were ended")

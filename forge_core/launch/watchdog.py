@@ -6,41 +6,37 @@ It wakes once a second and costs a step nothing: the main thread only notes its 
 from __future__ import annotations
 
 import faulthandler
+import json
 import math
 import os
 import sys
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import islice
+from traceback import walk_stack
 from types import FrameType
 from typing import Any
 
-from attrs import frozen
+import torch
+from attrs import asdict
 
-from forge_core.contracts.errors import ExitCode
-from forge_core.launch import collectives
-from forge_core.launch.failure_report import FailureReport, echo_of, emit
+from forge_core.launch.failure_report import FailureReport
 from forge_core.launch.progress_beacon import ProgressBeacon
-from forge_core.launch.rendezvous import HEARTBEAT, Rendezvous, StoreUnresponsive
+from forge_core.launch.rendezvous import HEARTBEAT, Rendezvous, StoreUnresponsive, listed
 
 PATIENCE_S = 3.0
 """Seconds that the main thread has, once another rank has ended the run, to fail by itself: that closes loggers."""
 OWN_PATIENCE_S = 30.0
 """The same where this rank is the one that failed, for hooks that handle the error."""
 SILENCE_S = 5.0
-"""After so long in one phase, a rank also publishes the line of code that it is at."""
+"""After this many seconds in one phase, a rank also publishes the line of code that it is at."""
+RECORDERS = {"gloo": "_dump_fr_trace_json", "NCCL": "_dump_nccl_trace_json"}
+"""The function of torch's flight recorder for each library; which of them exist depends on how torch was built."""
 
 Heartbeats = Mapping[int, Mapping[str, Any]]
-"""By rank, what each rank published last: `number` of the heartbeat, `count`, `step` and `phase` of its position,
-`idle_s` since it moved, and perhaps `detail`, `line`, `waits` and `collective`."""
-
-
-@frozen
-class _Snapshot:
-    """The heartbeats as this rank read them, `idle_s` after it had moved last itself."""
-
-    idle_s: float
-    heartbeats: Heartbeats
+"""Last heartbeat of each rank: its `number`, `count`, `step` and `phase` of the rank's position, `idle_s` since the
+rank moved, and perhaps `detail`, `line`, `waits` and `collective`."""
 
 
 class Watchdog:
@@ -49,25 +45,24 @@ class Watchdog:
     Args:
         rendezvous: the connection to the other ranks.
         beacon: where this rank is.
+        emit: shows why this rank ends.
     """
 
-    def __init__(self, rendezvous: Rendezvous, beacon: ProgressBeacon) -> None:
-        self._rendezvous = rendezvous
-        self._beacon = beacon
+    def __init__(self, rendezvous: Rendezvous, beacon: ProgressBeacon, emit: Callable[[FailureReport], object]) -> None:
+        self._rendezvous, self._beacon, self._emit = rendezvous, beacon, emit
         self._limit_s = rendezvous.hang_timeout_s or math.inf
         self._main = threading.get_ident()
         self._number, self._idle_s, self._last_move = 0, 0.0, (-1, -1)
-        self._earlier: _Snapshot | None = None
+        self._earlier: tuple[float, Heartbeats] | None = None
+        """An earlier reading of the heartbeats, and how long this rank had not moved by then."""
         self._next_look_s = self._limit_s / 2
         self._unresponsive: Sequence[int] = ()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="forge-watchdog", daemon=True)
-
-    def start(self) -> None:
         self._thread.start()
 
     def stop(self) -> None:
-        """The run is over, or this rank ends by itself."""
+        """Stop watching: the run is over, or this rank ends by itself."""
         self._stopped.set()
         # The thread may be in a call to a store that does not answer; that call has a deadline, which is not awaited
         self._thread.join(timeout=2 * self._rendezvous.heartbeat_s)
@@ -77,61 +72,75 @@ class Watchdog:
         while not self._stopped.wait(self._rendezvous.heartbeat_s):
             now = time.monotonic()
             # Where much more time has passed, this process itself was stopped: that is no time in which it hung
-            self._look(min(now - woken, 2 * self._rendezvous.heartbeat_s))
+            self._count_idle(min(now - woken, 2 * self._rendezvous.heartbeat_s))
+            self._look()
             woken = now
 
-    def _look(self, seconds: float) -> None:
+    def _count_idle(self, seconds: float) -> None:
         move = (self._beacon.position.count, ProgressBeacon.reports)
         if move != self._last_move or move[0] == 0:  # before the first phase, ranks may wait for others to arrive
             self._idle_s, self._earlier, self._next_look_s = 0.0, None, self._limit_s / 2
         else:
             self._idle_s += seconds
         self._last_move = move
+
+    def _look(self) -> None:
         rank, hang = self._rendezvous.world.rank, None
-        try:
+        try:  # all calls to the store that the watchdog makes; each may take the whole limit when its server is stopped
             self._rendezvous.set(HEARTBEAT, self._heartbeat())
             report = self._rendezvous.ending()
             if report is None and (hang := self._hang()) is not None:
                 report = self._rendezvous.end(hang)
-        except StoreUnresponsive as error:
-            self._end(self._frozen_server(error), 0.0)
+        except Exception as error:
+            self._end(self._store_failure(error), 0.0 if isinstance(error, StoreUnresponsive) else PATIENCE_S)
             return
-        except Exception as error:  # the connection is broken, so rank 0 or torchrun's agent has ended
-            self._end(self._lost_server(error), PATIENCE_S)
-            return
+        # No patience in a hang: the main thread waits for what will not come
         if report is not None and report.rank == rank:
             self._end(report, 0.0 if hang else OWN_PATIENCE_S)
         elif report is not None:
-            self._end(echo_of(report, rank), PATIENCE_S)
+            self._end(report.echoed_by(rank), PATIENCE_S)
 
-    # --- hangs ---------------------------------------------------------------------------------------------------
+    def _store_failure(self, error: Exception) -> FailureReport:
+        server, world = self._rendezvous.server, self._rendezvous.world
+        rank, address = world.rank, f"{world.address}:{world.port}"
+        if isinstance(error, StoreUnresponsive):
+            text = f"forge-run: the run hangs: {server} at {address} does not respond ({error})"
+            text += f": its process is stopped, or its machine has gone; reported by rank {rank}"
+        else:  # the connection is broken
+            cause = str(error).splitlines()[0] if str(error) else type(error).__name__
+            text = f"forge-run: rank {rank}: the ranks' store at {address} does not answer"
+            text += f", so {server} has gone: {cause}"
+        return FailureReport(rank=rank, text=text)
 
     def _heartbeat(self) -> dict[str, Any]:
         position = self._beacon.position
         self._number += 1
-        beat = {"number": self._number, "count": position.count, "step": position.step, "phase": position.phase}
+        beat = {"number": self._number, **asdict(position)}
         beat |= {"idle_s": round(self._idle_s, 1), "detail": ProgressBeacon.detail}
+        # Only of a rank that stands still: stack and flight recorder cost more than the rest, every second
         if self._idle_s >= min(SILENCE_S, self._limit_s / 2):
             frame = sys._current_frames().get(self._main)
             if frame is not None:
                 beat |= {"line": line_of(frame), "waits": waits_for_ranks(frame)}
-            beat |= {"collective": collectives.unfinished()}
+            beat |= {"collective": unfinished_collectives()}
         return beat
 
     def _hang(self) -> FailureReport | None:
-        """The report of a hang, once no rank has moved for the limit: one that waits for another rank, which saves or
-        tokenizes and reports so, does not hang.
+        """The report of a hang, once no rank has moved for the limit.
 
-        A rank that is stopped publishes nothing, so its own `idle_s` stays small: it counts as unresponsive if its
-        heartbeat is the same as in a snapshot that was taken half the limit ago.
+        A rank that waits for another one, which saves or tokenizes and reports so, does not hang. A rank that is
+        stopped publishes nothing, so its own `idle_s` stays small: it counts as unresponsive if its heartbeat is the
+        same as in a reading that was taken half the limit ago.
         """
         if self._idle_s < self._next_look_s:
             return None
-        world, earlier = self._rendezvous.world, self._earlier
-        heartbeats = self._rendezvous.get(HEARTBEAT, range(world.size))
-        if earlier is None or self._idle_s - earlier.idle_s >= self._limit_s / 4:
-            self._earlier = _Snapshot(self._idle_s, heartbeats)
-        silent = _silent(earlier.heartbeats, heartbeats) if earlier else []
+        size, earlier, silent = self._rendezvous.world.size, self._earlier, []
+        heartbeats = self._rendezvous.get(HEARTBEAT, range(size))
+        if earlier is None or self._idle_s - earlier[0] >= self._limit_s / 4:
+            self._earlier = (self._idle_s, heartbeats)
+        if earlier is not None:
+            numbers = {rank: beat["number"] for rank, beat in earlier[1].items()}
+            silent = [rank for rank, beat in heartbeats.items() if beat["number"] == numbers.get(rank)]
         idle_s = min(beat["idle_s"] for rank, beat in heartbeats.items() if rank not in silent)
         # A rank that moved `idle_s` ago cannot hang before the rest of the limit has passed: with many ranks, reading
         # all heartbeats in each of them every second would be too much for the store
@@ -139,41 +148,21 @@ class Watchdog:
         if earlier is None or idle_s < self._limit_s:
             return None
         self._unresponsive = silent
-        text = describe_hang(heartbeats, world.size, self._limit_s, silent)
-        return FailureReport(rank=world.rank, code=ExitCode.FAILED, text=text, time=time.monotonic())
-
-    def _frozen_server(self, error: Exception) -> FailureReport:
-        server, world = self._rendezvous.server, self._rendezvous.world
-        text = f"forge-run: the run hangs: {server} at {world.address}:{world.port} does not respond ({error})"
-        return self._failure(f"{text}: its process is stopped, or its machine has gone; reported by rank {world.rank}")
-
-    def _lost_server(self, error: Exception) -> FailureReport:
-        world = self._rendezvous.world
-        cause = str(error).splitlines()[0] if str(error) else type(error).__name__
-        text = f"forge-run: rank {world.rank}: the ranks' store at {world.address}:{world.port} does not answer"
-        return self._failure(f"{text}, so {self._rendezvous.server} has gone: {cause}")
-
-    def _failure(self, text: str) -> FailureReport:
-        rank = self._rendezvous.world.rank
-        return FailureReport(rank=rank, code=ExitCode.FAILED, text=text, time=time.monotonic())
-
-    # --- the end -------------------------------------------------------------------------------------------------
+        text = describe_hang(heartbeats, size, self._limit_s, silent)
+        return FailureReport(rank=self._rendezvous.world.rank, text=text)
 
     def _end(self, report: FailureReport, patience_s: float) -> None:
         """End this process, unless its main thread does so by itself in time."""
         if self._stopped.wait(patience_s):
             return
         position, log = self._beacon.position, _descriptor_of_log()
+        # By descriptor, and first: Python's buffered streams have locks, which the main thread may hold
         os.write(log, f"ended in step {position.step}, {position.phase}; the stacks of all threads:\n".encode())
         faulthandler.dump_traceback(log, all_threads=True)
-        emit(report)
+        self._emit(report)
+        # Last, since rank 0 waits here until the others have read why the run ends
         self._rendezvous.leave(self._unresponsive)
         os._exit(report.code)
-
-
-def _silent(earlier: Heartbeats, now: Heartbeats) -> list[int]:
-    """Ranks whose heartbeat stands still."""
-    return [rank for rank, beat in now.items() if rank in earlier and beat["number"] == earlier[rank]["number"]]
 
 
 def _descriptor_of_log() -> int:
@@ -186,39 +175,70 @@ def _descriptor_of_log() -> int:
 
 def line_of(frame: FrameType) -> str:
     """The innermost line of code that is not the standard library's own waiting."""
-    inner: FrameType | None = frame
-    while inner is not None and os.path.basename(inner.f_code.co_filename) in ("threading.py", "queue.py"):
-        inner = inner.f_back
-    shown = inner or frame
-    return f"{shown.f_code.co_filename}:{shown.f_lineno} in {shown.f_code.co_name}"
+    waiting = ("threading.py", "queue.py")
+    frames = (inner for inner, _ in walk_stack(frame) if os.path.basename(inner.f_code.co_filename) not in waiting)
+    inner = next(frames, frame)
+    return f"{inner.f_code.co_filename}:{inner.f_lineno} in {inner.f_code.co_name}"
 
 
-def waits_for_ranks(frame: FrameType | None) -> bool:
+def waits_for_ranks(frame: FrameType) -> bool:
     """Whether a thread is inside torch.distributed, waiting for other ranks."""
-    depth = 0
-    while frame is not None and depth < 12:
-        if f"{os.sep}torch{os.sep}distributed{os.sep}" in frame.f_code.co_filename:
-            return True
-        frame, depth = frame.f_back, depth + 1
-    return False
+    # Some frames deep only: schedules of pipelines and hooks of FSDP, which call a model, are in torch.distributed too
+    package = f"{os.sep}torch{os.sep}distributed{os.sep}"
+    return any(package in inner.f_code.co_filename for inner, _ in islice(walk_stack(frame), 12))
+
+
+def unfinished_collectives() -> str:
+    """The oldest collective of this rank that was begun and not completed, of each library, in words.
+
+    Empty if there is none, or if torch's flight recorder keeps nothing (`TORCH_FR_BUFFER_SIZE = 0`).
+    """
+    oldest = []
+    for library, name in RECORDERS.items():
+        dump = getattr(torch._C._distributed_c10d, name, None)
+        if dump is None or (library == "NCCL" and not torch.cuda.is_initialized()):
+            continue
+        try:
+            oldest.append(oldest_unfinished(json.loads(dump(includeCollectives=True, onlyActive=False))))
+        except (RuntimeError, TypeError, ValueError) as error:  # private functions, whose arguments may change
+            oldest.append(f"a {library} collective without a readable record ({type(error).__name__}: {error})")
+    return ", ".join(filter(None, oldest))
+
+
+def oldest_unfinished(record: Mapping[str, Any]) -> str:
+    """The oldest entry that is not completed, in words; empty if there is none.
+
+    Args:
+        record: as torch's recorder dumps it. Its `entries` are dicts, oldest first, with `state`, `retired`,
+            `profiling_name`, `collective_seq_id`, `process_group` (name, description) and `input_sizes`.
+    """
+    for entry in record.get("entries", ()):
+        if entry.get("state") != "completed" and not entry.get("retired"):
+            group = " ".join(str(part) for part in entry.get("process_group", ()))
+            name, number = entry.get("profiling_name", "?"), entry.get("collective_seq_id", "?")
+            return f"{name} number {number} of group {group} over {entry.get('input_sizes', '?')}"
+    return ""
 
 
 def describe_hang(heartbeats: Heartbeats, size: int, limit_s: float, silent: Collection[int] = ()) -> str:
     """Which rank is late, in which phase, and where all ranks are.
 
     Args:
+        heartbeats: by rank, without ranks that have published none.
+        size: number of ranks in the run.
+        limit_s: `launch.hang_timeout_s`.
         silent: ranks that have stopped publishing heartbeats.
     """
     absent = [rank for rank in range(size) if rank not in heartbeats]
     late = list(silent) or absent or _late(heartbeats)
     lines = [f"forge-run: the run hangs: nothing has moved for launch.hang_timeout_s = {limit_s:g} s"]
     if silent:
-        lines.append(f"rank {_listed(late)} does not respond: its process is stopped, or its machine has gone")
+        lines.append(f"rank {listed(late)} does not respond: its process is stopped, or its machine has gone")
     elif absent:
-        lines.append(f"rank {_listed(absent)} is late: it has not begun")
+        lines.append(f"rank {listed(absent)} is late: it has not begun")
     elif late:
         places = {f"step {heartbeats[rank]['step']}, {heartbeats[rank]['phase']}" for rank in late}
-        lines.append(f"rank {_listed(late)} is late, in {' and '.join(sorted(places))}")
+        lines.append(f"rank {listed(late)} is late, in {' and '.join(sorted(places))}")
     else:
         lines.append(f"no rank is behind the others: {_common_activity(heartbeats)}")
     shown = sorted(heartbeats, key=lambda rank: (rank not in late, rank))[:32]
@@ -229,7 +249,7 @@ def describe_hang(heartbeats: Heartbeats, size: int, limit_s: float, silent: Col
 
 
 def _late(heartbeats: Heartbeats) -> list[int]:
-    """The ranks that have come least far; among equals, those that do not wait for others."""
+    """The ranks that have entered the fewest phases; among equals, those that do not wait for others."""
     least = min(beat["count"] for beat in heartbeats.values())
     behind = [rank for rank, beat in heartbeats.items() if beat["count"] == least]
     if len(behind) < len(heartbeats):
@@ -256,7 +276,3 @@ def _describe(rank: int, beat: Mapping[str, Any], silent: bool) -> str:
     if beat.get("line"):
         text += f" at {beat['line']}"
     return text + (f", in {beat['collective']}" if beat.get("collective") else "")
-
-
-def _listed(ranks: list[int]) -> str:
-    return ", ".join(map(str, ranks[:20])) + (" …" if len(ranks) > 20 else "")

@@ -16,9 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from forge_core.contracts.errors import JobError, Problem
 from forge_core.contracts.layout import Layout, MeshDimension
-from forge_core.launch.rendezvous import current_rendezvous
-from forge_core.launch.slurm import is_rank_of_step
-from forge_core.launch.world import join_world
+from forge_core.launch.rank_process import this_process
+from forge_core.launch.world import is_rank_of_step, join_world
 
 
 def world_size() -> int:
@@ -67,7 +66,7 @@ def make_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
     if not dist.is_initialized():
         # Two backends: metrics, checkpoints and requests are sent from the CPU, without a wait for the GPU.
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        rendezvous = current_rendezvous()
+        rendezvous = this_process.rendezvous
         if rendezvous is not None:
             store, world = rendezvous.group_store(), rendezvous.world
             dist.init_process_group(
@@ -97,10 +96,9 @@ GROUP_MARGIN = timedelta(days=1)
 
 def group_timeout() -> timedelta | None:
     """The limit of this run's process groups; None: torch's own, where no watchdog runs."""
-    rendezvous = current_rendezvous()
-    if rendezvous is None:
+    if this_process.rendezvous is None:
         return None
-    limit_s = rendezvous.hang_timeout_s
+    limit_s = this_process.rendezvous.hang_timeout_s
     return timedelta(seconds=limit_s) + GROUP_MARGIN if limit_s else timedelta(days=365)
 
 
@@ -117,9 +115,7 @@ def leave_group() -> None:
     # Not after a failure: it waits for the other ranks, which may be gone.
     if dist.is_initialized():
         dist.destroy_process_group()
-    rendezvous = current_rendezvous()
-    if rendezvous is not None:
-        rendezvous.leave()
+    this_process.leave()
 
 
 def sample_rank(mesh: DeviceMesh | None, layout: Layout) -> int:

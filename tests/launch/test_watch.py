@@ -8,9 +8,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from forge_core.launch.collectives import oldest_unfinished, unfinished
 from forge_core.launch.progress_beacon import ProgressBeacon
-from forge_core.launch.watchdog import describe_hang, line_of, waits_for_ranks
+from forge_core.launch.watchdog import (
+    describe_hang,
+    line_of,
+    oldest_unfinished,
+    unfinished_collectives,
+    waits_for_ranks,
+)
 from forge_testing.processes import run_on_ranks
 
 
@@ -115,7 +120,7 @@ def test_the_collective_that_a_rank_waits_in_is_found():
         found = ""
         if rank == 0:
             work = dist.all_reduce(torch.ones(3), async_op=True)
-            found = unfinished()
+            found = unfinished_collectives()
             dist.distributed_c10d._get_default_store().set("looked", "yes")
             work.wait()
         else:

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forge_core.contracts.errors import JobError
-from forge_core.launch.slurm import PORTS, expand_hosts, tasks_of_shell
-from forge_core.launch.world import World, join_world
+from forge_core.launch.world import PORTS, World, first_host, join_world, tasks_of_shell
 from forge_core.parallel.mesh import choose_device
 
 STEP = {
@@ -102,24 +101,26 @@ def test_variables_that_make_no_sense_are_named(variables, told):
 
 
 @pytest.mark.parametrize(
-    ("short", "hosts"),
+    ("short", "first"),
     [
-        ("vm", ["vm"]),
-        ("a,b-1", ["a", "b-1"]),
-        ("gpu[01-03,7],login1", ["gpu01", "gpu02", "gpu03", "gpu7", "login1"]),
-        ("n[098-101]", ["n098", "n099", "n100", "n101"]),
-        ("r[1-2]n[1-2].x", ["r1n1.x", "r1n2.x", "r2n1.x", "r2n2.x"]),
+        ("vm", "vm"),
+        ("b-1,a", "b-1"),
+        ("b-1,gpu[01-03]", "b-1"),
+        ("gpu[01-03,7],login1", "gpu01"),
+        ("gpu[7,9],cpu[1,2]", "gpu7"),
+        ("n[098-101]", "n098"),
+        ("r[1-2]n[1-2].x", "r1n1.x"),
+        ("r[1-2]n[3,4].x,r5n[1-2].x", "r1n3.x"),
     ],
 )
-def test_short_forms_of_hosts_are_written_out(short, hosts):
-    assert expand_hosts(short) == hosts
+def test_the_first_host_of_a_short_form_is_where_rank_0_is(short, first):
+    assert first_host(short) == first
 
 
-@given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 5)), min_size=1, max_size=4))
-def test_ranges_of_hosts_come_out_in_order(ranges):
+@given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 5)), min_size=1, max_size=4), st.sampled_from(["", "x-1"]))
+def test_the_first_host_keeps_its_zeros_whatever_follows(ranges, other):
     short = ",".join(f"{first:03d}-{first + more:03d}" for first, more in ranges)
-    expected = [f"n{number:03d}" for first, more in ranges for number in range(first, first + more + 1)]
-    assert expand_hosts(f"n[{short}]") == expected
+    assert first_host(f"n[{short}],{other}".strip(",")) == f"n{ranges[0][0]:03d}"
 
 
 def test_more_ranks_than_gpus_train_on_the_cpu_and_say_so(monkeypatch):

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from forge_core.launch.collectives import unfinished
+from forge_core.launch.watchdog import unfinished_collectives
 from forge_core.parallel.mesh import any_rank, gather_objects
 from forge_plugin_parallel import collectives
 from gpu.bench import Bench, piece, relative_error
@@ -72,7 +72,7 @@ def _collectives(bench: Bench) -> None:
     bench.check(any_rank([True, False]) == [True, False], "flags on the host are not reduced by gloo")
     dist.all_gather_object([None], "an object", group)
     bench.synchronize()
-    bench.row("flight recorder", unfinished=unfinished() or "none")
+    bench.row("flight recorder", unfinished=unfinished_collectives() or "none")
 
 
 def _offload(bench: Bench) -> None:
