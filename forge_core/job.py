@@ -74,7 +74,8 @@ class TrainSection:
     device: Literal["auto", "cpu", "cuda"] = field(default="auto", metadata=SAFE)
     """Where to train; auto takes CUDA where there is one."""
     non_finite: Literal["skip", "stop", "ignore"] = field(default="skip", metadata=SAFE)
-    """When loss or gradients are not finite: skip the update, stop the run, or update all the same."""
+    """When loss or gradients are not finite: skip the update, stop the run, or ignore it and update all the same: then
+    clipping by an infinite norm makes gradients 0, and NaN where they are infinite, as torch's does."""
     non_finite_limit: int = field(default=10, validator=gt(0), metadata=SAFE)
     """With `skip`: skipped updates in a row that stop the run (exit code 76)."""
     dry_run: Literal["auto", "always", "never"] = field(default="auto", metadata=SAFE)

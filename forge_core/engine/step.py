@@ -244,8 +244,8 @@ def _square(gradients: list[Tensor]) -> Tensor:
 def clip(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: float) -> None:
     """Scale all gradients down so that their global norm, which is `norm`, becomes at most `max_norm`; in place.
 
-    A norm of NaN leaves the gradients as they are, an infinite one makes them 0 or NaN: such a step is for the
-    non-finite policy to skip, and with `ignore` it is lost.
+    An infinite norm makes them 0, and NaN where they are infinite, as `torch.nn.utils.clip_grad_norm_` does; a norm of
+    NaN leaves them as they are. Such a step is for the non-finite policy to skip, and with `ignore` it is lost.
     """
     factor = (max_norm / norm.clamp(min=max_norm)).nan_to_num(1.0)
     groups: dict[tuple[Any, torch.dtype], list[Tensor]] = {}

@@ -48,3 +48,10 @@ def test_gradients_whose_norm_is_not_a_number_are_left_to_the_policy():
     first, second = clipped(with_gradients(1.0, math.nan), 0.5)
     assert first == 1.0
     assert math.isnan(second)
+
+
+@pytest.mark.parametrize("values", [(1.0, math.inf), (1.0, -math.inf), (3e38, 3e38)])
+def test_an_infinite_norm_clips_as_torch_does(values):
+    reference = with_gradients(*values)
+    nn.utils.clip_grad_norm_(reference, 0.5)
+    assert clipped(with_gradients(*values), 0.5) == pytest.approx([p.grad.item() for p in reference], nan_ok=True)
