@@ -27,9 +27,8 @@ from generated_kinds import event_rows, facts, hook_rows, kind_rows, plugin_kind
 from mkdocs.exceptions import PluginError
 
 from forge_core.cli import main
-from forge_core.config.describe import component_in, header, is_section, section_in, type_name
-from forge_core.config.docs import class_doc
-from forge_core.config.keys import Key, keys_of
+from forge_core.config.field_types import component_in, header, is_section, section_in, type_name
+from forge_core.config.keys import Key, class_doc, keys_of
 from forge_core.contracts.components import Component
 from forge_core.job import Job
 from forge_core.plugins.catalog import CORE, Catalog, Distribution

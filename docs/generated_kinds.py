@@ -13,7 +13,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-from forge_core.config.docs import class_doc, one_paragraph
+from forge_core.config.keys import class_doc, one_paragraph
 from forge_core.contracts.components import Command, Component, TrainingHook
 from forge_core.contracts.hookspecs import PROJECT, ForgeHooks
 from forge_core.engine.hooks import EVENTS

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 from forge_core.moved import install
 
 if TYPE_CHECKING:
-    from forge_core.config.dump import dump_job
-    from forge_core.config.load import load_job
+    from forge_core.config.load import dump_job, load_job
     from forge_core.contracts.components import (
         Component,
         DatasetComponent,
@@ -49,8 +48,7 @@ if TYPE_CHECKING:
     __version__: str
 
 _HOMES = {
-    "config.dump": ["dump_job"],
-    "config.load": ["load_job"],
+    "config.load": ["dump_job", "load_job"],
     "contracts.deprecation": ["ForgeDeprecation", "deprecated", "deprecated_key"],
     "contracts.errors": ["CheckpointError", "ForgeError", "JobError", "PluginError", "Problem"],
     "contracts.hookspecs": ["hookimpl", "hookspec"],

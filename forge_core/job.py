@@ -32,6 +32,8 @@ from forge_core.contracts.layout import Layout
 
 LOCAL_STORAGE = "forge-run/local"
 """Type of the core's storage in a resolved job."""
+WORKER_LOADER = "nodes"
+"""Type of the loader that `data.workers` needs where the job names none. The core does not have one."""
 SAFE, FLAG = when_resumed("safe"), when_resumed("flag")
 """Meaning of a changed key for a run that continues; a key without either is as its section. Micro-batches are layout:
 the loss is normalised over the global batch, so that the curve does not depend on them."""
@@ -123,8 +125,8 @@ class DataSection:
     workers: int = field(default=0, validator=ge(0), metadata=SAFE)
     """Processes that load data, for sources that decode or tokenise; 0 loads in a background thread."""
     loader: LoaderComponent | None = None
-    """`[data.loader]`: what reads samples ahead; by default `plain`, one thread, and with `workers` the loader `nodes`
-    of forge-plugin-torchdata. None of them changes a sample."""
+    """`[data.loader]`: reads samples ahead; by default `plain`, one thread, and with `workers` the installed loader
+    `nodes`. No loader changes a sample."""
     seed: int | None = None
     """Seed of the data order; by default `job.seed`."""
 

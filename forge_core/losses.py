@@ -29,7 +29,7 @@ class CrossEntropy(LossComponent):
     """Next-token cross-entropy in nats, from the logits of a whole micro-batch, computed in float32.
 
     Plain and exact, on any head and any split of the vocabulary; it holds the logits and their gradient.
-    `chunked_cross_entropy` (forge-plugin-losses) is the same objective in a fraction of the memory.
+    A loss that never holds all logits computes the same objective in a fraction of the memory.
     """
 
     label_smoothing: float = field(default=0.0, validator=and_(ge(0), lt(1)))

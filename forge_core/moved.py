@@ -15,6 +15,7 @@ REMOVED_IN = "0.3"
 CONTRACTS = "forge_core.contracts"
 MODULES: Mapping[str, Sequence[str]] = {
     "forge_core.config.job": ["forge_core.job"],
+    "forge_core.config.dump": ["forge_core.config.load"],
     "forge_core.components": [f"{CONTRACTS}.components"],
     "forge_core.context": [f"{CONTRACTS}.contexts"],
     "forge_core.deprecation": [f"{CONTRACTS}.deprecation"],

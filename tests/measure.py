@@ -53,7 +53,7 @@ NO_COMPONENT = {
     "sched_getaffinity": "os has it on some platforms only",
 }
 """Attributes that `hasattr` may ask for: not of components, nor of what they build. Each with the reason."""
-NO_COMPONENTS = {"config/validators.py": "asks validators of attrs", "moved.py": "asks modules"}
+NO_COMPONENTS = {"config/keys.py": "asks validators of attrs", "moved.py": "asks modules"}
 """Files of the core that ask no component by `hasattr`."""
 
 

@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import NOTHING, Attribute, frozen
 
-from forge_core.config import describe
-from forge_core.config.dump import dump_job, to_toml
-from forge_core.config.structure import resolved_fields
-from forge_core.config.walk import default_of, walk_components
+from forge_core.config import field_types
+from forge_core.config.keys import default_of, resolved_fields, walk_components
+from forge_core.config.load import dump_job, to_toml
 from forge_core.contracts.components import Component, DefaultType, WhenResumed
 from forge_core.contracts.errors import CheckpointError, PluginError
 from forge_core.job import Job
@@ -110,17 +109,17 @@ class _Leaves:
         self, path: str, type_: Any, value: Any, means: WhenResumed, f: Attribute | None = None
     ) -> Iterator[tuple[str, _Leaf]]:
         """`f` is the field that holds the value itself, if there is one."""
-        kinds = describe.members(type_)
-        arrays = (kind for kind in kinds if describe.is_array(kind) or describe.is_mapping(kind))
-        entries = describe.item_type(next(arrays, Any))
-        if isinstance(value, list) and describe.is_table(entries):
+        kinds = field_types.members(type_)
+        arrays = (kind for kind in kinds if field_types.is_array(kind) or field_types.is_mapping(kind))
+        entries = field_types.item_type(next(arrays, Any))
+        if isinstance(value, list) and field_types.is_table(entries):
             for name, item in _by_name(value):
                 yield from self._value(f"{path}.{name}", entries, item, means)
         elif not isinstance(value, dict):
             yield path, _Leaf(value, means, f is not None and self._is_default(value, f))
-        elif base := next(filter(describe.is_component, kinds), None):
+        elif base := next(filter(field_types.is_component, kinds), None):
             yield from self._component(path, base, value, means, f)
-        elif section := next(filter(describe.is_section, kinds), None):
+        elif section := next(filter(field_types.is_section, kinds), None):
             yield from self.table(path, section, value, means)
         else:
             for name, item in value.items():
@@ -184,16 +183,8 @@ def _without_folder(value: Any) -> Any:
 
 
 def _shown(value: Any) -> str:
-    text = "(none)" if value is None else _toml(value)
+    text = "(none)" if value is None else field_types.toml_text(value)
     return text if len(text) <= SHORT else f"{text[: SHORT - 1]}…"
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, list):
-        return f"[{', '.join(map(_toml, value))}]"
-    if isinstance(value, dict):
-        return f"{{{', '.join(f'{key} = {_toml(item)}' for key, item in value.items())}}}"
-    return describe.toml_text(value)
 
 
 # --- provenance --------------------------------------------------------------------------------------------------

@@ -5,14 +5,15 @@ Commands are components of kind `command`: they are listed from metadata, and im
 
 from __future__ import annotations
 
+import ast
 import os
 import sys
 import warnings
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TextIO
 
 from forge_core.cli.tables import columns
-from forge_core.config.docs import function_summary
 from forge_core.contracts.errors import ExitCode, ForgeError, JobError, did_you_mean
 from forge_core.plugins.catalog import CORE, Catalog, Offer
 from forge_core.plugins.offers import first_party
@@ -116,6 +117,25 @@ def _help_line(offer: Offer) -> str:
     module, _, function = offer.value.partition(":")
     origin = "" if offer.distribution.name == CORE else f"(from {offer.distribution})"
     return " ".join(filter(None, (function_summary(module, function), origin)))
+
+
+def function_summary(module: str, function: str) -> str:
+    """First line of a function's docstring, read from its source without importing anything; empty if there is none."""
+    package, *names = module.split(".")
+    spec = find_spec(package)  # of the package alone: find_spec("a.b") would import a
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        source = Path(folder).joinpath(*names)
+        for path in (source.with_suffix(".py"), source / "__init__.py"):
+            if path.is_file():
+                return _summary_in(path, function)
+    return ""
+
+
+def _summary_in(path: Path, function: str) -> str:
+    for statement in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(statement, ast.FunctionDef) and statement.name == function:
+            return (ast.get_docstring(statement) or "").partition("\n")[0]
+    return ""
 
 
 def version_text(catalog: Catalog) -> str:

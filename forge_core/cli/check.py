@@ -6,8 +6,8 @@ import argparse
 
 from forge_core.cli.arguments import parse_job_arguments
 from forge_core.cli.tables import columns
+from forge_core.config.keys import walk_components
 from forge_core.config.load import load_job
-from forge_core.config.walk import walk_components
 from forge_core.contracts.errors import ExitCode
 from forge_core.plugins.catalog import Catalog
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 from attrs import frozen
 
 from forge_core.cli.tables import wrapped
-from forge_core.config.describe import (
+from forge_core.config.field_types import (
     component_in,
     header,
     is_array,
@@ -19,8 +19,7 @@ from forge_core.config.describe import (
     section_in,
     type_name,
 )
-from forge_core.config.docs import class_doc, one_paragraph
-from forge_core.config.keys import Key, keys_of
+from forge_core.config.keys import Key, class_doc, keys_of, one_paragraph
 from forge_core.contracts.components import Command, Component
 from forge_core.contracts.errors import ExitCode, JobError, PluginError, did_you_mean
 from forge_core.job import Job

@@ -61,7 +61,7 @@ def _train(
 ) -> int:
     """Train in this process, alone or as a rank of `world`."""
     # Every rank reads the job itself: it is a small file, and all then fail in the same way if it is wrong.
-    from forge_core.config import load_job
+    from forge_core.config.load import load_job
 
     job = load_job(*options.files, overrides=overrides, world_size=world.size if world else 1)
     from forge_core.engine.trainer import Trainer
@@ -81,7 +81,7 @@ def _train(
 
 def _supervise(options: argparse.Namespace, world: World, argv: list[str], overrides: list[str]) -> int:
     """Start the ranks, once the job is known to be right: each of them would report the same error."""
-    from forge_core.config import load_job
+    from forge_core.config.load import load_job
     from forge_core.launch.rank_process import LOGS
     from forge_core.launch.supervisor import Supervisor
 

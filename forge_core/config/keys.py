@@ -1,21 +1,91 @@
-"""The keys of a table, as `explain` and `schema` present them."""
+"""The keys of tables: fields of classes with their types, defaults, validators and documentation."""
 
 from __future__ import annotations
 
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import attrs
-from attrs import Attribute, frozen
+from attrs import Attribute, field, frozen
 
-from forge_core.config.describe import toml_text
-from forge_core.config.docs import field_docs
-from forge_core.config.leaves import Mismatch
-from forge_core.config.structure import resolved_fields
-from forge_core.config.validators import Demand, demands
-from forge_core.config.walk import default_of
-from forge_core.contracts.components import DefaultType
+from forge_core.config.field_types import Mismatch, toml_text
+from forge_core.contracts.components import Component, DefaultType
 from forge_core.contracts.deprecation import deprecation_of
 from forge_core.contracts.errors import PluginError
+
+_BOUNDS = {">": "exclusiveMinimum", ">=": "minimum", "<": "exclusiveMaximum", "<=": "maximum"}
+_FACTORY: Any = attrs.Factory
+
+
+# --- fields and values -------------------------------------------------------------------------------------------
+
+
+def key_fields(cls: type) -> dict[str, Attribute]:
+    """The fields of an attrs class that are keys of a table, by key, with those of its bases last."""
+    own_first = sorted(attrs.fields(cls), key=lambda f: f.inherited)
+    return {f.alias or f.name: f for f in own_first if f.init}  # without `init`, it is the state of a hook or plugin
+
+
+def resolved_fields(cls: type) -> dict[str, Attribute]:
+    """Fields of an attrs class by key, with their types, of which annotations have only the names.
+
+    Raises:
+        PluginError: a type does not exist at run time.
+    """
+    try:
+        return key_fields(attrs.resolve_types(cls))
+    except NameError as error:
+        hint = "import the types of fields outside TYPE_CHECKING"
+        raise PluginError(f"the fields of {cls.__qualname__} cannot be read: {error}; {hint}") from error
+
+
+def default_of(f: Attribute) -> Any:
+    """Default of a field, or `NOTHING` if there is none or it depends on the other fields."""
+    default: Any = f.default
+    if isinstance(default, _FACTORY):
+        return attrs.NOTHING if default.takes_self else default.factory()
+    return default
+
+
+def children(value: Any) -> Iterator[tuple[str, Any]]:
+    """The keys below a value of the job, with their values."""
+    if attrs.has(type(value)):
+        yield from ((key, getattr(value, f.name)) for key, f in key_fields(type(value)).items())
+    elif isinstance(value, Mapping):
+        yield from ((str(key), item) for key, item in value.items())
+    elif isinstance(value, list | tuple):
+        yield from ((str(index), item) for index, item in enumerate(value))
+
+
+def walk_components(value: Any, path: str = "") -> Iterator[tuple[str, Component]]:
+    """Every component with its path (`model.ffn.router`, `data.sources.0`), a component before those inside it.
+
+    Args:
+        value: a `Job`, or any part of one.
+        path: what paths begin with.
+    """
+    if isinstance(value, Component):
+        yield path, value
+    for key, child in children(value):
+        yield from walk_components(child, f"{path}.{key}" if path else key)
+
+
+# --- keys as `explain` and `schema` present them -----------------------------------------------------------------
+
+
+@frozen
+class Demand:
+    """One condition of a validator."""
+
+    text: str
+    """Completes the sentence "it must …": `be > 0`."""
+    check: Callable[[Any, Any, Any], Any]
+    """The validator itself."""
+    schema: dict[str, Any] = field(factory=dict)
+    """JSON Schema keywords that say the same."""
 
 
 @frozen
@@ -35,12 +105,10 @@ class Key:
 
     @property
     def default_text(self) -> str:
-        """The default as one would write it; empty if there is none to write."""
+        """The default as TOML; empty if a job cannot write it."""
         if isinstance(self.default, DefaultType):
             return f'type = "{self.default.type}"'
-        if self.required or self.default is None or attrs.has(type(self.default)):
-            return ""
-        return _text(self.default)
+        return "" if self.required or self.default is None or attrs.has(type(self.default)) else toml_text(self.default)
 
 
 def keys_of(cls: type) -> list[Key]:
@@ -50,30 +118,114 @@ def keys_of(cls: type) -> list[Key]:
         PluginError: the types of its fields cannot be resolved.
     """
     docs = field_docs(cls)
-    try:
-        fields = resolved_fields(cls)
-    except Mismatch as mismatch:
-        raise PluginError(str(mismatch)) from mismatch
     return [
-        Key(key, f.type, _default(f), tuple(demands(f.validator)), _doc(f, docs.get(f.name, "")))
-        for key, f in fields.items()
+        Key(key, f.type, _shown_default(f), tuple(demands(f.validator)), _doc(f, docs.get(f.name, "")))
+        for key, f in resolved_fields(cls).items()
     ]
 
 
-def _doc(f: Attribute, text: str) -> str:
-    warning = deprecation_of(f)
-    notice = "" if warning is None else str(warning)
-    return " ".join(filter(None, [text, f"{notice[:1].upper()}{notice[1:]}." if notice else ""]))
-
-
-def _default(f: Attribute) -> Any:
+def _shown_default(f: Attribute) -> Any:
     depends = f.default is not attrs.NOTHING and default_of(f) is attrs.NOTHING
     return None if depends else default_of(f)
 
 
-def _text(value: Any) -> str:
-    if isinstance(value, list | tuple | set | frozenset):
-        return f"[{', '.join(_text(item) for item in value)}]"
-    if isinstance(value, dict):
-        return f"{{{', '.join(f'{key} = {_text(item)}' for key, item in value.items())}}}"
-    return toml_text(value if isinstance(value, str | bool | int | float) else str(value))
+def _doc(f: Attribute, text: str) -> str:
+    notice = str(deprecation_of(f) or "")
+    return " ".join(filter(None, [text, f"{notice[:1].upper()}{notice[1:]}." if notice else ""]))
+
+
+# --- documentation from source -----------------------------------------------------------------------------------
+
+
+def class_doc(cls: type) -> str:
+    """Docstring of a class, or of the nearest base that has one."""
+    return inspect.getdoc(cls) or ""
+
+
+def one_paragraph(doc: str) -> str:
+    """A docstring's first paragraph on one line."""
+    return " ".join(doc.partition("\n\n")[0].split())
+
+
+def field_docs(cls: type) -> dict[str, str]:
+    """The string literals under the fields of a class, by field, inherited ones included."""
+    docs: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        if attrs.has(base) and "__attrs_attrs__" in vars(base):
+            docs |= _own_field_docs(base)
+    return docs
+
+
+def _own_field_docs(cls: type) -> dict[str, str]:
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
+    except (OSError, TypeError, SyntaxError):  # made without a source file
+        return {}
+    [definition] = tree.body
+    assert isinstance(definition, ast.ClassDef)
+    docs = {}
+    for statement, follower in zip(definition.body, definition.body[1:], strict=False):
+        match statement, follower:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))) if text:
+                docs[name] = inspect.cleandoc(text)
+    return docs
+
+
+# --- validators --------------------------------------------------------------------------------------------------
+
+
+def demands(validator: Any) -> Iterator[Demand]:
+    """The conditions of a field's validator, one by one."""
+    # attrs has no public view of its validators, so their attributes tell them apart. Any other validator is a plain
+    # function, and nothing is known of it but the message that it raises.
+    if validator is None:
+        return
+    if hasattr(validator, "_validators"):  # and_(…), and several in a list
+        for part in validator._validators:
+            yield from demands(part)
+    elif hasattr(validator, "compare_op"):  # lt, le, ge, gt
+        bound, operator = validator.bound, validator.compare_op
+        yield Demand(f"be {operator} {bound}", validator, {_BOUNDS[operator]: bound})
+    elif hasattr(validator, "options"):  # in_
+        options = list(validator.options)
+        yield Demand(f"be one of {', '.join(map(repr, options))}", validator, {"enum": options})
+    elif hasattr(validator, "pattern"):  # matches_re, a full match by default
+        pattern = validator.pattern.pattern
+        yield Demand(f"match {pattern!r}", validator, {"pattern": f"^(?:{pattern})$"})
+    elif hasattr(validator, "min_length"):
+        least = validator.min_length
+        yield Demand("not be empty" if least == 1 else f"be of length {least} or more", validator)
+    elif hasattr(validator, "max_length"):
+        yield Demand(f"be of length {validator.max_length} or less", validator)
+    elif hasattr(validator, "member_validator"):  # deep_iterable
+        for part in demands(validator.member_validator):
+            yield Demand(f"have every entry {part.text}" if part.text else "", validator)
+    elif hasattr(validator, "validator") and type(validator).__name__ == "_OptionalValidator":
+        yield from demands(validator.validator)
+    else:
+        yield Demand("", validator)
+
+
+def validate(f: Attribute, value: Any, instance: Any) -> None:
+    """Ask a field's validator about a value; `instance` has the fields that are known already.
+
+    Raises:
+        Mismatch: the validator refuses it.
+    """
+    # A validator of a field with a converter wants the converted value, so attrs asks it when the object is made.
+    for demand in demands(None if f.converter else f.validator):
+        try:
+            demand.check(instance, f, value)
+        except AttributeError:  # it looks at a field that is at fault itself; attrs will call it again
+            continue
+        except Exception as error:
+            message = f"must {demand.text}, got {value!r}" if demand.text else plain_message(error, f.name)
+            raise Mismatch(message) from error
+
+
+def plain_message(error: Exception, name: str = "") -> str:
+    """The message of an exception without the field's name, which the path before it says already."""
+    text = str(error.args[0]) if error.args and isinstance(error, ValueError | TypeError) else str(error)
+    if isinstance(error, ValueError):
+        return text.removeprefix(f"'{name}' ").removeprefix(f"{name} ") or "is not valid"
+    return f"{type(error).__name__}: {text}"

@@ -1,7 +1,7 @@
 """Line numbers of the keys in a TOML file, which `tomllib` does not report.
 
-The text is known to be valid TOML when this is called, so the scanner only needs to recognise where keys, strings,
-arrays and inline tables begin and end.
+`tomllib` has accepted the text before, so the scanner needs to recognise only where keys, strings, arrays and inline
+tables begin and end, and not what they mean.
 """
 
 from __future__ import annotations
@@ -10,20 +10,20 @@ import re
 import tomllib
 from bisect import bisect_right
 from contextlib import suppress
+from typing import Any
 
 KeyPath = tuple[str | int, ...]
 """Keys of nested tables and indices of arrays, from the root: `("data", "sources", 0, "path")`."""
 
-_BLANK = re.compile(r"(?:[ \t]|#[^\n]*)*")
-_BLANK_LINES = re.compile(r"(?:[ \t\r\n]|#[^\n]*)*")
-_STRING = re.compile(
+_STRING = (
     r'"""(?:\\[\s\S]|[^\\])*?"""(?:"{0,2})'  # a multi-line string may end in up to two quotes of its own
     r"|'''[\s\S]*?'''(?:'{0,2})"
     r'|"(?:\\.|[^"\\\n])*"'
     r"|'[^'\n]*'"
 )
-_BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
-_OTHER_VALUE = re.compile(r"[^,\]}#\n]+")
+_BLANK = re.compile(r"(?:[ \t\r\n]|#[^\n]*)*")
+_KEY = re.compile(rf"(?:{_STRING}|[A-Za-z0-9_. \t-])+")
+_SCALAR = re.compile(rf"{_STRING}|[^,\]}}#\n]+")
 
 
 def find_lines(text: str) -> dict[KeyPath, int]:
@@ -32,13 +32,23 @@ def find_lines(text: str) -> dict[KeyPath, int]:
     Never raises: for text that is not TOML, it returns the keys before the fault.
     """
     scanner = _Scanner(text)
-    with suppress(_Lost):
+    with suppress(ValueError):
         scanner.document()
     return scanner.lines
 
 
-class _Lost(Exception):
-    """The scanner met something that is not TOML."""
+def split_key(text: str) -> list[str]:
+    """The parts of a dotted key.
+
+    Raises:
+        tomllib.TOMLDecodeError: it is not a key of TOML.
+    """
+    table: Any = tomllib.loads(f"{text} = 0")  # quotes and escapes are tomllib's to resolve
+    parts = []
+    while isinstance(table, dict):
+        [(part, table)] = table.items()
+        parts.append(part)
+    return parts
 
 
 class _Scanner:
@@ -47,42 +57,37 @@ class _Scanner:
         self._text = text
         self._at = 0
         self._newlines = [match.start() for match in re.finditer("\n", text)]
-        self._tables: dict[KeyPath, int] = {}
-        """Number of `[[headers]]` so far of each array of tables."""
-
-    def document(self) -> None:
-        table: KeyPath = ()
-        while self._skip(_BLANK_LINES) < len(self._text):
-            if self._next_is("[["):
-                table = self._header("[[", "]]")
-            elif self._next_is("["):
-                table = self._header("[", "]")
-            else:
-                self._pair(table)
+        self._last_entry: dict[KeyPath, int] = {}
+        """Index of the newest `[[header]]` of each array of tables."""
 
     # --- grammar -------------------------------------------------------------------------------------------------
 
-    def _header(self, opening: str, closing: str) -> KeyPath:
-        start = self._at
-        self._expect(opening)
-        *parents, last = self._key()
-        self._expect(closing)
-        path = (*self._resolve(parents), last)
-        if opening == "[[":
-            index = self._tables.get(path, 0)
-            self._tables[path] = index + 1
-            path = (*path, index)
-        self._mark(path, start)
-        return path
+    def document(self) -> None:
+        table: KeyPath = ()
+        while self._skip_blank() < len(self._text):
+            start = self._at
+            if self._accept("[["):
+                table = self._array_header(start)
+            elif self._accept("["):
+                table = self._header("]", start)
+            else:
+                self._pair(table)
 
-    def _resolve(self, keys: list[str]) -> KeyPath:
-        """The table that a header's keys mean: an array of tables on the way stands for its last entry."""
+    def _header(self, closing: str, start: int) -> KeyPath:
         path: KeyPath = ()
-        for key in keys:
+        *parents, last = self._key()
+        for key in parents:  # an array of tables on the way stands for its newest entry
             path = (*path, key)
-            if path in self._tables:
-                path = (*path, self._tables[path] - 1)
-        return path
+            path = (*path, self._last_entry[path]) if path in self._last_entry else path
+        self._expect(closing)
+        self._mark((*path, last), start)
+        return (*path, last)
+
+    def _array_header(self, start: int) -> KeyPath:
+        array = self._header("]]", start)
+        index = self._last_entry[array] = self._last_entry.get(array, -1) + 1
+        self._mark((*array, index), start)
+        return (*array, index)
 
     def _pair(self, table: KeyPath) -> None:
         start = self._at
@@ -91,48 +96,26 @@ class _Scanner:
         self._expect("=")
         self._value(path)
 
-    def _key(self) -> list[str]:
-        parts = [self._key_part()]
-        while self._next_is("."):
-            self._expect(".")
-            parts.append(self._key_part())
-        return parts
-
-    def _key_part(self) -> str:
-        self._skip(_BLANK)
-        if self._text[self._at : self._at + 1] in ('"', "'"):
-            return _unquote(self._take(_STRING))
-        return self._take(_BARE_KEY)
-
     def _value(self, path: KeyPath) -> None:
-        self._skip(_BLANK)
-        if self._next_is("["):
+        if self._accept("["):
             self._array(path)
-        elif self._next_is("{"):
+        elif self._accept("{"):
             self._inline_table(path)
-        elif self._text[self._at : self._at + 1] in ('"', "'"):
-            self._take(_STRING)
         else:
-            self._take(_OTHER_VALUE)
+            self._take(_SCALAR)
 
     def _array(self, path: KeyPath) -> None:
-        self._expect("[")
         index = 0
-        while not self._next_is("]", _BLANK_LINES):
+        while not self._accept("]"):
             self._mark((*path, index), self._at)
             self._value((*path, index))
+            self._accept(",")
             index += 1
-            if self._next_is(",", _BLANK_LINES):
-                self._expect(",")
-        self._expect("]")
 
     def _inline_table(self, path: KeyPath) -> None:
-        self._expect("{")
-        while not self._next_is("}", _BLANK_LINES):
+        while not self._accept("}"):
             self._pair(path)
-            if self._next_is(",", _BLANK_LINES):
-                self._expect(",")
-        self._expect("}")
+            self._accept(",")
 
     # --- text ----------------------------------------------------------------------------------------------------
 
@@ -142,30 +125,28 @@ class _Scanner:
         for length in range(1, len(path) + 1):
             self.lines.setdefault(path[:length], line)
 
-    def _skip(self, blank: re.Pattern[str]) -> int:
-        match = blank.match(self._text, self._at)
+    def _key(self) -> list[str]:
+        return split_key(self._take(_KEY))
+
+    def _skip_blank(self) -> int:
+        match = _BLANK.match(self._text, self._at)
         assert match is not None, "blanks may be empty"
         self._at = match.end()
         return self._at
 
-    def _next_is(self, token: str, blank: re.Pattern[str] = _BLANK) -> bool:
-        return self._text.startswith(token, self._skip(blank))
+    def _accept(self, token: str) -> bool:
+        """Skip blanks, and the token where it comes next."""
+        is_next = self._text.startswith(token, self._skip_blank())
+        self._at += len(token) if is_next else 0
+        return is_next
 
     def _expect(self, token: str) -> None:
-        if not self._next_is(token):
-            raise _Lost
-        self._at += len(token)
+        if not self._accept(token):
+            raise ValueError(f"expected {token}")
 
     def _take(self, pattern: re.Pattern[str]) -> str:
         match = pattern.match(self._text, self._at)
         if match is None:
-            raise _Lost
+            raise ValueError(f"expected {pattern.pattern}")
         self._at = match.end()
         return match.group()
-
-
-def _unquote(token: str) -> str:
-    try:
-        return tomllib.loads(f"key = {token}")["key"]
-    except tomllib.TOMLDecodeError as error:
-        raise _Lost from error

@@ -1,21 +1,22 @@
-"""From TOML files, overrides or tables to a `Job` or a component, or to every problem that they have, at once."""
+"""From TOML files, overrides or tables to a `Job` or a component, or to every problem that they have; and back."""
 
 from __future__ import annotations
 
 import tomllib
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from enum import Enum
+from pathlib import Path, PurePath
 from typing import Any, TypeVar
 
 import attrs
+import tomli_w
 
+from forge_core.config.keys import children
 from forge_core.config.lines import find_lines
-from forge_core.config.read import read_job
 from forge_core.config.rules import check_rules
 from forge_core.config.structure import INVALID, complete_value, structure
-from forge_core.config.tree import Node, Origin, annotate
-from forge_core.config.unknown import explain_unknown
+from forge_core.config.tree import Node, Origin, annotate, read_job
 from forge_core.contracts.components import Component, DefaultType
 from forge_core.contracts.errors import JobError, Problem
 from forge_core.job import ALWAYS, Job
@@ -49,8 +50,7 @@ def load_job(
     _add_always(root)
     job, findings = structure(root, Job, catalog)
     problems += findings.problems
-    problems += [explain_unknown(found, findings, root, catalog) for found in findings.unknown]
-    if job is not INVALID:
+    if job is not INVALID:  # also with problems: rules are checked on all that could be read
         problems += _broken_rules(job, catalog, world_size, with_data, root, problems)
     if problems:
         problems.sort(key=lambda problem: _place(root, problem))
@@ -74,11 +74,7 @@ def parse_job(text: str, source: str, catalog: Catalog | None = None) -> Job:
         JobError: a component is not installed, or this version lacks a key.
     """
     root = annotate(tomllib.loads(text), find_lines(text), Origin(source))
-    job, findings = structure(root, Job, catalog or Catalog.installed())
-    if job is INVALID or findings.problems or findings.unknown:
-        unknown = [explain_unknown(found, findings, root, catalog or Catalog.installed()) for found in findings.unknown]
-        raise JobError([*findings.problems, *unknown, *install_line(findings.missing)])
-    return job
+    return _structured(root, "", Job, catalog or Catalog.installed(), [])
 
 
 def complete(job: Job, catalog: Catalog | None = None) -> Job:
@@ -127,7 +123,7 @@ def load_component(
     if len(nodes) <= len(table.split(".")):
         missing = Problem(table, "required table is missing; add it with a type", str(root.origin))
         raise JobError([*problems, missing])
-    return _component(nodes[-1], table, base, catalog, problems)
+    return _structured(nodes[-1], table, base, catalog, problems)
 
 
 def parse_component(table: Mapping[str, Any], source: str, base: type[C], catalog: Catalog) -> C:
@@ -142,35 +138,31 @@ def parse_component(table: Mapping[str, Any], source: str, base: type[C], catalo
     Raises:
         JobError: the table is invalid; lists every problem.
     """
-    return _component(annotate(table, {}, Origin(source)), "", base, catalog, [])
+    return _structured(annotate(table, {}, Origin(source)), "", base, catalog, [])
 
 
-def _component(node: Node, path: str, base: type[C], catalog: Catalog, known: list[Problem]) -> C:
-    component, findings = structure(node, base, catalog)
-    unknown = [explain_unknown(key, findings, node, catalog) for key in findings.unknown]
-    problems = [*known, *(problem.below(path) for problem in [*findings.problems, *unknown])]
+def _structured(node: Node, path: str, cls: type[Any], catalog: Catalog, known: list[Problem]) -> Any:
+    value, findings = structure(node, cls, catalog)
+    problems = [*known, *(problem.below(path) for problem in findings.problems)]
     if problems:
         raise JobError([*problems, *install_line(findings.missing)])
-    return component
+    return value
 
 
 def _add_always(root: Node) -> None:
+    """Add the core's own entries to the tree, before those of the job, which may configure them."""
     for section, names in ALWAYS.items():
         table = root.value.setdefault(section, Node({}, root.origin))
         if isinstance(table.value, dict):
-            table.value = {name: _core_entry(name, table.origin) for name in names} | table.value
-
-
-def _core_entry(name: str, origin: Origin) -> Node:
-    """Qualified: another distribution that offers a type of this name must not disturb a job that does not name it."""
-    return Node({"type": Node(f"{CORE}/{name}", origin)}, origin)
+            # Qualified: another distribution with a type of this name must not disturb a job that does not name it.
+            types = {name: {"type": f"{CORE}/{name}"} for name in names}
+            table.value = annotate(types, {}, table.origin).value | table.value
 
 
 def _broken_rules(
     job: Job, catalog: Catalog, world_size: int, with_data: bool, root: Node, known: list[Problem]
 ) -> Iterator[Problem]:
-    """Rules that the job breaks, but for those about a table where something is wrong already: there, a default may
-    stand in for what the user meant."""
+    # Not those about a table where something is wrong already: a default may stand in there for what the user meant.
     doubtful = {problem.path.rpartition(".")[0] for problem in known}
     for problem in check_rules(job, catalog, world_size, with_data):
         if not any(_related(problem.path, table) for table in doubtful):
@@ -185,3 +177,30 @@ def _related(path: str, table: str) -> bool:
 def _place(root: Node, problem: Problem) -> tuple[int, int]:
     origin = root.origin_of(problem.path)
     return origin.layer, origin.line
+
+
+# --- back to TOML ------------------------------------------------------------------------------------------------
+
+
+def dump_job(job: Job, catalog: Catalog | None = None) -> str:
+    """The resolved job: every key, every `type` qualified by its distribution. `load_job` reads it back equal.
+
+    Keys that are None are left out, as TOML has no null; `None` is only ever the default of a field.
+    """
+    return tomli_w.dumps(to_toml(job, catalog or Catalog.installed()), multiline_strings=False)
+
+
+def to_toml(value: Any, catalog: Catalog) -> Any:
+    """A part of a job as the plain types that TOML has."""
+    if isinstance(value, DefaultType):
+        return {"type": value.type}
+    if attrs.has(type(value)) or isinstance(value, Mapping):
+        type_ = {"type": catalog.type_of(type(value))} if isinstance(value, Component) else {}
+        return type_ | {key: to_toml(item, catalog) for key, item in children(value) if item is not None}
+    if isinstance(value, list | tuple):
+        return [to_toml(item, catalog) for item in value]
+    if isinstance(value, set | frozenset):
+        return sorted((to_toml(item, catalog) for item in value), key=repr)  # equal sets are written equally
+    if isinstance(value, Enum):
+        return value.value
+    return str(value) if isinstance(value, PurePath) else value

@@ -5,12 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from forge_core.contracts.errors import PluginError, Problem, did_you_mean
+from forge_core.contracts.errors import Problem, did_you_mean
 from forge_core.job import Job, Phase
-from forge_core.plugins.catalog import Catalog, UnknownTypeError
-
-WORKER_LOADER = "nodes"
-"""Type of the loader of `data.workers`, where the job names none. It is not the core's."""
 
 
 def source_names(job: Job) -> list[str]:
@@ -21,7 +17,7 @@ def source_names(job: Job) -> list[str]:
 def phase_weights(job: Job) -> list[list[float]]:
     """Weights of the sources before any phase begins, and in each phase."""
     weights = [dict(zip(source_names(job), (source.weight for source in job.data.sources), strict=True))]
-    for phase in job.data.phases:
+    for phase in job.data.phases:  # a source that a phase does not name keeps the weight it had
         weights.append(weights[-1] | dict(phase.weights))
     return [list(now.values()) for now in weights]
 
@@ -35,11 +31,15 @@ def first_step(phase: Phase, job: Job, step: int = 0, tokens: int = 0) -> int:
     """Completed steps after which a phase begins.
 
     Args:
-        step, tokens: how far the run is: completed steps and positions fed. Until there, batches may have had another
-            size than the job says.
+        phase: a phase of the job.
+        job: the job.
+        step: completed steps of the run.
+        tokens: positions that these steps were fed.
     """
     if phase.start_step is not None:
         return phase.start_step
+    # Counted from `step` on: until there, batches may have had another size than the job says. Rounded up (the floor of
+    # the negative): a phase begins with the first step that starts at or after its tokens.
     return step - (tokens - (phase.start_tokens or 0)) // (job.train.global_batch_size * job.train.seq_len)
 
 
@@ -56,36 +56,23 @@ def _has_begun(phase: Phase, step: int, tokens: int) -> bool:
 # --- rules -------------------------------------------------------------------------------------------------------
 
 
-def loader_problems(job: Job, catalog: Catalog) -> Iterator[Problem]:
-    """Whether the loader that `data.workers` needs is there; one that the job names has been looked up before."""
-    if job.data.loader is not None or not job.data.workers:
-        return
-    try:
-        catalog.load("loader", WORKER_LOADER)
-    except UnknownTypeError as error:
-        install = f"; pip install {error.distribution}" if error.distribution else ""
-        yield Problem("data.workers", f"workers need the loader {WORKER_LOADER!r}: {error}{install}")
-    except PluginError as error:
-        yield Problem("data.workers", str(error))
-
-
 def mixture_problems(job: Job) -> Iterator[Problem]:
     """Mistakes in sources and phases that show without reading any data."""
     if not job.data.sources:
         yield Problem("data.sources", "there must be at least one source")
         return
-    yield from _name_problems(job)
+    yield from _source_problems(job)
     problems = [*_weight_problems(job), *_phase_problems(job)]
-    yield from problems or _nothing_drawn(job)
+    yield from problems or _nothing_drawn(job)  # which follows from such a mistake where there is one
 
 
-def _name_problems(job: Job) -> Iterator[Problem]:
+def _source_problems(job: Job) -> Iterator[Problem]:
     names = source_names(job)
     for number, name in enumerate(names):
         if name in names[:number]:
-            seen = f"{name!r} is the name of data.sources.{names.index(name)} too"
-            fix = "names must differ, and a source without one is called by its number"
-            yield Problem(f"data.sources.{number}.name", f"{seen}; {fix}")
+            message = f"{name!r} is the name of data.sources.{names.index(name)} too"
+            hint = "names must differ, and a source without one is called by its number"
+            yield Problem(f"data.sources.{number}.name", f"{message}; {hint}")
 
 
 def _weight_problems(job: Job) -> Iterator[Problem]:
@@ -99,8 +86,8 @@ def _weight_problems(job: Job) -> Iterator[Problem]:
         for name, weight in phase.weights.items():
             path = f"data.phases.{number}.weights.{name}"
             if name not in names:
-                known = did_you_mean(name, names) or f"; there are {', '.join(names)}"
-                yield Problem(path, f"no source has this name{known}")
+                hint = did_you_mean(name, names) or f"; there are {', '.join(names)}"
+                yield Problem(path, f"no source has this name{hint}")
             yield from _weight_problem(path, weight)
 
 
@@ -111,26 +98,28 @@ def _weight_problem(path: str, weight: float) -> Iterator[Problem]:
 
 def _phase_problems(job: Job) -> Iterator[Problem]:
     steps = job.train.steps
-    before = (-1, "")
+    before, before_path = -1, ""
     for number, phase in enumerate(job.data.phases):
         path = f"data.phases.{number}"
         if (phase.start_step is None) == (phase.start_tokens is None):
-            seen = "both are given" if phase.start_tokens is not None else "neither is given"
-            yield Problem(path, f"a phase begins at start_step or at start_tokens, but {seen}; give one of them")
+            given = "both are given" if phase.start_tokens is not None else "neither is given"
+            yield Problem(path, f"a phase begins at start_step or at start_tokens, but {given}; give one of them")
             continue
         first = first_step(phase, job)
         key = f"{path}.{'start_step' if phase.start_step is not None else 'start_tokens'}"
         if first >= steps:
             yield Problem(key, f"the phase would begin after {first:,} steps and never act: train.steps is {steps:,}")
-        if first <= before[0]:
-            seen = f"the phase would begin after {first:,} steps, but {before[1]} begins after {before[0]:,}"
-            yield Problem(key, f"{seen}; phases stand in the order in which they begin, each at a step of its own")
-        before = first, path
+        if first <= before:
+            message = f"the phase would begin after {first:,} steps, but {before_path} begins after {before:,}"
+            yield Problem(key, f"{message}; phases stand in the order in which they begin, each at a step of its own")
+        before, before_path = first, path
 
 
 def _nothing_drawn(job: Job) -> Iterator[Problem]:
     paths = ["data.sources", *(f"data.phases.{number}.weights" for number in range(len(job.data.phases)))]
     for path, weights in zip(paths, phase_weights(job), strict=True):
         if not any(weights):
-            seen = "every weight is 0" if path == "data.sources" else "every weight is 0 from here on"
-            yield Problem(path, f"{seen}, so nothing would be drawn; give one source a positive weight")
+            extent = "" if path == "data.sources" else " from here on"
+            yield Problem(
+                path, f"every weight is 0{extent}, so nothing would be drawn; give one source a positive weight"
+            )

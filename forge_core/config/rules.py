@@ -8,40 +8,40 @@ from pathlib import Path
 
 import attrs
 
-from forge_core.config.mixture import loader_problems, mixture_problems
-from forge_core.config.walk import walk_components
+from forge_core.config.keys import walk_components
+from forge_core.config.mixture import mixture_problems
 from forge_core.contracts.components import Component, OptimizerComponent, ParallelComponent
 from forge_core.contracts.errors import JobError, PluginError, Problem, did_you_mean
 from forge_core.contracts.layout import Layout
-from forge_core.job import LOCAL_STORAGE, Checked, Job
+from forge_core.job import LOCAL_STORAGE, WORKER_LOADER, Checked, Job
 from forge_core.parallel.layout import batch_problems, plan_layout
 from forge_core.parallel.stages import order_stages
-from forge_core.plugins.catalog import Catalog
+from forge_core.plugins.catalog import Catalog, UnknownTypeError
 
 READS = ("data.sources", "data.tokenizer")
-"""Tables of components that read what need not be where a job is only looked at."""
+"""Tables of components that read files, which need not exist where a job is only looked at."""
 
 
 def check_rules(job: Job, catalog: Catalog, world_size: int = 1, with_data: bool = True) -> list[Problem]:
     """Rules that a well-formed job breaks on `world_size` ranks; a job that breaks none is marked as `checked`.
 
     Args:
+        job: the job, with all default components filled in.
+        catalog: where components are looked up.
+        world_size: number of ranks it shall run on.
         with_data: whether what the job reads must exist. Without it, the job is not marked.
     """
     layout, problems = _plan(job, world_size)
     planned = not problems
-    if planned:
-        problems += batch_problems(job, layout)
-    problems += _core_problems(job)
-    problems += loader_problems(job, catalog)
-    problems += _order_problems(job, catalog)
-    problems += _executor_problems(job, catalog)
+    problems += batch_problems(job, layout) if planned else ()
+    problems += [*mixture_problems(job), *_core_problems(job), *_loader_problems(job, catalog)]
+    problems += [*_order_problems(job, catalog), *_executor_problems(job, catalog)]
     problems += _load_problems(job) if with_data else ()
     for path, component in walk_components(job):
-        if not with_data and path.startswith(READS):
-            continue
-        problems += _component_problems(path, component, job, layout, catalog)
+        if with_data or not path.startswith(READS):
+            problems += _component_problems(path, component, job, layout, catalog)
     wrong_plugins = _plugin_problems(job, layout, catalog)
+    # Last, since it may build the model, which takes a layout that can be planned and plugins that can be activated.
     if planned and not wrong_plugins:
         problems += [problem for problem in _model_problems(job, layout, catalog) if problem not in problems]
     problems += wrong_plugins
@@ -50,15 +50,17 @@ def check_rules(job: Job, catalog: Catalog, world_size: int = 1, with_data: bool
     return problems
 
 
+# --- rules of the core -------------------------------------------------------------------------------------------
+
+
 def _plan(job: Job, world_size: int) -> tuple[Layout, list[Problem]]:
     try:
         return plan_layout(job, world_size)
     except Exception as error:  # a stage's `degrees`
-        return Layout(), [Problem("parallel", f"the layout cannot be planned: {_tell(error)}")]
+        return Layout(), [Problem("parallel", f"the layout cannot be planned: {_named(error)}")]
 
 
 def _core_problems(job: Job) -> Iterator[Problem]:
-    yield from mixture_problems(job)
     owners = [name for name, stage in job.parallel.items() if stage.owns_reduction]
     for name in owners[1:]:
         message = f"both this and parallel.{owners[0]} reduce the gradients; keep one of them"
@@ -66,6 +68,19 @@ def _core_problems(job: Job) -> Iterator[Problem]:
     if job.checkpoint.keep_best and not job.eval.interval:
         message = "the best checkpoints are known by evaluations during the run, and there are none; set eval.interval"
         yield Problem("checkpoint.keep_best", message)
+
+
+def _loader_problems(job: Job, catalog: Catalog) -> Iterator[Problem]:
+    """Whether the loader that `data.workers` needs is there; one that the job names has been looked up before."""
+    if job.data.loader is not None or not job.data.workers:
+        return
+    try:
+        catalog.load("loader", WORKER_LOADER)
+    except UnknownTypeError as error:
+        install = f"; pip install {error.distribution}" if error.distribution else ""
+        yield Problem("data.workers", f"workers need the loader {WORKER_LOADER!r}: {error}{install}")
+    except PluginError as error:
+        yield Problem("data.workers", str(error))
 
 
 def _order_problems(job: Job, catalog: Catalog) -> list[Problem]:
@@ -77,44 +92,46 @@ def _order_problems(job: Job, catalog: Catalog) -> list[Problem]:
 
 
 def _executor_problems(job: Job, catalog: Catalog) -> Iterator[Problem]:
-    given = catalog.type_of(type(job.executor))
-    if given == attrs.fields(type(job)).executor.default.type:
-        return
-    for name, stage in job.parallel.items():
-        if stage.brings_executor:
-            seen = f"{given!r} would not be used: parallel.{name} brings an executor of its own"
-            yield Problem("executor", f"{seen}; leave one of them out")
-
-
-def _may_hold_checkpoints(path: Path) -> bool:
-    """Whether `path` is a checkpoint or the folder of a run with some; a storage other than the core's may have them
-    anywhere, which shows when the run starts."""
-    if (path / "manifest.json").is_file() or any(path.glob("*/step-*/manifest.json")):
-        return True
-    kept = tomllib.loads((path / "job.toml").read_text()) if (path / "job.toml").is_file() else {}
-    return bool(kept.get("checkpoint", {}).get("storage", {}).get("type", LOCAL_STORAGE) != LOCAL_STORAGE)
+    executor = catalog.type_of(type(job.executor))
+    brought = [name for name, stage in job.parallel.items() if stage.brings_executor]
+    if executor != attrs.fields(type(job)).executor.default.type:
+        for name in brought:
+            message = f"{executor!r} would not be used: parallel.{name} brings an executor of its own"
+            yield Problem("executor", f"{message}; leave one of them out")
 
 
 def _load_problems(job: Job) -> Iterator[Problem]:
-    """Only before the run begins: later it needs these weights no more, and they may be gone."""
     load = job.checkpoint.load
+    # Only before the run begins: later it needs these weights no more, and they may be gone.
     if load is None or (Path(job.job.output) / job.job.name / "job.toml").exists():
         return
     path = Path(load.path)
     if not path.is_dir():
-        near = did_you_mean(path.name, [sibling.name for sibling in path.parent.glob("*/")])
-        yield Problem("checkpoint.load.path", f"there is no folder {load.path!r}{near}")
+        hint = did_you_mean(path.name, [sibling.name for sibling in path.parent.glob("*/")])
+        yield Problem("checkpoint.load.path", f"there is no folder {load.path!r}{hint}")
     elif not _may_hold_checkpoints(path):
-        seen = f"{load.path!r} is neither a checkpoint (it has no manifest.json) nor a run folder with checkpoints"
-        yield Problem("checkpoint.load.path", seen)
+        message = f"{load.path!r} is neither a checkpoint (it has no manifest.json) nor a run folder with checkpoints"
+        yield Problem("checkpoint.load.path", message)
+
+
+def _may_hold_checkpoints(path: Path) -> bool:
+    """Whether `path` is a checkpoint, or the folder of a run that may have some."""
+    if (path / "manifest.json").is_file() or any(path.glob("*/step-*/manifest.json")):
+        return True
+    # A storage other than the core's may keep them anywhere, which shows when the run starts.
+    job = tomllib.loads((path / "job.toml").read_text()) if (path / "job.toml").is_file() else {}
+    return bool(job.get("checkpoint", {}).get("storage", {}).get("type", LOCAL_STORAGE) != LOCAL_STORAGE)
+
+
+# --- rules of components and plugins: that one fails is a problem like any other ---------------------------------
 
 
 def _component_problems(path: str, component: Component, job: Job, layout: Layout, catalog: Catalog) -> list[Problem]:
     try:
         return [problem.below(path) for problem in component.problems(job, layout)]
     except Exception as error:
-        who = f"{component.kind} {catalog.type_of(type(component))!r}"
-        return [Problem(path, f"problems() of {who} failed: {_tell(error)}")]
+        name = f"{component.kind} {catalog.type_of(type(component))!r}"
+        return [Problem(path, f"problems() of {name} failed: {_named(error)}")]
 
 
 def _model_problems(job: Job, layout: Layout, catalog: Catalog) -> list[Problem]:
@@ -123,16 +140,16 @@ def _model_problems(job: Job, layout: Layout, catalog: Catalog) -> list[Problem]
     asked = bases - {ParallelComponent.model_problems, OptimizerComponent.model_problems}
     if not asked and job.optimizer.further_roles is None:
         return []
-    from forge_core.parallel.bare_model import fitting_problems
+    from forge_core.parallel.bare_model import fitting_problems  # late: imports torch
 
     return fitting_problems(job, layout, catalog)
 
 
 def _plugin_problems(job: Job, layout: Layout, catalog: Catalog) -> list[Problem]:
-    from forge_core.plugins.manager import Plugins
-
     if not job.plugins:
         return []
+    from forge_core.plugins.manager import Plugins  # late: imports pluggy
+
     try:
         plugins = Plugins(job.plugins, catalog)
     except PluginError as error:
@@ -141,8 +158,8 @@ def _plugin_problems(job: Job, layout: Layout, catalog: Catalog) -> list[Problem
         return plugins.validate_job(job, layout)
     except Exception as error:
         notes = ", ".join(getattr(error, "__notes__", ()))
-        return [Problem("plugins", f"forge_validate_job failed{' ' if notes else ''}{notes}: {_tell(error)}")]
+        return [Problem("plugins", f"forge_validate_job failed{' ' if notes else ''}{notes}: {_named(error)}")]
 
 
-def _tell(error: Exception) -> str:
+def _named(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"

@@ -4,32 +4,20 @@ from __future__ import annotations
 
 import math
 import typing
-from collections.abc import Callable, Iterator
-from enum import Enum
-from pathlib import PurePath
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from forge_core.config.describe import (
-    is_array,
-    is_component,
-    is_fixed,
-    is_literal,
-    is_mapping,
-    is_section,
-    is_union,
-    item_type,
-    members,
-)
-from forge_core.config.docs import class_doc, one_paragraph
-from forge_core.config.dump import to_toml
-from forge_core.config.keys import Key, keys_of
+from forge_core.config import field_types as types
+from forge_core.config.keys import Key, class_doc, keys_of, one_paragraph
+from forge_core.config.load import to_toml
 from forge_core.contracts.components import Component, DefaultType
 from forge_core.contracts.errors import PluginError
 from forge_core.job import Job
-from forge_core.plugins.catalog import Catalog
+from forge_core.plugins.catalog import Catalog, Offer
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
-SCALARS = {bool: "boolean", int: "integer", float: "number", str: "string"}
+SCALARS = {bool: "boolean", int: "integer", float: "number", str: "string", Path: "string"}
 BY_PATH = {"type": "string", "pattern": ":"}
 """A `type` that names a local file or a module: nothing is known of its keys."""
 
@@ -50,8 +38,8 @@ class _Writer:
         self._catalog = catalog
         self._loaded: dict[type, dict[str, tuple[str, type[Component]]]] = {}
 
-    def section(self, cls: type) -> Schema:
-        """A table with the keys of a class and no others.
+    def section(self, cls: type, **more: Schema) -> Schema:
+        """A table with the keys of a class, these more, and no others.
 
         Raises:
             PluginError: the types of its fields cannot be resolved.
@@ -60,7 +48,7 @@ class _Writer:
         return {
             "type": "object",
             "description": one_paragraph(class_doc(cls)),
-            "properties": {key.name: self._key(key) for key in keys},
+            "properties": more | {key.name: self._key(key) for key in keys},
             "required": [key.name for key in keys if key.required],
             "additionalProperties": False,
         }
@@ -79,28 +67,27 @@ class _Writer:
 
     def value(self, type_: Any, default: str | None = None) -> Schema:
         """The schema of a field's type. `default` is the component that a table without `type` is."""
-        if is_union(type_):
-            options = [self.value(member, default) for member in members(type_)]
+        if types.is_union(type_):
+            options = [self.value(member, default) for member in types.members(type_)]
             return options[0] if len(options) == 1 else {"anyOf": options}
-        if is_component(type_):
+        if types.is_component(type_):
             return self._component(type_, default)
-        if is_section(type_):
+        if types.is_section(type_):
             return self._shared(f"{type_.__module__}.{type_.__qualname__}", lambda: self.section(type_))
-        if is_mapping(type_):
-            return self._mapping(item_type(type_))
-        if is_array(type_):
-            return self._array(type_)
-        return _scalar(type_)
-
-    def _array(self, type_: Any) -> Schema:
-        if is_fixed(type_):
+        if types.is_mapping(type_):
+            return self._mapping(types.item_type(type_))
+        if types.is_fixed(type_):
             items = [self.value(argument) for argument in typing.get_args(type_)]
             return {"type": "array", "prefixItems": items, "minItems": len(items), "maxItems": len(items)}
-        return {"type": "array", "items": self.value(item_type(type_))}
+        if types.is_array(type_):
+            return {"type": "array", "items": self.value(types.item_type(type_))}
+        if listed := types.choices(type_):
+            return {"enum": listed}
+        return {"type": SCALARS[type_]} if type_ in SCALARS else {}
 
     def _mapping(self, item: Any) -> Schema:
         """Named tables: a name that is an installed type needs no `type` of its own."""
-        if not is_component(item):
+        if not types.is_component(item):
             return {"type": "object", "additionalProperties": self.value(item)}
         named = {type_: self._component(item, type_) for type_ in self._catalog.types(item.kind)}
         return {"type": "object", "properties": named, "additionalProperties": self._component(item)}
@@ -133,47 +120,34 @@ class _Writer:
         return {**schema, "allOf": cases} if cases else schema  # an empty `allOf` is not allowed
 
     def _table(self, name: str, cls: type[Component]) -> Schema:
-        return self._shared(f"{cls.kind}.{name.replace('/', ':')}", lambda: self._with_type(self.section(cls)))
-
-    def _with_type(self, section: Schema) -> Schema:
-        return section | {"properties": {"type": {"type": "string"}, **section["properties"]}}
+        key = f"{cls.kind}.{name.replace('/', ':')}"  # a slash would be a step in a reference
+        return self._shared(key, lambda: self.section(cls, type={"type": "string"}))
 
     def _offers(self, base: type[Component]) -> dict[str, tuple[str, type[Component]]]:
         """Every unambiguous spelling of an installed type, with its qualified name and its class."""
         if base not in self._loaded:
-            self._loaded[base] = dict(self._load_offers(base))
+            self._loaded[base] = {}
+            offers = self._catalog.offers(base.kind)
+            for offer in offers:
+                cls = self._load(offer)
+                if cls is not None and issubclass(cls, base):
+                    unique = [other.type for other in offers].count(offer.type) == 1
+                    spellings = [offer.qualified, offer.type] if unique else [offer.qualified]
+                    self._loaded[base] |= dict.fromkeys(spellings, (offer.qualified, cls))
         return self._loaded[base]
 
-    def _load_offers(self, base: type[Component]) -> Iterator[tuple[str, tuple[str, type[Component]]]]:
-        offers = self._catalog.offers(base.kind)
-        for offer in offers:
-            try:
-                cls = self._catalog.load(offer.kind, offer.qualified)
-                keys_of(cls)
-            except PluginError as error:
-                self.left_out[str(error)] = None
-                continue
-            if issubclass(cls, base):
-                yield offer.qualified, (offer.qualified, cls)
-                if [other.type for other in offers].count(offer.type) == 1:
-                    yield offer.type, (offer.qualified, cls)
+    def _load(self, offer: Offer) -> type[Component] | None:
+        try:
+            cls = self._catalog.load(offer.kind, offer.qualified)
+            keys_of(cls)
+        except PluginError as error:  # an editor that knows the other components is better than none
+            self.left_out[str(error)] = None
+            return None
+        return cls
 
     def _shared(self, name: str, write: Callable[[], Schema]) -> Schema:
-        """A reference to a definition, which is written on its first use; it may refer to itself."""
+        """A reference to a definition, which is written on its first use."""
         if name not in self.definitions:
-            self.definitions[name] = {}
+            self.definitions[name] = {}  # before it is written: it may refer to itself
             self.definitions[name] = write()
         return {"$ref": f"#/$defs/{name}"}
-
-
-def _scalar(type_: Any) -> Schema:
-    if is_literal(type_):
-        return {"enum": list(typing.get_args(type_))}
-    if isinstance(type_, type):
-        if issubclass(type_, Enum):
-            return {"enum": [member.value for member in type_]}
-        if issubclass(type_, PurePath):
-            return {"type": "string"}
-        if type_ in SCALARS:
-            return {"type": SCALARS[type_]}
-    return {}

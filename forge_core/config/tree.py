@@ -1,14 +1,25 @@
-"""The raw job before it has types: tables, arrays and scalars that remember where they were written."""
+"""The raw job before it has types: TOML files layered left to right, then overrides, in one tree.
+
+Its tables, arrays and scalars remember where they were written, so that a message can name the file and line.
+"""
 
 from __future__ import annotations
 
+import re
 import shlex
-from collections.abc import Iterator
+import tomllib
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from attrs import define, frozen
 
-from forge_core.config.lines import KeyPath
+from forge_core.config.lines import KeyPath, find_lines, split_key
+from forge_core.contracts.errors import SURE, JobError, Problem, did_you_mean
+
+_POSITION = re.compile(r" \(at (?:line (\d+), column (\d+)|end of document)\)$")
+SHOWN = 60
+"""Characters of a flag that error messages show."""
 
 
 @frozen
@@ -42,9 +53,7 @@ class Node:
         """The value without origins."""
         if isinstance(self.value, dict):
             return {key: node.plain() for key, node in self.value.items()}
-        if isinstance(self.value, list):
-            return [node.plain() for node in self.value]
-        return self.value
+        return [node.plain() for node in self.value] if isinstance(self.value, list) else self.value
 
     def child(self, key: str) -> Node | None:
         """Entry of a table, or of an array by index."""
@@ -55,7 +64,7 @@ class Node:
         return None
 
     def along(self, path: str) -> Iterator[Node]:
-        """The nodes on the way along a dotted path, this one first, as far as they exist."""
+        """The nodes on the way along a dotted path, this one first, until one does not exist."""
         yield self
         parts = path.split(".") if path else []
         for end in range(len(parts), 0, -1):  # a quoted key may itself have dots: the longest that exists
@@ -70,7 +79,7 @@ class Node:
 
 
 def annotate(value: Any, lines: dict[KeyPath, int], origin: Origin, path: KeyPath = ()) -> Node:
-    """The tree of what `tomllib` read. A key whose line is not known takes that of its table."""
+    """The tree of a value from `tomllib`. A key whose line is not known takes that of its table."""
     origin = Origin(origin.source, lines.get(path, origin.line), origin.layer)
     if isinstance(value, dict):
         return Node({key: annotate(item, lines, origin, (*path, key)) for key, item in value.items()}, origin)
@@ -89,6 +98,138 @@ def merge(base: Node, layer: Node) -> Node:
     return Node(merged, layer.origin, replaced=base)
 
 
+# --- files -------------------------------------------------------------------------------------------------------
+
+
+def read_job(paths: Sequence[str | Path], overrides: Iterable[str] = ()) -> tuple[Node, list[Problem]]:
+    """Merge files and overrides into one tree.
+
+    Returns:
+        The tree, and the problems of overrides that name a key.
+
+    Raises:
+        JobError: a file is missing or is not TOML; lists every such file, and malformed overrides.
+    """
+    root, unreadable = Node({}, Origin("job")), []
+    for layer, path in enumerate(paths):
+        try:
+            root = merge(root, read_file(path, layer))
+        except JobError as error:
+            unreadable += error.problems
+    root.origin = Origin(" + ".join(map(str, paths)) or "job")
+    problems = [p for layer, text in enumerate(overrides, start=len(paths)) for p in apply_override(root, text, layer)]
+    if unreadable:  # then an override may miss its table only because that is in such a file
+        raise JobError([*unreadable, *(problem for problem in problems if not problem.path)])
+    return root, problems
+
+
+def read_file(path: str | Path, layer: int = 0) -> Node:
+    """The tree of one file.
+
+    Raises:
+        JobError: it cannot be read, or is not TOML; names line and column.
+    """
+    try:
+        # Not in text mode, which would turn a lone \r into a new line too: TOML refuses that.
+        text = Path(path).read_bytes().decode("utf-8-sig").replace("\r\n", "\n")
+        return annotate(tomllib.loads(text), find_lines(text), Origin(str(path), 0, layer))
+    except FileNotFoundError:
+        others = [str(other) for other in Path(path).parent.glob("*.toml")]
+        raise _fault(f"no such file{did_you_mean(str(path), others, SURE)}", origin=str(path)) from None
+    except OSError as error:
+        raise _fault(f"cannot be read: {error.strerror}", origin=str(path)) from None
+    except UnicodeDecodeError as error:
+        byte = error.object[error.start]
+        raise _fault(f"not UTF-8 text: byte {byte:#04x} at offset {error.start}", origin=str(path)) from None
+    except tomllib.TOMLDecodeError as error:
+        line, column, reason = _position(text, str(error))
+        raise _fault(f"not valid TOML: {reason[:1].lower()}{reason[1:]}", origin=f"{path}:{line}:{column}") from None
+
+
+def _position(text: str, message: str) -> tuple[int, int, str]:
+    """Line and column that a message of `tomllib` ends in, and the rest of it."""
+    position = _POSITION.search(message)
+    if position is None or position[1] is None:  # at the end of the document
+        line, column = text.count("\n") + 1, len(text) - text.rfind("\n")
+    else:
+        line, column = int(position[1]), int(position[2])
+    return line, column, _POSITION.sub("", message)
+
+
+def _fault(message: str, path: str = "", origin: str = "") -> JobError:
+    return JobError([Problem(path, message, origin)])
+
+
+# --- overrides ---------------------------------------------------------------------------------------------------
+
+
 def flag(path: str, toml: str) -> str:
     """The command-line flag that sets a key, quoted for a shell."""
     return f"--{path}={shlex.quote(toml)}"
+
+
+def apply_override(root: Node, text: str, layer: int) -> list[Problem]:
+    """Set one key of the tree in place (`--optimizer.lr=1e-3`, `--data.sources.0.weight=2`).
+
+    Missing tables on the way are created: a misspelt one is reported later, as an unknown key.
+
+    Returns:
+        Why the override cannot be applied, if so: with a path if a key is at fault, without if the flag itself is.
+    """
+    text = "--" + text.removeprefix("--")
+    origin = Origin(text if len(text) <= SHOWN else text[: SHOWN - 1] + "…", 0, layer)
+    try:
+        path, value = parse_override(text)
+        _put(root, path, annotate(value, {}, origin))
+    except JobError as error:
+        return [Problem(problem.path, problem.message, str(origin)) for problem in error.problems]
+    return []
+
+
+def parse_override(text: str) -> tuple[list[str], Any]:
+    """Key path and value of `--a.b=value`.
+
+    Raises:
+        JobError: the value is missing, or the key is not a TOML key.
+    """
+    key, equals, raw = text.removeprefix("--").partition("=")
+    if not equals:
+        raise _fault(f"there is no value; write {text}=VALUE (to switch something on, =true)")
+    try:
+        return split_key(key), _parse_value(raw)
+    except tomllib.TOMLDecodeError:
+        raise _fault(f"{key!r} is not a key; write --section.key=value") from None
+
+
+def _parse_value(raw: str) -> Any:
+    """The value as TOML, or else as a bare string: `--train.precision=bf16` needs no quotes."""
+    try:
+        parsed = tomllib.loads(f"value = {raw}")
+    except tomllib.TOMLDecodeError:
+        return raw
+    return parsed["value"] if list(parsed) == ["value"] else raw  # more keys: a text that continues like TOML
+
+
+def _put(root: Node, path: list[str], node: Node) -> None:
+    parent: Any = root
+    for depth, key in enumerate(path[:-1], start=1):
+        if isinstance(parent.value, dict):
+            parent = parent.value.setdefault(key, Node({}, node.origin))
+        else:
+            parent = parent.value[_index(parent, key, path[: depth - 1])]
+        if not isinstance(parent.value, dict | list):
+            where = ".".join(path[:depth])
+            raise _fault(f"{where} is {parent.value!r} ({parent.origin}), not a table", ".".join(path))
+    node.replaced = parent.child(path[-1])
+    last = path[-1] if isinstance(parent.value, dict) else _index(parent, path[-1], path[:-1])
+    parent.value[last] = node
+
+
+def _index(parent: Node, key: str, path: list[str]) -> int:
+    where, count = ".".join(path), len(parent.value)
+    if not key.isdecimal():
+        raise _fault(f"{where} is an array: {key!r} is no index into it", f"{where}.{key}")
+    if int(key) >= count:
+        entries = "no entries" if not count else "one, number 0" if count == 1 else f"{count}, numbers 0 to {count - 1}"
+        raise _fault(f"there is no entry {key}; {where} has {entries}", f"{where}.{key}")
+    return int(key)

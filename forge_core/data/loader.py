@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 
-from forge_core.config.mixture import WORKER_LOADER, source_names
+from forge_core.config.mixture import source_names
 from forge_core.contracts.data import BYTES_PER_TOKEN, IGNORED_LABEL, SampleRow, Stream, identity_of
 from forge_core.contracts.errors import DataError
 from forge_core.data.mixture import check_supply, sample_order, sizes_of
 from forge_core.data.order import SampleOrder
 from forge_core.data.reading import LanePositions, Plain, RowReader, collate
+from forge_core.job import WORKER_LOADER
 from forge_core.parallel.layout import micro_batches
 from forge_core.parallel.mesh import gather_objects, sample_rank
 

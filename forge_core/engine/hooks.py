@@ -8,7 +8,7 @@ from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forge_core.config.walk import walk_components
+from forge_core.config.keys import walk_components
 from forge_core.contracts import contexts  # not its names: this module forwards them from where they were
 from forge_core.contracts.components import TrainingHook
 from forge_core.launch.progress_beacon import ProgressBeacon

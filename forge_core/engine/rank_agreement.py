@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from forge_core.checkpoint.run_diff import collect_provenance, text_changes
-from forge_core.config.dump import dump_job
+from forge_core.config.load import dump_job
 from forge_core.contracts.contexts import Requests
 from forge_core.contracts.errors import JobError
 from forge_core.job import Job, TrainSection

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from forge_core.auxiliary import Count
 from forge_core.checkpoint.run_folder import save_tokenizer, write_record
-from forge_core.config.dump import dump_job
+from forge_core.config.keys import walk_components
+from forge_core.config.load import dump_job
 from forge_core.config.mixture import first_step, source_names
-from forge_core.config.walk import walk_components
 from forge_core.contracts.data import HasDescription
 from forge_core.contracts.runtime import Flushes, Logger
 from forge_core.data.mixture import expected_draws, limits, phase_shares, sizes_of

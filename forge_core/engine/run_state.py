@@ -20,7 +20,7 @@ from forge_core.checkpoint.state import (
     restore_state,
 )
 from forge_core.checkpoint.tensors import load_tensors, shared_index
-from forge_core.config.dump import dump_job
+from forge_core.config.load import dump_job
 from forge_core.config.mixture import source_names
 from forge_core.contracts.errors import CheckpointError, JobError, Problem, did_you_mean
 from forge_core.data.loader import identities_of

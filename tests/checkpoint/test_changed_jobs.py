@@ -15,10 +15,9 @@ from attrs import define, field, frozen
 
 from forge_core.checkpoint.run_diff import job_changes, text_changes
 from forge_core.cli import main
-from forge_core.config.describe import is_section
-from forge_core.config.dump import dump_job
-from forge_core.config.load import load_job
-from forge_core.config.walk import key_fields
+from forge_core.config.field_types import is_section
+from forge_core.config.keys import key_fields
+from forge_core.config.load import dump_job, load_job
 from forge_core.contracts.components import (
     Component,
     ModelComponent,

@@ -9,9 +9,10 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from forge_core.config.describe import (
+from forge_core.config.field_types import (
     is_array,
     is_component,
+    is_enum,
     is_fixed,
     is_literal,
     is_mapping,
@@ -20,7 +21,6 @@ from forge_core.config.describe import (
     members,
 )
 from forge_core.config.keys import Key, keys_of
-from forge_core.config.leaves import is_enum
 from forge_core.contracts.components import Component
 from forge_core.plugins.catalog import Catalog
 

@@ -17,11 +17,10 @@ from hypothesis import strategies as st
 from job_parts import MoE, Text, Transformer, make_catalog
 from job_strategies import tables
 
-from forge_core.config.docs import class_doc, field_docs, function_summary, one_paragraph
-from forge_core.config.dump import dump_job
-from forge_core.config.keys import keys_of
+from forge_core.cli import function_summary
+from forge_core.config.keys import class_doc, demands, field_docs, keys_of, one_paragraph
+from forge_core.config.load import dump_job
 from forge_core.config.schema import job_schema
-from forge_core.config.validators import demands
 from forge_core.contracts.components import OptimizerComponent, SchedulerComponent
 from forge_core.job import (
     CheckpointSection,

@@ -15,10 +15,10 @@ from job_parts import Muon, make_catalog
 from job_strategies import components, tables
 
 from forge_core import dump_job, load_job
-from forge_core.config.dump import to_toml
+from forge_core.config.keys import walk_components
+from forge_core.config.load import to_toml
 from forge_core.config.structure import structure
 from forge_core.config.tree import Origin, annotate
-from forge_core.config.walk import walk_components
 from forge_core.job import Job
 from forge_core.plugins.catalog import Catalog, Offer
 
@@ -33,7 +33,6 @@ def read(table: dict[str, Any], type_: Any, catalog: Catalog) -> Any:
     """The typed value of a table. Tables that a check of the class refuses are not of interest here."""
     value, findings = structure(annotate(table, {}, Origin("")), type_, catalog)
     assume(not findings.problems)
-    assert findings.unknown == []
     return value
 
 

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from job_parts import AdamW, Cosine, Muon
 
 from forge_core.config.load import load_job
-from forge_core.config.read import parse_override, read_job
-from forge_core.config.tree import Node, Origin, annotate, merge
+from forge_core.config.tree import Node, Origin, annotate, merge, parse_override, read_job
 from forge_core.contracts.errors import JobError
 from forge_core.job import Job
 from forge_core.plugins.catalog import Catalog

@@ -15,6 +15,7 @@ from forge_core.moved import MODULES, REMOVED_IN
 @pytest.mark.parametrize(
     ("old", "name", "new"),
     [
+        ("forge_core.config.dump", "dump_job", "forge_core.config.load"),
         ("forge_core.components", "OptimizerComponent", "forge_core.contracts.components"),
         ("forge_core.protocols", "Model", "forge_core.contracts.model"),
         ("forge_core.protocols", "Dataset", "forge_core.contracts.data"),

@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from forge_core.checkpoint.run_diff import job_changes
-from forge_core.config.dump import dump_job
-from forge_core.config.load import load_job
+from forge_core.config.load import dump_job, load_job
 from forge_core.contracts.components import SchedulerComponent
 from forge_core.contracts.data import IGNORED_LABEL, Batch
 from forge_core.contracts.errors import JobError

@@ -15,11 +15,9 @@ import attrs
 import tomli_w
 from attrs import Attribute
 
-from forge_core.config.describe import is_component, is_literal, is_union, members
-from forge_core.config.docs import field_docs
-from forge_core.config.dump import to_toml
-from forge_core.config.leaves import Mismatch
-from forge_core.config.structure import resolved_fields
+from forge_core.config.field_types import is_component, is_literal, is_union, members
+from forge_core.config.keys import field_docs, resolved_fields
+from forge_core.config.load import to_toml
 from forge_core.contracts.components import Component, Plugin, TrainingHook, call_refusal
 from forge_core.contracts.errors import PluginError
 from forge_core.plugins.catalog import Catalog, Offer
@@ -45,7 +43,7 @@ def component_problems(
     before = "torch" in sys.modules
     try:
         fields = resolved_fields(cls)
-    except Mismatch as error:
+    except PluginError as error:
         yield str(error)
         return
     if "torch" in sys.modules and not before:

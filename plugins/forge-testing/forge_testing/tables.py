@@ -28,7 +28,6 @@ def read_value(value: Any, type_: Any, catalog: Catalog) -> Any:
     holder = attrs.make_class("Holder", {"value": attrs.field(type=type_)}, frozen=True)
     read, findings = structure(annotate({"value": value}, {}, Origin("")), holder, catalog)
     problems = [f"{problem.path.removeprefix('value.')}: {problem.message}" for problem in findings.problems]
-    problems += [f"{unknown.table.removeprefix('value.')}: unknown key {unknown.key!r}" for unknown in findings.unknown]
     if problems or read is INVALID:
         raise ValueError("; ".join(problems))
     return read.value

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from attrs import frozen
 
-from forge_core.config import load_job
+from forge_core.config.load import load_job
 from forge_core.contracts.errors import JobError, Problem
 
 SEED = "job.seed"

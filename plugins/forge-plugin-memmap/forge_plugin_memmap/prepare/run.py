@@ -11,7 +11,7 @@ from typing import Any
 from attrs import frozen
 from rich.console import Console
 
-from forge_core.config.dump import to_toml
+from forge_core.config.load import to_toml
 from forge_core.contracts.components import TokenizerComponent
 from forge_core.contracts.errors import ForgeError, JobError
 from forge_core.plugins.catalog import Catalog

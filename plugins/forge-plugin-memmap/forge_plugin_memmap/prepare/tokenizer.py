@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import cast
 
-from forge_core.config.dump import to_toml
-from forge_core.config.load import load_component
+from forge_core.config.load import load_component, to_toml
 from forge_core.contracts.components import TokenizerComponent
 from forge_core.contracts.contexts import BuildContext
 from forge_core.contracts.errors import ForgeError, JobError

@@ -1,0 +1,244 @@
+"""Types of fields: which forms there are, how messages name them, and strict reading of scalars.
+
+Reading is strict because Python's own conversions (`int("3")`, `bool("false")`) are mistakes in a job file.
+"""
+
+from __future__ import annotations
+
+import json
+import types
+import typing
+from collections.abc import Mapping, Sequence, Set
+from enum import Enum
+from pathlib import Path, PurePath
+from reprlib import Repr
+from typing import Any, Literal, TypeGuard
+
+import attrs
+
+from forge_core.contracts.components import Component
+from forge_core.contracts.errors import SURE, did_you_mean
+
+SCALARS: Mapping[type, tuple[type, ...]] = {bool: (bool,), int: (int,), float: (int, float), str: (str,), Path: (str,)}
+"""Types of TOML values that each scalar type accepts. A bool is not an int here, though it is in Python."""
+_SHORT = Repr()
+_SHORT.maxstring = _SHORT.maxother = 60
+
+
+class Mismatch(Exception):
+    """A value is not what its field expects. `correction` is TOML for what was probably meant."""
+
+    def __init__(self, message: str, correction: str | None = None) -> None:
+        super().__init__(message)
+        self.correction = correction
+
+
+# --- forms of types ----------------------------------------------------------------------------------------------
+
+
+def is_union(type_: Any) -> bool:
+    """`A | B`, in either spelling."""
+    return typing.get_origin(type_) in (typing.Union, types.UnionType)
+
+
+def is_literal(type_: Any) -> bool:
+    """`Literal[…]`."""
+    return typing.get_origin(type_) is Literal
+
+
+def is_enum(type_: Any) -> bool:
+    """An enumeration."""
+    return isinstance(type_, type) and issubclass(type_, Enum)
+
+
+def is_scalar(type_: Any) -> bool:
+    """A type that `read_scalar` reads."""
+    return is_literal(type_) or (isinstance(type_, type) and issubclass(type_, (Enum, *SCALARS)))
+
+
+def is_component(type_: Any) -> TypeGuard[type[Component]]:
+    """A table whose `type` names the class."""
+    return isinstance(type_, type) and issubclass(type_, Component)
+
+
+def is_section(type_: Any) -> TypeGuard[type]:
+    """An attrs class that is no component: a table without `type`."""
+    return isinstance(type_, type) and attrs.has(type_) and not is_component(type_)
+
+
+def is_array(type_: Any) -> bool:
+    """A sequence or set; texts are none."""
+    origin = typing.get_origin(type_) or type_
+    return isinstance(origin, type) and issubclass(origin, Sequence | Set) and not issubclass(origin, str | bytes)
+
+
+def is_fixed(type_: Any) -> bool:
+    """A tuple of known length."""
+    return typing.get_origin(type_) is tuple and Ellipsis not in typing.get_args(type_)
+
+
+def is_mapping(type_: Any) -> bool:
+    """A table with names of the user's own."""
+    origin = typing.get_origin(type_) or type_
+    return isinstance(origin, type) and issubclass(origin, Mapping)
+
+
+def is_table(type_: Any) -> bool:
+    """Any type that a table is read as."""
+    return is_component(type_) or is_section(type_) or is_mapping(type_)
+
+
+def members(type_: Any) -> tuple[Any, ...]:
+    """The members of a union without None, or the type itself."""
+    options = typing.get_args(type_) if is_union(type_) else (type_,)
+    return tuple(member for member in options if member is not type(None))
+
+
+def choices(type_: Any) -> list[Any]:
+    """The values that a `Literal` or an enumeration lists; none for any other type."""
+    if is_enum(type_):
+        return [member.value for member in type_]
+    return list(typing.get_args(type_)) if is_literal(type_) else []
+
+
+def item_type(type_: Any) -> Any:
+    """Type of the entries of an array or mapping."""
+    arguments = [argument for argument in typing.get_args(type_) if argument is not Ellipsis]
+    return arguments[-1] if arguments else Any
+
+
+def component_in(type_: Any) -> type[Component] | None:
+    """The component class that a field holds: itself, as entries of an array or mapping, or as a member of a union."""
+    for member in members(type_):
+        entry = component_in(item_type(member)) if is_array(member) or is_mapping(member) else member
+        if is_component(entry):
+            return entry
+    return None
+
+
+def section_in(type_: Any) -> type | None:
+    """The section class that a field holds: itself, as entries of an array, or as a member of a union."""
+    entries = (item_type(member) if is_array(member) else member for member in members(type_))
+    return next(filter(is_section, entries), None)
+
+
+# --- names in messages -------------------------------------------------------------------------------------------
+
+
+def header(path: str, type_: Any) -> str:
+    """The header of a field's table in a job file."""
+    return f"[[{path}]]" if any(is_array(member) for member in members(type_)) else f"[{path}]"
+
+
+def type_name(type_: Any) -> str:
+    """The expected type in messages: `int`, `array of str`, `float or scheduler table`."""
+    if is_union(type_):
+        return " or ".join(type_name(member) for member in members(type_))
+    if is_component(type_):
+        return f"{type_.kind} table"
+    if is_mapping(type_) and is_table(item_type(type_)):
+        return f"named {type_name(item_type(type_))}s"
+    if is_table(type_):
+        return "table"
+    return _array_name(type_) if is_array(type_) else _scalar_name(type_)
+
+
+def _array_name(type_: Any) -> str:
+    arguments = typing.get_args(type_)
+    if is_fixed(type_):
+        return f"array of {len(arguments)} values ({', '.join(map(type_name, arguments))})"
+    if not arguments:
+        return "array"
+    return f"array of {type_name(arguments[0])}{'s' if is_table(arguments[0]) else ''}"
+
+
+def _scalar_name(type_: Any) -> str:
+    if listed := [repr(value) if isinstance(value, str) else toml_text(value) for value in choices(type_)]:
+        return listed[0] if len(listed) == 1 else f"one of {', '.join(listed)}"
+    if not isinstance(type_, type):
+        return "any value" if type_ is Any else str(type_)
+    return "path" if issubclass(type_, PurePath) else type_.__name__
+
+
+def value_name(value: Any) -> str:
+    """The value in messages: `float 1.5`, `str 'fast'`, `a table`."""
+    if isinstance(value, dict):
+        return "a table"
+    if isinstance(value, list):
+        tables = any(isinstance(item, dict) for item in value)
+        return "an array of tables" if tables else f"array {_SHORT.repr(value)}"
+    return f"{type(value).__name__} {_SHORT.repr(value) if isinstance(value, str) else toml_text(value)}"
+
+
+def toml_text(value: Any) -> str:
+    """A value as TOML writes it on one line."""
+    if isinstance(value, list | tuple | set | frozenset):
+        return f"[{', '.join(map(toml_text, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key} = {toml_text(item)}' for key, item in value.items())}}}"
+    if isinstance(value, str | PurePath):
+        return json.dumps(str(value), ensure_ascii=False)  # the escapes of JSON are among those of TOML
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+# --- reading scalars ---------------------------------------------------------------------------------------------
+
+
+def read_scalar(value: Any, type_: Any) -> Any:
+    """A bool, number, string or path as `type_`, or a member of a `Literal` or an enumeration.
+
+    Raises:
+        Mismatch: it is of another type, or the type does not list this value.
+    """
+    if not fits(value, type_):
+        raise unexpected(value, type_)
+    return value if is_literal(type_) else type_(value)
+
+
+def fits(value: Any, type_: Any) -> bool:
+    """Whether a value is of a type's shape; what a table or array holds is not looked at."""
+    if isinstance(value, dict | list):
+        return is_table(type_) if isinstance(value, dict) else is_array(type_)
+    if is_literal(type_) or is_enum(type_):  # types too, since True == 1
+        return any(value == choice and type(value) is type(choice) for choice in choices(type_))
+    if isinstance(value, bool) or type_ is bool:
+        return isinstance(value, bool) and type_ is bool
+    pairs = SCALARS.items() if is_scalar(type_) else ()
+    return any(isinstance(value, accepted) for base, accepted in pairs if issubclass(type_, base))
+
+
+def unexpected(value: Any, type_: Any) -> Mismatch:
+    """The error for a value that a field of this type does not accept."""
+    message = f"expected {type_name(type_)}, got {value_name(value)}"
+    correction = next(filter(None, (_corrected(value, member) for member in members(type_))), None)
+    if not isinstance(value, str):
+        return Mismatch(message, correction)
+    if value[:1] in ("{", "["):  # an override that is not TOML, and so was taken for a bare string
+        return Mismatch(f"{message}, which is not valid TOML; strings inside it need quotes")
+    words = [word for member in members(type_) for word in choices(member) if isinstance(word, str)]
+    return Mismatch(message + did_you_mean(value, words, SURE), correction)
+
+
+def _corrected(value: Any, type_: Any) -> str | None:
+    """TOML for what a value of the wrong type was probably meant to be."""
+    if is_array(type_) and not isinstance(value, list | dict):
+        return f"[{toml_text(value)}]"
+    if is_component(type_) and isinstance(value, str):
+        return f"{{type = {toml_text(value)}}}"
+    if type_ is str and isinstance(value, bool | int | float):
+        return toml_text(toml_text(value))
+    if type_ is bool:
+        return {"true": "true", "false": "false", "1": "true", "0": "false"}.get(str(value).lower())
+    return _as_number(value, type_) if type_ is int or type_ is float else None
+
+
+def _as_number(value: Any, type_: type) -> str | None:
+    if isinstance(value, bool) or not isinstance(value, str | float):
+        return None
+    try:
+        number = float(value)
+    except ValueError:
+        return None
+    if type_ is int:
+        return str(int(number)) if number.is_integer() else None
+    return str(number)
