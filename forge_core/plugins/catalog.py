@@ -228,8 +228,8 @@ class Catalog:
         if not offers:
             raise self._unknown(kind, type_)
         if len(offers) > 1:
-            names = " and ".join(str(offer.distribution) for offer in offers)
-            choices = " or ".join(f'type = "{offer.qualified}"' for offer in offers)
+            names = " and ".join(sorted(str(offer.distribution) for offer in offers))
+            choices = " or ".join(sorted(f'type = "{offer.qualified}"' for offer in offers))
             raise PluginError(f"{kind} {type_!r} is offered by {names}; choose with {choices}")
         return offers[0]
 
