@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from forge_core.contracts.runtime import ParallelStage
     from forge_core.job import Job
 
-MODULES = "it changes linear layers, and what is compiled must be the changed ones"
+MODULES = "it changes linear layers, and the changed ones must be compiled"
 HOOKS = "its hooks inside the blocks must be there when they are traced"
 
 
@@ -34,7 +34,7 @@ class Compile(ParallelComponent):
         "tp": HOOKS,
         "ep": HOOKS,
         "cp": "it replaces how attention sees the sequence, which belongs into the graph",
-        "activation_checkpointing": "what is recomputed is decided in the graph",
+        "activation_checkpointing": "the graph decides what is recomputed",
     }
     before: ClassVar[Mapping[str, str]] = {"fsdp": "parameters are gathered and freed around the compiled blocks"}
 
