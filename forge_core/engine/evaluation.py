@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from attrs import field, frozen
@@ -15,6 +16,7 @@ from forge_core.contracts.contexts import EvaluationContext
 from forge_core.contracts.data import BYTES_PER_TOKEN, IGNORED_LABEL
 from forge_core.contracts.errors import ForgeError
 from forge_core.contracts.optimizer import HasEvaluationWeights
+from forge_core.parallel.layout import micro_batches
 
 if TYPE_CHECKING:
     import torch
@@ -43,12 +45,16 @@ class HeldOut(EvaluationComponent):
         if context.held_out is None:
             return {}
         total = torch.zeros(4, dtype=torch.float64, device=context.build.device)
-        for batch in context.batches(context.held_out, self.sequences):
-            output = context.executor.evaluate([batch])
-            total[:2] += torch.stack([output.loss_sum.double(), output.count.double()])
-            if BYTES_PER_TOKEN in batch:
-                labels = (batch["labels"] != IGNORED_LABEL).sum(dim=1)
-                total[2:] += torch.stack([(labels * batch[BYTES_PER_TOKEN]).sum(), labels.sum().double()])
+        batches = iter(context.batches(context.held_out, self.sequences))
+        # As many micro-batches at a time as a step has: of one alone, all ranks of a pipeline but one would wait.
+        at_a_time, _ = micro_batches(context.job, context.build.layout)
+        while group := list(islice(batches, at_a_time)):
+            sums, counts = context.executor.evaluate(group).per_sequence
+            total[:2] += torch.stack([sums.double().sum(), counts.double().sum()])
+            for batch in group:
+                if BYTES_PER_TOKEN in batch:
+                    labels = (batch["labels"] != IGNORED_LABEL).sum(dim=1)
+                    total[2:] += torch.stack([(labels * batch[BYTES_PER_TOKEN]).sum(), labels.sum().double()])
         # The labels are counted apart from `tokens`: ranks that divide sequences each count those of whole ones.
         loss_sum, tokens, text_bytes, all_labels = context.all_reduce(total).tolist()
         loss = loss_sum / max(tokens, 1)
