@@ -1,4 +1,4 @@
-"""The blocks of a model that stages treat alike, one by one."""
+"""The blocks of a model that stages wrap one by one."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 
 
 def blocks_of(model: Model) -> list[nn.Module]:
-    """The layers, then the blocks of `Model.further_blocks`; in a pipeline, of this rank."""
+    """Returns the layers, then the blocks of `Model.further_blocks`; in a pipeline, those of this rank."""
     return [*model.layers.values(), *further_blocks(model)]
 
 
 def further_blocks(model: Model) -> list[nn.Module]:
-    """The blocks of `Model.further_blocks`; in a pipeline, of this rank."""
+    """Returns the blocks of `Model.further_blocks`; in a pipeline, those of this rank."""
     return [model.get_submodule(name) for name in model.further_blocks()]

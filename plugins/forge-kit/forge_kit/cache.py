@@ -73,25 +73,25 @@ class Progress:
 
     @property
     def is_due(self) -> bool:
-        """Whether the last save is so long ago that another one is worth its time."""
+        """Whether the last save was long enough ago for another one."""
         return time.monotonic() - self._saved_at >= SAVE_INTERVAL_S
 
     def save(self, state: Mapping[str, Any]) -> None:
-        """Keep a state (plain JSON). All that it speaks of must have been synced before."""
+        """Save a state (plain JSON). The data that it refers to must have been synced before."""
         write_atomically(self._path, json.dumps(state).encode())
         self._saved_at = time.monotonic()
 
     def finish(self) -> None:
-        """The folder is whole."""
+        """Remove the state: the folder is complete."""
         self._path.unlink(missing_ok=True)
 
 
 class _Unusable(Exception):
-    """Why a folder of the cache cannot be used."""
+    """Reason that a folder of the cache cannot be used."""
 
 
 def cache_root() -> Path:
-    """`$FORGE_CACHE`, else `$XDG_CACHE_HOME/forge`, else `~/.cache/forge`."""
+    """Returns `$FORGE_CACHE`, else `$XDG_CACHE_HOME/forge`, else `~/.cache/forge`."""
     if folder := os.environ.get("FORGE_CACHE"):
         return Path(folder).expanduser().absolute()
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -105,13 +105,12 @@ def cached_folder(
     verify: Verify = "sizes",
     resumable: bool = False,
 ) -> CachedFolder:
-    """The folder of this key, made if there is none, made again (with a warning) if it is damaged.
+    """Returns the folder of this key, made if there is none, made again (with a warning) if it is damaged.
 
     Args:
-        group: what kind of thing it holds; a folder below the cache's root.
+        group: kind of content; a folder below the cache's root.
         key: a digest of everything that the contents depend on.
-        make: writes the files into the folder that it receives, which is empty; returns what to note in the manifest
-            (plain JSON).
+        make: writes the files into the empty folder that it receives; returns an entry for the manifest (plain JSON).
         verify: `sizes` compares the size of every file with the manifest, `full` its SHA-256 too.
         resumable: whether `make` continues in a folder that a process left when it died (see `Progress`). One that
             raises an error leaves none.
@@ -137,7 +136,7 @@ def cached_folder(
 
 @contextmanager
 def writable_cache() -> Iterator[None]:
-    """Within, failure to write below the cache's root says how to choose another."""
+    """Within, failure to write below the cache's root raises an error that says how to choose another."""
     try:
         yield
     except OSError as error:
@@ -149,7 +148,7 @@ def writable_cache() -> Iterator[None]:
 
 @contextmanager
 def locked(path: Path) -> Iterator[bool]:
-    """Hold the lock that belongs to `path`, a place in the cache; it is released too if the process dies.
+    """Hold the lock of `path`, a place in the cache; it is also released if the process dies.
 
     Yields:
         Whether the file system has locks, so that this process is the only one.
@@ -173,18 +172,18 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 
 def file_digest(path: str | Path) -> str:
-    """SHA-256 (hex) of a file."""
+    """Returns the SHA-256 (hex) of a file."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def digest_of(*parts: object) -> str:
-    """SHA-256 (hex) of plain JSON values."""
+    """Returns the SHA-256 (hex) of plain JSON values."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 def _open(folder: Path, verify: Verify) -> CachedFolder:
-    """Raises `_Unusable` where the folder is missing or is not as its manifest says."""
+    """Returns the folder; raises `_Unusable` if it is missing or differs from its manifest."""
     try:
         manifest = json.loads((folder / MANIFEST).read_bytes())
         if (manifest["format"], manifest["key"]) != (FORMAT, folder.name):
@@ -230,6 +229,7 @@ def _make(
 
 def _seal(folder: Path, key: str, info: Mapping[str, Any]) -> None:
     """Write the manifest and make everything durable."""
+    # Files, then the manifest, then the folder: a manifest that survives a crash describes files that did, too.
     files = {}
     for path in sorted(folder.iterdir()):
         files[path.name] = {"size": path.stat().st_size, "sha256": file_digest(path)}
@@ -241,7 +241,7 @@ def _seal(folder: Path, key: str, info: Mapping[str, Any]) -> None:
 
 
 def _publish(temporary: Path, folder: Path, verify: Verify) -> None:
-    """Give a sealed folder its name; a damaged one that has it goes, an intact one of another process stays."""
+    """Rename a sealed folder to its name, in place of a damaged one; an intact one of another process stays."""
     try:
         _open(folder, verify)
     except _Unusable:

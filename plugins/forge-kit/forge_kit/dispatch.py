@@ -1,9 +1,9 @@
-"""Tokens to the rows of those that compute them, experts or ranks, and back.
+"""Dispatch of tokens to the groups that compute them, experts or ranks, and back.
 
 Shapes: T tokens, K choices of each among G groups, M rows, one for each choice, ordered by group; D width.
 
-Going there copies tokens, and coming back adds their rows up, so one is the gradient of the other. No two writes meet,
-so results do not depend on their order.
+The way there copies tokens and the way back sums their rows, so each is the gradient of the other. Both are gathers: no
+two writes go to one place, so results do not depend on their order.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from torch.nn import functional as F
 
 
 class Dispatch(NamedTuple):
-    """Where the rows come from, in both orders. A named tuple, which torch.compile can trace the making of."""
+    """The order of the rows by group and by token."""
+
+    # A named tuple and not an attrs class: torch.compile can trace its construction.
 
     choices: Tensor
     """(M,) the choice, t x K + k, that each row is for; T x K: for none."""
@@ -32,16 +34,19 @@ class Dispatch(NamedTuple):
 
     @classmethod
     def to_groups(cls, chosen: Tensor, groups: int, rows: int, multiple: int = 1) -> Dispatch:
-        """The dispatch of choices (T, K) among `groups` groups, -1 being none. Tokens keep their order within a group.
+        """Returns the dispatch of choices. Tokens keep their order within a group.
 
         Args:
+            chosen: (T, K), the group of each choice, -1 for none.
+            groups: G.
             rows: number of choices that are not -1, passed in so that the host need not wait for it.
-            multiple: the rows of each group are filled up to a multiple of this, with rows for no choice. If it is more
+            multiple: the rows of each group are padded to a multiple of this, with rows for no choice. If it is more
                 than 1, the host waits for their number.
         """
         flat = chosen.flatten()
+        # -1 sorts last, as a group after all others, so that the first `rows` are those that are for a choice.
         ordered, order = flat.where(flat >= 0, groups).sort(stable=True)
-        # Other than for `bincount`, the host need not wait for this.
+        # Unlike for `bincount`, the host need not wait for this.
         ends = torch.searchsorted(ordered, torch.arange(groups, device=flat.device), right=True)
         choices = order[:rows]
         of_token = (chosen >= 0).sum(1)
@@ -55,7 +60,7 @@ class Dispatch(NamedTuple):
         return dispatch if multiple == 1 else dispatch._filled_up(multiple, none=len(flat))
 
     def _filled_up(self, multiple: int, none: int) -> Dispatch:
-        """With rows for the choice `none`, so that groups have a multiple of rows."""
+        """Returns this dispatch with groups padded to a multiple of rows, by rows for the choice `none`."""
         counts = self.counts.add(multiple - 1).floor_divide(multiple).mul(multiple)
         missing = counts - self.counts
         before = (missing.cumsum(0) - missing).repeat_interleave(self.counts)
@@ -126,7 +131,7 @@ class _AddUp(torch.autograd.Function):
 
 
 def _sums(rows: Tensor, weights: Tensor | None, by_token: Tensor, starts: Tensor) -> Tensor:
-    """(T, D): of the rows (M, D) of each token, times `weights` (M,)."""
+    """(T, D): the sum of the rows (M, D) of each token, times `weights` (M,)."""
     if not len(rows):
         return rows.new_zeros(len(starts), rows.shape[1])
     if weights is not None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 
-def betas(_: object, attribute: Any, value: Sequence[float]) -> None:
+def betas(_: object, _attribute: Any, value: Sequence[float]) -> None:
     """Decays of moving averages: each in [0, 1).
 
     Raises:
@@ -20,8 +20,8 @@ def betas(_: object, attribute: Any, value: Sequence[float]) -> None:
         raise ValueError(f"each must be >= 0 and < 1, got {list(value)}")
 
 
-def betas_with_positive_first(_: object, attribute: Any, value: Sequence[float]) -> None:
-    """As `betas`, where the first is divided by: it is in (0, 1).
+def betas_with_positive_first(_: object, _attribute: Any, value: Sequence[float]) -> None:
+    """As `betas`, with the first in (0, 1) because it is a divisor.
 
     Raises:
         ValueError: one is outside.
@@ -31,13 +31,13 @@ def betas_with_positive_first(_: object, attribute: Any, value: Sequence[float])
 
 
 def power_of_two(least: int = 1) -> Any:
-    """Validator of a power of two.
+    """Returns a validator of powers of two.
 
     Args:
         least: the smallest value that is allowed.
     """
 
-    def validate(_: object, attribute: Any, value: int) -> None:
+    def validate(_: object, _attribute: Any, value: int) -> None:
         if value < least or value & (value - 1):
             raise ValueError(f"must be a power of two, {least} at least, got {value}")
 

@@ -14,7 +14,8 @@ Groups = Iterable[Tensor] | Iterable[dict[str, Any]] | NamedParameters
 
 
 def as_groups(parameters: Groups) -> list[dict[str, Any]]:
-    """Parameter groups, at least one: a rank of a pipeline may have no parameter of a kind."""
+    """Returns parameter groups."""
+    # Never none: a rank of a pipeline may have no parameter of a kind, and torch refuses an empty list of groups.
     if isinstance(parameters, NamedParameters):
         return [parameters.group()]
     items: list[Any] = list(parameters)
@@ -22,7 +23,7 @@ def as_groups(parameters: Groups) -> list[dict[str, Any]]:
 
 
 def names_in(groups: Sequence[Mapping[str, Any]]) -> dict[Tensor, str]:
-    """The name of each parameter: of its group's `names`, or else its number among all."""
+    """Returns the name of each parameter: that in its group's `names`, or else its number among all."""
     names: dict[Tensor, str] = {}
     for group in groups:
         parameters = list(group["params"])

@@ -1,4 +1,4 @@
-"""Optimizers that step whole matrices in a way of their own, and every other parameter by AdamW."""
+"""Base of optimizers with their own update of matrices, and AdamW for all other parameters."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from forge_kit.whole_matrices import Matrix, WholeMatrices
 ROLES = ("matrix", "stack", "fused")
 """Roles of parameters that are matrices of hidden layers."""
 WORKING_BYTES = 10**9
-"""Default bound on the bytes of the matrices that are worked on at a time: some of the largest matrices of an 8B model,
-and all of a small model at once."""
+"""Default bound on the bytes of matrices that are processed together: some of the largest matrices of an 8B model, and
+all matrices of a small model."""
 
 
 def divide(parameters: NamedParameters) -> tuple[NamedParameters, NamedParameters]:
-    """Matrices of hidden layers, which have two dimensions, or three where a parameter stacks some; and all else."""
+    """Returns the matrices of hidden layers (two dimensions, three if a parameter stacks some), and all else."""
     matrices = [item for item in parameters if _is_matrix(item)]
     return NamedParameters(matrices), NamedParameters([item for item in parameters if not _is_matrix(item)])
 
@@ -31,7 +31,7 @@ def _is_matrix(item: NamedParameter) -> bool:
 
 
 def matrices_in(groups: Sequence[Mapping[str, Any]]) -> list[Tensor]:
-    """The parameters of groups of matrices, in order.
+    """Returns the parameters of groups of matrices, in order.
 
     Raises:
         ValueError: one is neither a matrix nor a stack of them.
@@ -45,23 +45,24 @@ def matrices_in(groups: Sequence[Mapping[str, Any]]) -> list[Tensor]:
 
 
 class MatrixOptimizer(torch.optim.Optimizer):
-    """Base of an optimizer that steps matrices in a way of its own (`step_matrices`), and leaves all other parameters
-    to an AdamW, which shares groups and state with it.
+    """Base of an optimizer that updates matrices by `step_matrices`, and all other parameters by AdamW.
+
+    The AdamW shares groups and state with it, so that schedules and checkpoints see a single optimizer.
 
     Args:
-        matrices: the parameters that are stepped here (`divide` returns them), or groups of them.
-        settings: of their groups, unless they have their own: `lr`, `weight_decay` and others.
-        whole: who works on which of them, numbered as they are in `matrices`.
-        adam: of all other parameters.
+        matrices: the parameters that are updated here (`divide` returns them), or groups of them.
+        settings: defaults of their groups: `lr`, `weight_decay` and others.
+        whole: divides the work on them among ranks; numbered as they are in `matrices`.
+        adam: the optimizer of all other parameters.
         working_bytes: bound on the bytes of whole matrices that `each_matrix` hands to a rank at a time.
 
     Attributes:
         matrices: `whole`.
-        numbers: the number in it of each parameter.
+        numbers: the number of each parameter in it.
     """
 
     matrix_key: ClassVar[str]
-    """A key that groups of matrices have, and those of AdamW have not."""
+    """A key that groups of matrices have, and groups of AdamW lack."""
 
     def __init__(
         self,
@@ -90,12 +91,13 @@ class MatrixOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             if self.matrix_key in group:
                 self.step_matrices(group)
+        # Anew at each step: torch replaces the groups when a state dict is loaded.
         self._adam.param_groups = [group for group in self.param_groups if self.matrix_key not in group]
         self._adam.step()
         return loss
 
     def step_matrices(self, group: dict[str, Any]) -> None:
-        """Update the parameters of a group that have gradients. Called on all ranks, also where there are none."""
+        """Update the parameters of a group that have gradients. Called on all ranks, even if there are none."""
         raise NotImplementedError
 
     def each_matrix(
@@ -106,9 +108,9 @@ class MatrixOptimizer(torch.optim.Optimizer):
         function: Callable[[Sequence[Matrix], list[Tensor]], Sequence[Tensor]],
         stacked: int = 1,
     ) -> Iterator[tuple[Tensor, Matrix, Tensor]]:
-        """Results of `function` on whole matrices, in batches of at most `working_bytes` a rank. Collective.
+        """Applies `function` to whole matrices, in batches of at most `working_bytes` per rank. Collective.
 
-        Memory beside the state in a step is some times this bound, whatever the size of the model.
+        Memory beside the state in a step is a small multiple of this bound, whatever the size of the model.
 
         Args:
             trained: parameters with gradients; the same on all ranks.

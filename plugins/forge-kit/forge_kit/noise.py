@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from forge_core.contracts.data import Batch
 
 MANTISSA = 24
-"""Bits of a float32 below 1: so many random bits make a number."""
+"""Random bits of a number: those that a float32 in [0, 1) has."""
 
 
 def token_noise(batch: Batch, size: int, name: str) -> Tensor:

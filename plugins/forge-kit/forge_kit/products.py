@@ -1,4 +1,4 @@
-"""Which library multiplies matrices on a CPU, for code whose speed depends on it.
+"""The library that multiplies matrices on a CPU, for code whose speed depends on it.
 
 torch itself sends 16-bit products to oneDNN and float32 ones to its BLAS. A plugin that changes the latter for a run
 (`forge-plugin-onednn`) notes it here, since both are properties of the process and not of a component.
@@ -15,12 +15,12 @@ CPULibrary = Literal["BLAS", "oneDNN"]
 MULTIPLE = 32
 """oneDNN's float32 products are the faster ones where sizes are multiples of this."""
 
-_float32: CPULibrary = "BLAS"
+_libraries: dict[torch.dtype, CPULibrary] = {torch.float32: "BLAS"}
 
 
 def multiplied_by(dtype: torch.dtype) -> CPULibrary:
-    """Returns what computes large products of matrices of a dtype on a CPU, in this process."""
-    return "oneDNN" if dtype.itemsize == 2 or (dtype == torch.float32 and _float32 == "oneDNN") else "BLAS"
+    """Returns the library that computes large products of matrices of a dtype on a CPU, in this process."""
+    return _libraries.get(dtype, "oneDNN" if dtype.itemsize == 2 else "BLAS")
 
 
 def size_multiple(dtype: torch.dtype) -> int:
@@ -32,6 +32,5 @@ def size_multiple(dtype: torch.dtype) -> int:
 
 
 def multiply_float32_by(library: CPULibrary) -> None:
-    """Note what computes float32 products from now on. For a plugin that changes it, and that changes it back."""
-    global _float32
-    _float32 = library
+    """Record the library of float32 products from now on, for a plugin that changes it and changes it back."""
+    _libraries[torch.float32] = library

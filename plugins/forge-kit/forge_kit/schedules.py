@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def progress(step: int, start: int, length: int) -> float:
-    """How much of the phase of `length` updates that begins with update `start` lies before `step`: in [0, 1].
+    """Returns the fraction of the phase of `length` updates from update `start` on that lies before `step`: in [0, 1].
 
     The last update of the phase is at 1 - 1/length: it still moves the weights when the phase leads to zero.
     """
@@ -36,7 +36,7 @@ class DecayComponent(WarmupComponent):
     """The floor, as a share of the base rate."""
 
     def shape(self, progress: float) -> float:
-        """Share of the way down that is left: from 1 at progress 0 to 0 at progress 1."""
+        """Returns the remaining fraction of the decay: from 1 at progress 0 to 0 at progress 1."""
         raise NotImplementedError
 
     def build(self, context: BuildContext) -> Schedule:

@@ -31,7 +31,7 @@ TOKENS, ENDS, LEARNED = ".bin", ".ends", ".learned"
 
 
 class Header(NamedTuple):
-    """What `NAME.bin` begins with."""
+    """The header of `NAME.bin`."""
 
     width: int
     """Bytes of an id: 2 or 4."""
@@ -51,7 +51,7 @@ class Header(NamedTuple):
 
 
 class TokenFileWriter:
-    """Writes `{stem}.bin` and what goes with it; complete once closed without an exception."""
+    """Writes `{stem}.bin` and the files beside it; complete once closed without an exception."""
 
     def __init__(
         self,
@@ -93,6 +93,7 @@ class TokenFileWriter:
     def __exit__(self, kind: type[BaseException] | None, error: object, traceback: TracebackType | None) -> None:
         if kind is None:
             self._write_ends()
+            # Last, so that a file without its header is one that was not finished.
             self._ids.seek(0)
             self._ids.write(self.header().pack())
         for file in self._files():
@@ -102,7 +103,7 @@ class TokenFileWriter:
         """Make durable what was added so far, after a whole document or a part of one.
 
         Returns:
-            From where another writer continues (`resume`); plain JSON.
+            The position from which another writer continues (`resume`), as plain JSON.
         """
         self._write_ends()
         for file in self._files():
@@ -131,10 +132,11 @@ class TokenFileWriter:
         learned: np.ndarray | None = None,
         is_last: bool = True,
     ) -> None:
-        """Append a document, or a part of one, without end-of-text: that is added after the last part.
+        """Append a document, or a part of one, without end-of-text, which is added after the last part.
 
         Args:
             name: of the document, for errors.
+            ids: token ids.
             text_bytes: UTF-8 bytes that the ids stand for.
             learned: (len(ids),) which ids are learned as labels, where the file says so; None: all. The end-of-text is
                 learned if the id before it is.
@@ -158,15 +160,15 @@ class TokenFileWriter:
         report_progress("tokenizing")  # other ranks wait for this one
 
     def _checked(self, name: str, ids: Sequence[int] | np.ndarray) -> np.ndarray:
-        found = np.asarray(ids, dtype=np.int64)
-        ends = (found == self._end_of_text) & (not self._may_contain_end)
-        bad = found[(found < 0) | (found >= self._vocab_size) | ends]
+        checked = np.asarray(ids, dtype=np.int64)
+        ends = (checked == self._end_of_text) & (not self._may_contain_end)
+        bad = checked[(checked < 0) | (checked >= self._vocab_size) | ends]
         if bad.size:
             raise ForgeError(
                 f"the tokenizer encoded {name} with id {bad[0]}; ids of text lie within [0, {self._vocab_size}) and "
                 f"are never {self._end_of_text}, the end-of-text. This is an error of the tokenizer"
             )
-        return found
+        return checked
 
 
 class TokenFile:
@@ -219,7 +221,7 @@ class TokenFile:
 
 
 def read_header(stem: Path) -> Header:
-    """The header of `{stem}.bin`.
+    """Returns the header of `{stem}.bin`.
 
     Raises:
         JobError: the file is missing, is none of ours, or has another size than its header says.
@@ -243,7 +245,7 @@ def read_header(stem: Path) -> Header:
 
 
 def map_array(path: Path, dtype: str, length: int) -> np.ndarray:
-    """A file of `length` numbers as a memory map.
+    """Returns a memory map of a file of `length` numbers.
 
     Raises:
         JobError: it is missing or has another size.
@@ -251,8 +253,8 @@ def map_array(path: Path, dtype: str, length: int) -> np.ndarray:
     expected = length * np.dtype(dtype).itemsize
     size = path.stat().st_size if path.is_file() else None
     if size != expected:
-        seen = "is missing" if size is None else f"has {size} bytes"
-        raise JobError(f"{path} {seen}, expected {expected} for {length} entries: it is damaged")
+        problem = "is missing" if size is None else f"has {size} bytes"
+        raise JobError(f"{path} {problem}, expected {expected} for {length} entries: it is damaged")
     return np.memmap(path, dtype, mode="r").view(np.ndarray) if length else np.empty(0, dtype)
 
 
@@ -263,7 +265,7 @@ def _map_ids(stem: Path, header: Header) -> np.ndarray:
 
 
 def _continued(path: Path, size: int) -> BinaryIO:
-    """A file that is written from byte `size` on; what was there is kept up to it."""
+    """Opens a file for writing from byte `size` on; the bytes before are kept."""
     file = path.open("r+b" if size else "wb")
     file.truncate(size)
     file.seek(size)

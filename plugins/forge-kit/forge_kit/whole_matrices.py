@@ -30,7 +30,7 @@ Box = tuple[slice, ...]
 
 @frozen(kw_only=True)
 class Matrix:
-    """A parameter (rows, columns), or one of those that a parameter (number, rows, columns) stacks."""
+    """A parameter (rows, columns), or one of the matrices that a parameter (number, rows, columns) stacks."""
 
     parameter: int
     """Number of the parameter."""
@@ -38,17 +38,17 @@ class Matrix:
     """Number in the stack; None: the parameter is one matrix."""
     shape: tuple[int, ...]
     boxes: Sequence[Box | None]
-    """Each rank's part of it; None: nothing."""
+    """Each rank's part of it; None if it has none."""
     own_place: Any
-    """Index of it in this rank's part of the parameter."""
+    """Its index in this rank's part of the parameter."""
     owner: int
     """The rank that computes on it, counted among the ranks that share the work."""
     senders: Sequence[int]
-    """Ranks whose boxes together are the whole, as near to the owner as can be."""
+    """Ranks whose boxes together are the whole, as near to the owner as possible."""
 
 
 class WholeMatrices:
-    """Matrices whose ranks divide the work on them. The ranks of a pipeline have different ones, and share none.
+    """Matrices on which ranks divide the work. The ranks of a pipeline have different ones, and share none.
 
     Args:
         parameters: matrices, or stacks of them on dimension 0, split over ranks in any way.
@@ -152,8 +152,8 @@ class WholeMatrices:
             numbers: of parameters, the same on all ranks.
             elements: bound on what a rank owns in a batch, and on what it holds parts of; exceeded where a single stack
                 does, and where ranks would otherwise have less than a matrix each.
-            stacked: matrices of one shape and owner are kept together in stacks of at most so many elements. A product
-                of a stack may round otherwise than products of its parts, so stacks must not depend on `elements`.
+            stacked: elements up to which matrices of one shape and owner stay together in a stack. A product of a stack
+                may round differently from products of its parts, so stacks must not depend on `elements`.
         """
         key = (tuple(numbers), elements, stacked)
         if key not in self._batches:
@@ -170,10 +170,13 @@ class WholeMatrices:
         like: Tensor,
         needed: bool,
     ) -> Iterator[Tensor]:
-        """Send tensors to ranks, and return those that come from ranks, which have the shapes of the boxes, in order.
+        """Send tensors to ranks, and return the tensors received, in the order and shapes of `incoming`.
 
         Args:
-            needed: whether any rank sends another anything; if not, there is no collective.
+            outgoing: (rank, tensor) pairs to send.
+            incoming: (rank, box) pairs to receive; tensors have the shapes of the boxes.
+            like: a tensor of their dtype, on their device.
+            needed: whether any rank sends to another one; if not, there is no collective.
         """
         own = deque(tensor for rank, tensor in outgoing if rank == self.rank)
         received = self._send(outgoing, incoming, like) if needed else {}
@@ -186,7 +189,7 @@ class WholeMatrices:
     def _send(
         self, outgoing: Sequence[tuple[int, Tensor]], incoming: Sequence[tuple[int, Box | None]], like: Tensor
     ) -> dict[int, deque[Tensor]]:
-        """Flat tensors by the rank that they come from."""
+        """Returns flat tensors by the rank that sent them."""
         size = dist.get_world_size(self._group)
         flat: dict[int, list[Tensor]] = defaultdict(list)
         lengths: dict[int, list[int]] = defaultdict(list)
@@ -211,7 +214,7 @@ class WholeMatrices:
 
 
 def _mesh_of(mesh: Any) -> DeviceMesh | None:
-    """A build context is accepted in place of its mesh, as before 0.2."""
+    # A build context is accepted in place of its mesh, as before 0.2.
     if mesh is None or isinstance(mesh, DeviceMesh):
         return mesh
     warnings.warn(deprecated("WholeMatrices(parameters, context)", "0.4", "pass context.mesh"), stacklevel=3)
@@ -219,7 +222,7 @@ def _mesh_of(mesh: Any) -> DeviceMesh | None:
 
 
 def _stacks(matrices: Sequence[Matrix], elements: int) -> list[list[Matrix]]:
-    """Matrices of one shape and owner, as many together as have at most so many elements; ordered by the first."""
+    """Groups matrices of one shape and owner into stacks of at most `elements` elements, ordered by their first."""
     stacks: list[list[Matrix]] = []
     latest: dict[tuple[int, tuple[int, ...]], list[Matrix]] = {}
     for matrix in matrices:
@@ -252,7 +255,7 @@ def _divided(stacks: Sequence[Sequence[Matrix]], elements: int) -> list[list[Mat
 
 
 def _sharing_ranks(mesh: DeviceMesh | None) -> tuple[dist.ProcessGroup | None, list[int]]:
-    """The ranks that have the same layers as this one, as a group; None if it is alone."""
+    """Returns the ranks that have the same layers as this one, as a group; None if it is alone."""
     if mesh is None:
         return None, [0]
     sizes = zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)
@@ -271,7 +274,9 @@ def _matrices(
     rank: int,
     cost: Callable[[Sequence[int]], float],
 ) -> Iterator[Matrix]:
-    """All matrices, each with the owner that has least to do so far: among the ranks that hold all of it, if any do."""
+    """Yields all matrices with their owners."""
+    # The owner is the rank with the least work so far, among those that hold all of the matrix if any do: then it need
+    # not travel. Every rank computes the same assignment, without communication.
     places = [place_of(other, mesh) if mesh is not None else {} for other in ranks]
     loads = [0.0] * len(ranks)
     for number, parameter in enumerate(parameters):
@@ -295,12 +300,12 @@ def _matrices(
 
 
 def own_box(parameter: Tensor, mesh: DeviceMesh | None) -> Box:
-    """This rank's part of a parameter; on a plan's fake tensors too."""
+    """Returns this rank's part of a parameter; works on the fake tensors of a plan too."""
     return _box(parameter, mesh, dist.get_rank() if mesh is not None else 0)
 
 
 def _box(parameter: Any, mesh: DeviceMesh | None, rank: int) -> Box:
-    """The part of a parameter that a global rank holds. Splits are made as `torch.chunk` makes them."""
+    """Returns the part of a parameter that a global rank holds, split as by `torch.chunk`."""
     ranges = [(0, size) for size in parameter.shape]
     if isinstance(parameter, DTensor):
         assert mesh is not None
@@ -317,7 +322,7 @@ def _box(parameter: Any, mesh: DeviceMesh | None, rank: int) -> Box:
 
 
 def _within(box: Box, item: int | None) -> Box | None:
-    """The part of a parameter's box that lies in a matrix: one of a stack, or the parameter itself."""
+    """Returns the part of a parameter's box that lies in a matrix: one of a stack, or the parameter itself."""
     if item is not None:
         if not box[0].start <= item < box[0].stop:
             return None

@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint as a single process reads them: whole, on the host, a part of them at a time."""
+"""Whole tensors of a checkpoint, read by a single process on the host, some at a time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Stored = Mapping[str, tuple[torch.Size, torch.dtype]]
 
 
 def batches(names: Iterable[str], stored: Stored, limit: int) -> list[list[str]]:
-    """The names in order, divided so that the tensors of each part have at most `limit` bytes, or are one."""
+    """Divides the names, in order, into parts whose tensors have at most `limit` bytes, or are a single one."""
     parts: list[list[str]] = []
     room = 0
     for name in names:
@@ -31,12 +31,12 @@ def batches(names: Iterable[str], stored: Stored, limit: int) -> list[list[str]]
 
 
 def tensor_bytes(stored: Stored, names: Iterable[str]) -> int:
-    """Bytes of the elements of these tensors."""
+    """Returns the bytes of these tensors."""
     return sum(math.prod(stored[name][0]) * stored[name][1].itemsize for name in names)
 
 
 def read_whole(folder: Path, names: Iterable[str], stored: Stored) -> dict[str, Tensor]:
-    """These tensors of a checkpoint."""
+    """Returns these tensors of a checkpoint."""
     tensors = {name: torch.empty(stored[name][0], dtype=stored[name][1]) for name in names}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is ")  # a process alone is what this is for

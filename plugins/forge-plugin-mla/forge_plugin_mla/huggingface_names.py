@@ -27,6 +27,7 @@ def to_huggingface(name: str, layers: int | None = None) -> str:
     """`layers.3.attention.kv_up.weight` -> `model.layers.3.self_attn.kv_b_proj.weight`.
 
     Args:
+        name: of a parameter.
         layers: as for `forge_plugin_transformer.huggingface_names.to_huggingface`.
 
     Raises:
@@ -39,6 +40,7 @@ def from_huggingface(name: str, layers: int | None = None) -> str:
     """`model.layers.3.self_attn.kv_b_proj.weight` -> `layers.3.attention.kv_up.weight`.
 
     Args:
+        name: of a parameter.
         layers: as for `forge_plugin_transformer.huggingface_names.from_huggingface`.
 
     Raises:

@@ -24,31 +24,34 @@ if TYPE_CHECKING:
 
 @frozen(kw_only=True)
 class MultiHeadLatentAttention(AttentionComponent):
-    """Causal attention whose keys and values are made of one small latent a position, which is all that generation
-    keeps (DeepSeek-V2, arXiv 2405.04434, section 2.1; DeepSeek-V3, arXiv 2412.19437, section 2.1.1)."""
+    """Causal attention whose keys and values are projected from one small latent per position.
+
+    The latent is all that generation caches (DeepSeek-V2, arXiv 2405.04434, section 2.1; DeepSeek-V3, arXiv 2412.19437,
+    section 2.1.1).
+    """
 
     heads: int = field(default=8, validator=gt(0))
-    """Heads, of queries as of keys and values."""
+    """Number of heads, of queries as of keys and values."""
     q_lora_rank: int = field(default=0, validator=ge(0))
-    """Width of the latent that queries are made of; 0: they are made of x itself."""
+    """Width of the latent that queries are projected from; 0: they are projected from x itself."""
     kv_lora_rank: int = field(default=128, validator=gt(0))
-    """Width of the latent that keys and values are made of."""
+    """Width of the latent that keys and values are projected from."""
     qk_nope_head_dim: int = field(default=32, validator=gt(0))
-    """Width of the part of a head's queries and keys that knows no position."""
+    """Width of the part of a head's queries and keys without position encoding."""
     qk_rope_head_dim: int = field(default=16, validator=gt(0))
-    """Width of the part that is turned by its position, even. All heads share that part of the key."""
+    """Width of the part with rotary position encoding; even. All heads share that part of the key."""
     v_head_dim: int = field(default=32, validator=gt(0))
     """Width of a head's values, at most `qk_nope_head_dim` + `qk_rope_head_dim`."""
     rope: RopeComponent = default_type("forge-plugin-transformer/plain")
     """`[model.attention.rope]`: encoding of positions, of width `qk_rope_head_dim`."""
     rope_interleave: bool = False
-    """Whether dimension 2i of the turned part is paired with 2i + 1, as in DeepSeek's own weights; else i with
+    """Whether dimension 2i of the rotated part is paired with 2i + 1, as in DeepSeek's own weights; else i with
     i + `qk_rope_head_dim` / 2, which needs no reordering. Neither is better for training."""
     norm_eps: float = field(default=1e-6, validator=gt(0), metadata=when_resumed("flag"))
     """Added to the mean square where the latents are RMS-normalised."""
     backend: Backend = field(default="auto", metadata=when_resumed("safe"))
-    """Kernel, as for `gqa`. Those that take values only as wide as keys get them padded with zeros: all but math,
-    efficient and gemm."""
+    """Kernel, as for `gqa`. For kernels that take values only as wide as keys (all but math, efficient and gemm),
+    values are padded with zeros."""
     documents: WayOrAuto = field(default="auto", metadata=when_resumed("safe"))
     """How the documents of a packed sequence are kept apart, as for `gqa`: mask, segments, varlen, or auto."""
 

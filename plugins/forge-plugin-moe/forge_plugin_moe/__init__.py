@@ -1,5 +1,4 @@
-"""Mixture of experts: type `moe` of kind `ffn`, and types `softmax_topk`, `sigmoid_topk`, `expert_choice` and `hash` of
-kind `router`."""
+"""Mixture of experts: the FFN `moe`, and the routers `softmax_topk`, `sigmoid_topk`, `expert_choice` and `hash`."""
 
 from forge_plugin_moe.moe import ExpertChoice, Hash, MoE, SigmoidTopK, SoftmaxTopK
 

@@ -30,11 +30,12 @@ _EXPERT = re.compile(r"experts\.(?P<number>\d+)\.(?P<matrix>\w+)\.weight")
 def from_huggingface(
     state: Mapping[str, Tensor], parts: Mapping[str, str] = huggingface_names.PARTS, layers: int | None = None
 ) -> dict[str, Tensor]:
-    """Their state by our names, experts stacked.
+    """Returns a state of Hugging Face's models by the names of Forge, with experts stacked.
 
     Args:
-        parts, layers: as `forge_plugin_transformer.huggingface_names` takes them: the other modules of a layer; the
-            number of layers, for multi-token prediction.
+        state: tensors by name.
+        parts: names of the other modules of a layer, as `forge_plugin_transformer.huggingface_names` takes them.
+        layers: number of layers, for multi-token prediction.
 
     Raises:
         KeyError: there is no counterpart to a tensor.
@@ -67,11 +68,13 @@ def to_huggingface(
     layers: int | None = None,
     shared: SharedNames = "shared_experts",
 ) -> dict[str, Tensor]:
-    """Our state by the names that files of Qwen3-MoE, Qwen2-MoE and DeepSeek-V3 have, a tensor for each matrix of each
-    expert.
+    """Returns a state by the names of Qwen3-MoE, Qwen2-MoE and DeepSeek-V3, with a tensor per matrix of an expert.
 
     Args:
-        parts, layers: as for `from_huggingface`.
+        state: tensors by name.
+        parts: as for `from_huggingface`.
+        layers: as for `from_huggingface`.
+        shared: name of the shared experts.
 
     Raises:
         KeyError: there is no counterpart to a tensor.
@@ -100,7 +103,7 @@ def _to_huggingface(
 
 
 def _others(shared: SharedNames) -> dict[str, str]:
-    """Parameters outside the routed experts: our names, and theirs."""
+    """Returns the names of parameters outside the routed experts: ours, and theirs."""
     matrices = {f"shared.{ours}.weight": f"{shared}.{theirs}.weight" for ours, theirs in MATRICES.items()}
     return {
         "router.weight": "gate.weight",
@@ -111,7 +114,7 @@ def _others(shared: SharedNames) -> dict[str, str]:
 
 
 def _layer(number: int, layers: int | None) -> str:
-    """Our name of the feed-forward part of a layer, or of the module of multi-token prediction after all layers."""
+    """Returns our name of a layer's feed-forward part, or of that of a multi-token prediction block."""
     return f"layers.{number}.ffn" if layers is None or number < layers else f"mtp.blocks.{number - layers}.ffn"
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def isolation_problem(choice: str) -> str:
-    """Message about a choice among the tokens of a sequence, whose documents are to be learned apart."""
+    """Returns the message for a choice among the tokens of a sequence whose documents are isolated."""
     reason = f"{choice} over a whole sequence, so documents that data.packing isolates would change each other"
     return f'{reason}; set data.packing.type = "concatenate", or let tokens choose without a capacity'
 
@@ -82,8 +82,8 @@ class SoftmaxTopK(TopKRouter):
     """Each token's K experts with the largest probabilities (Shazeer et al. 2017; Mixtral, Qwen3-MoE)."""
 
     normalise: Literal["after", "before"] = "after"
-    """Weights are the softmax over the chosen experts (after), or over all (before), of which the chosen ones' do not
-    add up to 1."""
+    """Weights are the softmax over the chosen experts (after), or over all experts (before), in which case the weights
+    of the chosen ones do not add up to 1."""
 
     def build(self, context: BuildContext, dim: int, experts: int) -> nn.Module:
         from forge_plugin_moe.modules.topk import SoftmaxRouter
@@ -93,9 +93,10 @@ class SoftmaxTopK(TopKRouter):
 
 @frozen(kw_only=True)
 class SigmoidTopK(TopKRouter):
-    """Each token's K experts with the largest sigmoid + bias; the bias takes no part in the weights (DeepSeek-V3,
-    section 2.1.2). After each update it rises by `bias_rate` for experts with fewer tokens than the mean of the whole
-    batch, and falls for those with more, so that balance needs no loss (Wang et al. 2024).
+    """Each token's K experts with the largest sigmoid + bias (DeepSeek-V3, section 2.1.2).
+
+    The bias takes no part in the weights. After each update it rises by `bias_rate` for experts with fewer tokens than
+    the mean of the whole batch, and falls for those with more, so that balance needs no loss (Wang et al. 2024).
 
     State: a bias for each expert, saved and never touched by the optimizer.
     """
@@ -103,7 +104,7 @@ class SigmoidTopK(TopKRouter):
     normalise: bool = True
     """Whether the weights of a token are divided by their sum."""
     bias_rate: float = field(default=0.001, validator=ge(0))
-    """By how much a bias changes after an update. 0: never."""
+    """Change of a bias after an update. 0: never."""
 
     def build(self, context: BuildContext, dim: int, experts: int) -> nn.Module:
         from forge_plugin_moe.modules.topk import SigmoidRouter
@@ -113,13 +114,14 @@ class SigmoidTopK(TopKRouter):
 
 @frozen(kw_only=True)
 class ExpertChoice(LinearRouter):
-    """Experts choose tokens: of each sequence, those with the largest probability (Zhou et al. 2022). All experts have
-    equally many, and a token has any number. A position's experts depend on later positions, so such a model cannot
-    generate as it was trained; it is a baseline.
+    """Experts choose tokens: of each sequence, those with the largest probability (Zhou et al. 2022).
+
+    All experts have equally many tokens, and a token has any number of experts. A position's experts depend on later
+    positions, so such a model cannot generate as it was trained; it is a baseline.
     """
 
     capacity_factor: float = field(default=2.0, validator=gt(0))
-    """Experts of a token in the mean: an expert takes this times the positions of a sequence / E."""
+    """Mean number of experts of a token: an expert takes this times the positions of a sequence / E."""
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
         if job.data.packing.isolates:
@@ -133,8 +135,10 @@ class ExpertChoice(LinearRouter):
 
 @frozen(kw_only=True)
 class Hash(RouterComponent):
-    """Experts by a hash of the token's id, the same throughout training (Roller et al. 2021, "Hash Layers"); a baseline
-    without parameters. Weights are 1 / K."""
+    """Experts by a hash of the token's id, the same throughout training (Roller et al. 2021, "Hash Layers").
+
+    A baseline without parameters. Weights are 1 / K.
+    """
 
     top_k: int = field(default=1, validator=gt(0))
     """Experts of a token, K."""
@@ -151,8 +155,10 @@ class Hash(RouterComponent):
 
 @frozen(kw_only=True)
 class MoE(FFNComponent):
-    """Σ weight x expert(x) over the experts that a router gives each token, each a SwiGLU of its own, and shared
-    experts that every token goes through (Shazeer et al. 2017; Dai et al. 2024, "DeepSeekMoE").
+    """Σ weight x expert(x) over the experts that a router chooses for each token, plus shared experts.
+
+    Each expert is a SwiGLU of its own; every token goes through the shared ones (Shazeer et al. 2017; Dai et al. 2024,
+    "DeepSeekMoE").
 
     Weights of the routed experts are stacked: `experts.gate.weight` and `experts.up.weight` (E, hidden, dim),
     `experts.down.weight` (E, dim, hidden). No expert is padded to the fullest one.
@@ -164,11 +170,11 @@ class MoE(FFNComponent):
     """Width between the matrices of an expert; 0: 8/3 of `dim`, rounded up to a multiple of 256. Fine-grained experts
     have a fraction of it."""
     router: RouterComponent = default_type("forge-plugin-moe/softmax_topk")
-    """`[model.ffn.router]`: which experts a token goes through, and with which weights."""
+    """`[model.ffn.router]`: chooses the experts of a token, and their weights."""
     capacity_factor: float = field(default=0.0, validator=ge(0))
     """In each sequence, an expert takes at most this times its even share of the tokens, those with the largest
-    weights; others pass it by, and are counted as `moe/dropped`. 0: as many as come. In training only: a position's
-    output would depend on later ones. Refused with a packing that isolates documents."""
+    weights; the others skip it, and are counted as `moe/dropped`. 0: no limit. In training only: a position's output
+    would depend on later ones. Refused with a packing that isolates documents."""
     shared_experts: int = field(default=0, validator=ge(0))
     """Experts that every token goes through, with weight 1: one SwiGLU of N times `hidden`."""
     shared_gate: bool = False
@@ -179,7 +185,7 @@ class MoE(FFNComponent):
     every: int = field(default=1, validator=gt(0))
     """From there on, every n-th layer is a MoE layer, the last of each group of n; the others use `dense`."""
     dense: FFNComponent = default_type("forge-plugin-transformer/swiglu")
-    """`[model.ffn.dense]`: of layers without experts."""
+    """`[model.ffn.dense]`: the feed-forward part of layers without experts."""
     backend: Literal["auto", "grouped_mm", "loop"] = field(default="auto", metadata=when_resumed("safe"))
     """grouped_mm: torch's product of all experts in one kernel. loop: a product for each expert, after waiting for
     their sizes. auto: the first where it runs."""

@@ -1,1 +1,1 @@
-"""What a job will take on ranks that need not exist: memory, computation and communication of one step."""
+"""Memory, computation and communication of one step of a job, on ranks that need not exist."""

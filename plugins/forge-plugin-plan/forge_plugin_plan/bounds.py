@@ -1,4 +1,4 @@
-"""How long a step takes at least, by what a GPU can do at most."""
+"""Lower bounds on the time of a step, from the data sheet of a GPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from forge_plugin_plan.simulate import RankPlan, Traffic
 
 @frozen(kw_only=True)
 class Bound:
-    """One thing that a step cannot be faster than."""
+    """A lower bound on the time of a step."""
 
     what: str
     seconds: float
@@ -21,10 +21,12 @@ class Bound:
 
 
 def bounds(rank: RankPlan, gpu: GPU, network: float) -> list[Bound]:
-    """What bounds the step of a rank that could be played.
+    """Returns the lower bounds on the step of a rank that could be simulated.
 
     Args:
-        network: bytes a second and direction that each GPU has to other nodes.
+        rank: the rank's figures.
+        gpu: data sheet of its GPU.
+        network: bytes a second and direction from each GPU to other nodes.
     """
     assert rank.traffic is not None
     traffic, passed = rank.traffic, _through_memory(rank)
@@ -43,15 +45,15 @@ def bounds(rank: RankPlan, gpu: GPU, network: float) -> list[Bound]:
 
 
 def _through_memory(rank: RankPlan) -> int:
-    """Bytes: what is kept for the backward pass is written and read, and the update reads and writes weights and its
-    state, and reads gradients."""
+    """Returns bytes that pass through memory at least."""
+    # Saved tensors are written and read; the update reads and writes weights and its state, and reads gradients.
     assert rank.traffic is not None
     return 2 * rank.traffic.kept + 2 * (rank.weights + rank.optimizer) + rank.gradients
 
 
 def _link(traffic: Traffic, line: Line, gpu: GPU, network: float) -> Bound:
-    """Rings of ranks that share nodes leave a node by as many adapters as they have ranks there. In an all-to-all each
-    rank sends to those of other nodes by its own adapter."""
+    # Rings of ranks that share nodes leave a node by as many adapters as they have ranks there. In an all-to-all each
+    # rank sends to the ranks of other nodes by its own adapter.
     rings, exchanged = sent_along(traffic, line, exchanges=False), sent_along(traffic, line, rings=False)
     if line.in_node:
         sent = rings + exchanged
@@ -69,7 +71,7 @@ def _link(traffic: Traffic, line: Line, gpu: GPU, network: float) -> Bound:
 
 
 def sent_along(traffic: Traffic, line: Line, *, rings: bool = True, exchanges: bool = True) -> float:
-    """Bytes that the rank sends to ranks of a line, in all-to-alls (`exchanges`) and in all else (`rings`)."""
+    """Returns the bytes that the rank sends along a line, in all-to-alls (`exchanges`) and all else (`rings`)."""
     return sum(
         transfer.sent * times
         for transfer, times in traffic.transfers.items()

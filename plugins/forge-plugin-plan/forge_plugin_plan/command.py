@@ -1,4 +1,4 @@
-"""`forge-run plan`: what would a job take on so many ranks?"""
+"""`forge-run plan`: estimates for a job on a number of ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from forge_core.cli.arguments import parse_job_arguments
 def command(argv: list[str]) -> int:
     """Estimate memory, FLOPs, communication and time of a job on N ranks; needs no GPU."""
     parser = argparse.ArgumentParser("forge-run plan", description=command.__doc__)
-    parser.add_argument("--world-size", type=int, default=1, metavar="N", help="ranks that the job is to run on (1)")
+    parser.add_argument("--world-size", type=int, default=1, metavar="N", help="ranks that the job will run on (1)")
     parser.add_argument("--gpu", metavar="NAME", help="GPU by which to bound the time: h100, h200, b200, a100 …")
     parser.add_argument(
         "--network", type=float, metavar="GBITS", help="Gbit/s that each GPU has to other nodes, with --gpu (400)"

@@ -1,4 +1,4 @@
-"""A run on tensors that have shapes and no content, built as a real one is."""
+"""A run on fake tensors, which have shapes and no content, built as a real one is."""
 
 from __future__ import annotations
 
@@ -39,19 +39,23 @@ class FakeRun:
 
 
 def fake_run(job: Job, catalog: Catalog, device: torch.device) -> FakeRun:
-    """Build a job for this rank of a world that exists already. No data are read, unless the model's vocabulary is the
-    tokenizer's.
+    """Build a job for this rank of the present (fake) world.
+
+    No data are read, unless the model takes its vocabulary from the tokenizer.
 
     Args:
-        device: where it is to run, which need not exist. Models and losses choose their kernels by it.
+        job: the job.
+        catalog: components that are installed.
+        device: device that the job will run on, which need not exist. Models and losses choose their kernels by it.
 
     Raises:
-        JobError: the job cannot be built; tells what each stage has to say.
+        JobError: the job cannot be built; lists the problems of each stage.
     """
     train = attrs.evolve(job.train, device="cpu", non_finite="ignore")  # nothing can be decided by values
     job = attrs.evolve(job, train=train)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     context = _context(job, catalog, mode)
+    # Tensors are the CPU's, so that no GPU is needed; only the choice of kernels goes by the device of the job.
     choosing = attrs.evolve(context, device=device)
     model, outline = build_bare_model(job, choosing)  # outside of the mode: within it, meshes cannot be sliced
     stages = stages_of(job, context)

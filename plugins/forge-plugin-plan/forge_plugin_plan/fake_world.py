@@ -1,4 +1,4 @@
-"""A world of ranks that do not exist: this process is one of them, and its collectives send nothing."""
+"""A world of ranks of which only this process exists; its collectives send nothing."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ NODE = 8
 
 
 @define
-class Said:
-    """Objects that ranks send one another, in order. Those of a rank that was played reach the ranks played later."""
+class BroadcastLog:
+    """Objects that ranks broadcast, in order. Those of a simulated rank reach the ranks that are simulated later."""
 
     broadcasts: list[Any] = field(factory=list)
 
 
 @contextmanager
-def fake_world(size: int, rank: int, said: Said) -> Iterator[None]:
+def fake_world(size: int, rank: int, log: BroadcastLog) -> Iterator[None]:
     """Within this context, this process is rank `rank` of `size`.
 
     Raises:
@@ -37,15 +37,15 @@ def fake_world(size: int, rank: int, said: Said) -> Iterator[None]:
     if dist.is_initialized():
         raise ForgeError("a plan is made by a process of its own: this one has a process group already")
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
-    heard = iter(tuple(said.broadcasts))
+    received = iter(tuple(log.broadcasts))
 
     def broadcast(objects: list[Any], src: int | None = None, group: Any = None, *_: Any, **more: Any) -> None:
         source = more.get("group_src")
         source = src if source is None else dist.get_global_rank(group, source)
         if source == rank:
-            said.broadcasts.append(list(objects))
+            log.broadcasts.append(list(objects))
         else:
-            objects[:] = next(heard)
+            objects[:] = next(received)
 
     def gather(gathered: list[Any], value: Any, group: Any = None) -> None:
         gathered[:] = [value] * dist.get_world_size(group)
@@ -63,8 +63,8 @@ def fake_world(size: int, rank: int, said: Said) -> Iterator[None]:
 
 
 def _without_vote() -> AbstractContextManager:
-    """torch's pipelines vote, since 2.13 and before their first step, on whether all stages know what they get and
-    give. Here nobody answers; those of a job must know, or the step fails."""
+    # Since 2.13, torch's pipelines vote before their first step on whether all stages know the shapes that they receive
+    # and send. Nobody answers here. The stages of a job must know them, or the step fails.
     from torch.distributed.pipelining import schedules
 
     here: Any = schedules
@@ -73,6 +73,7 @@ def _without_vote() -> AbstractContextManager:
         return nullcontext()
 
     def agree(schedule: Any, stages: Sequence[Any], has_backward: bool, p2p_done: bool) -> None:
+        del schedule, has_backward, p2p_done
         for stage in stages:
             stage._inference_mode = here.InferenceMode.STATIC
 
@@ -87,7 +88,7 @@ class Line:
     """The mesh dimension along which they differ; several joined by ` x `."""
     ranks: int
     per_node: int
-    """How many of them share a node, on the node that has fewest of them."""
+    """Ranks of them that share a node, on the node that has fewest."""
 
     @property
     def in_node(self) -> bool:
@@ -99,7 +100,7 @@ class Line:
 
 
 def line_of(group: dist.ProcessGroup, mesh: DeviceMesh) -> Line:
-    """How the ranks of a group lie in the mesh and on nodes."""
+    """Returns how the ranks of a group are arranged in the mesh and on nodes."""
     ranks = dist.get_process_group_ranks(group)
     places = [place_of(rank, mesh) for rank in ranks]
     varying = [name for name in places[0] if len({place[name] for place in places}) > 1]

@@ -1,4 +1,4 @@
-"""What GPUs can do, by their makers."""
+"""Data sheets of GPUs."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from forge_core.contracts.errors import JobError
 from forge_core.metrics.flops import DENSE_BF16_TFLOPS
 
 NETWORK_GBITS = 400.0
-"""Of a node's network, Gbit/s for each GPU: one adapter of the kind that is usual since the H100."""
+"""Gbit/s of a node's network per GPU: one adapter of the kind that is usual since the H100."""
 
 
 @frozen(kw_only=True)
 class GPU:
-    """Figures of data sheets. Bytes are decimal, rates are a second's, those of links in one direction."""
+    """Figures of a data sheet. Bytes are decimal, rates per second, those of links in one direction."""
 
     name: str
     memory: float
@@ -26,7 +26,7 @@ class GPU:
 
     @property
     def flops(self) -> float:
-        """Dense, in bf16."""
+        """Dense FLOP/s in bf16."""
         return 1e12 * next(tflops for part, tflops in DENSE_BF16_TFLOPS.items() if self.name.startswith(part))
 
 
@@ -43,7 +43,8 @@ GPUS: Mapping[str, GPU] = {
 
 
 def find_gpu(name: str) -> GPU:
-    """
+    """Returns the GPU of a name.
+
     Raises:
         JobError: it is not in the table.
     """

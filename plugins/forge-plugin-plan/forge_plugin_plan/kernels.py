@@ -1,4 +1,4 @@
-"""Attention as GPUs compute it, without a matrix of all pairs of positions; and FLOPs that torch does not count."""
+"""Attention as GPUs compute it, without a matrix of all pairs of positions, and FLOPs that torch does not count."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ _flash = _aten._scaled_dot_product_flash_attention_for_cpu
 
 
 class FusedAttention(TorchFunctionMode):
-    """Within this context, `scaled_dot_product_attention` runs as a fused kernel, which keeps queries, keys, values,
-    the result and a normaliser for each position, as all of them do: flash, cuDNN's, the memory-efficient one. Where a
-    job asks for plain matrix products (`math`), these are left."""
+    """Within this context, `scaled_dot_product_attention` runs as a fused kernel.
+
+    It saves queries, keys, values, the result and a normaliser for each position, as all fused kernels do: flash,
+    cuDNN's, the memory-efficient one. If a job asks for plain matrix products (`math`), these run.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
@@ -41,15 +43,15 @@ def _attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """The kernel's forward; its backward is torch's. Dropout takes no memory in it."""
+    """The kernel's forward; its backward is torch's."""
+    del dropout_p, enable_gqa  # dropout takes no memory in such a kernel, and grouped heads are known by the shapes
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = attn_mask.to(q.dtype)
     return _flash(q, k, v, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
 
 
 def count_kernels() -> None:
-    """Let torch's table of FLOPs know the kernel above, of which causal attention computes half of the pairs, and the
-    product of many groups of rows, such as those of experts."""
+    """Register the FLOPs of the kernel above, half of them if causal, and of grouped products."""
     for kernel, formula in (
         (_flash, _forward_flops),
         (_aten._scaled_dot_product_flash_attention_for_cpu_backward, _backward_flops),
@@ -60,23 +62,23 @@ def count_kernels() -> None:
 
 
 def _products(q: Any, k: Any, causal: bool) -> float:
-    """One product over all pairs of positions that are computed: q (B, H, S, E), k (B, K, T, E)."""
+    """Returns the FLOPs of one product over all pairs of positions computed: q (B, H, S, E), k (B, K, T, E)."""
     batch, heads, queries, width = q
     return 2 * batch * heads * queries * k[2] * width / (2 if causal else 1)
 
 
-def _forward_flops(q: Any, k: Any, v: Any, dropout: float = 0.0, causal: bool = False, *_: Any, **__: Any) -> float:
+def _forward_flops(q: Any, k: Any, _v: Any, _dropout: float = 0.0, causal: bool = False, *_: Any, **__: Any) -> float:
     return 2 * _products(q, k, causal)
 
 
 def _backward_flops(
-    grad: Any, q: Any, k: Any, v: Any, out: Any, normaliser: Any, dropout: float, causal: bool, *_: Any, **__: Any
+    _grad: Any, q: Any, k: Any, _v: Any, _out: Any, _normaliser: Any, _dropout: float, causal: bool, *_: Any, **__: Any
 ) -> float:
     return 5 * _products(q, k, causal)
 
 
 def _grouped_flops(a: Any, b: Any, *_: Any, **__: Any) -> float:
-    """Groups are of rows of `a` (M, in), with a matrix each; of columns of both (gradients of matrices); or, where both
-    are stacks, one product each."""
+    # Groups are of rows of `a` (M, in), with a matrix each; of columns of both (gradients of matrices); or, if both are
+    # stacks, one product each.
     stacks = a[0] if len(a) == 3 == len(b) else 1
     return 2 * stacks * a[-2] * a[-1] * b[-1]

@@ -1,4 +1,4 @@
-"""Watches the operations of a step: what memory they take, what they compute, what they send."""
+"""Watches the operations of a step: memory that they allocate, FLOPs, bytes that they send."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-import torch.distributed.distributed_c10d as distributed_c10d
 from attrs import define, frozen
 from torch import Tensor
+from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -37,12 +37,12 @@ def _both_ways(whole: int, ranks: int) -> float:
     return 2 * _ring(whole, ranks)
 
 
-def _once(whole: int, ranks: int) -> float:
+def _once(whole: int, _ranks: int) -> float:
     return whole
 
 
-def _nothing(whole: int, ranks: int) -> float:
-    """It is counted where it is sent."""
+def _nothing(_whole: int, _ranks: int) -> float:
+    """A message is counted where it is sent."""
     return 0
 
 
@@ -69,7 +69,7 @@ KINDS: Mapping[str, tuple[str, Sent]] = {
     "recv_": ("receive", _nothing),
     "recv_any_source_": ("receive", _nothing),
 }
-"""What each operation of torch's is, and what a rank sends in it, by the algorithms that send least (rings)."""
+"""Kind of each operation of torch, and the bytes that a rank sends in it by the algorithm that sends least (rings)."""
 SILENT = ("barrier", "monitored_barrier_", "wait_tensor")
 """Operations in which no tensor is sent."""
 
@@ -117,7 +117,7 @@ class Meter(TorchDispatchMode):
 
     @contextmanager
     def making(self, purpose: Purpose) -> Iterator[None]:
-        """Within this context, memory is taken for `purpose`."""
+        """Within this context, memory is allocated for `purpose`."""
         held, self._purpose = self._purpose, purpose
         try:
             yield
@@ -125,7 +125,7 @@ class Meter(TorchDispatchMode):
             self._purpose = held
 
     def _without_questions_of_dtensors(self) -> AbstractContextManager:
-        """DTensors find out shapes by operations on fake tensors, which compute nothing."""
+        # DTensors find out shapes by operations on fake tensors of their own, which a real step does not compute.
         ask: Any = ShardingPropagator._propagate_tensor_meta_non_cached
 
         def asked(propagator: Any, schema: Any) -> Any:
@@ -175,7 +175,7 @@ class Meter(TorchDispatchMode):
         return piece
 
     def _only_weights(self, read: list[Tensor], overwritten: Set[int]) -> bool:
-        """Whether an operation turned weights alone into something: a cast, a copy, a gathering."""
+        """Whether an operation read weights alone: a cast, a copy, an all-gather."""
         sources = [piece for piece in map(self.storages.find, read) if id(piece) not in overwritten]
         return bool(sources) and all(
             piece is not None and (piece.copy_of_weights or piece.purpose is Purpose.WEIGHTS) for piece in sources
@@ -184,7 +184,8 @@ class Meter(TorchDispatchMode):
     # --- communication ---------------------------------------------------------------------------------------------
 
     def _communicate(self, func: Any, args: Any, result: Any, tensors: Sequence[Tensor]) -> None:
-        """
+        """Count a collective or a message.
+
         Raises:
             ForgeError: it is not known what a rank sends in this operation.
         """
@@ -207,7 +208,7 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 @cache
 def _places_overwritten(func: Any) -> tuple[tuple[int, str], ...]:
-    """Arguments that an operation fills anew, each with its number and its name."""
+    """Returns the arguments that an operation overwrites, each with its number and its name."""
     written = [
         (number, argument)
         for number, argument in enumerate(func._schema.arguments)
@@ -232,12 +233,12 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def _largest(args: Any) -> int:
-    """Of the tensors, or lists of them, that an operation is given and gives, the largest in all: the whole one."""
+    """Returns the bytes of the largest argument or result, tensor or list of them: the whole tensor."""
     return max(sum(map(_bytes, _tensors(arg))) for arg in args)
 
 
 def _group_of(args: Any) -> dist.ProcessGroup:
-    """The process group among the arguments of an operation: itself, or its name."""
+    """Returns the process group among the arguments of an operation, which may be its name."""
     for arg in args:
         if isinstance(arg, torch.ScriptObject):
             try:
@@ -251,7 +252,7 @@ def _group_of(args: Any) -> dist.ProcessGroup:
 
 @define
 class MeteredLoss:
-    """A loss that tells what memory it takes for itself."""
+    """A loss whose allocations are metered as logits."""
 
     loss: Any
     meter: Meter | None = None

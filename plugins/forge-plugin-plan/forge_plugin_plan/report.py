@@ -1,4 +1,4 @@
-"""A plan as a person reads it."""
+"""A plan as text."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from forge_plugin_plan.simulate import RankPlan
 from forge_plugin_plan.storages import Memory, Purpose
 
 SPARE = 0.1
-"""Part of the memory that should stay free: for what is not counted."""
+"""Fraction of the memory that should stay free for what is not counted."""
 
 
 def report(plan: Plan, gpu: GPU | None, network: float) -> str:
-    """Paragraphs: the job, memory, computation, communication, and with a GPU how long a step takes at least.
+    """Returns paragraphs: the job, memory, computation, communication, and with a GPU the bounds on a step's time.
 
     Args:
-        network: bytes a second and direction that each GPU has to other nodes.
+        plan: the estimates.
+        gpu: the GPU by which to bound the time, if any.
+        network: bytes a second and direction from each GPU to other nodes.
     """
     parts = [_heading(plan), _memory(plan, gpu), _pipeline(plan), _computation(plan), _communication(plan)]
     if gpu is not None:
@@ -119,7 +121,7 @@ def _computation(plan: Plan) -> Iterator[str]:
 
 
 def _communication(plan: Plan) -> Iterator[str]:
-    rank = max(plan.ranks, key=lambda rank: _sent(rank))
+    rank = max(plan.ranks, key=_sent)
     if rank.traffic is None or not rank.traffic.transfers:
         return
     which = f", pipeline rank {rank.pipeline_rank}" if plan.layout.pp > 1 else ""

@@ -1,4 +1,4 @@
-"""One training step of one rank, played on shapes alone."""
+"""One training step of one rank, simulated on shapes alone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from forge_core.job import Job
 from forge_core.parallel.layout import micro_batches
 from forge_core.plugins.catalog import Catalog
 from forge_plugin_plan.fake_run import FakeRun, fake_run
-from forge_plugin_plan.fake_world import Line, Said, fake_world, line_of
+from forge_plugin_plan.fake_world import BroadcastLog, Line, fake_world, line_of
 from forge_plugin_plan.kernels import FusedAttention, count_kernels
 from forge_plugin_plan.meter import Meter, Transfer
 from forge_plugin_plan.storages import Memory, Purpose
@@ -28,21 +28,21 @@ from forge_plugin_plan.storages import Memory, Purpose
 
 @frozen(kw_only=True)
 class Traffic:
-    """What a step of a rank moves and computes."""
+    """Communication and computation of a rank's step."""
 
     transfers: Mapping[Transfer, int]
-    """Everything that the rank takes part in, with how often."""
+    """Number of times that the rank takes part in each."""
     lines: Mapping[str, Line]
-    """How the ranks of each process group lie, by the group's name."""
+    """Arrangement of the ranks of each process group, by the group's name."""
     flops: float
-    """Of matrix products and attention, recomputation included."""
+    """FLOPs of matrix products and attention, recomputation included."""
     kept: int
     """Bytes that forward passes kept for the backward, gathered and cast weights included."""
 
 
 @frozen(kw_only=True)
 class RankPlan:
-    """What a rank takes. Figures that need a step are None where none could be played."""
+    """Figures of a rank. Those that need a step are None if none could be simulated."""
 
     rank: int
     pipeline_rank: int
@@ -53,15 +53,15 @@ class RankPlan:
     memory: Memory | None
     traffic: Traffic | None
     failure: str
-    """Why no step could be played, if so."""
+    """Why no step could be simulated, if so."""
     outline: Outline
-    """Of the whole model."""
+    """Facts of the whole model."""
     compiled: bool
-    """Whether blocks are compiled; they were played as they are."""
+    """Whether blocks are compiled; they were simulated eagerly."""
 
     @property
     def training_state(self) -> Mapping[Purpose, int]:
-        """Bytes of what is known without playing a step."""
+        """Bytes by purpose that are known without simulating a step."""
         return {
             Purpose.WEIGHTS: self.weights,
             Purpose.GRADIENTS: self.gradients,
@@ -70,19 +70,23 @@ class RankPlan:
 
 
 def simulate(
-    job: Job, catalog: Catalog, world_size: int, rank: int, said: Said, device: torch.device, play: bool = True
+    job: Job, catalog: Catalog, world_size: int, rank: int, log: BroadcastLog, device: torch.device, play: bool = True
 ) -> RankPlan:
-    """Build a job as rank `rank` of `world_size` does, and play a step.
+    """Build a job as rank `rank` of `world_size` does, and simulate a step.
 
     Args:
-        said: what ranks with lower numbers have said.
-        device: where the job is to run; it need not exist.
-        play: whether the step is played; else there are only the figures that need none.
+        job: the job.
+        catalog: components that are installed.
+        world_size: number of ranks.
+        rank: the rank that this process takes the place of.
+        log: broadcasts of ranks with lower numbers; those of this rank are appended.
+        device: device that the job will run on; it need not exist.
+        play: whether the step is simulated; else there are only the figures that need none.
 
     Raises:
-        JobError: the job cannot be built on so many ranks.
+        JobError: the job cannot be built on this number of ranks.
     """
-    with fake_world(world_size, rank, said):
+    with fake_world(world_size, rank, log):
         built = fake_run(job, catalog, device)
         with built.mode:
             return _Rank(built, rank, device).plan(play)
@@ -123,16 +127,17 @@ class _Rank:
         )
 
     def _play(self) -> tuple[Memory, Traffic]:
-        """Play as many micro-batches as tell what each further one takes, and add those up.
+        """Simulate enough micro-batches to know what each further one adds, and extrapolate to all of them.
 
-        They are played in rounds, each of as many as the pipeline has ranks. What the second takes more than the first
-        each further one does, too; if in a pipeline that is memory, the third is asked: then all ranks are busy.
+        They are simulated in rounds, each of as many as the pipeline has ranks. The difference between the first round
+        and the second is added for each further one. If that includes memory in a pipeline, the difference between the
+        second round and the third is: only then are all ranks busy.
         """
         count, _ = micro_batches(self._run.job, self._layout)
         pipeline = self._layout.pp
         if pipeline > 1:
             with self._surroundings():
-                self._run.executor.evaluate([self._batch()])  # it finds out, once, what travels
+                self._run.executor.evaluate([self._batch()])  # the first call also negotiates shapes
         first = pipeline if self._may_run(pipeline) else 2 * pipeline
         if count <= first + pipeline:
             meter = self._measure(count)
@@ -150,7 +155,7 @@ class _Rank:
         return memory.continued(before, further), self._traffic(meter, fewer, further)
 
     def _may_run(self, count: int) -> bool:
-        """Whether the stages accept so many micro-batches."""
+        """Whether the stages accept `count` micro-batches."""
         job, layout = self._run.job, self._layout
         _, rows = micro_batches(job, layout)
         train = attrs.evolve(job.train, global_batch_size=count * rows * layout.data_parallel)
@@ -158,7 +163,7 @@ class _Rank:
         return layout.pp == 1 or not any(list(stage.problems(fewer, layout)) for stage in job.parallel.values())
 
     def _traffic(self, meter: Meter, fewer: Meter, further: float) -> Traffic:
-        """What `meter` saw, and `further` times what it saw more than `fewer`."""
+        """Returns what `meter` counted, plus `further` times its difference to `fewer`."""
         mesh = self._run.context.mesh
         assert mesh is not None
         return Traffic(
@@ -169,7 +174,7 @@ class _Rank:
         )
 
     def _measure(self, count: int) -> Meter:
-        """A whole step of `count` micro-batches, with the update."""
+        """Simulate a whole step of `count` micro-batches, with the update."""
         run, meter = self._run, Meter()
         batches = [self._batch() for _ in range(count)]
         self._loss.meter = meter
@@ -182,7 +187,7 @@ class _Rank:
             self._gradients = meter.storages.assign(_gradients(run), Purpose.GRADIENTS)
             stepper.update(_step_context(run, norm), sums["loss_sum"])
         meter.storages.assign(_state(run), Purpose.OPTIMIZER)
-        _name(meter, run)  # fsdp has put others in their place
+        _name(meter, run)  # again: fsdp has put others in their place
         return meter
 
     @contextmanager
@@ -201,7 +206,7 @@ class _Rank:
         return {name: torch.zeros(shape, dtype=torch.long) for name in ("input_ids", "labels")}
 
     def _update_by_zeros(self) -> None:
-        """Without a step, gradients are as large as what they are of."""
+        # Without a step, each gradient is as large as its parameter; the update then makes the optimizer's state.
         for item in self._run.parameters:
             p = item.parameter
             p.grad = torch.zeros_like(p, dtype=p.grad_dtype) if p.requires_grad else None
@@ -210,17 +215,17 @@ class _Rank:
 
 
 def _continued(now: Mapping[Transfer, int], before: Mapping[Transfer, int], further: float) -> Mapping[Transfer, int]:
-    """`now`, and `further` times what it has more than `before`. Some transfers are not more but larger."""
+    """Returns `now` plus `further` times its difference to `before`: in number, or for some transfers in size."""
     grown = {(old.kind, old.group, times): old for old, times in before.items() if old not in now}
-    found: Counter[Transfer] = Counter()
+    continued: Counter[Transfer] = Counter()
     for transfer, times in now.items():
         smaller = grown.get((transfer.kind, transfer.group, times))
         if transfer not in before and smaller is not None:
             whole = transfer.whole + round(further * (transfer.whole - smaller.whole))
-            found[attrs.evolve(transfer, whole=whole)] += times
+            continued[attrs.evolve(transfer, whole=whole)] += times
         else:
-            found[transfer] += times + round(further * (times - before.get(transfer, 0)))
-    return found
+            continued[transfer] += times + round(further * (times - before.get(transfer, 0)))
+    return continued
 
 
 def _name(meter: Meter, run: Run) -> None:

@@ -1,4 +1,4 @@
-"""The life of every piece of memory in a step, and what each is for."""
+"""Lifetime and purpose of every storage in a step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from forge_core.parallel.mesh import local_part
 
 
 class Purpose(StrEnum):
-    """What memory is for. The first one that fits counts."""
+    """Purpose of memory. The first one that fits counts."""
 
     WEIGHTS = "weights"
     BUFFERS = "buffers"
@@ -31,7 +31,7 @@ class Purpose(StrEnum):
 
 
 PERSISTENT = (Purpose.WEIGHTS, Purpose.BUFFERS, Purpose.OPTIMIZER)
-"""What is there throughout a step."""
+"""Purposes of memory that exists throughout a step."""
 
 
 @define(eq=False)
@@ -40,19 +40,19 @@ class Piece:
 
     bytes: int
     purpose: Purpose | None = None
-    """As far as its making tells."""
+    """Purpose known at allocation."""
     made_in_backward: int = -1
-    """Number of the backward pass that made it; -1: none did."""
+    """Number of the backward pass that allocated it; -1: none did."""
     copy_of_weights: bool = False
     kept: bool = False
-    """Whether a forward pass kept it for the backward: as a saved tensor, or as what recomputation starts from."""
+    """Whether a forward pass kept it for the backward: as a saved tensor, or as an input of recomputation."""
     sent: bool = False
     """Whether a collective read or wrote it."""
     outlived: bool = False
-    """Whether it was still there after the backward pass that made it."""
+    """Whether it outlived the backward pass that allocated it."""
 
     def classified(self) -> Purpose:
-        """What it is for, once the step is over."""
+        """Returns the final purpose, after the step."""
         if self.purpose in (*PERSISTENT, Purpose.GRADIENTS):
             return self.purpose
         if self.copy_of_weights:
@@ -71,17 +71,17 @@ class Memory:
     """Bytes of a rank over a step, by purpose."""
 
     most: Mapping[Purpose, int]
-    """At any time; not all purposes have their most at the same time."""
+    """Maximum over the step; not all purposes reach it at the same time."""
     at_peak: Mapping[Purpose, int]
-    """When all of them together are most."""
+    """Bytes per purpose at the moment of peak total memory."""
 
     @property
     def peak(self) -> int:
         return sum(self.at_peak.values())
 
     def continued(self, fewer: Memory, further: float) -> Memory:
-        """With `further` times what there is more of than in `fewer`: in a pipeline that keeps all micro-batches until
-        their backward passes; else nothing."""
+        """Returns this memory plus `further` times its excess over `fewer`."""
+        # There is an excess only in a pipeline that keeps all micro-batches until their backward passes.
         most, at_peak = dict(self.most), dict(self.at_peak)
         for purpose in Purpose:
             most[purpose] += round(further * max(0, self.most[purpose] - fewer.most[purpose]))
@@ -91,7 +91,7 @@ class Memory:
 
 @define(eq=False)
 class Storages:
-    """Follows storages from the operation that makes them to their end."""
+    """Follows storages from the operation that allocates them until they are freed."""
 
     _pieces: dict[int, Piece] = field(factory=dict)
     _guards: dict[int, Any] = field(factory=dict)
@@ -104,7 +104,7 @@ class Storages:
         return self._pieces.get(tensor.untyped_storage()._cdata)
 
     def piece(self, tensor: Tensor) -> tuple[Piece, bool]:
-        """The storage of a tensor, and whether it was unknown until now."""
+        """Returns the storage of a tensor, and whether it was unknown until now."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._pieces:
@@ -117,14 +117,14 @@ class Storages:
         return piece, True
 
     def assign(self, tensors: Iterable[Tensor], purpose: Purpose) -> int:
-        """Tell what tensors are for; gives their bytes, each storage once."""
-        found = {id(piece): piece for piece in (self.piece(local_part(tensor))[0] for tensor in tensors)}
-        for piece in found.values():
+        """Set the purpose of tensors; returns their bytes, each storage once."""
+        pieces = {id(piece): piece for piece in (self.piece(local_part(tensor))[0] for tensor in tensors)}
+        for piece in pieces.values():
             piece.purpose = purpose
-        return sum(piece.bytes for piece in found.values())
+        return sum(piece.bytes for piece in pieces.values())
 
     def keep(self, piece: Piece) -> None:
-        """A forward pass keeps it for the backward."""
+        """Note that a forward pass keeps a storage for the backward."""
         if not piece.kept:
             piece.kept = True
             self.kept += piece.bytes
@@ -134,13 +134,14 @@ class Storages:
         del self._guards[key]
         self._log.append((piece, -piece.bytes))
         now = torch._C._current_graph_task_id()
+        # An input of recomputation is no saved tensor: it is known by the backward pass that frees it.
         if piece.made_in_backward == -1 and now != -1:
             self.keep(piece)
         piece.outlived |= piece.made_in_backward not in (-1, now)
 
     @contextmanager
     def resizing(self) -> Iterator[None]:
-        """Within this context, storages that change their size are followed too: fsdp frees and takes memory so."""
+        """Within this context, storages that change their size are followed too, by which fsdp frees and allocates."""
         resize: Callable[..., Any] = torch.UntypedStorage.resize_
 
         def followed(storage: torch.UntypedStorage, size: int) -> Any:
@@ -155,7 +156,7 @@ class Storages:
             yield
 
     def memory(self) -> Memory:
-        """What there was, with what persists there from the beginning."""
+        """Returns the memory over the step, in which persistent storages exist from the beginning."""
         alive = {id(piece) for piece in self._pieces.values()}
         purposes = {id(piece): piece.classified() for piece, _ in self._log}
         kept = {key for key, purpose in purposes.items() if purpose in PERSISTENT and key in alive}

@@ -14,14 +14,14 @@ from forge_core.contracts.data import LoadedRows, SampleRow
 from forge_plugin_torchdata.workers import PATIENCE_S, QUEUED, Workers
 
 NO_SNAPSHOTS = {"snapshot_frequency": 0}
-"""The position of a run is what was handed out, which the core counts: the graph need not keep states."""
+"""The core records the position of a run: the graph need not keep states."""
 
 
 def load(workers: Workers, units: Iterator[Sequence[SampleRow]], ahead: int, pin: bool) -> Generator[LoadedRows]:
-    """What the units hold, in their order.
+    """Yields the loaded units, in their order.
 
     Args:
-        workers: who reads; closed at the end.
+        workers: the workers that read; closed at the end.
         units: the rows that are read at once.
         ahead: units that are kept ready.
         pin: whether they are copied to pinned memory.
@@ -54,14 +54,12 @@ def load(workers: Workers, units: Iterator[Sequence[SampleRow]], ahead: int, pin
 
 
 def graph(workers: Workers, units: Iterator[Sequence[SampleRow]], ahead: int, pin: bool) -> BaseNode[Any]:
-    """The graph over the units.
-
-    Rows by number may be read by any worker: a `ParallelMapper` gives the next unit to the one that is idle. Its
-    threads wait for workers, which may be processes: those of `ParallelMapper` itself would hang the run when one dies,
-    and outlive a run that is killed. The rows of a lane must be read by one worker and in order, so units of streams
-    are handed out in turn, and the prefetcher keeps `ahead` of them under way.
-    """
-    node: BaseNode[Any] = SamplerWrapper(units)  # of a sampler it uses no more than that it is iterable
+    """Returns the graph over the units; for the arguments see `load`."""
+    node: BaseNode[Any] = SamplerWrapper(units)  # which needs an iterable only
+    # Rows by number may be read by any worker: a `ParallelMapper` gives the next unit to one that is idle. Its threads
+    # wait for workers of ours: processes of its own would hang the run when one dies, and outlive a run that is killed.
+    # The rows of a lane must be read by one worker and in order. So one thread hands the units of streams out in turn,
+    # since several that take from one queue may swap two of a lane, and the prefetcher keeps `ahead` units in flight.
     if workers.has_lanes:
         node = Mapper(Prefetcher(Mapper(node, workers.hand_out), ahead, **NO_SNAPSHOTS), workers.collect)
     else:

@@ -18,7 +18,7 @@ from forge_plugin_torchdata.torchdata import PipelineLane
 
 Sample = Mapping[str, np.ndarray]
 TAG = "forge"
-"""Key of the tables that stand for what JSON has no form of."""
+"""Key of the tables that stand for types that JSON lacks."""
 
 
 class PipelineStream:
@@ -39,8 +39,8 @@ class PipelineStream:
 
         Args:
             factory: makes the graph of a lane.
-            lane: what the factory is handed, but for number and count.
-            lanes: how many there are.
+            lane: the argument of the factory, but for number and count.
+            lanes: their number.
             snapshot_every: samples from one copy of the state to the next.
             held_out: sequences by number, or None.
         """
@@ -49,10 +49,10 @@ class PipelineStream:
         self._factory, self._lane, self._snapshot_every = factory, lane, snapshot_every
 
     def read(self, lane: int, position: Mapping[str, Any] | None) -> Iterator[tuple[Sample, Mapping[str, Any]]]:
-        """Samples of a lane without end, each with the position after it: a state of the graph, and samples since.
+        """Yields samples of a lane without end, with the position after each: a state of the graph, and samples since.
 
         Raises:
-            DataError: the factory returns something else, or an item is no sample.
+            DataError: the factory returns no graph or loader, or an item is no sample.
         """
         loader = self._loader(lane)
         state, since = (None, 0) if position is None else (position["state"], position["since"])
@@ -78,7 +78,8 @@ class PipelineStream:
 
 
 def _endless(loader: Any) -> Iterator[Any]:
-    """Epoch after epoch. The rest of a restored epoch may be empty, a whole one may not."""
+    """Yields items, epoch after epoch."""
+    # Two empty epochs in a row are an error: one may be the rest of a restored epoch, but then a whole one follows.
     empty = 0
     while empty < 2:
         empty += 1
@@ -105,7 +106,7 @@ class HeldOutItems:
 
 
 def sample_of(item: Any, seq_len: int) -> Sample:
-    """An item of a pipeline as a sample of NumPy arrays.
+    """Returns an item of a pipeline as a sample of NumPy arrays.
 
     Raises:
         DataError: it is not a mapping, or lacks inputs or labels of (S,).
@@ -116,17 +117,17 @@ def sample_of(item: Any, seq_len: int) -> Sample:
     for name in ("input_ids", "labels"):
         shape = sample[name].shape if name in sample else None
         if shape != (seq_len,):
-            seen = "is missing" if shape is None else f"has the shape {shape}"
-            fix = "; items are single sequences, so set batch_size=None" if shape and len(shape) > 1 else ""
-            raise DataError(f"{name!r} of an item {seen}, expected ({seq_len},){fix}")
+            problem = "is missing" if shape is None else f"has the shape {shape}"
+            hint = "; items are single sequences, so set batch_size=None" if shape and len(shape) > 1 else ""
+            raise DataError(f"{name!r} of an item {problem}, expected ({seq_len},){hint}")
     return sample
 
 
 def to_json(value: Any) -> Any:
-    """A state as plain JSON. Tensors, arrays, bytes, tuples and tables with other keys than strings are tagged.
+    """Returns a state as plain JSON. Tensors, arrays, bytes, tuples and tables with keys other than strings are tagged.
 
     Raises:
-        DataError: it holds something else; names the type.
+        DataError: it holds another type, which is named.
     """
     if value is None or isinstance(value, bool | int | float | str):
         return value
@@ -150,7 +151,7 @@ def to_json(value: Any) -> Any:
 
 
 def from_json(value: Any) -> Any:
-    """The state that `to_json` wrote."""
+    """Returns the state from what `to_json` returned."""
     if isinstance(value, list):
         return [from_json(item) for item in value]
     if not isinstance(value, Mapping):

@@ -27,7 +27,7 @@ class Nodes(LoaderComponent):
     """
 
     method: Literal["process", "thread"] = "process"
-    """What a worker is. Threads share the memory of the run and start at once; they suit decoders that release the
+    """Kind of worker. Threads share the memory of the run and start at once; they suit decoders that release the
     GIL."""
     ahead: int = field(default=2, validator=ge(1))
     """Units (a worker's part of a step) that are kept ready for each worker, besides those that are being read."""
@@ -52,7 +52,7 @@ class Nodes(LoaderComponent):
 
 @frozen(kw_only=True)
 class PipelineLane:
-    """What a factory of `pipeline` makes a graph for: one lane of the source."""
+    """One lane of a `pipeline`, for which its factory makes a graph."""
 
     number: int
     """From 0. Equal numbers must yield equal samples, and no sample may be in two lanes."""
@@ -69,7 +69,7 @@ class PipelineLane:
 
 @frozen(kw_only=True)
 class Pipeline(DatasetComponent):
-    """A graph of `torchdata.nodes`, or a `StatefulDataLoader`, of your own: its state is kept in checkpoints.
+    """A custom graph of `torchdata.nodes`, or a `StatefulDataLoader`, whose state is saved in checkpoints.
 
     Each item is one sequence: a mapping with `input_ids` and `labels`, (S,) integers, the labels shifted and -100 where
     ignored, and whatever else the model reads, as arrays or tensors.
@@ -80,7 +80,7 @@ class Pipeline(DatasetComponent):
     `./file.py:function`, relative to the working directory."""
     lanes: int = field(default=1, validator=ge(1), metadata=when_resumed("impossible"))
     """Graphs that are read side by side. They divide `train.global_batch_size` and are a multiple of the data-parallel
-    ranks: take at least as many as you will ever have ranks or workers."""
+    ranks: choose at least as many as the ranks and the workers of any run that continues this one."""
     held_out: str | None = None
     """Function that makes the held-out sequences from a `PipelineLane` (number 0 of 1): something with a length and
     items by number. By default there are none."""

@@ -1,7 +1,7 @@
 """Workers that read units: processes or threads, each behind an executor of its own.
 
-A pool of several processes fails as a whole when one dies, and does not tell which task that one had. With one process
-an executor, the death of a worker is the failure of exactly the unit that it was reading.
+A pool of several processes fails as a whole when one dies, and does not know which task that process had. With one
+process per executor, the death of a worker is the failure of exactly the unit that it was reading.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.process import BaseProcess
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 
@@ -27,9 +27,9 @@ QUEUED = 2
 """Units that a worker has at a time, so that it need not wait for the next one. When it dies, it was reading the first,
 whose failure is the first to be raised."""
 PARENT_CHECK_S = 1.0
-"""How often a worker process looks whether the run is still there."""
+"""Seconds between the checks of a worker process that the run is alive."""
 PATIENCE_S = 5.0
-"""How long the end of a run waits for a unit that is being read, before the process that reads it is killed."""
+"""Seconds that the end of a run waits for a unit that is being read, before the process that reads it is killed."""
 
 
 class Workers:
@@ -62,7 +62,7 @@ class Workers:
         self._handed_out = 0
 
     def read(self, rows: Sequence[SampleRow]) -> LoadedRows | Exception:
-        """Read a unit by whichever worker has least to do. Called from `QUEUED` threads for each worker."""
+        """Read a unit by the worker with the shortest queue. Called from `QUEUED` threads for each worker."""
         number = self._idle.get()
         try:
             return self._result(number, rows, self._submit(number, rows))
@@ -72,7 +72,7 @@ class Workers:
             self._idle.put(number)
 
     def hand_out(self, rows: Sequence[SampleRow]) -> tuple[int, Sequence[SampleRow], Future[LoadedRows | Exception]]:
-        """Let the workers take units in turn: the one that has read a lane once reads it always, and in order."""
+        """Submit a unit to the workers in turn, so that a lane is always read by the same worker, in order."""
         number = self._handed_out % self.count
         self._handed_out += 1
         return number, rows, self._submit(number, rows)
@@ -80,12 +80,13 @@ class Workers:
     def collect(
         self, handed_out: tuple[int, Sequence[SampleRow], Future[LoadedRows | Exception]]
     ) -> LoadedRows | Exception:
-        """The unit that `hand_out` began."""
+        """Returns the unit that `hand_out` submitted."""
         number, rows, future = handed_out
         return self._result(number, rows, future)
 
     def close(self) -> None:
         """End all workers."""
+        # Without waiting first: a read that hangs must not hold up the end, and only processes can be killed.
         for executor in self._executors:
             executor.shutdown(wait=False, cancel_futures=True)
         deadline = time.monotonic() + PATIENCE_S
@@ -121,14 +122,15 @@ class Workers:
         return f"process {process.pid}, {cause}"
 
 
-_reader: SampleReader
-"""A worker process's copy."""
+class _Worker:
+    """State of a worker process."""
+
+    reader: ClassVar[SampleReader]
 
 
 def _begin(reader: SampleReader, parent: int) -> None:
-    """What a worker process does first."""
-    global _reader
-    _reader = reader
+    """Initialise a worker process."""
+    _Worker.reader = reader
     torch.set_num_threads(1)
     # Ctrl-C and a scheduler's signal reach the whole process group. The run then saves before it ends, and for that it
     # needs its data: workers end with the run, and not before.
@@ -138,14 +140,14 @@ def _begin(reader: SampleReader, parent: int) -> None:
 
 
 def _end_with(parent: int) -> None:
-    """End this process when the run has been killed: nobody would tell it to end."""
+    """End this process when the run has been killed, and so cannot end it."""
     while os.getppid() == parent:
         time.sleep(PARENT_CHECK_S)
     os._exit(1)
 
 
 def _read(rows: Sequence[SampleRow]) -> LoadedRows | Exception:
-    return _attempt(_reader, rows)
+    return _attempt(_Worker.reader, rows)
 
 
 def _attempt(reader: SampleReader, rows: Sequence[SampleRow]) -> LoadedRows | Exception:

@@ -1,7 +1,7 @@
 """Multi-head latent attention.
 
-A position is compressed into a latent c and a key part r that carries its place and is the same for all heads. Head h
-sees keys [U_h c, r] and values W_h c, U and W being the rows of `kv_up`.
+A position is compressed into a latent c and a key part r with the position encoding, the same for all heads. Head h
+has keys [U_h c, r] and values W_h c, where U and W are the rows of `kv_up`.
 
 Shapes: B sequences, S positions, T positions with the cached ones, D model width, H heads, C width of c, N and P the
 parts of a head's queries and keys without and with a position, E = N + P, V width of a head's values.
@@ -63,12 +63,18 @@ class LatentAttention(nn.Module):
         norm_eps: float,
         init: InitStd,
     ) -> None:
-        """
+        """Builds the projections.
+
         Args:
+            dim: D.
+            heads: H.
+            widths: C, N, P and V, and that of the queries' latent.
             rotary: position encoding of width P.
-            interleaved: whether neighbouring dimensions are turned together.
+            interleaved: whether neighbouring dimensions are rotated together.
             score_factor: multiplies every score, besides E^-0.5.
-            norm_eps: of the norms of both latents.
+            core: attention of queries to keys and values.
+            norm_eps: epsilon of the norms of both latents.
+            init: standard deviations of initial weights.
         """
         super().__init__()
         self.heads, self.widths = heads, widths
@@ -87,7 +93,7 @@ class LatentAttention(nn.Module):
         self.core = core
 
     def prepare(self, batch: Batch) -> Batch:
-        """With what the core wants, and the tables of the batch's positions where the encoding says which they are."""
+        """Returns the batch with the core's entries, and with tables of its positions if the encoding needs them."""
         return self.core.prepare(with_tables(self.rotary, batch))
 
     def forward(self, x: Tensor, batch: Batch, cache: LatentCache | None = None) -> Tensor:
@@ -111,14 +117,14 @@ class LatentAttention(nn.Module):
         return self.kv_norm(latent), self._turned(rope.unsqueeze(2), turns).squeeze(2)
 
     def _expanded(self, latent: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
-        """c (B, T, C) and r (B, T, P) -> keys (B, T, H, E) and values (B, T, H, V)."""
+        """Latents (B, T, C) and key parts (B, T, P) -> keys (B, T, H, E) and values (B, T, H, V)."""
         both = self.kv_up(latent).unflatten(-1, (-1, self.widths.nope + self.widths.value))
         nope, v = both.split([self.widths.nope, self.widths.value], -1)
         shared = rope.unsqueeze(2).expand(-1, -1, nope.shape[2], -1)
         return torch.cat([nope, shared], -1), v
 
     def _turned(self, x: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
-        """(B, S, heads, P), turned to the positions of the tables."""
+        """(B, S, heads, P), rotated to the positions of the tables."""
         cos, sin = turns
         if self.interleaved:  # queries and keys are reordered alike, so their products are the same
             x = x.unflatten(-1, (-1, 2)).mT.flatten(-2)
@@ -140,14 +146,14 @@ class LatentAttention(nn.Module):
         return self._attend_expanded(q, cached, mask)
 
     def _attend_expanded(self, q: Tensor, cached: Tensor, mask: Tensor) -> Tensor:
-        """Queries (B, S, H, E), what is cached (B, T, C + P), mask (B, 1, S, T) -> (B, S, H, V)."""
+        """Queries (B, S, H, E), cache (B, T, C + P), mask (B, 1, S, T) -> (B, S, H, V)."""
         k, v = self._expanded(*cached.split([self.widths.kv_latent, self.widths.rope], -1))
         return torch_attention(q, k, v, mask)
 
     def _attend_absorbed(self, q: Tensor, cached: Tensor, mask: Tensor, cache: LatentCache) -> Tensor:
-        """The same without keys and values: q · U c = (Uᵀ q) · c, and the sum of p W c is W of the sum of p c.
+        """Same as `_attend_expanded`, without keys and values: q · U c = (Uᵀ q) · c, and Σ p W c = W Σ p c.
 
-        So what is cached is the one key of all heads, and its value: the value's last P dimensions are left unused.
+        The cache is then the one key of all heads, and its value, whose last P dimensions are unused.
         """
         up = cache.up_projection(self.kv_up, self.widths.kv_latent, like=q)
         by_head = up.unflatten(-1, (-1, self.widths.nope + self.widths.value))
@@ -161,21 +167,21 @@ class LatentAttention(nn.Module):
         mixed = mixed.squeeze(2).unflatten(1, (-1, heads))[..., : self.widths.kv_latent]
         return torch.einsum("bshc,chv->bshv", mixed, to_values)
 
-    # --- what the engine and the stages ask ----------------------------------------------------------------------
+    # --- for the engine and the stages ---------------------------------------------------------------------------
 
     def flops(self, seq_len: int) -> float:
-        """6 a weight, and for the causal half 3 a key and element of the heads, of scores (E) and of mixing (V)."""
+        """6 per weight, and for the causal half 3 per key and element of the heads, of scores (E) and of mixing (V)."""
         weights = sum(parameter.numel() for parameter in self.parameters() if parameter.ndim > 1)
         return 6.0 * weights + 3.0 * self.heads * (self.widths.key + self.widths.value) * seq_len
 
     def tensor_parallel_plan(self) -> Mapping[str, str]:
-        """Ranks share the heads. Latents are the same on all; what compresses gets a part of its gradient from each."""
+        """Ranks divide the heads. Latents are replicated, and each rank has a part of their projections' gradients."""
         queries = {"q_down": "replicate", "q_norm": "replicate", "q_up": "column"}
         plan = {"": "whole_input", "kv_down": "replicate", "kv_norm": "replicate", "kv_up": "column", "o": "row"}
         return plan | (queries if self.widths.q_latent else {"q": "column"})
 
     def float8_exempt(self) -> Sequence[str]:
-        """Compressing projections: under tp each rank has a part of their gradient, and would round it by itself."""
+        """Compressing projections: under tp each rank has a part of their gradient, and would round it separately."""
         return [*(["q_down"] if self.widths.q_latent else []), "kv_down"]
 
     def sequence_mixers(self) -> Mapping[str, int]:

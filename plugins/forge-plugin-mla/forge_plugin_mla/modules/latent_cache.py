@@ -1,7 +1,7 @@
 """The cache of latent attention for generation, and attention to it.
 
-Shapes: B sequences, S positions that come in, T positions so far, H heads, C width of the latent, P width of the key
-part that carries the position, N and V the widths made of the latent for a head's key and value.
+Shapes: B sequences, S new positions, T positions so far, H heads, C width of the latent, P width of the key part with
+position encoding, N and V the widths of a head's key and value that are projected from the latent.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class LatentCache(Cache):
-    """C + P numbers a position, whatever the number of heads."""
+    """Caches C + P numbers per position, whatever the number of heads."""
 
     def __init__(self, batch_size: int, length: int) -> None:
         super().__init__(batch_size, length)
@@ -34,20 +34,21 @@ class LatentCache(Cache):
         return cached, mask
 
     def up_projection(self, kv_up: nn.Module, width: int, like: Tensor) -> Tensor:
-        """The matrix by which `kv_up` multiplies latents of `width` C, (C, H (N + V)), in the dtype of `like`; kept, so
-        that it is found once a generation.
+        """Returns the matrix (C, H (N + V)) by which `kv_up` multiplies latents of `width` C, in the dtype of `like`.
 
-        It is the module's output for the identity: `kv_up.weight` would miss whatever a plugin has put around the
-        module, such as a low-rank adapter.
+        It is computed once per generation.
         """
+        # The module's output for the identity: `kv_up.weight` would miss a low-rank adapter around the module.
         if self._up is None:
             self._up = kv_up(torch.eye(width, dtype=like.dtype, device=like.device))
         return self._up
 
 
 def absorbs(new: int, cached: int, widths: Widths) -> bool:
-    """Whether S = `new` queries attend with fewer products to T = `cached` latents as they are, than to keys and values
-    made of them. One query does; the many of a prompt do not."""
+    """Whether S = `new` queries attend to T = `cached` latents with fewer FLOPs than to their keys and values.
+
+    A single query does; the queries of a prompt do not.
+    """
     up = widths.kv_latent * (widths.nope + widths.value)
     absorbed = new * up + new * cached * 2 * (widths.kv_latent + widths.rope)
     expanded = cached * up + new * cached * 2 * widths.key

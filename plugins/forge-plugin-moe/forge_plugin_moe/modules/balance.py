@@ -1,4 +1,4 @@
-"""Losses that ask for equal use of experts.
+"""Auxiliary losses for the load balance of experts.
 
 Shapes: B sequences, S positions of this rank, E experts, K experts of a token.
 """
@@ -22,8 +22,9 @@ CHOSEN = "moe/chosen"
 
 
 class Balance(nn.Module):
-    """Σ f P in three forms; see `forge_plugin_moe.moe.TopKRouter`. Only P has gradients, in which all are linear:
-    parts of a sequence add up.
+    """Σ f P in three forms; see `forge_plugin_moe.moe.TopKRouter`.
+
+    Only P has gradients, and all three are linear in it: so the parts of a sequence on different ranks add up.
 
     Buffers: `load` (E,), the last step's counts of the whole batch, if a loss needs them.
 
@@ -38,7 +39,7 @@ class Balance(nn.Module):
         self._component = component
         self._auxiliary, self._layer = context.auxiliary, context.layer or 0
         self._sequences = Sequences.of(context)
-        self._share = 1 / context.layout.tp
+        self._share = 1 / context.layout.tp  # tensor-parallel ranks all compute this, and their gradients are summed
         self._experts = experts
         self._counted = counted or component.batch_balance > 0
         self._chosen = context.auxiliary.counter(CHOSEN, self._layer)
@@ -53,9 +54,10 @@ class Balance(nn.Module):
         """There are none."""
 
     def forward(self, weights: Tensor, probabilities: Tensor, chosen: Tensor) -> Tensor:
-        """The weights (B, S, K), with the losses attached.
+        """Returns the weights with the losses attached.
 
         Args:
+            weights: (B, S, K).
             probabilities: (B, S, E), each token's scores divided by their sum.
             chosen: (B, S, K).
         """
@@ -80,12 +82,12 @@ class Balance(nn.Module):
             weights = self._attach(weights, value, "micro_batch", one.micro_batch_balance)
         return weights
 
-    def _attach(self, weights: Tensor, value: Tensor, what: str, weight: float) -> Tensor:
-        unit: Unit = "layer" if what == "micro_batch" else "sequence"
-        name, weight = f"moe/{what}_balance", weight * self._share
+    def _attach(self, weights: Tensor, value: Tensor, scope: str, weight: float) -> Tensor:
+        unit: Unit = "layer" if scope == "micro_batch" else "sequence"
+        name, weight = f"moe/{scope}_balance", weight * self._share
         return self._auxiliary.attach(weights, value, unit=unit, name=name, weight=weight)
 
     def after_update(self) -> None:
         if self._component.batch_balance:
             counted = self._auxiliary.counted(CHOSEN, self._layer)
-            self.load.copy_(counted.where(counted.any(), self.load))  # none: the update was skipped
+            self.load.copy_(counted.where(counted.any(), self.load))  # no counts: the update was skipped

@@ -1,4 +1,4 @@
-"""Limits on how many tokens of a sequence an expert takes.
+"""Capacity: limits on the tokens of a sequence that an expert takes.
 
 Shapes: B sequences, S positions, K choices of a token, E experts.
 """
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def refuse_documents(batch: Batch) -> None:
-    """A choice among all tokens of a sequence must not join documents that are to be learned apart.
+    """Refuse isolated documents, among whose tokens an expert's choice or capacity would decide together.
 
     Checking a job refuses packings that isolate documents; this catches datasets that do so themselves.
 
@@ -34,20 +34,23 @@ def refuse_documents(batch: Batch) -> None:
 
 
 def largest(scores: Tensor, count: int, sequences: Sequences) -> Tensor:
-    """(B, S, E), bool: of each sequence and expert, the `count` positions with the largest scores; of equal scores, the
-    first. Scores of -inf are never among them."""
+    """(B, S, E), bool: for each sequence and expert, the `count` positions with the largest scores, none of -inf."""
     everywhere = sequences.gather(scores)
+    # Stable: of equal scores the first positions are taken, on every layout alike.
     best = everywhere.argsort(dim=1, descending=True, stable=True)[:, :count]
     taken = torch.zeros_like(everywhere, dtype=torch.bool).scatter_(1, best, True)
     return sequences.own(taken & (everywhere > -math.inf))
 
 
 def within_capacity(weights: Tensor, chosen: Tensor, factor: float, experts: int, sequences: Sequences) -> Tensor:
-    """(B, S, K), bool: the choices that experts take, which are those with the largest weights.
+    """(B, S, K), bool: the choices that experts accept, which are those with the largest weights.
 
     Args:
-        weights, chosen: (B, S, K), of the router.
-        factor: times an even share, which is choices of a sequence / E; rounded up.
+        weights: (B, S, K), of the router.
+        chosen: (B, S, K), of the router.
+        factor: multiple of an even share, which is choices of a sequence / E; the product is rounded up.
+        experts: E.
+        sequences: the pieces of the sequences on other ranks.
     """
     length = weights.shape[1] * sequences.pieces
     capacity = max(1, math.ceil(factor * length * weights.shape[2] / experts))

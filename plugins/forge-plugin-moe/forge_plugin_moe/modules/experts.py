@@ -37,7 +37,7 @@ class StackedLinear(nn.Module):
         """There are none."""
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
-        """`ends` (E,): after which row each expert's end; int32."""
+        """`ends` (E,), int32: the row after the last one of each expert."""
         if self.grouped and x.dtype != self.weight.dtype and _knows_sizes(x):
             return _CastingProduct.apply(x, self.weight, _sizes(ends, len(x)))
         weight = self.weight.to(x.dtype)
@@ -96,7 +96,8 @@ class _CastingProduct(torch.autograd.Function):
 
 
 def _product(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
-    """`grouped_mm`. When it is traced, torch takes bfloat16 for all that there is."""
+    """`grouped_mm`, as an opaque operator where torch cannot trace it."""
+    # Tracing accepts bfloat16 only, whatever the device computes (torch 2.13).
     if torch.compiler.is_compiling() and a.dtype != torch.bfloat16:
         return _opaque_product(a, b, ends)
     return F.grouped_mm(a, b, offs=ends)
@@ -134,7 +135,7 @@ class Experts(nn.Module):
         if overlap_fn is not None:
             overlap_fn()
         if rows is None:
-            planned = isinstance(chosen, FakeTensor)  # then nobody knows how many, and all is the most
+            planned = isinstance(chosen, FakeTensor)  # then the number is unknown, and all choices are the bound
             rows = chosen.numel() if planned else int((chosen >= 0).sum())
         dispatch = Dispatch.to_groups(chosen, self.down.weight.shape[0], rows, row_multiple(tokens))
         ends = dispatch.counts.cumsum(0, dtype=torch.int32)
@@ -144,7 +145,7 @@ class Experts(nn.Module):
 
 
 def _sizes(ends: Tensor, rows: int) -> list[int]:
-    """Rows of each expert. While a step is planned, nobody knows: then all alike."""
+    """Returns the rows of each expert; equal parts while a step is planned, where they are unknown."""
     if isinstance(ends, FakeTensor):
         return [len(part) for part in torch.arange(rows).tensor_split(len(ends))]
     sizes: list[int] = ends.diff(prepend=ends.new_zeros(1)).tolist()
@@ -152,7 +153,7 @@ def _sizes(ends: Tensor, rows: int) -> list[int]:
 
 
 def row_multiple(x: Tensor) -> int:
-    """Rows of each expert are filled up to a multiple of this: 1 in what is traced or planned, where none are known."""
+    """Returns the multiple to which each expert's rows are padded: 1 if traced or planned, where none are known."""
     return size_multiple(x.dtype) if _knows_sizes(x) else 1
 
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 LOAD = "moe/load"
 """Count of the tokens that each expert has computed."""
 DROPPED = "moe/dropped"
-"""Share of the choices that capacity left out, added up over layers."""
+"""Fraction of the choices that capacity dropped, summed over layers."""
 
 
 class MoELayer(nn.Module):
@@ -63,7 +63,9 @@ class MoELayer(nn.Module):
             kept = within_capacity(weights, chosen, self._capacity, self._number, self._sequences)
             self._count_dropped(chosen, kept)
             chosen, rows = chosen.where(kept, -1), None
+        # After capacity: the load is what experts compute, the router's own count is what was chosen.
         self._load.add(tally(chosen, self._number).sum(0))
+        # Handed to the experts, so that expert parallelism computes the shared ones while tokens are in flight.
         shared: list[Tensor] = []
         overlap_fn = None if self.shared is None else lambda: shared.append(self._shared_output(x, batch))
         tokens = (tensor.flatten(0, 1) for tensor in (x, weights, chosen))
@@ -83,7 +85,7 @@ class MoELayer(nn.Module):
     # --- protocols of the model -------------------------------------------------------------------------------------
 
     def flops(self, seq_len: int) -> float:
-        """6 for each weight that a token meets: those of its experts, of shared ones, and of the router."""
+        """6 per weight that a token is multiplied by: those of its experts, of shared ones, and of the router."""
         expert = sum(parameter[0].numel() for parameter in self.experts.parameters())
         others = [self.router, self.shared, self.shared_gate]
         always = sum(p.numel() for module in others if module is not None for p in module.parameters() if p.ndim > 1)
@@ -116,7 +118,7 @@ class MoELayer(nn.Module):
         return [("experts", self.backend, f"{self._why}{self._waits()}")]
 
     def _waits(self) -> str:
-        """For the plan: on a GPU, the host must wait for numbers of rows that shapes depend on."""
+        """Returns why the host waits on a GPU, for the plan: shapes that depend on numbers of rows."""
         if not self._on_gpu:
             return ""
         if self.backend == "loop":
@@ -126,7 +128,7 @@ class MoELayer(nn.Module):
 
 
 def summarise_load(rows: Mapping[int, Tensor]) -> Mapping[str, Tensor]:
-    """Metrics of how evenly experts are used, from the tokens of each expert of each layer."""
+    """Returns metrics of the load balance, from the tokens of each expert of each layer."""
     dead, fullest, entropies = [], [], []
     for load in rows.values():
         shares = load / load.sum().clamp(min=1)
@@ -141,10 +143,10 @@ def summarise_load(rows: Mapping[int, Tensor]) -> Mapping[str, Tensor]:
 
 
 def choose_backend(asked: str, context: BuildContext) -> tuple[str, str]:
-    """How the products of experts are computed, and why.
+    """Returns the backend for the products of experts, and the reason.
 
     Raises:
-        JobError: what is asked for does not run.
+        JobError: the backend that was asked for cannot run.
     """
     runs = runs_grouped(context.device, context.dtype)
     where = f"{context.dtype} on {context.device.type}".removeprefix("torch.")

@@ -42,7 +42,7 @@ class LinearScores(nn.Module):
         return F.linear(x.to(dtype), self.weight.to(x.dtype).to(dtype))
 
     def penalise(self, weights: Tensor, logits: Tensor) -> Tensor:
-        """The weights, with the z-loss attached."""
+        """Returns the weights with the z-loss attached."""
         if not self._z_loss:
             return weights
         length = logits.shape[1] * self.sequences.pieces

@@ -1,4 +1,4 @@
-"""Whole sequences, of which context-parallel ranks have pieces each.
+"""Reductions over whole sequences, which context-parallel ranks hold in pieces.
 
 Shapes: B sequences, S positions of this rank, K choices of a token, E experts.
 """
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @frozen
 class Sequences:
-    """Knows of the pieces on other ranks. Nothing here is differentiable."""
+    """Collectives over the pieces of a sequence. None of them is differentiable."""
 
     pieces: int
     """Ranks that share a sequence, in equal parts."""
@@ -26,25 +26,25 @@ class Sequences:
 
     @classmethod
     def of(cls, context: BuildContext) -> Sequences:
-        """For a run's layout."""
+        """Returns those of a run's layout."""
         pieces = context.layout.cp
         return cls(pieces, context.mesh.get_group("cp") if context.mesh is not None and pieces > 1 else None)
 
     def add_up(self, values: Tensor) -> Tensor:
-        """The sum, over the pieces of each sequence, of (B, …)."""
+        """Returns (B, …) summed over the pieces of each sequence."""
         total = values.detach().clone()
         if self._group is not None:
             dist.all_reduce(total, group=self._group)
         return total
 
     def own(self, values: Tensor) -> Tensor:
-        """This rank's (B, S, …) of values for whole sequences, such as `gather` returns."""
+        """Returns this rank's (B, S, …) of values for whole sequences, such as `gather` returns."""
         if self._group is None:
             return values
         return values.chunk(self.pieces, 1)[dist.get_rank(self._group)]
 
     def gather(self, values: Tensor) -> Tensor:
-        """(B, S, …) of all pieces, (B, pieces x S, …), in the order of ranks."""
+        """(B, S, …) to those of all pieces, (B, pieces x S, …), in the order of ranks."""
         if self._group is None:
             return values.detach()
         parts = [torch.empty_like(values) for _ in range(self.pieces)]

@@ -36,7 +36,7 @@ class TopKModule(LinearScores):
         self.balance = Balance(component, context, experts, counted)
 
     def select(self, preferences: Tensor) -> Tensor:
-        """(B, S, E) to the K experts that a token prefers, in its best groups, (B, S, K)."""
+        """(B, S, E) to the K preferred experts in a token's best groups, (B, S, K)."""
         groups, best = self.component.groups, self.component.top_groups
         if best < groups:
             members = preferences.unflatten(-1, (groups, -1))
@@ -67,7 +67,7 @@ class SoftmaxRouter(TopKModule):
         return self.balance(weights, probabilities, chosen), chosen
 
     def group_scores(self, members: Tensor) -> Tensor:
-        """The best member's (DeepSeek-V2)."""
+        """The best member's score (DeepSeek-V2)."""
         return members.amax(-1)
 
 
@@ -98,7 +98,7 @@ class SigmoidRouter(TopKModule):
         return self.balance(weights, scores / scores.sum(-1, keepdim=True), chosen), chosen
 
     def group_scores(self, members: Tensor) -> Tensor:
-        """The two best members' together (DeepSeek-V3)."""
+        """The sum of the two best members' scores (DeepSeek-V3)."""
         return members.topk(min(2, members.shape[-1]), dim=-1).values.sum(-1)
 
     def after_update(self) -> None:
@@ -109,5 +109,5 @@ class SigmoidRouter(TopKModule):
 
 
 def summarise_bias(rows: Mapping[int, Tensor]) -> Mapping[str, Tensor]:
-    """How far apart biases are, in the layer where that is most."""
+    """Returns the largest range of the biases of a layer."""
     return {"moe/bias_range": torch.stack([bias.max() - bias.min() for bias in rows.values()]).max()}
