@@ -11,7 +11,7 @@ import time
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from attrs import field, frozen
 from torch import Tensor
@@ -20,10 +20,8 @@ from forge_core.checkpoint.ranks import Ranks
 from forge_core.checkpoint.storage import FORMAT, How, find_faults, read_manifest, write_manifest
 from forge_core.checkpoint.tensor_writer import Staging, TensorWriter
 from forge_core.contracts.errors import CheckpointError
+from forge_core.contracts.runtime import Storage
 from forge_core.parallel.mesh import gather_objects
-
-if TYPE_CHECKING:
-    from forge_core.contracts.runtime import Storage
 
 
 @frozen

@@ -6,7 +6,7 @@ import re
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from attrs import field, fields_dict, frozen
 
@@ -14,13 +14,11 @@ from forge_core.checkpoint.manager import Checkpoints, Retention, verify
 from forge_core.checkpoint.run_diff import Change, collect_provenance, compare_provenance, describe_changes, job_changes
 from forge_core.checkpoint.run_folder import run_folder, storage_of
 from forge_core.checkpoint.storage import MANIFEST, How
+from forge_core.contracts.contexts import BuildContext
 from forge_core.contracts.errors import CheckpointError, ForgeError
 from forge_core.job import Job
 from forge_core.parallel.mesh import global_rank
 from forge_core.plugins.catalog import Catalog
-
-if TYPE_CHECKING:
-    from forge_core.contracts.contexts import BuildContext
 
 FLAG = "--resume-with-changes"
 ANEW = (

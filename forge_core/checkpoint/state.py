@@ -10,25 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from attrs import asdict, define, field
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from forge_core.checkpoint.manager import State
 from forge_core.checkpoint.tensors import Shapes, load_tensors, shared_index
 from forge_core.contracts.components import Plugin, TrainingHook, state_fields
 from forge_core.contracts.errors import CheckpointError
+from forge_core.contracts.model import Model
 from forge_core.contracts.optimizer import HasEvaluationWeights, PlacesState
 from forge_core.parallel.initialise import ties
 from forge_core.parallel.mesh import gather_objects
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
-    from forge_core.contracts.model import Model
-
 
 MODEL = "model."
 """Starts the name of every parameter and persistent buffer in a checkpoint."""

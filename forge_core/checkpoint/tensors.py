@@ -10,8 +10,10 @@ C: chunks of a tensor, D: its dimensions.
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import math
+import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -203,12 +205,10 @@ def _reads(tensors: Mapping[str, Tensor], index: Index) -> Iterator[Read]:
 
 def _read_files(folder: Path, reads: Iterable[Read]) -> None:
     """Fill the targets of all reads, each file from its start to its end, as disks read fastest."""
-    by_file: dict[str, list[Read]] = {}
-    for read in reads:
-        by_file.setdefault(read.file, []).append(read)
-    for name, parts in by_file.items():
+    in_order = sorted(reads, key=lambda read: (read.file, read.start))
+    for name, of_file in itertools.groupby(in_order, key=lambda read: read.file):
         with (folder / name).open("rb") as file:
-            for read in sorted(parts, key=lambda read: read.start):
+            for read in of_file:
                 _read(file, read)
                 report_progress("reading")
 
@@ -219,22 +219,16 @@ def _read(file: BinaryIO, read: Read) -> None:
     if target.ndim and target.shape[1:] == sizes[1:]:
         skipped, sizes = read.offsets[0] * math.prod(sizes[1:]), target.shape
     file.seek(read.start + skipped * read.dtype.itemsize)
-    if target.is_cpu and target.is_contiguous() and (target.dtype, target.shape) == (read.dtype, sizes):
-        _fill(target, file, read.name)
-        return
-    data = _fill(torch.empty(sizes, dtype=read.dtype), file, read.name)
-    if sizes != target.shape:
-        for dimension, (offset, length) in enumerate(zip(read.offsets, target.shape, strict=True)):
-            data = data.narrow(dimension, offset, length)
-    target.copy_(data)
-
-
-def _fill(tensor: Tensor, file: BinaryIO, name: str) -> Tensor:
-    """Fill a contiguous tensor on the host with the bytes that follow in a file."""
-    memory = bytes_of(tensor)
+    fits = target.is_cpu and target.is_contiguous() and (target.dtype, target.shape) == (read.dtype, sizes)
+    data = target if fits else torch.empty(sizes, dtype=read.dtype)
+    memory = bytes_of(data)
     if file.readinto(memory) != len(memory):  # type: ignore[attr-defined]
-        raise CheckpointError(f"{file.name} ends before {name} does")
-    return tensor
+        raise CheckpointError(f"{file.name} ends before {read.name} does")
+    if sizes != target.shape:
+        ends = map(operator.add, read.offsets, target.shape)
+        data = data[tuple(map(slice, read.offsets, ends))]
+    if not fits:
+        target.copy_(data)
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

@@ -24,6 +24,7 @@ from typing import Any, BinaryIO, Literal
 import attrs
 from attrs import frozen
 
+from forge_core.checkpoint.storage import sync
 from forge_core.contracts.errors import ForgeError
 
 logger = logging.getLogger(__name__)
@@ -165,7 +166,7 @@ def write_atomically(path: Path, data: bytes) -> None:
     temporary = _temporary(path)
     try:
         temporary.write_bytes(data)
-        _sync(temporary)
+        sync(temporary)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -233,11 +234,11 @@ def _seal(folder: Path, key: str, info: Mapping[str, Any]) -> None:
     files = {}
     for path in sorted(folder.iterdir()):
         files[path.name] = {"size": path.stat().st_size, "sha256": file_digest(path)}
-        _sync(path)
+        sync(path)
     manifest = {"format": FORMAT, "key": key, "files": files, "info": info}
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1), "utf-8")
-    _sync(folder / MANIFEST)
-    _sync(folder)
+    sync(folder / MANIFEST)
+    sync(folder)
 
 
 def _publish(temporary: Path, folder: Path, verify: Verify) -> None:
@@ -254,7 +255,7 @@ def _publish(temporary: Path, folder: Path, verify: Verify) -> None:
     except OSError as error:
         if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
             raise
-    _sync(folder.parent)
+    sync(folder.parent)
 
 
 def _temporary(path: Path) -> Path:
@@ -271,14 +272,6 @@ def _remove_abandoned(folder: Path) -> None:
             continue  # its owner is at work on it
         if touched < time.time() - ABANDONED_AFTER_S:
             shutil.rmtree(leftover, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _acquire(file: BinaryIO, path: Path) -> bool:
