@@ -15,7 +15,6 @@ from forge_core.contracts.components import EvaluationComponent
 from forge_core.contracts.contexts import EvaluationContext
 from forge_core.contracts.data import BYTES_PER_TOKEN, IGNORED_LABEL
 from forge_core.contracts.errors import ForgeError
-from forge_core.contracts.optimizer import HasEvaluationWeights
 from forge_core.parallel.layout import micro_batches
 
 if TYPE_CHECKING:
@@ -116,6 +115,8 @@ def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
 def evaluation_mode(model: Model, optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Model and optimizer in evaluation mode, without gradients."""
     import torch
+
+    from forge_core.contracts.optimizer import HasEvaluationWeights  # late: it imports torch, components must not
 
     # Most optimizers have no modes: they evaluate the weights that they train.
     modes: list[Any] = [model, *([optimizer] if isinstance(optimizer, HasEvaluationWeights) else [])]
