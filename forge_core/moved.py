@@ -22,7 +22,8 @@ MODULES: Mapping[str, Sequence[str]] = {
     "forge_core.cross_entropy": ["forge_core.losses"],
     "forge_core.errors": [f"{CONTRACTS}.errors"],
     "forge_core.hookspecs": [f"{CONTRACTS}.hookspecs"],
-    "forge_core.protocols": [f"{CONTRACTS}.{name}" for name in ("model", "data", "optimizer", "runtime")],
+    "forge_core.protocols": [f"{CONTRACTS}.{name}" for name in ("model", "data", "optimizer", "runtime")]
+    + ["forge_kit.dispatch"],
     "forge_core.engine.evaluation_context": [f"{CONTRACTS}.contexts"],
     "forge_core.engine.parameters": [f"{CONTRACTS}.optimizer"],
     "forge_core.engine.plain_executor": ["forge_core.engine.executor"],
@@ -55,15 +56,14 @@ class MovedModules(MetaPathFinder, Loader):
         # Imported at once, although names are looked up late: `import forge_core.modules` without forge-kit must fail
         # as an import, with the line that installs it.
         homes = _homes(module.__name__)
-        for home in homes:
-            try:
-                import_module(home)
-            except ModuleNotFoundError as error:
-                if error.name != home.partition(".")[0]:  # something that the new module itself imports is missing
-                    raise
-                distribution = str(error.name).replace("_", "-")
-                hint = f"{module.__name__} is now {home}: pip install {distribution}"
-                raise ModuleNotFoundError(hint, name=error.name) from error
+        try:
+            import_module(homes[0])
+        except ModuleNotFoundError as error:
+            if error.name != homes[0].partition(".")[0]:  # something that the new module itself imports is missing
+                raise
+            distribution = str(error.name).replace("_", "-")
+            hint = f"{module.__name__} is now {homes[0]}: pip install {distribution}"
+            raise ModuleNotFoundError(hint, name=error.name) from error
         vars(module)["__getattr__"] = forwarding(module.__name__, homes)
 
 

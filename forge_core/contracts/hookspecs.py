@@ -77,14 +77,9 @@ class ForgeHooks:
     def forge_build_router(
         self, component: RouterComponent, context: BuildContext, dim: int, experts: int
     ) -> nn.Module | None:
-        """Build one router; called for every layer that has one (`context.layer`).
+        """Build one router; called for every layer that has one.
 
-        Example: keep the routers of the first layers in float64.
-
-            @hookimpl(wrapper=True)
-            def forge_build_router(self, context):
-                router = yield
-                return router.double() if context.layer < 2 else router
+        Example: a wrapper that returns `router.double() if context.layer < 2 else router`.
         """
 
     @hookspec(firstresult=True)
@@ -100,12 +95,7 @@ class ForgeHooks:
     def forge_build_scheduler(self, component: SchedulerComponent, context: BuildContext) -> Schedule | None:
         """Build a schedule, the learning rate's or any other scalar's.
 
-        Example: halve every rate.
-
-            @hookimpl(wrapper=True)
-            def forge_build_scheduler(self):
-                schedule = yield
-                return lambda step, total: 0.5 * schedule(step, total)
+        Example: a wrapper that halves every rate: `return lambda step, total: 0.5 * schedule(step, total)`.
         """
 
     @hookspec(firstresult=True)

@@ -5,7 +5,7 @@ Shapes: B sequences of a micro-batch, S positions, D model width, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from inspect import isfunction
 from types import new_class
@@ -49,7 +49,7 @@ class MatrixShard(NamedTuple):
     """0: each rank holds some of the outputs. 1: each holds some of the inputs, and results are summed over ranks."""
 
 
-# Heads, modules and stacks of experts stay protocols, asked by `isinstance`: they are classes of other libraries, too.
+# Heads and modules stay protocols, asked by `isinstance`: they are classes of other libraries, too.
 @runtime_checkable
 class Head(Protocol):
     """Maps final hidden states to logits, as `forge_kit.modules.LinearHead` does."""
@@ -116,33 +116,6 @@ class Generates(Protocol):
         """Run `forward` on the next positions of each row, after those in `cache`, and extend `cache`.
 
         `batch["positions"]` (B, S) has each token's position; a negative one marks left padding, to be ignored.
-        """
-        ...
-
-
-class ExpertStack(Protocol):
-    """A module whose parameters, its own and its children's, all stack experts on dimension 0.
-
-    Ranks share experts by holding a contiguous range each: with only these parameters, and expert numbers relative to
-    the range, the module computes their part of the sum.
-    """
-
-    def __call__(
-        self,
-        tokens: Tensor,
-        weights: Tensor,
-        chosen: Tensor,
-        rows: int | None = None,
-        overlap_fn: Callable[[], None] | None = None,
-    ) -> Tensor:
-        """Returns (T, D), in the dtype of `tokens`: the sum of weight x expert(token) over a token's choices.
-
-        Args:
-            tokens: (T, D).
-            weights: (T, K), float32 or wider; differentiable.
-            chosen: (T, K), int64, numbers of experts. -1: none, whatever the weight.
-            rows: number of choices that are not -1; None: the host waits for the device to count them.
-            overlap_fn: called once; expert parallelism runs it while the all-to-all is in flight.
         """
         ...
 
@@ -215,12 +188,7 @@ class Model(nn.Module):
     def tensor_parallel_plan(self) -> Mapping[str, Any]:
         """Returns {module name glob (`layers.*.attention.q`): how it is split}, for every module with parameters.
 
-        column: rows of the weight, so that outputs are split. row: columns of the weight; takes split inputs, and sums
-        over ranks. partial_row: row without the sum, for a matrix without a bias or a stack of matrices. column_stack:
-        column for a stack. partial_output: sums its output over the ranks. whole_input: a module around such a pair;
-        its first argument arrives with all positions. vocab_embedding, vocab_head: rows, one per id. sequence: whole
-        weights, on some positions (a norm between such pairs). replicate: whole weights, on split features (a norm of
-        each head). Or an object that the stage knows, such as `forge_plugin_parallel.tp_ways.Way`.
+        Ways are those of the stage (`forge_plugin_parallel.tp_ways.WAYS`), by name, or objects of a third party.
         """
         return {}
 
@@ -233,7 +201,7 @@ class Model(nn.Module):
         return {}
 
     def expert_stacks(self) -> Sequence[str]:
-        """Returns names of the modules that are an `ExpertStack`."""
+        """Returns names of the modules that are a `forge_kit.dispatch.ExpertStack`."""
         return ()
 
     def ends(self) -> tuple[Sequence[str], Sequence[str]] | None:

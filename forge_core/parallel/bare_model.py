@@ -11,7 +11,7 @@ from forge_core.auxiliary import Auxiliary
 from forge_core.contracts.contexts import BuildContext
 from forge_core.contracts.data import Tokenizer
 from forge_core.contracts.deprecation import deprecated
-from forge_core.contracts.errors import JobError, Problem
+from forge_core.contracts.errors import ForgeError, JobError, Problem
 from forge_core.contracts.layout import Layout
 from forge_core.contracts.model import Model, misspelt, with_defaults
 from forge_core.contracts.optimizer import role_problems, roles_of
@@ -37,13 +37,12 @@ def bare_model(job: Job, context: BuildContext) -> Model:
     if not isinstance(built, Model):
         hint = "derive it from forge_core.contracts.model.Model"
         warnings.warn(deprecated(f"the model {cls} of a class of its own", "0.3", hint), stacklevel=2)
-    model = with_defaults(built)
-    for name, meant in misspelt(model) if isinstance(built, Model) else ():
+    elif names := next(misspelt(built), None):
         # It would never be called, and the default would be used in silence.
-        hint = f"did you mean {meant!r}? A name of its own that is so similar starts with an underscore"
-        raise JobError(
-            [Problem("model", f"{cls} has {name!r}, which forge_core.contracts.model.Model has not; {hint}")]
-        )
+        hint = f"did you mean {names[1]!r}? A name of its own that is so similar starts with an underscore"
+        message = f"{cls} has {names[0]!r}, which forge_core.contracts.model.Model has not; {hint}"
+        raise JobError([Problem("model", message)])
+    model = with_defaults(built)
     if context.dtype == torch.float64:
         model.double()
     elif job.optimizer.parameter_dtype == "bf16":
@@ -63,18 +62,20 @@ def fitting_problems(job: Job, layout: Layout, catalog: Catalog) -> list[Problem
     for device in ("cuda", "cpu") if job.train.device == "auto" else (job.train.device,):
         try:
             model = bare_model(job, bare_context(job, layout, catalog, torch.device(device), tokenizer))
+            roles = roles_of(model)
         except _NotKnownYet:
             return []
         except JobError as error:
             refused.append(list(error.problems))
+        except ForgeError as error:
+            refused.append([Problem("model", str(error))])
         except Exception as error:
             message = f"building it failed: {type(error).__name__}: {error}"
             refused.append([Problem("model", f"{message}; a model is built on the meta device, without other ranks")])
         else:
-            of_roles = role_problems(job.optimizer, roles_of(model))
-            of_optimizer = (*of_roles, *job.optimizer.model_problems(model, layout))
-            problems = [problem.below("optimizer") for problem in of_optimizer]
-            return [*model_problems(model, job.parallel, layout), *problems]
+            problems = [*role_problems(job.optimizer, roles), *job.optimizer.model_problems(model, layout)]
+            of_stages = model_problems(model, job.parallel, layout)
+            return [*of_stages, *(problem.below("optimizer") for problem in problems)]
     if job.data.tokenizer is not None and tokenizer is None:
         return []
     return [problem for problem in refused[0] if all(problem in others for others in refused)]

@@ -43,9 +43,8 @@ def _collect_dimensions(job: Job, known: dict[str, MeshDimension]) -> Iterator[P
     for name, stage in job.parallel.items():
         for dimension in stage.dimensions:
             if known.setdefault(dimension.name, dimension) != dimension:
-                yield Problem(
-                    f"parallel.{name}", f"declares the dimension {dimension.name}, which there is already, otherwise"
-                )
+                message = f"declares the dimension {dimension.name}, which there is already, otherwise"
+                yield Problem(f"parallel.{name}", message)
 
 
 def _collect_degrees(job: Job, known: Mapping[str, MeshDimension], degrees: dict[str, int | str]) -> Iterator[Problem]:
@@ -57,9 +56,8 @@ def _collect_degrees(job: Job, known: Mapping[str, MeshDimension], degrees: dict
                 hint = f"declare it in `dimensions`, or take one of {', '.join(known)}"
                 yield Problem(f"parallel.{name}", f"no stage declares the mesh dimension {dimension!r}; {hint}")
             elif dimension in degrees:
-                yield Problem(
-                    f"parallel.{name}", f"dimension {dimension} is already set by parallel.{origin[dimension]}"
-                )
+                message = f"dimension {dimension} is already set by parallel.{origin[dimension]}"
+                yield Problem(f"parallel.{name}", message)
             elif degree == "auto" and "auto" in degrees.values():
                 yield Problem(f"parallel.{name}", f"only one dimension can be auto; parallel.{origin['auto']} is")
             elif known[dimension].layers and divided and degree != 1:
@@ -90,9 +88,8 @@ def batch_problems(job: Job, layout: Layout) -> Iterator[Problem]:
     if batch % ranks:
         yield Problem("train.global_batch_size", f"{batch} is not divisible by the {ranks} data-parallel ranks")
     elif batch // ranks % (job.train.micro_batch_size or 1):
-        message = (
-            f"{batch // ranks} sequences per rank are not divisible by micro_batch_size {job.train.micro_batch_size}"
-        )
+        size = job.train.micro_batch_size
+        message = f"{batch // ranks} sequences per rank are not divisible by micro_batch_size {size}"
         yield Problem("train.micro_batch_size", message)
 
 

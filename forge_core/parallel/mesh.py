@@ -67,14 +67,9 @@ def make_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
         # Two backends: metrics, checkpoints and requests are sent from the CPU, without a wait for the GPU.
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         rendezvous = this_process.rendezvous
-        if rendezvous is not None:
-            store, world = rendezvous.group_store(), rendezvous.world
-            dist.init_process_group(
-                backend, store=store, rank=world.rank, world_size=world.size, timeout=group_timeout()
-            )
-        else:
-            store = dist.HashStore()  # type: ignore[attr-defined]
-            dist.init_process_group(backend, store=store, rank=0, world_size=1)
+        rank, size = (rendezvous.world.rank, rendezvous.world.size) if rendezvous else (0, 1)
+        store = rendezvous.group_store() if rendezvous else dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=group_timeout())
     mesh = mesh_of(layout.degrees, device.type)
     mesh.forge_layout = layout  # type: ignore[attr-defined]
     return mesh
@@ -139,29 +134,32 @@ def _rank_along(dimensions: Sequence[str], mesh: DeviceMesh | None, layout: Layo
 
 def all_reduce_tokens(tensor: Tensor, mesh: DeviceMesh | None) -> Tensor:
     """Sum in place over the ranks that hold different tokens; the identity in a world of one."""
-    return _all_reduce_along(lambda dimension: dimension.divides_tokens, tensor, mesh)
+    return _all_reduce(tensor, _groups(mesh, lambda dimension: dimension.divides_tokens))
 
 
 def all_reduce_samples(tensor: Tensor, mesh: DeviceMesh | None) -> Tensor:
     """Sum in place over the ranks that hold different sequences; the identity in a world of one."""
-    return _all_reduce_along(lambda dimension: dimension.samples, tensor, mesh)
+    return _all_reduce(tensor, _groups(mesh, lambda dimension: dimension.samples))
 
 
-def _all_reduce_along(wanted: Callable[[MeshDimension], bool], tensor: Tensor, mesh: DeviceMesh | None) -> Tensor:
-    for dimension in _divided(mesh):
-        if wanted(dimension):
-            assert mesh is not None
-            dist.all_reduce(tensor, group=mesh.get_group(dimension.name))
+def pipeline_group(mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
+    """The group of ranks that hold different layers, or None where each holds all."""
+    return next(iter(_groups(mesh, lambda dimension: dimension.layers)), None)
+
+
+def _all_reduce(tensor: Tensor, groups: Iterable[dist.ProcessGroup]) -> Tensor:
+    for group in groups:
+        dist.all_reduce(tensor, group=group)
     return tensor
 
 
-def _divided(mesh: DeviceMesh | None) -> list[MeshDimension]:
-    """The dimensions with more than one rank, outermost first."""
+def _groups(mesh: DeviceMesh | None, wanted: Callable[[MeshDimension], bool]) -> list[dist.ProcessGroup]:
+    """This rank's groups along the dimensions that are wanted and have more than one rank, outermost first."""
     if mesh is None:
         return []
     known = _dimensions(mesh)
     sizes = zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)
-    return [known[name] for name, size in sizes if size > 1 and name in known]
+    return [mesh.get_group(name) for name, size in sizes if size > 1 and name in known and wanted(known[name])]
 
 
 def _dimensions(mesh: DeviceMesh) -> Mapping[str, MeshDimension]:
@@ -215,12 +213,6 @@ def _disseminate(known: Tensor) -> Tensor:
         sending.wait()
         known, distance = known | received, 2 * distance
     return known
-
-
-def pipeline_group(mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
-    """The group of ranks that hold different layers, or None where each holds all."""
-    divided = [dimension.name for dimension in _divided(mesh) if dimension.layers]
-    return mesh.get_group(divided[0]) if mesh is not None and divided else None
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:

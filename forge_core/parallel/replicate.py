@@ -32,18 +32,15 @@ class Replicate(ParallelComponent):
 
 
 class ReplicateStage(ParallelStage):
-    """Leaves the model as it is, and sums its gradients once all micro-batches of a step are done.
-
-    Not in a hook of the backward pass: gradients accumulate over micro-batches first, so that one reduction a step
-    suffices.
-    """
+    """Leaves the model as it is, and sums its gradients once all micro-batches of a step are done."""
 
     def __init__(self, context: BuildContext) -> None:
         self._mesh = context.mesh
         self._alone = context.layout.token_ranks == 1
 
     def complete_gradients(self, model: Model) -> None:
-        """Sum every gradient over the token dimensions. A parameter that got none on this rank counts as zero."""
+        """Sum every gradient over the token dimensions."""
+        # Not in a hook of the backward pass: gradients accumulate over micro-batches first, for one reduction a step.
         from forge_core.parallel.mesh import all_reduce_tokens, sum_gradients
 
         if not self._alone:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
@@ -54,8 +54,12 @@ def order_stages(stages: Mapping[str, ParallelComponent], catalog: Catalog) -> l
     try:
         order = _stable_order(sorter, list(stages))
     except CycleError as error:
-        raise JobError([Problem("parallel", _contradiction(error.args[1], why))]) from error
-    return [OrderedStage(name, types[name], stages[name], tuple(_reasons(name, why))) for name in order]
+        cycle = [f"{b} after {a} ({why[a, b]})" for a, b in pairwise(error.args[1]) if (a, b) in why]
+        raise JobError([Problem("parallel", f"the stages cannot be ordered: {'; '.join(cycle)}")]) from error
+    reasons: dict[str, tuple[str, ...]] = {}
+    for (first, second), reason in why.items():
+        reasons[second] = (*reasons.get(second, ()), f"after {first}: {reason}")
+    return [OrderedStage(name, types[name], stages[name], reasons.get(name, ())) for name in order]
 
 
 def _stable_order(sorter: TopologicalSorter[str], names: Sequence[str]) -> list[str]:
@@ -68,15 +72,6 @@ def _stable_order(sorter: TopologicalSorter[str], names: Sequence[str]) -> list[
         order.append(ready.pop(0))
         sorter.done(order[-1])
     return order
-
-
-def _contradiction(cycle: Sequence[str], why: Mapping[tuple[str, str], str]) -> str:
-    steps = [f"{b} after {a} ({why[a, b]})" for a, b in pairwise(cycle) if (a, b) in why]
-    return "the stages cannot be ordered: " + "; ".join(steps)
-
-
-def _reasons(name: str, why: Mapping[tuple[str, str], str]) -> Iterable[str]:
-    return (f"after {first}: {reason}" for (first, second), reason in why.items() if second == name)
 
 
 def with_owner(job: Job, layout: Layout, catalog: Catalog) -> Mapping[str, ParallelComponent]:

@@ -8,12 +8,40 @@ two writes go to one place, so results do not depend on their order.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+
+
+class ExpertStack(Protocol):
+    """A module whose parameters, its own and its children's, all stack experts on dimension 0.
+
+    Ranks share experts by holding a contiguous range each: with only these parameters, and expert numbers relative to
+    the range, the module computes their part of the sum.
+    """
+
+    def __call__(
+        self,
+        tokens: Tensor,
+        weights: Tensor,
+        chosen: Tensor,
+        rows: int | None = None,
+        overlap_fn: Callable[[], None] | None = None,
+    ) -> Tensor:
+        """Returns (T, D), in the dtype of `tokens`: the sum of weight x expert(token) over a token's choices.
+
+        Args:
+            tokens: (T, D).
+            weights: (T, K), float32 or wider; differentiable.
+            chosen: (T, K), int64, numbers of experts. -1: none, whatever the weight.
+            rows: number of choices that are not -1; None: the host waits for the device to count them.
+            overlap_fn: called once; expert parallelism runs it while the all-to-all is in flight.
+        """
+        ...
 
 
 class Dispatch(NamedTuple):

@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from forge_core.contracts.errors import Problem
-from forge_core.contracts.model import ExpertStack
 from forge_core.contracts.runtime import ParallelStage
 from forge_core.parallel.mesh import local_part
+from forge_kit.dispatch import ExpertStack
 from forge_kit.mesh import arrange
 from forge_plugin_parallel.ep_exchange import Exchange, LocalExperts
 

@@ -175,6 +175,14 @@ WAYS: Mapping[str, Way] = {
         Way("partial_output", PartialOutputModule, needs_parameters=False),
     )
 }
+"""Ways by name.
+
+column: rows of the weight, so that outputs are split. row: columns of the weight; takes split inputs, and sums over
+ranks. partial_row: row without the sum, for a matrix without a bias or a stack of matrices. column_stack: column for a
+stack. partial_output: sums its output over the ranks. whole_input: a module around such a pair; its first argument
+arrives with all positions. vocab_embedding, vocab_head: rows, one per id. sequence: whole weights, on some positions (a
+norm between such pairs). replicate: whole weights, on split features (a norm of each head).
+"""
 
 
 def give_class(module: nn.Module, mixin: Any) -> None:

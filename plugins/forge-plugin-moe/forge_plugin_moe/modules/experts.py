@@ -115,7 +115,7 @@ def _shape_of_product(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
 
 
 class Experts(nn.Module):
-    """downₑ(silu(gateₑ(x)) * upₑ(x)) for each expert e; see `forge_core.contracts.model.ExpertStack`."""
+    """downₑ(silu(gateₑ(x)) * upₑ(x)) for each expert e; see `forge_kit.dispatch.ExpertStack`."""
 
     def __init__(self, experts: int, dim: int, hidden: int, *, init: InitStd, grouped: bool) -> None:
         super().__init__()
