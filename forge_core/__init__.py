@@ -48,16 +48,16 @@ if TYPE_CHECKING:
     __version__: str
 
 _HOMES = {
-    "config.load": ["dump_job", "load_job"],
-    "contracts.deprecation": ["ForgeDeprecation", "deprecated", "deprecated_key"],
-    "contracts.errors": ["CheckpointError", "ForgeError", "JobError", "PluginError", "Problem"],
-    "contracts.hookspecs": ["hookimpl", "hookspec"],
-    "engine.trainer": ["Trainer"],
-    "job": ["Job"],
-    "launch.progress_beacon": ["report_progress"],
-    "plugins.catalog": ["Catalog"],
+    "forge_core.config.load": ["dump_job", "load_job"],
+    "forge_core.contracts.deprecation": ["ForgeDeprecation", "deprecated", "deprecated_key"],
+    "forge_core.contracts.errors": ["CheckpointError", "ForgeError", "JobError", "PluginError", "Problem"],
+    "forge_core.contracts.hookspecs": ["hookimpl", "hookspec"],
+    "forge_core.engine.trainer": ["Trainer"],
+    "forge_core.job": ["Job"],
+    "forge_core.launch.progress_beacon": ["report_progress"],
+    "forge_core.plugins.catalog": ["Catalog"],
 }
-"""Public names by the module that defines them; all others are of `contracts.components`."""
+"""Public names by the module that defines them; all others are of `forge_core.contracts.components`."""
 
 __all__ = [
     "Catalog",
@@ -109,8 +109,11 @@ def __getattr__(name: str) -> Any:
 
         return core_version()
     # One module and not all: `Trainer` imports torch, which takes seconds, and a component's file needs only its base.
-    home = next((module for module, names in _HOMES.items() if name in names), "contracts.components")
-    return getattr(import_module(f"{__name__}.{home}"), name)
+    return getattr(import_module(_home(name)), name)
+
+
+def _home(name: str) -> str:
+    return next((module for module, names in _HOMES.items() if name in names), "forge_core.contracts.components")
 
 
 def __dir__() -> list[str]:

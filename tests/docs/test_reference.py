@@ -122,7 +122,7 @@ def test_every_public_name_is_in_the_reference() -> None:
     modules, names = documented()
     missing = []
     for name in forge_core.__all__:
-        home = forge_core._HOMES.get(name, forge_core._COMPONENTS)
+        home = forge_core._home(name)
         if name != "__version__" and home not in modules and f"{home}.{name}" not in names:
             missing.append(f"{home}.{name}")
     assert missing == []
