@@ -169,7 +169,6 @@ class RankLog:
         self._rank = rank
         self.terminal: TextIO = os.fdopen(os.dup(2), "w", errors="backslashreplace")
         """Standard error as it was, for messages that must be seen whichever rank writes them."""
-        # A file and not a buffer: descriptors 1 and 2 can be pointed at it
         self.file: Any = tempfile.TemporaryFile("w+", errors="backslashreplace")  # noqa: SIM115
         if rank:
             self._redirect()

@@ -228,8 +228,7 @@ def listed(ranks: Sequence[int]) -> str:
 
 
 def _named(store: Store) -> Store:
-    # torchrun's agent outlives its workers, and starts them again with the same store: what the last ones wrote there,
-    # above all why they ended, is not this run's
+    # torchrun's agent starts workers again with the same store, where the end of the last ones still stands
     return PrefixStore(f"forge/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 

@@ -47,6 +47,7 @@ class RankHandle:
     rank: int
     process: subprocess.Popen
     control: socket.socket
+    report: FailureReport | None = None
 
     @property
     def code(self) -> int | None:
@@ -56,6 +57,12 @@ class RankHandle:
     @property
     def failed(self) -> bool:
         return self.code not in (None, ExitCode.FINISHED, ExitCode.STOPPED)
+
+    def receive(self) -> None:
+        """Take the report that the rank has sent, if it has."""
+        with suppress(OSError):  # there is nothing, or the rank was killed
+            line, newline, _ = self.control.recv(1 << 20, socket.MSG_DONTWAIT).partition(b"\n")
+            self.report = FailureReport.from_json(line) if newline else None
 
 
 class Ended(NamedTuple):
@@ -157,14 +164,14 @@ class Supervisor:
         # The rank that ended first need not be the cause: another one may have lost the connection to that
         time.sleep(SIMULTANEOUS_S)
         self._poll()
-        reports = {rank.rank: _receive(rank.control) for rank in self._ranks}
-        failed = [rank for rank in self._ranks if rank.failed or reports[rank.rank] is not None]
-        first = min(failed, key=lambda rank: _order(rank, reports[rank.rank]))
+        for rank in self._ranks:
+            rank.receive()
+        first = min((rank for rank in self._ranks if rank.failed or rank.report is not None), key=_order)
         # Longer than the watchdogs' patience, after which they write the stacks of their ranks to the logs
         deadline = time.monotonic() + FAREWELL_S
         while None in self._poll() and time.monotonic() < deadline and not self._second_signal.is_set():
             time.sleep(POLL_S)
-        ended = _ended_by(first, reports[first.rank])
+        ended = _ended_by(first)
         if ended.message and ended.code != ExitCode.BAD_JOB and self._logs.is_dir():
             return Ended(ended.code, f"{ended.message}\nlogs of all ranks: {self._logs}")
         return ended
@@ -197,26 +204,18 @@ class Supervisor:
             rank.control.close()
 
 
-def _receive(control: socket.socket) -> FailureReport | None:
-    """The report that a rank has sent; None if it has sent none."""
-    line, newline = b"", b""
-    with suppress(OSError):  # there is nothing, or the rank was killed
-        line, newline, _ = control.recv(1 << 20, socket.MSG_DONTWAIT).partition(b"\n")
-    return FailureReport.from_json(line) if newline else None
-
-
-def _order(rank: RankHandle, report: FailureReport | None) -> tuple[int, float]:
+def _order(rank: RankHandle) -> tuple[int, float]:
     """Sort key, smallest for the rank that is the cause."""
     # A rank that is lost, or left without a report, comes before errors: these may be the lost connection to it
-    if report is not None:
-        return (3 if report.echo else 1, report.time)
+    if rank.report is not None:
+        return (3 if rank.report.echo else 1, rank.report.time)
     assert rank.code is not None
     return (0 if rank.code >= 0 or -rank.code in LOST else 2, 0.0)
 
 
-def _ended_by(first: RankHandle, report: FailureReport | None) -> Ended:
-    if report is not None:
-        return Ended(report.code, report.text)
+def _ended_by(first: RankHandle) -> Ended:
+    if first.report is not None:
+        return Ended(first.report.code, first.report.text)
     assert first.code is not None
     if first.code == ExitCode.SECOND_SIGNAL:
         return Ended(ExitCode.SECOND_SIGNAL)
