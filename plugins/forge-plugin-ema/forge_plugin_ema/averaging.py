@@ -42,6 +42,7 @@ class Averaging(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> Any:  # type: ignore[override]
         averages = self._averages
+        # Before the step, so that an average starts from the initial weights; a parameter may have been frozen so far.
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.requires_grad and parameter not in averages:

@@ -19,5 +19,6 @@ def gather_in_float8(module: nn.Module, config: Float8LinearConfig) -> None:
     The parameter itself keeps its precision.
     """
     weight = module.get_parameter("weight")
+    # fsdp2 gathers a tensor subclass by the subclass's own methods, here torchao's.
     cast = WeightWithDynamicFloat8CastTensor(weight, multiplication(config), config.cast_config_weight.target_dtype)
     module.weight = nn.Parameter(cast, requires_grad=weight.requires_grad)

@@ -56,7 +56,7 @@ def distillation_loss(
     def objective(_head: Head, batch: Batch, workspace: Workspace) -> Objective:
         labels_T = batch["labels"].flatten()
         with torch.no_grad():
-            hidden = teacher(dict(batch))
+            hidden = teacher(dict(batch))  # a copy: a model may add entries to the batch that are wrong for another
         hidden_TD = hidden.flatten(0, -2)
         cross_entropy = CrossEntropyObjective(
             labels_T=labels_T, shard=None, workspace=workspace, label_smoothing=label_smoothing, z_loss=z_loss

@@ -86,6 +86,7 @@ def load_trained(source: Path, context: BuildContext) -> TrainedModel:
         materialise(model, context.device, own.job.job.seed)  # for buffers, which a checkpoint need not contain
         load_model(checkpoint, model)
     for name, parameter in model.named_parameters():
+        # Cast once instead of at each use: nothing updates these, and they take half the memory in bfloat16.
         if outline.roles[name] in COMPUTED_IN:
             parameter.data = parameter.data.to(context.dtype)
         parameter.requires_grad_(False)

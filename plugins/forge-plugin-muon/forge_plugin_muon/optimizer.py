@@ -103,6 +103,7 @@ class MuonOptimizer(MatrixOptimizer):
         torch._foreach_lerp_(list(averages.values()), list(gradients.values()), 1 - group["momentum"])
         # Decoupled: the decay is of the weight before the update, as in AdamW.
         torch._foreach_mul_(list(weights.values()), 1 - group["lr"] * group["weight_decay"])
+        # Nesterov's direction is the average with the present gradient once more; without it, the average alone.
         share = group["momentum"] if group["nesterov"] else 1.0
         dtype = self._dtype_for(weights[trained[0]])
 

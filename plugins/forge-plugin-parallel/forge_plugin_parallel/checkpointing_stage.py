@@ -26,6 +26,7 @@ class CheckpointingStage(ParallelStage):
         """Wrap the forward pass of blocks, in place: no module is added, so no name changes."""
         mode: str = self._component.mode
         if mode == "auto":
+            # The stages that split the model precede this one, so sizes are this rank's; fsdp follows, as an estimate.
             from forge_plugin_parallel.memory_budget import Budget
 
             budget = Budget.of(model, self._component, self._context)

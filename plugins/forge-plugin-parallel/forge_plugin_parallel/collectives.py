@@ -99,6 +99,7 @@ class _Journey:
         assert work is not None
         assert arrived is not None
         work.wait()
+        # Only now may the memory of the sent rows be reused: the collective reads it until it is done.
         self.work = self.source = self.arriving = None
         return arrived
 
@@ -130,6 +131,7 @@ class _Collective(torch.autograd.Function):
 def _gathered(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     ranks = dist.get_world_size(group)
     parts = x.new_empty(ranks * x.shape[0], *x.shape[1:])
+    # Collectives concatenate along dimension 0; another dimension costs a copy.
     _all_gather(parts, x.contiguous(), group=group)
     return parts if dim == 0 else torch.cat(parts.chunk(ranks), dim)
 
@@ -143,6 +145,7 @@ def _scattered(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 
 
 def _summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    # A copy: the reduction is in place, and autograd may have saved the input.
     total = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
     return total

@@ -63,6 +63,7 @@ class FSDPStage(ParallelStage):
             unit.set_force_sum_reduction_for_comms(True)
             unit.set_gradient_divide_factor(1.0)
         _prefetch(units, set(further_blocks(model)), self._component.prefetch)
+        # FSDP gathers around `forward` only, and generation calls `decode`.
         if isinstance(model, Generates):
             register_fsdp_forward_method(model, "decode")
         return model
@@ -86,6 +87,7 @@ class FSDPStage(ParallelStage):
         if backward:
             model.set_requires_gradient_sync(last or self._component.reduce_every_micro_batch)
             model.set_is_last_backward(last)
+            # In a pipeline other micro-batches are still to come: units freed now would be gathered again for each.
             model.set_reshard_after_backward(self._reshards or not self._pipelined)
         yield
         if not backward:
@@ -95,6 +97,8 @@ class FSDPStage(ParallelStage):
     def complete_gradients(self, model: Model) -> None:
         """Reduce what the micro-batches of a pipeline have added up, and free what they left gathered."""
         if self._pipelined:
+            # The reduction of torch's pipeline stages, which reads only their `submod`. FSDP has no public one: it reduces
+            # in hooks of the last backward pass, which is unknown here.
             PipelineStage.perform_reduce_grad(SimpleNamespace(submod=model), grad_scale_factor=1)  # type: ignore[arg-type]
 
     def _shard(
@@ -123,6 +127,7 @@ def data_mesh(context: BuildContext) -> DeviceMesh:
     assert mesh is not None
     names = [dimension.name for dimension, size in layout.sizes if dimension.divides_tokens and size > 1]
     names = [name for name in names if name != "replicate"] or ["shard"]
+    # FSDP shards over one dimension; ranks with different tokens are all of shard x cp.
     name = "_".join(names)
     flat = mesh[name] if len(names) == 1 else mesh[tuple(names)]._flatten(name)
     return mesh["replicate", name] if layout.replicate > 1 else flat

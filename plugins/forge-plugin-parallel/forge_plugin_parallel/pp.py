@@ -77,6 +77,7 @@ class PipelineParallel(ParallelComponent):
         if self.degree == 1:
             return 1.0
         per_rank = self.stages // self.degree
+        # Passes of the first rank before its first backward pass (Megatron-LM), each through one of its stages.
         warmup = (per_rank - 1) * self.degree + 2 * (self.degree - 1)
         alive = {
             "1f1b": self.degree,

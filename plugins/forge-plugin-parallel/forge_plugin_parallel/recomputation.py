@@ -42,7 +42,7 @@ class Checkpointed:
     contexts: Contexts
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():  # an evaluation has no backward pass to recompute for
             return self.forward(*args, **kwargs)
         if torch.compiler.is_compiling():  # recomputation is traced into the graph, so metrics need no context
             selective: dict[str, Any] = {"context_fn": SELECTIVE} if self.contexts.selective else {}

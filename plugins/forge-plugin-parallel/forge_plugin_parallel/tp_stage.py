@@ -59,7 +59,8 @@ class TensorParallelStage(ParallelStage):
         for name, module in list(model.named_modules()):
             if name in ways:
                 self._split(module, ways[name])
-        _tie_again(model)  # each of two tied modules was given a split parameter of its own
+        # Each of two tied modules has a split parameter of its own now. Before the loop below, which reads parameters.
+        _tie_again(model)
         for name, module in model.named_modules():
             if name in ways and not (ways[name].needs_parameters and next(module.parameters(), None) is None):
                 self._run_split(module, ways[name])

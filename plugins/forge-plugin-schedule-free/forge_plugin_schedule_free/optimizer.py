@@ -26,7 +26,7 @@ class ExactModes(torch.optim.Optimizer):
         super().__init__(*args, **options)
         self._trained: dict[Tensor, Tensor] = {}
         for group in self.param_groups:
-            group["train_mode"] = True
+            group["train_mode"] = True  # the package refuses to step otherwise, and its own switch is not used here
 
     @torch.no_grad()
     def eval(self) -> None:

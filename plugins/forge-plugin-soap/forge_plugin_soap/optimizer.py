@@ -94,6 +94,7 @@ class SOAPOptimizer(MatrixOptimizer):
         trained = [parameter for parameter in group["params"] if parameter.grad is not None]
         if not trained:
             return
+        # On every rank, also those that own no matrix of a parameter: all must skip its first update.
         for parameter in trained:
             self.state[parameter][STEP] = self.state[parameter].get(STEP, 0) + 1
         by_number = {self.numbers[parameter]: parameter for parameter in trained}
