@@ -74,7 +74,7 @@ def main() -> None:
 
 
 def try_alone(name: str, base: Environment, folder: Path) -> str:
-    """Install a distribution beside `base`, and see that it works; gives what was seen."""
+    """Install a distribution beside `base`, and see that it works; returns what was seen."""
     own = Environment(folder, beneath=base)
     before = own.installed()
     wheel = wheel_of(name.replace("-", "_"))
@@ -105,7 +105,7 @@ class Environment:
             (self.packages / "beneath.pth").write_text(f"{beneath.packages}\n")
 
     def run(self, *arguments: str, cwd: Path | None = None) -> str:
-        """Run this environment's Python; gives what it prints."""
+        """Run this environment's Python; returns what it prints."""
         environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "VIRTUAL_ENV")}
         done = subprocess.run(
             [str(self.python), *arguments],
@@ -144,7 +144,7 @@ class Environment:
         return True
 
     def suite(self, name: str) -> str:
-        """Run what holds the distribution to its kinds' contracts; gives pytest's last line."""
+        """Run what holds the distribution to its kinds' contracts; returns pytest's last line."""
         sources = list((ROOT / "plugins" / name / "tests").glob("test_*_conformance.py"))
         if not sources:
             return "no conformance suite"

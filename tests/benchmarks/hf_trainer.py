@@ -26,7 +26,7 @@ class Rows(torch.utils.data.Dataset):
 
 
 def train(options, batches, tick, clip):
-    """Gives the mean loss over all steps and the number of parameters."""
+    """Returns the mean loss over all steps and the number of parameters."""
 
     class Ticks(TrainerCallback):
         def on_step_end(self, *args, **kwargs):

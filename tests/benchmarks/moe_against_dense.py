@@ -4,7 +4,7 @@
 
 Both have the same learning rates to choose from, and the same seeds at each: rounding alone moves a run by as much
 as they differ, so that a single one tells nothing. Those of one seed see the same tokens in the same order.
-The program goes on where it was interrupted.
+The program continues where it was interrupted.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 Each has five learning rates to choose from, a factor of three apart around a usual one for small models, and all else
 at its defaults. The rate with the lowest held-out loss in one run then runs with three other seeds. All see the same
 tokens in the same order. Rates decay to a tenth along a cosine after a tenth of warm-up, but for the Schedule-Free
-optimizers, which have the same warm-up and no decay. The program goes on where it was interrupted.
+optimizers, which have the same warm-up and no decay. The program continues where it was interrupted.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def write_job(name: str, folder: Path, lr: float) -> Path:
 
 
 def compare(out: Path, *arguments: object) -> list[str]:
-    """Run `forge-run compare`; gives the rows of its table."""
+    """Run `forge-run compare`; returns the rows of its table."""
     command = [sys.executable, "-m", "forge_core", "compare", "--out", str(out), *map(str, arguments)]
     subprocess.run(command, check=True)
     return [line for line in (out / "comparison.md").read_text().splitlines()[2:] if line.startswith("|")]

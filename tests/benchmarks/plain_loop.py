@@ -86,7 +86,7 @@ def precision(bf16):
 
 
 def train(options, batches, tick, clip):
-    """Train on `batches` in turn; gives the last loss and the number of parameters."""
+    """Train on `batches` in turn; returns the last loss and the number of parameters."""
     bf16 = options.dtype == "bf16"
     model = LanguageModel(
         vocab=options.vocab,

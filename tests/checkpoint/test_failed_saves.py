@@ -53,7 +53,7 @@ def watched(monkeypatch):
 
 
 def attempt(train, job, *hooks):
-    """Train; gives the error, if any, and the warnings."""
+    """Train; returns the error, if any, and the warnings."""
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         try:

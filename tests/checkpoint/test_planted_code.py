@@ -76,7 +76,7 @@ def make_digests_match(folder):
 
 
 def open_in_every_way(train, make_job, verify, folder):
-    """Continue the run, and read the checkpoint as commands do; gives what they say."""
+    """Continue the run, and read the checkpoint as commands do; returns what they say."""
     said = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

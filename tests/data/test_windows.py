@@ -22,7 +22,7 @@ IGNORED = -100
 
 @frozen(kw_only=True)
 class Shown(WindowPacking):
-    """Gives windows as they are."""
+    """Returns windows as they are."""
 
     def sequence(self, window: Window) -> Mapping[str, np.ndarray]:
         sample = {"tokens": window.tokens, "starts": window.starts}

@@ -56,7 +56,7 @@ PROJECTS = [tomllib.loads(path.read_text())["project"] for path in sorted(ROOT.g
 
 @pytest.fixture
 def visit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, catalog: Catalog) -> Callable[[Path], Catalog]:
-    """Go to a folder that holds the files of a page; gives what is installed there."""
+    """Go to a folder that holds the files of a page; returns what is installed there."""
 
     def go(page: Path) -> Catalog:
         fences.write_files([fence for fence in ALL if fence.page == page], tmp_path)

@@ -21,7 +21,7 @@ from forge_core import Catalog
 
 
 def main() -> int:
-    """Run one command line; gives the exit code."""
+    """Run one command line; returns the exit code."""
     options = parse()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     known = scenarios(Catalog.installed())

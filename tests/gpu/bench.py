@@ -127,7 +127,7 @@ class Bench:
         return torch.cuda.max_memory_allocated(self.device) if self.on_gpu else None
 
     def reset_peak(self) -> None:
-        """Start `peak_bytes` anew, with what nobody holds returned to the device."""
+        """Start `peak_bytes` again, with what nobody holds returned to the device."""
         if self.on_gpu:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.device)

@@ -30,7 +30,7 @@ INSTALLED = KINDS if EVERYTHING else [os.environ.get("FORGE_NEW_PLUGIN", "optimi
 
 
 def generate(kind: str, name: str, folder: Path) -> Path:
-    """Write a new distribution into `folder`; gives its own one."""
+    """Write a new distribution into `folder`; returns its own one."""
     write(distribution_files(kind, name, Catalog.installed()), folder / distribution_name(name))
     return folder / distribution_name(name)
 

@@ -79,7 +79,7 @@ def close(found, expected):
 
 @pytest.fixture(scope="module", autouse=True)
 def imported():
-    """Before processes are forked, so that each does not import torchao anew."""
+    """Before processes are forked, so that each does not import torchao again."""
     import forge_plugin_float8.stage  # noqa: F401
 
 

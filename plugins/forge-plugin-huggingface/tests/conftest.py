@@ -21,7 +21,7 @@ TEXTS = ["hello world, this is a text to train on\n" * 5, "user assistant system
 
 @pytest.fixture(autouse=True)
 def caches(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Empty caches for every test, and no network. Gives Forge's."""
+    """Empty caches for every test, and no network. Returns Forge's."""
     folder = tmp_path_factory.mktemp("caches")
     monkeypatch.setenv("FORGE_CACHE", str(folder / "forge"))
     monkeypatch.setenv("HF_HOME", str(folder / "home"))

@@ -113,7 +113,7 @@ def test_a_compiled_kernel_has_the_random_bits_of_an_eager_one():
 @pytest.mark.slow
 @pytest.mark.parametrize("component", [AdamW8bit, AdamWBF16])
 def test_an_interrupted_run_with_compiled_steps_equals_the_whole(make_job, train, component):
-    """The second half compiles anew, as a process of its own does."""
+    """The second half compiles again, as a process of its own does."""
     settings = {"optimizer": component(), "model": TinyModel(dim=64), "checkpoint": {"interval": 3}}
     whole_run = train(make_job(steps=6, job={"name": "whole"}, **settings))
     train(make_job(steps=3, job={"name": "cut"}, **settings))

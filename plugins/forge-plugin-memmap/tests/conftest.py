@@ -94,7 +94,7 @@ def forge_run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, st
 
 @pytest.fixture
 def prepare(forge_run: Callable[..., tuple[int, str, str]]) -> Callable[..., str]:
-    """Prepare data with `Letters`, in this process unless told otherwise; gives what is printed."""
+    """Prepare data with `Letters`, in this process by default; returns what is printed."""
 
     def run(*argv: str) -> str:
         workers = () if any(argument.startswith("--workers") for argument in argv) else ("--workers=1",)

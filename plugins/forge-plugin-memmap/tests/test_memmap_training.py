@@ -40,7 +40,7 @@ type = "forge_testing:TinyAdamW"
 
 @pytest.fixture
 def train(forge_run: Run) -> Train:
-    """Trains on a source (the keys of its table, as TOML); gives the lines of metrics."""
+    """Trains on a source (the keys of its table, as TOML); returns the lines of metrics."""
     runs = iter(range(100))
 
     def run(keys: str, data: str = "", *arguments: str) -> list[dict[str, Any]]:

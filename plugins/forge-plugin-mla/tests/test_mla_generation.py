@@ -1,4 +1,4 @@
-"""Decoding keeps one latent a position, and gives what the whole sequence gives."""
+"""Decoding keeps one latent a position, and returns what the whole sequence gives."""
 
 from __future__ import annotations
 

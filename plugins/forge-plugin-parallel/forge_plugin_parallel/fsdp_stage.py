@@ -97,8 +97,8 @@ class FSDPStage(ParallelStage):
     def complete_gradients(self, model: Model) -> None:
         """Reduce what the micro-batches of a pipeline have added up, and free what they left gathered."""
         if self._pipelined:
-            # The reduction of torch's pipeline stages, which reads only their `submod`. FSDP has no public one: it reduces
-            # in hooks of the last backward pass, which is unknown here.
+            # The reduction of torch's pipeline stages, which reads only `submod`. FSDP has no public one: it reduces in
+            # hooks of the last backward pass, which is unknown here.
             PipelineStage.perform_reduce_grad(SimpleNamespace(submod=model), grad_scale_factor=1)  # type: ignore[arg-type]
 
     def _shard(

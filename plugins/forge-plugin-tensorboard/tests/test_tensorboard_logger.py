@@ -27,7 +27,7 @@ def shown(folder):
 
 @pytest.fixture
 def log(tmp_path):
-    """Start after `step`, write records, close; gives what TensorBoard then shows."""
+    """Start after `step`, write records, close; returns what TensorBoard then shows."""
 
     def run(step, *records):
         logger = TensorBoardLogger(tmp_path)

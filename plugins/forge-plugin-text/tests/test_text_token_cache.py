@@ -36,7 +36,7 @@ class CountingTokenizer(ByteTokenizer):
 
 @pytest.fixture
 def build(here: Path, make_context):
-    """Builds the dataset of `*.txt` anew, as another process would: keys -> (dataset, texts encoded for it)."""
+    """Builds the dataset of `*.txt` again, as another process would: keys -> (dataset, texts encoded for it)."""
     (here / "a.txt").write_text("first document")
     (here / "b.txt").write_text("second document")
 

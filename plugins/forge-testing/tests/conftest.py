@@ -1,4 +1,4 @@
-"""Runs a check of a suite on a component that is wrong on purpose, and gives what it says."""
+"""Runs a check of a suite on a component that is wrong on purpose, and returns what it says."""
 
 from __future__ import annotations
 

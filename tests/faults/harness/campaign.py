@@ -95,7 +95,7 @@ class Campaign:
         return run_trial(scenario, self._folder / "reference" / scenario.name, [], self._stopping)
 
     def _submit(self, pool: ThreadPoolExecutor) -> dict[Future[Trial], int]:
-        """Start a trial of the scenario that has had the fewest kills; gives it with the kills that are planned."""
+        """Start a trial of the scenario that has had the fewest kills; returns it with the kills that are planned."""
         scenario = min(self._scenarios, key=lambda known: (self._record.kills(known.name), self._number(known)))
         number = self._number(scenario)
         self._begun[scenario.name] = number + 1

@@ -92,7 +92,7 @@ class Launch:
             self._process = subprocess.Popen(command, stdout=out, stderr=err, start_new_session=True, **options)
 
     def finish(self, kill: Kill | None) -> bool:
-        """Wait until the process has ended, by itself or by `kill`; gives whether the kill came in time.
+        """Wait until the process has ended, by itself or by `kill`; returns whether the kill came in time.
 
         Raises:
             Interrupted: the harness is to stop; the process is dead.

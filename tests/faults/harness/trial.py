@@ -58,7 +58,7 @@ def run_trial(scenario: Scenario, folder: Path, kills: Iterable[Kill], stopping:
 
 
 def _launch(trial: Trial, kill: Kill | None, stopping: threading.Event) -> bool:
-    """Start the process once, and look at what it did; gives whether it has to be started again."""
+    """Start the process once, and look at what it did; returns whether it has to be started again."""
     trial.launches += 1
     launch = Launch(trial.folder, trial.launches, stopping, trial.scenario.ranks)
     expected = max(committed(launch.run), default=0)
