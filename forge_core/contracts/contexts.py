@@ -180,19 +180,9 @@ class EvaluationContext:
     head, hidden states and batch, under every layout."""
     held_out: Dataset | None
     """Held-out sequences of all sources together, in a fixed order."""
-    draw: Callable[[Dataset, int], Iterable[Batch]]
-    """The engine's side of `batches`."""
-    sum_over_tokens: Callable[[Tensor], Tensor]
-    """The engine's side of `all_reduce`."""
-
-    def batches(self, dataset: Dataset, count: int) -> Iterable[Batch]:
-        """This rank's share of `count` sequences (0: all), in micro-batches of equal shape on the device.
-
-        The sequences are spread evenly over the dataset, and the same at each call and under every layout. Every rank
-        gets equally many batches; rows left over have only ignored labels. Each counts as progress for the watchdog.
-        """
-        return self.draw(dataset, count)
-
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Sum over the token dimensions, in place."""
-        return self.sum_over_tokens(tensor)
+    batches: Callable[[Dataset, int], Iterable[Batch]]
+    """`batches(dataset, count)`: this rank's share of `count` sequences (0: all), in micro-batches of equal shape on
+    the device. The sequences are spread evenly over the dataset, the same at each call and under every layout. Every
+    rank gets equally many batches; rows left over have only ignored labels. Each is progress for the watchdog."""
+    all_reduce: Callable[[Tensor], Tensor]
+    """Sums a tensor over the token dimensions, in place."""

@@ -36,12 +36,10 @@ class Dataset(Protocol):
     @property
     def held_out(self) -> Dataset | None:
         """Sequences of documents that never occur in training, in a fixed order, or None."""
-        ...
 
     @property
     def bytes_per_token(self) -> float | None:
         """Mean UTF-8 bytes a token of `held_out` stands for (None if unknown): loss in nats to bits per byte."""
-        ...
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int) -> Mapping[str, np.ndarray]:
@@ -49,7 +47,6 @@ class Dataset(Protocol):
 
         Further entries are NumPy arrays. All rows of a batch must have the same entries, each of one shape and dtype.
         """
-        ...
 
 
 # Optional methods stay protocols, asked by `isinstance`: a dataset is often a class of another library.
@@ -59,7 +56,6 @@ class HasLocation(Protocol):
 
     def where(self, index: int) -> str:
         """File and place of a sequence, for errors."""
-        ...
 
 
 @runtime_checkable
@@ -68,7 +64,6 @@ class HasDescription(Protocol):
 
     def describe(self) -> str:
         """A description of the sequences besides their number."""
-        ...
 
 
 @runtime_checkable
@@ -78,7 +73,6 @@ class HasIdentity(Protocol):
     def identity(self) -> str:
         """Differs when the content does (sizes, digests, times of change), not when it is moved; empty: unknown."""
         # Called at each save, so it must return quickly. With another one, a run needs `--resume-with-changes`.
-        ...
 
 
 def identity_of(data: object) -> str:
@@ -103,7 +97,6 @@ class Stream(Protocol):
         self, lane: int, position: Mapping[str, Any] | None
     ) -> Iterator[tuple[Mapping[str, np.ndarray], Mapping[str, Any]]]:
         """Samples of a lane without end, each with the position (plain JSON) from which the next one is read."""
-        ...
 
 
 @runtime_checkable
@@ -113,30 +106,24 @@ class Documents(Protocol):
     @property
     def held_out(self) -> Documents | None:
         """Documents that never occur in training, or None."""
-        ...
 
     @property
     def bytes_per_token(self) -> float | None:
         """Mean UTF-8 bytes that a token of these documents stands for; None if unknown."""
-        ...
 
     @property
     def end_of_text(self) -> int:
         """Id that ends every document."""
-        ...
 
     def __len__(self) -> int: ...
     def tokens(self, start: int, stop: int) -> np.ndarray:
         """(stop - start,) int64: the tokens [start, stop) of all documents put one after the other; a copy."""
-        ...
 
     def learned(self, start: int, stop: int) -> np.ndarray | None:
         """(stop - start,) bool: which of these tokens are learned as labels (a chat's answers); None: all."""
-        ...
 
     def where(self, start: int, stop: int) -> str:
         """Where these tokens come from, for errors: `tokens 0 to 9 of corpus.bin`."""
-        ...
 
     def ends(self) -> np.ndarray:
         """(documents,) int64, ascending: ends of documents, their end-of-text included; the last is T. May be mapped.
@@ -144,7 +131,6 @@ class Documents(Protocol):
         Raises:
             JobError: where documents end is not known; says how to provide it.
         """
-        ...
 
 
 class StreamedDocument(NamedTuple):
@@ -171,7 +157,6 @@ class DocumentStream(Protocol):
     def lanes(self) -> int: ...
     def read(self, lane: int, position: Mapping[str, Any] | None) -> Iterator[StreamedDocument]:
         """The documents of a lane from a position on (None: from the start), without end: epoch after epoch."""
-        ...
 
 
 class SampleRow(NamedTuple):
@@ -199,7 +184,6 @@ class SampleReader(Protocol):
     @property
     def has_lanes(self) -> bool:
         """Whether some source is a stream: the rows of a lane must then be read in order, and by one copy."""
-        ...
 
     def read(self, rows: Sequence[SampleRow]) -> LoadedRows:
         """Read the samples of these rows, and stack them.
@@ -207,11 +191,9 @@ class SampleReader(Protocol):
         Raises:
             DataError: names what could not be read, with the cause's traceback in a note.
         """
-        ...
 
     def describe(self, row: SampleRow) -> str:
         """Which sample a row is, and the file that it comes from where the source knows."""
-        ...
 
 
 @runtime_checkable
@@ -230,4 +212,3 @@ class Tokenizer(Protocol):
 
     def fingerprint(self) -> str:
         """SHA-256 (hex) that differs whenever an encoding could differ."""
-        ...

@@ -60,7 +60,6 @@ class Head(Protocol):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Returns (…, V) for (…, D), or this rank's slice of V when `vocab_shard` is set; in the dtype of `hidden`."""
-        ...
 
     def whole(self, dtype: torch.dtype | None = None) -> AbstractContextManager[Sequence[Tensor]]:
         """A context with the head's weights gathered and cast to `dtype` once however often `logits` is called.
@@ -68,7 +67,6 @@ class Head(Protocol):
         It yields the tensors that `logits` then uses, each connected to its parameter, so that a loss can differentiate
         with respect to them; their gradient is reduced once.
         """
-        ...
 
 
 class Fill(Protocol):
@@ -101,7 +99,6 @@ class ChangesWithUpdates(Protocol):
         """Update the buffers, by the counts of all ranks in `context.auxiliary.counted`; called on every rank."""
         # Only the engine knows when a step is over, under accumulation, recomputation and pipelines. It does not call
         # this after a skipped update; after a skip that only the device knows of, all counts are zero.
-        ...
 
 
 @runtime_checkable
@@ -110,14 +107,12 @@ class Generates(Protocol):
 
     def new_cache(self, batch_size: int, length: int) -> Any:
         """Returns an empty cache for up to `length` positions of `batch_size` rows, on the model's device."""
-        ...
 
     def decode(self, batch: Batch, cache: Any) -> Tensor:
         """Run `forward` on the next positions of each row, after those in `cache`, and extend `cache`.
 
         `batch["positions"]` (B, S) has each token's position; a negative one marks left padding, to be ignored.
         """
-        ...
 
 
 class Model(nn.Module):

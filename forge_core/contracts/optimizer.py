@@ -121,20 +121,16 @@ class HasEvaluationWeights(Protocol):
 
     def eval(self) -> None:
         """Put the weights for evaluation into the parameters."""
-        ...
 
     def train(self) -> None:
         """Put back the weights that were there before `eval()`, to the bit."""
-        ...
 
     def evaluation_weights(self) -> Mapping[Tensor, Tensor]:
         """Weights for a checkpoint, by parameter and sharded like it; without parameters that are evaluated as is."""
         # Beside `eval()`, which a save must not call: the trained weights would not come back to the bit.
-        ...
 
     def load_evaluation_weights(self, weights: Mapping[Tensor, Tensor]) -> None:
         """Take back the weights of a checkpoint, after state and parameters were loaded; or derive them from those."""
-        ...
 
 
 @runtime_checkable
@@ -149,4 +145,3 @@ class PlacesState(Protocol):
         Raises:
             CheckpointError: the checkpoint's state does not fit this optimizer.
         """
-        ...

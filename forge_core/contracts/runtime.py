@@ -103,12 +103,10 @@ class Executor(Protocol):
         `denominator` () is the number of valid tokens of the global batch, on the device.
         """
         # Each loss sum is divided by it before its backward pass, so that every reduction of gradients is a plain sum.
-        ...
 
     def evaluate(self, batches: Sequence[Batch], measure: LossFunction | None = None) -> StepOutput:
         """Forward only; `measure` replaces the job's loss, for example by a count of right predictions."""
         # A parameter and not a call of the model: under `pp`, `cp` and `tp` only the executor can run it.
-        ...
 
 
 class Logger(Protocol):
@@ -134,7 +132,6 @@ class Flushes(Protocol):
     def flush(self) -> None:
         """Put all records where they outlive the process. Called before each checkpoint; raising fails the save."""
         # A run that is killed continues from the checkpoint, and does not log the steps before it again.
-        ...
 
 
 class Storage(Protocol):
@@ -142,23 +139,18 @@ class Storage(Protocol):
 
     def begin(self, step: int) -> Path:
         """Returns an empty folder to write into. Clears the storage first (see `clear`)."""
-        ...
 
     def commit(self, step: int) -> Path:
         """Make what was written visible as the checkpoint of `step`. Returns its folder."""
-        ...
 
     def clear(self) -> None:
         """Remove what was begun and never committed, and the remains of deletions that were cut short."""
-        ...
 
     def discard(self, step: int) -> None:
         """Try to remove what was written for `step` and not committed."""
-        ...
 
     def steps(self) -> Sequence[int]:
         """Steps that have a committed checkpoint, ascending."""
-        ...
 
     def path(self, step: int) -> Path: ...
     def delete(self, step: int) -> None: ...

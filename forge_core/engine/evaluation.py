@@ -92,8 +92,8 @@ def _context(run: Run, step: int) -> EvaluationContext:
         model=run.model,
         executor=run.executor,
         held_out=run.held_out,
-        draw=draw,
-        sum_over_tokens=lambda tensor: all_reduce_tokens(tensor, run.context.mesh),
+        batches=draw,
+        all_reduce=lambda tensor: all_reduce_tokens(tensor, run.context.mesh),
     )
 
 

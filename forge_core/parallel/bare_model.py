@@ -36,7 +36,7 @@ def bare_model(job: Job, context: BuildContext) -> Model:
     cls = f"{type(built).__module__}.{type(built).__qualname__}"
     if not isinstance(built, Model):
         hint = "derive it from forge_core.contracts.model.Model"
-        warnings.warn(deprecated(f"the model {cls} of a class of its own", "0.3", hint), stacklevel=2)
+        warnings.warn(deprecated(f"deriving {cls} from torch.nn.Module alone", "0.3", hint), stacklevel=2)
     elif names := next(misspelt(built), None):
         # It would never be called, and the default would be used in silence.
         hint = f"did you mean {names[1]!r}? A name of its own that is so similar starts with an underscore"

@@ -114,7 +114,7 @@ def test_a_model_without_the_base_class_trains_the_same_and_is_told(make_job, tr
     for name, cls in (("new", TinyNetwork), ("old", OlderNetwork)):
         job = make_job(steps=2, job={"name": name}, model=Of(cls=cls.__name__))
         if cls is OlderNetwork:
-            with pytest.warns(ForgeDeprecation, match=r"OlderNetwork of a class of its own is deprecated.*Model"):
+            with pytest.warns(ForgeDeprecation, match=r"OlderNetwork from torch.nn.Module alone is deprecated.*Model"):
                 summary = train(job)
         else:
             summary = train(job)
