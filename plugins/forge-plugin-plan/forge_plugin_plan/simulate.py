@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 import attrs
 import torch
 from attrs import frozen
-from torch import Tensor
+from torch import Tensor, nn
 
 from forge_core.contracts.contexts import StepContext
 from forge_core.contracts.data import Batch
@@ -258,5 +258,5 @@ def _step_context(run: Run, norm: Tensor) -> StepContext:
     )
 
 
-def _is_compiled(model: object) -> bool:
+def _is_compiled(model: nn.Module) -> bool:
     return any(module._compiled_call_impl is not None for module in model.modules())
