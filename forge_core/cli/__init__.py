@@ -11,7 +11,6 @@ import sys
 import warnings
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TextIO
 
 from forge_core.cli.tables import columns
 from forge_core.contracts.errors import ExitCode, ForgeError, JobError, did_you_mean
@@ -27,6 +26,7 @@ Trains what a job file describes. Several files are layered from left to right, 
 commands (forge-run COMMAND --help lists the options of one):
 """
 
+_python_format = warnings.formatwarning
 OPTIONS = [
     ("  -h, --help", "this text"),
     ("  --version", "versions of the core and of every installed plugin distribution"),
@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
     # Only as a program: where `main` is called from Python, warnings belong to the caller.
     if argv is None:
         argv = sys.argv[1:]
-        warnings.showwarning = _show_warning
+        warnings.formatwarning = _format_warning
     try:
         code = int(_dispatch(argv))
         sys.stdout.flush()  # here, so that a reader that has ended is met below and not at exit
@@ -59,18 +59,12 @@ def main(argv: list[str] | None = None) -> int:
         return ExitCode.FAILED
 
 
-def _show_warning(
-    message: Warning | str,
-    category: type[Warning],
-    filename: str,
-    lineno: int,
-    file: TextIO | None = None,
-    line: str | None = None,
-) -> None:
-    """Show Forge's own warnings without the line of code that raised them, which is of no use to users."""
+def _format_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    """Forge's own warnings without the line of code that raised them, which is of no use to users."""
     ours = Path(filename).is_relative_to(Path(__file__).parents[1])
-    text = f"warning: {message}\n" if ours else warnings.formatwarning(message, category, filename, lineno, line)
-    (file or sys.stderr).write(text)
+    return f"warning: {message}\n" if ours else _python_format(message, category, filename, lineno, line)
 
 
 def _dispatch(argv: list[str]) -> int:

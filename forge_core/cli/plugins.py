@@ -77,37 +77,24 @@ def select(catalog: Catalog, name: str | None = None, kind: str | None = None) -
     Raises:
         JobError: nothing installed is called that.
     """
-    offers = list(catalog.all_offers())
-    if kind is not None:
-        offers = [offer for offer in offers if offer.kind == kind]
-        known = {offer.kind for offer in catalog.all_offers()} | set(catalog.kinds())
-        _demand(offers, f"no installed component is of kind {kind!r}", kind, known)
-    if name is not None:
-        named = [offer for offer in offers if name in (offer.type, offer.qualified, offer.distribution.name)]
-        names = {word for offer in offers for word in (offer.type, offer.distribution.name)}
-        _demand(named, f"no installed distribution or type is called {name!r}", name, names)
-        return named
-    return [offer for offer in offers if offer.kind != "kind" or kind == "kind"]
-
-
-def _demand(offers: list[Offer], message: str, word: str, known: set[str]) -> None:
-    if not offers:
-        raise JobError(f"forge-run plugins: {message}{did_you_mean(word, known)}")
+    offers = list(catalog.all_offers()) if kind is None else catalog.offers(kind)
+    if kind is not None and not offers:
+        hint = did_you_mean(kind, {*catalog.kinds(), *(offer.kind for offer in catalog.all_offers())})
+        raise JobError(f"forge-run plugins: no installed component is of kind {kind!r}{hint}")
+    if name is None:
+        return [offer for offer in offers if offer.kind != "kind" or kind == "kind"]
+    named = [offer for offer in offers if name in (offer.type, offer.qualified, offer.distribution.name)]
+    if not named:
+        hint = did_you_mean(name, {word for offer in offers for word in (offer.type, offer.distribution.name)})
+        raise JobError(f"forge-run plugins: no installed distribution or type is called {name!r}{hint}")
+    return named
 
 
 def listing(offer: Offer, catalog: Catalog) -> ListedComponent:
     """An offer as it is listed."""
-    distribution = offer.distribution
-    others = [o.distribution for o in catalog.offers(offer.kind) if o.type == offer.type and o != offer]
-    return ListedComponent(
-        offer.kind,
-        offer.type,
-        distribution.name,
-        distribution.version,
-        offer.value,
-        str(distribution.editable_path or ""),
-        ", ".join(map(str, others)),
-    )
+    source, editable = offer.distribution, str(offer.distribution.editable_path or "")
+    others = ", ".join(str(other.distribution) for other in catalog.matching(offer.kind, offer.type) if other != offer)
+    return ListedComponent(offer.kind, offer.type, source.name, source.version, offer.value, editable, others)
 
 
 def table(listed: Sequence[ListedComponent], extra: Sequence[str] = ()) -> str:

@@ -22,25 +22,15 @@ def command(argv: list[str]) -> int:
     from forge_core.cli.arguments import parse_job_arguments
 
     parser = argparse.ArgumentParser(prog="forge-run run", description=command.__doc__)
-    parser.add_argument(
-        "--resume",
-        default="auto",
-        metavar="auto|never|PATH",
-        help="auto (the default): continue from the run folder's newest checkpoint; never: refuse a folder that has "
-        "any; PATH: start from this checkpoint or run folder, where the job's own folder has none yet",
+    resume = (
+        "auto (the default): continue from the run folder's newest checkpoint; never: refuse a folder that has any; "
+        "PATH: start from this checkpoint or run folder, where the job's own folder has none yet"
     )
-    parser.add_argument(
-        "--resume-with-changes",
-        action="store_true",
-        help="continue even if the job has changed in ways that make another run of it: objective, data, rates",
-    )
-    parser.add_argument(
-        "--nproc",
-        type=int,
-        metavar="N",
-        help="start N ranks on this machine, which make one run (default: 1, unless torchrun or srun has started "
-        "this process as one of several)",
-    )
+    changes = "continue even if the job has changed in ways that make another run of it: objective, data, rates"
+    ranks = "start N ranks on this machine, which make one run (default: 1, unless torchrun or srun has started this "
+    parser.add_argument("--resume", default="auto", metavar="auto|never|PATH", help=resume)
+    parser.add_argument("--resume-with-changes", action="store_true", help=changes)
+    parser.add_argument("--nproc", type=int, metavar="N", help=f"{ranks}process as one of several)")
     options, _, overrides = parse_job_arguments(parser, argv)
     # Imports below stand where they are needed: --help answers at once, and no error of a job waits for torch.
     from forge_core.launch.world import join_world

@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from traceback import walk_tb
 from types import SimpleNamespace, TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -191,17 +192,13 @@ class Plugins:
 
     def _plugins_in(self, traceback: TracebackType | None) -> list[str]:
         # By code objects: a frame does not name the plugin whose method it runs.
-        code = {
+        owners = {
             function.__func__.__code__: name
             for name, plugin in self.active.items()
             for _, function in self._implementations(plugin)
         }
-        names: dict[str, None] = {}
-        while traceback is not None:
-            if traceback.tb_frame.f_code in code:
-                names[code[traceback.tb_frame.f_code]] = None
-            traceback = traceback.tb_next
-        return list(names)
+        frames = (frame.f_code for frame, _ in walk_tb(traceback))
+        return list(dict.fromkeys(owners[code] for code in frames if code in owners))
 
 
 def _check_signature(where: str, function: Any) -> None:

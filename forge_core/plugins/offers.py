@@ -72,13 +72,12 @@ def installed_offers() -> tuple[list[Offer], list[Distribution]]:
         if PREFIX not in (dist.read_text("entry_points.txt") or "") or not has_metadata(dist):
             continue
         name, url = dist.metadata["Name"], dist.read_text("direct_url.json") or ""
-        if normalised(name) in distributions:  # a copy further down sys.path, which Python does not import either
+        key = normalised(name)
+        if key in distributions:  # a copy further down sys.path, which Python does not import either
             continue
-        distribution = distributions[normalised(name)] = Distribution(
-            name, dist.version, tuple(dist.requires or ()), url
-        )
+        distributions[key] = owner = Distribution(name, dist.version, tuple(dist.requires or ()), url)
         entries = (entry for entry in dist.entry_points if entry.group.startswith(PREFIX))
-        offers += [Offer(e.group.removeprefix(PREFIX), e.name, e.value, distribution) for e in entries]
+        offers += [Offer(e.group.removeprefix(PREFIX), e.name, e.value, owner) for e in entries]
     return offers, list(distributions.values())
 
 
