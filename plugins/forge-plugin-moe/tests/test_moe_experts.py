@@ -60,7 +60,7 @@ class TestAStack:
     )
     def test_has_few_sizes_where_each_costs_a_kernel(self, monkeypatch, dtype, by_onednn, multiple):
         sizes, compute = [], F.grouped_mm
-        monkeypatch.setattr(products, "_float32", "oneDNN" if by_onednn else "BLAS")
+        monkeypatch.setitem(products._libraries, torch.float32, "oneDNN" if by_onednn else "BLAS")
         monkeypatch.setattr(F, "grouped_mm", lambda a, b, offs: sizes.append(offs.diff()) or compute(a, b, offs=offs))
         gradients(stack_of(grouped=True, dtype=dtype), inputs_of(dtype))
         assert len(sizes) == 9
