@@ -1,4 +1,4 @@
-"""The job: the core's own tables and one table per kind. What `forge-run explain` shows comes from these docstrings."""
+"""The job: the core's own tables and one table per kind. `forge-run explain` shows these docstrings."""
 
 from __future__ import annotations
 

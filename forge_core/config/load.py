@@ -36,6 +36,7 @@ def load_job(
     """The job of one TOML file, or of several layered left to right.
 
     Args:
+        *paths: the files; a later one replaces keys of those before it.
         overrides: `section.key=value`, as on the command line; applied after the files.
         catalog: which components there are; by default those that are installed.
         world_size: number of ranks it shall run on; by default those that this process was started as one of.
@@ -47,13 +48,13 @@ def load_job(
     catalog = catalog or Catalog.installed()
     world_size = world_size or join_world().size
     root, problems = read_job(paths, overrides)
-    _add_always(root)
+    _add_always(root)  # to the tree and not to the job, so that their keys are known to hints about misplaced ones
     job, findings = structure(root, Job, catalog)
     problems += findings.problems
     if job is not INVALID:  # also with problems: rules are checked on all that could be read
         problems += _broken_rules(job, catalog, world_size, with_data, root, problems)
     if problems:
-        problems.sort(key=lambda problem: _place(root, problem))
+        problems.sort(key=lambda problem: _place(root, problem))  # in the order in which a reader meets them
         raise JobError([*problems, *install_line(findings.missing)])
     for warning in findings.deprecated:
         warnings.warn(warning, stacklevel=1)  # its place is in the text, and not in the code

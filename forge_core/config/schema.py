@@ -76,6 +76,7 @@ class _Writer:
             return self._shared(f"{type_.__module__}.{type_.__qualname__}", lambda: self.section(type_))
         if types.is_mapping(type_):
             return self._mapping(types.item_type(type_))
+        # Before arrays in general: a tuple of known length is one too.
         if types.is_fixed(type_):
             items = [self.value(argument) for argument in typing.get_args(type_)]
             return {"type": "array", "prefixItems": items, "minItems": len(items), "maxItems": len(items)}
