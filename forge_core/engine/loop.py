@@ -62,7 +62,8 @@ class Loop:
                 save = self._agreement.reach()
                 if self._job.eval.interval and self.progress.step % self._job.eval.interval == 0:
                     self._evaluate()
-                if self._wants_save(save):  # after the evaluation, so that the save has what hooks learnt from it
+                # After the evaluation: the save then has what hooks learnt from it. The last step is saved at the end.
+                if self.progress.step < self._job.train.steps and (save or self._saver.due(self.progress.step)):
                     self._save()
             self._end()
 
@@ -106,11 +107,6 @@ class Loop:
         self._saver.note_evaluation(self.progress.step, metrics)
         self._hooks("on_eval_end", self._contexts.step(self.progress.step), metrics)
         self.recorder.clock.restart()
-
-    def _wants_save(self, asked: bool) -> bool:
-        """Whether to save now. The last step is saved at the end, after its evaluation."""
-        step = self.progress.step
-        return step < self._job.train.steps and (asked or self._saver.due(step))
 
     def _save(self, final: bool = False) -> None:
         self._beacon.enter("save")
