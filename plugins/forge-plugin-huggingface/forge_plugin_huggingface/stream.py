@@ -137,7 +137,7 @@ class LaneStream:
         if position["data"] != self._data and not self._has_warned:
             self._has_warned = True
             message = "the files are not those that were read before, or lie elsewhere"
-            logger.warning("%s: %s; reading goes on at the same places in them", self._rows.name, message)
+            logger.warning("%s: %s; reading continues at the same positions in them", self._rows.name, message)
         return LanePosition(**{name: position[name] for name in attrs.fields_dict(LanePosition) if name in position})
 
     def _epoch(self, lane: int, place: LanePosition) -> Iterator[StreamedDocument]:

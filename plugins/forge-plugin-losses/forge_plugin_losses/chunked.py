@@ -38,7 +38,7 @@ MakeObjective = Callable[["Head", "Batch", Workspace], Objective]
 
 
 def default_chunk_tokens(device: torch.device) -> int:
-    """Positions a chunk. Each chunk costs one pass over the gradient of the head, whatever the size of the vocabulary.
+    """Positions a chunk. Each chunk costs one pass over the gradient of the head, for every size of the vocabulary.
 
     On the CPU 512 is within 5 % of the fastest (README, "Measurements"). Relative to its products, an accelerator's
     memory is slower, so that this pass weighs eight times as much: 4096, by arithmetic and not by measurement.

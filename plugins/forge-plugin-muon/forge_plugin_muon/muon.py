@@ -82,7 +82,7 @@ class Muon(OptimizerComponent):
 
         if self.ns_dtype == "auto":
             dtype = str(fast_dtype(context.device)).removeprefix("torch.")
-            native = "this processor multiplies bfloat16 by itself"
+            native = "this processor multiplies bfloat16 natively"
             yield "Newton-Schulz", dtype, native if dtype == "bfloat16" else "this processor emulates bfloat16"
 
     def build(self, context: BuildContext, parameters: NamedParameters) -> torch.optim.Optimizer:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from forge_plugin_parallel.cp import ContextParallel
 
 TOKENS = ("input_ids", "labels", "positions", "document_ids")
-"""Entries of a batch with a value for each position, whatever the model."""
+"""Entries of a batch with a value for each position, in every model."""
 WHOLE = "whole:"
 """Prefix of the name of a batch entry that has all positions."""
 PLACES, DOCUMENTS = "places by rank", "documents by rank"

@@ -47,7 +47,7 @@ class FSDP(ParallelComponent):
     reshard_after_forward: bool | Literal["auto"] = "auto"
     """Whether a unit is freed after its forward pass and gathered again for the backward. False takes the memory of the
     whole model, and a third less communication. The root unit, with the head, is freed after the backward pass in any
-    case. auto: true, except in a pipeline, where every micro-batch would gather anew: there units stay
+    case. auto: true, except in a pipeline, where every micro-batch would gather again: there units stay
     gathered to the end of the step."""
     reduce_every_micro_batch: bool = False
     """Whether each micro-batch's gradients are reduced at once. That takes the memory of a shard of the gradients; by

@@ -141,7 +141,7 @@ def parameter_bytes(model: Model) -> Bytes:
 
 
 def gradient_bytes(model: Model) -> Bytes:
-    """Returns bytes of this rank's gradients while they accumulate: in float32 or wider, whatever their dtype."""
+    """Returns bytes of this rank's gradients while they accumulate: in float32 or wider, for every dtype."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return sum(local_part(p).numel() * torch.promote_types(p.dtype, torch.float32).itemsize for p in trained)
 

@@ -99,7 +99,9 @@ class PipelineParallel(ParallelComponent):
             message = f"{self.stages_per_rank}, but {self.schedule} has {wanted} a rank"
             yield Problem("stages_per_rank", f"{message}; leave it out, or take another schedule")
         if self.splits_backward and job.optimizer.parameter_dtype == "bf16":
-            message = f"{self.schedule} adds gradients up by itself, and with parameters in bf16 it would do so in bf16"
+            message = (
+                f"{self.schedule} accumulates gradients itself, and with parameters in bf16 it would do so in bf16"
+            )
             yield Problem("schedule", f"{message}; take another schedule")
         if job.train.global_batch_size % layout.data_parallel == 0:
             yield from self._micro_batch_problems(micro_batches(job, layout)[0])

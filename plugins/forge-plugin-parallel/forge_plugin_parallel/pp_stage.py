@@ -76,7 +76,7 @@ class PipelineParallelStage(ParallelStage):
             for name in set(end) - own:  # replaced rather than deleted: the model's own code refers to them
                 parent, _, key = name.rpartition(".")
                 setattr(model.get_submodule(parent), key, Absent(name, self._pipeline.rank))
-        model.forward = SectionForward(model)
+        model.forward = SectionForward(model)  # type: ignore[method-assign, assignment]
         _keep_roles(model)
         if isinstance(model, Generates):
             model.decode = _refuse_decoding  # type: ignore[assignment]

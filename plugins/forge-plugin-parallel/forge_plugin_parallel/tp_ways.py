@@ -2,7 +2,7 @@
 
 A module's class is replaced by one derived from it, whose `forward` computes with this rank's parts of the parameters.
 An object in place of `module.forward` would not do: torch.compile treats each such object as another constant, and
-would compile every one of many equal blocks anew.
+would compile each of many equal blocks again.
 
 Shapes: B sequences, S positions, s positions of this rank (S without sequence parallel), D model width, v rows of the
 vocabulary of this rank.

@@ -210,10 +210,10 @@ CONTINUED = "test_a_run_that_continues_gets_the_sequences_that_come_next"
         (CONTINUED, component_of(OddPosition), "is not plain JSON"),
         (DOCUMENTS, listed(NoEnds), "ends() must ascend to T = 156, and is [13 26 39 52] … [143]"),
         (DOCUMENTS, listed(NoEndOfText), "document 0 does not end with end_of_text"),
-        (DOCUMENTS, listed(Views), "tokens gives no copy: writing shows"),
-        (DOCUMENTS, listed(Overlapping), "two slices together are not what one slice over both gives"),
+        (DOCUMENTS, listed(Views), "tokens returns no copy: writing shows"),
+        (DOCUMENTS, listed(Overlapping), "two slices together differ from one slice over both"),
         (LANES, component_of(OneForAll), "another sequence"),
-        (LANES, component_of(NextPosition), "does not give the next one"),
+        (LANES, component_of(NextPosition), "does not return the next one"),
     ],
 )
 def test_what_is_wrong_is_told(refusal, check, component, told):

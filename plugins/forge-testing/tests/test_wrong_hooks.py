@@ -107,7 +107,7 @@ STATE, SAME = "test_its_state_is_plain_and_comes_back", "test_it_changes_trainin
             {},
             "its state must be numbers, strings, lists, dicts or tensors: CheckpointError: could not",
         ),
-        (STATE, Loses(), {}, "after load_state_dict, count of the state is not what state_dict gave"),
+        (STATE, Loses(), {}, "after load_state_dict, count of the state is not what state_dict returned"),
         (
             "test_a_run_that_continues_equals_one_that_was_not_interrupted",
             Beside(),
@@ -122,7 +122,7 @@ STATE, SAME = "test_its_state_is_plain_and_comes_back", "test_it_changes_trainin
             SAME,
             Watches(),
             {"changes_training": True},
-            "changes_training is set, and a run without it comes to the same",
+            "changes_training is set, and a run without it is the same",
         ),
     ],
 )

@@ -117,7 +117,7 @@ EMPTY = "test_a_batch_without_valid_labels_gives_zero_and_zero_gradients"
         (
             "test_it_does_not_depend_on_micro_batches",
             component_of(of_the_batch),
-            "sum over positions, each by itself: off",
+            "sum over separate positions: off",
         ),
         (
             "test_gradients_are_those_of_the_objective_in_float64",

@@ -185,7 +185,7 @@ DECLARED, INITIAL = "test_what_it_declares_is_there", "test_every_tensor_is_init
     [
         ("test_it_is_built_on_the_meta_device", OnTheCPU, "table has memory; make tensors with torch.empty"),
         ("test_forward_is_the_sum_of_its_parts", MoreInForward, "forward differs from finish(layers(embed(batch))) by"),
-        ("test_forward_is_the_sum_of_its_parts", NoTuple, "embed gives a Tensor; what travels is a tuple of tensors"),
+        ("test_forward_is_the_sum_of_its_parts", NoTuple, "embed returns a Tensor; a carry is a tuple of tensors"),
         ("test_forward_is_the_sum_of_its_parts", OtherKeys, "keys ['layer0', 'layer1'], which must be ['0', '1']"),
         ("test_the_head_is_a_head", BareHead, "`head` is a Linear without logits, whole and vocab_shard"),
         (
@@ -196,7 +196,7 @@ DECLARED, INITIAL = "test_what_it_declares_is_there", "test_every_tensor_is_init
         ("test_weights_are_used_in_the_compute_dtype", WideNorm, "weights rounded to bf16 change hidden states by"),
         (INITIAL, Uninitialised, "Scale.init_parameter did not fill norm.weight"),
         (INITIAL, RandomBuffer, "the initial values of table depend on torch's default generator"),
-        (INITIAL, Unseeded, "another seed gives the same initial values; draw them with `fill`"),
+        (INITIAL, Unseeded, "another seed results in the same initial values; draw them with `fill`"),
         (DECLARED, OtherNames, "ends names 'embed_tokens': no such module"),
         (DECLARED, PartOfAPlan, "tensor_parallel_plan does not name norm, which has parameters"),
         (DECLARED, NoTie, "tied_parameters has head.weight and embedding.weight, which are two parameters"),

@@ -161,7 +161,11 @@ MEAN = "test_it_says_how_many_experts_a_token_has"
 @pytest.mark.parametrize(
     ("check", "router", "told"),
     [
-        ("test_it_is_a_module_on_the_meta_device", lambda dim, experts: len, "build gave a builtin_function_or_method"),
+        (
+            "test_it_is_a_module_on_the_meta_device",
+            lambda dim, experts: len,
+            "build returned a builtin_function_or_method",
+        ),
         ("test_it_is_a_module_on_the_meta_device", OnTheCPU, "gate.weight has memory"),
         (
             "test_its_initial_values_are_its_own",
@@ -173,11 +177,15 @@ MEAN = "test_it_says_how_many_experts_a_token_has"
         (SHAPES, Infinite, "some weights are not finite"),
         (SHAPES, Narrow, "weights are torch.bfloat16; compute them in float32 or wider"),
         (SHAPES, OfSomeTokens, "weights (2, 5, 2) and numbers (2, 5, 2) for tokens (2, 12)"),
-        (SHAPES, Silent, "the router said NoneType; it gives two tensors"),
+        (SHAPES, Silent, "the router returned NoneType; it returns two tensors"),
         ("test_weights_are_used_in_the_dtype_of_the_tokens", Widening, "fsdp chooses other experts than one process"),
         (MEAN, Modest, "`experts_per_token` is 1, but tokens have 2 in the mean"),
-        ("test_it_says_the_same_again", Counting, "asked twice in evaluation mode, it says different things"),
-        ("test_it_says_the_same_again", Noisy, "in evaluation mode, it says different things; keep nothing from call"),
+        ("test_it_says_the_same_again", Counting, "asked twice in evaluation mode, it returns different results"),
+        (
+            "test_it_says_the_same_again",
+            Noisy,
+            "in evaluation mode, it returns different results; keep nothing from call",
+        ),
         ("test_a_sequence_is_routed_by_itself", ByRow, "a sequence in another row of the micro-batch is routed other"),
         ("test_a_sequence_is_routed_by_itself", ByMicroBatch, "without the other sequences of the micro-batch is rou"),
         ("test_gradients_reach_it", Deaf, "the weights are not differentiable"),

@@ -59,10 +59,10 @@ FINITE, PURE = "test_it_gives_a_finite_plain_number_for_every_step", "test_it_is
     ("check", "make", "told"),
     [
         (FINITE, lambda: lambda step, total: 1 / (total - 1), "schedule(step=0, total=1) fails: ZeroDivisionError"),
-        (FINITE, lambda: lambda step, total: math.nan, "gives nan, which is not finite"),
-        (FINITE, lambda: lambda step, total: np.float64(1.0), "of type float64; give a Python float"),
-        (PURE, counting, "0.01, 1.0], depending on what was asked before"),
-        ("test_one_schedule_serves_runs_of_other_lengths", remembering, "a run of 200 steps changed what one of 100"),
+        (FINITE, lambda: lambda step, total: math.nan, "returns nan, which is not finite"),
+        (FINITE, lambda: lambda step, total: np.float64(1.0), "of type float64; return a Python float"),
+        (PURE, counting, "0.01, 1.0], depending on earlier calls"),
+        ("test_one_schedule_serves_runs_of_other_lengths", remembering, "steps changed the values of one of 100"),
     ],
 )
 def test_what_is_wrong_is_told(refusal, check, make, told):

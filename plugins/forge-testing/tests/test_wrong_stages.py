@@ -100,8 +100,12 @@ NAMES, SAME = "test_it_keeps_the_names_of_parameters", "test_a_run_comes_to_the_
             "rank 0 has parameters that the bare model has not: norm.0.bias, norm.0.weight",
         ),
         (NAMES, component_of(dropping), "no rank has layers.1.pair.down.weight, layers.1.pair.up.bias, "),
-        (NAMES, component_of(lambda model: None), "apply gave a NoneType; return the model"),
-        (NAMES, component_of(lambda model: model, Talkative), "describe() gives a list; it is a text for the plan"),
+        (NAMES, component_of(lambda model: None), "apply returned a NoneType; return the model"),
+        (
+            NAMES,
+            component_of(lambda model: model, Talkative),
+            "describe() returns a list; it is a text for the summary",
+        ),
         (
             NAMES,
             component_of(lambda model: model, Misspelt),
@@ -118,7 +122,7 @@ def test_what_is_wrong_is_told(refusal, check, component, told):
 @pytest.mark.parametrize(
     ("check", "component", "told"),
     [
-        ("test_its_relations_have_reasons", Unreasoned(), "after['tp'] gives no reason; the plan prints it"),
+        ("test_its_relations_have_reasons", Unreasoned(), "after['tp'] has no reason; the summary prints it"),
         (
             "test_its_degrees_are_of_the_mesh",
             OfAnotherMesh(),
@@ -127,7 +131,7 @@ def test_what_is_wrong_is_told(refusal, check, component, told):
         (
             "test_its_degrees_are_of_the_mesh",
             OfNoSize(),
-            'degrees gives tp the size 0; it is a number from 1, or "auto"',
+            'degrees has the size 0 for tp; it is a number from 1, or "auto"',
         ),
     ],
 )

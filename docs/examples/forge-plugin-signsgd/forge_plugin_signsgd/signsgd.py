@@ -1,4 +1,4 @@
-"""What a job file says about signSGD."""
+"""The component signsgd: its keys in a job file."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def command(argv: list[str]) -> int:
     try:
         outcomes = [_run(trial, number, len(trials), out, options.nproc) for number, trial in enumerate(trials, 1)]
     except KeyboardInterrupt:
-        print("interrupted; the same command goes on where it was", file=sys.stderr)
+        print("interrupted; the same command continues it", file=sys.stderr)
         return ExitCode.SECOND_SIGNAL
     rows, failed = rows_of(outcomes), [outcome for outcome in outcomes if outcome.failure]
     if rows:

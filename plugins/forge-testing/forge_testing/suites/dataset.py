@@ -77,7 +77,7 @@ class DatasetSuite(Suite):
         data[len(data) - 1]
         assert _equal(data[0], before), (
             f"sequence 0 was {_shown(before)} and is now {_shown(data[0])}, after others were read and what was given "
-            "was written into; give copies, and keep no position between reads"
+            "was written into; return copies, and keep no position between reads"
         )
 
     def test_labels_are_shifted_and_of_the_length_of_the_job(self, tmp_path: Path) -> None:
@@ -179,14 +179,14 @@ class DatasetSuite(Suite):
             for lane, reader in enumerate(lanes):
                 sample, position = next(reader)
                 assert _equal(sample, alone[lane][number][0]), (
-                    f"lane {lane} gives another sequence {number} when the lanes are read in turns"
+                    f"lane {lane} returns another sequence {number} when the lanes are read in turns"
                 )
                 with explained(f"lane {lane}: its position {position} is not plain JSON"):
                     position = json.loads(json.dumps(position))
                 if number < 5:
                     following = next(stream.read(lane, position))[0]
                     assert _equal(following, alone[lane][number + 1][0]), (
-                        f"lane {lane}, read from the position after sequence {number}, does not give the next one"
+                        f"lane {lane}, read from the position after sequence {number}, does not return the next one"
                     )
 
     # --- surroundings --------------------------------------------------------------------------------------------
@@ -243,10 +243,10 @@ def _check_documents(name: str, documents: Documents) -> None:
     assert whole.shape == (total,), f"{name}tokens(0, {total}) has the shape {whole.shape}"
     middle = total // 2
     parts = np.concatenate([documents.tokens(0, middle), documents.tokens(middle, total)])
-    assert np.array_equal(parts, whole), f"{name}two slices together are not what one slice over both gives"
+    assert np.array_equal(parts, whole), f"{name}two slices together differ from one slice over both"
     slice_ = documents.tokens(0, middle)
     slice_[...] = -1
-    assert np.array_equal(documents.tokens(0, middle), whole[:middle]), f"{name}tokens gives no copy: writing shows"
+    assert np.array_equal(documents.tokens(0, middle), whole[:middle]), f"{name}tokens returns no copy: writing shows"
     ends = np.asarray(documents.ends())
     ascending = len(ends) and bool((np.diff(ends) > 0).all()) and ends[0] > 0 and ends[-1] == total
     assert ascending, f"{name}ends() must ascend to T = {total}, and is {ends[:4]} … {ends[-1:]}"

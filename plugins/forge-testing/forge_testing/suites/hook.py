@@ -57,10 +57,10 @@ class HookSuite(Suite):
             self.train(self._job(tmp_path, hook, "run"))
         before = hook.state_dict()
         fresh = self.make(tmp_path)
-        with explained("load_state_dict does not take what state_dict gave"):
+        with explained("load_state_dict does not accept what state_dict returned"):
             fresh.load_state_dict(before)
         lost = _unequal(fresh.state_dict(), before)
-        assert not lost, f"after load_state_dict, {some(lost)} of the state is not what state_dict gave"
+        assert not lost, f"after load_state_dict, {some(lost)} of the state is not what state_dict returned"
 
     def test_a_run_that_continues_equals_one_that_was_not_interrupted(self, tmp_path: Path) -> None:
         """Losses, weights, and its own state are bitwise equal."""
@@ -83,7 +83,7 @@ class HookSuite(Suite):
             differ = ["the losses", *differ]
         if self.changes_training:
             assert differ, (
-                "changes_training is set, and a run without it comes to the same: leave it out, or choose settings "
+                "changes_training is set, and a run without it is the same: leave it out, or choose settings "
                 "with which it acts within some steps"
             )
             return

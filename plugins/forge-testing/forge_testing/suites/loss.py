@@ -129,7 +129,7 @@ class LossSuite(ParitySuite):
         outputs = [self._loss(tmp_path, apart, rows=slice(row, row + 1)) for row in range(B)]
         for output in outputs:
             output.sum.backward()
-        hint = "; it must be a sum over positions, each by itself"
+        hint = "; it must be a sum over separate positions"
         _close(
             sum(o.sum.detach() for o in outputs), whole.sum, self.tolerance, "the sum, one sequence at a time" + hint
         )

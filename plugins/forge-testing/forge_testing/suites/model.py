@@ -58,7 +58,9 @@ class ModelSuite(ParitySuite):
         assert list(model.layers) == numbers, f"`layers` has the keys {list(model.layers)}, which must be {numbers}"
         batch = self._batch(model)
         hidden, parts = model(batch), self._by_parts(model, batch)
-        assert hidden.shape[:2] == (B, S), f"forward gives {tuple(hidden.shape)}; it must be (B, S, D), from ({B}, {S})"
+        assert hidden.shape[:2] == (B, S), (
+            f"forward returns {tuple(hidden.shape)}; it must be (B, S, D), from ({B}, {S})"
+        )
         error = _error(hidden, parts)
         assert error <= self.tolerance, (
             f"forward differs from finish(layers(embed(batch))) by {error:.3g}; a pipeline runs the parts, each on the "
@@ -72,7 +74,7 @@ class ModelSuite(ParitySuite):
         assert isinstance(head, Head), f"`head` is a {type(head).__name__} without logits, whole and vocab_shard"
         hidden = model(self._batch(model)).detach()
         logits = head.logits(hidden)
-        assert logits.shape[:2] == (B, S), f"head.logits gives {tuple(logits.shape)} for {tuple(hidden.shape)}"
+        assert logits.shape[:2] == (B, S), f"head.logits returns {tuple(logits.shape)} for {tuple(hidden.shape)}"
         assert bool(torch.isfinite(logits).all()), "logits are not finite with the initial values"
         with head.whole(hidden.dtype):
             error = _error(head.logits(hidden), logits)
@@ -86,7 +88,7 @@ class ModelSuite(ParitySuite):
         dtype = model(self._batch(model)).dtype
         assert dtype == torch.bfloat16, (
             f'with precision = "bf16", hidden states are {dtype}; give embeddings in context.dtype, and cast '
-            "parameters to the dtype of what reaches them (forge_kit.modules does)"
+            "parameters to the dtype of their inputs (forge_kit.modules does)"
         )
 
     def test_weights_are_used_in_the_compute_dtype(self, tmp_path: Path) -> None:
@@ -119,7 +121,7 @@ class ModelSuite(ParitySuite):
                 f"the initial values of {name} depend on torch's default generator; draw them with `fill`"
             )
         if all(torch.equal(first[name], other[name]) for name in first):
-            raise AssertionError("another seed gives the same initial values; draw them with `fill`")
+            raise AssertionError("another seed results in the same initial values; draw them with `fill`")
 
     # --- declarations --------------------------------------------------------------------------------------------
 
@@ -226,10 +228,10 @@ class ModelSuite(ParitySuite):
     def _by_parts(self, model: Model, batch: Batch) -> Tensor:
         batch = model.prepare(batch)
         carry = model.embed(batch)
-        assert isinstance(carry, tuple), f"embed gives a {type(carry).__name__}; what travels is a tuple of tensors"
+        assert isinstance(carry, tuple), f"embed returns a {type(carry).__name__}; a carry is a tuple of tensors"
         for name, layer in model.layers.items():
             carry = layer(carry, batch)
-            assert isinstance(carry, tuple), f"layer {name} gives a {type(carry).__name__}, not a tuple of tensors"
+            assert isinstance(carry, tuple), f"layer {name} returns a {type(carry).__name__}, not a tuple of tensors"
         return model.finish(carry, batch)
 
 

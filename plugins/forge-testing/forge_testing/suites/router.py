@@ -33,7 +33,7 @@ class RouterSuite(Suite):
     def test_it_is_a_module_on_the_meta_device(self, tmp_path: Path) -> None:
         """Like every part of a model: the engine allocates memory and sets values later."""
         router = self._build(tmp_path)
-        assert isinstance(router, nn.Module), f"build gave a {type(router).__name__}; a router is a torch.nn.Module"
+        assert isinstance(router, nn.Module), f"build returned a {type(router).__name__}; a router is a torch.nn.Module"
         placed = [name for name, tensor in router.state_dict().items() if tensor.device.type != "meta"]
         assert not placed, f"{placed[0]} has memory; make parameters with torch.empty(…) and no device"
 
@@ -63,8 +63,10 @@ class RouterSuite(Suite):
         assert inside, f"numbers of experts from {low} to {high}; there are experts 0 to {self.experts - 1}{hint}"
 
     def test_weights_are_used_in_the_dtype_of_the_tokens(self, tmp_path: Path) -> None:
-        """Rounding the weights to bf16 first changes nothing for tokens in bf16: FSDP gathers them so, one process does
-        not, and experts would be chosen by other scores."""
+        """Rounding the weights to bf16 beforehand changes nothing for tokens in bf16.
+
+        FSDP gathers them rounded and one process does not, so experts would otherwise be chosen by other scores.
+        """
         router, (x, batch) = self._ready(tmp_path).float(), self._tokens()
         router.eval()
         with torch.no_grad():
@@ -98,7 +100,7 @@ class RouterSuite(Suite):
             torch.manual_seed(0 if training else 1)
             name, hint = ("training", "") if training else ("evaluation", ", and draw noise in training only")
             assert _equal(first, self._routed(router, *tokens)), (
-                f"asked twice in {name} mode, it says different things; keep nothing from call to call{hint}"
+                f"asked twice in {name} mode, it returns different results; keep nothing from call to call{hint}"
             )
 
     def test_a_sequence_is_routed_by_itself(self, tmp_path: Path) -> None:
@@ -127,7 +129,7 @@ class RouterSuite(Suite):
         if not any(parameter.requires_grad for parameter in router.parameters()):
             return
         weights, _ = self._routed(router, x.requires_grad_(), batch)
-        assert weights.requires_grad, "the weights are not differentiable; make them of what its parameters gave"
+        assert weights.requires_grad, "the weights are not differentiable; compute them from its parameters"
         weights.double().square().sum().backward()
         for name, parameter in router.named_parameters():
             assert parameter.grad is not None, f"no gradient reaches {name}"
@@ -158,7 +160,9 @@ class RouterSuite(Suite):
         with explained(f"it fails on tokens of shape {tuple(x.shape)}"):
             result: Any = router(x, batch)
         pair = isinstance(result, tuple) and len(result) == 2 and all(isinstance(part, Tensor) for part in result)
-        assert pair, f"the router said {type(result).__name__}; it gives two tensors: weights, and numbers of experts"
+        assert pair, (
+            f"the router returned {type(result).__name__}; it returns two tensors: weights, and numbers of experts"
+        )
         return result
 
 

@@ -36,10 +36,12 @@ class SchedulerSuite(Suite):
                 with explained(f"schedule(step={step}, total={total}) fails"):
                     value = schedule(step, total)
                 assert type(value) in (int, float), (
-                    f"schedule(step={step}, total={total}) gives {value!r} of type {type(value).__name__}; give a "
+                    f"schedule(step={step}, total={total}) returns {value!r} of type {type(value).__name__}; return a "
                     "Python float, which can be written to metrics as it is"
                 )
-                assert math.isfinite(value), f"schedule(step={step}, total={total}) gives {value}, which is not finite"
+                assert math.isfinite(value), (
+                    f"schedule(step={step}, total={total}) returns {value}, which is not finite"
+                )
                 json.dumps(value)
 
     def test_it_is_a_pure_function(self, tmp_path: Path) -> None:
@@ -51,7 +53,7 @@ class SchedulerSuite(Suite):
         repeated = [schedule(step, self.total_steps) for step in steps]
         for step, values in enumerate(zip(forward, backward, repeated, strict=True)):
             assert len(set(values)) == 1, (
-                f"step {step} of {self.total_steps} gives {sorted(set(values))}, depending on what was asked before; "
+                f"step {step} of {self.total_steps} returns {sorted(set(values))}, depending on earlier calls; "
                 "compute it from step and total alone, and keep nothing from call to call"
             )
 
@@ -64,7 +66,9 @@ class SchedulerSuite(Suite):
             with explained(f"schedule(step={step}, total={longer}) fails"):
                 schedule(step, longer)
         after = [schedule(step, self.total_steps) for step in range(self.total_steps)]
-        assert after == before, f"asking for a run of {longer} steps changed what one of {self.total_steps} steps gives"
+        assert after == before, (
+            f"asking for a run of {longer} steps changed the values of one of {self.total_steps} steps"
+        )
 
     def test_a_job_refuses_no_run_of_the_stated_length(self, tmp_path: Path) -> None:
         """The component accepts the suite's `total_steps`."""

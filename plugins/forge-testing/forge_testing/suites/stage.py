@@ -48,8 +48,8 @@ class StageSuite(Suite):
         component = self.make(Path())
         for relation in ("after", "before"):
             for type_, reason in getattr(component, relation).items():
-                assert isinstance(reason, str), f"{relation}[{type_!r}] is no text that gives the reason"
-                assert reason.strip(), f"{relation}[{type_!r}] gives no reason; the plan prints it"
+                assert isinstance(reason, str), f"{relation}[{type_!r}] is not a text with the reason"
+                assert reason.strip(), f"{relation}[{type_!r}] has no reason; the summary prints it"
         both = component.after.keys() & component.before.keys()
         assert not both, f"it is to come both after and before {', '.join(sorted(both))}"
 
@@ -61,7 +61,7 @@ class StageSuite(Suite):
             hint = "declare it in `dimensions`"
             assert dimension in allowed, f"degrees has {dimension!r}; the mesh has {', '.join(allowed)}; {hint}"
             good = size == "auto" or (isinstance(size, int) and size >= 1)
-            assert good, f'degrees gives {dimension} the size {size!r}; it is a number from 1, or "auto"'
+            assert good, f'degrees has the size {size!r} for {dimension}; it is a number from 1, or "auto"'
 
     def test_it_keeps_the_names_of_parameters(self, tmp_path: Path) -> None:
         """Optimizers, checkpoints and initial values identify parameters by name.
@@ -81,7 +81,7 @@ class StageSuite(Suite):
             assert not lacking, f"rank {rank} lacks {', '.join(lacking[:3])}; {hint}"
             description = names.described
             assert isinstance(description, str), (
-                f"describe() gives a {type(description).__name__}; it is a text for the plan"
+                f"describe() returns a {type(description).__name__}; it is a text for the summary"
             )
 
     def test_a_run_comes_to_the_same_as_without_it(self, tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ class StageSuite(Suite):
             built = context.build(stage.component)
             check_contract(built, f"parallel.{stage.name}")
             model = built.apply(model)
-            assert isinstance(model, nn.Module), f"apply gave a {type(model).__name__}; return the model"
+            assert isinstance(model, nn.Module), f"apply returned a {type(model).__name__}; return the model"
             if stage.component in job.parallel.values():
                 described = built.describe()
         return Names(before, [name for name, _ in model.named_parameters()], described)

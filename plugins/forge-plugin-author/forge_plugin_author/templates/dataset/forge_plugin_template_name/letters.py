@@ -1,4 +1,4 @@
-"""What the component builds: documents of ids, one after the other. T: all of their ids."""
+"""Documents of letters. T: number of ids of all documents."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 
 END, SPACE, FIRST_LETTER = 0, 1, 2
-"""Ids; a to z are 2 to 27."""
+"""Ids of end-of-text, space and a; b to z follow."""
 
 
 class LetterDocuments:
-    """See `forge_core.contracts.data.Documents`. The job's packing makes sequences of them."""
+    """See `forge_core.contracts.data.Documents`. The job's packing builds sequences from them."""
 
     end_of_text = END
 
@@ -26,20 +26,20 @@ class LetterDocuments:
         return len(self._ids)
 
     def tokens(self, start: int, stop: int) -> np.ndarray:
-        """(stop - start,) ids; a copy."""
+        """Returns (stop - start,) ids, as a copy."""
         return self._ids[start:stop].copy()
 
     def learned(self, start: int, stop: int) -> np.ndarray | None:
-        """None: every id is learned as a label."""
+        """Returns None: every id is learned as a label."""
         return None
 
     def where(self, start: int, stop: int) -> str:
-        """Where these ids come from, for errors."""
+        """Returns the location of these ids, for errors."""
         first, last = np.searchsorted(self._ends, (start, stop - 1), side="right") + 1
         return f"lines {first} to {last} of those with text"
 
     def ends(self) -> np.ndarray:
-        """(documents,) the end of each line, its end-of-text included."""
+        """Returns (documents,) the end of each line, including its end-of-text."""
         return self._ends
 
 

@@ -1,4 +1,4 @@
-"""What a job file says about template_name."""
+"""The component template_name: its keys in a job file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class TemplateName(DatasetComponent):
     """
 
     path: str = field(validator=min_len(1))
-    """The text file, in UTF-8. A relative one starts at the current directory."""
+    """The text file, in UTF-8. A relative path starts at the current directory."""
     hold_out_every: int = field(default=10, validator=ge(2))
     """Every n-th line is held out for evaluation."""
 

@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 class TemplateName(EvaluationComponent):
     """The share of held-out sequences whose mean loss is below a bound.
 
-    Logs `eval/template_name`, from 0 to 1; nothing where the data has no held-out part.
+    Logs `eval/template_name`, from 0 to 1; nothing if the data has no held-out part.
     """
 
     below: float = field(default=1.0, validator=gt(0))
     """The bound, in nats a token."""
     sequences: int = field(default=0, validator=ge(0))
-    """How many sequences, always the same first ones; 0: all."""
+    """Number of sequences, always the same first ones; 0: all."""
 
     def evaluate(self, context: EvaluationContext) -> Mapping[str, float]:
         import torch
@@ -34,7 +34,7 @@ class TemplateName(EvaluationComponent):
         counted = torch.zeros(2, dtype=torch.float64, device=context.build.device)
         for batch in context.batches(context.held_out, self.sequences):
             sums, tokens = context.executor.evaluate([batch]).per_sequence
-            real = tokens > 0  # rows that fill up the last batch have none
+            real = tokens > 0  # rows that pad the last batch have none
             low = real & (sums < self.below * tokens)
             counted += torch.stack([low.sum(), real.sum()])
         below, total = context.all_reduce(counted).tolist()

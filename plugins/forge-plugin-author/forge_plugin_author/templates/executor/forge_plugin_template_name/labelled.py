@@ -1,4 +1,4 @@
-"""What the component builds."""
+"""An executor that labels micro-batches."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class LabelledExecutor:
         self._model, self._loss, self._stages, self._label = model, loss, stages, label
 
     def train_step(self, batches: Sequence[Batch], denominator: Tensor) -> StepOutput:
-        """Forward and backward of each; sums are divided by the tokens of the global batch, so gradients just add."""
+        """Run forward and backward of each; sums are divided by the tokens of the global batch, so gradients add up."""
         outputs = []
         for number, batch in enumerate(batches, 1):
             with around(self._stages, self._model, backward=True, last=number == len(batches)):
@@ -37,7 +37,7 @@ class LabelledExecutor:
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch], measure: LossFunction | None = None) -> StepOutput:
-        """Forward of each, to what the loss makes of it, or another measure."""
+        """Run forward of each, with the loss or another measure."""
         outputs = []
         for number, batch in enumerate(batches, 1):
             with around(self._stages, self._model, backward=False, last=number == len(batches)):

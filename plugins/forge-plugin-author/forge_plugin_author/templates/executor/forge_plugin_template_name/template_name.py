@@ -1,4 +1,4 @@
-"""What a job file says about template_name."""
+"""The component template_name: its keys in a job file."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 @frozen(kw_only=True)
 class TemplateName(ExecutorComponent):
-    """Micro-batches one after the other, each with a label, by which torch's profiler shows what belongs to which."""
+    """Runs micro-batches one after the other, each under a label that torch's profiler shows."""
 
     label: str = field(default="micro-batch", validator=min_len(1))
-    """What labels begin with; the number of the micro-batch follows, and whether it is forward or backward."""
+    """Prefix of labels; the number of the micro-batch follows, and whether it is forward or backward."""
 
     def build(
         self, context: BuildContext, model: Model, loss: LossFunction, stages: Sequence[ParallelStage]

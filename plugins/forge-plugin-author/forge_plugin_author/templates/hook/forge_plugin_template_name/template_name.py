@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 
 @define(kw_only=True, slots=False)
 class TemplateName(TrainingHook):
-    """Stops a run whose evaluations have become no better for a while; everything is saved."""
+    """Stops a run whose evaluations have not improved for a while; the state is saved."""
 
     metric: str = "eval/loss"
-    """What must fall."""
+    """The metric that must fall."""
     patience: int = field(default=3, validator=ge(1))
     """Evaluations in a row without a new lowest value, after which the run stops."""
 
     best: float = field(init=False, default=math.inf)
-    """State, which travels with checkpoints: the lowest value so far."""
+    """State, which is part of checkpoints: the lowest value so far."""
     waited: int = field(init=False, default=0)
     """Likewise: evaluations since then."""
 

@@ -24,7 +24,7 @@ class TemplateName(LoaderComponent):
     """Reads ahead in one thread."""
 
     ahead: int = field(default=4, validator=ge(1))
-    """Units of rows that are read ahead."""
+    """Number of units of rows to read ahead."""
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
         if job.data.workers:

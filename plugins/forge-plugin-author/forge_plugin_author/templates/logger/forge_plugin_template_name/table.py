@@ -1,4 +1,4 @@
-"""What the component builds."""
+"""A logger that writes a table."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Table:
         self._path, self._columns = path, ["step", *columns]
 
     def start(self, step: int) -> None:
-        """Keep what is no later than `step`: a run that was killed logs the steps after its checkpoint again."""
+        """Drop rows after `step`: a run that was killed logs the steps after its checkpoint again."""
         kept = [row for row in self._rows() if int(row["step"]) <= step]
         self._file = self._path.open("w", newline="", buffering=1)
         self._writer = csv.DictWriter(self._file, self._columns, extrasaction="ignore", lineterminator="\n")
@@ -23,7 +23,7 @@ class Table:
         self._writer.writerows(kept)
 
     def log(self, record: Mapping[str, Any]) -> None:
-        """A line for a step that has any of the columns."""
+        """Append a line for a step that has any of the columns."""
         if any(column in record for column in self._columns[1:]):
             self._writer.writerow(record)
 
@@ -31,7 +31,7 @@ class Table:
         self._file.close()
 
     def _rows(self) -> list[dict[str, str]]:
-        """What an earlier start has written; a line that was torn when it was killed is left out."""
+        """Returns the rows of an earlier start, without one that was truncated when it was killed."""
         if not self._path.exists():
             return []
         whole = [line for line in self._path.read_text().splitlines(keepends=True) if line.endswith("\n")]

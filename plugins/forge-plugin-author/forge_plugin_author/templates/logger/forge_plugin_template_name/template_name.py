@@ -1,4 +1,4 @@
-"""What a job file says about template_name."""
+"""The component template_name: its keys in a job file."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class TemplateName(LoggerComponent):
     """A table of comma-separated values in the run folder, a line for each step."""
 
     file: str = field(default="template_name.csv", validator=min_len(1))
-    """Relative to the run folder."""
+    """Path of the table, relative to the run folder."""
     columns: tuple[str, ...] = field(default=("loss", "lr", "grad_norm"), validator=min_len(1))
-    """Metrics beside the step. A number that a step has not is left empty."""
+    """Metrics beside the step. A number that a step does not have is left empty."""
 
     def build(self, context: BuildContext) -> Logger:
         from forge_plugin_template_name.table import Table

@@ -1,4 +1,4 @@
-"""What the component builds. Shapes: B sequences, S positions."""
+"""The focal loss. Shapes: B sequences, S positions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from forge_core.vocab_parallel import vocab_cross_entropy
 
 
 def focal_loss(gamma: float) -> LossFunction:
-    """A loss that gives sums, which the engine divides by the valid tokens of the global batch."""
+    """Build a loss that returns sums, which the engine divides by the valid tokens of the global batch."""
 
     def loss(head: Head, hidden: Tensor, batch: Batch) -> LossOutput:
         labels = batch["labels"]

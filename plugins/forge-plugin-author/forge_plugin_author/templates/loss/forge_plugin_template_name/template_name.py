@@ -1,4 +1,4 @@
-"""What a job file says about template_name."""
+"""The component template_name: its keys in a job file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class TemplateName(LossComponent):
     """
 
     gamma: float = field(default=2.0, validator=ge(1))
-    """How much less: with 2, a token of probability 0.9 counts a hundredth."""
+    """Exponent: with 2, a token of probability 0.9 counts a hundredth."""
 
     def build(self, context: BuildContext) -> LossFunction:
         from forge_plugin_template_name.focal import focal_loss

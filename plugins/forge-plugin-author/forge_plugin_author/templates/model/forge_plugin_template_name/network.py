@@ -1,4 +1,4 @@
-"""What the component builds. Shapes: B sequences, S positions, D width, H heads."""
+"""A small transformer. Shapes: B sequences, S positions, D width, H heads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from forge_kit.modules import Embedding, LayerNorm, Linear, LinearHead
 
 
 class Attention(nn.Module):
-    """Each position looks at itself and the earlier ones of its document."""
+    """Each position attends to itself and the earlier ones of its document."""
 
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
@@ -70,11 +70,11 @@ class Network(Model):
         return self.norm(x)
 
     def ends(self) -> tuple[Sequence[str], Sequence[str]]:
-        """So that a pipeline can cut it."""
+        """Returns the modules of both ends, with which a pipeline can cut the model."""
         return ["embedding"], ["norm", "head"]
 
     def flops(self, seq_len: int) -> float:
-        """A token: 6 for each weight of a matrix product, and the causal half of attention."""
+        """Counts 6 a token for each weight of a matrix product, and the causal half of attention."""
         weights = sum(p.numel() for name, p in self.named_parameters() if p.ndim == 2 and name != "embedding.weight")
         return 6.0 * weights + 6.0 * len(self.layers) * self.dim * seq_len
 

@@ -1,4 +1,4 @@
-"""What a job file says about template_name."""
+"""The component template_name: its keys in a job file."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class TemplateName(ModelComponent):
     """A small transformer without positions: causal attention and a feed-forward part in each layer, norms before."""
 
     vocab_size: int = field(validator=ge(1))
-    """Ids that it knows: 0 to this, which is left out."""
+    """Number of ids, from 0."""
     dim: int = field(default=64, validator=ge(1))
     """Width of the activations."""
     layers: int = field(default=4, validator=ge(1))
-    """How many pairs of attention and feed-forward part."""
+    """Number of pairs of attention and feed-forward part."""
     heads: int = field(default=4, validator=ge(1))
-    """Of attention; `dim` must be a multiple."""
+    """Heads of attention; `dim` must be a multiple."""
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
         if self.dim % self.heads:

@@ -1,4 +1,4 @@
-"""What the component builds: a plain torch optimizer, which knows nothing of Forge."""
+"""A plain torch optimizer, independent of Forge."""
 
 from __future__ import annotations
 

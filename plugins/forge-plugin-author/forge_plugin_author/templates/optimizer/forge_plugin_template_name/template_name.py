@@ -1,4 +1,4 @@
-"""What a job file says about template_name."""
+"""The component template_name: its keys in a job file."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class TemplateName(OptimizerComponent):
     lr: float = field(default=1e-2, validator=gt(0))
     """Base learning rate, which the schedule multiplies."""
     momentum: float = field(default=0.9, validator=[ge(0), lt(1)])
-    """Weight of the past in the running sum of gradients; 0: this step's gradient alone."""
+    """Decay of the running sum of gradients; 0: this step's gradient alone."""
     weight_decay: float = field(default=0.1, validator=ge(0))
-    """Weights shrink by lr x this in each update. Norms, biases and embeddings are left out."""
+    """Decoupled weight decay: each update subtracts lr x this x the weight; not of norms, biases and embeddings."""
 
     def build(self, context: BuildContext, parameters: NamedParameters) -> torch.optim.Optimizer:
         from forge_plugin_template_name.momentum import MomentumDescent

@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 
 class RecomputeStage(ParallelStage):
-    """Adds no module, so that the names of parameters stay."""
+    """Adds no module, so that parameters keep their names."""
 
     def __init__(self, every: int, auxiliary: Auxiliary) -> None:
         self._every, self._auxiliary = every, auxiliary
         self._changed = 0
 
     def apply(self, model: Model) -> Model:
-        """Replace the forward pass of every n-th layer by one that is computed again."""
+        """Replace the forward pass of every n-th layer by one that is recomputed."""
         for number, layer in enumerate(model.layers.values()):
             if number % self._every == 0:
                 layer.forward = self._recomputed(layer.forward)
@@ -35,7 +35,7 @@ class RecomputeStage(ParallelStage):
 
     def describe(self) -> str:
         """Returns the line of the run's summary."""
-        return f"{self._changed} layers are computed again"
+        return f"{self._changed} layers are recomputed"
 
     def _recomputed(self, forward: Callable[[Carry, Batch], Carry]) -> Callable[[Carry, Batch], Carry]:
         def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:

@@ -1,4 +1,4 @@
-"""What a job file says about template_name."""
+"""The component template_name: its keys in a job file."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class TemplateName(ParallelComponent):
     before: ClassVar[Mapping[str, str]] = {"fsdp": "the recomputation must not gather the weights twice"}
 
     every: int = field(default=2, validator=ge(1))
-    """Every n-th layer is computed again, beginning with the first; 1: all."""
+    """Every n-th layer is recomputed, beginning with the first; 1: all."""
 
     def build(self, context: BuildContext) -> ParallelStage:
         from forge_plugin_template_name.recompute import RecomputeStage

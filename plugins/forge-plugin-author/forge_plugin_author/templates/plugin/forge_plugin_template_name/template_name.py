@@ -17,15 +17,14 @@ if TYPE_CHECKING:
 
 @define(kw_only=True, slots=False)
 class TemplateName(Plugin):
-    """Freezes the parameters whose names fit a pattern: they keep their initial or loaded values."""
+    """Freezes the parameters whose names match a glob: they keep their initial or loaded values."""
 
     match: str = field(validator=min_len(1))
-    """Pattern of a shell over the names of parameters (`layers.*.up.*`); `*` stands for any characters, dots
-    included."""
+    """Glob over the names of parameters (`layers.*.up.*`); `*` also matches dots."""
 
     @hookimpl(wrapper=True)
     def forge_build_model(self) -> Generator[None, Model, Model]:
-        """Change what was built, whoever built it: a wrapper yields once, and returns what shall be used."""
+        """Change the built model, of any component: a wrapper yields once for it, and returns the one to use."""
         model = yield
         fitting = [parameter for name, parameter in model.named_parameters() if fnmatchcase(name, self.match)]
         if not fitting:

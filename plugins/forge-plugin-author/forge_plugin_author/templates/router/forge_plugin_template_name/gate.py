@@ -1,4 +1,4 @@
-"""What the component builds. Shapes: B sequences, S positions, D width, E experts, K experts of a token."""
+"""A softmax router. Shapes: B sequences, S positions, D width, E experts, K experts of a token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a job file says about template_name."""
+"""The component template_name: its keys in a job file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @frozen(kw_only=True)
 class TemplateName(RouterComponent):
-    """Each token goes to the experts with the highest scores, which share it by the softmax over their scores."""
+    """Sends each token to the experts with the highest scores, weighted by the softmax over their scores."""
 
     top_k: int = field(default=2, validator=ge(1))
     """Experts of a token."""

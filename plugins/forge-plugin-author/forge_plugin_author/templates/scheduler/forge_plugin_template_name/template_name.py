@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @frozen(kw_only=True)
 class TemplateName(WarmupComponent):
-    """A warm-up, then a fall to zero along (1 - p)^power, where p is how much of the rest of the run is over."""
+    """A warm-up, then a fall to zero along (1 - p)^power, where p is the completed share of the rest of the run."""
 
     power: float = field(default=1.5, validator=gt(0))
     """1: a straight line; more: the rate falls early; less: late."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @frozen(kw_only=True)
 class TemplateName(StorageComponent):
-    """Checkpoints on another disk than the rest of the run: `{path}/{name of the run}/step-N`."""
+    """Stores checkpoints on another disk than the rest of the run: `{path}/{name of the run}/step-N`."""
 
     path: str = field(validator=min_len(1))
     """A folder for the checkpoints of all runs, the same on every rank; `~` is the home folder."""

@@ -1,4 +1,4 @@
-"""What the component builds."""
+"""A tokenizer of characters."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 END, OTHER, FIRST = 0, 1, 2
-"""Ids: end-of-text, any character that is not known, and the first one that is."""
+"""Ids of end-of-text, of all unknown characters, and of the first known one."""
 FILE = "characters.json"
 
 
@@ -19,25 +19,25 @@ class CharacterTokenizer:
     end_of_text = END
 
     def __init__(self, characters: str) -> None:
-        """Args: `characters`, those that have ids, in their order."""
+        """Assign ids to `characters`, in their order."""
         self.characters = characters
         self.vocab_size = FIRST + len(characters)
         self._ids = {character: FIRST + number for number, character in enumerate(characters)}
 
     @classmethod
     def of(cls, texts: Iterable[str], size: int) -> CharacterTokenizer:
-        """The most frequent characters of the texts, `size` tokens at most; of equally frequent ones the smaller."""
+        """Take the most frequent characters of the texts, for at most `size` tokens; the smaller among equals."""
         counts = Counter(character for text in texts for character in text)
         ranked = sorted(counts, key=lambda character: (-counts[character], character))
         return cls("".join(ranked[: size - FIRST]))
 
     @classmethod
     def load(cls, folder: Path) -> CharacterTokenizer:
-        """The one that was saved there."""
+        """Load the tokenizer that was saved in a folder."""
         return cls(json.loads((folder / FILE).read_text(encoding="utf-8")))
 
     def save(self, folder: Path) -> None:
-        """Write what `load` needs."""
+        """Write the file that `load` reads."""
         (folder / FILE).write_text(json.dumps(self.characters), encoding="utf-8")
 
     def encode(self, text: str) -> list[int]:
@@ -47,7 +47,7 @@ class CharacterTokenizer:
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text; unknown characters become U+FFFD, end-of-text becomes nothing."""
+        """Returns the text; unknown characters become U+FFFD, and end-of-text is dropped."""
         return "".join("\ufffd" if id_ == OTHER else self.characters[id_ - FIRST] for id_ in ids if id_ != END)
 
     def fingerprint(self) -> str:

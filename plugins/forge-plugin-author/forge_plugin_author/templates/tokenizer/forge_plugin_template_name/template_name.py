@@ -1,4 +1,4 @@
-"""What a job file says about template_name."""
+"""The component template_name: its keys in a job file."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 @frozen(kw_only=True)
 class TemplateName(TokenizerComponent):
-    """One token a character: the most frequent ones of the training texts, one for all others, one for end-of-text."""
+    """One token for each of the most frequent characters of the training texts, for all others, and for end-of-text."""
 
     size: int = field(default=256, validator=ge(3))
-    """Tokens at most, with end-of-text and the one for other characters."""
+    """Upper bound of the tokens, including end-of-text and the one for other characters."""
 
     def build(self, context: BuildContext, documents: Callable[[], Iterable[str]]) -> Tokenizer:
         from forge_plugin_template_name.characters import CharacterTokenizer
