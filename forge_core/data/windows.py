@@ -83,7 +83,7 @@ class HeldOutWindows:
         self.bytes_per_token = documents.bytes_per_token
 
     def __len__(self) -> int:
-        return -(-len(self._documents) // self._seq_len)
+        return (len(self._documents) + self._seq_len - 1) // self._seq_len
 
     def __getitem__(self, index: int) -> Mapping[str, np.ndarray]:
         first = checked(index, len(self)) * self._seq_len
