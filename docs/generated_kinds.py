@@ -134,6 +134,7 @@ def build_hook(kind: str) -> str:
 
 
 def hook_link(name: str) -> str:
+    """A link to the documentation of a hook."""
     return f"[`{name}`]({HOOKS_PAGE}#{ForgeHooks.__module__}.{ForgeHooks.__name__}.{name})"
 
 
