@@ -16,6 +16,7 @@ from forge_core.engine.reporting import describe_run
 from forge_core.engine.step import Stepper
 from forge_core.parallel.stages import apply_stages, order_stages
 from forge_core.plugins.catalog import Catalog
+from forge_kit.modules import LayerNorm
 from forge_plugin_adamw import AdamW
 from forge_plugin_parallel import FSDP, ActivationCheckpointing, ContextParallel, PipelineParallel, TensorParallel
 from forge_plugin_parallel.memory_budget import MODES, Budget
@@ -204,7 +205,7 @@ def test_memory_is_for_auto():
 
 
 def test_a_model_that_needs_values_is_named(monkeypatch):
-    forward = torch.nn.LayerNorm.forward
-    monkeypatch.setattr(torch.nn.LayerNorm, "forward", lambda self, x: forward(self, x) * x.max().item())
+    forward = LayerNorm.forward
+    monkeypatch.setattr(LayerNorm, "forward", lambda self, x: forward(self, x) * x.max().item())
     with pytest.raises(JobError, match=r"activation_checkpointing\.mode: auto cannot estimate what this job takes: D"):
         built(automatic(), model=TinyModel())
