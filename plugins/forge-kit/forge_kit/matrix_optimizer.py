@@ -91,7 +91,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             if self.matrix_key in group:
                 self.step_matrices(group)
-        # Anew at each step: torch replaces the groups when a state dict is loaded.
+        # Anew at each step: torch replaces state and groups when a state dict is loaded.
+        self._adam.state = self.state
         self._adam.param_groups = [group for group in self.param_groups if self.matrix_key not in group]
         self._adam.step()
         return loss

@@ -56,6 +56,26 @@ def test_matrices_are_stepped_as_by_torch_and_the_rest_as_by_adamw(tmp_path, sca
         torch.testing.assert_close(item.parameter, twin[item.name], rtol=0, atol=0)
 
 
+def test_a_state_dict_is_taken_back_whole(tmp_path):
+    """As torch's own optimizers do: Forge restores state in place, a script calls `load_state_dict`."""
+    before, after = (tiny_run(tmp_path, optimizer=Muon(lr=0.03, adam_lr=0.01), model=TinyModel()) for _ in range(2))
+    for step in range(2):
+        set_gradients(before, step)
+        before.optimizer.step()
+    after.optimizer.load_state_dict(copy.deepcopy(before.optimizer.state_dict()))
+    after.model.load_state_dict(before.model.state_dict())
+    for run in (before, after):
+        set_gradients(run, 2)
+        run.optimizer.step()
+    for one, other in zip(before.parameters, after.parameters, strict=True):
+        assert torch.equal(one.parameter, other.parameter), one.name
+
+
+def set_gradients(run, step):
+    for item in run.parameters:
+        item.parameter.grad = draw(item.name, item.parameter.shape, step).float()
+
+
 def decays(role):
     return role not in ("norm", "bias", "embedding")
 
