@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import attrs
 import torch
@@ -97,6 +98,12 @@ class Run(BuiltModel):
     rates: Rates
     executor: Executor
     hooks: HookRunner
+
+    @property
+    def references(self) -> dict[str, Any]:
+        """Fields that the contexts of all hooks have."""
+        common = {"job": self.job, "model": self.model, "optimizer": self.optimizer}
+        return {**common, "tokenizer": self.context.tokenizer, "folder": self.context.folder}
 
 
 def build_context(job: Job, catalog: Catalog, folder: Path | None) -> RunContext:

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from itertools import chain, count
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forge_core.config.keys import walk_components
-from forge_core.contracts import contexts  # not its names: this module forwards them from where they were
 from forge_core.contracts.components import TrainingHook
 from forge_core.launch.progress_beacon import ProgressBeacon
 from forge_core.moved import forwarding
 
 if TYPE_CHECKING:
-    from forge_core.contracts.contexts import CheckpointContext, Requests, StepContext, TrainContext
-    from forge_core.contracts.data import Batch
-    from forge_core.engine.build import Run
+    from forge_core.contracts.contexts import TrainContext
     from forge_core.job import Job
     from forge_core.plugins.manager import Plugins
 
-__getattr__ = forwarding(__name__, ["forge_core.contracts.contexts"])
+__getattr__ = forwarding(__name__, ["forge_core.contracts.contexts"])  # which were here
 
 EVENTS = tuple(name for name in vars(TrainingHook) if name.startswith("on_"))
 
@@ -73,7 +69,6 @@ class HookRunner:
 
     @property
     def may_skip(self) -> bool:
-        """Whether some hook may ask to skip an update."""
         return any(hook.may_skip for hook in self.hooks.values())
 
     def __call__(self, event: str, *args: Any) -> None:
@@ -86,35 +81,6 @@ class HookRunner:
                 raise
 
     def exception(self, context: TrainContext, error: BaseException) -> None:
-        """Call `on_exception` of every hook."""
         for _, method in self._listeners["on_exception"]:
             with suppress(Exception):  # the first error is the one to report
                 method(context, error)
-
-
-class Contexts:
-    """Makes what hooks receive: live references to one run, and the requests that they share with signals.
-
-    A step is that which is under way, from 1; for `train` and `checkpoint`, the number of completed ones.
-    """
-
-    def __init__(self, run: Run, requests: Requests) -> None:
-        common = {"job": run.job, "model": run.model, "optimizer": run.optimizer}
-        self._common: dict[str, Any] = {**common, "tokenizer": run.context.tokenizer, "folder": run.context.folder}
-        self._hooks = run.hooks
-        self._requests = requests
-
-    def train(self, step: int) -> TrainContext:
-        return contexts.TrainContext(**self._common, step=step)
-
-    def step(self, step: int, batches: Sequence[Batch] = ()) -> StepContext:
-        requests = self._requests.for_step()
-        return contexts.StepContext(
-            **self._common, step=step, batches=batches, may_skip=self._hooks.may_skip, requests=requests
-        )
-
-    def checkpoint(self, step: int, path: Path) -> CheckpointContext:
-        return contexts.CheckpointContext(**self._common, step=step, path=path)
-
-    def saved(self, step: int, path: Path) -> None:
-        self._hooks("on_checkpoint_save", self.checkpoint(step, path))

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import gc
 import resource
-from collections.abc import Callable, Iterator
+import signal
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -15,17 +18,18 @@ from forge_core.checkpoint.resume import Start
 from forge_core.checkpoint.run_diff import collect_provenance
 from forge_core.checkpoint.saving import Saver
 from forge_core.checkpoint.state import Progress
-from forge_core.contracts.contexts import Requests
+from forge_core.contracts.contexts import CheckpointContext, Requests, StepContext, TrainContext
+from forge_core.contracts.data import Batch
 from forge_core.contracts.errors import CheckpointError, ForgeError, NonFiniteError
 from forge_core.data.loader import TrainLoader
 from forge_core.engine.build import Run
 from forge_core.engine.evaluation import evaluate
-from forge_core.engine.hooks import Contexts
-from forge_core.engine.rank_agreement import Agreement, follow_non_finite, stop_on_signals
 from forge_core.engine.reporting import Recorder, announce, open_loggers
 from forge_core.engine.run_state import restore, snapshot
-from forge_core.engine.step import Stepper
+from forge_core.engine.step import Stepper, agreed_reason
+from forge_core.job import TrainSection
 from forge_core.launch.rank_process import this_process
+from forge_core.parallel.mesh import any_rank
 
 
 class Loop:
@@ -36,40 +40,46 @@ class Loop:
     ) -> None:
         self._run, self._job, self._hooks, self._beacon, self._echo = run, run.job, run.hooks, run.hooks.beacon, echo
         self.requests = Requests()
-        self._contexts = Contexts(run, self.requests)
         self._stepper = Stepper(run)
         self._provenance = collect_provenance(run.job, run.context.plugins.catalog, run.context.tokenizer)
         # Before the loader and the loggers, which start from the step that is restored here.
-        self.progress = restore(start, run, self._provenance, self._contexts, echo)
+        self.progress = restore(start, run, self._provenance, echo)
         self._loader = TrainLoader(run.job, run.datasets, run.context, self.progress)
         stack.callback(self._loader.close)
         # Before the loggers write: what a person reads first is what will run.
         announce(run, self._stepper, self._provenance, echo)
         follow = partial(follow_non_finite, run.job.train, self.progress, self.requests)
         self.recorder = Recorder(run, open_loggers(run, self.progress.step, stack), follow)
-        self._saver = Saver(run.job.checkpoint, checkpoints, self.recorder.sync, self._contexts.saved)
+        self._saver = Saver(run.job.checkpoint, checkpoints, self.recorder.sync, self._saved)
         if start.checkpoint is not None:
             self._saver.continues(start.manifest)
             self.recorder.last_evaluation = self._saver.evaluation.get("metrics", {})
         self._agreement = Agreement(run, self.requests, self._saver)
 
     def run(self) -> None:
-        with stop_on_signals(self.requests), _collecting(self._job.train.gc_interval), _reporting(self._fail):
-            self._begin()
-            self._agreement.reach()  # a signal may have come since the start
-            while self.progress.step < self._job.train.steps and not self._agreement.ends_run:
-                self._step()
-                save = self._agreement.reach()
-                if self._job.eval.interval and self.progress.step % self._job.eval.interval == 0:
-                    self._evaluate()
-                # After the evaluation: the save then has what hooks learnt from it. The last step is saved at the end.
-                if self.progress.step < self._job.train.steps and (save or self._saver.due(self.progress.step)):
-                    self._save()
-            self._end()
+        with this_process.delivering_stop_requests(self._stop), _collecting(self._job.train.gc_interval):
+            try:
+                self._train()
+            except BaseException as error:
+                self._fail(error)
+                raise
+
+    def _train(self) -> None:
+        self._begin()
+        self._agreement.reach()  # a signal may have come since the start
+        while self.progress.step < self._job.train.steps and not self._agreement.ends_run:
+            self._step()
+            save = self._agreement.reach()
+            if self._job.eval.interval and self.progress.step % self._job.eval.interval == 0:
+                self._evaluate()
+            # After the evaluation: the save then has what hooks learnt from it. The last step is saved at the end.
+            if self.progress.step < self._job.train.steps and (save or self._saver.due(self.progress.step)):
+                self._save()
+        self._end()
 
     def _begin(self) -> None:
         _rehearse(self._run, self.progress, self._echo)
-        self._hooks("on_train_begin", self._contexts.train(self.progress.step))
+        self._hooks("on_train_begin", self._context())
         if self._job.checkpoint.at_start and self.progress.step == 0 and self._saver.saved_step is None:
             self._save()  # before the evaluation, which a run that continues from here makes again
         if self._job.eval.at_start and self.progress.step == 0:
@@ -80,7 +90,7 @@ class Loop:
         progress = self.progress
         self._beacon.enter("data", progress.step + 1)
         batches = self._loader.next_step()
-        context = self._contexts.step(progress.step + 1, batches)
+        context = self._step_context(progress.step + 1, batches)
         self._hooks("on_step_begin", context)
         self._beacon.enter("forward and backward")
         rate = self._run.rates.apply(progress.step, progress.tokens)
@@ -105,7 +115,7 @@ class Loop:
         if metrics:
             self.recorder.evaluation(self.progress.step, metrics)
         self._saver.note_evaluation(self.progress.step, metrics)
-        self._hooks("on_eval_end", self._contexts.step(self.progress.step), metrics)
+        self._hooks("on_eval_end", self._step_context(self.progress.step), metrics)
         self.recorder.clock.restart()
 
     def _save(self, final: bool = False) -> None:
@@ -126,7 +136,7 @@ class Loop:
         self._saver.close()
         if self.requests.non_finite:
             raise NonFiniteError(f"{self.requests.non_finite}; their updates were skipped, and the state is saved")
-        self._hooks("on_train_end", self._contexts.train(self.progress.step))
+        self._hooks("on_train_end", self._context())
 
     def _save_at_end(self) -> None:
         self._saver.settle()
@@ -136,15 +146,29 @@ class Loop:
         try:
             self._save(final=True)
         except CheckpointError:  # a hook that exports the weights may still save them
-            self._hooks("on_train_end", self._contexts.train(self.progress.step))
+            self._hooks("on_train_end", self._context())
             raise
 
     def _fail(self, error: BaseException) -> None:
         # First of all: hooks and the saver may wait for other ranks, which do not know yet that this one fails.
         if this_process.rendezvous is not None:
             this_process.end_run(error)
-        self._hooks.exception(self._contexts.train(self.progress.step), error)
+        self._hooks.exception(self._context(), error)
         self._saver.abandon(error)
+
+    def _stop(self, number: signal.Signals) -> None:
+        # Nothing else: a signal comes at any point of a step, perhaps inside a collective, on each rank at another.
+        self.requests.stop = self.requests.stop or f"signal {number.name}"
+
+    def _saved(self, step: int, path: Path) -> None:
+        self._hooks("on_checkpoint_save", CheckpointContext(**self._run.references, step=step, path=path))
+
+    def _context(self) -> TrainContext:
+        return TrainContext(**self._run.references, step=self.progress.step)
+
+    def _step_context(self, step: int, batches: Sequence[Batch] = ()) -> StepContext:
+        requests, may_skip = self.requests.for_step(), self._hooks.may_skip
+        return StepContext(**self._run.references, step=step, batches=batches, may_skip=may_skip, requests=requests)
 
 
 @contextmanager
@@ -160,16 +184,6 @@ def _collecting(interval: int) -> Iterator[None]:
     finally:
         if interval:
             gc.enable()
-
-
-@contextmanager
-def _reporting(fail: Callable[[BaseException], None]) -> Iterator[None]:
-    """Call `fail` with whatever ends this context, before it is raised on."""
-    try:
-        yield
-    except BaseException as error:
-        fail(error)
-        raise
 
 
 def _rehearse(run: Run, progress: Progress, echo: Callable[[str], object]) -> None:
@@ -198,3 +212,49 @@ def _rehearse(run: Run, progress: Progress, echo: Callable[[str], object]) -> No
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else resident
     tokens = f"{shape[0]} x {shape[1]} tokens"
     echo(f"dry run: a micro-batch of {tokens} went forward and backward, peak memory {peak / 1e9:.1f} GB")
+
+
+class Agreement:
+    """The one point of a step at which ranks agree on what was asked of any of them."""
+
+    # Signals and hooks ask each rank at its own time. A rank that acted on that at once would leave the others waiting
+    # in their next collective; so a request that comes later, during an evaluation say, waits for the next step.
+
+    def __init__(self, run: Run, requests: Requests, saver: Saver) -> None:
+        self._beacon = run.hooks.beacon
+        self._alone = run.context.layout.world_size == 1
+        self._requests = requests
+        self._saver = saver
+        self._agreed_to_end = False
+
+    @property
+    def ends_run(self) -> bool:
+        """Whether all ranks have agreed to end; a process alone need not ask."""
+        return self._requests.ends_run if self._alone else self._agreed_to_end
+
+    def reach(self) -> bool:
+        """Agree on whether to end, and return whether to save. Collective."""
+        self._beacon.enter("agreement of the ranks")
+        requests = self._requests
+        asked = [bool(requests.stop), requests.checkpoint, bool(requests.non_finite), self._saver.writing]
+        stop, checkpoint, non_finite, writing = asked if self._alone else any_rank(asked)
+        # Texts travel only in the step in which ranks have agreed that there is one: other steps cost four flags.
+        if stop:
+            requests.stop = agreed_reason(requests.stop)
+        if non_finite:
+            requests.non_finite = agreed_reason(requests.non_finite)
+        self._agreed_to_end = stop or non_finite
+        if not writing:  # on any rank: only now is a checkpoint that was written in the background whole
+            self._saver.settle()
+        return checkpoint
+
+
+def follow_non_finite(train: TrainSection, progress: Progress, requests: Requests, record: Mapping[str, Any]) -> None:
+    """Count a step if it was skipped, and ask for the end of the run after too many in a row (`train.non_finite`)."""
+    limit = 1 if train.non_finite == "stop" else train.non_finite_limit
+    # Here and not where the update was skipped: with `found_inf` the host learns of it up to two steps later.
+    progress.skipped += bool(record.get("skipped"))
+    progress.skipped_in_a_row = progress.skipped_in_a_row + 1 if record.get("skipped") else 0
+    if progress.skipped_in_a_row >= limit and not requests.non_finite:
+        row = f"{limit} step{'s' if limit > 1 else ''} in a row"
+        requests.non_finite = f"loss or gradients were not finite for {row}, up to step {record['step']}"

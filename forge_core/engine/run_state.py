@@ -22,6 +22,7 @@ from forge_core.checkpoint.state import (
 from forge_core.checkpoint.tensors import load_tensors, shared_index
 from forge_core.config.load import dump_job
 from forge_core.config.mixture import source_names
+from forge_core.contracts.contexts import CheckpointContext
 from forge_core.contracts.errors import CheckpointError, JobError, Problem, did_you_mean
 from forge_core.data.loader import identities_of
 from forge_core.data.mixture import sizes_of, source_changes
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from forge_core.contracts.components import Plugin, TrainingHook
     from forge_core.contracts.model import Model
     from forge_core.engine.build import Outline, Run
-    from forge_core.engine.hooks import Contexts
     from forge_core.job import LoadSection
 
 LOAD = "checkpoint.load"
@@ -51,9 +51,7 @@ def snapshot(run: Run, progress: Progress, provenance: Mapping[str, Any]) -> Sta
     return State(state.tensors, {**values, **state.values})
 
 
-def restore(
-    start: Start, run: Run, provenance: Mapping[str, Any], contexts: Contexts, echo: Callable[[str], object]
-) -> Progress:
+def restore(start: Start, run: Run, provenance: Mapping[str, Any], echo: Callable[[str], object]) -> Progress:
     """Continue a checkpoint, or take the weights of one, or neither, as `start` says. Collective."""
     if start.weights is not None:
         echo(_take_weights(start.weights, start, run, provenance))
@@ -62,7 +60,8 @@ def restore(
     run.hooks.beacon.enter("loading the checkpoint")
     progress, report = _continue(start.checkpoint, start, run, provenance)
     # After `_continue`: each hook has its own state back when it is called.
-    run.hooks("on_checkpoint_load", contexts.checkpoint(progress.step, start.checkpoint))
+    context = CheckpointContext(**run.references, step=progress.step, path=start.checkpoint)
+    run.hooks("on_checkpoint_load", context)
     echo(report)
     return progress
 

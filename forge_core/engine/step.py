@@ -20,7 +20,6 @@ from forge_core.contracts.errors import ForgeError
 from forge_core.contracts.model import ChangesWithUpdates
 from forge_core.contracts.runtime import StepOutput
 from forge_core.engine.build import Run
-from forge_core.engine.rank_agreement import agreed_reason
 from forge_core.metrics.tracker import ABSENT, SOURCE_LOSS, per_source
 from forge_core.parallel.layout import micro_batches
 from forge_core.parallel.mesh import (
@@ -190,6 +189,12 @@ class Stepper:
         totals = _flatten({**absent, **attached})
         torch.distributed.all_reduce(totals, group=self._pipeline)
         return _unflatten(totals, absent)
+
+
+def agreed_reason(own: str) -> str:
+    """The reason of this rank for what was asked, or else that of the first rank that has one. Collective."""
+    reasons = gather_objects(own)
+    return own or next((f"{reason} (rank {rank})" for rank, reason in enumerate(reasons) if reason), "")
 
 
 def _flatten(parts: Sums) -> Tensor:

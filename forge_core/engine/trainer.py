@@ -1,26 +1,38 @@
-"""The public face of the engine: a job in, a trained model in its run folder out."""
+"""The public face of the engine: a job in, on all ranks the same, and a trained model in its run folder out."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+import hashlib
+import json
+import socket
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
+import torch.distributed as dist
 from attrs import frozen
 
 from forge_core.checkpoint.resume import find_start, open_checkpoints
+from forge_core.checkpoint.run_diff import collect_provenance, text_changes
 from forge_core.checkpoint.run_folder import owned, run_folder
-from forge_core.config.load import complete
+from forge_core.config.load import complete, dump_job
 from forge_core.config.rules import check_rules
 from forge_core.contracts.components import TrainingHook
 from forge_core.contracts.errors import ExitCode, JobError
 from forge_core.engine.build import build_context, build_run
 from forge_core.engine.loop import Loop
-from forge_core.engine.rank_agreement import agree_on_job, joined_run
 from forge_core.job import Job
 from forge_core.launch.progress_beacon import ProgressBeacon
+from forge_core.launch.rank_process import this_process
+from forge_core.launch.rendezvous import Rendezvous
+from forge_core.launch.watchdog import Watchdog
+from forge_core.launch.world import join_world
 from forge_core.parallel.mesh import global_rank, world_size
 from forge_core.plugins.catalog import Catalog
+
+SHOWN = 8
+"""Ranks whose differences are listed."""
 
 
 @frozen(kw_only=True)
@@ -89,12 +101,12 @@ class Trainer:
         folder = run_folder(self.job)
         beacon = ProgressBeacon()
         with ExitStack() as stack:
-            rendezvous = stack.enter_context(joined_run(self.job, beacon))
+            rendezvous = stack.enter_context(_joined_run(self.job, beacon))
             self._check()
             # All ranks must run the same job before one of them touches the folder, and own the folder before process
             # groups start, whose collectives could not be ended.
             if rendezvous is not None:
-                agree_on_job(rendezvous, self.job, self._catalog)
+                _agree_on_job(rendezvous, self.job, self._catalog)
                 rendezvous.on_rank0("owned", lambda: stack.enter_context(owned(folder)))
             elif global_rank() == 0:
                 stack.enter_context(owned(folder))
@@ -125,3 +137,88 @@ class Trainer:
             problems = check_rules(self.job, self._catalog, world_size())
             if problems:
                 raise JobError(problems)
+
+
+@contextmanager
+def _joined_run(job: Job, beacon: ProgressBeacon) -> Iterator[Rendezvous | None]:
+    """Join the other ranks; while this context lasts, a watchdog watches this rank, and an exception ends all ranks."""
+    # None for a process alone, and in a process group that was there before the run: its maker looks after its ranks.
+    if dist.is_initialized() or (world := join_world()).alone:
+        yield None
+        return
+    rendezvous = this_process.join(world, job.launch.start_timeout_s, job.launch.hang_timeout_s)
+    watchdog = Watchdog(rendezvous, beacon, this_process.emit)
+    try:
+        yield rendezvous
+    except BaseException as error:
+        this_process.end_run(error)
+        raise
+    finally:
+        watchdog.stop()
+
+
+def _agree_on_job(rendezvous: Rendezvous, job: Job, catalog: Catalog) -> None:
+    """Check that all ranks have the same job, the same distributions and the same local files.
+
+    Raises:
+        JobError: on rank 0, some differ; names the ranks and what differs.
+        EndedElsewhere: on the other ranks, then.
+        RanksMissing: some ranks did not arrive.
+    """
+    identity = _identity(job, catalog)
+    rendezvous.set("identity", identity)
+    # Rank 0 reads a digest of every rank, and whole identities only of those that differ: there may be thousands.
+    compared = json.dumps({**identity, "host": ""}, sort_keys=True)
+    rendezvous.set("digest", hashlib.sha256(compared.encode()).hexdigest())
+
+    def compare() -> None:
+        ranks = range(rendezvous.world.size)
+        digests = rendezvous.wait_for("digest", ranks)
+        others = [rank for rank in ranks if digests[rank] != digests[0]]
+        differences = _describe(identity, rendezvous.wait_for("identity", others), catalog)
+        if differences:
+            raise JobError(differences)
+
+    rendezvous.on_rank0("agreed", compare)
+
+
+def _describe(mine: Mapping[str, Any], identities: Mapping[int, Mapping[str, Any]], catalog: Catalog) -> str:
+    """How the jobs and installations of other ranks differ from those of rank 0; empty if they do not."""
+    by_rank = {rank: list(_differences(mine, theirs, catalog)) for rank, theirs in identities.items()}
+    ranks = [rank for rank, differences in by_rank.items() if differences]
+    if not ranks:
+        return ""
+    lines = ["the ranks do not run the same thing; compared with rank 0:"]
+    for rank in ranks[:SHOWN]:
+        lines += [f"  rank {rank} on {identities[rank]['host']}: {text}" for text in by_rank[rank]]
+    if len(ranks) > SHOWN:
+        lines.append(f"  and {len(ranks) - SHOWN} more ranks")
+    return "\n".join([*lines, "give every machine the same job files, overrides and packages"])
+
+
+def _identity(job: Job, catalog: Catalog) -> dict[str, Any]:
+    known = collect_provenance(job, catalog)
+    distributions = known["distributions"].items()
+    versions = {name: entry["version"] for name, entry in distributions}
+    return {
+        "host": socket.gethostname(),
+        "job": dump_job(job, catalog),
+        "versions": versions | {"torch": known["torch"], "Python": known["python"]},
+        "commits": {name: entry.get("commit", "") for name, entry in distributions},
+        "files": known["files"],
+    }
+
+
+def _differences(mine: Mapping[str, Any], theirs: Mapping[str, Any], catalog: Catalog) -> Iterator[str]:
+    yield from (str(change) for change in text_changes(mine["job"], theirs["job"], catalog))
+    for subject in ("versions", "files", "commits"):
+        for name in sorted({*mine[subject], *theirs[subject]}):
+            here, there = mine[subject].get(name), theirs[subject].get(name)
+            if here != there and not (subject == "commits" and not (here and there)):  # git is not on every machine
+                yield f"{name}: {_short(subject, here)} -> {_short(subject, there)}"
+
+
+def _short(subject: str, value: str | None) -> str:
+    if value is None:
+        return "absent"
+    return f"SHA-256 {value[:12]}" if subject == "files" else value
