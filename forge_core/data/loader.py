@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from itertools import islice, pairwise
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -18,8 +18,7 @@ import torch
 from forge_core.config.mixture import source_names
 from forge_core.contracts.data import BYTES_PER_TOKEN, IGNORED_LABEL, SampleRow, Stream, identity_of
 from forge_core.contracts.errors import DataError
-from forge_core.data.mixture import check_supply, sample_order, sizes_of
-from forge_core.data.order import SampleOrder
+from forge_core.data.order import SampleOrder, check_supply, sample_order, sizes_of
 from forge_core.data.reading import LanePositions, Plain, RowReader, collate
 from forge_core.job import WORKER_LOADER
 from forge_core.parallel.layout import micro_batches
@@ -27,11 +26,9 @@ from forge_core.parallel.mesh import gather_objects, sample_rank
 
 if TYPE_CHECKING:
     from forge_core.checkpoint.state import Progress
-    from forge_core.contracts.components import LoaderComponent
     from forge_core.contracts.contexts import BuildContext
     from forge_core.contracts.data import Batch, Dataset, LoadedRows
     from forge_core.job import Job
-    from forge_core.plugins.catalog import Catalog
     from forge_core.plugins.manager import RunContext
 
 
@@ -44,13 +41,7 @@ class TrainLoader:
     def __init__(
         self, job: Job, datasets: Sequence[Dataset | Stream], context: RunContext, progress: Progress | None = None
     ) -> None:
-        """Checks that the sources suffice, and builds the loader.
-
-        Args:
-            job: the job.
-            datasets: the job's sources, in their order.
-            context: device, mesh and layout.
-            progress: where to continue, with the `state()` of a loader in its `samples`.
+        """Checks that the sources suffice, and continues from `progress`, with the `state()` of a loader in `samples`.
 
         Raises:
             JobError: the sources do not last as long as the run.
@@ -78,7 +69,9 @@ class TrainLoader:
         """Seconds that the last `next_step` waited for data."""
         reader = RowReader(datasets, self._names, self._rows, self._first_lanes)
         inputs = {"reader": reader, "units": self._units(order), "units_per_step": len(self._parts)}
-        loader = loader_component(job, context.plugins.catalog)
+        loader: Any = job.data.loader or Plain()
+        if job.data.workers and not job.data.loader:
+            loader = context.plugins.catalog.load("loader", WORKER_LOADER)()
         self._loaded: Generator[LoadedRows] = context.build(loader, **inputs)
 
     def next_step(self) -> list[Batch]:
@@ -140,15 +133,6 @@ class TrainLoader:
             yield from (rows[part] for part in self._parts)
 
 
-def loader_component(job: Job, catalog: Catalog) -> LoaderComponent:
-    """Returns the job's loader; without `[data.loader]` it is `Plain`, or `WORKER_LOADER` with `data.workers`."""
-    if job.data.loader is not None:
-        return job.data.loader
-    if not job.data.workers:
-        return Plain()
-    return cast("LoaderComponent", catalog.load("loader", WORKER_LOADER)())
-
-
 def identities_of(job: Job, datasets: Sequence[Dataset | Stream]) -> dict[str, str]:
     """Returns the identity (see `HasIdentity`) of each source that knows it, by the source's name."""
     pairs = zip(source_names(job), datasets, strict=True)
@@ -185,7 +169,7 @@ class Concatenated:
     def __getitem__(self, index: int) -> Mapping[str, np.ndarray]:
         number = int(np.searchsorted(self._ends, index, side="right"))
         dataset = self._datasets[number]
-        sample = dataset[index - (int(self._ends[number - 1]) if number else 0)]
+        sample = dataset[index - int(self._ends[number]) + len(dataset)]
         return {**sample, BYTES_PER_TOKEN: np.array(dataset.bytes_per_token)} if self._all_known else sample
 
 

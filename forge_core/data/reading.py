@@ -28,9 +28,10 @@ if TYPE_CHECKING:
 
 UNITS_AHEAD = 3
 """Units of rows that are read ahead, the one being read included."""
-
 LanePositions = Mapping[str, Mapping[str, Any]]
 """Source name -> lane -> position, plain JSON."""
+# Token ids may be stored in any width, which need not be that of the next source.
+DTYPES = dict.fromkeys(TOKEN_ENTRIES, "int64")
 
 
 class RowReader:
@@ -42,11 +43,8 @@ class RowReader:
         """Reads global batches of `rows` rows; lanes absent from `positions` start from the beginning."""
         self._datasets, self._names, self._rows, self._start = datasets, names, rows, positions
         self._streams = {number: data for number, data in enumerate(datasets) if isinstance(data, Stream)}
+        self.has_lanes = bool(self._streams)
         self._lanes: dict[tuple[int, int], Iterator[tuple[Mapping[str, np.ndarray], Mapping[str, Any]]]] = {}
-
-    @property
-    def has_lanes(self) -> bool:
-        return bool(self._streams)
 
     def read(self, rows: Sequence[SampleRow]) -> LoadedRows:
         samples, positions = [], {}
@@ -58,7 +56,9 @@ class RowReader:
                 else:
                     sample = self._datasets[row.source][row.number]  # type: ignore[index]
             except Exception as error:
-                raise self._failure(row, error) from error
+                failure = DataError(f"cannot read {self.describe(row)}: {type(error).__name__}: {error}")
+                failure.add_note("".join(traceback.format_exception(error)))  # a pickled exception loses its traceback
+                raise failure from error
             samples.append(sample)
         batch = collate(samples, lambda number: self.describe(rows[number]))
         batch["sources"] = _stack([row.source for row in rows], "int64")
@@ -81,26 +81,14 @@ class RowReader:
             self._lanes[source, lane] = self._streams[source].read(lane, position)
         return self._lanes[source, lane]
 
-    def _failure(self, row: SampleRow, error: Exception) -> DataError:
-        failure = DataError(f"cannot read {self.describe(row)}: {type(error).__name__}: {error}")
-        failure.add_note("".join(traceback.format_exception(error)))  # a pickled exception loses its traceback
-        return failure
-
 
 def collate(
     samples: Sequence[Mapping[str, np.ndarray]], describe: Callable[[int], str] = "row {} of the batch".format
 ) -> Batch:
-    """Stack samples. Entries in `TOKEN_ENTRIES` become int64; all others keep their dtype.
-
-    Args:
-        samples: the entries of each row.
-        describe: returns the description of a row, by its number, for errors.
-
-    Returns:
-        Tensors (B, …) by entry.
+    """Stack samples to tensors (B, …) by entry. Entries in `TOKEN_ENTRIES` become int64; all others keep their dtype.
 
     Raises:
-        DataError: rows differ in their entries, or in shape or dtype of one; names both rows and the entry.
+        DataError: rows differ in entries, or in shape or dtype of one; names it, and both rows as `describe` does.
     """
     first = _forms(samples[0])
     for number, sample in enumerate(samples):
@@ -109,16 +97,11 @@ def collate(
             one, other = first.get(name, "absent"), forms.get(name, "absent")
             message = f"entry {name!r} is {one} in {describe(0)} and {other} in {describe(number)}"
             raise DataError(f"{message}; all rows of a batch must have the same entries, of equal shape and dtype")
-    return {name: _stack([sample[name] for sample in samples], _dtype(name)) for name in first}
+    return {name: _stack([sample[name] for sample in samples], DTYPES.get(name)) for name in first}
 
 
 def _forms(sample: Mapping[str, np.ndarray]) -> dict[str, str]:
-    return {name: f"{_dtype(name) or array.dtype} {tuple(array.shape)}" for name, array in sample.items()}
-
-
-def _dtype(name: str) -> str | None:
-    # Token ids may be stored in any width, which need not be that of the next source.
-    return "int64" if name in TOKEN_ENTRIES else None
+    return {name: f"{DTYPES.get(name, array.dtype)} {tuple(array.shape)}" for name, array in sample.items()}
 
 
 def _stack(arrays: Sequence[np.ndarray | int], dtype: str | None) -> Tensor:

@@ -114,52 +114,26 @@ class StreamWindows(_Windows):
     ) -> Iterator[tuple[Mapping[str, np.ndarray], Mapping[str, Any]]]:
         """See `Stream.read`."""
         # A position is a document of the stream and the tokens to skip in it: windows end inside documents.
-        document, skip = (None, 0) if position is None else (position["document"], position["skip"])
-        documents = self._stream.read(lane, document)
-        waiting: list[_Part] = []
-        tokens = 0
+        start, skip = (None, 0) if position is None else (position["document"], position["skip"])
+        documents = self._stream.read(lane, start)
+        document = next(documents)
         while True:
-            while tokens <= self._seq_len:
-                waiting.append(_Part(next(documents), skip))
-                tokens += waiting[-1].size
-                skip = 0
-            window, waiting = _cut(waiting, self._seq_len)
-            tokens -= self._seq_len
-            first = waiting[0]
-            yield self._packing.sequence(window), {"document": first.document.position, "skip": first.skip}
+            pieces, missing = [_piece(document, skip, self._seq_len + 1)], self._seq_len + 1
+            while missing := missing - len(pieces[-1].tokens):
+                document, skip = next(documents), 0
+                pieces.append(_piece(document, skip, missing))
+            skip += len(pieces[-1].tokens) - 1  # the next window begins with this one's last token
+            tokens, starts, learned = (np.concatenate(arrays) for arrays in zip(*pieces, strict=True))
+            window = Window(tokens.astype(np.int64), starts, learned)
+            yield self._packing.sequence(window), {"document": document.position, "skip": skip}
 
 
-class _Part(NamedTuple):
-    """A document of a stream without its first `skip` tokens."""
-
-    document: StreamedDocument
-    skip: int
-
-    @property
-    def size(self) -> int:
-        return len(self.document.tokens) - self.skip
-
-    def first(self, count: int) -> Window:
-        """Its first tokens, at most `count` of them."""
-        part = slice(self.skip, self.skip + count)
-        tokens, learned = self.document.tokens[part], self.document.learned
-        starts = np.arange(self.skip, self.skip + len(tokens)) == 0
-        return Window(tokens, starts, np.ones(len(tokens), dtype=bool) if learned is None else learned[part])
-
-
-def _cut(parts: list[_Part], seq_len: int) -> tuple[Window, list[_Part]]:
-    """The first S + 1 tokens of the parts as a window, and the parts from token S on, which both windows share."""
-    pieces, missing = [], seq_len + 1
-    for part in parts:
-        pieces.append(part.first(missing))
-        missing -= len(pieces[-1].tokens)
-    tokens, starts, learned = (np.concatenate(arrays) for arrays in zip(*pieces, strict=True))
-    used, passed = 0, seq_len
-    while passed >= parts[used].size:
-        passed -= parts[used].size
-        used += 1
-    first, *others = parts[used:]
-    return Window(tokens.astype(np.int64), starts, learned), [first._replace(skip=first.skip + passed), *others]
+def _piece(document: StreamedDocument, skip: int, count: int) -> Window:
+    """The tokens of a document from `skip` on, at most `count` of them."""
+    part = slice(skip, skip + count)
+    tokens, learned = document.tokens[part], document.learned
+    starts = np.arange(skip, skip + len(tokens)) == 0
+    return Window(tokens, starts, np.ones(len(tokens), dtype=bool) if learned is None else learned[part])
 
 
 def starts_within(ends: np.ndarray, start: int, stop: int) -> np.ndarray:

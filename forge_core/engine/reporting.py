@@ -17,7 +17,7 @@ from forge_core.config.load import dump_job
 from forge_core.config.mixture import first_step, source_names
 from forge_core.contracts.data import HasDescription
 from forge_core.contracts.runtime import Flushes, Logger
-from forge_core.data.mixture import expected_draws, limits, phase_shares, sizes_of
+from forge_core.data.order import expected_draws, limits, phase_shares, sizes_of
 from forge_core.engine.build import Run
 from forge_core.engine.step import Stepper, Sums, metrics
 from forge_core.metrics.flops import peak_flops

@@ -12,7 +12,7 @@ from attrs import evolve, frozen
 from forge_core.contracts.components import DatasetComponent
 from forge_core.contracts.errors import CheckpointError, DataError
 from forge_core.data.loader import TrainLoader, evaluation_batches, held_out
-from forge_core.data.mixture import sample_order
+from forge_core.data.order import sample_order
 from forge_core.data.reading import collate
 from forge_core.job import Phase
 from forge_testing import Numbers

@@ -10,8 +10,7 @@ from itertools import islice, pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forge_core.data.mixture import source_changes
-from forge_core.data.order import Permutation, SampleOrder, whole_shares
+from forge_core.data.order import Permutation, SampleOrder, source_changes, whole_shares
 
 sizes = st.integers(1, 3000)
 
@@ -72,7 +71,7 @@ def test_the_order_continues_from_its_state(mixture, passed, more):
 @settings(max_examples=30, deadline=None)
 def test_an_epoch_meets_every_sequence_once_and_the_next_is_shuffled_anew(size, epochs):
     drawn = order([(size, 1.0)])
-    seen = [[sample.number for sample in take(drawn, size)] for _ in range(epochs)]
+    seen = [[number for _, number in take(drawn, size)] for _ in range(epochs)]
     assert all(sorted(epoch) == list(range(size)) for epoch in seen)
     if size > 20 and epochs > 1:
         assert seen[0] != seen[1]
@@ -84,7 +83,7 @@ def test_another_seed_is_another_order():
 
 
 def numbers_of(source, samples):
-    return [sample.number for sample in samples if sample.source == source]
+    return [number for drawn_from, number in samples if drawn_from == source]
 
 
 def test_the_order_within_a_source_depends_on_its_name_and_on_no_other_source():
@@ -105,7 +104,7 @@ class TestPhases:
     PHASES = ((30, (0.0, 1.0, 1.0)), (61, (5.0, 0.0, 5.0)), (80, (1.0, 1.0, 1.0)))
 
     def test_shares_change_at_the_sample_where_a_phase_begins(self):
-        sources = [sample.source for sample in take(order(self.MIXTURE, phases=self.PHASES), 110)]
+        sources = [source for source, _ in take(order(self.MIXTURE, phases=self.PHASES), 110)]
         parts = sources[:30], sources[30:61], sources[61:80], sources[80:]
         assert [Counter(part) for part in parts] == [
             Counter({0: 20, 1: 10}),
@@ -119,7 +118,7 @@ class TestPhases:
         for source, (size, _) in enumerate(self.MIXTURE):
             alone = order([(size, 1.0)], names=[str(source)])
             numbers = numbers_of(source, drawn)
-            assert numbers == [sample.number for sample in take(alone, len(numbers))]
+            assert numbers == [number for _, number in take(alone, len(numbers))]
 
     @given(st.integers(0, 100))
     @settings(max_examples=40, deadline=None)
@@ -137,7 +136,7 @@ class TestPhases:
 class TestLimits:
     def test_a_source_at_its_limit_is_left_out_and_the_others_share_its_part(self):
         limited = order([(10, 6.0), (40, 3.0), (40, 1.0)], limits=[15, None, None])
-        sources = [sample.source for sample in take(limited, 65)]
+        sources = [source for source, _ in take(limited, 65)]
         assert Counter(sources)[0] == 15
         at_limit = max(number for number, source in enumerate(sources) if source == 0) + 1
         assert abs(at_limit - 25) <= 1

@@ -9,7 +9,7 @@ from attrs import define, evolve, field, frozen
 
 from forge_core.contracts.components import DatasetComponent, SchedulerComponent, TrainingHook
 from forge_core.contracts.errors import CheckpointError, JobError
-from forge_core.data.mixture import check_supply, expected_draws
+from forge_core.data.order import check_supply, expected_draws
 from forge_core.job import Phase
 
 BASE = 32
