@@ -175,14 +175,11 @@ def assemble(
     # By the engine and not by optimizers, none of which needs to know of patterns; before `Rates` reads the base rates.
     apply_settings(optimizer, job.optimizer.groups, built.outline)
     return Run(
+        **attrs.asdict(built, recurse=False),
         job=job,
         context=context,
         datasets=datasets,
         held_out=held_out(datasets),
-        model=built.model,
-        outline=built.outline,
-        stages=built.stages,
-        built_stages=built.built_stages,
         parameters=parameters,
         optimizer=optimizer,
         rates=Rates(job, optimizer, context),
@@ -258,7 +255,6 @@ def _table(path: str) -> Iterator[None]:
 
 def build_model(job: Job, context: RunContext) -> BuiltModel:
     """Build on the meta device, apply the stages in order, then give memory and initial values."""
-    # The outline is taken first, of the whole model: after a pipeline's cut no rank has all of it.
     model, outline = build_bare_model(job, context)
     stages = stages_of(job, context)
     model, built = apply_stages(model, stages, context)
@@ -271,7 +267,7 @@ def build_model(job: Job, context: RunContext) -> BuiltModel:
 
 
 def build_bare_model(job: Job, context: BuildContext) -> tuple[Model, Outline]:
-    """The whole model, on the meta device."""
+    """The whole model, on the meta device, and its outline: after a pipeline's cut no rank has all of it."""
     model = bare_model(job, context)
     return model, Outline.of(model, job.train.seq_len)
 

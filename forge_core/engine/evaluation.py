@@ -15,6 +15,7 @@ from forge_core.contracts.components import EvaluationComponent
 from forge_core.contracts.contexts import EvaluationContext
 from forge_core.contracts.data import BYTES_PER_TOKEN, IGNORED_LABEL
 from forge_core.contracts.errors import ForgeError
+from forge_core.engine.hooks import named
 from forge_core.parallel.layout import micro_batches
 
 if TYPE_CHECKING:
@@ -66,13 +67,10 @@ class HeldOut(EvaluationComponent):
 def evaluate(run: Run, step: int) -> dict[str, float]:
     """The metrics of all of `[evaluations]`, by the names under which they are logged. Collective."""
     context, metrics = _context(run, step), dict[str, float]()
-    with evaluation_mode(run.model, run.optimizer):
+    with _evaluation_mode(run.model, run.optimizer):
         for name, evaluation in run.job.evaluations.items():
-            try:
-                metrics |= numbers(evaluation.evaluate(context))
-            except Exception as error:
-                error.add_note(f"in evaluations.{name} ({run.context.type_of(evaluation)})")
-                raise
+            with named(f"evaluations.{name} ({run.context.type_of(evaluation)})"):
+                metrics |= _numbers(evaluation.evaluate(context))
     return metrics
 
 
@@ -97,7 +95,7 @@ def _context(run: Run, step: int) -> EvaluationContext:
     )
 
 
-def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     """The metrics as numbers of Python: loggers and checkpoints take no others. A scalar tensor is waited for."""
     from torch import Tensor
 
@@ -112,13 +110,12 @@ def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 @contextmanager
-def evaluation_mode(model: Model, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+def _evaluation_mode(model: Model, optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Model and optimizer in evaluation mode, without gradients."""
     import torch
 
-    from forge_core.contracts.optimizer import HasEvaluationWeights  # late: it imports torch, components must not
+    from forge_core.contracts.optimizer import HasEvaluationWeights
 
-    # Most optimizers have no modes: they evaluate the weights that they train.
     modes: list[Any] = [model, *([optimizer] if isinstance(optimizer, HasEvaluationWeights) else [])]
     for each in modes:
         each.eval()

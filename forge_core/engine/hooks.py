@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from itertools import chain, count
 from typing import TYPE_CHECKING, Any
 
@@ -28,9 +28,7 @@ def collect_hooks(job: Job, plugins: Plugins, given: Iterable[TrainingHook]) -> 
     # those of plugins, of `[hooks]` and from Python observe it.
     hooks: dict[str, TrainingHook] = {}
     for path, component in walk_components(job):
-        if isinstance(component, TrainingHook):
-            continue
-        for hook in component.training_hooks(job):
+        for hook in component.training_hooks(job) if not isinstance(component, TrainingHook) else ():
             _add(hooks, f"{path}.{type(hook).__name__}", hook)
     for hook in plugins.training_hooks(job):
         _add(hooks, f"plugins.{type(hook).__name__}", hook)
@@ -46,13 +44,18 @@ def _add(hooks: dict[str, TrainingHook], name: str, hook: TrainingHook) -> None:
     hooks[next(unique for unique in names if unique not in hooks)] = hook
 
 
-class HookRunner:
-    """Calls the hooks of each event, in order.
+@contextmanager
+def named(part: str) -> Iterator[None]:
+    """Add to an exception which part of the job raised it."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"in {part}")
+        raise
 
-    Args:
-        hooks: by name.
-        beacon: receives each call of a hook as a phase, for the watchdog.
-    """
+
+class HookRunner:
+    """Calls the hooks of each event, in order; each call is a phase of `beacon`, for the watchdog."""
 
     def __init__(self, hooks: Mapping[str, TrainingHook], beacon: ProgressBeacon | None = None) -> None:
         self.hooks = dict(hooks)
@@ -74,11 +77,8 @@ class HookRunner:
     def __call__(self, event: str, *args: Any) -> None:
         for name, method in self._listeners[event]:
             self.beacon.enter(f"hook {name}, {event}")
-            try:
+            with named(f"hook {name}, {event}"):
                 method(*args)
-            except Exception as error:
-                error.add_note(f"in hook {name}, {event}")
-                raise
 
     def exception(self, context: TrainContext, error: BaseException) -> None:
         for _, method in self._listeners["on_exception"]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from contextlib import ExitStack
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,18 +16,17 @@ from forge_core.checkpoint.run_folder import save_tokenizer, write_record
 from forge_core.config.keys import walk_components
 from forge_core.config.load import dump_job
 from forge_core.config.mixture import first_step, source_names
+from forge_core.contracts.contexts import StepContext
 from forge_core.contracts.data import HasDescription
 from forge_core.contracts.runtime import Flushes, Logger
 from forge_core.data.order import expected_draws, limits, phase_shares, sizes_of
 from forge_core.engine.build import Run
+from forge_core.engine.hooks import named
 from forge_core.engine.step import Stepper, Sums, metrics
 from forge_core.metrics.flops import peak_flops
 from forge_core.metrics.tracker import Clock, Tracker
 from forge_core.parallel.layout import micro_batches
 from forge_core.parallel.mesh import global_rank
-
-if TYPE_CHECKING:
-    from forge_core.contracts.contexts import StepContext
 
 
 def announce(run: Run, stepper: Stepper, provenance: Mapping[str, Any], echo: Callable[[str], object]) -> None:
@@ -73,11 +73,10 @@ def _rows(run: Run, stepper: Stepper, provenance: Mapping[str, Any]) -> Iterator
 
 
 def _model(run: Run) -> str:
-    roles: dict[str, int] = {}
+    roles: Counter[str] = Counter()
     for name, size in run.outline.sizes.items():
-        role = run.outline.roles[name]
-        roles[role] = roles.get(role, 0) + size
-    return f"{sum(roles.values()):,} parameters ({', '.join(f'{role} {count:,}' for role, count in roles.items())})"
+        roles[run.outline.roles[name]] += size
+    return f"{roles.total():,} parameters ({', '.join(f'{role} {count:,}' for role, count in roles.items())})"
 
 
 def _batch(run: Run) -> str:
@@ -133,22 +132,12 @@ def open_loggers(run: Run, step: int, stack: ExitStack) -> dict[str, Logger]:
     loggers: dict[str, Logger] = {}
     for key, component in run.job.loggers.items() if global_rank() == 0 else ():
         name = f"loggers.{key} ({run.context.type_of(component)})"
-        with _named(name):
+        with named(name):
             logger = run.context.build(component)
             logger.start(step)
         stack.callback(logger.close)
         loggers[name] = logger
     return loggers
-
-
-@contextmanager
-def _named(logger: str) -> Iterator[None]:
-    """Add to an exception which logger raised it."""
-    try:
-        yield
-    except Exception as error:
-        error.add_note(f"in {logger}")
-        raise
 
 
 class Recorder:
@@ -162,9 +151,8 @@ class Recorder:
     def __init__(self, run: Run, loggers: Mapping[str, Logger], on_line: Callable[[Mapping[str, Any]], object]) -> None:
         self._summaries = run.context.auxiliary.summaries
         train, ranks = run.job.train, run.context.layout.world_size
-        self._tokens = train.global_batch_size * train.seq_len
-        self._loggers = loggers
-        self._on_line = on_line
+        self._tokens, self._source_names = train.global_batch_size * train.seq_len, source_names(run.job)
+        self._loggers, self._on_line = loggers, on_line
         self._counts_interval = run.job.metrics.counts_interval
         self._tracker = Tracker(self._deliver)
         self.clock = Clock()
@@ -181,7 +169,7 @@ class Recorder:
         All tensors are the same on every rank. `skipped` () is given where only the device knows.
         """
         assert context.grad_norm is not None
-        scalars = metrics(sums)
+        scalars = metrics(sums, self._source_names)
         if not self._counts_interval or context.step % self._counts_interval:
             scalars = {name: value for name, value in scalars.items() if not isinstance(name, Count)}
         scalars.update(self._summaries())
@@ -214,7 +202,7 @@ class Recorder:
         # Called before each checkpoint: a run that continues from it writes the lines after these.
         for name, logger in self._loggers.items():
             if isinstance(logger, Flushes):
-                with _named(name):
+                with named(name):
                     logger.flush()
 
     def _deliver(self, record: dict[str, Any]) -> None:
@@ -227,7 +215,7 @@ class Recorder:
     def _write(self, record: Mapping[str, Any]) -> None:
         for name, logger in self._loggers.items():
             try:
-                with _named(name):
+                with named(name):
                     logger.log(record)
             except OSError as error:  # a full disk or a closed terminal ends no run
                 warnings.warn(f"{name}: {error}", stacklevel=2)

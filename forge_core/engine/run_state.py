@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import Size
 
 from forge_core.checkpoint.manager import State
 from forge_core.checkpoint.resume import FLAG, Start
@@ -22,20 +24,16 @@ from forge_core.checkpoint.state import (
 from forge_core.checkpoint.tensors import load_tensors, shared_index
 from forge_core.config.load import dump_job
 from forge_core.config.mixture import source_names
+from forge_core.contracts.components import Plugin, TrainingHook
 from forge_core.contracts.contexts import CheckpointContext
 from forge_core.contracts.errors import CheckpointError, JobError, Problem, did_you_mean
+from forge_core.contracts.model import Model
 from forge_core.data.loader import identities_of
 from forge_core.data.order import sizes_of, source_changes
+from forge_core.engine.build import Outline, Run
 from forge_core.engine.groups import SHOWN, Names, Rates, fits, listed
+from forge_core.job import LoadSection
 from forge_core.parallel.mesh import pipeline_group
-
-if TYPE_CHECKING:
-    from torch import Size
-
-    from forge_core.contracts.components import Plugin, TrainingHook
-    from forge_core.contracts.model import Model
-    from forge_core.engine.build import Outline, Run
-    from forge_core.job import LoadSection
 
 LOAD = "checkpoint.load"
 
@@ -45,8 +43,7 @@ def snapshot(run: Run, progress: Progress, provenance: Mapping[str, Any]) -> Sta
     # Of the schedule only its factor, by which a continued run notices another one: settings come from the job.
     progress.schedule = run.rates.factor(progress.step - 1) if progress.step else None
     plugins, pipeline = run.context.plugins, pipeline_group(run.context.mesh)
-    own = holders(run.hooks.hooks, plugins.active)
-    state = gather_state(run.model, run.optimizer, progress, own, pipeline)
+    state = gather_state(run.model, run.optimizer, progress, holders(run.hooks.hooks, plugins.active), pipeline)
     values = {"tokens": progress.tokens, "job": dump_job(run.job, plugins.catalog), "provenance": provenance}
     return State(state.tensors, {**values, **state.values})
 
@@ -58,27 +55,21 @@ def restore(start: Start, run: Run, provenance: Mapping[str, Any], echo: Callabl
     if start.checkpoint is None:
         return Progress()
     run.hooks.beacon.enter("loading the checkpoint")
-    progress, report = _continue(start.checkpoint, start, run, provenance)
-    # After `_continue`: each hook has its own state back when it is called.
-    context = CheckpointContext(**run.references, step=progress.step, path=start.checkpoint)
-    run.hooks("on_checkpoint_load", context)
-    echo(report)
-    return progress
-
-
-def _continue(checkpoint: Path, start: Start, run: Run, provenance: Mapping[str, Any]) -> tuple[Progress, str]:
-    """Load a checkpoint into a freshly built run; returns how far it was, and a report for the user."""
     # Checks first: a run that is refused has not read the tensors, which may take minutes.
     check_tokenizer(start.manifest["provenance"], provenance)
     own = holders(run.hooks.hooks, run.context.plugins.active)
     notes = [*_check_extras(start, own), *_check_sources(start, run)]
     manifest = {**start.manifest, "extras": start.extras}
-    progress = restore_state(checkpoint, manifest, run.model, run.optimizer, own, run.outline.sizes)
-    lines = [f"continuing from {checkpoint}, step {progress.step}"]
+    progress = restore_state(start.checkpoint, manifest, run.model, run.optimizer, own, run.outline.sizes)
+    # Now that each hook has its own state back.
+    context = CheckpointContext(**run.references, step=progress.step, path=start.checkpoint)
+    run.hooks("on_checkpoint_load", context)
+    lines = [f"continuing from {start.checkpoint}, step {progress.step}"]
     lines += [f"changed since then:\n{describe_changes(start.changes)}"] if start.changes else []
     if run.job.checkpoint.load is not None:
         lines.append(f"[{LOAD}] has no effect: it is for a run that has no checkpoint yet")
-    return progress, "\n".join([*lines, *notes, *_check_schedule(progress, run.rates)])
+    echo("\n".join([*lines, *notes, *_check_schedule(progress, run.rates)]))
+    return progress
 
 
 def _check_extras(start: Start, own: Mapping[str, TrainingHook | Plugin]) -> Iterator[str]:

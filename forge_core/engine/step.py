@@ -20,7 +20,7 @@ from forge_core.contracts.errors import ForgeError
 from forge_core.contracts.model import ChangesWithUpdates
 from forge_core.contracts.runtime import StepOutput
 from forge_core.engine.build import Run
-from forge_core.metrics.tracker import ABSENT, SOURCE_LOSS, per_source
+from forge_core.metrics.tracker import ABSENT, SOURCE_LOSS
 from forge_core.parallel.layout import micro_batches
 from forge_core.parallel.mesh import (
     all_reduce_samples,
@@ -44,31 +44,29 @@ class Stepper:
     """Runs steps: gradients of the global batch, their norm, the update."""
 
     def __init__(self, run: Run) -> None:
-        self._run, self._job, self._mesh = run, run.job, run.context.mesh
+        self._run, self._job, self._mesh, layout = run, run.job, run.context.mesh, run.context.layout
         self._parameters = [item.parameter for item in run.parameters]
         # Another rank of a pipeline counts these: the norm is over distinct parameters, and a tied one is one.
         elsewhere = {id(parameter) for stage in run.built_stages for parameter in stage.counted_elsewhere(run.model)}
         self._counted = [parameter for parameter in self._parameters if id(parameter) not in elsewhere]
-        self._pipeline = pipeline_group(run.context.mesh)
+        self._pipeline = pipeline_group(self._mesh)
         self._attached: dict[str | Count, torch.Size] | None = None
         self._changing = [module for module in run.model.modules() if isinstance(module, ChangesWithUpdates)]
         self._source_names = source_names(run.job)
         key = hashlib.blake2b(f"{run.job.job.seed}:draw".encode(), digest_size=7).digest()
         self._first_draw = int.from_bytes(key, "little")
-        self._sample_rank = sample_rank(run.context.mesh, run.context.layout)
-        self._part = part_of_step(run.context.mesh, run.context.layout)
-        count, _ = micro_batches(run.job, run.context.layout)
-        self._micro_batches = count * run.context.layout.token_ranks
+        self._sample_rank, self._part = sample_rank(self._mesh, layout), part_of_step(self._mesh, layout)
+        count, _ = micro_batches(run.job, layout)
+        self._micro_batches = count * layout.token_ranks
         self._masked = self._can_mask()
         self.decides = not self._masked and (run.job.train.non_finite != "ignore" or run.hooks.may_skip)
 
     def _can_mask(self) -> bool:
         """Whether the optimizer itself leaves out the update, by a flag on the device: torch's `found_inf`."""
-        train = self._job.train
         supported = bool(getattr(self._run.optimizer, "_step_supports_amp_scaling", False))
         # It spares the host a wait for the device. Parameters on a CPU have nothing to wait for.
         on_device = all(parameter.device.type != "cpu" for parameter in self._parameters)
-        return train.non_finite == "skip" and supported and on_device and not self._run.hooks.may_skip
+        return self._job.train.non_finite == "skip" and supported and on_device and not self._run.hooks.may_skip
 
     def waits(self) -> str:
         """The host's wait for the device in each step, for the summary of the run."""
@@ -82,7 +80,7 @@ class Stepper:
         # Before anything draws: dropout then depends on nothing earlier, and no generator is part of a checkpoint.
         seed_step(self._job.job.seed, step, self._part, self._run.context.device)
         batches = self._with_draws(batches, step)
-        # Before the first forward pass: each loss is divided by the global count before its own backward pass, so that
+        # Before the first forward pass: each loss is divided by the global count before its backward pass, so that
         # every reduction of gradients is a plain sum, and micro-batches weigh by their tokens under every layout.
         tokens = self._valid_tokens(batches)
         auxiliary = self._run.context.auxiliary
@@ -100,22 +98,20 @@ class Stepper:
         return output, sums
 
     def _with_draws(self, batches: Sequence[Batch], step: int) -> list[Batch]:
-        """The micro-batches with `draw` (B,), a number of each sequence and step that no layout changes: for noise."""
+        """The micro-batches with `draw` (B,), a number of each sequence and step that no layout changes, for noise."""
         sizes = [len(batch["input_ids"]) for batch in batches]
         first = self._first_draw + step * self._job.train.global_batch_size + self._sample_rank * sum(sizes)
-        # One tensor for all of a step: nobody may read it, and no module declares whether it does.
         draws = torch.arange(first, first + sum(sizes), device=self._run.context.device).split(sizes)
         return [{**batch, "draw": draw} for batch, draw in zip(batches, draws, strict=True)]
 
     def norm(self) -> Tensor:
-        """The global norm of the gradient, before clipping; of complete gradients, as partial ones have another."""
+        """The global norm of the complete gradient, before clipping."""
         return global_norm(self._counted, self._pipeline)
 
     def update(self, context: StepContext, loss_sum: Tensor) -> Tensor | None:
         """Clip and step the optimizer, unless the update is to be skipped; sets `context.skipped`.
 
-        Returns:
-            A device flag, whether the update was skipped, where only the device knows; else None.
+        Returns a flag on the device, whether the update was skipped, where only the device knows; else None.
         """
         assert context.grad_norm is not None
         # Both were summed over the ranks, so a NaN of one rank is one of all, and all decide alike without a message.
@@ -159,12 +155,14 @@ class Stepper:
         return all_reduce_samples(torch.stack(counts).sum(), self._mesh)
 
     def _reduce(self, output: StepOutput, batches: Sequence[Batch], attached: Sums) -> Sums:
-        """One small collective over the token ranks: loss, counts, losses by source, and what modules attached."""
+        """One small collective over the token ranks: loss, counts, losses by source, what modules attached."""
         parts: dict[str | Count, Tensor] = {"loss_sum": output.loss_sum, "count": output.count}
         if len(self._source_names) > 1 and "sources" in batches[0]:
             sources = torch.cat([batch["sources"] for batch in batches])
-            for source, (total, count) in per_source(self._source_names, sources, *output.per_sequence).items():
-                parts |= {f"source_sum/{source}": total, f"source_count/{source}": count}
+            sums, counts = output.per_sequence
+            zeros = torch.zeros(len(self._source_names), dtype=sums.dtype, device=sums.device)
+            parts["source_sums"] = zeros.index_add(0, sources, sums)
+            parts["source_counts"] = zeros.index_add(0, sources, counts.to(sums.dtype))
         for name, value in self._over_layers(attached).items():
             parts[name if isinstance(name, Count) else f"{AUXILIARY}{name}"] = value
         return _unflatten(all_reduce_tokens(_flatten(parts), self._mesh), parts)
@@ -178,8 +176,7 @@ class Stepper:
             every = {name: shape for part in known for name, shape in part.items()}
             names = sorted(every, key=lambda name: (isinstance(name, Count), name))  # one order on all ranks
             self._attached = {name: every[name] for name in names}
-        new = sorted(map(str, attached.keys() - self._attached.keys()))
-        if new:
+        if new := sorted(map(str, attached.keys() - self._attached.keys())):
             rule = "in a pipeline, all must be in the first"
             raise ForgeError(f"{new[0]} was first attached after the first step; {rule}")
         if not self._attached:
@@ -262,16 +259,16 @@ def clip(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: float) -> N
         torch._foreach_mul_(gradients, factor.to(device=device, dtype=dtype))
 
 
-def metrics(sums: Sums) -> dict[str | Count, Tensor]:
+def metrics(sums: Sums, source_names: Sequence[str] = ()) -> dict[str | Count, Tensor]:
     """For a step's line, on the device: means made of the reduced sums, and what was counted."""
     scalars: dict[str | Count, Tensor] = {"loss": sums["loss_sum"] / sums["count"].clamp(min=1)}
+    if "source_sums" in sums:
+        counts = sums["source_counts"]
+        means = torch.where(counts > 0, sums["source_sums"] / counts.clamp(min=1), ABSENT)
+        scalars |= {SOURCE_LOSS + name: mean for name, mean in zip(source_names, means, strict=True)}
     for name, value in sums.items():
         if isinstance(name, Count):
             scalars[name] = value
-        elif name.startswith("source_sum/"):
-            source = name.removeprefix("source_sum/")
-            count = sums[f"source_count/{source}"]
-            scalars[SOURCE_LOSS + source] = torch.where(count > 0, value / count.clamp(min=1), ABSENT)
         elif name.startswith(AUXILIARY):
             scalars[name.removeprefix(AUXILIARY)] = value
     return scalars

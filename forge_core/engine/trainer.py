@@ -83,11 +83,8 @@ class Trainer:
     ) -> None:
         self._catalog: Catalog = catalog or (job.checked.catalog if job.checked else Catalog.installed())
         self.job = complete(job, self._catalog)
-        self._hooks = list(hooks)
-        self._resume = resume
-        self._with_changes = resume_with_changes
-        self._echo = echo
-        self._on_folder = on_folder
+        self._hooks, self._resume, self._with_changes = list(hooks), resume, resume_with_changes
+        self._echo, self._on_folder = echo, on_folder
 
     def run(self) -> Summary:
         """Build everything, train to the last step, and return the result.
@@ -122,13 +119,10 @@ class Trainer:
             # The stack closes the loop's loader and loggers before it gives up the lock of the folder.
             loop = Loop(run, checkpoints, start, stack, self._echo if global_rank() == 0 else lambda text: None)
             loop.run()
-        return Summary(
-            step=loop.progress.step,
-            loss=loop.recorder.last_loss,
-            evaluation=loop.recorder.last_evaluation,
-            folder=folder,
-            stopped=loop.requests.stop if loop.progress.step < self.job.train.steps else "",
-        )
+        step, recorder = loop.progress.step, loop.recorder
+        stopped = loop.requests.stop if step < self.job.train.steps else ""
+        loss, evaluation = recorder.last_loss, recorder.last_evaluation
+        return Summary(step=step, loss=loss, evaluation=evaluation, folder=folder, stopped=stopped)
 
     def _check(self) -> None:
         # Not once more what `load_job` has checked: each check builds the model on the meta device, on every rank.
@@ -160,10 +154,7 @@ def _joined_run(job: Job, beacon: ProgressBeacon) -> Iterator[Rendezvous | None]
 def _agree_on_job(rendezvous: Rendezvous, job: Job, catalog: Catalog) -> None:
     """Check that all ranks have the same job, the same distributions and the same local files.
 
-    Raises:
-        JobError: on rank 0, some differ; names the ranks and what differs.
-        EndedElsewhere: on the other ranks, then.
-        RanksMissing: some ranks did not arrive.
+    Raises a JobError on rank 0, with the ranks and what differs, and EndedElsewhere on the others.
     """
     identity = _identity(job, catalog)
     rendezvous.set("identity", identity)
