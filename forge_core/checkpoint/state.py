@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 
 from forge_core.checkpoint.manager import State
 from forge_core.checkpoint.tensors import Shapes, load_tensors, shared_index
-from forge_core.contracts.components import Plugin, TrainingHook, state_fields
+from forge_core.contracts.components import Plugin, TrainingHook
 from forge_core.contracts.errors import CheckpointError
 from forge_core.contracts.model import Model
 from forge_core.contracts.optimizer import HasEvaluationWeights, PlacesState
@@ -144,12 +144,6 @@ def holders(hooks: Mapping[str, TrainingHook], plugins: Mapping[str, Plugin]) ->
     """Hooks and plugins, which may have state too, by their names in a checkpoint."""
     own = {f"hook:{name}": hook for name, hook in hooks.items()}
     return {**own, **{f"plugin:{name}": plugin for name, plugin in plugins.items()}}
-
-
-def has_state(holder: TrainingHook | Plugin) -> bool:
-    """Whether a hook or plugin remembers anything: it has state fields, or a way of its own to save them."""
-    base = next(cls for cls in (TrainingHook, Plugin) if isinstance(holder, cls))
-    return bool(state_fields(type(holder))) or type(holder).state_dict is not base.state_dict
 
 
 def _empty_held(owner: str, stored: Shapes) -> dict[str, Tensor]:

@@ -57,18 +57,6 @@ class Outline:
     backend_choices: Sequence[tuple[str, str, str]]
     """Kernels that the model chose: (what, choice, why)."""
 
-    @classmethod
-    def of(cls, model: Model, seq_len: int) -> Outline:
-        """Take the facts of a bare model."""
-        return cls(
-            roles=roles_of(model),
-            sizes={name: parameter.numel() for name, parameter in model.named_parameters()},
-            tensors={name: tensor.shape for name, tensor in model_tensors(model).items()},
-            ties=ties(model),
-            flops=model.flops(seq_len),
-            backend_choices=model.backend_choices(seq_len),
-        )
-
     def names(self, listed: Iterable[str]) -> Names:
         """Each of the listed names with all names of its tensor, any of which a user's pattern may fit."""
         return {name: (name, *(other for other, first in self.ties.items() if first == name)) for name in listed}
@@ -118,7 +106,7 @@ def build_context(job: Job, catalog: Catalog, folder: Path | None) -> RunContext
     device = choose_device(job.train.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # before NCCL: its first collective takes the current device
-    # Settings of the process are set in every run: another run of the same process may have left its own.
+    # Set in every run: another run of the same process may have left its own settings.
     matmul = job.train.float32_matmul
     torch.set_float32_matmul_precision("highest" if matmul == "auto" else matmul)
     plugins.configure_backend(job, device)
@@ -146,8 +134,7 @@ def build_run(
     Raises:
         JobError: the job cannot run as written.
     """
-    # The tokenizer first: a model may take its vocabulary, and datasets encode with it. Data before the model: what is
-    # wrong with it shows before memory is taken.
+    # The tokenizer first: data and model need it. Data before the model: what is wrong shows before memory is taken.
     context = attrs.evolve(context, tokenizer=build_tokenizer(job, context))
     datasets = build_datasets(job, context)
     report_progress("data built")  # each part may take minutes, and the watchdogs of all ranks look
@@ -166,8 +153,7 @@ def assemble(
     hooks: HookRunner,
 ) -> Run:
     """Build what needs a model in memory, and put all of it together."""
-    # After the stages: the optimizer must hold the parameters that train, which are sharded by now. Roles are those of
-    # the bare model, since wrappers hide the modules that they derive from.
+    # After the stages, which have sharded the parameters by now. Roles are the bare model's: wrappers hide its modules.
     parameters = NamedParameters.of(built.model, built.outline.roles)
     optimizer = context.build(job.optimizer, parameters=parameters)
     check_modes(optimizer)
@@ -213,8 +199,7 @@ def build_datasets(job: Job, context: BuildContext) -> list[Dataset | Stream]:
     """
     datasets = []
     for number, source in enumerate(job.data.sources):
-        path = f"data.sources.{number}"
-        dataset = _build_dataset(source, path, context)
+        dataset = _build_dataset(source, path := f"data.sources.{number}", context)
         if isinstance(dataset, Sized) and not len(dataset) and is_drawn(job, number):
             message = f"holds less than one sequence of train.seq_len = {job.train.seq_len} tokens"
             raise JobError([Problem(path, f"{message}; add data, or shorten train.seq_len")])
@@ -258,8 +243,7 @@ def build_model(job: Job, context: RunContext) -> BuiltModel:
     model, outline = build_bare_model(job, context)
     stages = stages_of(job, context)
     model, built = apply_stages(model, stages, context)
-    # Memory last: each rank allocates only what stages have left it, and draws its part of the same initial values,
-    # which depend on neither the layout nor the order of modules.
+    # Memory last: each rank allocates only what stages have left it, and draws its part of the same initial values.
     home = next((stage.parameter_device for stage in built if stage.parameter_device is not None), None)
     materialise(model, context.device, job.job.seed, home)
     check_finite(model)  # memory began as NaN: a parameter that nobody initialised is found here
@@ -269,7 +253,14 @@ def build_model(job: Job, context: RunContext) -> BuiltModel:
 def build_bare_model(job: Job, context: BuildContext) -> tuple[Model, Outline]:
     """The whole model, on the meta device, and its outline: after a pipeline's cut no rank has all of it."""
     model = bare_model(job, context)
-    return model, Outline.of(model, job.train.seq_len)
+    return model, Outline(
+        roles=roles_of(model),
+        sizes={name: parameter.numel() for name, parameter in model.named_parameters()},
+        tensors={name: tensor.shape for name, tensor in model_tensors(model).items()},
+        ties=ties(model),
+        flops=model.flops(job.train.seq_len),
+        backend_choices=model.backend_choices(job.train.seq_len),
+    )
 
 
 def stages_of(job: Job, context: RunContext) -> list[OrderedStage]:

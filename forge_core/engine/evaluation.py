@@ -111,7 +111,6 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 @contextmanager
 def _evaluation_mode(model: Model, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Model and optimizer in evaluation mode, without gradients."""
     import torch
 
     from forge_core.contracts.optimizer import HasEvaluationWeights

@@ -78,11 +78,10 @@ class SplittingExecutor:
 
 
 def combine(outputs: Sequence[LossOutput]) -> StepOutput:
-    """Joins the outputs of several micro-batches.
+    """Joins the sums and counts of several micro-batches.
 
-    Returns:
-        Sums and counts of all sequences. The loss sum is that of the plain loss, `per_sequence`: other terms of an
-        objective (z-loss, label smoothing) are trained on but not reported as the loss.
+    The loss sum is that of the plain loss, `per_sequence`: other terms of an objective (z-loss, label smoothing) are
+    trained on but not reported as the loss.
     """
     import torch
 

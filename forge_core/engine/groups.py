@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from forge_core.job import Job
 
 SHOWN = 8
-"""Names that a message lists; the rest are counted."""
+"""Names, or ranks, that a message lists; the rest are counted."""
 
 Group = dict[str, Any]
 """As in `torch.optim.Optimizer.param_groups`."""

@@ -24,8 +24,7 @@ EVENTS = tuple(name for name in vars(TrainingHook) if name.startswith("on_"))
 
 def collect_hooks(job: Job, plugins: Plugins, given: Iterable[TrainingHook]) -> dict[str, TrainingHook]:
     """Every hook of a run by name, in the order in which they run, which is the same on every rank."""
-    # Hooks may communicate, hence one order. Those that components bring belong to what is trained, and come first;
-    # those of plugins, of `[hooks]` and from Python observe it.
+    # Hooks may communicate, hence one order: first those that belong to what is trained, then those that observe it.
     hooks: dict[str, TrainingHook] = {}
     for path, component in walk_components(job):
         for hook in component.training_hooks(job) if not isinstance(component, TrainingHook) else ():

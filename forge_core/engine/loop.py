@@ -174,8 +174,7 @@ class Loop:
 @contextmanager
 def _collecting(interval: int) -> Iterator[None]:
     """Python's own garbage collection is off within this context, in which the loop collects (0: it stays on)."""
-    # Python starts a collection after a number of allocations, at another time on every rank, and in each step all
-    # ranks wait for the slowest.
+    # Python collects after a number of allocations, at another time on every rank, and all wait for the slowest.
     if interval:
         gc.collect()
         gc.disable()
@@ -210,21 +209,18 @@ def _rehearse(run: Run, progress: Progress, echo: Callable[[str], object]) -> No
     # Allocated on the device so far; on a CPU, resident in this process, which getrusage states in kB.
     resident = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else resident
-    tokens = f"{shape[0]} x {shape[1]} tokens"
-    echo(f"dry run: a micro-batch of {tokens} went forward and backward, peak memory {peak / 1e9:.1f} GB")
+    batch = f"a micro-batch of {shape[0]} x {shape[1]} tokens"
+    echo(f"dry run: {batch} went forward and backward, peak memory {peak / 1e9:.1f} GB")
 
 
 class Agreement:
     """The one point of a step at which ranks agree on what was asked of any of them."""
 
-    # Signals and hooks ask each rank at its own time. A rank that acted on that at once would leave the others waiting
-    # in their next collective; so a request that comes later, during an evaluation say, waits for the next step.
+    # A rank that acted on a signal or on a hook's request at once would leave the others waiting in a collective.
 
     def __init__(self, run: Run, requests: Requests, saver: Saver) -> None:
-        self._beacon = run.hooks.beacon
+        self._beacon, self._requests, self._saver = run.hooks.beacon, requests, saver
         self._alone = run.context.layout.world_size == 1
-        self._requests = requests
-        self._saver = saver
         self._agreed_to_end = False
 
     @property

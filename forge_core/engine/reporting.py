@@ -31,11 +31,10 @@ from forge_core.parallel.mesh import global_rank
 
 def announce(run: Run, stepper: Stepper, provenance: Mapping[str, Any], echo: Callable[[str], object]) -> None:
     """On rank 0: print what the run is about to do, and keep it in the folder with job, provenance and tokenizer."""
-    folder, tokenizer = run.context.folder, run.context.tokenizer
     if global_rank() != 0:
         return
+    folder, tokenizer, summary = run.context.folder, run.context.tokenizer, describe_run(run, stepper, provenance)
     assert folder is not None
-    summary = describe_run(run, stepper, provenance)
     if tokenizer is not None:
         save_tokenizer(folder, tokenizer)
     write_record(folder, dump_job(run.job, run.context.plugins.catalog), provenance, summary)
@@ -91,7 +90,6 @@ def _batch(run: Run) -> str:
 
 
 def _data(run: Run) -> Iterator[tuple[str, str]]:
-    """Each source with its share, its size and how often the run passes over it; then the phases."""
     job, names, sizes = run.job, source_names(run.job), sizes_of(run.datasets)
     (_, shares), *phases = phase_shares(job)
     amounts = [_amount(*row) for row in zip(sizes, expected_draws(job, sizes), limits(job, sizes), strict=True)]
@@ -109,7 +107,6 @@ def _data(run: Run) -> Iterator[tuple[str, str]]:
 
 
 def _amount(size: int | None, drawn: float, limit: int | None) -> str:
-    """Size of a source, and how much of it this run draws."""
     if size is None:
         return f"a stream, {drawn:,.0f} sequences of it"
     at_limit = ", its limit" if limit is not None and round(drawn) >= limit else ""
@@ -141,12 +138,7 @@ def open_loggers(run: Run, step: int, stack: ExitStack) -> dict[str, Logger]:
 
 
 class Recorder:
-    """Makes lines of steps and evaluations, and passes them to the loggers in order.
-
-    Args:
-        loggers: by name, for errors; on rank 0 only.
-        on_line: receives every training line, on every rank.
-    """
+    """Makes lines of steps and evaluations for the loggers, on rank 0 only; calls `on_line` on every rank."""
 
     def __init__(self, run: Run, loggers: Mapping[str, Logger], on_line: Callable[[Mapping[str, Any]], object]) -> None:
         self._summaries = run.context.auxiliary.summaries

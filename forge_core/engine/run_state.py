@@ -12,19 +12,11 @@ from torch import Size
 from forge_core.checkpoint.manager import State
 from forge_core.checkpoint.resume import FLAG, Start
 from forge_core.checkpoint.run_diff import check_tokenizer, describe_changes
-from forge_core.checkpoint.state import (
-    Progress,
-    evaluated_names,
-    gather_state,
-    has_state,
-    holders,
-    model_tensors,
-    restore_state,
-)
+from forge_core.checkpoint.state import Progress, evaluated_names, gather_state, holders, model_tensors, restore_state
 from forge_core.checkpoint.tensors import load_tensors, shared_index
 from forge_core.config.load import dump_job
 from forge_core.config.mixture import source_names
-from forge_core.contracts.components import Plugin, TrainingHook
+from forge_core.contracts.components import Plugin, TrainingHook, state_fields
 from forge_core.contracts.contexts import CheckpointContext
 from forge_core.contracts.errors import CheckpointError, JobError, Problem, did_you_mean
 from forge_core.contracts.model import Model
@@ -61,7 +53,6 @@ def restore(start: Start, run: Run, provenance: Mapping[str, Any], echo: Callabl
     notes = [*_check_extras(start, own), *_check_sources(start, run)]
     manifest = {**start.manifest, "extras": start.extras}
     progress = restore_state(start.checkpoint, manifest, run.model, run.optimizer, own, run.outline.sizes)
-    # Now that each hook has its own state back.
     context = CheckpointContext(**run.references, step=progress.step, path=start.checkpoint)
     run.hooks("on_checkpoint_load", context)
     lines = [f"continuing from {start.checkpoint}, step {progress.step}"]
@@ -73,10 +64,9 @@ def restore(start: Start, run: Run, provenance: Mapping[str, Any], echo: Callabl
 
 
 def _check_extras(start: Start, own: Mapping[str, TrainingHook | Plugin]) -> Iterator[str]:
-    """How the state of hooks and plugins in the checkpoint differs from what the run has, in words."""
     saved = start.extras
     for name, holder in own.items():
-        if name in saved or not has_state(holder):
+        if name in saved or not _has_state(holder):
             continue
         # No job records hooks from Python, so that the comparison of jobs has not noticed that this one is new.
         if name.startswith("hook:python.") and not start.with_changes:
@@ -86,8 +76,13 @@ def _check_extras(start: Start, own: Mapping[str, TrainingHook | Plugin]) -> Ite
     yield from (f"state of {name} is left behind" for name, state in saved.items() if state and name not in own)
 
 
+def _has_state(holder: TrainingHook | Plugin) -> bool:
+    """Whether a hook or plugin remembers anything: it has state fields, or a way of its own to save them."""
+    base = next(cls for cls in (TrainingHook, Plugin) if isinstance(holder, cls))
+    return bool(state_fields(type(holder))) or type(holder).state_dict is not base.state_dict
+
+
 def _check_sources(start: Start, run: Run) -> list[str]:
-    """How the sources of data differ from those that the checkpoint counts the samples of, in words."""
     sizes = dict(zip(source_names(run.job), sizes_of(run.datasets), strict=True))
     identities = identities_of(run.job, run.datasets)
     changes = source_changes(start.manifest["progress"]["samples"], sizes, identities)
@@ -109,7 +104,7 @@ def _check_schedule(progress: Progress, rates: Rates) -> Iterator[str]:
 
 
 def _take_weights(folder: Path, start: Start, run: Run, provenance: Mapping[str, Any]) -> str:
-    """Load the weights that `[checkpoint.load]` selects; returns a report for the user."""
+    """Returns a report for the user."""
     section, recorded = run.job.checkpoint.load, start.manifest["provenance"]
     assert section is not None
     selection = _load_selected(folder, section, run.model, run.outline)

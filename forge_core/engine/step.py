@@ -207,12 +207,9 @@ def _unflatten(flat: Tensor, like: Sums) -> dict[str | Count, Tensor]:
 def global_norm(parameters: Iterable[nn.Parameter], stages: ProcessGroup | None = None) -> Tensor:
     """2-norm of all gradients together, a device scalar in at least float32, the same on every rank.
 
-    Args:
-        parameters: of this rank. Squares are summed over the ranks among which a parameter is split.
-        stages: the pipeline's ranks, which hold different parameters, if there is a pipeline.
+    `stages` are the ranks of the pipeline, if there is one, which hold different parameters.
     """
-    # By hand and not by DTensor, which would dispatch each operation and reduce each parameter by itself: here there is
-    # one reduction for all parameters that are split alike. Nothing is waited for.
+    # Not by DTensor, which would reduce each parameter by itself: here one reduction serves all that are split alike.
     split: dict[tuple[ProcessGroup, ...], list[Tensor]] = {}
     for parameter in parameters:
         if parameter.grad is not None:
@@ -229,7 +226,6 @@ def global_norm(parameters: Iterable[nn.Parameter], stages: ProcessGroup | None 
 
 
 def _groups(gradient: Tensor) -> tuple[ProcessGroup, ...]:
-    """The groups of ranks among which a gradient is split."""
     if not isinstance(gradient, DTensor):
         return ()
     placements = enumerate(gradient.placements)
@@ -237,7 +233,6 @@ def _groups(gradient: Tensor) -> tuple[ProcessGroup, ...]:
 
 
 def _square(gradients: list[Tensor]) -> Tensor:
-    """Sum of squares, in float32 or wider."""
     dtype = torch.promote_types(gradients[0].dtype, torch.float32)
     norms = torch._foreach_norm(gradients, 2, dtype)
     return torch.stack([norm.to(norms[0].device) for norm in norms]).square().sum()

@@ -21,6 +21,7 @@ from forge_core.config.rules import check_rules
 from forge_core.contracts.components import TrainingHook
 from forge_core.contracts.errors import ExitCode, JobError
 from forge_core.engine.build import build_context, build_run
+from forge_core.engine.groups import SHOWN
 from forge_core.engine.loop import Loop
 from forge_core.job import Job
 from forge_core.launch.progress_beacon import ProgressBeacon
@@ -30,9 +31,6 @@ from forge_core.launch.watchdog import Watchdog
 from forge_core.launch.world import join_world
 from forge_core.parallel.mesh import global_rank, world_size
 from forge_core.plugins.catalog import Catalog
-
-SHOWN = 8
-"""Ranks whose differences are listed."""
 
 
 @frozen(kw_only=True)
