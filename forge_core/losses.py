@@ -1,7 +1,4 @@
-"""The core's own loss, `cross_entropy`, and the form in which every loss reports.
-
-Importing this does not import torch: a job is read where there may be none.
-"""
+"""The core's own loss, `cross_entropy`, and the form in which every loss reports. Imports torch late."""
 
 from __future__ import annotations
 
@@ -26,10 +23,10 @@ if TYPE_CHECKING:
 
 @frozen(kw_only=True)
 class CrossEntropy(LossComponent):
-    """Next-token cross-entropy in nats, from the logits of a whole micro-batch, computed in float32.
+    """Next-token cross-entropy in nats, computed in float32, on any head and any split of the vocabulary.
 
-    Plain and exact, on any head and any split of the vocabulary; it holds the logits and their gradient.
-    A loss that never holds all logits computes the same objective in a fraction of the memory.
+    Plain and exact. It holds the logits of a whole micro-batch and their gradient; a loss that never holds all logits
+    computes the same objective in a fraction of the memory.
     """
 
     label_smoothing: float = field(default=0.0, validator=and_(ge(0), lt(1)))
@@ -80,10 +77,8 @@ def cross_entropy_loss(
 def loss_output(objective: Tensor, losses: Tensor, valid: Tensor) -> LossOutput:
     """The output of a loss: sums, which the step divides by the valid positions of all ranks.
 
-    Args:
-        objective: (), differentiated: summed over valid positions.
-        losses: (B, S), reported: the cross-entropy of each position, 0 where it is not valid.
-        valid: (B, S), bool.
+    `objective` (), a sum over valid positions, is differentiated; `losses` (B, S), the cross-entropies and 0 where not
+    `valid` (B, S), bool, are reported.
     """
     counts = valid.sum(-1, dtype=losses.dtype)
     return LossOutput(objective, counts.sum(), (losses.detach().sum(-1), counts))

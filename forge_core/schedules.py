@@ -1,7 +1,6 @@
 """Schedules of the learning rate: `constant`, and the warm-up that other schedules share.
 
-Updates are numbered from 0. Warm-up over W updates has the factors 1/W, 2/W, …, 1, so that no update is wasted at a
-rate of zero.
+Updates are numbered from 0. The factors of a warm-up are 1/W, 2/W, …, 1: no update is wasted at a rate of zero.
 """
 
 from __future__ import annotations

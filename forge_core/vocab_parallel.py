@@ -1,12 +1,10 @@
 """Differentiable reductions over a vocabulary whose logits may be split over the ranks of a group.
 
-Every rank of the group holds the logits of the same positions for its own slice of the vocabulary, computes the same
-loss from them, and so receives the same incoming gradient: no backward pass here communicates. The gradient with
-respect to hidden states goes through this rank's slice only; the layer that made the hidden states whole on the group
-sums the ranks' parts.
-
-`shard=None` means that the logits cover the whole vocabulary. Sums run in the dtype of the logits, so pass them in
-float32 or wider; `vocab_cross_entropy` and `vocab_mean` widen by themselves.
+Every rank of the group holds the logits of the same positions for its own slice of the vocabulary (`shard`; None: the
+whole), computes the same loss from them, and so receives the same incoming gradient: no backward pass here
+communicates. The gradient with respect to hidden states goes through this rank's slice only; the layer that made the
+hidden states whole on the group sums the ranks' parts. Sums run in the dtype of the logits, so pass them in float32 or
+wider; `vocab_cross_entropy` and `vocab_mean` widen by themselves.
 """
 
 from __future__ import annotations
@@ -29,20 +27,13 @@ __getattr__ = forwarding(__name__, ["forge_kit.vocab"])
 def vocab_cross_entropy(logits: Tensor, labels: Tensor, shard: VocabShard | None) -> tuple[Tensor, Tensor]:
     """Cross-entropy of each position with its label, and logsumexp: both (…), float32 (float64 for float64 logits).
 
-    Args:
-        logits: (…, V), or this rank's slice of V. They are kept in their own dtype, and their gradient is made in one
-            pass.
-        labels: (…), in [0, V).
-        shard: the slice; None if the logits are whole.
+    `logits` (…, V), or this rank's slice of V, are kept in their own dtype; `labels` (…) are in [0, V).
     """
     return _CrossEntropy.apply(logits, labels, shard)
 
 
 def vocab_mean(logits: Tensor, shard: VocabShard | None) -> Tensor:
-    """The mean logit of the whole vocabulary: (…, V), or this rank's slice of V, -> (…), float32 or wider.
-
-    One collective.
-    """
+    """The mean logit over the vocabulary: (…, V), or this rank's slice, -> (…), float32 or wider. One collective."""
     return _Mean.apply(logits, shard)
 
 
@@ -62,13 +53,7 @@ def combine_logsumexp(local: Tensor, shard: VocabShard | None) -> Tensor:
 
 
 def combine_mean(total: Tensor, size: int, shard: VocabShard | None) -> tuple[Tensor, Tensor]:
-    """The mean over the whole vocabulary, and its size (), from each rank's sum over its slice. Not differentiable.
-
-    Args:
-        total: the sum over this rank's slice.
-        size: words in the slice.
-        shard: the slice; None if it is the whole vocabulary.
-    """
+    """The mean over the whole vocabulary, and its size (), from the sum over each slice. Not differentiable."""
     sums = torch.cat([total.flatten(), total.new_full((1,), size)])
     if shard is not None:
         dist.all_reduce(sums, group=shard.group)  # the size travels along: slices may be unequal

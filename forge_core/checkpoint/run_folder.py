@@ -154,7 +154,7 @@ def storage_of(folder: Path) -> Storage:
 
     from forge_core.config.load import parse_job
     from forge_core.contracts.layout import Layout
-    from forge_core.parallel.bare_model import bare_context
+    from forge_core.parallel.initialise import bare_context
     from forge_core.plugins.catalog import Catalog
 
     catalog = Catalog.installed()

@@ -140,7 +140,7 @@ def _model_problems(job: Job, layout: Layout, catalog: Catalog) -> list[Problem]
     asked = bases - {ParallelComponent.model_problems, OptimizerComponent.model_problems}
     if not asked and job.optimizer.further_roles is None:
         return []
-    from forge_core.parallel.bare_model import fitting_problems  # late: imports torch
+    from forge_core.parallel.initialise import fitting_problems  # late: imports torch
 
     return fitting_problems(job, layout, catalog)
 

@@ -31,8 +31,7 @@ from forge_core.engine.groups import Names, Rates, apply_settings, check_groups,
 from forge_core.engine.hooks import HookRunner, collect_hooks
 from forge_core.job import Job
 from forge_core.launch.progress_beacon import ProgressBeacon, report_progress
-from forge_core.parallel.bare_model import DTYPES, bare_model
-from forge_core.parallel.initialise import check_finite, materialise, ties
+from forge_core.parallel.initialise import DTYPES, bare_model, check_finite, materialise, ties
 from forge_core.parallel.layout import layout_of
 from forge_core.parallel.mesh import choose_device, make_mesh, world_size
 from forge_core.parallel.stages import OrderedStage, apply_stages, order_stages, with_owner

@@ -1,21 +1,121 @@
-"""Seeded initialisation of a model on the meta device, which does not depend on the layout."""
+"""A job's model: bare on the meta device, and its seeded initial values, which do not depend on the layout."""
 
 from __future__ import annotations
 
 import copy
 import hashlib
+import warnings
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from forge_core.contracts.errors import ForgeError
-from forge_core.contracts.model import Initialises, with_defaults
+from forge_core.auxiliary import Auxiliary
+from forge_core.contracts.contexts import BuildContext
+from forge_core.contracts.data import Tokenizer
+from forge_core.contracts.deprecation import deprecated
+from forge_core.contracts.errors import ForgeError, JobError, Problem
+from forge_core.contracts.layout import Layout
+from forge_core.contracts.model import Initialises, Model, misspelt, with_defaults
+from forge_core.contracts.optimizer import role_problems, roles_of
 from forge_core.parallel.mesh import local_part
+from forge_core.parallel.stages import model_problems
+from forge_core.plugins.catalog import Catalog
+from forge_core.plugins.manager import Plugins, RunContext
 
 if TYPE_CHECKING:
-    from forge_core.contracts.model import Model
+    from forge_core.job import Job
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+
+
+def bare_model(job: Job, context: BuildContext) -> Model:
+    """The whole model, on the meta device and changed by no stage, with parameters in the dtype that they are kept in.
+
+    Raises:
+        JobError: a method of the model is a misspelt one of `Model`.
+    """
+    with torch.device("meta"):
+        built = context.build(job.model)
+    cls = f"{type(built).__module__}.{type(built).__qualname__}"
+    if not isinstance(built, Model):
+        hint = "derive it from forge_core.contracts.model.Model"
+        warnings.warn(deprecated(f"deriving {cls} from torch.nn.Module alone", "0.3", hint), stacklevel=2)
+    elif names := next(misspelt(built), None):
+        # It would never be called, and the default would be used in silence.
+        hint = f"did you mean {names[1]!r}? A name of its own that is so similar starts with an underscore"
+        message = f"{cls} has {names[0]!r}, which forge_core.contracts.model.Model has not; {hint}"
+        raise JobError([Problem("model", message)])
+    model = with_defaults(built)
+    if context.dtype == torch.float64:
+        model.double()
+    elif job.optimizer.parameter_dtype == "bf16":
+        for parameter in model.parameters():
+            parameter.data = parameter.data.bfloat16()
+    return model
+
+
+def fitting_problems(job: Job, layout: Layout, catalog: Catalog) -> list[Problem]:
+    """Problems of stages and the optimizer with the model, or of the model itself; no data are read.
+
+    None where only the data show what the model needs to know of the tokenizer: the run then raises them.
+    """
+    size = job.data.tokenizer.expected_vocab_size() if job.data.tokenizer else None
+    tokenizer = cast("Tokenizer", _TokenizerToBe(size)) if size else None
+    refused: list[list[Problem]] = []
+    # With "auto", the run chooses the device: a model is refused here only for what is wrong on both.
+    for device in ("cuda", "cpu") if job.train.device == "auto" else (job.train.device,):
+        try:
+            model = bare_model(job, bare_context(job, layout, catalog, torch.device(device), tokenizer))
+            roles = roles_of(model)
+        except _NotKnownYet:
+            return []
+        except JobError as error:
+            refused.append(list(error.problems))
+        except ForgeError as error:
+            refused.append([Problem("model", str(error))])
+        except Exception as error:
+            message = f"building it failed: {type(error).__name__}: {error}"
+            refused.append([Problem("model", f"{message}; a model is built on the meta device, without other ranks")])
+        else:
+            problems = [*role_problems(job.optimizer, roles), *job.optimizer.model_problems(model, layout)]
+            of_stages = model_problems(model, job.parallel, layout)
+            return [*of_stages, *(problem.below("optimizer") for problem in problems)]
+    if job.data.tokenizer is not None and tokenizer is None:
+        return []
+    return [problem for problem in refused[0] if all(problem in others for others in refused)]
+
+
+class _NotKnownYet(Exception):
+    """The model asked something of a tokenizer that is not there yet."""
+
+
+class _TokenizerToBe:
+    """Stands in for the tokenizer that a run will have: its size is known before it is trained or loaded."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+
+    def __getattr__(self, name: str) -> Any:
+        raise _NotKnownYet(name)
+
+
+def bare_context(
+    job: Job, layout: Layout, catalog: Catalog, device: torch.device, tokenizer: Tokenizer | None = None
+) -> BuildContext:
+    """A context without a mesh: no process group is needed to look at a job."""
+    return RunContext(
+        job=job,
+        plugins=Plugins(job.plugins, catalog),
+        layout=layout,
+        mesh=None,
+        device=device,
+        dtype=DTYPES[job.train.precision],
+        auxiliary=Auxiliary(torch.device("cpu")),
+        tokenizer=tokenizer,
+    )
+
 
 # A parameter is drawn in fixed blocks along dimension 0, each by a generator of its own, seeded from (seed, parameter
 # name, block). A rank draws the blocks that it holds, so that values depend on neither the layout nor the order of
@@ -28,7 +128,6 @@ class SeededFill:
     """Fills one parameter; see `forge_core.contracts.model.Fill`."""
 
     def __init__(self, parameter: Tensor, name: str, seed: int, device: torch.device | None = None) -> None:
-        """`device`: where numbers are drawn; by default, where the parameter lives."""
         self._parameter, self._name, self._seed = parameter, name, seed
         # A generator of another device draws other numbers: parameters kept on the host are drawn on the run's device.
         self._device = device or parameter.device
@@ -65,12 +164,10 @@ class SeededFill:
                 # The whole block, also where this rank holds a part of its rows or columns, and in float32 whatever the
                 # parameter's dtype: other shapes and dtypes would draw other numbers.
                 drawn = torch.empty((last - first, *whole_shape[1:]), dtype=torch.float32, device=self._device)
-                fill(drawn, self._generator(block))
+                seed = _number(f"{self._seed}:{self._name}:{block}")
+                fill(drawn, torch.Generator(self._device).manual_seed(seed))
                 low, high = max(first, start), min(last, stop)
                 local[low - start : high - start].copy_(drawn[low - first : high - first][rest])
-
-    def _generator(self, block: int) -> torch.Generator:
-        return torch.Generator(self._device).manual_seed(_number(f"{self._seed}:{self._name}:{block}"))
 
 
 def _number(key: str) -> int:
@@ -85,15 +182,14 @@ def _rows_per_block(parameter: Tensor) -> int:
 
 
 def _local_rows(parameter: Tensor) -> list[tuple[Tensor, int, int, Any]]:
-    """This rank's parts: (local tensor, first row, end row, slices of the other dimensions)."""
+    """This rank's parts: (local tensor, first row, end row, slices of the whole's other dimensions)."""
     if not hasattr(parameter, "to_local"):
         return [(parameter.data, 0, parameter.shape[0], ...)]
-    local = parameter.to_local()
     parts = []
-    chunks: Any = parameter  # a DTensor, which knows for checkpoints where its parts are in the whole
-    for chunk in chunks.__create_chunk_list__():
-        rest = tuple(slice(o, o + s) for o, s in zip(chunk.offsets[1:], chunk.sizes[1:], strict=True))
-        parts.append((local, chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0], (slice(None), *rest)))
+    tensor: Any = parameter  # a DTensor, which knows for checkpoints where its parts are in the whole
+    for chunk in tensor.__create_chunk_list__():
+        first, *rest = (slice(o, o + s) for o, s in zip(chunk.offsets, chunk.sizes, strict=True))
+        parts.append((tensor.to_local(), first.start, first.stop, (slice(None), *rest)))
     return parts
 
 
@@ -150,7 +246,7 @@ def _initialise_module(module: nn.Module, name: str, device: torch.device, seed:
 def _reset(module: nn.Module, name: str, own: list[tuple[str, nn.Parameter]], device: torch.device, seed: int) -> None:
     """Initialise a module of torch's kind: its `reset_parameters` draws a whole copy, of which this rank has a part."""
     if getattr(module, "reset_parameters", None) is None:
-        missing = ", ".join([key for key, _ in own] + [key for key, _ in module.named_buffers(recurse=False)])
+        missing = ", ".join(key for key, _ in (*own, *module.named_buffers(recurse=False)))
         raise ForgeError(
             f"{type(module).__name__} ({name or 'the model'}) cannot initialise {missing}: implement "
             "init_parameter(name, fill) and init_buffers(device), see forge_core.contracts.model.Initialises"
@@ -169,22 +265,16 @@ def _reset(module: nn.Module, name: str, own: list[tuple[str, nn.Parameter]], de
 def _whole_copy(module: nn.Module, device: torch.device) -> Any:
     """The module with whole parameters of its own, in float32 or wider: values are those of float32, rounded."""
     whole = copy.copy(module)
-    whole._parameters = {
-        key: None
-        if p is None
-        else nn.Parameter(torch.empty(p.shape, dtype=torch.promote_types(p.dtype, torch.float32), device=device))
-        for key, p in module._parameters.items()
-    }
+    whole._parameters = dict(module._parameters)
+    for key, p in module.named_parameters(recurse=False, remove_duplicate=False):
+        dtype = torch.promote_types(p.dtype, torch.float32)
+        whole._parameters[key] = nn.Parameter(torch.empty(p.shape, dtype=dtype, device=device))
     whole._buffers = {key: None if b is None else torch.zeros_like(b) for key, b in module._buffers.items()}
     return whole
 
 
 def check_finite(model: Model) -> None:
-    """Find a parameter that initialisation forgot.
-
-    Raises:
-        ForgeError: names the first that is not finite.
-    """
+    """Raises ForgeError for a parameter that initialisation forgot, and names the first that is not finite."""
     for name, parameter in model.named_parameters():
         local = local_part(parameter)
         if local.numel() and not bool(torch.isfinite(local.sum())):

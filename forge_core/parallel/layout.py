@@ -84,11 +84,10 @@ def layout_of(job: Job, world_size: int) -> Layout:
 
 def batch_problems(job: Job, layout: Layout) -> Iterator[Problem]:
     """Whether the global batch divides into equal micro-batches on every data-parallel rank."""
-    batch, ranks = job.train.global_batch_size, layout.data_parallel
+    batch, ranks, size = job.train.global_batch_size, layout.data_parallel, job.train.micro_batch_size
     if batch % ranks:
         yield Problem("train.global_batch_size", f"{batch} is not divisible by the {ranks} data-parallel ranks")
-    elif batch // ranks % (job.train.micro_batch_size or 1):
-        size = job.train.micro_batch_size
+    elif batch // ranks % (size or 1):
         message = f"{batch // ranks} sequences per rank are not divisible by micro_batch_size {size}"
         yield Problem("train.micro_batch_size", message)
 

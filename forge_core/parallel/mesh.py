@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -38,7 +39,8 @@ def choose_device(name: str) -> torch.device:
     """
     # NCCL refuses two ranks on one GPU, and devices of two kinds could not be in one mesh, so it is all ranks or none.
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    ranks = _ranks_that_share_gpus()
+    # SLURM may show each task its own GPUs only.
+    ranks = 1 if is_rank_of_step(os.environ) else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if name == "cpu" or (name == "auto" and not gpus):
         return torch.device("cpu")
     if not gpus:
@@ -52,12 +54,6 @@ def choose_device(name: str) -> torch.device:
     if global_rank() == 0:
         warnings.warn(f"there are {counts}: training on the CPU, with gloo; start {gpus} to use CUDA", stacklevel=2)
     return torch.device("cpu")
-
-
-def _ranks_that_share_gpus() -> int:
-    """Ranks of this machine that see the same GPUs; 1 where that is not known."""
-    # SLURM may show each task its own GPUs only.
-    return 1 if is_rank_of_step(os.environ) else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def make_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
@@ -79,30 +75,21 @@ def mesh_of(sizes: Mapping[str, int], device_type: str) -> DeviceMesh:
     """All ranks of the run, row by row, in a mesh of these dimensions, outermost first. Collective."""
     ranks = torch.arange(math.prod(sizes.values()), dtype=torch.int).view(*sizes.values())
     mesh = DeviceMesh(device_type, ranks, mesh_dim_names=tuple(sizes))
-    _set_timeouts(mesh)
+    # The groups of a mesh have torch's default limit, 10 minutes with NCCL, whatever the group of all ranks has.
+    if (limit := group_timeout()) is not None:
+        for group in mesh.get_all_groups():
+            dist.distributed_c10d._set_pg_timeout(limit, group)
     return mesh
-
-
-GROUP_MARGIN = timedelta(days=1)
-"""How much longer than the watchdog process groups wait."""
-# The watchdog sees whether any rank still moves, as in a long save on rank 0. A collective only knows how long it has
-# waited, and is for the case that no watchdog can run.
 
 
 def group_timeout() -> timedelta | None:
     """The limit of this run's process groups; None: torch's own, where no watchdog runs."""
     if this_process.rendezvous is None:
         return None
+    # A day after the watchdog, which sees whether any rank still moves, as in a long save on rank 0. A collective only
+    # knows how long it has waited, and is for the case that no watchdog can run.
     limit_s = this_process.rendezvous.hang_timeout_s
-    return timedelta(seconds=limit_s) + GROUP_MARGIN if limit_s else timedelta(days=365)
-
-
-def _set_timeouts(mesh: DeviceMesh) -> None:
-    # The groups of a mesh have torch's default limit, 10 minutes with NCCL, whatever the group of all ranks has.
-    limit = group_timeout()
-    if limit is not None:
-        for group in mesh.get_all_groups():
-            dist.distributed_c10d._set_pg_timeout(limit, group)
+    return timedelta(seconds=limit_s, days=1) if limit_s else timedelta(days=365)
 
 
 def leave_group() -> None:
@@ -175,9 +162,7 @@ def layer_dimensions(mesh: DeviceMesh) -> set[str]:
 
 def place_of(rank: int, mesh: DeviceMesh) -> dict[str, int]:
     """Coordinates of a global rank: ranks are arranged row by row."""
-    names = mesh.mesh_dim_names or ()
-    below = [math.prod(mesh.shape[number + 1 :]) for number in range(len(names))]
-    return {name: rank // below[number] % mesh.shape[number] for number, name in enumerate(names)}
+    return dict(zip(mesh.mesh_dim_names or (), map(int, np.unravel_index(rank, mesh.shape)), strict=True))
 
 
 def local_part(tensor: Any) -> Tensor:
@@ -231,9 +216,8 @@ BUCKET = 25 * 2**20
 def sum_gradients(parameters: Iterable[nn.Parameter], reduce: Callable[[Tensor], object]) -> None:
     """Sum, in place, the gradients of parameters that train; of sharded ones, this rank's part.
 
-    Args:
-        parameters: the same ones in the same order on every rank of the reduction.
-        reduce: sums a flat tensor over ranks, in place; called with many gradients at a time.
+    Every rank of the reduction passes the same parameters in the same order. `reduce` sums a flat tensor of many
+    gradients over ranks, in place.
     """
     for bucket in _buckets([parameter for parameter in parameters if parameter.requires_grad]):
         for parameter in bucket:

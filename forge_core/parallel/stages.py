@@ -56,10 +56,10 @@ def order_stages(stages: Mapping[str, ParallelComponent], catalog: Catalog) -> l
     except CycleError as error:
         cycle = [f"{b} after {a} ({why[a, b]})" for a, b in pairwise(error.args[1]) if (a, b) in why]
         raise JobError([Problem("parallel", f"the stages cannot be ordered: {'; '.join(cycle)}")]) from error
-    reasons: dict[str, tuple[str, ...]] = {}
+    reasons: dict[str, list[str]] = {name: [] for name in order}
     for (first, second), reason in why.items():
-        reasons[second] = (*reasons.get(second, ()), f"after {first}: {reason}")
-    return [OrderedStage(name, types[name], stages[name], reasons.get(name, ())) for name in order]
+        reasons[second].append(f"after {first}: {reason}")
+    return [OrderedStage(name, types[name], stages[name], tuple(reasons[name])) for name in order]
 
 
 def _stable_order(sorter: TopologicalSorter[str], names: Sequence[str]) -> list[str]:
@@ -120,9 +120,8 @@ def apply_stages(
             left = dict(model.named_modules())
             hooks = {(name, hook) for name, hook in hooks if left.get(name) is modules[name]}  # of dropped layers: none
         if changed:
-            raise ForgeError(
-                f"stage parallel.{stage.name} changed the names of parameters: {', '.join(sorted(changed)[:4])}"
-            )
+            message = f"changed the names of parameters: {', '.join(sorted(changed)[:4])}"
+            raise ForgeError(f"stage parallel.{stage.name} {message}")
         # A stage that swaps modules may drop what an earlier one has hung on them, and nothing would fail: torchao's
         # float8 swap silently drops the hooks of tensor parallelism, which then computes with a part of the weights.
         lost = hooks - _hooks(model)
@@ -153,13 +152,9 @@ def check_contract(stage: object, name: str) -> None:
 
 @contextmanager
 def around(stages: Sequence[ParallelStage], model: Model, *, backward: bool, last: bool) -> Iterator[None]:
-    """A context that holds those of all stages around a micro-batch; for executors.
+    """A context of all stages around a micro-batch, for executors; the stage that was applied first is outermost.
 
-    Args:
-        stages: in the order in which they were applied; the first is outermost.
-        model: the model after all stages.
-        backward: whether the context spans a backward pass too.
-        last: whether it is the last micro-batch of its step.
+    `backward`: whether it spans a backward pass too; `last`: whether this is the last micro-batch of its step.
     """
     with ExitStack() as stack:
         for stage in stages:
