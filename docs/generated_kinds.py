@@ -105,6 +105,7 @@ def linked(annotation: str) -> str:
 
 
 def _link(name: str) -> str:
+    name = name.removeprefix("contexts.")
     for home, page in HOMES.items():
         if name in defined_in(import_module(home)):
             return f"[`{name}`]({page}#{home}.{name})"

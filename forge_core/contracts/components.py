@@ -2,16 +2,6 @@
 
 A component is an attrs class, frozen and keyword-only, that *is* the typed configuration and knows how to `build` what
 it configures; `model`, `data`, `optimizer` and `runtime` beside this module describe what `build` must return.
-
-    @frozen(kw_only=True)
-    class SignSGD(OptimizerComponent):
-        '''Steps by the sign of the gradient (Bernstein et al. 2018, algorithm 1).'''
-
-        lr: float = field(default=1e-4, validator=gt(0))
-
-        def build(self, context, parameters):
-            from sign_sgd.optimizer import SignSGDOptimizer
-            return SignSGDOptimizer(parameters.groups(), lr=self.lr)
 """
 
 # Neither this module nor one of a component imports torch: `build` does, so that a job file is checked on a login node
@@ -34,23 +24,9 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from forge_core.contracts.contexts import (
-        BuildContext,
-        CheckpointContext,
-        EvaluationContext,
-        StepContext,
-        TrainContext,
-    )
-    from forge_core.contracts.data import (
-        Dataset,
-        Documents,
-        DocumentStream,
-        LoadedRows,
-        SampleReader,
-        SampleRow,
-        Stream,
-        Tokenizer,
-    )
+    from forge_core.contracts import contexts
+    from forge_core.contracts.contexts import BuildContext
+    from forge_core.contracts.data import Dataset, DataSource, Documents, LoadedRows, SampleReader, SampleRow, Tokenizer
     from forge_core.contracts.layout import Layout
     from forge_core.contracts.model import Model
     from forge_core.contracts.optimizer import NamedParameters, Schedule
@@ -66,25 +42,20 @@ class DefaultType:
 
 
 def default_type(type_: str) -> Any:
-    """Attrs field whose default is the installed component `type_` of the field's kind.
+    """Attrs field whose default is an installed component, imported only if the job leaves the table out.
 
-        ffn: FFNComponent = default_type("swiglu")
-
-    It may belong to another distribution, and is imported only if the job leaves the table out.
+    ffn: FFNComponent = default_type("swiglu")
     """
     return field(default=DefaultType(type_))
 
 
 WhenResumed = Literal["safe", "flag", "impossible"]
-"""Effect of a changed key on a run that continues from a checkpoint. `safe`: it applies at once. `flag`: it makes
-another run of it, which the user must allow by `--resume-with-changes`. `impossible`: the saved state does not fit."""
+"""Effect of a changed key on a continued run. `safe`: it applies at once. `flag`: it makes another run of it, which the
+user must allow by `--resume-with-changes`. `impossible`: the saved state does not fit."""
 
 
 def when_resumed(change: WhenResumed) -> dict[str, WhenResumed]:
-    """Metadata of a field whose change means something else for a continued run than `Component.resumes_as` says.
-
-    backend: str = field(default="auto", metadata=when_resumed("safe"))
-    """
+    """Metadata of a field whose change has another effect on a continued run than `Component.resumes_as` says."""
     return {"when_resumed": change}
 
 
@@ -92,16 +63,11 @@ Built = TypeVar("Built")
 
 
 class Component(Generic[Built]):
-    """Base of all components. A base class of a new kind sets the class variable `kind`.
-
-    class FFNComponent(Component[nn.Module]):   # `context.build(ffn)` is then known to return a module
-        kind = "ffn"
-    """
+    """Base of all components. A base class of a new kind sets `kind`, and names what it builds in brackets."""
 
     kind: ClassVar[str]
     resumes_as: ClassVar[WhenResumed | None] = None
-    """Effect on a continued run of a changed key (a field may differ: `when_resumed`), or of adding or removing the
-    component. None: that of the component around it."""
+    """Effect of a changed key, or of adding or removing the component. None: that of the component around it."""
     type_resumes_as: ClassVar[WhenResumed | None] = None
     """Effect of another type in this component's table, where that is more serious than a changed key."""
 
@@ -133,19 +99,19 @@ class ModelComponent(Component["Model"]):
 class RouterComponent(Component["nn.Module"]):
     """Builds the module that assigns tokens to experts.
 
-    The module maps `(x (B, S, D), batch)` to the weights, float32 or wider, and the numbers of K experts for each
-    token, both (B, S, K). -1 means no expert; a module that returns it has an attribute `leaves_out = True`. Its
-    attribute `experts_per_token` is their mean number. Losses attach to the weights (`context.auxiliary.attach`).
+    It maps `(x (B, S, D), batch)` to the weights, float32 or wider, and the numbers of K experts for each token, both
+    (B, S, K). -1 means no expert, and needs an attribute `leaves_out = True`. Its attribute `experts_per_token` is
+    their mean number. Losses attach to the weights (`context.auxiliary.attach`).
     """
 
     kind = "router"
 
     def expert_problems(self, experts: int) -> Iterable[Problem]:
-        """Mistakes that show once the number of experts is known; paths are relative to this component's table."""
+        """Mistakes that show once the number of experts is known; paths as for `problems`."""
         return ()
 
     def build(self, context: BuildContext, dim: int, experts: int) -> nn.Module:
-        """Args: `dim`, width of a token; `experts`, number of routed experts; `context.layer`, the layer's number."""
+        """Build the router of layer `context.layer`, for tokens of width `dim` and so many routed `experts`."""
         raise NotImplementedError
 
 
@@ -173,10 +139,9 @@ class OptimizerComponent(Component["torch.optim.Optimizer"]):
     """Builds a `torch.optim.Optimizer`.
 
     Every parameter group has `names`, those of its parameters in their order (`NamedParameters.groups` sets them).
-    Its `lr` is the base rate: the engine multiplies it by the schedule before each step. A field that holds a
-    `SchedulerComponent` and is named like a key of the groups is written there each step. An attribute `group_state`, a
-    sequence of keys, names the counters that the optimizer keeps in its groups. It may further implement
-    `HasEvaluationWeights` and `PlacesState` of `forge_core.contracts.optimizer`.
+    Before each step the engine multiplies its base `lr` by the schedule, and writes each field that holds a
+    `SchedulerComponent` to the key of that name. The optimizer's attribute `group_state` lists keys of its own
+    counters. It may implement `HasEvaluationWeights` and `PlacesState` of `forge_core.contracts.optimizer`.
     """
 
     kind = "optimizer"
@@ -207,7 +172,7 @@ class OptimizerComponent(Component["torch.optim.Optimizer"]):
 
 @frozen(kw_only=True)
 class SchedulerComponent(Component["Schedule"]):
-    """Builds a pure function (step, total steps) -> factor. Step 0 is the first update."""
+    """Builds a `Schedule`."""
 
     kind = "scheduler"
     resumes_as = "flag"
@@ -228,15 +193,14 @@ class LossComponent(Component["LossFunction"]):
 
 
 @frozen(kw_only=True)
-class DatasetComponent(Component["Dataset | Stream | Documents | DocumentStream"]):
+class DatasetComponent(Component["DataSource"]):
     """One source of training sequences: an entry of `[[data.sources]]`."""
 
     kind = "dataset"
     resumes_as = "flag"
 
     name: str | None = field(default=None, validator=optional(matches_re(r"[A-Za-z0-9][A-Za-z0-9._-]*")))
-    """Name in phases, metrics and checkpoints, from which the order of its sequences derives: letters, digits, `.`,
-    `_` and `-`; by default its number, from 0."""
+    """Name in phases, metrics and checkpoints, which seeds the order of its sequences; by default its number."""
     weight: float = field(default=1.0, validator=ge(0))
     """Share of the training sequences that come from this source, relative to the other sources; 0 means never."""
     max_epochs: float = field(default=0.0, validator=ge(0))
@@ -246,7 +210,7 @@ class DatasetComponent(Component["Dataset | Stream | Documents | DocumentStream"
         """Texts of the training split, for tokenizers that are trained on the corpus. Empty if it has no text."""
         return ()
 
-    def build(self, context: BuildContext) -> Dataset | Stream | Documents | DocumentStream:
+    def build(self, context: BuildContext) -> DataSource:
         """Tokenised documents, of which `[data.packing]` makes sequences; or finished sequences."""
         raise NotImplementedError
 
@@ -279,15 +243,14 @@ class LoaderComponent(Component["Generator[LoadedRows]"]):
     def build(
         self, context: BuildContext, reader: SampleReader, units: Iterator[Sequence[SampleRow]], units_per_step: int
     ) -> Generator[LoadedRows]:
-        """Start to read.
+        """Start to read, with `context.job.data.workers` workers.
 
         Args:
-            context: the run; `context.job.data.workers` is the number of workers that the user asked for.
-            reader: reads a unit.
-            units: the rows of this rank that are read at once, unit by unit, to the end of the run or longer. Iterate
-                it in one thread.
-            units_per_step: number of units of a step. With `reader.has_lanes`, units whose numbers are equal modulo
-                this hold the same lanes: one copy of the reader must read them, in order.
+            context: the run.
+            reader: reads a unit, the rows that this rank reads at once.
+            units: to the end of the run or longer; iterate it in one thread.
+            units_per_step: with `reader.has_lanes`, units whose numbers are equal modulo this hold the same lanes: one
+                copy of the reader must read them, in order.
 
         Returns:
             A generator of the rows in the order of `units`, pinned if the run's device is a GPU. It raises the
@@ -342,10 +305,7 @@ class ParallelComponent(Component["ParallelStage"]):
 
     @property
     def splits_backward(self) -> bool:
-        """Whether gradients of weights are computed apart from those of activations.
-
-        Parameters must then stay as they are from the forward pass to the end of the step.
-        """
+        """Whether gradients of weights are computed apart, so that parameters must not change until the step ends."""
         return False
 
     @property
@@ -367,10 +327,8 @@ class ParallelComponent(Component["ParallelStage"]):
         return {}
 
     def model_problems(self, model: Model, layout: Layout) -> Iterable[Problem]:
-        """Why this stage cannot be applied to `model`, which is whole, on the meta device, and unchanged by any stage.
-
-        Paths are relative to this component's table. Called when a job is checked too, without a process group.
-        """
+        """Why this stage cannot be applied to `model`, whole, on the meta device, and unchanged by any stage."""
+        # Called when a job is checked too, without a process group.
         return ()
 
     def build(self, context: BuildContext) -> ParallelStage:
@@ -397,19 +355,15 @@ class Command(Component):
         [project.entry-points."forge.command"]
         tokens = "forge_plugin_tokens.command:command"
 
-    Commands stand in no job file, so the entry point names a plain function. `forge-run` shows the first line of its
-    docstring as help, which it reads from the source: the module is imported only when the command is called.
-    `forge_core.cli.arguments.parse_job_arguments` parses the command line of a command that takes a job.
+    The entry point names a plain function. `forge-run` shows the first line of its docstring as help, read from the
+    source: the module is imported only when the command is called. `forge_core.cli.arguments.parse_job_arguments` is
+    for commands that take a job.
     """
 
     kind = "command"
 
     def __call__(self, argv: list[str]) -> int:
-        """Run the command with the arguments after its name. Returns the exit code (`contracts.errors.ExitCode`).
-
-        Raises:
-            ForgeError: shown to the user without a traceback; its `exit_code` ends the process.
-        """
+        """Run with the arguments after the name. Returns the exit code, or raises a `ForgeError` that the user sees."""
         raise NotImplementedError
 
 
@@ -420,7 +374,7 @@ class EvaluationComponent(Component):
     kind = "evaluation"
     resumes_as = "safe"
 
-    def evaluate(self, context: EvaluationContext) -> Mapping[str, float]:
+    def evaluate(self, context: contexts.EvaluationContext) -> Mapping[str, float]:
         """Metrics, keyed as they are logged (`eval/loss`). Called on every rank, with the model in evaluation mode."""
         raise NotImplementedError
 
@@ -448,7 +402,7 @@ class LoggerComponent(Component["Logger"]):
 
 
 class _WithState:
-    """A component that is the running object itself, so that there is no `build`, and whose state is saved."""
+    """A component that is the running object itself, and whose state is saved."""
 
     def state_dict(self) -> dict[str, Any]:
         """State to save: by default the `field(init=False)` fields."""
@@ -464,8 +418,8 @@ class _WithState:
 class TrainingHook(Component, _WithState):
     """Takes part in the run loop. The class is the running object: there is no `build`.
 
-    Ordinary fields are keys of the job file; `field(init=False)` fields are state and travel with checkpoints, so they
-    hold plain values (numbers, strings, lists, dicts) or tensors. Hooks run on every rank, in the printed order.
+    Fields with `init=False` are state and travel with checkpoints, so they hold plain values (numbers, strings, lists,
+    dicts) or tensors. Hooks run on every rank, in the printed order.
     """
 
     kind = "hook"
@@ -473,31 +427,31 @@ class TrainingHook(Component, _WithState):
     may_skip: ClassVar[bool] = False
     """Whether it may ask to skip an update, which costs one wait on the device a step."""
 
-    def on_train_begin(self, context: TrainContext) -> None:
+    def on_train_begin(self, context: contexts.TrainContext) -> None:
         """Everything is built and, if the run continues, restored; no step of this process has run."""
 
-    def on_step_begin(self, context: StepContext) -> None:
+    def on_step_begin(self, context: contexts.StepContext) -> None:
         """Before the micro-batches of a step."""
 
-    def on_gradients(self, context: StepContext) -> None:
+    def on_gradients(self, context: contexts.StepContext) -> None:
         """The gradients of the whole step are complete on every rank, their norm is known, and nothing is clipped."""
 
-    def on_step_end(self, context: StepContext) -> None:
+    def on_step_end(self, context: contexts.StepContext) -> None:
         """After the update, or after it was skipped."""
 
-    def on_eval_end(self, context: StepContext, metrics: Mapping[str, float]) -> None:
+    def on_eval_end(self, context: contexts.StepContext, metrics: Mapping[str, float]) -> None:
         """After all evaluations of a step, with their metrics."""
 
-    def on_checkpoint_save(self, context: CheckpointContext) -> None:
+    def on_checkpoint_save(self, context: contexts.CheckpointContext) -> None:
         """A checkpoint of `context.step` was committed; with `checkpoint.async_save`, at the end of a later step."""
 
-    def on_checkpoint_load(self, context: CheckpointContext) -> None:
+    def on_checkpoint_load(self, context: contexts.CheckpointContext) -> None:
         """A checkpoint was restored, before anything else."""
 
-    def on_train_end(self, context: TrainContext) -> None:
+    def on_train_end(self, context: contexts.TrainContext) -> None:
         """The loop ended without an error, or only its last save failed."""
 
-    def on_exception(self, context: TrainContext, error: BaseException) -> None:
+    def on_exception(self, context: contexts.TrainContext, error: BaseException) -> None:
         """The loop ended with `error`, which is raised on afterwards."""
 
 
@@ -505,8 +459,7 @@ class TrainingHook(Component, _WithState):
 class Plugin(Component, _WithState):
     """Behaviour through hooks: methods marked `@hookimpl` implement specifications of `forge_core.contracts.hookspecs`.
 
-    The class is the running object, made and registered only when the job names it under `[plugins.NAME]`. Fields with
-    `field(init=False)` are state and travel with checkpoints.
+    The class is the running object, made only when the job names it under `[plugins.NAME]`; state as in `TrainingHook`.
     """
 
     kind = "plugin"

@@ -29,7 +29,7 @@ Built = TypeVar("Built")
 
 
 class Builder(Protocol):
-    """The part of `forge_core.plugins.manager.Plugins` that components use, by the methods of `BuildContext`."""
+    """The part of `forge_core.plugins.manager.Plugins` that `BuildContext` uses."""
 
     def build(self, component: Component[Built], context: BuildContext, **inputs: Any) -> Built: ...
     def type_of(self, component: Component) -> str: ...
@@ -72,11 +72,7 @@ class BuildContext:
         return self.plugins.type_of(component)
 
     def load_object(self, spec: str) -> Any:
-        """An object in the user's own code: `package.module:name`, or `./file.py:name` from the working directory.
-
-        Raises:
-            PluginError: it cannot be imported.
-        """
+        """An object in the user's own code: `package.module:name`, or `./file.py:name` from the working directory."""
         # Not by importlib: the catalog keeps the SHA-256 of the file for the provenance of the run.
         return self.plugins.load_object(spec)
 
@@ -109,15 +105,6 @@ class Requests:
     stop: str = ""
     non_finite: str = ""
 
-    @property
-    def ends_run(self) -> bool:
-        return bool(self.stop or self.non_finite)
-
-    def for_step(self) -> Requests:
-        """Returns the same object, ready for the next step."""
-        self.skip = ""
-        return self
-
 
 @define(kw_only=True)
 class StepContext(TrainContext):
@@ -136,12 +123,8 @@ class StepContext(TrainContext):
     logged: dict[str, Any] = field(factory=dict)
 
     def skip_update(self, reason: str) -> None:
-        """Leave out this step's update; only in `on_gradients`.
-
-        Raises:
-            ForgeError: no hook of this run declares `may_skip`, so the engine does not wait for the decision.
-        """
-        if not self.may_skip:
+        """Leave out this step's update; only in `on_gradients`, and for hooks that declare `may_skip`."""
+        if not self.may_skip:  # then the engine does not wait for the decision
             raise ForgeError("a hook that calls skip_update must declare `may_skip: ClassVar[bool] = True`")
         self.requests.skip = reason
 
@@ -173,16 +156,15 @@ class EvaluationContext:
     build: BuildContext
     step: int
     model: Model
-    """This rank's part of it, as stages left it; run it by `executor`, which knows what they have put around it.
-    Called by itself, it may compute something else, or keep gathered weights that change later."""
+    """This rank's part, as stages left it; run it by `executor`. Called by itself, it may compute something else, or
+    keep gathered weights that change later."""
     executor: Executor
-    """`executor.evaluate([batch])` returns the job's loss, `executor.evaluate([batch], measure)` another function of
-    head, hidden states and batch, under every layout."""
+    """`evaluate([batch])` returns the job's loss, `evaluate([batch], measure)` another one, under every layout."""
     held_out: Dataset | None
     """Held-out sequences of all sources together, in a fixed order."""
     batches: Callable[[Dataset, int], Iterable[Batch]]
-    """`batches(dataset, count)`: this rank's share of `count` sequences (0: all), in micro-batches of equal shape on
-    the device. The sequences are spread evenly over the dataset, the same at each call and under every layout. Every
-    rank gets equally many batches; rows left over have only ignored labels. Each is progress for the watchdog."""
+    """`batches(dataset, count)`: this rank's share of `count` sequences (0: all), spread evenly over the dataset, the
+    same at each call and under every layout; in micro-batches of equal shape on the device, equally many on every rank.
+    Rows left over have only ignored labels. Each is progress for the watchdog."""
     all_reduce: Callable[[Tensor], Tensor]
     """Sums a tensor over the token dimensions, in place."""

@@ -19,19 +19,13 @@ Batch = dict[str, "Tensor"]
 with equal document ids are of one document, which attention does not leave; without ids, a row is one document.
 Positions count from 0 at the start of a document, without them of the row. Further entries have the dataset's dtype. In
 a training step the engine adds `draw` (B,) int64, unique to sequence and step: noise made of it suits every layout."""
-
-TOKEN_ENTRIES = ("input_ids", "labels", "document_ids", "positions")
-"""Entries of a batch that are int64, whatever integers a dataset returns."""
 IGNORED_LABEL = -100
 BYTES_PER_TOKEN = "bytes_per_token"
 """Entry (B,) float64 of batches for evaluation, where known: mean UTF-8 bytes of a token of the row's source."""
 
 
 class Dataset(Protocol):
-    """Training sequences by number, in no particular order; the engine draws the order.
-
-    `HasLocation`, `HasDescription` and `HasIdentity` are optional.
-    """
+    """Training sequences by number, in any order. `HasLocation`, `HasDescription` and `HasIdentity` are optional."""
 
     @property
     def held_out(self) -> Dataset | None:
@@ -43,27 +37,22 @@ class Dataset(Protocol):
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int) -> Mapping[str, np.ndarray]:
-        """One sequence: `input_ids` (S,) and `labels` (S,), shifted, ignored ones -100; integers of any width.
-
-        Further entries are NumPy arrays. All rows of a batch must have the same entries, each of one shape and dtype.
-        """
+        """Entries of a `Batch` without B, integers of any width; the same for all sequences, in shape and dtype too."""
 
 
 # Optional methods stay protocols, asked by `isinstance`: a dataset is often a class of another library.
 @runtime_checkable
 class HasLocation(Protocol):
-    """A dataset that knows where its sequences come from."""
+    """A dataset that knows the file and place of a sequence, for errors."""
 
-    def where(self, index: int) -> str:
-        """File and place of a sequence, for errors."""
+    def where(self, index: int) -> str: ...
 
 
 @runtime_checkable
 class HasDescription(Protocol):
-    """A dataset with a line of its own in the summary of the run."""
+    """A dataset that describes its sequences, besides their number, in a line of the summary of the run."""
 
-    def describe(self) -> str:
-        """A description of the sequences besides their number."""
+    def describe(self) -> str: ...
 
 
 @runtime_checkable
@@ -85,7 +74,7 @@ class Stream(Protocol):
     """Training sequences that can only be read in order, in independent lanes (see `DocumentStream`)."""
 
     is_packed: Literal[True]
-    """Distinguishes finished sequences from the documents of a `DocumentStream`, whose other members are the same."""
+    """Distinguishes it from a `DocumentStream`, which has the same members otherwise."""
 
     @property
     def held_out(self) -> Dataset | None: ...
@@ -105,12 +94,10 @@ class Documents(Protocol):
 
     @property
     def held_out(self) -> Documents | None:
-        """Documents that never occur in training, or None."""
+        """Documents that never occur in training."""
 
     @property
-    def bytes_per_token(self) -> float | None:
-        """Mean UTF-8 bytes that a token of these documents stands for; None if unknown."""
-
+    def bytes_per_token(self) -> float | None: ...
     @property
     def end_of_text(self) -> int:
         """Id that ends every document."""
@@ -128,8 +115,7 @@ class Documents(Protocol):
     def ends(self) -> np.ndarray:
         """(documents,) int64, ascending: ends of documents, their end-of-text included; the last is T. May be mapped.
 
-        Raises:
-            JobError: where documents end is not known; says how to provide it.
+        Where it is not known, raises a `JobError` that says how to provide it.
         """
 
 
@@ -159,6 +145,9 @@ class DocumentStream(Protocol):
         """The documents of a lane from a position on (None: from the start), without end: epoch after epoch."""
 
 
+DataSource = Dataset | Stream | Documents | DocumentStream
+
+
 class SampleRow(NamedTuple):
     """A row of the global batch, and the sample that fills it."""
 
@@ -186,11 +175,7 @@ class SampleReader(Protocol):
         """Whether some source is a stream: the rows of a lane must then be read in order, and by one copy."""
 
     def read(self, rows: Sequence[SampleRow]) -> LoadedRows:
-        """Read the samples of these rows, and stack them.
-
-        Raises:
-            DataError: names what could not be read, with the cause's traceback in a note.
-        """
+        """Stack the samples of these rows. Raises a `DataError` that names what could not be read."""
 
     def describe(self, row: SampleRow) -> str:
         """Which sample a row is, and the file that it comes from where the source knows."""

@@ -1,17 +1,8 @@
 """How the removal of something public is announced: of hooks, their arguments, keys, and names.
 
-A hook, or one argument of a hook; plugins that implement it are warned when they are registered:
-
-    @hookspec(firstresult=True, warn_on_impl=deprecated("the hook forge_build_x", "0.4", "implement forge_build_y"))
-    def forge_build_x(self, component, context): ...
-
-    @hookspec(warn_on_impl_args={"layout": deprecated("the argument layout of forge_x", "0.4", "take job")})
-    def forge_x(self, job, layout): ...
-
-A key of a component or section; jobs that set it to something else than its default are warned:
-
-    beta: float = field(default=0.9, metadata=deprecated_key("0.4", "set betas"))
-    mode: Literal["auto", "fast"] = field(default="fast", metadata=deprecated_value("auto", "0.4", "leave the key out"))
+A hook by `@hookspec(warn_on_impl=deprecated(…))`, an argument by `warn_on_impl_args={name: deprecated(…)}`: plugins
+that implement it are warned when they are registered. A key by `field(metadata=deprecated_key(…))`: jobs that set it to
+something else than its default are warned. `docs/compatibility.md` has examples.
 """
 
 from __future__ import annotations
@@ -35,15 +26,11 @@ class ForgeDeprecation(FutureWarning):
 
 
 def deprecated(what: str, removed_in: str, instead: str) -> ForgeDeprecation:
-    """The warning about something that will be removed.
+    """Return the warning `{what} is deprecated, and version {removed_in} removes it; {instead}`.
 
-    Args:
-        what: the start of the sentence, such as `the hook forge_build_x`.
-        removed_in: version of the distribution that removes it.
-        instead: the remedy, as a command: `implement forge_build_y`.
+    `what` begins the sentence (`the hook forge_build_x`); `instead` is the remedy (`implement forge_build_y`).
     """
-    message = f"{what} is deprecated, and version {removed_in} removes it; {instead}"
-    return ForgeDeprecation(message, removed_in)
+    return ForgeDeprecation(f"{what} is deprecated, and version {removed_in} removes it; {instead}", removed_in)
 
 
 def deprecated_key(removed_in: str, instead: str) -> dict[str, Any]:

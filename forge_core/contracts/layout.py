@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 from attrs import field, frozen
 from attrs.validators import matches_re
@@ -97,20 +97,12 @@ class Layout:
     @property
     def data_parallel(self) -> int:
         """Ranks that hold different sequences."""
-        return self._ranks(lambda dimension: dimension.samples)
+        return math.prod(size for dimension, size in self.sizes if dimension.samples)
 
     @property
     def token_ranks(self) -> int:
         """Ranks that hold different tokens."""
-        return self._ranks(lambda dimension: dimension.divides_tokens)
-
-    @property
-    def layer_ranks(self) -> int:
-        """Ranks that hold different layers."""
-        return self._ranks(lambda dimension: dimension.layers)
-
-    def _ranks(self, wanted: Callable[[MeshDimension], bool]) -> int:
-        return math.prod(size for dimension, size in self.sizes if wanted(dimension))
+        return math.prod(size for dimension, size in self.sizes if dimension.divides_tokens)
 
     def __str__(self) -> str:
         return ", ".join(f"{name} {size}" for name, size in self.degrees.items() if size > 1) or "one process"

@@ -38,11 +38,9 @@ class VocabShard(NamedTuple):
 
 
 class MatrixShard(NamedTuple):
-    """The ranks that share a module's `weight` (out, in), and how.
+    """The ranks that share a module's `weight` (out, in), and how; a stage that splits it sets it as `matrix_shard`."""
 
-    A stage that splits matrices sets `matrix_shard` on the module. Code that depends on the whole matrix, such as the
-    scale of a float8 product, then agrees with the other ranks without knowing the stage.
-    """
+    # Code that depends on the whole matrix (the scale of a float8 product) agrees with them without knowing the stage.
 
     group: torch.distributed.ProcessGroup
     dimension: int
@@ -64,8 +62,7 @@ class Head(Protocol):
     def whole(self, dtype: torch.dtype | None = None) -> AbstractContextManager[Sequence[Tensor]]:
         """A context with the head's weights gathered and cast to `dtype` once however often `logits` is called.
 
-        It yields the tensors that `logits` then uses, each connected to its parameter, so that a loss can differentiate
-        with respect to them; their gradient is reduced once.
+        It yields the tensors that `logits` uses, connected to their parameters; their gradient is reduced once.
         """
 
 
@@ -116,10 +113,7 @@ class Generates(Protocol):
 
 
 class Model(nn.Module):
-    """A network that the engine can train. Derive from it, and override what stages and metrics of its jobs need.
-
-    `embed`, `finish`, `layers` and `head` are required; everything else has a default.
-    """
+    """A network that can be trained. `embed`, `finish`, `layers` and `head` are required, all else has a default."""
 
     layers: nn.ModuleDict
     """Ordered, keyed by the global layer number as a string; each maps (carry, batch) -> carry."""
@@ -152,10 +146,7 @@ class Model(nn.Module):
         return batch
 
     def sequence_entries(self) -> Collection[str] | None:
-        """Returns names of the further batch entries (B, S, …) that have a value for each position.
-
-        A stage that divides sequences divides these like the tokens; all others stay whole. None: they are not known.
-        """
+        """Returns names of the further batch entries (B, S, …) that a stage divides like the tokens; None: unknown."""
         return None
 
     def flops(self, seq_len: int) -> float | None:
@@ -166,10 +157,7 @@ class Model(nn.Module):
         return None
 
     def layer_flops(self, seq_len: int) -> Sequence[float] | None:
-        """Returns FLOPs per token of each layer, forward and backward; None: in proportion to their weights.
-
-        The rest of `flops` is spent after the last layer. Called before layers are removed.
-        """
+        """Returns the FLOPs of each layer of the whole model, in the unit of `flops`; None: as their weights are."""
         return None
 
     def parameter_roles(self) -> Mapping[str, Role]:
@@ -181,10 +169,8 @@ class Model(nn.Module):
         return {}
 
     def tensor_parallel_plan(self) -> Mapping[str, Any]:
-        """Returns {module name glob (`layers.*.attention.q`): how it is split}, for every module with parameters.
-
-        Ways are those of the stage (`forge_plugin_parallel.tp_ways.WAYS`), by name, or objects of a third party.
-        """
+        """Returns {module name glob (`layers.*.attention.q`): how it is split}, for every module with parameters."""
+        # A name of the stage's own ways (`forge_plugin_parallel.tp_ways.WAYS`), or an object of a third party.
         return {}
 
     def sequence_mixers(self) -> Mapping[str, int]:

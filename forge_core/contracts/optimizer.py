@@ -31,21 +31,13 @@ class NamedParameter:
 
 
 class NamedParameters(tuple[NamedParameter, ...]):
-    """Every parameter of a model once, in the model's order.
-
-    Frozen ones are included: they have no gradient, so optimizers pass over them, and train as soon as they are
-    unfrozen.
-    """
+    """Every parameter of a model once, in the model's order; frozen ones too, as they may be unfrozen later."""
 
     __slots__ = ()
 
     @classmethod
     def of(cls, model: Model, roles: Mapping[str, Role] | None = None) -> NamedParameters:
-        """Name the parameters of a model, whose roles are by default `roles_of(model)`.
-
-        Raises:
-            ForgeError: the model declares a role wrongly.
-        """
+        """Name the parameters of a model, whose roles are by default `roles_of(model)`."""
         known = roles_of(model) if roles is None else roles
         return cls(NamedParameter(name, parameter, known[name]) for name, parameter in model.named_parameters())
 
@@ -58,7 +50,7 @@ class NamedParameters(tuple[NamedParameter, ...]):
         return NamedParameters(p for p in self if p.role not in roles)
 
     def groups(self, decay: float, no_decay: Collection[Role] = ("norm", "bias", "embedding")) -> list[dict[str, Any]]:
-        """Parameter groups for a `torch.optim.Optimizer`: one with `weight_decay=decay`, one without."""
+        """Two groups for a `torch.optim.Optimizer`: one with `weight_decay=decay`, one without."""
         # Always both, empty or not: pipeline ranks have other parameters, and must have the same groups.
         return [
             self.without_roles(no_decay).group(weight_decay=decay),
@@ -66,7 +58,7 @@ class NamedParameters(tuple[NamedParameter, ...]):
         ]
 
     def group(self, **settings: Any) -> dict[str, Any]:
-        """All of these as one parameter group for a `torch.optim.Optimizer`: `params`, `names`, and the settings."""
+        """All of these as one group for a `torch.optim.Optimizer`: `params`, `names`, and the settings."""
         return {"params": [p.parameter for p in self], "names": [p.name for p in self], **settings}
 
 
@@ -113,10 +105,9 @@ def role_problems(component: OptimizerComponent, roles: Mapping[str, Role]) -> I
 
 @runtime_checkable
 class HasEvaluationWeights(Protocol):
-    """An optimizer whose weights for evaluation are others than those it trains, such as their average.
+    """An optimizer whose weights for evaluation, between `eval()` and `train()`, are others than those it trains.
 
-    Evaluation runs between `eval()` and `train()`. A checkpoint holds both kinds: training goes on from the one, and
-    generation, export and `[checkpoint.load]` take the other.
+    A checkpoint holds both: training goes on from the one, generation, export and `[checkpoint.load]` take the other.
     """
 
     def eval(self) -> None:

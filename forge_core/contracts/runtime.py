@@ -56,13 +56,11 @@ class ParallelStage:
     def micro_batch(self, model: Model, *, backward: bool, last: bool) -> AbstractContextManager[Any]:
         """A context that executors hold around the forward pass of a micro-batch.
 
-        An executor that lets micro-batches overlap holds one around all of a step, with `last=False`: what is left to
-        reduce is then reduced in `complete_gradients`.
-
         Args:
-            model: the model after all stages.
+            model: after all stages.
             backward: whether the context also spans recomputation and the backward pass.
-            last: whether this is the last micro-batch of its step.
+            last: whether this is the last micro-batch of its step. False around all of a step, by an executor that lets
+                micro-batches overlap: what is left to reduce is then reduced in `complete_gradients`.
         """
         return nullcontext()
 
@@ -98,11 +96,9 @@ class Executor(Protocol):
     """Runs micro-batches of equal shape. The run loop cannot tell one executor from another."""
 
     def train_step(self, batches: Sequence[Batch], denominator: Tensor) -> StepOutput:
-        """Forward and backward of the step's micro-batches on this rank; gradients accumulate.
-
-        `denominator` () is the number of valid tokens of the global batch, on the device.
-        """
-        # Each loss sum is divided by it before its backward pass, so that every reduction of gradients is a plain sum.
+        """Forward and backward of the step's micro-batches on this rank; gradients accumulate."""
+        # Each loss sum is divided by `denominator` (), the valid tokens of the global batch, before its backward pass,
+        # so that every reduction of gradients is a plain sum.
 
     def evaluate(self, batches: Sequence[Batch], measure: LossFunction | None = None) -> StepOutput:
         """Forward only; `measure` replaces the job's loss, for example by a count of right predictions."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from attrs import frozen
 
 from forge_core.contracts.components import LoaderComponent
-from forge_core.contracts.data import TOKEN_ENTRIES, HasLocation, LoadedRows, SampleRow, Stream
+from forge_core.contracts.data import HasLocation, LoadedRows, SampleRow, Stream
 from forge_core.contracts.errors import DataError, Problem
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from forge_core.contracts.layout import Layout
     from forge_core.job import Job
 
+TOKEN_ENTRIES = ("input_ids", "labels", "document_ids", "positions")
 UNITS_AHEAD = 3
 """Units of rows that are read ahead, the one being read included."""
 LanePositions = Mapping[str, Mapping[str, Any]]

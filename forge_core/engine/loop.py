@@ -167,7 +167,8 @@ class Loop:
         return TrainContext(**self._run.references, step=self.progress.step)
 
     def _step_context(self, step: int, batches: Sequence[Batch] = ()) -> StepContext:
-        requests, may_skip = self.requests.for_step(), self._hooks.may_skip
+        requests, may_skip = self.requests, self._hooks.may_skip
+        requests.skip = ""  # is asked for in each step anew, unlike the others, which stay until ranks agree on them
         return StepContext(**self._run.references, step=step, batches=batches, may_skip=may_skip, requests=requests)
 
 
@@ -198,7 +199,8 @@ def _rehearse(run: Run, progress: Progress, echo: Callable[[str], object]) -> No
     buffers = {name: buffer.clone() for name, buffer in run.model.named_buffers()}
     shape = tuple(batches[0]["input_ids"].shape)
     try:  # a pipeline's schedule is made for all its micro-batches; one alone would not run
-        Stepper(run).gradients(batches if run.context.layout.layer_ranks > 1 else batches[:1], step=0)
+        pipelined = any(dimension.layers and size > 1 for dimension, size in run.context.layout.sizes)
+        Stepper(run).gradients(batches if pipelined else batches[:1], step=0)
     except Exception as error:
         raise ForgeError(f"the dry run failed on a micro-batch of {shape}: {type(error).__name__}: {error}") from error
     # Gradients and buffers are all that it has changed: generators are seeded anew, and counts zeroed, in every step.
@@ -226,7 +228,7 @@ class Agreement:
     @property
     def ends_run(self) -> bool:
         """Whether all ranks have agreed to end; a process alone need not ask."""
-        return self._requests.ends_run if self._alone else self._agreed_to_end
+        return bool(self._requests.stop or self._requests.non_finite) if self._alone else self._agreed_to_end
 
     def reach(self) -> bool:
         """Agree on whether to end, and return whether to save. Collective."""
