@@ -42,10 +42,7 @@ class DefaultType:
 
 
 def default_type(type_: str) -> Any:
-    """Attrs field whose default is an installed component, imported only if the job leaves the table out.
-
-    ffn: FFNComponent = default_type("swiglu")
-    """
+    """Attrs field whose default is the installed component `type_`, imported only if the job leaves the table out."""
     return field(default=DefaultType(type_))
 
 
@@ -63,7 +60,7 @@ Built = TypeVar("Built")
 
 
 class Component(Generic[Built]):
-    """Base of all components. A base class of a new kind sets `kind`, and names what it builds in brackets."""
+    """Base of all components. That of a new kind sets `kind`, and derives from `Component[Built]` of what it builds."""
 
     kind: ClassVar[str]
     resumes_as: ClassVar[WhenResumed | None] = None
@@ -172,7 +169,7 @@ class OptimizerComponent(Component["torch.optim.Optimizer"]):
 
 @frozen(kw_only=True)
 class SchedulerComponent(Component["Schedule"]):
-    """Builds a `Schedule`."""
+    """Builds a pure function (step, total steps) -> factor. Step 0 is the first update."""
 
     kind = "scheduler"
     resumes_as = "flag"
@@ -350,14 +347,10 @@ class ExecutorComponent(Component["Executor"]):
 
 @frozen(kw_only=True)
 class Command(Component):
-    """A subcommand of `forge-run`: a function of group `forge.command`.
+    """A subcommand of `forge-run`: a plain function, which an entry point of the group `forge.command` names.
 
-        [project.entry-points."forge.command"]
-        tokens = "forge_plugin_tokens.command:command"
-
-    The entry point names a plain function. `forge-run` shows the first line of its docstring as help, read from the
-    source: the module is imported only when the command is called. `forge_core.cli.arguments.parse_job_arguments` is
-    for commands that take a job.
+    `forge-run` shows the first line of its docstring as help, read from the source: the module is imported only when
+    the command is called. `forge_core.cli.arguments.parse_job_arguments` is for commands that take a job.
     """
 
     kind = "command"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
 import attrs
 from attrs import define, field, frozen
@@ -17,15 +17,12 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from forge_core.auxiliary import Auxiliary
-    from forge_core.contracts.components import Component
+    from forge_core.contracts.components import Built, Component
     from forge_core.contracts.data import Batch, Dataset, Tokenizer
     from forge_core.contracts.layout import Layout
     from forge_core.contracts.model import Model
     from forge_core.contracts.runtime import Executor, StepOutput
     from forge_core.job import Job
-
-
-Built = TypeVar("Built")
 
 
 class Builder(Protocol):

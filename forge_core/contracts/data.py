@@ -1,7 +1,4 @@
-"""What datasets, streams, documents and tokenizers promise to the loader.
-
-Shapes: B sequences of a micro-batch, S positions.
-"""
+"""Contracts of datasets, streams, documents and tokenizers. Shapes: B sequences of a micro-batch, S positions."""
 
 from __future__ import annotations
 

@@ -111,7 +111,4 @@ class ForgeHooks:
 
     @hookspec
     def forge_add_hookspecs(self) -> Any:
-        """Return a class or module with specifications: methods `forge_…` marked `@hookspec`.
-
-        `forge_build_<kind>` takes part in `context.build`.
-        """
+        """Return a class or module with methods `forge_…` marked `@hookspec`; `forge_build_<kind>` is for that kind."""

@@ -1,7 +1,4 @@
-"""Contracts of models: the network, its head, its modules, and the facts that stages and the engine ask for.
-
-Shapes: B sequences of a micro-batch, S positions, D model width, V vocabulary.
-"""
+"""Contracts of models. Shapes: B sequences of a micro-batch, S positions, D model width, V vocabulary."""
 
 from __future__ import annotations
 
@@ -212,7 +209,6 @@ class Model(nn.Module):
 
 
 DECLARED = [name for name, member in vars(Model).items() if isfunction(member) and not name.startswith("_")]
-"""Names of the methods of `Model`."""
 
 
 def with_defaults(module: Any) -> Model:

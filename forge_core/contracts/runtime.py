@@ -1,7 +1,4 @@
-"""Contracts of losses, parallel stages, executors, loggers and storages with the engine.
-
-Shapes: B sequences of a micro-batch, S positions, D width.
-"""
+"""Contracts of losses, stages, executors, loggers and storages. Shapes: B sequences, S positions, D width."""
 
 from __future__ import annotations
 
