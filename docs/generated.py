@@ -85,14 +85,14 @@ def _kind(kind: str, catalog: Catalog) -> Iterable[str]:
 def distributions(_: str) -> str:
     """What each installed distribution offers, the core first."""
     catalog = Catalog.installed()
-    found = {offer.distribution.name: offer.distribution for offer in catalog.all_offers()}
+    found = {offer.distribution.name: offer.distribution for offer in catalog.offers()}
     rows = [_distribution(found[name], catalog) for name in sorted(found, key=lambda name: (name != CORE, name))]
     return table(("distribution", "offers"), rows)
 
 
 def _distribution(distribution: Distribution, catalog: Catalog) -> Sequence[str]:
     kinds: dict[str, list[str]] = {}
-    for offer in catalog.all_offers():
+    for offer in catalog.offers():
         if offer.distribution == distribution and offer.kind not in NO_COMPONENTS:
             link = f"[`{offer.type}`](/reference/keys.md#{offer.kind}.{offer.type})"
             kinds.setdefault(offer.kind, []).append(link)

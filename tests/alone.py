@@ -47,7 +47,7 @@ from forge_core import Catalog
 from forge_core.config.keys import keys_of
 from attrs import NOTHING
 catalog = Catalog.installed()
-mine = [offer for offer in catalog.all_offers() if offer.distribution and offer.distribution.name == {name!r}]
+mine = [offer for offer in catalog.offers() if offer.distribution and offer.distribution.name == {name!r}]
 found = []
 for offer in mine:
     if offer.kind in {kinds!r}:

@@ -12,10 +12,9 @@ import warnings
 from importlib.util import find_spec
 from pathlib import Path
 
-from forge_core.cli.tables import columns
+from forge_core.cli.command_line import columns
 from forge_core.contracts.errors import ExitCode, ForgeError, JobError, did_you_mean
-from forge_core.plugins.catalog import CORE, Catalog, Offer
-from forge_core.plugins.offers import first_party
+from forge_core.plugins.catalog import CORE, Catalog, Offer, first_party
 
 USAGE = """\
 usage: forge-run JOB.toml [MORE.toml …] [--section.key=value …]
@@ -26,19 +25,17 @@ Trains what a job file describes. Several files are layered from left to right, 
 commands (forge-run COMMAND --help lists the options of one):
 """
 
+OPTIONS = """
+
+options:
+  -h, --help  this text
+  --version   versions of the core and of every installed plugin distribution"""
+
 _python_format = warnings.formatwarning
-OPTIONS = [
-    ("  -h, --help", "this text"),
-    ("  --version", "versions of the core and of every installed plugin distribution"),
-]
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command line.
-
-    Returns:
-        The exit code.
-    """
+    """Run one command line, and return the exit code."""
     # Only as a program: where `main` is called from Python, warnings belong to the caller.
     if argv is None:
         argv = sys.argv[1:]
@@ -103,37 +100,29 @@ def find_command(catalog: Catalog, name: str) -> Offer:
 def help_text(catalog: Catalog) -> str:
     """Usage and every installed command, those of the core first. Imports none of them."""
     offers = sorted(catalog.offers("command"), key=lambda offer: (offer.distribution.name != CORE, offer.type))
-    rows = [(f"  {offer.type}", _help_line(offer)) for offer in offers]
-    return f"{USAGE}{columns(rows)}\n\noptions:\n{columns(OPTIONS)}"
-
-
-def _help_line(offer: Offer) -> str:
-    module, _, function = offer.value.partition(":")
-    origin = "" if offer.distribution.name == CORE else f"(from {offer.distribution})"
-    return " ".join(filter(None, (function_summary(module, function), origin)))
+    rows = []
+    for offer in offers:
+        origin = "" if offer.distribution.name == CORE else f"(from {offer.distribution})"
+        module, _, function = offer.value.partition(":")
+        rows.append((f"  {offer.type}", f"{function_summary(module, function)} {origin}".strip()))
+    return f"{USAGE}{columns(rows)}{OPTIONS}"
 
 
 def function_summary(module: str, function: str) -> str:
     """First line of a function's docstring, read from its source without importing anything; empty if there is none."""
     package, *names = module.split(".")
     spec = find_spec(package)  # of the package alone: find_spec("a.b") would import a
-    for folder in (spec.submodule_search_locations or ()) if spec else ():
-        source = Path(folder).joinpath(*names)
-        for path in (source.with_suffix(".py"), source / "__init__.py"):
-            if path.is_file():
-                return _summary_in(path, function)
-    return ""
-
-
-def _summary_in(path: Path, function: str) -> str:
-    for statement in ast.parse(path.read_text(encoding="utf-8")).body:
-        if isinstance(statement, ast.FunctionDef) and statement.name == function:
-            return (ast.get_docstring(statement) or "").partition("\n")[0]
-    return ""
+    folders = spec.submodule_search_locations or () if spec else ()
+    sources = [Path(folder).joinpath(*names) for folder in folders]
+    paths = [path for each in sources for path in (each.with_suffix(".py"), each / "__init__.py") if path.is_file()]
+    statements = ast.parse(paths[0].read_text(encoding="utf-8")).body if paths else []
+    functions = (each for each in statements if isinstance(each, ast.FunctionDef))
+    docs = (ast.get_docstring(each) for each in functions if each.name == function)
+    return (next(docs, None) or "").partition("\n")[0]
 
 
 def version_text(catalog: Catalog) -> str:
     """One line for the core, and one for each other distribution that offers something to Forge."""
-    distributions = {offer.distribution.name: offer.distribution for offer in catalog.all_offers()}
-    ordered = sorted(distributions.values(), key=lambda distribution: (distribution.name != CORE, distribution.name))
+    distributions = {offer.distribution for offer in catalog.offers()}
+    ordered = sorted(distributions, key=lambda distribution: (distribution.name != CORE, distribution.name))
     return "\n".join(str(distribution) for distribution in ordered)

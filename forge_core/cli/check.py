@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from forge_core.cli.arguments import parse_job_arguments
-from forge_core.cli.tables import columns
+from forge_core.cli.command_line import columns, parse_job_arguments
 from forge_core.config.keys import walk_components
 from forge_core.config.load import load_job
 from forge_core.contracts.errors import ExitCode

@@ -8,7 +8,7 @@ from contextlib import suppress
 
 from attrs import frozen
 
-from forge_core.cli.tables import wrapped
+from forge_core.cli.command_line import wrapped
 from forge_core.config.field_types import (
     component_in,
     header,

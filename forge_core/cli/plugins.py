@@ -10,7 +10,7 @@ from typing import Any
 from attrs import asdict, frozen
 
 from forge_core.cli import find_command
-from forge_core.cli.tables import columns
+from forge_core.cli.command_line import columns
 from forge_core.contracts.errors import ExitCode, JobError, did_you_mean
 from forge_core.plugins.catalog import Catalog, Offer
 
@@ -77,9 +77,9 @@ def select(catalog: Catalog, name: str | None = None, kind: str | None = None) -
     Raises:
         JobError: nothing installed is called that.
     """
-    offers = list(catalog.all_offers()) if kind is None else catalog.offers(kind)
+    offers = catalog.offers(kind)
     if kind is not None and not offers:
-        hint = did_you_mean(kind, {*catalog.kinds(), *(offer.kind for offer in catalog.all_offers())})
+        hint = did_you_mean(kind, {*catalog.kinds(), *(offer.kind for offer in catalog.offers())})
         raise JobError(f"forge-run plugins: no installed component is of kind {kind!r}{hint}")
     if name is None:
         return [offer for offer in offers if offer.kind != "kind" or kind == "kind"]

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def command(argv: list[str]) -> int:
     """Train what a job describes; `forge-run job.toml` is short for `forge-run run job.toml`."""
-    from forge_core.cli.arguments import parse_job_arguments
+    from forge_core.cli.command_line import parse_job_arguments
 
     parser = argparse.ArgumentParser(prog="forge-run run", description=command.__doc__)
     resume = (
@@ -82,17 +82,12 @@ def _supervise(options: argparse.Namespace, world: World, argv: list[str], overr
         raise JobError(f"--nproc starts ranks, and {already}; leave it out, or start one process only")
     job = load_job(*options.files, overrides=overrides, world_size=options.nproc)
     logs = Path(job.job.output) / job.job.name / LOGS
-    ended = Supervisor(rank_command(argv), options.nproc, logs, job.launch.grace_s).run()
+    # Each rank gets this command line; of two `--nproc` the last counts, and one process starts no others.
+    command = [sys.executable, "-m", "forge_core", "run", *argv, "--nproc=1"]
+    ended = Supervisor(command, options.nproc, logs, job.launch.grace_s).run()
     if ended.message:
         print(ended.message, file=sys.stderr, flush=True)
     return ended.code
-
-
-def rank_command(argv: list[str]) -> list[str]:
-    """The command line of each rank: this one without `--nproc`."""
-    at = next(i for i, argument in enumerate(argv) if argument.partition("=")[0] == "--nproc")
-    after = at + (1 if "=" in argv[at] else 2)
-    return [sys.executable, "-m", "forge_core", "run", *argv[:at], *argv[after:]]
 
 
 def _warn_of_idle_tasks() -> None:

@@ -350,7 +350,7 @@ class Command(Component):
     """A subcommand of `forge-run`: a plain function, which an entry point of the group `forge.command` names.
 
     `forge-run` shows the first line of its docstring as help, read from the source: the module is imported only when
-    the command is called. `forge_core.cli.arguments.parse_job_arguments` is for commands that take a job.
+    the command is called. `forge_core.cli.command_line.parse_job_arguments` is for commands that take a job.
     """
 
     kind = "command"

@@ -7,37 +7,70 @@ job names it.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 import importlib.util
 import inspect
+import json
+import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+import tomllib
+from collections.abc import Iterable, Mapping
+from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from urllib.parse import unquote
 
 import attrs
 
 from forge_core.contracts.components import Component, call_refusal
 from forge_core.contracts.errors import SURE, PluginError, Problem, closest
-from forge_core.plugins.offers import (
-    CORE,
-    PREFIX,
-    Distribution,
-    Offer,
-    check_requirement,
-    core_version,
-    declared_entry_points,
-    first_party,
-    installed_offers,
-    normalised,
-)
 
-__all__ = ["CORE", "Catalog", "Distribution", "Offer", "UnknownTypeError", "core_version", "install_line"]
-
+CORE = "forge-run"
+PREFIX = "forge."
+"""Entry points of group `forge.KIND` name components of that kind."""
 LOCAL = "forge_local_"
 """Prefix of the names of modules made from local files."""
+
+
+@attrs.frozen
+class Distribution:
+    """An installed distribution: the part of its metadata that Forge needs."""
+
+    name: str
+    version: str
+    requires: tuple[str, ...] = ()
+    direct_url: str = ""
+    """PEP 610 `direct_url.json`, as text."""
+
+    @property
+    def editable_path(self) -> Path | None:
+        """The source folder of an editable install."""
+        info = json.loads(self.direct_url) if self.direct_url else {}
+        if not info.get("dir_info", {}).get("editable"):
+            return None
+        return Path(unquote(info["url"].removeprefix("file://")))
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.version}"
+
+
+@attrs.frozen
+class Offer:
+    """One entry point: `type` of `kind`, found at `value` in `distribution`."""
+
+    kind: str
+    type: str
+    value: str
+    distribution: Distribution
+    target: Any = attrs.field(default=None, eq=False, repr=False)
+    """The class itself, in catalogs made in memory."""
+
+    @property
+    def qualified(self) -> str:
+        return f"{self.distribution.name}/{self.type}"
 
 
 class UnknownTypeError(PluginError):
@@ -63,9 +96,9 @@ def install_line(distributions: Iterable[str]) -> list[Problem]:
 class Catalog:
     """All offers, and what has been loaded from them. Make one with `Catalog.installed()`."""
 
-    def __init__(self, offers: Iterable[Offer], distributions: Iterable[Distribution] = ()) -> None:
+    def __init__(self, offers: Iterable[Offer]) -> None:
         self._offers = sorted(offers, key=lambda offer: (offer.kind, offer.type, offer.distribution.name))
-        self._distributions = {normalised(d.name): d for d in distributions}
+        self._distributions = {normalised(offer.distribution.name): offer.distribution for offer in self._offers}
         self._types: dict[type, str] = {}
         self.used: dict[str, Distribution] = {}
         """Distributions of which something was loaded, by name."""
@@ -75,7 +108,20 @@ class Catalog:
     @classmethod
     def installed(cls) -> Catalog:
         """Everything installed in this environment: one scan of the metadata, no imports."""
-        return cls(*installed_offers())
+        offers: list[Offer] = []
+        names: set[str] = set()
+        for dist in metadata.distributions():
+            # Most distributions have nothing to do with Forge, and their entry points need not be parsed.
+            if PREFIX not in (dist.read_text("entry_points.txt") or "") or not has_metadata(dist):
+                continue
+            name, url = dist.metadata["Name"], dist.read_text("direct_url.json") or ""
+            if normalised(name) in names:  # a copy further down sys.path, which Python does not import either
+                continue
+            names.add(normalised(name))
+            owner = Distribution(name, dist.version, tuple(dist.requires or ()), url)
+            entries = (entry for entry in dist.entry_points if entry.group.startswith(PREFIX))
+            offers += [Offer(e.group.removeprefix(PREFIX), e.name, e.value, owner) for e in entries]
+        return cls(offers)
 
     def with_components(self, components: Mapping[str, Mapping[str, type]], name: str = "in-memory") -> Catalog:
         """This catalog with further components, `{kind: {type: class}}`, as if distribution `name` offered them."""
@@ -85,17 +131,13 @@ class Catalog:
             for kind, classes in components.items()
             for type_, cls in classes.items()
         ]
-        return Catalog([*self.all_offers(), *extra], [*self._distributions.values(), dist])
+        return Catalog([*self._offers, *extra])
 
     # --- listing -------------------------------------------------------------------------------------------------
 
-    def all_offers(self) -> Iterator[Offer]:
-        """Every offer, in the order of kind, type and distribution."""
-        return iter(self._offers)
-
-    def offers(self, kind: str) -> list[Offer]:
-        """Offers of one kind, in the order of type and distribution."""
-        return [offer for offer in self._offers if offer.kind == kind]
+    def offers(self, kind: str | None = None) -> list[Offer]:
+        """Offers of one kind, or all, in the order of kind, type and distribution."""
+        return [offer for offer in self._offers if kind in (None, offer.kind)]
 
     def matching(self, kind: str, name: str) -> list[Offer]:
         """Offers that `type`, or `distribution/type`, may mean; more than one if distributions compete for the type."""
@@ -159,7 +201,9 @@ class Catalog:
         base = base or self.kind_base(kind)
         if not (isinstance(cls, type) and issubclass(cls, base)):
             raise PluginError(f"{kind} {type_!r} from {source} is not a subclass of {base.__name__}")
-        if not _is_attrs(cls):
+        # Decorated itself: annotations of an undecorated subclass would not become fields.
+        decorated = "__attrs_attrs__" in vars(cls) or (attrs.has(cls) and not inspect.get_annotations(cls))
+        if not decorated:
             hint = "decorate it with @attrs.frozen(kw_only=True)"
             raise PluginError(f"{kind} {type_!r} from {source} is not an attrs class; {hint}")
         # Here and not when it is built, which may be an hour into a queue: `check` reports a wrong signature.
@@ -178,7 +222,8 @@ class Catalog:
         """
         check_requirement(offer.distribution)
         try:
-            target = offer.load()
+            entry_point = metadata.EntryPoint(offer.type, offer.value, "")
+            target = entry_point.load() if offer.target is None else offer.target
         except Exception as error:
             entry = f"{offer.kind} {offer.type!r} from {offer.distribution} ({offer.value})"
             raise PluginError(f"cannot load {entry}: {type(error).__name__}: {error}") from error
@@ -251,10 +296,7 @@ class Catalog:
     def _stale(self, kind: str, name: str) -> str:
         """Why a type is missing that an editable install has gained since it was installed."""
         for dist in self._distributions.values():
-            pyproject = dist.editable_path / "pyproject.toml" if dist.editable_path else None
-            if pyproject is None or not pyproject.is_file():
-                continue
-            if name in declared_entry_points(pyproject).get(PREFIX + kind, {}):
+            if name in declared_entry_points(dist).get(PREFIX + kind, {}):
                 refresh = f"pip install --no-deps -e {dist.editable_path}"
                 changed = f"the pyproject.toml of {dist} offers it, but changed since it was installed"
                 return f"{changed}; refresh with: {refresh}"
@@ -289,12 +331,73 @@ def _module_of_file(path: Path, digest: str) -> ModuleType:
     return sys.modules[name]
 
 
-def _is_attrs(cls: type) -> bool:
-    """Whether a class is decorated itself: annotations of an undecorated subclass would not become fields."""
-    return attrs.has(cls) and ("__attrs_attrs__" in vars(cls) or not inspect.get_annotations(cls))
-
-
 def _digest(path: Path) -> str:
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
     return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def has_metadata(dist: metadata.Distribution) -> bool:
+    """Whether a folder is that of a distribution: an interrupted uninstall leaves folders without metadata."""
+    return bool(dist.read_text("METADATA") or dist.read_text("PKG-INFO"))
+
+
+@functools.cache
+def first_party() -> Mapping[str, Mapping[str, str]]:
+    """Distribution of every first-party component, installed or not: kind -> type -> distribution.
+
+    `tools/first_party.py` writes the file, so that the core names plugins without knowing any.
+    """
+    return json.loads(Path(__file__).with_name("first_party.json").read_text(encoding="utf-8"))
+
+
+def declared_entry_points(distribution: Distribution) -> dict[str, dict[str, str]]:
+    """Entry points by group in the sources of an editable install; empty without a pyproject.toml that can be read."""
+    pyproject = distribution.editable_path / "pyproject.toml" if distribution.editable_path else None
+    if pyproject is None or not pyproject.is_file():
+        return {}
+    try:
+        return tomllib.loads(pyproject.read_text()).get("project", {}).get("entry-points", {})
+    except tomllib.TOMLDecodeError:
+        return {}
+
+
+@functools.cache
+def core_version() -> str:
+    """Version of the running core."""
+    return metadata.version(CORE)
+
+
+def check_requirement(distribution: Distribution) -> None:
+    """Compare a plugin's requirement on `forge-run` with the running core; installers check it only once.
+
+    Raises:
+        PluginError: they do not fit; the message says which side to upgrade.
+    """
+    if normalised(distribution.name) == CORE:
+        return
+    # Late: listing what is installed must stay fast, and most commands load few distributions.
+    from packaging.requirements import InvalidRequirement, Requirement
+    from packaging.version import Version
+
+    version = core_version()
+    for line in distribution.requires:
+        try:
+            requirement = Requirement(line)
+        except InvalidRequirement as error:
+            raise PluginError(f"{distribution} has a requirement that cannot be read: {line!r}: {error}") from error
+        if normalised(requirement.name) != CORE or (requirement.marker and not requirement.marker.evaluate()):
+            continue
+        # Each bound by itself, so that the message says which side is too old. A release candidate of the core loads
+        # the plugins of its version.
+        broken = [spec for spec in requirement.specifier if not spec.contains(version, prereleases=True)]
+        if broken:
+            newer = any(Version(version) < Version(spec.version.removesuffix(".*")) for spec in broken)
+            upgrade = f"pip install --upgrade {CORE if newer else distribution.name}"
+            needs = f"{distribution} requires {CORE}{requirement.specifier}"
+            raise PluginError(f"{needs}, but this is {CORE} {version}; {upgrade}")
+
+
+def normalised(name: str) -> str:
+    """The name of a distribution as PEP 503 compares it."""
+    return re.sub(r"[-_.]+", "-", name).lower()

@@ -98,11 +98,9 @@ class Plugins:
         return component.build(context, **self._inputs[-1])
 
     def type_of(self, component: Component) -> str:
-        """See `BuildContext.type_of`."""
         return self.catalog.type_of(type(component))
 
     def load_object(self, spec: str) -> Any:
-        """See `BuildContext.load_object`."""
         return self.catalog.load_object(spec)
 
     def configure_backend(self, job: Job, device: torch.device) -> None:
@@ -164,8 +162,7 @@ class Plugins:
                     raise PluginError(f"plugin {self._describe(name)}: there is no hook {method!r}{close}")
 
     def _specified(self) -> list[str]:
-        known = [name for name in dir(self._manager.hook) if name.startswith("forge_")]
-        return [name for name in known if getattr(self._manager.hook, name).has_spec()]
+        return [name for name, caller in vars(self._manager.hook).items() if caller.has_spec()]
 
     def _implementations(self, plugin: Plugin) -> Iterator[tuple[str, Any]]:
         for name in dir(type(plugin)):
@@ -187,7 +184,7 @@ class Plugins:
                 error.add_note(f"in plugin {self._describe(name)}")
             if component is not None and not isinstance(error, ForgeError):
                 where = f" for {path}" if path else ""
-                error.add_note(f"while building {component.kind} {self.catalog.type_of(type(component))!r}{where}")
+                error.add_note(f"while building {component.kind} {self.type_of(component)!r}{where}")
             raise
 
     def _plugins_in(self, traceback: TracebackType | None) -> list[str]:

@@ -40,7 +40,7 @@ def with_commands(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
     def replace(*offers: Offer, **commands: Callable[[list[str]], int]) -> None:
         found = [Offer("command", name, f"somewhere:{name}", CORE, command) for name, command in commands.items()]
-        monkeypatch.setattr(Catalog, "installed", classmethod(lambda cls: Catalog([*found, *offers], [CORE, LORA])))
+        monkeypatch.setattr(Catalog, "installed", classmethod(lambda cls: Catalog([*found, *offers])))
 
     return replace
 
@@ -93,7 +93,7 @@ class TestDispatch:
 
     def test_so_does_the_check_of_plugins(self, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
         installed = Catalog.installed()
-        core = [offer for offer in installed.all_offers() if offer.distribution.name == "forge-run"]
+        core = [offer for offer in installed.offers() if offer.distribution.name == "forge-run"]
         monkeypatch.setattr(Catalog, "installed", classmethod(lambda cls: Catalog(core)))
         assert main(["plugins", "--check"]) == ExitCode.BAD_JOB
         assert "'check-plugins' is not installed: pip install forge-plugin-author" in capsys.readouterr().err

@@ -368,16 +368,15 @@ def make_catalog() -> Catalog:
     offers = [_offer("kind", base.kind, base, core) for base in KINDS]
     offers += [_offer(kind, type_, cls, core) for kind, types in CORE.items() for type_, cls in types.items()]
     offers += [Offer("command", name, f"forge_core.cli.{name.replace('-', '_')}:command", core) for name in COMMANDS]
-    distributions = [core]
     for name, kinds in PLUGINS.items():
-        distributions.append(Distribution(name, "0.2.0", REQUIRES.get(name, ())))
+        distribution = Distribution(name, "0.2.0", REQUIRES.get(name, ()))
         for kind, types in kinds.items():
-            offers += [_offer(kind, type_, cls, distributions[-1]) for type_, cls in types.items()]
+            offers += [_offer(kind, type_, cls, distribution) for type_, cls in types.items()]
     author = Distribution("forge-plugin-author", "0.1.0")
     offers.append(Offer("command", "new-plugin", "forge_plugin_author.new_plugin:command", author))
     broken = Distribution("forge-plugin-sophia", "0.1.0")
     offers.append(Offer("optimizer", "sophia", "forge_plugin_sophia:Sophia", broken))
-    return Catalog(offers, [*distributions, author, broken])
+    return Catalog(offers)
 
 
 def _offer(kind: str, type_: str, cls: type, distribution: Distribution) -> Offer:

@@ -36,7 +36,7 @@ from forge_core.plugins.catalog import Catalog
 Validator = jsonschema.Draft202012Validator
 SECTIONS = [JobSection, TrainSection, DataSection, CheckpointSection, EvalSection, MetricsSection]
 CATALOG = make_catalog()
-USABLE = Catalog([o for o in CATALOG.all_offers() if o.type not in ("sophia", "odd", "soap", "clumsy")])
+USABLE = Catalog([o for o in CATALOG.offers() if o.type not in ("sophia", "odd", "soap", "clumsy")])
 
 
 @frozen(kw_only=True)

@@ -23,9 +23,9 @@ from forge_core.job import Job
 from forge_core.plugins.catalog import Catalog, Offer
 
 SMALL = make_catalog()
-USABLE = Catalog([o for o in SMALL.all_offers() if o.type not in ("sophia", "odd", "soap", "clumsy")])
+USABLE = Catalog([o for o in SMALL.offers() if o.type not in ("sophia", "odd", "soap", "clumsy")])
 INSTALLED = Catalog.installed()
-COMPONENTS = [offer for offer in INSTALLED.all_offers() if offer.kind not in ("kind", "command")]
+COMPONENTS = [offer for offer in INSTALLED.offers() if offer.kind not in ("kind", "command")]
 SLOW = settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
 
 
@@ -42,7 +42,7 @@ def written(value: Any, catalog: Catalog) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "offer",
-    [o for o in INSTALLED.all_offers() if o.kind not in ("kind", "command")],
+    [o for o in INSTALLED.offers() if o.kind not in ("kind", "command")],
     ids=lambda o: f"{o.kind}-{o.type}",
 )
 @SLOW

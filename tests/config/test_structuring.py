@@ -277,14 +277,14 @@ class TestComponents:
         )
 
     def test_a_default_that_is_not_installed_is_told_at_its_key(self) -> None:
-        offers = [offer for offer in make_catalog().all_offers() if offer.type != "topk"]
+        offers = [offer for offer in make_catalog().offers() if offer.type != "topk"]
         assert read({"type": "moe", "experts": 2}, component("ffn"), Catalog(offers)) == [
             "router: is 'topk' by default, but no router 'topk' is installed. Installed: none"
         ]
 
     def test_two_owners_of_a_kind_are_an_error_where_the_kind_is_used(self) -> None:
         second = Offer("kind", "ffn", "other:FFN", Distribution("forge-plugin-other", "0.3.0"))
-        catalog = Catalog([*make_catalog().all_offers(), second])
+        catalog = Catalog([*make_catalog().offers(), second])
         assert read({"type": "adamw"}, OptimizerComponent, catalog) == AdamW()
         [message] = read({"type": "swiglu"}, component("ffn"), catalog)
         assert message == (

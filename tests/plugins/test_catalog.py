@@ -19,8 +19,15 @@ from attrs import frozen
 
 from forge_core.contracts.components import LossComponent, OptimizerComponent, RouterComponent
 from forge_core.contracts.errors import ExitCode, PluginError
-from forge_core.plugins.catalog import Catalog, UnknownTypeError
-from forge_core.plugins.offers import Distribution, Offer, check_requirement, core_version, declared_entry_points
+from forge_core.plugins.catalog import (
+    Catalog,
+    Distribution,
+    Offer,
+    UnknownTypeError,
+    check_requirement,
+    core_version,
+    declared_entry_points,
+)
 
 Install = Callable[..., Path]
 
@@ -104,7 +111,7 @@ class TestDiscovery:
         catalog = Catalog.installed()
         assert catalog.types("optimizer")
         assert catalog.kinds()
-        assert list(catalog.all_offers())
+        assert list(catalog.offers())
         assert scans == [1]
 
     def test_only_what_is_loaded_counts_as_used(self, install: Install) -> None:
@@ -182,7 +189,7 @@ class TestSelection:
     def test_an_unknown_type_tells_what_to_install_where_it_can(self, type_: str, distribution: str) -> None:
         dist = Distribution("d", "1")
         with pytest.raises(UnknownTypeError) as caught:
-            Catalog([Offer("optimizer", "muon", "x:Y", dist)], [dist]).load("optimizer", type_)
+            Catalog([Offer("optimizer", "muon", "x:Y", dist)]).load("optimizer", type_)
         assert caught.value.distribution == distribution
 
     def test_a_first_party_type_that_is_not_installed_comes_with_the_line_that_installs_it(self) -> None:
@@ -372,7 +379,10 @@ class TestEditableInstalls:
     def test_a_pyproject_that_is_no_toml_does_not_hide_the_message(self, install: Install, tmp_path: Path) -> None:
         (tmp_path / "pyproject.toml").write_text("[[[")
         install("forge-plugin-live", {"optimizer": {"older": "x:Z"}}, editable=tmp_path)
-        assert declared_entry_points(tmp_path / "pyproject.toml") == {}
+        distribution = Catalog.installed().distribution("forge-plugin-live")
+        assert distribution is not None
+        assert distribution.editable_path == tmp_path
+        assert declared_entry_points(distribution) == {}
         assert message_of("newest").startswith("no optimizer 'newest' is installed")
 
     def test_installs_that_are_not_editable_have_no_source_folder(self) -> None:

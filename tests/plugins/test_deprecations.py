@@ -162,7 +162,7 @@ def announced(catalog: Catalog) -> dict[str, ForgeDeprecation]:
         options = getattr(method, f"{PROJECT}_spec")
         found |= {name: options["warn_on_impl"]} if options["warn_on_impl"] else {}
         found |= {f"{name}({argument})": told for argument, told in (options["warn_on_impl_args"] or {}).items()}
-    core = [offer for offer in catalog.all_offers() if offer.distribution.name == CORE and offer.kind != "command"]
+    core = [offer for offer in catalog.offers() if offer.distribution.name == CORE and offer.kind != "command"]
     classes = [load_target(offer, catalog) for offer in core]
     sections = [f.type for f in attrs.fields(attrs.resolve_types(Job)) if attrs.has(f.type)]
     for cls in [Job, *sections, *(cls for cls in classes if issubclass(cls, Component))]:

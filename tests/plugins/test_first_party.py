@@ -5,7 +5,7 @@ from __future__ import annotations
 import runpy
 from pathlib import Path
 
-from forge_core.plugins.offers import first_party
+from forge_core.plugins.catalog import first_party
 
 ROOT = Path(__file__).parents[2]
 

@@ -16,8 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from forge_core.contracts.errors import ExitCode, JobError, did_you_mean
-from forge_core.plugins.catalog import Catalog
-from forge_core.plugins.offers import CORE, core_version
+from forge_core.plugins.catalog import CORE, Catalog, core_version
 
 TEMPLATES = Path(__file__).parent / "templates"
 EVERY = "every"

@@ -10,8 +10,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from forge_core.plugins.catalog import Catalog
-from forge_core.plugins.offers import CORE, Distribution, Offer
+from forge_core.plugins.catalog import CORE, Catalog, Distribution, Offer
 from forge_plugin_author.probe import Probe
 from forge_testing.inspection import bound_problems
 from forge_testing.stale import stale_entries

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 from attrs import fields_dict, frozen
 
 from forge_core.checkpoint.storage import MANIFEST, UNFINISHED, How, find_faults, read_manifest
-from forge_core.cli.arguments import positive
-from forge_core.cli.tables import columns
+from forge_core.cli.command_line import columns, positive
 from forge_core.contracts.errors import CheckpointError, ExitCode, JobError
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from forge_core.cli.arguments import positive
+from forge_core.cli.command_line import positive
 
 if TYPE_CHECKING:
     from forge_core.contracts.data import Tokenizer

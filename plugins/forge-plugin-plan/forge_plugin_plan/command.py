@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from forge_core.cli.arguments import parse_job_arguments
+from forge_core.cli.command_line import parse_job_arguments
 
 
 def command(argv: list[str]) -> int:

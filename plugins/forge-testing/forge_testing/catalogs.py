@@ -7,9 +7,8 @@ from typing import Any
 
 from forge_core.contracts.components import Component, Plugin
 from forge_core.contracts.errors import PluginError
-from forge_core.plugins.catalog import Catalog
+from forge_core.plugins.catalog import CORE, Catalog, Offer
 from forge_core.plugins.manager import Plugins
-from forge_core.plugins.offers import CORE, Offer
 
 Components = Mapping[str, Mapping[str, type[Component]]]
 """Kind -> type -> class."""
@@ -29,7 +28,7 @@ def catalog_of(components: Components | None = None, name: str = "in-memory") ->
     installed = Catalog.installed()
     core = installed.distribution(CORE)
     assert core is not None, "the core is running, so it is installed"
-    own = Catalog([offer for offer in installed.all_offers() if offer.distribution == core], [core])
+    own = Catalog([offer for offer in installed.offers() if offer.distribution == core])
     return own.with_components(components, name) if components else own
 
 

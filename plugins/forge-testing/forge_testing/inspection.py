@@ -12,8 +12,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.version import Version
 
 from forge_core.contracts.errors import PluginError
-from forge_core.plugins.catalog import Catalog
-from forge_core.plugins.offers import CORE, Distribution, Offer, check_requirement, core_version
+from forge_core.plugins.catalog import CORE, Catalog, Distribution, Offer, check_requirement, core_version
 from forge_testing.catalogs import load_target
 from forge_testing.component_checks import component_problems
 from forge_testing.distribution import Samples
@@ -33,7 +32,7 @@ def problems_of(name: str, samples: Samples) -> Iterator[str]:
     if distribution.name != CORE:
         yield from requirement_problems(distribution)
     yield from stale_entries([distribution], catalog)
-    offers = [offer for offer in catalog.all_offers() if offer.distribution == distribution]
+    offers = [offer for offer in catalog.offers() if offer.distribution == distribution]
     known = {offer.type for offer in offers}
     for type_ in samples.keys() - known:
         yield f"samples has {type_!r}, which it does not offer; it offers {', '.join(sorted(known))}"
@@ -51,7 +50,7 @@ def _absent(name: str) -> str:
 
 
 def _names() -> str:
-    return ", ".join(sorted({offer.distribution.name for offer in Catalog.installed().all_offers()}))
+    return ", ".join(sorted({offer.distribution.name for offer in Catalog.installed().offers()}))
 
 
 def requirement_problems(distribution: Distribution) -> Iterator[str]:

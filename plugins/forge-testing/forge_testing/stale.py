@@ -6,22 +6,18 @@ from collections.abc import Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
 
-from forge_core.plugins.catalog import Catalog
-from forge_core.plugins.offers import PREFIX, Distribution, declared_entry_points, has_metadata
+from forge_core.plugins.catalog import PREFIX, Catalog, Distribution, declared_entry_points, has_metadata
 
 
 def stale_entries(distributions: Iterable[Distribution], catalog: Catalog) -> Iterator[str]:
     """Yield the entry points that an editable install lacks, a line a kind, with the command that refreshes it."""
     for distribution in distributions:
-        source = distribution.editable_path
-        if source is None or not (source / "pyproject.toml").is_file():
-            continue
-        known = {(o.kind, o.type) for o in catalog.all_offers() if o.distribution == distribution}
-        for group, entries in declared_entry_points(source / "pyproject.toml").items():
+        known = {(o.kind, o.type) for o in catalog.offers() if o.distribution == distribution}
+        for group, entries in declared_entry_points(distribution).items():
             kind = group.removeprefix(PREFIX)
             gained = [type_ for type_ in entries if group.startswith(PREFIX) and (kind, type_) not in known]
             if gained:
-                command = f"pip install --no-deps -e {source}"
+                command = f"pip install --no-deps -e {distribution.editable_path}"
                 yield f"{distribution}: {kind} {', '.join(gained)} came after it was installed; refresh with: {command}"
 
 

@@ -38,7 +38,7 @@ def catalog(catalog_of) -> Catalog:
 
 def test_nothing_that_is_installed_leaks_in(catalog):
     assert Catalog.installed().types("optimizer") != catalog.types("optimizer") == ["tiny"]
-    assert {offer.distribution.name for offer in catalog.all_offers()} == {"forge-run", "in-memory"}
+    assert {offer.distribution.name for offer in catalog.offers()} == {"forge-run", "in-memory"}
     assert catalog.types("loss") == ["cross_entropy"]
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from forge_core.cli.arguments import parse_job_arguments
+from forge_core.cli.command_line import parse_job_arguments
 from forge_core.contracts.errors import ExitCode, ForgeError
 
 if TYPE_CHECKING:

@@ -1,9 +1,12 @@
-"""Command lines of commands that take a job: files, overrides, and the command's own options."""
+"""For commands: command lines with job files, overrides and own options, and text in columns."""
 
 from __future__ import annotations
 
 import argparse
+import textwrap
 from collections.abc import Sequence
+
+WIDTH = 100
 
 
 def positive(text: str) -> int:
@@ -35,6 +38,17 @@ def parse_job_arguments(
     options = {option for action in parser._actions for option in action.option_strings}
     # Separated first: argparse does not know the keys of a job, and would take the file after one for its value.
     overrides = [each for each in argv if each.startswith("--") and each.partition("=")[0] not in options]
-    rest = [each for each in argv if each not in overrides]
-    parsed = parser.parse_args(rest)
+    parsed = parser.parse_args([each for each in argv if each not in overrides])
     return parsed, parsed.files, overrides
+
+
+def columns(rows: Sequence[Sequence[str]]) -> str:
+    """Rows with aligned columns; the last column is as wide as it needs."""
+    widths = [max(map(len, column)) + 2 for column in zip(*rows, strict=True)]
+    lines = ("".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def wrapped(text: str, indent: str = "") -> str:
+    """A paragraph in lines of moderate width."""
+    return textwrap.fill(text, WIDTH, initial_indent=indent, subsequent_indent=indent)
