@@ -41,11 +41,7 @@ class TrainLoader:
     def __init__(
         self, job: Job, datasets: Sequence[Dataset | Stream], context: RunContext, progress: Progress | None = None
     ) -> None:
-        """Checks that the sources suffice, and continues from `progress`, with the `state()` of a loader in `samples`.
-
-        Raises:
-            JobError: the sources do not last as long as the run.
-        """
+        """Continues from `progress`; raises JobError if the sources do not last as long as the run."""
         self._job, self._datasets, self._context = job, datasets, context
         self._names = source_names(job)
         self._streams = [data for data in datasets if isinstance(data, Stream)]
@@ -100,9 +96,8 @@ class TrainLoader:
 
         Collective if there are streams, since each rank knows the positions of its own lanes only.
         """
-        sources = dict(self._position["sources"])
-        for name, identity in identities_of(self._job, self._datasets).items():
-            sources[name] = sources[name] | {"identity": identity}
+        identities = {name: {"identity": known} for name, known in identities_of(self._job, self._datasets).items()}
+        sources = {name: source | identities.get(name, {}) for name, source in self._position["sources"].items()}
         position = self._position | {"sources": sources}
         if not self._streams:
             return position

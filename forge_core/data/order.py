@@ -197,12 +197,9 @@ class SampleOrder:
 
     def state(self) -> dict[str, Any]:
         """Returns the position as plain JSON: two integers a source, on which a new `SampleOrder` continues."""
-        columns = zip(self._names, self.counts, self._sizes, self._turns.shares, self._turns.taken, strict=True)
-        sources = {
-            name: {"drawn": drawn, "size": size, "share": share, "turns": turns}
-            for name, drawn, size, share, turns in columns
-        }
-        return {"drawn": self.drawn, "sources": sources}
+        columns = zip(self.counts, self._sizes, self._turns.shares, self._turns.taken, strict=True)
+        sources = [dict(zip(("drawn", "size", "share", "turns"), values, strict=True)) for values in columns]
+        return {"drawn": self.drawn, "sources": dict(zip(self._names, sources, strict=True))}
 
     def _turn(self) -> int:
         source = self._turns.take()
@@ -316,11 +313,7 @@ def expected_draws(job: Job, sizes: Sequence[int | None]) -> list[float]:
 
 
 def check_supply(job: Job, sizes: Sequence[int | None], progress: Progress | None = None) -> None:
-    """Check that the sources last to the run's end.
-
-    Raises:
-        JobError: a source that is drawn from is empty or too small for one batch, or limits leave too little.
-    """
+    """Raises JobError for a source that is empty or too small for one batch, and for limits that leave too little."""
     if problems := list(_source_problems(job, sizes)) or list(_shortage_problems(job, sizes, progress)):
         raise JobError(problems)
 

@@ -31,7 +31,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 
 def bare_model(job: Job, context: BuildContext) -> Model:
-    """The whole model, on the meta device and changed by no stage, with parameters in the dtype that they are kept in.
+    """The whole model on the meta device, in the dtypes of training and before any stage.
 
     Raises:
         JobError: a method of the model is a misspelt one of `Model`.

@@ -70,11 +70,7 @@ def _collect_degrees(job: Job, known: Mapping[str, MeshDimension], degrees: dict
 
 
 def layout_of(job: Job, world_size: int) -> Layout:
-    """The layout of a job that has not been checked.
-
-    Raises:
-        JobError: no layout of `world_size` ranks fits the job, or its batch does not divide over it.
-    """
+    """The layout of a job that has not been checked; raises JobError if none fits, or the batch does not divide."""
     layout, problems = plan_layout(job, world_size)
     problems = problems or list(batch_problems(job, layout))
     if problems:

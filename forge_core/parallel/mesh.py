@@ -32,11 +32,7 @@ def global_rank() -> int:
 
 
 def choose_device(name: str) -> torch.device:
-    """The device of this rank. With `auto`, all ranks of a machine with fewer GPUs than ranks train on its CPU.
-
-    Raises:
-        JobError: CUDA was asked for, and there is none, or too little of it.
-    """
+    """This rank's device. If GPUs are fewer than ranks, all ranks take the CPU with `auto`; `cuda` raises JobError."""
     # NCCL refuses two ranks on one GPU, and devices of two kinds could not be in one mesh, so it is all ranks or none.
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     # SLURM may show each task its own GPUs only.
