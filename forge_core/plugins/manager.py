@@ -11,12 +11,12 @@ from contextlib import contextmanager
 from functools import partial
 from traceback import walk_tb
 from types import SimpleNamespace, TracebackType
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import pluggy
 from attrs import frozen
 
-from forge_core.contracts.components import Component, DefaultType, Plugin, TrainingHook
+from forge_core.contracts.components import Built, Component, DefaultType, Plugin, TrainingHook
 from forge_core.contracts.contexts import BuildContext
 from forge_core.contracts.errors import ForgeError, PluginError, Problem, did_you_mean
 from forge_core.contracts.hookspecs import PROJECT, ForgeHooks, hookimpl
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
     from forge_core.contracts.layout import Layout
     from forge_core.job import Job
-
-Built = TypeVar("Built")
 
 BUILD_HOOKS: Mapping[str, str] = {"parallel": "forge_build_parallel_stage"}
 """Kinds whose build hook is not called `forge_build_<kind>`."""
