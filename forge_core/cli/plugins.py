@@ -98,12 +98,7 @@ def listing(offer: Offer, catalog: Catalog) -> ListedComponent:
 
 
 def table(listed: Sequence[ListedComponent], extra: Sequence[str] = ()) -> str:
-    """Components in columns.
-
-    Args:
-        listed: the components.
-        extra: one more column before the last: its title, then a cell for each component.
-    """
+    """Components in columns; `extra` is one more before the last: its title, then a cell for each component."""
     rows = [["KIND", "TYPE", "DISTRIBUTION", "VERSION", "TARGET"]]
     for component in listed:
         version = f"{component.version} (editable)" if component.editable else component.version

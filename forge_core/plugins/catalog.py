@@ -48,10 +48,9 @@ class Distribution:
     @property
     def editable_path(self) -> Path | None:
         """The source folder of an editable install."""
-        info = json.loads(self.direct_url) if self.direct_url else {}
-        if not info.get("dir_info", {}).get("editable"):
-            return None
-        return Path(unquote(info["url"].removeprefix("file://")))
+        info = json.loads(self.direct_url or "{}")
+        editable = info.get("dir_info", {}).get("editable")
+        return Path(unquote(info["url"].removeprefix("file://"))) if editable else None
 
     def __str__(self) -> str:
         return f"{self.name} {self.version}"
@@ -74,16 +73,11 @@ class Offer:
 
 
 class UnknownTypeError(PluginError):
-    """No installed distribution offers the type.
-
-    Attributes:
-        message: the error without the line that installs the distribution.
-        distribution: what to install. Empty if no distribution is known to offer the type.
-    """
+    """No installed distribution offers the type; `distribution` is the one to install, empty if none is known."""
 
     def __init__(self, message: str, distribution: str = "") -> None:
         super().__init__([Problem("", message), *install_line([distribution])])
-        self.message = message
+        self.message = message  # without the line that installs it: a job has one such line for all that is missing
         self.distribution = distribution
 
 
@@ -133,8 +127,6 @@ class Catalog:
         ]
         return Catalog([*self._offers, *extra])
 
-    # --- listing -------------------------------------------------------------------------------------------------
-
     def offers(self, kind: str | None = None) -> list[Offer]:
         """Offers of one kind, or all, in the order of kind, type and distribution."""
         return [offer for offer in self._offers if kind in (None, offer.kind)]
@@ -174,8 +166,6 @@ class Catalog:
         if not (isinstance(base, type) and issubclass(base, Component) and getattr(base, "kind", None) == kind):
             raise PluginError(f"{owners[0].value} of {owners[0].distribution} is not a base class with kind = {kind!r}")
         return base
-
-    # --- loading -------------------------------------------------------------------------------------------------
 
     def load(self, kind: str, type_: str, base: type[Component] | None = None) -> type[Component]:
         """The component class that a job calls `type_`.
@@ -265,8 +255,6 @@ class Catalog:
         except Exception as error:
             raise PluginError(f"cannot load {kind} from {spec!r}: {type(error).__name__}: {error}") from error
         return target, spelling, location
-
-    # --- selecting -----------------------------------------------------------------------------------------------
 
     def _select(self, kind: str, type_: str) -> Offer:
         offers = self.matching(kind, type_)

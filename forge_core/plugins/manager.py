@@ -66,8 +66,6 @@ class Plugins:
         hooks = [name for name in self._specified() if name.startswith("forge_build_")]
         self._manager.register(SimpleNamespace(**dict.fromkeys(hooks, self._build_last)), "forge-run")
 
-    # --- calling hooks -------------------------------------------------------------------------------------------
-
     def build(self, component: Component[Built], context: BuildContext, **inputs: Any) -> Built:
         """Build a component of any kind: through its build hook if one is specified, else by its own `build`.
 
@@ -121,8 +119,6 @@ class Plugins:
             results = getattr(self._manager.hook, hook)(**arguments)
             return [result for each in results for result in each]
 
-    # --- registering ---------------------------------------------------------------------------------------------
-
     def _register(self, name: str, plugin: Plugin) -> None:
         try:
             self._manager.register(plugin, name)
@@ -169,8 +165,6 @@ class Plugins:
 
     def _describe(self, name: str) -> str:
         return f"{name!r} ({self.type_of(self.active[name])})"
-
-    # --- errors --------------------------------------------------------------------------------------------------
 
     @contextmanager
     def _blame(self, component: Component | None = None, path: str = "") -> Iterator[None]:
