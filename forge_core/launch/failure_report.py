@@ -34,26 +34,20 @@ class FailureReport:
     def from_json(cls, text: str | bytes) -> FailureReport:
         return cls(**json.loads(text))
 
-    def echoed_by(self, rank: int) -> FailureReport:
-        """The report of a rank that ends because of this one."""
-        text = f"forge-run: rank {rank}: rank {self.rank} has ended the run"
-        return FailureReport(rank=rank, code=self.code, text=text, echo=True)
-
 
 class EndedElsewhere(ForgeError):
     """Another rank has ended the run."""
 
     def __init__(self, report: FailureReport) -> None:
         super().__init__(f"rank {report.rank} has ended the run")
-        self.report = report
+        self.exit_code = report.code  # type: ignore[assignment]
 
 
 def report_of(rank: int, error: BaseException) -> FailureReport:
     """The report of a rank that fails with `error`."""
-    if isinstance(error, EndedElsewhere):
-        return error.report.echoed_by(rank)
-    code = error.exit_code if isinstance(error, ForgeError) else ExitCode.FAILED
-    return FailureReport(rank=rank, code=int(code), text=describe(rank, error)[-LONGEST:])
+    code = int(error.exit_code) if isinstance(error, ForgeError) else ExitCode.FAILED
+    text, echo = describe(rank, error)[-LONGEST:], isinstance(error, EndedElsewhere)
+    return FailureReport(rank=rank, code=code, text=text, echo=echo)
 
 
 def describe(rank: int, error: BaseException) -> str:

@@ -12,8 +12,7 @@ class Position:
     """A phase that a rank has entered."""
 
     count: int
-    """Phases entered up to and including this one. All ranks go through the same phases in the same order, so the rank
-    with the smallest count is behind."""
+    """Phases entered so far. All ranks go through the same ones in one order, so the smallest count is behind."""
     step: int
     """Number of the current step, from 1; 0 before the first."""
     phase: str
@@ -22,8 +21,7 @@ class Position:
 class ProgressBeacon:
     """Keeps the position of this rank. Entering a phase costs about a microsecond."""
 
-    # Of the class, since code that reports progress, such as a tokenizer, knows no run. Without a lock, since of two
-    # reports at once it is enough to count one.
+    # Of the class: a tokenizer that reports knows no run. Without a lock: of two reports at once one may be lost
     reports: ClassVar[int] = 0
     """Calls of `report_progress` in this process, from any thread."""
     detail: ClassVar[str] = ""
@@ -33,12 +31,7 @@ class ProgressBeacon:
         self.position = Position(0, 0, "start-up")
 
     def enter(self, phase: str, step: int | None = None) -> None:
-        """Note that a phase begins.
-
-        Args:
-            phase: its name, for messages.
-            step: number of the step that it belongs to; by default that of the phase before.
-        """
+        """Note that a phase of a step begins, by default of the same step as the phase before."""
         before = self.position
         # A new object in one assignment: the watchdog's thread reads it at any time, without a lock
         self.position = Position(before.count + 1, before.step if step is None else step, phase)
@@ -48,10 +41,10 @@ class ProgressBeacon:
 def report_progress(detail: str = "") -> None:
     """Report that this rank moves, from inside work that takes longer than a second.
 
-    The run is ended as a hang when no rank has moved for `launch.hang_timeout_s`. Entering a phase of the engine counts
-    as a move, and so does each call of this function: tokenizing, building a cache, downloading or saving calls it
-    once for every document, file or batch. It costs about a microsecond, may be called from any thread of a rank's
-    process (not from a worker process, which the watchdog does not see), and does nothing where no run is watched.
+    A run in which no rank has moved for `launch.hang_timeout_s` is ended as a hang; each phase of the engine and each
+    call of this function is a move. Tokenizing, building a cache, downloading or saving calls it once for every
+    document, file or batch. It costs about a microsecond, may be called from any thread of a rank's process (not from a
+    worker process, which the watchdog does not see), and does nothing where no run is watched.
 
     Args:
         detail: work done so far, such as `"3 of 7 files"`; shown beside the phase when a run hangs.

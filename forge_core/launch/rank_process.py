@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 from forge_core.contracts.errors import ExitCode
-from forge_core.launch.failure_report import FailureReport, describe, report_of
+from forge_core.launch.failure_report import EndedElsewhere, FailureReport, describe, report_of
 from forge_core.launch.stop_requests import Deliver, StopRequests
 from forge_core.launch.world import CONTROL, World
 
@@ -28,15 +28,12 @@ if TYPE_CHECKING:
 UNKNOWN_TIMEOUT_S = 120.0
 """How long a rank whose job cannot even be read tries to reach the others."""
 LOGS = "logs"
-"""Folder of the ranks' logs, in the run folder."""
 
 
 class RankProcess:
-    """This process as a rank of its run.
+    """This process as a rank of its run: a single object, `this_process`, as signal handlers are the process's too.
 
-    There is one object of it, `this_process`: signal handlers, the descriptors of the output and the connection to the
-    launcher are the process's too. In a process alone, and in a script that trains under torchrun, `run` is not called:
-    output and exit are then the script's own.
+    In a process alone, and in a script that trains under torchrun, `run` is not called: output and exit are its own.
     """
 
     def __init__(self) -> None:
@@ -49,7 +46,7 @@ class RankProcess:
         self._reported = False
 
     def join(self, world: World, start_timeout_s: float, hang_timeout_s: float) -> Rendezvous:
-        """The connection to the other ranks, which the first call opens; arguments and errors are `Rendezvous`'s."""
+        """The connection to the other ranks, which the first call opens; see `Rendezvous`."""
         if self.rendezvous is None:
             # Late: torch takes seconds to import, which a rank whose job is wrong does without
             from forge_core.launch.rendezvous import Rendezvous
@@ -65,14 +62,11 @@ class RankProcess:
             rendezvous.leave()
 
     def run(self, world: World, work: Callable[[RankLog], int]) -> NoReturn:
-        """Do the work of this rank and end the process with the exit code that `work` returns.
-
-        If it raises, the other ranks end too, and the first rank that failed reports why.
-        """
+        """End the process with the exit code that `work` returns; if it raises, the other ranks end too."""
         self._world, self._log = world, RankLog(world.rank)
         if CONTROL in os.environ:
             self._launcher = socket.socket(fileno=int(os.environ[CONTROL]))
-        # Before the job is read, which takes seconds: SIGTERM would end this rank alone then, and others wait for it
+        # Before the job is read: SIGTERM would end this rank alone then, and the others wait for it
         self._stop_requests = StopRequests(self._stop_before_training, self._launcher)
         try:
             code = work(self._log)
@@ -80,8 +74,7 @@ class RankProcess:
             report = self.end_run(error)
             self._log.write(describe(world.rank, error))
             self._exit(report.code)
-        # Functions that Python code registered for the end of the interpreter, which `os._exit` leaves out
-        threading._shutdown()  # type: ignore[attr-defined]
+        threading._shutdown()  # type: ignore[attr-defined]  # `os._exit` leaves this and the next line out
         atexit._run_exitfuncs()
         self._exit(code)
 
@@ -97,12 +90,10 @@ class RankProcess:
             self._stop_requests.deliver = deliver
             try:
                 yield
-            finally:
-                # Not back to `_stop_before_training`: a run that is about to exit has nothing left to stop
+            finally:  # not back to `_stop_before_training`: a run that is about to exit has nothing left to stop
                 self._stop_requests.deliver = lambda number: None
 
     def _stop_before_training(self, number: signal.Signals) -> None:
-        # Nothing has been trained, so there is nothing to save, and no need to wait for the main thread
         text = f"forge-run: rank {self._world.rank} was asked to stop (signal {number.name}) before training began"
         report = FailureReport(rank=self._world.rank, code=ExitCode.STOPPED, text=text)
         if self.rendezvous is not None:
@@ -112,26 +103,20 @@ class RankProcess:
         self._log.write(text)
         if self._launcher is None:  # our launcher asks the other ranks itself
             self.leave()
-        os._exit(report.code)
+        os._exit(report.code)  # without the main thread: there is nothing to save
 
     def end_run(self, error: BaseException) -> FailureReport:
-        """End the run for all ranks, since this one fails and the others would wait for it; may be called again.
-
-        Returns:
-            The report of this rank: an echo if another one ended the run first.
-        """
+        """End the run for all ranks, since this one fails; its report is an echo if another one was first."""
         report = report_of(self._world.rank, error)
         if not report.echo:
             with suppress(Exception):  # the process that serves the store has gone
-                # The others wait even for a rank that could not read its job and so has joined nobody; but our launcher
-                # sees by itself that a rank fails
-                if self._launcher is None:
+                # The others wait even for a rank that could not read its job and so has joined nobody
+                if self._launcher is None:  # which sees by itself that a rank fails
                     self.join(self._world, UNKNOWN_TIMEOUT_S, UNKNOWN_TIMEOUT_S)
                 if self.rendezvous is not None:
                     first = self.rendezvous.end(report)
-                    report = report if first.rank == report.rank else first.echoed_by(report.rank)
-        # After the store, which says whether this rank was first
-        self.emit(report)
+                    report = report if first.rank == report.rank else report_of(report.rank, EndedElsewhere(first))
+        self.emit(report)  # after the store, which says whether this rank was first
         return report
 
     def emit(self, report: FailureReport) -> None:
@@ -141,17 +126,17 @@ class RankProcess:
         self._reported = True
         # By a socket and not by the store: the launcher has no torch, and the store may be what has failed
         if self._launcher is not None:
-            with suppress(OSError):  # it is dead
+            with suppress(OSError):
                 self._launcher.sendall(report.to_json().encode() + b"\n")
-        elif not report.echo:  # the rank that was first shows the cause
+        elif not report.echo:
             print(report.text, file=self._log.terminal if self._log else sys.stderr, flush=True)
 
     def _exit(self, code: int) -> NoReturn:
         self.leave()
         sys.stdout.flush()
         sys.stderr.flush()
-        # Not by the interpreter's end: other ranks may be gone, and torch might wait for them there; and a thread of
-        # gloo that frees a tensor at that time aborts the process (1 of 120 runs that had saved all)
+        # Not by the interpreter's end, where torch may wait for ranks that have gone, and a thread of gloo that frees a
+        # tensor aborts the process (1 of 120 runs that had saved all)
         os._exit(code)
 
 
@@ -159,10 +144,9 @@ this_process = RankProcess()
 
 
 class RankLog:
-    """Sends the output of this process to terminal or log. Until the run folder is known, the log is a temporary file.
+    """Output of this process: rank 0's on the terminal, its errors in the log too; that of other ranks in their logs.
 
-    Rank 0 goes on writing to the terminal, and its standard error (warnings, errors) goes to its log too. All output of
-    other ranks goes to their logs, that of libraries in C included.
+    Until the run folder is known, the log is a temporary file.
     """
 
     def __init__(self, rank: int) -> None:
@@ -186,18 +170,16 @@ class RankLog:
                 self._redirect()
             early.seek(0)
             self.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} process {os.getpid()}\n{early.read()}", end="")
-        faulthandler.enable(self.file)  # before, it writes to the terminal
+        faulthandler.enable(self.file)
 
     def write(self, text: str, end: str = "\n") -> None:
         """Write into the log only."""
         print(text, end=end, file=self.file, flush=True)
 
     def _redirect(self) -> None:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        # The descriptors and not `sys.stdout`, which C++ code of torch and NCCL does not know
-        for descriptor in (1, 2):
-            os.dup2(self.file.fileno(), descriptor)
+        for stream, descriptor in ((sys.stdout, 1), (sys.stderr, 2)):
+            stream.flush()
+            os.dup2(self.file.fileno(), descriptor)  # C++ code of torch and NCCL does not know `sys.stdout`
 
 
 class _Both(io.TextIOBase):

@@ -1,7 +1,6 @@
-"""The rendezvous of a run's ranks: a key-value store beside the process groups.
+"""The rendezvous of a run's ranks: torch's TCPStore, served by rank 0 or by torchrun's agent.
 
-Ranks use it before there is a process group, and when a process group is of no use because a rank has failed. It is
-torch's TCPStore, served by rank 0 or by torchrun's agent.
+Ranks use it before there is a process group, and when a process group is of no use because a rank has failed.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from datetime import timedelta
-from queue import SimpleQueue
 from threading import Thread
 from typing import Any, TypeVar
 
@@ -30,7 +28,7 @@ T = TypeVar("T")
 POLL_S = 0.05
 SLICE_S = 0.25
 ANSWER = timedelta(seconds=60)
-"""torch's own limit for the store, which acts on some of its calls only; see `DeadlineThread` for the others."""
+"""torch's own limit for the store, which acts on some of its calls only; see `call_within` for the others."""
 FAREWELL_S = 20.0
 """Seconds that the rank which serves the store stays for the others after a failure, so that they learn of it."""
 SILENT_S = 5.0
@@ -49,55 +47,38 @@ class StoreUnresponsive(ForgeError):
     """The process that serves the store does not answer: it is stopped, or its machine has gone."""
 
 
-class DeadlineThread:
-    """Makes calls in a thread of its own, one at a time, so that each can have a deadline.
+def call_within(limit_s: float, function: Callable[..., T], *arguments: object) -> T:
+    """The result of `function(*arguments)`, called in another thread so that it can have a deadline; inf for none.
 
     TCPStore waits for its server without one in most calls, and holds a lock meanwhile: a rank 0 that is stopped
     (SIGSTOP, a machine that swaps) would stop every thread that asks the store for anything, watchdogs included.
+
+    Raises:
+        StoreUnresponsive: no answer within `limit_s`.
     """
+    future: Future[T] = Future()
 
-    def __init__(self) -> None:
-        self._calls: SimpleQueue[tuple[Future, Callable[..., Any], tuple]] = SimpleQueue()
-        self._unresponsive = ""
-        # A daemon thread and not an executor, whose threads the interpreter joins at exit, stuck ones too
-        Thread(target=self._work, name="forge-store", daemon=True).start()
+    def work() -> None:
+        try:
+            future.set_result(function(*arguments))
+        except Exception as error:
+            future.set_exception(error)
 
-    def call(self, limit_s: float, function: Callable[..., T], *arguments: object) -> T:
-        """`function(*arguments)`, with a deadline of `limit_s` seconds; infinite for none.
-
-        Raises:
-            StoreUnresponsive: no answer within `limit_s`, now or in an earlier call.
-        """
-        # The thread is still in the call that had no answer, so a later one would only wait for it
-        if self._unresponsive:
-            raise StoreUnresponsive(self._unresponsive)
-        future: Future[T] = Future()
-        self._calls.put((future, function, arguments))
-        waited_s = 0.0
-        # In slices, since a process that is itself suspended would find its deadline passed when it continues
-        while waited_s < limit_s:
-            if wait([future], SLICE_S).done:
-                return future.result()
-            waited_s += SLICE_S
-        self._unresponsive = f"no answer for {limit_s:g} s"
-        raise StoreUnresponsive(self._unresponsive)
-
-    def _work(self) -> None:
-        while True:
-            future, function, arguments = self._calls.get()
-            try:
-                future.set_result(function(*arguments))
-            except Exception as error:
-                future.set_exception(error)
+    # Not by an executor, whose threads the interpreter joins at exit, stuck ones too
+    Thread(target=work, name="forge-store", daemon=True).start()
+    waited_s = 0.0
+    # In slices, since a process that is itself suspended would find its deadline passed when it continues
+    while waited_s < limit_s:
+        if wait([future], SLICE_S).done:
+            return future.result()
+        waited_s += SLICE_S
+    raise StoreUnresponsive(f"no answer for {limit_s:g} s")
 
 
 class Rendezvous:
     """This rank's connection to the other ranks. May be used by several threads.
 
-    Args:
-        world: which rank this is, and where rank 0 is.
-        start_timeout_s: how long to wait for ranks that have not arrived, in seconds.
-        hang_timeout_s: how long the store may take to answer, in seconds; 0: no limit.
+    Ranks have `start_timeout_s` to arrive, and the store has `hang_timeout_s` to answer a call (0: no limit).
 
     Raises:
         RanksMissing: rank 0 cannot be reached within `start_timeout_s`.
@@ -112,14 +93,14 @@ class Rendezvous:
         self.server = "torchrun's agent" if agent else "rank 0"
         """The process that serves the store, for messages."""
         self._serves = world.rank == 0 and not agent
-        self._calls = DeadlineThread()
-        self._store = _named(_serve(world) if self._serves else _connect(world, self._calls, start_timeout_s))
-        self._opened = time.monotonic()
+        self._unresponsive: StoreUnresponsive | None = None
+        self._store = _named(_serve(world) if self._serves else _connect(world, start_timeout_s))
+        self._last_arrival = time.monotonic() + min(start_timeout_s, FAREWELL_S)
         self.set("here", True)
 
     def group_store(self) -> Store:
         """The store for a process group, over a connection of its own: waiting there blocks no call here."""
-        return PrefixStore("groups", _named(_connect(self.world, DeadlineThread(), self.start_timeout_s)))
+        return PrefixStore("groups", _named(_connect(self.world, self.start_timeout_s)))
 
     def set(self, topic: str, value: Any) -> None:
         """Publish a value (plain JSON) of this rank under a topic, in place of an earlier one.
@@ -132,11 +113,10 @@ class Rendezvous:
     def get(self, topic: str, ranks: Iterable[int]) -> dict[int, Any]:
         """The values of some ranks under a topic, without those that have published none."""
         keys = {rank: f"{topic}/{rank}" for rank in ranks}
-        # One question for all ranks, the usual case: one for each of a thousand would be too much for the store
+        # One question for all, since ranks may be a thousand, and for each only if one of them has published nothing
         if not self._exist(keys.values()):
             keys = {rank: key for rank, key in keys.items() if self._exist([key])}
-        # Only keys that exist: `multi_get` waits for the others
-        values = self._call(self._store.multi_get, list(keys.values())) if keys else []
+        values = self._call(self._store.multi_get, list(keys.values())) if keys else []  # waits for keys not there
         return {rank: json.loads(value) for rank, value in zip(keys, values, strict=True)}
 
     def wait_for(self, topic: str, ranks: Sequence[int]) -> dict[int, Any]:
@@ -160,11 +140,7 @@ class Rendezvous:
         return self.get(topic, ranks)
 
     def on_rank0(self, topic: str, action: Callable[[], object]) -> None:
-        """Call `action` on rank 0; the other ranks wait until it has returned.
-
-        Raises:
-            EndedElsewhere: on the other ranks, if it failed.
-        """
+        """Call `action` on rank 0; the other ranks wait until it returns, and raise `EndedElsewhere` if it fails."""
         if self.world.rank == 0:
             action()
             self.set(topic, True)
@@ -175,11 +151,17 @@ class Rendezvous:
         return bool(self._call(self._store.check, list(keys)))
 
     def _call(self, function: Callable[..., T], *arguments: object) -> T:
-        return self._calls.call(self.hang_timeout_s or math.inf, function, *arguments)
+        # The call without an answer holds the store's lock, so a later one would only wait for it
+        if self._unresponsive is not None:
+            raise self._unresponsive
+        try:
+            return call_within(self.hang_timeout_s or math.inf, function, *arguments)
+        except StoreUnresponsive as error:
+            self._unresponsive = error
+            raise
 
     def end(self, report: FailureReport) -> FailureReport:
         """End the run for all ranks; returns the report that counts, that of the first rank to call this."""
-        # Compare and set, since several ranks fail within a moment, most of them for the sake of the first
         return FailureReport.from_json(self._call(self._store.compare_set, END, "", report.to_json()))
 
     def ending(self) -> FailureReport | None:
@@ -189,13 +171,10 @@ class Rendezvous:
     def leave(self, unresponsive: Collection[int] = ()) -> None:
         """Make the last call, when this rank needs the others no more.
 
-        The rank that serves the store first waits for the others to leave: without the store they could not learn why
-        the run ends. A rank whose heartbeat goes on is waited for, after a failure for `FAREWELL_S` at the most.
-
-        Args:
-            unresponsive: ranks not to wait for.
+        The rank that serves the store first waits for the others, except `unresponsive` ones: without the store they
+        could not learn why the run ends. After a failure it waits for `FAREWELL_S` at the most.
         """
-        with suppress(Exception):  # the process that serves the store has gone
+        with suppress(Exception):
             self.set("left", True)
             if self._serves:
                 self._see_off([rank for rank in range(self.world.size) if rank not in unresponsive])
@@ -209,17 +188,14 @@ class Rendezvous:
             moved |= {rank: now for rank, beat in beating.items() if beat != heartbeats.get(rank)}
             heartbeats |= beating
             # A rank that was killed never says that it leaves; its heartbeat is all that tells it from a slow one
-            patience_s = SILENT_S + 2 * self.heartbeat_s
-            if all(now - moved[rank] > patience_s and not self._may_come(rank, now) for rank in ranks):
+            silent = now - max(moved[rank] for rank in ranks) > SILENT_S + 2 * self.heartbeat_s
+            # One that was never here may still arrive, and ask why there is no run
+            if silent and (now >= self._last_arrival or self._exist([f"here/{rank}" for rank in ranks])):
                 return
             # After a success ranks may take as long as they like, in `on_train_end` say
             if now - began > FAREWELL_S and self.ending() is not None:
                 return
             time.sleep(POLL_S)
-
-    def _may_come(self, rank: int, now: float) -> bool:
-        """Whether a rank that was never here may still arrive, and ask why there is no run."""
-        return now < self._opened + min(self.start_timeout_s, FAREWELL_S) and not self._exist([f"here/{rank}"])
 
 
 def listed(ranks: Sequence[int]) -> str:
@@ -243,7 +219,7 @@ def _serve(world: World) -> Store:
         raise ForgeError(f"rank 0 cannot serve the ranks' store at port {world.port}; {hint}: {error}") from error
 
 
-def _connect(world: World, calls: DeadlineThread, timeout_s: float) -> Store:
+def _connect(world: World, timeout_s: float) -> Store:
     # A plain socket first: torch's own attempts cannot be interrupted, and print C++ stack traces
     deadline = time.monotonic() + timeout_s
     while True:
@@ -257,4 +233,4 @@ def _connect(world: World, calls: DeadlineThread, timeout_s: float) -> Store:
                 raise RanksMissing(f"{message}: {error}") from error
             time.sleep(4 * POLL_S)
     # A rank 0 that is stopped still accepts connections, by its kernel, and torch then waits for its greeting
-    return calls.call(timeout_s, lambda: TCPStore(world.address, world.port, is_master=False, timeout=ANSWER))
+    return call_within(timeout_s, lambda: TCPStore(world.address, world.port, is_master=False, timeout=ANSWER))

@@ -1,8 +1,4 @@
-"""Requests to stop that reach this process: signals, and those that our launcher passes on.
-
-A thread reads them, so that a second signal ends the process at once even while the main thread waits for other ranks
-inside torch, where Python runs no signal handler.
-"""
+"""Requests to stop that reach this process: signals, and those that our launcher passes on, read by a thread."""
 
 from __future__ import annotations
 
@@ -20,8 +16,7 @@ from forge_core.contracts.errors import ExitCode
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 ECHO_S = 1.0
-"""The same signal again within this time is not a second one: schedulers signal every process of a job, and a launcher
-that gets the signal too passes it on."""
+"""The same signal again within this time is not a second one: schedulers signal all processes, and launchers do too."""
 
 Deliver = Callable[[signal.Signals], object]
 
@@ -32,14 +27,11 @@ def end_at_once() -> None:
 
 
 class StopRequests:
-    """Requests to stop this process, from when this object is made until `close`; only in the main thread.
-
-    Requests that our launcher passes on never count as a second signal: they come by a socket, so that they cannot be
-    mistaken for a user's.
+    """Receives requests to stop from when it is made, in the main thread, until `close`.
 
     Args:
         deliver: receives the signal, in any thread, perhaps more than once; may be replaced.
-        launcher: the socket to our launcher. When it closes, the launcher is dead, and this process ends too.
+        launcher: requests that arrive by this socket never count as a second signal. When it closes, this process ends.
         on_second: called when a second signal comes, in a thread of ours.
     """
 
@@ -50,8 +42,8 @@ class StopRequests:
         self._last: tuple[int, float] | None = None
         self._read, self._write = socket.socketpair()
         self._write.setblocking(False)  # as Python requires: its C handler writes there, and must never wait
-        # Python calls handlers between two instructions of the main thread, so while that is inside a collective no
-        # handler runs. The byte that the C handler writes to this descriptor wakes our thread all the same.
+        # A thread, since Python runs no handler while the main thread is inside a collective. The byte that the C
+        # handler writes to this descriptor wakes the thread even then.
         self._old_wakeup = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
         self._old_handlers: dict[int, Any] = {number: signal.signal(number, self._handle) for number in STOP_SIGNALS}
         self._thread = threading.Thread(target=self._listen, name="forge-stop-requests", daemon=True)
@@ -59,22 +51,21 @@ class StopRequests:
 
     def close(self) -> None:
         """Put back the handlers that were there."""
-        # Before the descriptors are closed, which a signal would otherwise still be written to
         for number, handler in self._old_handlers.items():
             signal.signal(number, handler)
-        signal.set_wakeup_fd(self._old_wakeup)
+        signal.set_wakeup_fd(self._old_wakeup)  # before its descriptor is closed, to which a signal would be written
         self._write.send(b"\0")  # no signal has this number
         self._thread.join()
         self._read.close()
         self._write.close()
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
-        # Python writes to the wakeup descriptor only for signals that have a handler. This one delivers too, so that
-        # code in the main thread sees the request in its next line; it does not count, or each signal would be two.
+        # The wakeup descriptor needs signals to have a handler. It delivers too, so that the main thread sees the
+        # request in its next line, but does not count, or each signal would be two.
         self.deliver(signal.Signals(number))
 
     def _listen(self) -> None:
-        sources = [self._read, *([self._launcher] if self._launcher else [])]
+        sources = [source for source in (self._read, self._launcher) if source]
         while True:
             ready, _, _ = select.select(sources, [], [])
             if self._launcher is not None and self._launcher in ready:
@@ -90,8 +81,7 @@ class StopRequests:
             message = launcher.recv(64)
         except OSError:
             message = b""
-        if not message:
-            # Killed: nobody would end the ranks then, and the next start would find their lock on the run folder
+        if not message:  # killed: nobody would end the ranks, and the next start would find their lock on the folder
             os._exit(ExitCode.FAILED)
         self.deliver(signal.Signals(message[-1]))
 

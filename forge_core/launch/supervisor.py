@@ -1,12 +1,9 @@
 """Starts the ranks of a run on this machine, passes requests to stop on, and ends them all when one fails.
 
 Our own rather than torch's elastic agent, which kills after a fixed 30 s, replaces exit codes by its own, and does not
-pass SIGUSR1 on. Each rank is a fresh interpreter, not a fork: this process needs no torch then, threads and CUDA
-contexts that plugins have started here cannot break in a child, and a rank is the same process as under torchrun.
-
-A socket to each rank carries requests to stop, and the rank's failure report back. It works before the ranks have their
-store and after rank 0, which serves that, has died. When this process dies, however it does, the sockets close and the
-ranks end.
+pass SIGUSR1 on. Ranks are not forks, in which threads and CUDA contexts of plugins would break. A socket to each rank
+carries requests to stop, and its failure report back, even before the ranks have their store and after rank 0, which
+serves it, has died. When this process dies, the sockets close and the ranks end.
 """
 
 from __future__ import annotations
@@ -31,13 +28,12 @@ from forge_core.launch.world import CONTROL, LISTENING
 
 POLL_S = 0.05
 SIMULTANEOUS_S = 0.3
-"""Ranks that fail within this time of the first are compared, to find the one that was first."""
+"""The first to fail is looked for among the ranks that fail within this time."""
 FAREWELL_S = 4.0
 """Seconds that the ranks have, once one has failed, to write down where they are."""
 
 LOST = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
-"""A rank that died of one of these is the cause of what the others report. Not SIGABRT: torch aborts for the sake of
-other ranks."""
+"""A rank that died of one of these is the cause of other ranks' reports. Not SIGABRT: torch aborts for their sake."""
 
 
 @define
@@ -60,7 +56,7 @@ class RankHandle:
 
     def receive(self) -> None:
         """Take the report that the rank has sent, if it has."""
-        with suppress(OSError):  # there is nothing, or the rank was killed
+        with suppress(OSError):
             line, newline, _ = self.control.recv(1 << 20, socket.MSG_DONTWAIT).partition(b"\n")
             self.report = FailureReport.from_json(line) if newline else None
 
@@ -74,20 +70,13 @@ class Ended(NamedTuple):
 
 
 class Supervisor:
-    """Runs one command as several ranks.
+    """Runs one command as several ranks, which keep logs in `logs`.
 
-    Args:
-        command: what each rank runs.
-        ranks: the world size.
-        logs: folder in which the ranks keep logs, for messages.
-        grace_s: seconds that the ranks have to end after a request to stop; 0: as many as they need.
+    After a request to stop they have `grace_s` seconds to end; 0: as many as they need.
     """
 
     def __init__(self, command: Sequence[str], ranks: int, logs: Path, grace_s: float) -> None:
-        self._command = list(command)
-        self._count = ranks
-        self._logs = logs
-        self._grace_s = grace_s
+        self._command, self._count, self._logs, self._grace_s = list(command), ranks, logs, grace_s
         self._ranks: list[RankHandle] = []
         self._second_signal = threading.Event()
         self._asked: int | None = None
@@ -95,13 +84,13 @@ class Supervisor:
 
     def run(self) -> Ended:
         """Start the ranks and wait until all have ended."""
-        # Before the first rank starts, and until the last has ended: no signal may end this process and leave ranks
+        # From before the first rank starts until the last has ended: no signal may end this process and leave ranks
         with closing(StopRequests(self._ask_all, on_second=self._second_signal.set)):
             try:
                 self._start()
                 return self._wait()
             finally:
-                self._kill()  # whichever way it ended, no rank outlives this process
+                self._kill()
 
     def _start(self) -> None:
         # The socket is bound here and rank 0 inherits it, so no other process can take the port in between
@@ -126,12 +115,10 @@ class Supervisor:
             "MASTER_PORT": port,
             **{name: end.fileno() for name, end in sockets.items()},
         }
-        # An equal share of the processor's cores, unless the user has chosen: torch would take all of them in each rank
-        threads = max(1, len(os.sched_getaffinity(0)) // self._count)
+        threads = max(1, len(os.sched_getaffinity(0)) // self._count)  # torch would take all cores in each rank
         environment = {"OMP_NUM_THREADS": str(threads), **os.environ}
         environment |= {name: str(value) for name, value in variables.items()}
-        # Our copy of their end is closed at once: only then does a dead rank close the connection
-        with theirs:
+        with theirs:  # our copy of it is closed at once: only then does a dead rank close the connection
             process = subprocess.Popen(
                 self._command,
                 env=environment,
@@ -150,7 +137,7 @@ class Supervisor:
             if late := self._too_late():
                 return late
             if self._asked is None and any(rank.code == ExitCode.STOPPED for rank in self._ranks):
-                self._ask_all(signal.SIGTERM)  # one was asked to stop before it could tell the others
+                self._ask_all(signal.SIGTERM)  # that one could not tell the others
             time.sleep(POLL_S)
         if any(rank.failed for rank in self._ranks):  # all at once, between two polls
             return self._failed()
@@ -161,14 +148,13 @@ class Supervisor:
 
     def _failed(self) -> Ended:
         """Let the other ranks write down where they are, end them, and report the one that failed first."""
-        # The rank that ended first need not be the cause: another one may have lost the connection to that
+        # The rank that ended first need not be the cause: it may have lost the connection to another one
         time.sleep(SIMULTANEOUS_S)
         self._poll()
         for rank in self._ranks:
             rank.receive()
         first = min((rank for rank in self._ranks if rank.failed or rank.report is not None), key=_order)
-        # Longer than the watchdogs' patience, after which they write the stacks of their ranks to the logs
-        deadline = time.monotonic() + FAREWELL_S
+        deadline = time.monotonic() + FAREWELL_S  # longer than the watchdogs' patience
         while None in self._poll() and time.monotonic() < deadline and not self._second_signal.is_set():
             time.sleep(POLL_S)
         ended = _ended_by(first)
@@ -177,12 +163,11 @@ class Supervisor:
         return ended
 
     def _ask_all(self, number: int) -> None:
-        # By the socket, not by a signal: for a rank this never counts as a second signal, so it may come twice, and a
-        # rank that does not listen yet, and would die of a signal, finds it there later
+        # By the socket: it is no second signal if it comes twice, and a rank that does not listen yet finds it later
         if self._asked is None:
             self._asked, self._asked_at = number, time.monotonic()
         for rank in self._ranks:
-            with suppress(OSError):  # it has ended
+            with suppress(OSError):
                 rank.control.send(bytes([number]))
 
     def _too_late(self) -> Ended | None:
@@ -197,16 +182,14 @@ class Supervisor:
         for rank in self._ranks:
             if rank.process.poll() is None:
                 with suppress(ProcessLookupError):
-                    # The whole group that `start_new_session` made: a rank's data workers are to end with it
-                    os.killpg(rank.process.pid, signal.SIGKILL)
+                    os.killpg(rank.process.pid, signal.SIGKILL)  # with its data workers
         for rank in self._ranks:
             rank.process.wait()
             rank.control.close()
 
 
 def _order(rank: RankHandle) -> tuple[int, float]:
-    """Sort key, smallest for the rank that is the cause."""
-    # A rank that is lost, or left without a report, comes before errors: these may be the lost connection to it
+    """Sort key, smallest for the cause: a rank that is lost comes before errors, which may be the lost connection."""
     if rank.report is not None:
         return (3 if rank.report.echo else 1, rank.report.time)
     assert rank.code is not None

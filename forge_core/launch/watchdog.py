@@ -1,7 +1,4 @@
-"""A thread that publishes where this rank is, and ends it when another rank has failed or the run hangs.
-
-It wakes once a second and costs a step nothing: the main thread only notes its phase (`ProgressBeacon`).
-"""
+"""A thread that publishes where this rank is, and ends it when another rank has failed or the run hangs."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ from typing import Any
 import torch
 from attrs import asdict
 
-from forge_core.launch.failure_report import FailureReport
+from forge_core.launch.failure_report import EndedElsewhere, FailureReport, report_of
 from forge_core.launch.progress_beacon import ProgressBeacon
 from forge_core.launch.rendezvous import HEARTBEAT, Rendezvous, StoreUnresponsive, listed
 
@@ -30,22 +27,18 @@ PATIENCE_S = 3.0
 OWN_PATIENCE_S = 30.0
 """The same where this rank is the one that failed, for hooks that handle the error."""
 SILENCE_S = 5.0
-"""After this many seconds in one phase, a rank also publishes the line of code that it is at."""
+"""After this many seconds without a move, a rank also publishes the line of code that it is at."""
 RECORDERS = {"gloo": "_dump_fr_trace_json", "NCCL": "_dump_nccl_trace_json"}
 """The function of torch's flight recorder for each library; which of them exist depends on how torch was built."""
 
 Heartbeats = Mapping[int, Mapping[str, Any]]
-"""Last heartbeat of each rank: its `number`, `count`, `step` and `phase` of the rank's position, `idle_s` since the
-rank moved, and perhaps `detail`, `line`, `waits` and `collective`."""
+"""By rank, without those that have published none, as `Watchdog._heartbeat` makes them."""
 
 
 class Watchdog:
-    """Watches one rank of several while the run lasts.
+    """Watches one rank of several until `stop`; `emit` shows why the rank ends.
 
-    Args:
-        rendezvous: the connection to the other ranks.
-        beacon: where this rank is.
-        emit: shows why this rank ends.
+    Its thread wakes once a second and costs a step nothing: the main thread only notes its phase in `beacon`.
     """
 
     def __init__(self, rendezvous: Rendezvous, beacon: ProgressBeacon, emit: Callable[[FailureReport], object]) -> None:
@@ -64,29 +57,22 @@ class Watchdog:
     def stop(self) -> None:
         """Stop watching: the run is over, or this rank ends by itself."""
         self._stopped.set()
-        # The thread may be in a call to a store that does not answer; that call has a deadline, which is not awaited
-        self._thread.join(timeout=2 * self._rendezvous.heartbeat_s)
+        self._thread.join(timeout=2 * self._rendezvous.heartbeat_s)  # the thread may wait for the store
 
     def _run(self) -> None:
         woken = time.monotonic()
         while not self._stopped.wait(self._rendezvous.heartbeat_s):
-            now = time.monotonic()
-            # Where much more time has passed, this process itself was stopped: that is no time in which it hung
-            self._count_idle(min(now - woken, 2 * self._rendezvous.heartbeat_s))
+            now, move = time.monotonic(), (self._beacon.position.count, ProgressBeacon.reports)
+            if move != self._last_move or move[0] == 0:  # before the first phase, ranks may wait for others to arrive
+                self._idle_s, self._earlier, self._next_look_s = 0.0, None, self._limit_s / 2
+            else:  # if much more time has passed, this process itself was stopped: that is no time in which it hung
+                self._idle_s += min(now - woken, 2 * self._rendezvous.heartbeat_s)
+            self._last_move, woken = move, now
             self._look()
-            woken = now
-
-    def _count_idle(self, seconds: float) -> None:
-        move = (self._beacon.position.count, ProgressBeacon.reports)
-        if move != self._last_move or move[0] == 0:  # before the first phase, ranks may wait for others to arrive
-            self._idle_s, self._earlier, self._next_look_s = 0.0, None, self._limit_s / 2
-        else:
-            self._idle_s += seconds
-        self._last_move = move
 
     def _look(self) -> None:
         rank, hang = self._rendezvous.world.rank, None
-        try:  # all calls to the store that the watchdog makes; each may take the whole limit when its server is stopped
+        try:  # each call may take the whole limit when the server of the store is stopped
             self._rendezvous.set(HEARTBEAT, self._heartbeat())
             report = self._rendezvous.ending()
             if report is None and (hang := self._hang()) is not None:
@@ -94,11 +80,10 @@ class Watchdog:
         except Exception as error:
             self._end(self._store_failure(error), 0.0 if isinstance(error, StoreUnresponsive) else PATIENCE_S)
             return
-        # No patience in a hang: the main thread waits for what will not come
         if report is not None and report.rank == rank:
-            self._end(report, 0.0 if hang else OWN_PATIENCE_S)
+            self._end(report, 0.0 if hang else OWN_PATIENCE_S)  # in a hang, the main thread cannot end by itself
         elif report is not None:
-            self._end(report.echoed_by(rank), PATIENCE_S)
+            self._end(report_of(rank, EndedElsewhere(report)), PATIENCE_S)
 
     def _store_failure(self, error: Exception) -> FailureReport:
         server, world = self._rendezvous.server, self._rendezvous.world
@@ -106,31 +91,28 @@ class Watchdog:
         if isinstance(error, StoreUnresponsive):
             text = f"forge-run: the run hangs: {server} at {address} does not respond ({error})"
             text += f": its process is stopped, or its machine has gone; reported by rank {rank}"
-        else:  # the connection is broken
+        else:
             cause = str(error).splitlines()[0] if str(error) else type(error).__name__
             text = f"forge-run: rank {rank}: the ranks' store at {address} does not answer"
             text += f", so {server} has gone: {cause}"
         return FailureReport(rank=rank, text=text)
 
     def _heartbeat(self) -> dict[str, Any]:
-        position = self._beacon.position
         self._number += 1
-        beat = {"number": self._number, **asdict(position)}
+        beat = {"number": self._number, **asdict(self._beacon.position)}
         beat |= {"idle_s": round(self._idle_s, 1), "detail": ProgressBeacon.detail}
         # Only of a rank that stands still: stack and flight recorder cost more than the rest, every second
         if self._idle_s >= min(SILENCE_S, self._limit_s / 2):
-            frame = sys._current_frames().get(self._main)
-            if frame is not None:
+            if (frame := sys._current_frames().get(self._main)) is not None:
                 beat |= {"line": line_of(frame), "waits": waits_for_ranks(frame)}
-            beat |= {"collective": unfinished_collectives()}
+            beat["collective"] = unfinished_collectives()
         return beat
 
     def _hang(self) -> FailureReport | None:
-        """The report of a hang, once no rank has moved for the limit.
+        """The report of a hang, once no rank has moved for the limit: not if one saves or tokenizes, and others wait.
 
-        A rank that waits for another one, which saves or tokenizes and reports so, does not hang. A rank that is
-        stopped publishes nothing, so its own `idle_s` stays small: it counts as unresponsive if its heartbeat is the
-        same as in a reading that was taken half the limit ago.
+        A rank that is stopped publishes nothing, so its own `idle_s` stays small: it counts as unresponsive if its
+        heartbeat is the same as in a reading that was taken half the limit ago.
         """
         if self._idle_s < self._next_look_s:
             return None
@@ -142,8 +124,7 @@ class Watchdog:
             numbers = {rank: beat["number"] for rank, beat in earlier[1].items()}
             silent = [rank for rank, beat in heartbeats.items() if beat["number"] == numbers.get(rank)]
         idle_s = min(beat["idle_s"] for rank, beat in heartbeats.items() if rank not in silent)
-        # A rank that moved `idle_s` ago cannot hang before the rest of the limit has passed: with many ranks, reading
-        # all heartbeats in each of them every second would be too much for the store
+        # No hang is possible before; and the store could not show many ranks the heartbeats of all every second
         self._next_look_s = max(self._limit_s, self._idle_s + self._limit_s - idle_s)
         if earlier is None or idle_s < self._limit_s:
             return None
@@ -156,20 +137,19 @@ class Watchdog:
         if self._stopped.wait(patience_s):
             return
         position, log = self._beacon.position, _descriptor_of_log()
-        # By descriptor, and first: Python's buffered streams have locks, which the main thread may hold
+        # By descriptor, and first: the main thread may hold the locks of Python's streams
         os.write(log, f"ended in step {position.step}, {position.phase}; the stacks of all threads:\n".encode())
         faulthandler.dump_traceback(log, all_threads=True)
         self._emit(report)
-        # Last, since rank 0 waits here until the others have read why the run ends
-        self._rendezvous.leave(self._unresponsive)
+        self._rendezvous.leave(self._unresponsive)  # last: rank 0 waits here until the others know why the run ends
         os._exit(report.code)
 
 
 def _descriptor_of_log() -> int:
-    """Descriptor of standard error, which is the log of a rank that the command line has started."""
+    """The descriptor of standard error, which `RankLog` makes the log's."""
     try:
         return sys.stderr.fileno()
-    except (AttributeError, OSError):  # replaced by something without one, as in a notebook
+    except (AttributeError, OSError):  # as in a notebook
         return 2
 
 
@@ -189,10 +169,7 @@ def waits_for_ranks(frame: FrameType) -> bool:
 
 
 def unfinished_collectives() -> str:
-    """The oldest collective of this rank that was begun and not completed, of each library, in words.
-
-    Empty if there is none, or if torch's flight recorder keeps nothing (`TORCH_FR_BUFFER_SIZE = 0`).
-    """
+    """The oldest unfinished collective of each library, in words; none where torch's flight recorder is off."""
     oldest = []
     for library, name in RECORDERS.items():
         dump = getattr(torch._C._distributed_c10d, name, None)
@@ -206,12 +183,7 @@ def unfinished_collectives() -> str:
 
 
 def oldest_unfinished(record: Mapping[str, Any]) -> str:
-    """The oldest entry that is not completed, in words; empty if there is none.
-
-    Args:
-        record: as torch's recorder dumps it. Its `entries` are dicts, oldest first, with `state`, `retired`,
-            `profiling_name`, `collective_seq_id`, `process_group` (name, description) and `input_sizes`.
-    """
+    """The first, so the oldest, of the recorder's `entries` that is not completed, in words; empty if there is none."""
     for entry in record.get("entries", ()):
         if entry.get("state") != "completed" and not entry.get("retired"):
             group = " ".join(str(part) for part in entry.get("process_group", ()))
@@ -221,16 +193,10 @@ def oldest_unfinished(record: Mapping[str, Any]) -> str:
 
 
 def describe_hang(heartbeats: Heartbeats, size: int, limit_s: float, silent: Collection[int] = ()) -> str:
-    """Which rank is late, in which phase, and where all ranks are.
-
-    Args:
-        heartbeats: by rank, without ranks that have published none.
-        size: number of ranks in the run.
-        limit_s: `launch.hang_timeout_s`.
-        silent: ranks that have stopped publishing heartbeats.
-    """
+    """Which of `size` ranks is late, in which phase, and where all are; `silent` ones have stopped publishing."""
     absent = [rank for rank in range(size) if rank not in heartbeats]
     late = list(silent) or absent or _late(heartbeats)
+    phase = next((beat["phase"] for beat in heartbeats.values()), "")
     lines = [f"forge-run: the run hangs: nothing has moved for launch.hang_timeout_s = {limit_s:g} s"]
     if silent:
         lines.append(f"rank {listed(late)} does not respond: its process is stopped, or its machine has gone")
@@ -239,8 +205,11 @@ def describe_hang(heartbeats: Heartbeats, size: int, limit_s: float, silent: Col
     elif late:
         places = {f"step {heartbeats[rank]['step']}, {heartbeats[rank]['phase']}" for rank in late}
         lines.append(f"rank {listed(late)} is late, in {' and '.join(sorted(places))}")
+    elif all(beat.get("waits") for beat in heartbeats.values()):
+        lines.append(f"no rank is behind the others: all wait for each other in {phase}")
     else:
-        lines.append(f"no rank is behind the others: {_common_activity(heartbeats)}")
+        question = "and none of them waits for another; is the time too short for it?"
+        lines.append(f"no rank is behind the others: all are in {phase}, {question}")
     shown = sorted(heartbeats, key=lambda rank: (rank not in late, rank))[:32]
     lines += [f"  {_describe(rank, heartbeats[rank], rank in silent)}" for rank in shown]
     if len(heartbeats) > len(shown):
@@ -256,13 +225,6 @@ def _late(heartbeats: Heartbeats) -> list[int]:
         return sorted(behind)
     busy = [rank for rank in behind if not heartbeats[rank].get("waits", False)]
     return sorted(busy) if len(busy) < len(heartbeats) else []
-
-
-def _common_activity(heartbeats: Heartbeats) -> str:
-    phase = next(iter(heartbeats.values()))["phase"]
-    if all(beat.get("waits") for beat in heartbeats.values()):
-        return f"all wait for each other in {phase}"
-    return f"all are in {phase}, and none of them waits for another; is the time too short for it?"
 
 
 def _describe(rank: int, beat: Mapping[str, Any], silent: bool) -> str:

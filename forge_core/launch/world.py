@@ -15,7 +15,6 @@ CONTROL = "FORGE_LAUNCHER_FD"
 LISTENING = "FORGE_LISTENING_FD"
 """Variable that our launcher sets for rank 0: the descriptor of the socket at which it is to serve the store."""
 NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""Variables that torchrun sets, as does our own launcher."""
 PORTS = range(20000, 32000)
 """Ports for the steps of SLURM, below those that Linux takes for outgoing connections."""
 
@@ -44,7 +43,7 @@ def join_world(environment: MutableMapping[str, str] | None = None) -> World:
         JobError: the variables contradict each other, or some are missing.
     """
     variables = os.environ if environment is None else environment
-    # RANK first: torchrun within a SLURM step has several ranks a task, so there SLURM's numbers are not the ranks'
+    # RANK first: SLURM's numbers are not the ranks' under torchrun in a step, where a task has several of them
     if "RANK" not in variables and is_rank_of_step(variables):
         variables.update(_rank_of_step(variables))
     if "RANK" not in variables:
@@ -71,13 +70,10 @@ def _number(variables: Mapping[str, str], name: str, default: str | None = None)
         raise JobError(f"the variable {name} is {value!r}; it must be a whole number") from None
 
 
-# SLURM. Only the tasks of a step, which srun starts, are ranks. A batch script and the shell of salloc have
-# SLURM_NTASKS too, and the former even SLURM_PROCID, but no variable of a step: so those are what decides.
-
-
 def is_rank_of_step(variables: Mapping[str, str]) -> bool:
-    """Whether this process is one of several tasks of a step."""
-    # A step of one task, such as `srun --pty bash`, is a shell like any other
+    """Whether this process is one of several tasks of a SLURM step, which srun starts: only those are ranks."""
+    # A batch script and the shell of salloc have SLURM_NTASKS too, and the former even SLURM_PROCID, but no variable of
+    # a step. A step of one task, such as `srun --pty bash`, is a shell like any other
     several = variables.get("SLURM_STEP_NUM_TASKS", "1") != "1"
     return several and "SLURM_STEP_ID" in variables and "SLURM_PROCID" in variables
 
@@ -105,7 +101,7 @@ def _rank_of_step(variables: Mapping[str, str]) -> dict[str, str]:
 
 def first_host(short: str) -> str:
     """The first host of SLURM's short form: gpu01 of `gpu[01-03,7],login1`, r1n1 of `r[1-2]n[1-2]`."""
-    first = re.split(r",(?![^\[]*\])", short)[0].strip()  # at commas outside brackets
+    first = re.split(r",(?![^\[]*\])", short)[0].strip()
     return re.sub(r"\[([^\]\-,]*)[^\]]*\]", r"\1", first)
 
 
