@@ -9,6 +9,7 @@ import json
 import types
 import typing
 from collections.abc import Mapping, Sequence, Set
+from contextlib import suppress
 from enum import Enum
 from pathlib import Path, PurePath
 from reprlib import Repr
@@ -185,11 +186,7 @@ def toml_text(value: Any) -> str:
 
 
 def read_scalar(value: Any, type_: Any) -> Any:
-    """A bool, number, string or path as `type_`, or a member of a `Literal` or an enumeration.
-
-    Raises:
-        Mismatch: it is of another type, or the type does not list this value.
-    """
+    """A bool, number, string or path as `type_`, or a member of a `Literal` or an enumeration; raises `Mismatch`."""
     if not fits(value, type_):
         raise unexpected(value, type_)
     return value if is_literal(type_) else type_(value)
@@ -229,16 +226,9 @@ def _corrected(value: Any, type_: Any) -> str | None:
         return toml_text(toml_text(value))
     if type_ is bool:
         return {"true": "true", "false": "false", "1": "true", "0": "false"}.get(str(value).lower())
-    return _as_number(value, type_) if type_ is int or type_ is float else None
-
-
-def _as_number(value: Any, type_: type) -> str | None:
-    if isinstance(value, bool) or not isinstance(value, str | float):
-        return None
-    try:
-        number = float(value)
-    except ValueError:
-        return None
-    if type_ is int:
-        return str(int(number)) if number.is_integer() else None
-    return str(number)
+    with suppress(ValueError):
+        if type_ is float and isinstance(value, str):
+            return str(float(value))
+        if type_ is int and isinstance(value, str | float) and float(value).is_integer():
+            return str(int(float(value)))
+    return None

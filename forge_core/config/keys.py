@@ -6,6 +6,7 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
+from itertools import pairwise
 from typing import Any
 
 import attrs
@@ -61,12 +62,7 @@ def children(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def walk_components(value: Any, path: str = "") -> Iterator[tuple[str, Component]]:
-    """Every component with its path (`model.ffn.router`, `data.sources.0`), a component before those inside it.
-
-    Args:
-        value: a `Job`, or any part of one.
-        path: what paths begin with.
-    """
+    """Every component in a job or a part of one, with its path (`model.ffn.router`); those inside another after it."""
     if isinstance(value, Component):
         yield path, value
     for key, child in children(value):
@@ -117,21 +113,14 @@ def keys_of(cls: type) -> list[Key]:
     Raises:
         PluginError: the types of its fields cannot be resolved.
     """
-    docs = field_docs(cls)
-    return [
-        Key(key, f.type, _shown_default(f), tuple(demands(f.validator)), _doc(f, docs.get(f.name, "")))
-        for key, f in resolved_fields(cls).items()
-    ]
-
-
-def _shown_default(f: Attribute) -> Any:
-    depends = f.default is not attrs.NOTHING and default_of(f) is attrs.NOTHING
-    return None if depends else default_of(f)
-
-
-def _doc(f: Attribute, text: str) -> str:
-    notice = str(deprecation_of(f) or "")
-    return " ".join(filter(None, [text, f"{notice[:1].upper()}{notice[1:]}." if notice else ""]))
+    docs, keys = field_docs(cls), []
+    for key, f in resolved_fields(cls).items():
+        depends = f.default is not attrs.NOTHING and default_of(f) is attrs.NOTHING
+        doc, notice = docs.get(f.name, ""), str(deprecation_of(f) or "")
+        if notice:
+            doc = f"{doc} {notice[0].upper()}{notice[1:]}.".lstrip()
+        keys.append(Key(key, f.type, None if depends else default_of(f), tuple(demands(f.validator)), doc))
+    return keys
 
 
 # --- documentation from source -----------------------------------------------------------------------------------
@@ -151,24 +140,20 @@ def field_docs(cls: type) -> dict[str, str]:
     """The string literals under the fields of a class, by field, inherited ones included."""
     docs: dict[str, str] = {}
     for base in reversed(cls.__mro__):
-        if attrs.has(base) and "__attrs_attrs__" in vars(base):
-            docs |= _own_field_docs(base)
+        for statement, follower in pairwise(_body(base) if "__attrs_attrs__" in vars(base) else ()):
+            match statement, follower:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))) if text:
+                    docs[name] = inspect.cleandoc(text)
     return docs
 
 
-def _own_field_docs(cls: type) -> dict[str, str]:
+def _body(cls: type) -> list[ast.stmt]:
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
+        [definition] = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     except (OSError, TypeError, SyntaxError):  # made without a source file
-        return {}
-    [definition] = tree.body
+        return []
     assert isinstance(definition, ast.ClassDef)
-    docs = {}
-    for statement, follower in zip(definition.body, definition.body[1:], strict=False):
-        match statement, follower:
-            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))) if text:
-                docs[name] = inspect.cleandoc(text)
-    return docs
+    return definition.body
 
 
 # --- validators --------------------------------------------------------------------------------------------------

@@ -62,14 +62,9 @@ def load_job(
 
 
 def parse_job(text: str, source: str, catalog: Catalog | None = None) -> Job:
-    """A resolved job, as a run folder or a checkpoint keeps it.
+    """A resolved job from TOML that `dump_job` wrote, as a run folder or a checkpoint keeps it.
 
     Rules across fields are not checked: the data that a job trains on need not exist to use the model that it trained.
-
-    Args:
-        text: TOML that `dump_job` wrote.
-        source: name of the file, for messages.
-        catalog: where components are looked up; by default everything installed.
 
     Raises:
         JobError: a component is not installed, or this version lacks a key.
@@ -82,10 +77,6 @@ def complete(job: Job, catalog: Catalog | None = None) -> Job:
     """A job made in Python, with each `default_type` replaced by its component and the core's own entries added.
 
     `load_job` and `Trainer` do this themselves. Rules across fields are not checked.
-
-    Args:
-        job: the job.
-        catalog: where components are looked up; by default everything installed.
 
     Raises:
         JobError: default components are not installed; lists the path of each.
@@ -105,16 +96,9 @@ def complete(job: Job, catalog: Catalog | None = None) -> Job:
 def load_component(
     table: str, base: type[C], catalog: Catalog, paths: Sequence[str | Path] = (), overrides: Iterable[str] = ()
 ) -> C:
-    """The component that one table of TOML files and overrides describes, for commands that need no whole job.
+    """The component that one table (`data.tokenizer`) of job files and overrides describes, by its base class.
 
     Everything else in the files is ignored, and rules across sections are not checked.
-
-    Args:
-        table: name of the table (`data.tokenizer`).
-        base: class that the component derives from.
-        catalog: where it is looked up.
-        paths: job files, layered from left to right.
-        overrides: `section.key=value`, applied after the files.
 
     Raises:
         JobError: the table is missing or invalid; lists every problem.
@@ -128,13 +112,7 @@ def load_component(
 
 
 def parse_component(table: Mapping[str, Any], source: str, base: type[C], catalog: Catalog) -> C:
-    """The component that a table describes, as a job has it and `to_toml` writes it.
-
-    Args:
-        table: its keys and values.
-        source: name of the table's file, for messages.
-        base: class that the component derives from.
-        catalog: where it is looked up.
+    """The component that a table describes, as a job has it and `to_toml` writes it; `source` names its file.
 
     Raises:
         JobError: the table is invalid; lists every problem.
@@ -171,7 +149,6 @@ def _broken_rules(
 
 
 def _related(path: str, table: str) -> bool:
-    """Whether one is the other or lies below it."""
     return not table or f"{path}.".startswith(f"{table}.") or f"{table}.".startswith(f"{path}.")
 
 

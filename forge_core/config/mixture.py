@@ -28,14 +28,7 @@ def is_drawn(job: Job, number: int) -> bool:
 
 
 def first_step(phase: Phase, job: Job, step: int = 0, tokens: int = 0) -> int:
-    """Completed steps after which a phase begins.
-
-    Args:
-        phase: a phase of the job.
-        job: the job.
-        step: completed steps of the run.
-        tokens: positions that these steps were fed.
-    """
+    """Completed steps after which a phase begins, where `step` steps are completed and were fed `tokens` positions."""
     if phase.start_step is not None:
         return phase.start_step
     # Counted from `step` on: until there, batches may have had another size than the job says. Rounded up (the floor of
@@ -45,12 +38,8 @@ def first_step(phase: Phase, job: Job, step: int = 0, tokens: int = 0) -> int:
 
 def lr_factor(job: Job, step: int, tokens: int) -> float:
     """The phase's factor on the learning rate, after `step` completed steps and `tokens` positions fed."""
-    begun = [phase for phase in job.data.phases if _has_begun(phase, step, tokens)]
-    return begun[-1].lr_factor if begun else 1.0
-
-
-def _has_begun(phase: Phase, step: int, tokens: int) -> bool:
-    return step >= phase.start_step if phase.start_step is not None else tokens >= (phase.start_tokens or 0)
+    begun = [phase.lr_factor for phase in job.data.phases if step >= first_step(phase, job, step, tokens)]
+    return begun[-1] if begun else 1.0
 
 
 # --- rules -------------------------------------------------------------------------------------------------------
@@ -120,6 +109,5 @@ def _nothing_drawn(job: Job) -> Iterator[Problem]:
     for path, weights in zip(paths, phase_weights(job), strict=True):
         if not any(weights):
             extent = "" if path == "data.sources" else " from here on"
-            yield Problem(
-                path, f"every weight is 0{extent}, so nothing would be drawn; give one source a positive weight"
-            )
+            hint = "give one source a positive weight"
+            yield Problem(path, f"every weight is 0{extent}, so nothing would be drawn; {hint}")

@@ -23,19 +23,14 @@ READS = ("data.sources", "data.tokenizer")
 
 
 def check_rules(job: Job, catalog: Catalog, world_size: int = 1, with_data: bool = True) -> list[Problem]:
-    """Rules that a well-formed job breaks on `world_size` ranks; a job that breaks none is marked as `checked`.
+    """Rules that a complete job breaks on `world_size` ranks; a job that breaks none is marked as `checked`.
 
-    Args:
-        job: the job, with all default components filled in.
-        catalog: where components are looked up.
-        world_size: number of ranks it shall run on.
-        with_data: whether what the job reads must exist. Without it, the job is not marked.
+    Without `with_data`, the files that the job reads need not exist, and the job is not marked.
     """
     layout, problems = _plan(job, world_size)
     planned = not problems
     problems += batch_problems(job, layout) if planned else ()
-    problems += [*mixture_problems(job), *_core_problems(job), *_loader_problems(job, catalog)]
-    problems += [*_order_problems(job, catalog), *_executor_problems(job, catalog)]
+    problems += [*mixture_problems(job), *_core_problems(job, catalog), *_loader_problems(job, catalog)]
     problems += _load_problems(job) if with_data else ()
     for path, component in walk_components(job):
         if with_data or not path.startswith(READS):
@@ -60,7 +55,7 @@ def _plan(job: Job, world_size: int) -> tuple[Layout, list[Problem]]:
         return Layout(), [Problem("parallel", f"the layout cannot be planned: {_named(error)}")]
 
 
-def _core_problems(job: Job) -> Iterator[Problem]:
+def _core_problems(job: Job, catalog: Catalog) -> Iterator[Problem]:
     owners = [name for name, stage in job.parallel.items() if stage.owns_reduction]
     for name in owners[1:]:
         message = f"both this and parallel.{owners[0]} reduce the gradients; keep one of them"
@@ -68,6 +63,15 @@ def _core_problems(job: Job) -> Iterator[Problem]:
     if job.checkpoint.keep_best and not job.eval.interval:
         message = "the best checkpoints are known by evaluations during the run, and there are none; set eval.interval"
         yield Problem("checkpoint.keep_best", message)
+    executor = catalog.type_of(type(job.executor))
+    if executor != attrs.fields(Job).executor.default.type:
+        for name in (name for name, stage in job.parallel.items() if stage.brings_executor):
+            message = f"{executor!r} would not be used: parallel.{name} brings an executor of its own"
+            yield Problem("executor", f"{message}; leave one of them out")
+    try:
+        order_stages(job.parallel, catalog)
+    except JobError as error:
+        yield from error.problems
 
 
 def _loader_problems(job: Job, catalog: Catalog) -> Iterator[Problem]:
@@ -81,23 +85,6 @@ def _loader_problems(job: Job, catalog: Catalog) -> Iterator[Problem]:
         yield Problem("data.workers", f"workers need the loader {WORKER_LOADER!r}: {error}{install}")
     except PluginError as error:
         yield Problem("data.workers", str(error))
-
-
-def _order_problems(job: Job, catalog: Catalog) -> list[Problem]:
-    try:
-        order_stages(job.parallel, catalog)
-    except JobError as error:
-        return list(error.problems)
-    return []
-
-
-def _executor_problems(job: Job, catalog: Catalog) -> Iterator[Problem]:
-    executor = catalog.type_of(type(job.executor))
-    brought = [name for name, stage in job.parallel.items() if stage.brings_executor]
-    if executor != attrs.fields(type(job)).executor.default.type:
-        for name in brought:
-            message = f"{executor!r} would not be used: parallel.{name} brings an executor of its own"
-            yield Problem("executor", f"{message}; leave one of them out")
 
 
 def _load_problems(job: Job) -> Iterator[Problem]:
@@ -115,7 +102,6 @@ def _load_problems(job: Job) -> Iterator[Problem]:
 
 
 def _may_hold_checkpoints(path: Path) -> bool:
-    """Whether `path` is a checkpoint, or the folder of a run that may have some."""
     if (path / "manifest.json").is_file() or any(path.glob("*/step-*/manifest.json")):
         return True
     # A storage other than the core's may keep them anywhere, which shows when the run starts.

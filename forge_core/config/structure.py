@@ -69,24 +69,11 @@ def complete_value(value: Any, catalog: Catalog) -> tuple[Any, list[Problem]]:
 class _Structurer:
     def __init__(self, root: Node, catalog: Catalog, path: Sequence[str] = ()) -> None:
         self.findings = Findings()
-        self.tables: dict[str, type] = {}
-        """Class of every table that the job has or could have, by path."""
-        self.unknown: list[tuple[str, str]] = []
-        """Table and name of each key that its table does not have."""
+        self.tables: dict[str, type] = {}  # class of every table that the job has or could have, by path
+        self.unknown: list[tuple[str, str]] = []  # table and name of each key that its table does not have
         self._root = root
         self._catalog = catalog
         self._path = path
-        self._readers: Sequence[tuple[Callable[[Any], bool], Callable[[Any, Any], Any]]] = (
-            (types.is_section, self._section),
-            (types.is_component, self._component),
-            (types.is_array, self._array),
-            (types.is_mapping, self._mapping),
-            (types.is_union, self._union),
-            (types.is_scalar, read_scalar),
-            (lambda type_: type_ is Any or type_ is None, lambda value, _: value),  # None: not annotated
-        )
-
-    # --- going through the tree ----------------------------------------------------------------------------------
 
     def read(self, key: str | None, convert: Callable[..., Any], *args: Any) -> Any:
         """The result of `convert` below `key` (None: right here), or `INVALID` after noting the problem."""
@@ -102,15 +89,28 @@ class _Structurer:
         finally:
             self._path = outer
 
-    def convert(self, value: Any, type_: Any) -> Any:
-        """A raw value as `type_`.
+    def convert(self, value: Any, type_: Any, default: str | None = None) -> Any:
+        """A raw value as `type_`; `default` is the component that a table without `type` is.
 
         Raises:
             Mismatch: it is not of that type, or no value of TOML can be.
         """
-        for applies, reader in self._readers:
-            if applies(type_):
-                return reader(value, type_)
+        if types.is_table(type_):
+            self._demand_table(value, type_)
+        if types.is_section(type_):
+            return self._fields(value, type_)
+        if types.is_component(type_):
+            return self._component(value, type_, default)
+        if types.is_array(type_):
+            return self._array(value, type_)
+        if types.is_mapping(type_):
+            return self._mapping(value, types.item_type(type_))
+        if types.is_union(type_):
+            return self.convert(value, _fitting(value, type_), default)
+        if types.is_scalar(type_):
+            return read_scalar(value, type_)
+        if type_ is Any or type_ is None:  # None: not annotated
+            return value
         raise Mismatch(f"a field of type {type_} cannot be read from TOML; that is a mistake in the component")
 
     @property
@@ -125,12 +125,7 @@ class _Structurer:
 
     # --- tables and arrays ---------------------------------------------------------------------------------------
 
-    def _section(self, value: Any, cls: type) -> Any:
-        self._demand_table(value, cls)
-        return self._fields(value, cls)
-
-    def _component(self, value: Any, base: type[Component], default: str | None = None) -> Any:
-        self._demand_table(value, base)
+    def _component(self, value: Mapping[str, Any], base: type[Component], default: str | None) -> Any:
         if default is None or "type" in value:
             cls = self.read("type", self._named_class, value, base)
             _demand_valid([cls])  # without its class, nothing is known of the other keys
@@ -138,14 +133,10 @@ class _Structurer:
             cls = self._load(base, default)
         return self._fields({key: item for key, item in value.items() if key != "type"}, cls)
 
-    def _mapping(self, value: Any, type_: Any) -> dict[str, Any]:
+    def _mapping(self, value: Mapping[str, Any], item: Any) -> dict[str, Any]:
         """Named tables, whose names are the default for `type`; or a table of anything else."""
-        self._demand_table(value, type_)
-        item = types.item_type(type_)
-        entries = {}
-        for name, entry in value.items():
-            reading = (self._component, entry, item, name) if types.is_component(item) else (self.convert, entry, item)
-            entries[name] = self.read(name, *reading)
+        named = types.is_component(item)
+        entries = {name: self.read(name, self.convert, v, item, name if named else None) for name, v in value.items()}
         _demand_valid(entries.values())
         return entries
 
@@ -161,15 +152,6 @@ class _Structurer:
         items = [self.read(str(index), self.convert, item, of) for index, (item, of) in pairs]
         _demand_valid(items)
         return _collection(type_)(items)
-
-    def _union(self, value: Any, type_: Any) -> Any:
-        """Tables go to the member that is a table, arrays to the one that is an array, and so on."""
-        fitting = [member for member in types.members(type_) if types.fits(value, member)]
-        if not fitting:
-            raise unexpected(value, type_)
-        # A type that lists the value, or its very own, comes before a wider one: 3 is an int in `float | int`.
-        fitting.sort(key=lambda member: not types.choices(member) and type(value) is not member)
-        return self.convert(value, fitting[0])
 
     def _demand_table(self, value: Any, type_: Any) -> None:
         if isinstance(value, list) and any(isinstance(item, dict) for item in value):
@@ -208,11 +190,13 @@ class _Structurer:
         fields = resolved_fields(cls)
         self.tables[self._here] = cls
         self.unknown += [(self._here, key) for key in table if key not in fields]
-        given = {key: self._given(f, key, table[key], cls) for key, f in fields.items() if key in table}
+        given = {key: self.read(key, self._given, f, table[key], cls) for key, f in fields.items() if key in table}
         values = {key: given[key] if key in given else self._default(f, key, cls) for key, f in fields.items()}
         refused = self._refused(given, values, fields)
         self._note_deprecated(given, fields)
-        values |= {key: self._substitute(fields[key], key, cls) for key in refused}
+        # By another structurer, whose findings are dropped: the user did not ask for these defaults.
+        aside = _Structurer(self._root, self._catalog, self._path)
+        values |= {key: aside._default(fields[key], key, cls) for key in refused}
         _demand_valid(values.values())
         try:
             return cls(**{key: value for key, value in values.items() if value is not attrs.NOTHING})
@@ -221,18 +205,12 @@ class _Structurer:
                 raise Noted from None
             raise Mismatch(plain_message(error)) from error
 
-    def _given(self, f: Attribute, key: str, value: Any, cls: type) -> Any:
-        base = types.component_in(f.type)
-        if base is not None and isinstance(f.default, DefaultType) and isinstance(value, dict):
-            return self.read(key, self._component, value, base, self._own(f.default.type, base, cls))
-        return self.read(key, self.convert, value, f.type)
+    def _given(self, f: Attribute, value: Any, cls: type) -> Any:
+        return self.convert(value, f.type, self._default_type(f.default, f.type, cls))
 
     def _refused(self, given: dict[str, Any], values: dict[str, Any], fields: dict[str, Attribute]) -> list[str]:
-        """Keys whose value could not be read, or that their validator refuses.
-
-        attrs itself would ask the validators only once all values are known, and stop at the first that refuses.
-        """
-        # With the defaults of keys that are left out, since a validator may look at other fields.
+        """Keys whose value could not be read, or that their validator refuses."""
+        # Not left to attrs, which stops at the first refusal. A validator may look at other fields and their defaults.
         known = {fields[key].name: v for key, v in values.items() if v is not INVALID and v is not attrs.NOTHING}
         instance = SimpleNamespace(**known)
         return [
@@ -258,13 +236,6 @@ class _Structurer:
             return self.read(key, self._missing, f.type)
         return self.read(key, self.complete, default_of(f), f.type, cls)
 
-    def _substitute(self, f: Attribute, key: str, cls: type) -> Any:
-        """The default in place of a faulty value, if there is one."""
-        if f.default is attrs.NOTHING:
-            return INVALID
-        # By another structurer, whose findings are dropped: the user did not ask for this default.
-        return _Structurer(self._root, self._catalog, self._path)._default(f, key, cls)
-
     def _missing(self, type_: Any) -> None:
         if types.is_section(type_):
             self.tables[self._here] = type_
@@ -279,7 +250,7 @@ class _Structurer:
     def complete(self, value: Any, type_: Any = Any, owner: type | None = None) -> Any:
         """A value with the components filled in that it names by type only. `owner` is the class whose field it is."""
         if isinstance(value, DefaultType):
-            return self._component_by_default(value.type, types.component_in(type_), owner)
+            return self._component_by_default(value, type_, owner)
         if attrs.has(type(value)):
             return self._complete_fields(value)
         if not isinstance(value, Mapping | tuple):
@@ -299,26 +270,37 @@ class _Structurer:
         _demand_valid(changed.values())
         return attrs.evolve(value, **changed) if changed else value
 
-    def _component_by_default(self, type_: str, base: type[Component] | None, owner: type | None) -> Any:
-        assert base is not None, "only fields that hold a component have such a default"
+    def _component_by_default(self, default: DefaultType, type_: Any, owner: type | None) -> Any:
         if len(self._path) > DEEPEST:
             raise Mismatch("the defaults of components nest without end")
         try:
-            return self._component({}, base, self._own(type_, base, owner))
+            return self.convert({}, type_, self._default_type(default, type_, owner))
         except (Mismatch, PluginError) as error:
-            raise Mismatch(f"is {type_!r} by default, but {error}") from None
+            raise Mismatch(f"is {default.type!r} by default, but {error}") from None
 
-    def _own(self, type_: str, base: type[Component], owner: type | None) -> str:
-        """A default type, qualified if its own distribution offers it: whatever else is installed cannot disturb it."""
-        if owner is None or not types.is_component(owner) or "/" in type_:
-            return type_
-        qualified = f"{self._catalog.type_of(owner).partition('/')[0]}/{type_}"
-        return qualified if any(o.qualified == qualified for o in self._catalog.offers(base.kind)) else type_
+    def _default_type(self, default: Any, type_: Any, owner: type | None) -> str | None:
+        """The type of a table that names none, qualified if its own distribution has it: no other can disturb it."""
+        base = types.component_in(type_)
+        if base is None or not isinstance(default, DefaultType):
+            return None
+        if owner is None or not types.is_component(owner) or "/" in default.type:
+            return default.type
+        own = f"{self._catalog.type_of(owner).partition('/')[0]}/{default.type}"
+        return own if self._catalog.matching(base.kind, own) else default.type
 
 
 def _demand_valid(values: Iterable[Any]) -> None:
     if any(value is INVALID for value in values):
         raise Noted
+
+
+def _fitting(value: Any, union: Any) -> Any:
+    """The member that is a table for a table, an array for an array, and so on."""
+    fitting = [member for member in types.members(union) if types.fits(value, member)]
+    if not fitting:
+        raise unexpected(value, union)
+    # A type that lists the value, or its very own, comes before a wider one: 3 is an int in `float | int`.
+    return min(fitting, key=lambda member: not types.choices(member) and type(value) is not member)
 
 
 def _collection(type_: Any) -> Callable[[list[Any]], Any]:
@@ -338,7 +320,7 @@ def _unknown_key(root: Node, table: str, key: str, tables: Mapping[str, type], c
     message = "unknown section" if not table and isinstance(node.value, dict) else "unknown key"
     hint = (
         _left_over(root, table, node, cls)
-        or _misspelt_or_misplaced(table, key, tables)
+        or _misplaced(table, key, tables)
         or did_you_mean(key, key_fields(cls))
         or _known_keys(table, cls, catalog)
     )
@@ -361,22 +343,20 @@ def _left_over(root: Node, table: str, key: Node, cls: type) -> str:
     return f" (left over from {kind} {old.value!r} in {old.origin}); {hint}"
 
 
-def _misspelt_or_misplaced(table: str, key: str, tables: Mapping[str, type]) -> str:
-    """The table has a key of nearly that name, or another table one of just that name."""
+def _misplaced(table: str, key: str, tables: Mapping[str, type]) -> str:
+    """Another table has a key of just that name."""
     owners = [path for path, cls in tables.items() if key in key_fields(cls) and path != table]
     if "" in owners:
         return f"; [{key}] is a section of its own"
+    if not owners:
+        return ""
     close = closest(key, key_fields(tables[table]), SURE)
     places = " or ".join(f"[{path}]" for path in owners)
-    if close and places:
-        return f"; did you mean {close!r}, or {key!r} in {places}?"
-    if places:
-        return f"; {key!r} belongs in {places}"
-    return f"; did you mean {close!r}?" if close else ""
+    return f"; did you mean {close!r}, or {key!r} in {places}?" if close else f"; {key!r} belongs in {places}"
 
 
 def _known_keys(table: str, cls: type, catalog: Catalog) -> str:
-    """No close match: list all keys of the table, and its type, which the table need not name."""
+    """All keys of the table, and its type, which the table need not name."""
     keys = ", ".join(key_fields(cls)) or "no keys"
     if issubclass(cls, Component):
         return f" of {cls.kind} {catalog.type_of(cls)!r}, which has {keys}"
