@@ -8,32 +8,13 @@ from typing import Any, Literal
 from attrs import field, frozen
 from attrs.validators import ge, gt, matches_re, min_len, optional
 
-from forge_core.contracts.components import (
-    DatasetComponent,
-    EvaluationComponent,
-    ExecutorComponent,
-    LoaderComponent,
-    LoggerComponent,
-    LossComponent,
-    ModelComponent,
-    OptimizerComponent,
-    PackingComponent,
-    ParallelComponent,
-    Plugin,
-    SchedulerComponent,
-    StorageComponent,
-    TokenizerComponent,
-    TrainingHook,
-    default_type,
-    when_resumed,
-)
+from forge_core.contracts import components
+from forge_core.contracts.components import default_type, when_resumed
 from forge_core.contracts.deprecation import deprecated_value
 from forge_core.contracts.layout import Layout
 
-LOCAL_STORAGE = "forge-run/local"
-"""Type of the core's storage in a resolved job."""
-WORKER_LOADER = "nodes"
-"""Type of the loader that `data.workers` needs where the job names none. The core does not have one."""
+LOCAL_STORAGE = "forge-run/local"  # type of the core's storage in a resolved job
+WORKER_LOADER = "nodes"  # type of the loader that `data.workers` needs where the job names none; the core has none
 SAFE, FLAG = when_resumed("safe"), when_resumed("flag")
 """Meaning of a changed key for a run that continues; a key without either is as its section. Micro-batches are layout:
 the loss is normalised over the global batch, so that the curve does not depend on them."""
@@ -93,8 +74,7 @@ class TrainSection:
 class Phase:
     """`[[data.phases]]`: other weights of the sources, and a factor on the learning rate, from some step on.
 
-    A phase lasts until the next one begins. Every source continues where it was: a phase neither repeats nor leaves out
-    any of its sequences.
+    A phase lasts until the next begins. Every source continues where it was: it neither repeats nor skips sequences.
     """
 
     start_step: int | None = field(default=None, validator=optional(ge(0)))
@@ -111,20 +91,19 @@ class Phase:
 class DataSection:
     """`[data]`: the sources of training sequences and how they are loaded."""
 
-    sources: tuple[DatasetComponent, ...]
+    sources: tuple[components.DatasetComponent, ...]
     """`[[data.sources]]`: one table a source, mixed by `weight`."""
     temperature: float = field(default=1.0, validator=gt(0))
-    """Shares are proportional to weight ** (1 / temperature): above 1 they are more equal than the weights, below 1
-    less. A weight of 0 stays 0."""
+    """Shares are proportional to weight ** (1 / temperature): above 1 more equal than the weights. 0 stays 0."""
     phases: tuple[Phase, ...] = ()
     """`[[data.phases]]`: one table a phase, in the order in which they begin."""
-    tokenizer: TokenizerComponent | None = None
+    tokenizer: components.TokenizerComponent | None = None
     """`[data.tokenizer]`: needed by sources of text."""
-    packing: PackingComponent = default_type("forge-run/concatenate")
+    packing: components.PackingComponent = default_type("forge-run/concatenate")
     """`[data.packing]`: how documents become sequences; by default they follow each other without a border."""
     workers: int = field(default=0, validator=ge(0), metadata=SAFE)
     """Processes that load data, for sources that decode or tokenise; 0 loads in a background thread."""
-    loader: LoaderComponent | None = None
+    loader: components.LoaderComponent | None = None
     """`[data.loader]`: reads samples ahead; by default `plain`, one thread, and with `workers` the installed loader
     `nodes`. No loader changes a sample."""
     seed: int | None = None
@@ -178,7 +157,7 @@ class CheckpointSection:
     of a run must succeed either way."""
     verify: Literal["full", "sizes"] = "full"
     """Check before loading: SHA-256 of every file, or sizes only, which does not find flipped bytes."""
-    storage: StorageComponent = default_type(LOCAL_STORAGE)
+    storage: components.StorageComponent = default_type(LOCAL_STORAGE)
     """`[checkpoint.storage]`: where checkpoints are kept."""
     load: LoadSection | None = None
     """`[checkpoint.load]`: weights of another run to start from; by default training starts from random ones."""
@@ -236,19 +215,18 @@ class Job:
     """`[job]`: what the run is called, where it goes, its seed."""
     train: TrainSection = field(metadata=FLAG)
     """`[train]`: length, batch and numerics."""
-    model: ModelComponent
+    model: components.ModelComponent
     """`[model]`: the network; `type` is required."""
     data: DataSection = field(metadata=FLAG)
     """`[data]`: what to train on."""
-    optimizer: OptimizerComponent
+    optimizer: components.OptimizerComponent
     """`[optimizer]`: how weights are updated; `type` is required."""
-    scheduler: SchedulerComponent = default_type("forge-run/constant")
+    scheduler: components.SchedulerComponent = default_type("forge-run/constant")
     """`[scheduler]`: what multiplies the learning rate, step by step; by default nothing does."""
-    loss: LossComponent = default_type("forge-run/cross_entropy")
+    loss: components.LossComponent = default_type("forge-run/cross_entropy")
     """`[loss]`: the objective; by default the plain cross-entropy."""
-    executor: ExecutorComponent = default_type("forge-run/plain")
-    """`[executor]`: how the micro-batches of a step are run; left out where a stage, such as a pipeline, brings its
-    own."""
+    executor: components.ExecutorComponent = default_type("forge-run/plain")
+    """`[executor]`: how a step's micro-batches are run; left out where a stage, such as a pipeline, brings its own."""
     checkpoint: CheckpointSection = field(default=CheckpointSection(), metadata=SAFE)
     """`[checkpoint]`: when and where states are saved."""
     eval: EvalSection = field(default=EvalSection(), metadata=SAFE)
@@ -257,15 +235,15 @@ class Job:
     """`[metrics]`: what the run measures of itself."""
     launch: LaunchSection = field(default=LaunchSection(), metadata=SAFE)
     """`[launch]`: how long ranks wait for each other."""
-    parallel: Mapping[str, ParallelComponent] = field(factory=dict)
+    parallel: Mapping[str, components.ParallelComponent] = field(factory=dict)
     """`[parallel.NAME]`: stages; NAME is the default for `type`. Their order follows from their relations."""
-    evaluations: Mapping[str, EvaluationComponent] = field(factory=dict)
+    evaluations: Mapping[str, components.EvaluationComponent] = field(factory=dict)
     """`[evaluations.NAME]`; by default `held_out`: loss and perplexity of the held-out sequences."""
-    loggers: Mapping[str, LoggerComponent] = field(factory=dict)
+    loggers: Mapping[str, components.LoggerComponent] = field(factory=dict)
     """`[loggers.NAME]`; `console` and `jsonl` are always there."""
-    hooks: Mapping[str, TrainingHook] = field(factory=dict)
+    hooks: Mapping[str, components.TrainingHook] = field(factory=dict)
     """`[hooks.NAME]`: training hooks, in the order of the file."""
-    plugins: Mapping[str, Plugin] = field(factory=dict)
+    plugins: Mapping[str, components.Plugin] = field(factory=dict)
     """`[plugins.NAME]`: plugins whose hooks act in this run, in the order of the file."""
     # Not a key. A job that `attrs.evolve` derives from a checked one starts without it, so it is checked again.
     checked: Checked | None = field(init=False, default=None, eq=False, repr=False)

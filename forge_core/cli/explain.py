@@ -9,16 +9,7 @@ from contextlib import suppress
 from attrs import frozen
 
 from forge_core.cli.command_line import wrapped
-from forge_core.config.field_types import (
-    component_in,
-    header,
-    is_array,
-    is_component,
-    is_mapping,
-    members,
-    section_in,
-    type_name,
-)
+from forge_core.config import field_types
 from forge_core.config.keys import Key, class_doc, keys_of, one_paragraph
 from forge_core.contracts.components import Command, Component
 from forge_core.contracts.errors import ExitCode, JobError, PluginError, did_you_mean
@@ -100,31 +91,32 @@ def _key_of_any_type(base: type[Component], name: str, catalog: Catalog) -> Key 
     for type_ in types if name not in types and name.isidentifier() else ():
         with suppress(PluginError):  # a type that cannot be loaded does not hide those that can
             for key in keys_of(catalog.load(base.kind, type_, base)):
-                if key.name == name and component_in(key.type):
+                if key.name == name and field_types.component_in(key.type):
                     return key
     return None
 
 
 def _target_of(path: str, key: Key) -> Target:
-    base = component_in(key.type)
+    base = field_types.component_in(key.type)
     if base is None:
-        return Target(path, table=section_in(key.type), key=key)
-    return Target(path, kind=base, key=key if len(members(key.type)) > 1 else None)  # a value or a component
+        return Target(path, table=field_types.section_in(key.type), key=key)
+    either = len(field_types.members(key.type)) > 1  # a value or a component
+    return Target(path, kind=base, key=key if either else None)
 
 
 def _explain_table(target: Target, cls: type, catalog: Catalog) -> str:
-    form = header(target.path, target.key.type) if target.key is not None else "a job"
-    title = f"{cls.kind} {catalog.type_of(cls)}" if is_component(cls) else form
+    form = field_types.header(target.path, target.key.type) if target.key is not None else "a job"
+    title = f"{cls.kind} {catalog.type_of(cls)}" if field_types.is_component(cls) else form
     blocks = ["\n".join(_key_lines(key, catalog)) for key in keys_of(cls)]
     return "\n\n".join([title, class_doc(cls), *(blocks or ["It has no keys."])]).rstrip()
 
 
 def _key_lines(key: Key, catalog: Catalog) -> Iterator[str]:
-    yield f"{key.name}: {type_name(key.type)}{_conditions(key)}"
-    section = section_in(key.type)
+    yield f"{key.name}: {field_types.type_name(key.type)}{_conditions(key)}"
+    section = field_types.section_in(key.type)
     if doc := key.doc or (one_paragraph(class_doc(section)) if section else ""):
         yield wrapped(" ".join(doc.split()), "    ")
-    base = component_in(key.type)
+    base = field_types.component_in(key.type)
     if base is not None:
         yield wrapped(f"{_form(key)}; installed: {', '.join(catalog.types(base.kind)) or 'none'}", "    ")
 
@@ -136,10 +128,10 @@ def _conditions(key: Key) -> str:
 
 
 def _form(key: Key) -> str:
-    kinds = [member for member in members(key.type) if component_in(member)]
-    if any(is_array(member) for member in kinds):
+    kinds = [member for member in field_types.members(key.type) if field_types.component_in(member)]
+    if any(field_types.is_array(member) for member in kinds):
         return f"one table [[…{key.name}]] each"
-    named = any(is_mapping(member) for member in kinds)
+    named = any(field_types.is_mapping(member) for member in kinds)
     return f"one table [{key.name}.NAME] each, NAME being the default for `type`" if named else "a table"
 
 

@@ -21,9 +21,6 @@ _BOUNDS = {">": "exclusiveMinimum", ">=": "minimum", "<": "exclusiveMaximum", "<
 _FACTORY: Any = attrs.Factory
 
 
-# --- fields and values -------------------------------------------------------------------------------------------
-
-
 def key_fields(cls: type) -> dict[str, Attribute]:
     """The fields of an attrs class that are keys of a table, by key, with those of its bases last."""
     own_first = sorted(attrs.fields(cls), key=lambda f: f.inherited)
@@ -79,7 +76,6 @@ class Demand:
     text: str
     """Completes the sentence "it must …": `be > 0`."""
     check: Callable[[Any, Any, Any], Any]
-    """The validator itself."""
     schema: dict[str, Any] = field(factory=dict)
     """JSON Schema keywords that say the same."""
 

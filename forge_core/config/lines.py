@@ -38,11 +38,7 @@ def find_lines(text: str) -> dict[KeyPath, int]:
 
 
 def split_key(text: str) -> list[str]:
-    """The parts of a dotted key.
-
-    Raises:
-        tomllib.TOMLDecodeError: it is not a key of TOML.
-    """
+    """The parts of a dotted key; raises `tomllib.TOMLDecodeError` where it is not a key of TOML."""
     table: Any = tomllib.loads(f"{text} = 0")  # quotes and escapes are tomllib's to resolve
     parts = []
     while isinstance(table, dict):
@@ -57,17 +53,14 @@ class _Scanner:
         self._text = text
         self._at = 0
         self._newlines = [match.start() for match in re.finditer("\n", text)]
-        self._last_entry: dict[KeyPath, int] = {}
-        """Index of the newest `[[header]]` of each array of tables."""
-
-    # --- grammar -------------------------------------------------------------------------------------------------
+        self._last_entry: dict[KeyPath, int] = {}  # index of the newest `[[header]]` of each array of tables
 
     def document(self) -> None:
         table: KeyPath = ()
         while self._skip_blank() < len(self._text):
             start = self._at
             if self._accept("[["):
-                table = self._array_header(start)
+                table = self._header("]]", start)
             elif self._accept("["):
                 table = self._header("]", start)
             else:
@@ -80,14 +73,12 @@ class _Scanner:
             path = (*path, key)
             path = (*path, self._last_entry[path]) if path in self._last_entry else path
         self._expect(closing)
-        self._mark((*path, last), start)
-        return (*path, last)
-
-    def _array_header(self, start: int) -> KeyPath:
-        array = self._header("]]", start)
-        index = self._last_entry[array] = self._last_entry.get(array, -1) + 1
-        self._mark((*array, index), start)
-        return (*array, index)
+        path = (*path, last)
+        if closing == "]]":
+            self._last_entry[path] = self._last_entry.get(path, -1) + 1
+            path = (*path, self._last_entry[path])
+        self._mark(path, start)
+        return path
 
     def _pair(self, table: KeyPath) -> None:
         start = self._at
@@ -98,26 +89,18 @@ class _Scanner:
 
     def _value(self, path: KeyPath) -> None:
         if self._accept("["):
-            self._array(path)
+            index = 0
+            while not self._accept("]"):
+                self._mark((*path, index), self._at)
+                self._value((*path, index))
+                self._accept(",")
+                index += 1
         elif self._accept("{"):
-            self._inline_table(path)
+            while not self._accept("}"):
+                self._pair(path)
+                self._accept(",")
         else:
             self._take(_SCALAR)
-
-    def _array(self, path: KeyPath) -> None:
-        index = 0
-        while not self._accept("]"):
-            self._mark((*path, index), self._at)
-            self._value((*path, index))
-            self._accept(",")
-            index += 1
-
-    def _inline_table(self, path: KeyPath) -> None:
-        while not self._accept("}"):
-            self._pair(path)
-            self._accept(",")
-
-    # --- text ----------------------------------------------------------------------------------------------------
 
     def _mark(self, path: KeyPath, at: int) -> None:
         """Note the line of `path`, and of the tables above it where this is their first mention."""

@@ -157,9 +157,6 @@ def _place(root: Node, problem: Problem) -> tuple[int, int]:
     return origin.layer, origin.line
 
 
-# --- back to TOML ------------------------------------------------------------------------------------------------
-
-
 def dump_job(job: Job, catalog: Catalog | None = None) -> str:
     """The resolved job: every key, every `type` qualified by its distribution. `load_job` reads it back equal.
 

@@ -42,9 +42,6 @@ def lr_factor(job: Job, step: int, tokens: int) -> float:
     return begun[-1] if begun else 1.0
 
 
-# --- rules -------------------------------------------------------------------------------------------------------
-
-
 def mixture_problems(job: Job) -> Iterator[Problem]:
     """Mistakes in sources and phases that show without reading any data."""
     if not job.data.sources:

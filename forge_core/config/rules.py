@@ -45,9 +45,6 @@ def check_rules(job: Job, catalog: Catalog, world_size: int = 1, with_data: bool
     return problems
 
 
-# --- rules of the core -------------------------------------------------------------------------------------------
-
-
 def _plan(job: Job, world_size: int) -> tuple[Layout, list[Problem]]:
     try:
         return plan_layout(job, world_size)

@@ -1,8 +1,8 @@
 """From the raw tree to typed components, in one pass that notes every problem and goes on.
 
-A reader for each form of type (section, component, array, …) returns the typed value or raises `Mismatch`. The reader
-of the next outer table or array catches it, notes the problem at the path where it arose, and reads the other entries.
-Nothing is converted silently: `"3"` is no int, and 1 is no bool.
+A method for each form of type (section, component, array, …) returns the typed value or raises `Mismatch`; the next
+outer table or array notes the problem at the path where it arose, and reads the other entries. Nothing is converted
+silently: `"3"` is no int, and 1 is no bool.
 """
 
 from __future__ import annotations
@@ -24,9 +24,7 @@ from forge_core.contracts.deprecation import ForgeDeprecation, deprecation_of
 from forge_core.contracts.errors import SURE, PluginError, Problem, closest, did_you_mean
 from forge_core.plugins.catalog import Catalog, UnknownTypeError
 
-DEEPEST = 32
-"""Tables within tables that defaults may make."""
-
+DEEPEST = 32  # tables within tables that defaults may make
 INVALID: Any = object()
 """Stands for a value that could not be read; the reason has been noted."""
 
@@ -49,8 +47,7 @@ class Findings:
 def structure(root: Node, type_: Any, catalog: Catalog) -> tuple[Any, Findings]:
     """The typed value of a tree, or `INVALID`.
 
-    After a mistake in a key that has a default, the default stands in for it, so that the value is as complete as can
-    be and further rules can be checked; it must not be used otherwise.
+    After a mistake in a key, its default stands in, so that further rules can be checked; do not use such a value.
     """
     structurer = _Structurer(root, catalog)
     value = structurer.read(None, structurer.convert, root.plain(), type_)
@@ -123,8 +120,6 @@ class _Structurer:
             message += f"; write {flag(self._here, error.correction) if origin.is_flag else error.correction}"
         self.findings.problems.append(Problem(self._here, message, str(origin)))
 
-    # --- tables and arrays ---------------------------------------------------------------------------------------
-
     def _component(self, value: Mapping[str, Any], base: type[Component], default: str | None) -> Any:
         if default is None or "type" in value:
             cls = self.read("type", self._named_class, value, base)
@@ -164,8 +159,6 @@ class _Structurer:
         """The header of a table in a file; None on the command line, which has no headers."""
         return None if self._root.origin_of(self._here).is_flag else form.format(self._here)
 
-    # --- classes of components -----------------------------------------------------------------------------------
-
     def _named_class(self, table: Mapping[str, Any], base: type[Component]) -> type[Component]:
         if "type" not in table:
             raise Mismatch(f"required key is missing; {self._installed(base)}")
@@ -182,8 +175,6 @@ class _Structurer:
 
     def _installed(self, base: type[Component]) -> str:
         return f"installed: {', '.join(self._catalog.types(base.kind)) or 'none'}"
-
-    # --- keys ----------------------------------------------------------------------------------------------------
 
     def _fields(self, table: Mapping[str, Any], cls: type) -> Any:
         """An instance of an attrs class from its table."""
@@ -261,13 +252,11 @@ class _Structurer:
 
     def _complete_fields(self, value: Any) -> Any:
         self.tables[self._here] = type(value)  # also where the job leaves it out: a misplaced key may belong here
-        changed: dict[str, Any] = {}
-        for key, f in resolved_fields(type(value)).items():
-            old = getattr(value, f.name)
-            new = self.read(key, self.complete, old, f.type, type(value))
-            if new is not old and new != old:  # keep objects made in Python as they are
-                changed[key] = new
-        _demand_valid(changed.values())
+        olds, fields = dict(children(value)), resolved_fields(type(value))
+        news = {key: self.read(key, self.complete, old, fields[key].type, type(value)) for key, old in olds.items()}
+        _demand_valid(news.values())
+        # Objects made in Python stay as they are where nothing is filled in.
+        changed = {key: new for key, new in news.items() if new is not olds[key] and new != olds[key]}
         return attrs.evolve(value, **changed) if changed else value
 
     def _component_by_default(self, default: DefaultType, type_: Any, owner: type | None) -> Any:

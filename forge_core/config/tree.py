@@ -18,8 +18,7 @@ from forge_core.config.lines import KeyPath, find_lines, split_key
 from forge_core.contracts.errors import SURE, JobError, Problem, did_you_mean
 
 _POSITION = re.compile(r" \(at (?:line (\d+), column (\d+)|end of document)\)$")
-SHOWN = 60
-"""Characters of a flag that error messages show."""
+SHOWN = 60  # characters of a flag that error messages show
 
 
 @frozen
@@ -98,14 +97,8 @@ def merge(base: Node, layer: Node) -> Node:
     return Node(merged, layer.origin, replaced=base)
 
 
-# --- files -------------------------------------------------------------------------------------------------------
-
-
 def read_job(paths: Sequence[str | Path], overrides: Iterable[str] = ()) -> tuple[Node, list[Problem]]:
-    """Merge files and overrides into one tree.
-
-    Returns:
-        The tree, and the problems of overrides that name a key.
+    """The tree of files and overrides, and the problems of overrides that name a key.
 
     Raises:
         JobError: a file is missing or is not TOML; lists every such file, and malformed overrides.
@@ -124,11 +117,7 @@ def read_job(paths: Sequence[str | Path], overrides: Iterable[str] = ()) -> tupl
 
 
 def read_file(path: str | Path, layer: int = 0) -> Node:
-    """The tree of one file.
-
-    Raises:
-        JobError: it cannot be read, or is not TOML; names line and column.
-    """
+    """The tree of one file; raises `JobError` where it cannot be read or is not TOML, with line and column."""
     try:
         # Not in text mode, which would turn a lone \r into a new line too: TOML refuses that.
         text = Path(path).read_bytes().decode("utf-8-sig").replace("\r\n", "\n")
@@ -171,10 +160,8 @@ def flag(path: str, toml: str) -> str:
 def apply_override(root: Node, text: str, layer: int) -> list[Problem]:
     """Set one key of the tree in place (`--optimizer.lr=1e-3`, `--data.sources.0.weight=2`).
 
-    Missing tables on the way are created: a misspelt one is reported later, as an unknown key.
-
-    Returns:
-        Why the override cannot be applied, if so: with a path if a key is at fault, without if the flag itself is.
+    Missing tables on the way are created: a misspelt one is reported later, as an unknown key. Returns why it cannot be
+    applied, if so: with a path if a key is at fault, without if the flag itself is.
     """
     text = "--" + text.removeprefix("--")
     origin = Origin(text if len(text) <= SHOWN else text[: SHOWN - 1] + "…", 0, layer)
@@ -187,11 +174,7 @@ def apply_override(root: Node, text: str, layer: int) -> list[Problem]:
 
 
 def parse_override(text: str) -> tuple[list[str], Any]:
-    """Key path and value of `--a.b=value`.
-
-    Raises:
-        JobError: the value is missing, or the key is not a TOML key.
-    """
+    """Key path and value of `--a.b=value`; raises `JobError` where the value is missing or the key is not one."""
     key, equals, raw = text.removeprefix("--").partition("=")
     if not equals:
         raise _fault(f"there is no value; write {text}=VALUE (to switch something on, =true)")

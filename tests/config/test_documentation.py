@@ -18,9 +18,9 @@ from job_parts import MoE, Text, Transformer, make_catalog
 from job_strategies import tables
 
 from forge_core.cli import function_summary
+from forge_core.cli.schema import job_schema
 from forge_core.config.keys import class_doc, demands, field_docs, keys_of, one_paragraph
 from forge_core.config.load import dump_job
-from forge_core.config.schema import job_schema
 from forge_core.contracts.components import OptimizerComponent, SchedulerComponent
 from forge_core.job import (
     CheckpointSection,
