@@ -36,12 +36,15 @@ class Target:
 
 
 def explain(path: str, catalog: Catalog) -> str:
-    """The text about a path.
+    """The text about a path through sections, types and keys: `model.transformer.attention.gqa`.
 
     Raises:
         JobError: there is nothing of that name.
     """
-    target = _find(path, catalog)
+    target, rest = Target("", Job), [part for part in path.split(".") if part]
+    while rest:
+        taken, target = _step(target, rest, catalog)
+        rest = rest[taken:]
     if target.table is not None:
         return _explain_table(target, target.table, catalog)
     key = "\n".join(_key_lines(target.key, catalog)) if target.key is not None else ""
@@ -49,22 +52,8 @@ def explain(path: str, catalog: Catalog) -> str:
     return "\n\n".join(filter(None, [key, kind]))
 
 
-def _find(path: str, catalog: Catalog) -> Target:
-    """Follow a path through sections, types and keys: `model.transformer.attention.gqa`."""
-    target = Target("", Job)
-    rest = [part for part in path.split(".") if part]
-    while rest:
-        taken, target = _step(target, rest, catalog)
-        rest = rest[taken:]
-    return target
-
-
 def _step(target: Target, rest: list[str], catalog: Catalog) -> tuple[int, Target]:
-    """One step along a path.
-
-    Returns:
-        The number of parts taken from `rest`, and the target they lead to.
-    """
+    """One step along a path: the number of parts taken from `rest`, and the target they lead to."""
     prefix = f"{target.path}." if target.path else ""
     if target.kind is not None:
         type_ = ".".join(rest) if any(":" in part for part in rest) else rest[0]  # a file or dotted path has dots

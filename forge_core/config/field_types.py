@@ -34,9 +34,6 @@ class Mismatch(Exception):
         self.correction = correction
 
 
-# --- forms of types ----------------------------------------------------------------------------------------------
-
-
 def is_union(type_: Any) -> bool:
     """`A | B`, in either spelling."""
     return typing.get_origin(type_) in (typing.Union, types.UnionType)
