@@ -51,7 +51,7 @@ class _Writer:
         self.definitions: dict[str, Schema] = {}
         self.left_out: dict[str, None] = {}
         self._catalog = catalog
-        self._offers = functools.cache(self._load_offers)
+        self._offers: Any = functools.cache(self._load_offers)  # to mypy, classes are not hashable
 
     def section(self, cls: type, **more: Schema) -> Schema:
         """A table with the keys of a class, these more, and no others.

@@ -61,7 +61,7 @@ def _core_problems(job: Job, catalog: Catalog) -> Iterator[Problem]:
         message = "the best checkpoints are known by evaluations during the run, and there are none; set eval.interval"
         yield Problem("checkpoint.keep_best", message)
     executor = catalog.type_of(type(job.executor))
-    if executor != attrs.fields(Job).executor.default.type:
+    if executor != attrs.fields(type(job)).executor.default.type:
         for name in (name for name, stage in job.parallel.items() if stage.brings_executor):
             message = f"{executor!r} would not be used: parallel.{name} brings an executor of its own"
             yield Problem("executor", f"{message}; leave one of them out")
