@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -42,13 +42,9 @@ class _Attach(torch.autograd.Function):
 
 
 class Recomputing(AbstractContextManager):
-    """Marks a second forward pass, such as the recomputation of a checkpointed region: metrics do not count again.
-
-    One may lie within another.
-    """
+    """Marks a second forward pass, such as a recomputation: metrics do not count again. One may lie within another."""
 
     # A class and not a generator: zero-bubble schedules enter one object many times.
-
     def __init__(self, auxiliary: Auxiliary) -> None:
         self._auxiliary = auxiliary
         self._before: list[bool] = []
@@ -83,8 +79,7 @@ class Counter:
 class Auxiliary:
     """Collects what modules attach. One object a run, found as `context.auxiliary`.
 
-    The engine calls `begin_step` with the global count of each unit before the first forward of a step; modules call
-    `attach` and `metric` in their forward pass.
+    The engine calls `begin_step` before the first forward of a step; modules call `attach` and `metric` in theirs.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -92,9 +87,7 @@ class Auxiliary:
         self.recomputing = False
         self.active = False
         # Tensors and not numbers: how many tokens are valid only the device knows, and asking would wait for it.
-        self._scale: dict[str, Tensor] = {
-            unit: torch.zeros((), device=device, dtype=torch.float64) for unit in ("token", "sequence", "layer")
-        }
+        self._scale = {unit: torch.zeros((), device=device, dtype=torch.float64) for unit in get_args(Unit)}
         self._counters: dict[str | Count, Counter] = {}
         """Of each metric, by name, and of each count."""
         self._counted: Mapping[Count, Tensor] = {}
@@ -112,11 +105,7 @@ class Auxiliary:
         self.active = True
 
     def end_step(self, counted: Mapping[Count, Tensor]) -> None:
-        """End the step's forward passes: until the next `begin_step`, nothing counts.
-
-        Args:
-            counted: the counts, summed over all ranks.
-        """
+        """End the step's forward passes, with the counts over all ranks: until `begin_step`, nothing counts."""
         self.active = False
         self._counted, self._kept = counted, None
 
@@ -147,35 +136,28 @@ class Auxiliary:
             self._counters.setdefault(name, Counter(self, unit)).add(value.reshape(1))
 
     def count(self, name: str, row: int, values: Tensor, unit: Unit | None = None) -> None:
-        """Count something in this step for each of n things, such as the tokens of experts.
+        """Add `values` (n,) to the step's counts of n things in layer `row`, such as the tokens of experts.
 
-        Args:
-            name: of the counts.
-            row: number of the layer, which distinguishes the counts of one name.
-            values: (n,), added to those of the step so far.
-            unit: whose global count the sum is divided by. `layer`: values that are the same in every micro-batch.
+        The sum is divided by the global count of `unit`, if given; `layer`: values the same in every micro-batch.
         """
         self.counter(name, row, unit).add(values)
 
     def counter(self, name: str, row: int, unit: Unit | None = None) -> Counter:
-        """Returns the counter that `count` adds to.
+        """The counter that `count` adds to, for a layer to keep.
 
-        A layer asks for it when it is built, and adds to it in its forward pass: a forward pass that named the layer's
-        number would need a compiled graph of its own for each layer.
+        A forward pass that named the layer's number would need a compiled graph of its own for each layer.
         """
         return self._counters.setdefault(Count(name, row), Counter(self, unit))
 
     def summarise(self, name: str, summary: Summary) -> None:
-        """Log metrics that are made of all counts of a name.
+        """Log metrics made of all counts of a name; replaces an earlier summary.
 
-        Args:
-            name: the counts' name.
-            summary: maps {row: (n,)}, of a complete step and over all ranks, to {metric: ()}. Replaces an earlier one.
+        `summary` maps {row: (n,)}, of a complete step and over all ranks, to {metric: ()}.
         """
         self._summaries[name] = summary
 
     def summaries(self) -> Mapping[str, Tensor]:
-        """Returns the metrics that `summarise` declared, of the last complete step."""
+        """Metrics that `summarise` declared, of the last complete step."""
         metrics: dict[str, Tensor] = {}
         for name, summary in self._summaries.items():
             rows = {count.row: values for count, values in sorted(self._counted.items()) if count.name == name}
@@ -183,11 +165,7 @@ class Auxiliary:
         return metrics
 
     def forget_counted_unless(self, kept: Tensor) -> None:
-        """Let `counted` return zeros for the last step if its update was skipped; logged values stay.
-
-        Args:
-            kept: (), bool on the device: whether the update was made.
-        """
+        """Let `counted` return zeros unless the update was `kept` (), bool on the device; logged values stay."""
         self._kept = kept  # multiplied in when asked for: reading it here would wait for the device
 
     def counted(self, name: str, row: int) -> Tensor:
@@ -196,10 +174,7 @@ class Auxiliary:
         return values if self._kept is None else values * self._kept
 
     def totals(self) -> dict[str | Count, Tensor]:
-        """This rank's share of each metric of the step, (), and of each count, (n,), divided by its global count.
-
-        Still to be summed over the token dimensions.
-        """
+        """This rank's share of each metric (), and of each count (n,), still to be summed over the token ranks."""
         shares: dict[str | Count, Tensor] = {}
         for key, counter in self._counters.items():
             if counter.total is not None:

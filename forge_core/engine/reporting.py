@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import time
 import warnings
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 import torch
+from attrs import define
 from torch import Tensor
 
 from forge_core.auxiliary import Count
@@ -22,11 +24,13 @@ from forge_core.contracts.runtime import Flushes, Logger
 from forge_core.data.order import expected_draws, limits, phase_shares, sizes_of
 from forge_core.engine.build import Run
 from forge_core.engine.hooks import named
-from forge_core.engine.step import Stepper, Sums, metrics
+from forge_core.engine.step import ABSENT, SOURCE_LOSS, Stepper, Sums, metrics
 from forge_core.metrics.flops import peak_flops
-from forge_core.metrics.tracker import Clock, Tracker
 from forge_core.parallel.layout import micro_batches
 from forge_core.parallel.mesh import global_rank
+
+MAX_LAG = 2
+"""Steps that a line may stay behind: they bound the pinned memory, and how late the non-finite policy acts."""
 
 
 def announce(run: Run, stepper: Stepper, provenance: Mapping[str, Any], echo: Callable[[str], object]) -> None:
@@ -147,6 +151,7 @@ class Recorder:
         self._loggers, self._on_line = loggers, on_line
         self._counts_interval = run.job.metrics.counts_interval
         self._tracker = Tracker(self._deliver)
+        self.flush = self._tracker.flush
         self.clock = Clock()
         flops, peak = run.outline.flops, peak_flops(run.job, run.context.device)
         self._mfu_per_speed = flops / peak / ranks if flops and peak else None
@@ -156,10 +161,7 @@ class Recorder:
     def step(
         self, context: StepContext, tokens: int, rate: float, waited: float, sums: Sums, skipped: Tensor | None
     ) -> None:
-        """Queue the line of a step: `tokens` fed since the run began, and seconds that it `waited` for data.
-
-        All tensors are the same on every rank. `skipped` () is given where only the device knows.
-        """
+        """Queue the line of a step: `tokens` fed since the run began, seconds `waited`, `skipped` on the device."""
         assert context.grad_norm is not None
         scalars = metrics(sums, self._source_names)
         if not self._counts_interval or context.step % self._counts_interval:
@@ -180,14 +182,9 @@ class Recorder:
         self._tracker.put(record, scalars)
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write an evaluation's line, after those of all steps before it."""
-        self.flush()
+        """Write an evaluation's line; `flush` comes before it, so that those of earlier steps do."""
         self.last_evaluation = metrics
         self._write({"step": step, **metrics})
-
-    def flush(self) -> None:
-        """Wait for the lines whose numbers are still being copied from the device."""
-        self._tracker.flush()
 
     def sync(self) -> None:
         """Let loggers put the lines so far where they outlive the process and the machine."""
@@ -211,3 +208,91 @@ class Recorder:
                     logger.log(record)
             except OSError as error:  # a full disk or a closed terminal ends no run
                 warnings.warn(f"{name}: {error}", stacklevel=2)
+
+
+@define
+class _Pending:
+    """The line of a step whose numbers are on their way to the host."""
+
+    record: dict[str, Any]
+    sizes: Mapping[str | Count, int]
+    """How many values each name has."""
+    values: Tensor
+    arrived: torch.cuda.Event | None
+
+    def ready(self) -> bool:
+        return self.arrived is None or self.arrived.query()
+
+    def line(self) -> dict[str, Any]:
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        line, counts = dict(self.record), dict[str, dict[str, list[float]]]()
+        values = iter(self.values.tolist())
+        for name, size in self.sizes.items():
+            own = [next(values) for _ in range(size)]
+            if isinstance(name, Count):
+                counts.setdefault(name.name, {})[str(name.row)] = own
+            elif own[0] != ABSENT or not name.startswith(SOURCE_LOSS):
+                line[name] = own[0]
+        return line | ({"counts": counts} if counts else {})
+
+
+def _on_one_device(tensors: Sequence[Tensor]) -> list[Tensor]:
+    # Tensors on the host (the gradient norm of offloaded parameters) move to the device: else the host waits.
+    home = next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), torch.device("cpu"))
+    return [tensor.to(home, non_blocking=True) for tensor in tensors]
+
+
+class Tracker:
+    """Takes the numbers of each step from the device to `deliver`, as complete records in order, without waiting.
+
+    A step copies one small vector to pinned memory, asynchronously. Its line is delivered once the copy has arrived, at
+    most two steps later: reading a number at once would wait for all work queued on the device, which would then idle
+    until the host has queued the next step.
+    """
+
+    def __init__(self, deliver: Callable[[dict[str, Any]], None]) -> None:
+        self._deliver = deliver
+        self._pending: deque[_Pending] = deque()
+
+    def put(self, record: Mapping[str, Any], scalars: Mapping[str | Count, Tensor]) -> None:
+        """Queue a step's line: `record` on the host, `scalars` and counts on the device."""
+        sizes = {name: tensor.numel() for name, tensor in scalars.items()}
+        dtype = torch.float64 if any(t.dtype == torch.float64 for t in scalars.values()) else torch.float32
+        stacked = torch.cat([tensor.detach().to(dtype).reshape(-1) for tensor in _on_one_device([*scalars.values()])])
+        arrived = None
+        if stacked.device.type == "cuda":
+            host = torch.empty(stacked.shape, dtype=dtype, pin_memory=True)
+            host.copy_(stacked, non_blocking=True)
+            arrived = torch.cuda.Event()
+            arrived.record()  # after the copy, on the same stream
+            stacked = host
+        self._pending.append(_Pending(dict(record), sizes, stacked, arrived))
+        while self._pending and (len(self._pending) > MAX_LAG or self._pending[0].ready()):
+            self._deliver(self._pending.popleft().line())
+
+    def flush(self) -> None:
+        """Deliver everything, waiting for it."""
+        while self._pending:
+            self._deliver(self._pending.popleft().line())
+
+
+class Clock:
+    """Tokens per second over a short window of steps, so that a slow step shows."""
+
+    WINDOW = 10
+
+    def __init__(self) -> None:
+        self.restart()
+
+    def tick(self, tokens: int) -> tuple[float, float]:
+        """Count `tokens` more; returns (seconds since the last tick, tokens per second over the window)."""
+        now = time.perf_counter()
+        previous, total = self._marks[-1]
+        self._marks.append((now, total + tokens))
+        first_time, first_total = self._marks[0]
+        return now - previous, (total + tokens - first_total) / max(now - first_time, 1e-9)
+
+    def restart(self) -> None:
+        """Start the window afresh, so that a pause does not count."""
+        self._marks: deque[tuple[float, int]] = deque([(time.perf_counter(), 0)], maxlen=self.WINDOW + 1)

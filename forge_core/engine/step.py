@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -20,21 +21,17 @@ from forge_core.contracts.errors import ForgeError
 from forge_core.contracts.model import ChangesWithUpdates
 from forge_core.contracts.runtime import StepOutput
 from forge_core.engine.build import Run
-from forge_core.metrics.tracker import ABSENT, SOURCE_LOSS
+from forge_core.parallel import mesh
 from forge_core.parallel.layout import micro_batches
-from forge_core.parallel.mesh import (
-    all_reduce_samples,
-    all_reduce_tokens,
-    any_rank,
-    gather_objects,
-    local_part,
-    part_of_step,
-    pipeline_group,
-    sample_rank,
-)
 
 AUXILIARY = "auxiliary:"
 """Marks what modules attached among the reduced sums."""
+
+SOURCE_LOSS = "loss/source/"
+"""Prefix of a source's name. Not `loss/` alone, which prefixes the terms of a loss: a source may have any name."""
+
+ABSENT = -math.inf
+"""The loss of a source without a valid token in a step, which only the device knows. The line leaves it out."""
 
 Sums = Mapping[str | Count, Tensor]
 """What a step adds up over the token ranks: sums (), and what modules counted (n,)."""
@@ -49,13 +46,13 @@ class Stepper:
         # Another rank of a pipeline counts these: the norm is over distinct parameters, and a tied one is one.
         elsewhere = {id(parameter) for stage in run.built_stages for parameter in stage.counted_elsewhere(run.model)}
         self._counted = [parameter for parameter in self._parameters if id(parameter) not in elsewhere]
-        self._pipeline = pipeline_group(self._mesh)
+        self._pipeline = mesh.pipeline_group(self._mesh)
         self._attached: dict[str | Count, torch.Size] | None = None
         self._changing = [module for module in run.model.modules() if isinstance(module, ChangesWithUpdates)]
         self._source_names = source_names(run.job)
         key = hashlib.blake2b(f"{run.job.job.seed}:draw".encode(), digest_size=7).digest()
         self._first_draw = int.from_bytes(key, "little")
-        self._sample_rank, self._part = sample_rank(self._mesh, layout), part_of_step(self._mesh, layout)
+        self._sample_rank, self._part = mesh.sample_rank(self._mesh, layout), mesh.part_of_step(self._mesh, layout)
         count, _ = micro_batches(run.job, layout)
         self._micro_batches = count * layout.token_ranks
         self._masked = self._can_mask()
@@ -130,7 +127,7 @@ class Stepper:
             return True  # on all ranks, which know it by themselves
         alone, requests = self._run.context.layout.world_size == 1, context.requests
         if self._run.hooks.may_skip and not alone:  # hooks may ask on some ranks, and all must do the same
-            requests.skip = agreed_reason(requests.skip) if any_rank([bool(requests.skip)])[0] else ""
+            requests.skip = agreed_reason(requests.skip) if mesh.any_rank([bool(requests.skip)])[0] else ""
         return bool(requests.skip)
 
     def _optimizer_step(self, norm: Tensor, finite: Tensor) -> None:
@@ -152,7 +149,7 @@ class Stepper:
     def _valid_tokens(self, batches: Sequence[Batch]) -> Tensor:
         counts = [(batch["labels"] != IGNORED_LABEL).sum() for batch in batches]
         # Over samples and not tokens: sequences are still whole here, and `cp` ranks have the same ones.
-        return all_reduce_samples(torch.stack(counts).sum(), self._mesh)
+        return mesh.all_reduce_samples(torch.stack(counts).sum(), self._mesh)
 
     def _reduce(self, output: StepOutput, batches: Sequence[Batch], attached: Sums) -> Sums:
         """One small collective over the token ranks: loss, counts, losses by source, what modules attached."""
@@ -165,14 +162,14 @@ class Stepper:
             parts["source_counts"] = zeros.index_add(0, sources, counts.to(sums.dtype))
         for name, value in self._over_layers(attached).items():
             parts[name if isinstance(name, Count) else f"{AUXILIARY}{name}"] = value
-        return _unflatten(all_reduce_tokens(_flatten(parts), self._mesh), parts)
+        return _unflatten(mesh.all_reduce_tokens(_flatten(parts), self._mesh), parts)
 
     def _over_layers(self, attached: Sums) -> Sums:
         """What modules attached, summed over the pipeline's ranks, whose modules attach different names."""
         if self._pipeline is None:
             return attached
         if self._attached is None:  # once: gathering objects in every step would cost more than the sums
-            known = gather_objects({name: value.shape for name, value in attached.items()}, self._pipeline)
+            known = mesh.gather_objects({name: value.shape for name, value in attached.items()}, self._pipeline)
             every = {name: shape for part in known for name, shape in part.items()}
             names = sorted(every, key=lambda name: (isinstance(name, Count), name))  # one order on all ranks
             self._attached = {name: every[name] for name in names}
@@ -190,7 +187,7 @@ class Stepper:
 
 def agreed_reason(own: str) -> str:
     """The reason of this rank for what was asked, or else that of the first rank that has one. Collective."""
-    reasons = gather_objects(own)
+    reasons = mesh.gather_objects(own)
     return own or next((f"{reason} (rank {rank})" for rank, reason in enumerate(reasons) if reason), "")
 
 
@@ -213,7 +210,7 @@ def global_norm(parameters: Iterable[nn.Parameter], stages: ProcessGroup | None 
     split: dict[tuple[ProcessGroup, ...], list[Tensor]] = {}
     for parameter in parameters:
         if parameter.grad is not None:
-            split.setdefault(_groups(parameter.grad), []).append(local_part(parameter.grad))
+            split.setdefault(_groups(parameter.grad), []).append(mesh.local_part(parameter.grad))
     total = torch.zeros(())
     for groups, gradients in split.items():
         square = _square(gradients)
@@ -248,7 +245,7 @@ def clip(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: float) -> N
     groups: dict[tuple[Any, torch.dtype], list[Tensor]] = {}
     for parameter in parameters:
         if parameter.grad is not None:
-            local = local_part(parameter.grad)
+            local = mesh.local_part(parameter.grad)
             groups.setdefault((local.device, local.dtype), []).append(local)
     for (device, dtype), gradients in groups.items():
         torch._foreach_mul_(gradients, factor.to(device=device, dtype=dtype))

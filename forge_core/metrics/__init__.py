@@ -1,1 +1,1 @@
-"""Measurements of a run, and the core's loggers."""
+"""The core's loggers, and the peak speed of devices."""

@@ -68,7 +68,6 @@ class PlainLogger:
 
     def __init__(self, terminal: Terminal, steps: int, interval: int) -> None:
         self._terminal, self._steps, self._interval = terminal, steps, interval
-        self._first, self._began = 0, time.perf_counter()
 
     def start(self, step: int) -> None:
         self._first, self._began = step, time.perf_counter()

@@ -22,8 +22,8 @@ from forge_core.auxiliary import Auxiliary
 from forge_core.contracts.model import Initialises
 from forge_core.engine.build import BuiltModel, Run, assemble, build_bare_model, build_context, stages_of
 from forge_core.engine.hooks import HookRunner
+from forge_core.engine.reporting import Tracker
 from forge_core.engine.step import Stepper, metrics
-from forge_core.metrics.tracker import Tracker
 from forge_core.parallel.initialise import allocate
 from forge_core.parallel.stages import apply_stages
 
@@ -95,5 +95,5 @@ def _log(scalars: dict[Any, Tensor | None]) -> None:
     """As far as the copy to the host, which a device without content cannot make."""
     arrived: list[Any] = []
     tracker = Tracker(arrived.append)
-    with patch("forge_core.metrics.tracker._Pending.ready", lambda self: False):
+    with patch("forge_core.engine.reporting._Pending.ready", lambda self: False):
         tracker.put({}, {name: value for name, value in scalars.items() if value is not None})

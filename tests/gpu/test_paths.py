@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from forge_core.metrics.tracker import Tracker
+from forge_core.engine.reporting import Tracker
 from forge_core.vocab_parallel import combine_mean
 from forge_plugin_transformer.document_backends import DocumentChoice
 from forge_plugin_transformer.modules import rotary

@@ -53,7 +53,7 @@ def without(reduction: str) -> AbstractContextManager:
             lambda self, model: None,
         ),
         TIE: ("forge_plugin_parallel.pp_stage.PipelineParallelStage.complete_gradients", lambda self, model: None),
-        NORM: ("forge_core.engine.step.pipeline_group", lambda mesh: None),
+        NORM: ("forge_core.engine.step.mesh.pipeline_group", lambda mesh: None),
         TP_SUM: ("forge_plugin_parallel.collectives._summed", lambda x, group: x),
         TP_SCATTER: (
             "forge_plugin_parallel.collectives._scattered",
