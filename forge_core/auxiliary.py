@@ -69,18 +69,14 @@ class Counter:
         """Add `values` (n,), as `Auxiliary.count` does."""
         if not self._auxiliary.active or self._auxiliary.recomputing:
             return
-        # Made only now: a layer asks for its counter before it knows how many values it counts. Float64 holds every
-        # count exactly; float32 ends at 2**24.
+        # Made only now that its size is known. Float64 holds every count exactly; float32 ends at 2**24.
         if self.total is None:
             self.total = torch.zeros(values.shape, device=self._auxiliary.device, dtype=torch.float64)
         self.total.add_(values.detach())
 
 
 class Auxiliary:
-    """Collects what modules attach. One object a run, found as `context.auxiliary`.
-
-    The engine calls `begin_step` before the first forward of a step; modules call `attach` and `metric` in theirs.
-    """
+    """Collects what modules attach in their forward pass. One object a run, found as `context.auxiliary`."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -125,8 +121,7 @@ class Auxiliary:
         self.metric(name, value, unit)
         if not torch.is_grad_enabled() or not value.requires_grad:
             return x
-        # Scaled here: the loss, too, is divided by the global count before its backward pass, so that plain sums over
-        # micro-batches and ranks give the gradient of the whole objective.
+        # Scaled here, as the loss is, so that plain sums over micro-batches and ranks give the whole gradient.
         return _Attach.apply(x, value * (self._scale[unit].to(value.dtype) * weight))
 
     def metric(self, name: str, value: Tensor, unit: Unit | None = None) -> None:

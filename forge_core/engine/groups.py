@@ -38,11 +38,9 @@ def check_groups(groups: Sequence[Mapping[str, Any]], parameters: NamedParameter
         ForgeError: names the parameters that the optimizer left out or would step twice.
     """
     stepped = Counter(id(parameter) for group in groups for parameter in group["params"])
-    missing = [item.name for item in parameters if not stepped[id(item.parameter)]]
-    if missing:
+    if missing := [item.name for item in parameters if not stepped[id(item.parameter)]]:
         raise ForgeError(f"the optimizer left out {listed(missing)}; every parameter must be in one of its groups")
-    twice = [item.name for item in parameters if stepped[id(item.parameter)] > 1]
-    if twice:
+    if twice := [item.name for item in parameters if stepped[id(item.parameter)] > 1]:
         raise ForgeError(f"the optimizer has {listed(twice)} in more than one group")
 
 
@@ -62,8 +60,7 @@ def apply_settings(optimizer: torch.optim.Optimizer, tables: Sequence[ParameterG
     if not tables:
         return
     names, groups = outline.names(outline.sizes), optimizer.param_groups
-    problems = list(_problems(tables, groups, names))
-    if problems:
+    if problems := list(_problems(tables, groups, names)):
         raise JobError(problems)
     groups[:] = [part for number, group in enumerate(groups) for part in _divide(number, group, tables, names)]
 
@@ -82,7 +79,6 @@ def _divide(number: int, group: Group, tables: Sequence[ParameterGroup], names: 
 
 
 def _first_fitting(tables: Sequence[ParameterGroup], names: Sequence[str]) -> int:
-    """Number of the table; -1 if none fits."""
     return next((number for number, table in enumerate(tables) if fits(names, [table.match])), -1)
 
 

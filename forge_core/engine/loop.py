@@ -6,7 +6,7 @@ import gc
 import resource
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from forge_core.contracts.errors import CheckpointError, ForgeError, NonFiniteEr
 from forge_core.data.loader import TrainLoader
 from forge_core.engine.build import Run
 from forge_core.engine.evaluation import evaluate
-from forge_core.engine.reporting import Recorder, announce, open_loggers
+from forge_core.engine.reporting import Recorder, announce
 from forge_core.engine.run_state import restore, snapshot
 from forge_core.engine.step import Stepper, agreed_reason
 from forge_core.job import TrainSection
@@ -42,14 +42,13 @@ class Loop:
         self.requests = Requests()
         self._stepper = Stepper(run)
         self._provenance = collect_provenance(run.job, run.context.plugins.catalog, run.context.tokenizer)
-        # Before the loader and the loggers, which start from the step that is restored here.
         self.progress = restore(start, run, self._provenance, echo)
         self._loader = TrainLoader(run.job, run.datasets, run.context, self.progress)
         stack.callback(self._loader.close)
         # Before the loggers write: what a person reads first is what will run.
         announce(run, self._stepper, self._provenance, echo)
         follow = partial(follow_non_finite, run.job.train, self.progress, self.requests)
-        self.recorder = Recorder(run, open_loggers(run, self.progress.step, stack), follow)
+        self.recorder = Recorder(run, self.progress.step, follow, stack)
         self._saver = Saver(run.job.checkpoint, checkpoints, self.recorder.sync, self._saved)
         if start.checkpoint is not None:
             self._saver.continues(start.manifest)
@@ -129,8 +128,7 @@ class Loop:
     def _end(self) -> None:
         self._beacon.enter("end")
         self.recorder.flush()  # before anything is decided: the lines of the last steps count for the non-finite policy
-        finished = self.progress.step >= self._job.train.steps
-        if finished and self._saver.evaluation.get("step") != self.progress.step:
+        if self.progress.step >= self._job.train.steps and self._saver.evaluation.get("step") != self.progress.step:
             self._evaluate()
         self._save_at_end()
         self._saver.close()
@@ -191,11 +189,10 @@ def _rehearse(run: Run, progress: Progress, echo: Callable[[str], object]) -> No
     mode, device = run.job.train.dry_run, run.context.device
     if mode == "never" or (mode == "auto" and device.type == "cpu"):  # an accelerator's memory may not suffice
         return
-    loader = TrainLoader(run.job, run.datasets, run.context, progress)  # another: the samples are not used up
-    try:
+    with closing(
+        TrainLoader(run.job, run.datasets, run.context, progress)
+    ) as loader:  # uses up no samples of the run's
         batches = loader.next_step()
-    finally:
-        loader.close()
     buffers = {name: buffer.clone() for name, buffer in run.model.named_buffers()}
     shape = tuple(batches[0]["input_ids"].shape)
     try:  # a pipeline's schedule is made for all its micro-batches; one alone would not run
@@ -208,17 +205,14 @@ def _rehearse(run: Run, progress: Progress, echo: Callable[[str], object]) -> No
     with torch.no_grad():
         for name, buffer in run.model.named_buffers():
             buffer.copy_(buffers[name])
-    # Allocated on the device so far; on a CPU, resident in this process, which getrusage states in kB.
-    resident = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    resident = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # which getrusage states in kB
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else resident
     batch = f"a micro-batch of {shape[0]} x {shape[1]} tokens"
     echo(f"dry run: {batch} went forward and backward, peak memory {peak / 1e9:.1f} GB")
 
 
 class Agreement:
-    """The one point of a step at which ranks agree on what was asked of any of them."""
-
-    # A rank that acted on a signal or on a hook's request at once would leave the others waiting in a collective.
+    """The point of a step at which ranks agree on requests: one that acted at once would leave the others waiting."""
 
     def __init__(self, run: Run, requests: Requests, saver: Saver) -> None:
         self._beacon, self._requests, self._saver = run.hooks.beacon, requests, saver

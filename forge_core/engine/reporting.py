@@ -128,27 +128,21 @@ def _memory(run: Run) -> str:
     return f"{known}, besides optimizer state and activations"
 
 
-def open_loggers(run: Run, step: int, stack: ExitStack) -> dict[str, Logger]:
-    """Start the job's loggers after `step` completed steps, by name; on rank 0 only. `stack` closes them."""
-    loggers: dict[str, Logger] = {}
-    for key, component in run.job.loggers.items() if global_rank() == 0 else ():
-        name = f"loggers.{key} ({run.context.type_of(component)})"
-        with named(name):
-            logger = run.context.build(component)
-            logger.start(step)
-        stack.callback(logger.close)
-        loggers[name] = logger
-    return loggers
-
-
 class Recorder:
-    """Makes lines of steps and evaluations for the loggers, on rank 0 only; calls `on_line` on every rank."""
+    """Makes lines of steps and evaluations: for `on_line` on every rank, for the loggers on rank 0."""
 
-    def __init__(self, run: Run, loggers: Mapping[str, Logger], on_line: Callable[[Mapping[str, Any]], object]) -> None:
+    def __init__(self, run: Run, step: int, on_line: Callable[[Mapping[str, Any]], object], stack: ExitStack) -> None:
         self._summaries = run.context.auxiliary.summaries
         train, ranks = run.job.train, run.context.layout.world_size
         self._tokens, self._source_names = train.global_batch_size * train.seq_len, source_names(run.job)
-        self._loggers, self._on_line = loggers, on_line
+        self._loggers: dict[str, Logger] = {}  # by name, for errors
+        for key, component in run.job.loggers.items() if global_rank() == 0 else ():
+            name = f"loggers.{key} ({run.context.type_of(component)})"
+            with named(name):
+                self._loggers[name] = run.context.build(component)
+                self._loggers[name].start(step)
+            stack.callback(self._loggers[name].close)
+        self._on_line = on_line
         self._counts_interval = run.job.metrics.counts_interval
         self._tracker = Tracker(self._deliver)
         self.flush = self._tracker.flush
@@ -187,8 +181,7 @@ class Recorder:
         self._write({"step": step, **metrics})
 
     def sync(self) -> None:
-        """Let loggers put the lines so far where they outlive the process and the machine."""
-        # Called before each checkpoint: a run that continues from it writes the lines after these.
+        """Let loggers put the lines so far where they outlive the machine: a checkpoint comes next, and needs them."""
         for name, logger in self._loggers.items():
             if isinstance(logger, Flushes):
                 with named(name):
@@ -237,12 +230,6 @@ class _Pending:
         return line | ({"counts": counts} if counts else {})
 
 
-def _on_one_device(tensors: Sequence[Tensor]) -> list[Tensor]:
-    # Tensors on the host (the gradient norm of offloaded parameters) move to the device: else the host waits.
-    home = next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), torch.device("cpu"))
-    return [tensor.to(home, non_blocking=True) for tensor in tensors]
-
-
 class Tracker:
     """Takes the numbers of each step from the device to `deliver`, as complete records in order, without waiting.
 
@@ -259,7 +246,10 @@ class Tracker:
         """Queue a step's line: `record` on the host, `scalars` and counts on the device."""
         sizes = {name: tensor.numel() for name, tensor in scalars.items()}
         dtype = torch.float64 if any(t.dtype == torch.float64 for t in scalars.values()) else torch.float32
-        stacked = torch.cat([tensor.detach().to(dtype).reshape(-1) for tensor in _on_one_device([*scalars.values()])])
+        # Tensors on the host (the gradient norm of offloaded parameters) move to the device: else the host waits.
+        home = next((t.device for t in scalars.values() if t.device.type != "cpu"), torch.device("cpu"))
+        moved = [tensor.to(home, non_blocking=True) for tensor in scalars.values()]
+        stacked = torch.cat([tensor.detach().to(dtype).reshape(-1) for tensor in moved])
         arrived = None
         if stacked.device.type == "cuda":
             host = torch.empty(stacked.shape, dtype=dtype, pin_memory=True)

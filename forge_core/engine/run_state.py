@@ -93,8 +93,6 @@ def _check_sources(start: Start, run: Run) -> list[str]:
 
 
 def _check_schedule(progress: Progress, rates: Rates) -> Iterator[str]:
-    """Whether the last update would have another rate by the present schedule, in words."""
-    # A decay that by the present job begins before the checkpoint, for example, makes the rate jump here.
     before, step = progress.schedule, progress.step
     if before is not None and not math.isclose(now := rates.factor(step - 1), before, rel_tol=1e-6, abs_tol=1e-9):
         yield (
@@ -104,7 +102,6 @@ def _check_schedule(progress: Progress, rates: Rates) -> Iterator[str]:
 
 
 def _take_weights(folder: Path, start: Start, run: Run, provenance: Mapping[str, Any]) -> str:
-    """Returns a report for the user."""
     section, recorded = run.job.checkpoint.load, start.manifest["provenance"]
     assert section is not None
     selection = _load_selected(folder, section, run.model, run.outline)
@@ -157,8 +154,7 @@ def _check_patterns(section: LoadSection, names: Names, stored: Iterable[str]) -
 
 
 def _check_shapes(folder: Path, names: Sequence[str], own: Mapping[str, Size], stored: Mapping[str, Size]) -> None:
-    wrong = [name for name in names if own[name] != stored[name]]
-    if wrong:
+    if wrong := [name for name in names if own[name] != stored[name]]:
         shapes = "; ".join(f"{n} is {list(stored[n])} there, {list(own[n])} in this model" for n in wrong[:SHOWN])
         more = f"; and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
         names_to_exclude = ", ".join(f'"{name}"' for name in wrong[:SHOWN]) + (", …" if len(wrong) > SHOWN else "")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -59,10 +58,9 @@ class Stepper:
         self.decides = not self._masked and (run.job.train.non_finite != "ignore" or run.hooks.may_skip)
 
     def _can_mask(self) -> bool:
-        """Whether the optimizer itself leaves out the update, by a flag on the device: torch's `found_inf`."""
+        """Whether the optimizer itself leaves out the update, which spares the host a wait: torch's `found_inf`."""
         supported = bool(getattr(self._run.optimizer, "_step_supports_amp_scaling", False))
-        # It spares the host a wait for the device. Parameters on a CPU have nothing to wait for.
-        on_device = all(parameter.device.type != "cpu" for parameter in self._parameters)
+        on_device = all(parameter.device.type != "cpu" for parameter in self._parameters)  # else nothing to wait for
         return self._job.train.non_finite == "skip" and supported and on_device and not self._run.hooks.may_skip
 
     def waits(self) -> str:
@@ -85,7 +83,6 @@ class Stepper:
         dtype = torch.float64 if self._run.context.dtype == torch.float64 else torch.float32
         # Clamped: a step whose labels are all ignored has gradients of 0 and not of NaN.
         output = self._run.executor.train_step(batches, tokens.clamp(min=1).to(dtype))
-        # Everything that is logged goes into one small collective: many would cost their latency in every step.
         sums = self._reduce(output, batches, auxiliary.totals())
         auxiliary.end_step({name: value for name, value in sums.items() if isinstance(name, Count)})
         # Last stage first, as the backward pass goes. In a pipeline, `fsdp`, applied last, makes the sharded gradients
@@ -106,10 +103,7 @@ class Stepper:
         return global_norm(self._counted, self._pipeline)
 
     def update(self, context: StepContext, loss_sum: Tensor) -> Tensor | None:
-        """Clip and step the optimizer, unless the update is to be skipped; sets `context.skipped`.
-
-        Returns a flag on the device, whether the update was skipped, where only the device knows; else None.
-        """
+        """Clip and step, unless the update is to be skipped; returns whether it was, if only the device knows."""
         assert context.grad_norm is not None
         # Both were summed over the ranks, so a NaN of one rank is one of all, and all decide alike without a message.
         finite = torch.isfinite(loss_sum) & torch.isfinite(context.grad_norm)
@@ -152,7 +146,7 @@ class Stepper:
         return mesh.all_reduce_samples(torch.stack(counts).sum(), self._mesh)
 
     def _reduce(self, output: StepOutput, batches: Sequence[Batch], attached: Sums) -> Sums:
-        """One small collective over the token ranks: loss, counts, losses by source, what modules attached."""
+        """One collective, as many would cost their latency: loss, counts, losses by source, what modules attached."""
         parts: dict[str | Count, Tensor] = {"loss_sum": output.loss_sum, "count": output.count}
         if len(self._source_names) > 1 and "sources" in batches[0]:
             sources = torch.cat([batch["sources"] for batch in batches])
@@ -178,8 +172,8 @@ class Stepper:
             raise ForgeError(f"{new[0]} was first attached after the first step; {rule}")
         if not self._attached:
             return {}
-        zeros = partial(torch.zeros, dtype=torch.float64, device=self._run.context.device)
-        absent = {name: zeros(shape) for name, shape in self._attached.items()}
+        device = self._run.context.device
+        absent = {n: torch.zeros(shape, dtype=torch.float64, device=device) for n, shape in self._attached.items()}
         totals = _flatten({**absent, **attached})
         torch.distributed.all_reduce(totals, group=self._pipeline)
         return _unflatten(totals, absent)
@@ -202,10 +196,7 @@ def _unflatten(flat: Tensor, like: Sums) -> dict[str | Count, Tensor]:
 
 
 def global_norm(parameters: Iterable[nn.Parameter], stages: ProcessGroup | None = None) -> Tensor:
-    """2-norm of all gradients together, a device scalar in at least float32, the same on every rank.
-
-    `stages` are the ranks of the pipeline, if there is one, which hold different parameters.
-    """
+    """2-norm of all gradients over all ranks, `stages` those of a pipeline; a device scalar in at least float32."""
     # Not by DTensor, which would reduce each parameter by itself: here one reduction serves all that are split alike.
     split: dict[tuple[ProcessGroup, ...], list[Tensor]] = {}
     for parameter in parameters:
@@ -213,7 +204,8 @@ def global_norm(parameters: Iterable[nn.Parameter], stages: ProcessGroup | None 
             split.setdefault(_groups(parameter.grad), []).append(mesh.local_part(parameter.grad))
     total = torch.zeros(())
     for groups, gradients in split.items():
-        square = _square(gradients)
+        norms = torch._foreach_norm(gradients, 2, torch.promote_types(gradients[0].dtype, torch.float32))
+        square = torch.stack([norm.to(norms[0].device) for norm in norms]).square().sum()
         for group in groups:
             torch.distributed.all_reduce(square, group=group)
         total = total.to(square) + square
@@ -227,12 +219,6 @@ def _groups(gradient: Tensor) -> tuple[ProcessGroup, ...]:
         return ()
     placements = enumerate(gradient.placements)
     return tuple(gradient.device_mesh.get_group(dim) for dim, placement in placements if not placement.is_replicate())
-
-
-def _square(gradients: list[Tensor]) -> Tensor:
-    dtype = torch.promote_types(gradients[0].dtype, torch.float32)
-    norms = torch._foreach_norm(gradients, 2, dtype)
-    return torch.stack([norm.to(norms[0].device) for norm in norms]).square().sum()
 
 
 def clip(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: float) -> None:

@@ -98,8 +98,7 @@ class Trainer:
         with ExitStack() as stack:
             rendezvous = stack.enter_context(_joined_run(self.job, beacon))
             self._check()
-            # All ranks must run the same job before one of them touches the folder, and own the folder before process
-            # groups start, whose collectives could not be ended.
+            # One job on all ranks before any touches the folder; the folder before collectives, which cannot be ended.
             if rendezvous is not None:
                 _agree_on_job(rendezvous, self.job, self._catalog)
                 rendezvous.on_rank0("owned", lambda: stack.enter_context(owned(folder)))
@@ -125,10 +124,10 @@ class Trainer:
     def _check(self) -> None:
         # Not once more what `load_job` has checked: each check builds the model on the meta device, on every rank.
         checked = self.job.checked
-        if not checked or checked.catalog is not self._catalog or checked.world_size != world_size():
-            problems = check_rules(self.job, self._catalog, world_size())
-            if problems:
-                raise JobError(problems)
+        if checked and checked.catalog is self._catalog and checked.world_size == world_size():
+            return
+        if problems := check_rules(self.job, self._catalog, world_size()):
+            raise JobError(problems)
 
 
 @contextmanager
@@ -150,10 +149,7 @@ def _joined_run(job: Job, beacon: ProgressBeacon) -> Iterator[Rendezvous | None]
 
 
 def _agree_on_job(rendezvous: Rendezvous, job: Job, catalog: Catalog) -> None:
-    """Check that all ranks have the same job, the same distributions and the same local files.
-
-    Raises a JobError on rank 0, with the ranks and what differs, and EndedElsewhere on the others.
-    """
+    """Check that all ranks have the same job, distributions and local files; else rank 0 raises what differs."""
     identity = _identity(job, catalog)
     rendezvous.set("identity", identity)
     # Rank 0 reads a digest of every rank, and whole identities only of those that differ: there may be thousands.

@@ -43,8 +43,7 @@ class LiveLogger:
     def __init__(self, terminal: Terminal, steps: int) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-        bar, text = BarColumn(bar_width=24), TextColumn("{task.description}")
-        columns = (MofNCompleteColumn(), bar, TimeRemainingColumn(), text)
+        columns = MofNCompleteColumn(), BarColumn(24), TimeRemainingColumn(), TextColumn("{task.description}")
         self._progress = Progress(*columns, console=terminal, refresh_per_second=4)
         self._task = self._progress.add_task("starting", total=steps)
 
