@@ -248,7 +248,7 @@ def test_data_that_is_not_what_was_read_before_is_warned_of_once(
     for _ in range(2):
         assert number_of(next(opened.read(0, position))) == 1
     [record] = caplog.records
-    assert "the files are not those that were read before, or lie elsewhere; reading goes on" in record.message
+    assert "the files are not those that were read before, or lie elsewhere; reading continues" in record.message
 
 
 def test_passing_over_rows_does_not_decode_them(write, build_dataset, letters) -> None:
