@@ -79,7 +79,7 @@ def _loader_problems(job: Job, catalog: Catalog) -> Iterator[Problem]:
         catalog.load("loader", WORKER_LOADER)
     except UnknownTypeError as error:
         install = f"; pip install {error.distribution}" if error.distribution else ""
-        yield Problem("data.workers", f"workers need the loader {WORKER_LOADER!r}: {error}{install}")
+        yield Problem("data.workers", f"workers need the loader {WORKER_LOADER!r}: {error.message}{install}")
     except PluginError as error:
         yield Problem("data.workers", str(error))
 

@@ -15,6 +15,7 @@ from forge_core.contracts.components import ExecutorComponent, OptimizerComponen
 from forge_core.contracts.errors import JobError, Problem
 from forge_core.contracts.hookspecs import hookimpl
 from forge_core.job import Job
+from forge_core.plugins.catalog import Catalog
 
 Load = Callable[..., Job]
 Problems = Callable[..., list[str]]
@@ -124,3 +125,14 @@ def test_problems_are_data_as_well_as_text(load: Load) -> None:
         Problem("train.steps", "must be > 0, got 0", "job.toml:2"),
         Problem("job.sede", "unknown key; did you mean 'seed'?", "--job.sede=1"),
     ]
+
+
+def test_workers_without_their_loader_name_once_what_to_install(load: Load) -> None:
+    job = load()
+    job = attrs.evolve(job, data=attrs.evolve(job.data, workers=2))
+    without = Catalog(offer for offer in make_catalog().offers() if offer.kind != "loader")
+    [problem] = check_rules(job, without)
+    assert problem.path == "data.workers"
+    assert problem.message.startswith("workers need the loader 'nodes': ")
+    assert problem.message.endswith("; pip install forge-plugin-torchdata")
+    assert problem.message.count("pip install") == 1
