@@ -1,4 +1,4 @@
-"""Saving, finding and deleting whole checkpoints.
+"""Saving, finding and deleting whole checkpoints: when a run saves, and what happens when a save fails.
 
 A checkpoint is one folder for all ranks: files of tensors with an index, and the manifest (`storage`). The folder
 appears under its name only when all of it is on disk.
@@ -6,22 +6,29 @@ appears under its name only when all of it is on disk.
 
 from __future__ import annotations
 
+import json
+import math
 import shutil
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from attrs import field, frozen
+import torch.distributed as dist
+from attrs import evolve, field, frozen
 from torch import Tensor
 
 from forge_core.checkpoint.ranks import Ranks
-from forge_core.checkpoint.storage import FORMAT, How, find_faults, read_manifest, write_manifest
-from forge_core.checkpoint.tensor_writer import Staging, TensorWriter
+from forge_core.checkpoint.storage import FORMAT, How, find_faults, read_manifest, to_json, write_manifest
+from forge_core.checkpoint.tensors import Staging, TensorWriter
 from forge_core.contracts.errors import CheckpointError
 from forge_core.contracts.runtime import Storage
-from forge_core.parallel.mesh import gather_objects
+from forge_core.job import CheckpointSection
+from forge_core.parallel.mesh import gather_objects, group_timeout
+
+ADVICE = "Once that is mended, the same command continues from the newest checkpoint"
 
 
 @frozen
@@ -44,12 +51,7 @@ class Retention:
     at_start: bool = False
 
     def to_delete(self, steps: Sequence[int], metrics: Mapping[int, float]) -> list[int]:
-        """The steps whose checkpoints nothing asks to keep, ascending.
-
-        Args:
-            steps: those that have a checkpoint.
-            metrics: step -> value of the metric, lower is better; steps without one are never the best.
-        """
+        """The steps of checkpoints that nothing asks to keep, ascending; of `metrics`, by step, lower is better."""
         staying = {step for step in steps if self.keeps_forever(step)}
         staying |= set(sorted(steps)[-self.keep :])  # all of them if `keep` is 0
         best = sorted((metrics[step], step) for step in steps if step in metrics)
@@ -68,14 +70,12 @@ class Retention:
 
 @frozen
 class Checkpoints:
-    """The checkpoints of one run."""
+    """The checkpoints of one run, which all its `ranks` save and load together; `newest` verifies as `how` says."""
 
     storage: Storage
     retention: Retention
     how: How
-    """How thoroughly `newest` verifies."""
     ranks: Ranks = field(factory=Ranks)
-    """All ranks of the run, which save and load together."""
     writer: TensorWriter = field(factory=TensorWriter)
 
     def save(self, step: int, state: State, staged: Staging | None = None) -> Path:
@@ -110,68 +110,62 @@ class Checkpoints:
         """
         faults = []
         # Rank 0 lists the steps for all: a network file system may show the ranks different folders
-        for step in reversed(self.ranks.on_rank0(self.steps)):
+        for step in reversed(self.ranks.on_rank0(self.storage.steps)):
             path = self.storage.path(step)
             try:
                 return path, verify(path, self.how, self.ranks)
             except CheckpointError as error:
                 faults.append(str(error))
-                self._warn(f"passing over a damaged checkpoint: {error}")
+                self.warn(f"passing over a damaged checkpoint: {error}")
         if faults:  # not None: a run that quietly began anew would bury the checkpoints that a repair may save
             raise CheckpointError("no checkpoint is intact: " + "; ".join(faults))
         return None
 
-    def steps(self) -> list[int]:
-        """Steps that have a checkpoint, ascending."""
-        return list(self.storage.steps())
-
     def to_prune(self) -> list[int]:
         """The steps whose checkpoints retention does not keep."""
-        steps = self.steps()
+        steps = self.storage.steps()
         return self.retention.to_delete(steps, self._metrics(steps))
 
     def prune(self, intact: int | None = None) -> list[int]:
         """Delete the checkpoints that retention does not keep; returns their steps. Not collective: for rank 0 alone.
 
-        Args:
-            intact: a step known to be intact, having just been saved or loaded; it stays whatever retention says. If
-                there is none, at least one of those that stay must be whole by the sizes of its files.
+        A step that is known to be `intact` stays whatever retention says. Without one, at least one of those that stay
+        must be whole by the sizes of its files.
         """
         # A newer one may be damaged in a way that sizes do not show: with `keep = 1` it would be all that is left
         doomed = [step for step in self.to_prune() if step != intact]
-        staying = [step for step in self.steps() if step not in doomed]
+        staying = [step for step in self.storage.steps() if step not in doomed]
         if doomed and intact not in staying and not any(self._whole(step) for step in reversed(staying)):
-            self._warn(f"none of the checkpoints to keep (steps {staying}) is whole, so nothing is deleted")
+            self.warn(f"none of the checkpoints to keep (steps {staying}) is whole, so nothing is deleted")
             return []
         for step in doomed:
             self.storage.delete(step)
         return doomed
 
     def tidy(self, intact: int) -> None:
-        """Do what a process that was killed right after its save left undone. Collective; `intact` as for `prune`."""
-        self.ranks.on_rank0(lambda: self._tidy(intact))
-
-    def _tidy(self, intact: int) -> None:
-        """Delete what retention does not keep and what dead saves have left."""
+        """Delete what retention does not keep (see `prune`) and what dead saves have left. For rank 0 alone."""
         try:
             self.storage.clear()
             self.prune(intact)
         except OSError as error:  # no failed save: the checkpoint itself is committed by now
-            self._warn(f"could not delete an old checkpoint: {error}")
+            self.warn(f"could not delete an old checkpoint: {error}")
 
     def _commit(self, step: int, folder: Path, files: Mapping[str, Any], values: Mapping[str, Any]) -> None:
         manifest = {"format": FORMAT, "step": step, "time": time.time(), "files": files, **values}
         write_manifest(folder, manifest)
         self.storage.commit(step)
-        self._tidy(step)  # after the commit: until then the older ones are all that a crash would leave
+        self.tidy(step)  # after the commit: until then the older ones are all that a crash would leave
 
     def _give_up(self, step: int, fault: str) -> str:
         """Remove the files of an unfinished checkpoint; returns the message."""
         self.storage.discard(step)
         folder = self.storage.path(step).parent
-        steps = self.steps()
-        left = f"checkpoints of steps {_listed(steps)} are untouched" if steps else "there is no earlier one"
-        return f"could not save step {step} in {folder}: {fault}; {_free_space(folder)} free there; {left}"
+        steps = self.storage.steps()
+        listed = ", ".join(map(str, steps if len(steps) < 8 else [*steps[:3], "…", *steps[-3:]]))
+        left = f"checkpoints of steps {listed} are untouched" if steps else "there is no earlier one"
+        existing = next(path for path in (folder, *folder.parents) if path.is_dir())
+        free = f"{shutil.disk_usage(existing).free / 1e9:.1f} GB free there"
+        return f"could not save step {step} in {folder}: {fault}; {free}; {left}"
 
     def _metrics(self, steps: Sequence[int]) -> dict[int, float]:
         """Step -> the metric of the last evaluation before it."""
@@ -197,7 +191,8 @@ class Checkpoints:
         manifest = self._read(step)
         return bool(manifest) and not find_faults(self.storage.path(step), manifest, list(manifest["files"]), "sizes")
 
-    def _warn(self, message: str) -> None:
+    def warn(self, message: str) -> None:
+        """Warn on rank 0."""
         if self.ranks.rank == 0:
             warnings.warn(message, stacklevel=3)
 
@@ -205,10 +200,7 @@ class Checkpoints:
 def verify(folder: Path, how: How, ranks: Ranks | None = None) -> dict[str, Any]:
     """Check the files of a checkpoint against its manifest, which is returned.
 
-    Collective: each rank checks its share of the files, and all reach the same result.
-
-    Raises:
-        CheckpointError: names each file and what is wrong with it.
+    Collective: each rank checks its share of the files, and all raise the same `CheckpointError`, naming each fault.
     """
     ranks = ranks or Ranks()
     manifest = ranks.on_rank0(lambda: read_manifest(folder))
@@ -221,10 +213,136 @@ def verify(folder: Path, how: How, ranks: Ranks | None = None) -> dict[str, Any]
     return manifest
 
 
-def _listed(steps: Sequence[int]) -> str:
-    return ", ".join(map(str, steps if len(steps) < 8 else [*steps[:3], "…", *steps[-3:]]))
+# --- saves of a run ----------------------------------------------------------------------------------------------
 
 
-def _free_space(folder: Path) -> str:
-    existing = next(path for path in (folder, *folder.parents) if path.is_dir())
-    return f"{shutil.disk_usage(existing).free / 1e9:.1f} GB"
+class Saver:
+    """Saves the states of a run. All its methods but `due` are collective.
+
+    Attributes:
+        saved_step: the step that was saved last, or is being written; None if there is none, or saving it failed.
+        evaluation: the last one, which checkpoints record: `step` and `metrics`; empty before the first.
+    """
+
+    def __init__(
+        self,
+        section: CheckpointSection,
+        checkpoints: Checkpoints,
+        before: Callable[[], None],
+        on_saved: Callable[[int, Path], None],
+    ) -> None:
+        """Start a thread and a process group for it if `[checkpoint]` has `async_save`. Collective then.
+
+        `before` is called on rank 0 when a state is taken, and an error in it is a failed save; `on_saved` is called on
+        every rank, in the main thread, once a checkpoint is there.
+        """
+        self._section = section
+        self._checkpoints = checkpoints
+        self._before = before
+        self._on_saved = on_saved
+        self._pending: tuple[int, Future[Path]] | None = None
+        """The step that a background thread is writing."""
+        self.evaluation: Mapping[str, Any] = {}
+        self.saved_step: int | None = None
+        if section.async_save:
+            # One thread for the whole run, where DCP's `async_save` starts one for each save
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+            self._staging = Staging()
+            # A process group of its own: messages of a save must not mix with those of the steps that go on meanwhile
+            group = dist.new_group(backend="gloo", timeout=group_timeout())
+            self._checkpoints = evolve(checkpoints, ranks=Ranks(group))
+
+    def continues(self, manifest: Mapping[str, Any]) -> None:
+        """Note that the run continues from a checkpoint."""
+        self.saved_step, self.evaluation = manifest["step"], manifest["evaluation"]
+
+    def note_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record this evaluation in all checkpoints from now on."""
+        finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
+        self.evaluation = {"step": step, "metrics": finite}
+        if self._section.keep_best and self._section.best_metric not in metrics:
+            known = ", ".join(metrics)
+            self._checkpoints.warn(f"checkpoint.best_metric = {self._section.best_metric!r} is none of {known}")
+
+    def due(self, step: int) -> bool:
+        """Whether the number of a step asks for a checkpoint."""
+        interval = self._section.interval
+        return bool(interval and step % interval == 0) or self._checkpoints.retention.is_early(step)
+
+    def save(self, step: int, state: State, final: bool = False) -> None:
+        """Save the state of `step`, or with `async_save` copy it and start to write it.
+
+        The last save of a run is `final`: it is waited for, and must succeed.
+
+        Raises:
+            CheckpointError: a save failed, this or the one before, and `on_failure` does not let it pass.
+        """
+        self.settle()  # one at a time: the copy in host memory is reused, and checkpoints appear in the order of steps
+        try:
+            state = State(state.tensors, self._plain_values(step, state))
+            if self._section.async_save and not final:
+                staged = self._staging.copy(state.tensors)  # now, since the next step changes the tensors in place
+                self._pending = step, self._thread.submit(self._checkpoints.save, step, state, staged)
+            else:
+                self._checkpoints.save(step, state)
+        except CheckpointError as error:
+            self._failed(error, final)
+            return
+        self.saved_step = step
+        if self._pending is None:
+            self._on_saved(step, self._checkpoints.storage.path(step))
+
+    @property
+    def writing(self) -> bool:
+        """Whether this rank is still writing in the background; `settle` may be called once no rank is."""
+        return self._pending is not None and not self._pending[1].done()
+
+    def settle(self) -> None:
+        """Wait for a save in the background, and report how it went; raises as `save`."""
+        if self._pending is None:
+            return
+        (step, written), self._pending = self._pending, None
+        try:
+            path = written.result()
+        except CheckpointError as error:
+            self._failed(error)
+        else:
+            self._on_saved(step, path)  # here and not in the thread: hooks must run in the main thread
+
+    def tidy(self, intact: int) -> None:
+        """Delete what a process that was killed right after saving the step `intact` left undeleted."""
+        self._checkpoints.ranks.on_rank0(lambda: self._checkpoints.tidy(intact))
+
+    def abandon(self, error: BaseException) -> None:
+        """The run fails with `error`: wait for the background save, which may be good, and note if it failed too."""
+        try:
+            self.settle()
+        except Exception as other:
+            error.add_note(f"Besides: {other}")
+        if self._section.async_save:
+            self._thread.shutdown()  # its group stays: to destroy it, ranks would wait for those that have failed
+
+    def close(self) -> None:
+        """The run ends well. Every save was waited for."""
+        if self._section.async_save:
+            self._thread.shutdown()
+            dist.destroy_process_group(self._checkpoints.ranks.group)
+
+    def _plain_values(self, step: int, state: State) -> dict[str, Any]:
+        """All but the tensors, as a copy: training goes on and changes the originals."""
+
+        def take() -> str:
+            # Metrics go to the disk first: a run that continues from this checkpoint does not make these lines again
+            self._before()
+            return to_json({"evaluation": self.evaluation, **state.values})
+
+        try:
+            return json.loads(self._checkpoints.ranks.on_rank0(take))
+        except CheckpointError as error:
+            raise self._checkpoints.failure(step, error) from error
+
+    def _failed(self, error: CheckpointError, final: bool = False) -> None:
+        self.saved_step = None
+        if final or self._section.on_failure == "stop":
+            raise CheckpointError(f"{error}. {ADVICE}") from error
+        self._checkpoints.warn(f"{error}. Training goes on, and the next save tries again")

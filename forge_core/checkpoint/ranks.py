@@ -42,11 +42,7 @@ class Ranks:
         return received[0]
 
     def on_rank0(self, action: Callable[[], T]) -> T:
-        """Call `action` on rank 0; returns its result on every rank. Collective.
-
-        Raises:
-            CheckpointError: on every rank, when it failed on rank 0.
-        """
+        """Call `action` on rank 0; returns its result, or raises a `CheckpointError`, on every rank. Collective."""
         outcome: list[Any] = [None, ""]
         cause: Exception | None = None
         if self.rank == 0:
@@ -64,8 +60,7 @@ class Ranks:
     def on_all(self, action: Callable[[], T]) -> list[T]:
         """Call `action` on every rank; returns all results on rank 0, an empty list elsewhere. Collective.
 
-        Raises:
-            CheckpointError: on every rank, when it failed on some rank; names each of these.
+        Raises a `CheckpointError` on every rank when it failed on some rank; names each of these.
         """
         result, fault, cause = None, "", None
         try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from forge_core.checkpoint.storage import MANIFEST, How
 from forge_core.contracts.contexts import BuildContext
 from forge_core.contracts.errors import CheckpointError, ForgeError
 from forge_core.job import Job
-from forge_core.parallel.mesh import global_rank
 from forge_core.plugins.catalog import Catalog
 
 FLAG = "--resume-with-changes"
@@ -29,18 +27,19 @@ ANEW = (
 
 @frozen(kw_only=True)
 class Start:
-    """Where a run starts from, decided before anything is built."""
+    """Where a run starts from, decided before anything is built.
+
+    Either `checkpoint`, which it continues, or `weights`, a checkpoint of which it only takes these, or neither.
+    """
 
     checkpoint: Path | None = None
-    """The checkpoint that the run continues."""
     weights: Path | None = None
-    """The checkpoint of which it only takes weights."""
     manifest: Mapping[str, Any] = field(factory=dict)
     """The manifest of either."""
     changes: Sequence[Change] = ()
     """Changes in the job since the checkpoint was saved."""
     with_changes: bool = False
-    """Whether the user asked to continue in spite of changes that make another run of it."""
+    """Whether the user asked to continue in spite of unsafe changes."""
 
     @property
     def extras(self) -> Mapping[str, Any]:
@@ -48,7 +47,8 @@ class Start:
         types = [change for change in self.changes if change.path.endswith(".type") and change.after is not None]
         replaced = {change.path.removesuffix(".type") for change in types}
         saved = self.manifest["extras"].items()
-        return {owner: state for owner, state in saved if _path(owner) not in replaced}
+        paths = {owner: owner.removeprefix("hook:").replace("plugin:", "plugins.", 1) for owner, _ in saved}
+        return {owner: state for owner, state in saved if paths[owner] not in replaced}
 
 
 def open_checkpoints(job: Job, context: BuildContext) -> Checkpoints:
@@ -59,11 +59,7 @@ def open_checkpoints(job: Job, context: BuildContext) -> Checkpoints:
 
 
 def find_start(job: Job, catalog: Catalog, checkpoints: Checkpoints, resume: str, with_changes: bool) -> Start:
-    """Where the run of `job` starts from; verified, and not in contradiction to the job.
-
-    Raises:
-        CheckpointError: see `find_checkpoint`, `compare_provenance` and `check_changes`.
-    """
+    """Where the run of `job` starts from, verified. Raises a `CheckpointError` if that contradicts the job."""
     located = find_checkpoint(resume, checkpoints, job.checkpoint.verify)
     if located is None:
         check_storage(run_folder(job))
@@ -74,8 +70,8 @@ def find_start(job: Job, catalog: Catalog, checkpoints: Checkpoints, resume: str
     path, manifest = located
     # Distributions before the job: without one that is missing, the meaning of its keys is not known
     differing = compare_provenance(manifest["provenance"], collect_provenance(job, catalog), with_changes)
-    if differing and global_rank() == 0:
-        warnings.warn("\n".join(differing), stacklevel=2)
+    if differing:
+        checkpoints.warn("\n".join(differing))
     changes = job_changes(manifest["job"], job, catalog)
     check_changes(path, changes, with_changes)
     return Start(checkpoint=path, manifest=manifest, changes=changes, with_changes=with_changes)
@@ -88,8 +84,7 @@ def find_checkpoint(resume: str, checkpoints: Checkpoints, how: How) -> tuple[Pa
         CheckpointError: there is none where a path says so, there is one though `never`, or none is intact.
     """
     if resume == "never":
-        steps = checkpoints.steps()
-        if steps:
+        if steps := list(checkpoints.storage.steps()):
             hint = "choose another job.name, delete the folder, or continue it with --resume auto"
             raise CheckpointError(f"this run folder has checkpoints already (steps {steps}); {hint}")
         return None
@@ -127,11 +122,7 @@ def check_storage(folder: Path) -> None:
 
 
 def check_changes(path: Path, changes: Sequence[Change], allowed: bool) -> None:
-    """Raise unless the job's changes since the checkpoint are safe, or the user has `allowed` those that are not.
-
-    Raises:
-        CheckpointError: it may not continue, or cannot; lists every change, and says what to do.
-    """
+    """Raise a `CheckpointError` unless the job's changes since the checkpoint are safe, or possible and `allowed`."""
     meanings = {change.means for change in changes}
     listed = f"the job is not the one that saved {path}:\n{describe_changes(changes)}"
     if "impossible" in meanings:
@@ -139,8 +130,3 @@ def check_changes(path: Path, changes: Sequence[Change], allowed: bool) -> None:
     if "flag" in meanings and not allowed:
         hint = f"To continue all the same, run the same command with {FLAG}. Or undo the changes"
         raise CheckpointError(f"{listed}\n{hint}")
-
-
-def _path(owner: str) -> str:
-    """Path in the job of the component whose state a checkpoint has under this name."""
-    return owner.removeprefix("hook:").replace("plugin:", "plugins.", 1)

@@ -215,8 +215,7 @@ def compare_provenance(
 ) -> list[str]:
     """Warnings for a run that continues with other versions or local files than `recorded`.
 
-    Raises:
-        CheckpointError: a distribution is not installed any more, and not `with_changes`; says how to install it.
+    Raises a `CheckpointError` if a distribution is not installed any more, unless `with_changes`.
     """
     missing, warnings = [], []
     for name, was in recorded["distributions"].items():
@@ -231,20 +230,18 @@ def compare_provenance(
             hint = "or continue without it: --resume-with-changes"
             raise CheckpointError(f"{used}: pip install {' '.join(missing)}; {hint}")
         warnings.append(used)
-    return warnings + _changed_files(recorded["files"], current["files"])
+    # A local file that has moved is known by its name
+    now_at = {Path(path).name: digest for path, digest in current["files"].items()} | dict(current["files"])
+    for path, digest in recorded["files"].items():
+        if now_at.get(path, now_at.get(Path(path).name, digest)) != digest:
+            warnings.append(f"{path} has changed since the checkpoint was saved")
+    return warnings
 
 
 def check_tokenizer(recorded: Mapping[str, Any], current: Mapping[str, Any]) -> None:
     """Raise a `CheckpointError` if the run has another tokenizer than it began with: its ids mean other texts."""
     if recorded.get("tokenizer") != current.get("tokenizer"):
         raise CheckpointError("the checkpoint was trained with another tokenizer than this run has")
-
-
-def _changed_files(recorded: Mapping[str, str], current: Mapping[str, str]) -> list[str]:
-    """A file that has moved is known by its name."""
-    now = {Path(path).name: digest for path, digest in current.items()} | dict(current)
-    changed = [path for path, digest in recorded.items() if now.get(path, now.get(Path(path).name, digest)) != digest]
-    return [f"{path} has changed since the checkpoint was saved" for path in changed]
 
 
 def _describe(dist: Distribution) -> dict[str, str]:

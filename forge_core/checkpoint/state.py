@@ -100,10 +100,7 @@ def restore_state(
     """Load a checkpoint into a freshly built run; returns its progress. Collective.
 
     Those of the `holders` that the checkpoint has nothing of are left as they are. `trained` has the names of the
-    parameters of the whole model, of which `model` may be a part.
-
-    Raises:
-        CheckpointError: the checkpoint does not fit the job.
+    parameters of the whole model, of which `model` may be a part. Raises a `CheckpointError` if the job does not fit.
     """
     index = shared_index(folder)
     stored = index.shapes
@@ -233,9 +230,7 @@ def _fill_groups(optimizer: torch.optim.Optimizer, saved: Sequence[Mapping[str, 
         counters[values.get("match", by_order)] = {key: value for key, value in values.items() if key != "match"}
     if any(counters.values()) and counters.keys() != set(matches):
         theirs, ours = (", ".join(map(repr, names)) for names in (counters, matches))
-        hint = "give [[optimizer.groups]] the patterns that it had, in any order"
-        raise CheckpointError(
-            f"the checkpoint has counters of the parameter groups {theirs}, this job has {ours}; {hint}"
-        )
+        hint = f"this job has {ours}; give [[optimizer.groups]] the patterns that it had, in any order"
+        raise CheckpointError(f"the checkpoint has counters of the parameter groups {theirs}, {hint}")
     for match, group in zip(matches, optimizer.param_groups, strict=True):
         group.update(counters.get(match, {}))

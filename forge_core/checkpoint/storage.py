@@ -10,10 +10,10 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
 from attrs import frozen
 
@@ -30,7 +30,7 @@ FORMAT = 2
 """2: tensors as raw bytes."""
 
 BLOCK = 1 << 24
-"""Bytes that are hashed at a time."""
+"""Bytes that are hashed, or start on their way to the disk, at a time."""
 
 How = Literal["full", "sizes"]
 
@@ -97,6 +97,38 @@ class LocalStorage:
         return self._folder / f"step-{step}{UNFINISHED}"
 
 
+# --- files -------------------------------------------------------------------------------------------------------
+
+
+def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str, Any]:
+    """Write and flush a file; returns its entry in the manifest. Raises a `CheckpointError` with the file's name."""
+    # Hashed on the way, and not by reading the file back: that is no quicker, and needs its pages to be in memory still
+    digest, size, flushing = hashlib.sha256(), 0, 0
+    try:
+        with path.open("wb") as file:
+            for data in chunks:
+                file.write(data)
+                size += len(data)
+                if size - flushing >= BLOCK:
+                    _start_flush(file, flushing, size)  # before hashing, so that the disk works meanwhile
+                    flushing = size
+                digest.update(data)
+                report_progress("writing")
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be written: {describe_fault(error)}") from error
+    return {"size": size, "sha256": digest.hexdigest()}
+
+
+def _start_flush(file: BinaryIO, start: int, end: int) -> None:
+    """Let the kernel begin to write these bytes to the disk, so that at the end there is little left to wait for."""
+    file.flush()
+    if hasattr(os, "posix_fadvise"):
+        # Pages that are not needed are written at once, and kept until they are on the disk. `fdatasync` would wait
+        os.posix_fadvise(file.fileno(), start, end - start, os.POSIX_FADV_DONTNEED)
+
+
 def sync(path: Path) -> None:
     """Flush a file, or the entries of a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -116,11 +148,7 @@ def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
 
 
 def to_json(values: Mapping[str, Any]) -> str:
-    """Plain types as JSON.
-
-    Raises:
-        CheckpointError: something in them is not plain, or is the key of a table and no string.
-    """
+    """Plain types as JSON. Raises a `CheckpointError` if something is not plain, or the key of a table no string."""
     _check_keys(values, "")
     try:
         return json.dumps(values, indent=1)

@@ -1,8 +1,9 @@
-"""The tensors of a checkpoint: their index, and reading them into any sharding.
+"""The tensors of a checkpoint: their index, reading them into any sharding, and writing them from any.
 
 DCP (torch.distributed.checkpoint) keeps its metadata as a pickle, which runs code when it is loaded. Here it is
 `index.json`, checked when it is read: name -> dtype, size and chunks, and for each chunk its offsets and sizes in the
-tensor, its file, and where in the file its bytes start.
+tensor, its file, and where in the file its bytes start. A file holds the bytes of chunks, row by row, one after the
+other. Of DCP there is only its planner, which decides which rank writes which chunk.
 
 C: chunks of a tensor, D: its dimensions.
 """
@@ -15,8 +16,9 @@ import json
 import math
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 import torch
@@ -25,12 +27,21 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from forge_core.checkpoint.ranks import Ranks
-from forge_core.checkpoint.storage import MALFORMED, describe_fault, own_file
+from forge_core.checkpoint.storage import MALFORMED, describe_fault, own_file, threads, write_file
 from forge_core.contracts.errors import CheckpointError
 from forge_core.launch.progress_beacon import report_progress
 from forge_core.parallel.mesh import local_part
 
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
+    from torch.distributed.checkpoint.planner import WriteItem
+
 INDEX = "index.json"
+SMALLEST_SHARE = 1 << 25
+"""Bytes below which another file, and a thread to write it, does not pay."""
+
+Extents = dict[tuple[str, tuple[int, ...]], dict[str, Any]]
+"""(name, offsets) of a chunk -> file and first byte, as the index has them."""
 
 Shapes = Mapping[str, tuple[torch.Size, torch.dtype]]
 """Name -> (shape, dtype)."""
@@ -38,18 +49,17 @@ Shapes = Mapping[str, tuple[torch.Size, torch.dtype]]
 
 @frozen(eq=False)
 class Read:
-    """The overlap of a stored chunk with this rank's part of a tensor."""
+    """The overlap of a stored chunk with this rank's part of a tensor.
+
+    `start` is the chunk's first byte in the file, `dtype` and `sizes` are the chunk's, `offsets` the overlap's in it.
+    """
 
     name: str
     file: str
     start: int
-    """First byte of the chunk in the file."""
     dtype: torch.dtype
-    """As stored."""
     sizes: torch.Size
-    """Sizes of the chunk."""
     offsets: Sequence[int]
-    """Start of the overlap in the chunk."""
     target: Tensor
     """View of the memory to fill, of the overlap's shape."""
 
@@ -235,3 +245,158 @@ def bytes_of(tensor: Tensor) -> memoryview:
     """A tensor's own memory where it is contiguous and on the host, else a copy."""
     array: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     return memoryview(array)
+
+
+# --- saving ------------------------------------------------------------------------------------------------------
+
+
+class Staging:
+    """Host memory for one copy of this rank's part of the state, allocated at the first copy and used for all later."""
+
+    def __init__(self) -> None:
+        self.parts: dict[str, Tensor] = {}
+        """The parts as they were when they were copied, once `wait` has returned."""
+        self._arrived: torch.cuda.Event | None = None
+
+    @torch.no_grad()
+    def copy(self, tensors: Mapping[str, Tensor]) -> Staging:
+        """Copy this rank's part of every tensor; the copy before is overwritten.
+
+        Copies from a device are queued behind the work that it has, and before all that is queued later: neither this
+        nor the next step waits for them.
+        """
+        local = {name: local_part(tensor) for name, tensor in tensors.items()}
+        self.parts = {name: self._room(name, part) for name, part in local.items()}
+        for name, part in local.items():
+            self.parts[name].copy_(part, non_blocking=True)
+        if any(part.is_cuda for part in local.values()):
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+        return self
+
+    def wait(self) -> None:
+        """Return once the copies from a device have arrived."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+
+    def _room(self, name: str, part: Tensor) -> Tensor:
+        room = self.parts.get(name)
+        if room is not None and (room.shape, room.dtype) == (part.shape, part.dtype):
+            return room
+        return torch.empty(part.shape, dtype=part.dtype, pin_memory=part.is_cuda)  # unpinned, the copy would block
+
+
+class TensorWriter:
+    """Writes the tensors of a run's checkpoints."""
+
+    # Planning merges the chunks of all ranks on rank 0, hundreds of thousands at 1,024 ranks. So the plan is kept, and
+    # with it the index, while the tensors of every rank keep their names, shapes and placements. DCP's own cache of
+    # plans belongs to the process, and would be shared by runs
+
+    def __init__(self) -> None:
+        self._local: Sequence[WriteItem] | None = None
+        self._shares: Mapping[str, Sequence[WriteItem]] = {}
+        self._index = ""
+
+    def write(
+        self, folder: Path, tensors: Mapping[str, Tensor], staged: Staging | None, ranks: Ranks
+    ) -> dict[str, Any]:
+        """Write and flush tensors, sharded in any way, and their index; returns the manifest's `files` on rank 0.
+
+        Collective. With `staged`, a copy of `tensors`, its values are written. Raises on all ranks if one cannot write.
+        """
+        # A rank whose own tensors stayed must plan as well if those of another changed: planning is collective
+        changed = ranks.on_all(lambda: _chunks_of(tensors, ranks) != self._local)
+        if ranks.on_rank0(lambda: any(changed)):
+            self._plan(_chunks_of(tensors, ranks), ranks)
+        if staged is not None:
+            staged.wait()
+        elif torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # threads will read the tensors, each in its own stream
+        parts = staged.parts if staged is not None else tensors
+        written = ranks.on_all(lambda: self._write(folder, parts, ranks.rank == 0))
+        return {name: entry for files in written for name, entry in files.items()}
+
+    def _plan(self, local: Sequence[WriteItem], ranks: Ranks) -> None:
+        """Divide the chunks of all ranks among them: each once, replicated ones on any rank. Collective."""
+        from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+        from torch.distributed.checkpoint.planner import SavePlan
+
+        plans = ranks.on_all(lambda: SavePlan(list(local)))
+        merged: list[Any] = []
+        planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        ranks.on_rank0(lambda: merged.append(planner.create_global_plan(plans)))
+        # Not DCP's own driver, which sends the metadata of all chunks to all ranks: a rank needs its items only
+        mine = ranks.scatter([plan.items for plan in merged[0][0]] if merged else [])
+        self._shares = _divide(mine, ranks.rank)
+        extents = ranks.on_all(lambda: _extents(self._shares))
+        if merged:
+            self._index = _index_json(merged[0][1], {place: at for part in extents for place, at in part.items()})
+        self._local = local  # last: a plan that failed halfway is made again
+
+    def _write(self, folder: Path, parts: Mapping[str, Tensor], with_index: bool) -> dict[str, Any]:
+        """Write and flush the files of this rank, several at a time, since hashing keeps a core busy."""
+
+        def write(name: str) -> dict[str, Any]:
+            return write_file(folder / name, (bytes_of(local_part(parts[i.index.fqn])) for i in self._shares[name]))
+
+        # Not DCP's writer: an exception in one of its extra threads ends that thread, and the save reports success
+        with ThreadPoolExecutor(len(self._shares)) as pool:
+            files = dict(zip(self._shares, pool.map(write, self._shares), strict=True))
+        if with_index:
+            files[INDEX] = write_file(folder / INDEX, [self._index.encode()])
+        return files
+
+
+# --- dividing the tensors among the ranks ---------------------------------------------------------------------------
+
+
+def _chunks_of(tensors: Mapping[str, Tensor], ranks: Ranks) -> Sequence[WriteItem]:
+    from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
+
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise CheckpointError(f"{name} is not a tensor")
+    return create_default_local_save_plan(dict(tensors), ranks.rank == 0).items
+
+
+def _divide(items: Sequence[WriteItem], rank: int) -> dict[str, Sequence[WriteItem]]:
+    """The chunks that a rank writes, by the files that it writes them to, which are of about the same size."""
+    count = max(1, min(threads(), sum(map(_size, items)) // SMALLEST_SHARE))
+    shares: list[list[WriteItem]] = [[] for _ in range(count)]
+    filled = [0] * count
+    for item in sorted(items, key=_size, reverse=True):
+        smallest = filled.index(min(filled))
+        shares[smallest].append(item)
+        filled[smallest] += _size(item)
+    return {f"__{rank}_{number}.distcp": share for number, share in enumerate(shares)}
+
+
+def _extents(shares: Mapping[str, Sequence[WriteItem]]) -> Extents:
+    extents = {}
+    for name, share in shares.items():
+        start = 0
+        for item in share:
+            extents[item.index.fqn, tuple(item.index.offset or ())] = {"file": name, "start": start}
+            start += _size(item)
+    return extents
+
+
+def _index_json(metadata: Metadata, extents: Extents) -> str:
+    """The index of a checkpoint that is planned; `metadata` has the chunks of all ranks."""
+    index: dict[str, Any] = {}
+    tensors: Mapping[str, Any] = metadata.state_dict_metadata
+    for name, tensor in tensors.items():
+        chunks = [
+            {"offsets": list(chunk.offsets), "sizes": list(chunk.sizes), **extents[name, tuple(chunk.offsets)]}
+            for chunk in tensor.chunks
+        ]
+        dtype = str(tensor.properties.dtype).removeprefix("torch.")
+        index[name] = {"dtype": dtype, "size": list(tensor.size), "chunks": chunks}
+    return json.dumps(index)
+
+
+def _size(item: WriteItem) -> int:
+    """Bytes of a chunk to be written."""
+    assert item.tensor_data is not None
+    return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize

@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 
-from forge_core.checkpoint.manager import Checkpoints
+from forge_core.checkpoint.manager import Checkpoints, Saver
 from forge_core.checkpoint.resume import Start
 from forge_core.checkpoint.run_diff import collect_provenance
-from forge_core.checkpoint.saving import Saver
 from forge_core.checkpoint.state import Progress
 from forge_core.contracts.contexts import CheckpointContext, Requests, StepContext, TrainContext
 from forge_core.contracts.data import Batch
@@ -139,7 +138,7 @@ class Loop:
     def _save_at_end(self) -> None:
         self._saver.settle()
         if self._saver.saved_step == self.progress.step:
-            self._saver.tidy()
+            self._saver.tidy(self.progress.step)
             return
         try:
             self._save(final=True)

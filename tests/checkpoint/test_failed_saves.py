@@ -11,7 +11,7 @@ from typing import ClassVar
 import pytest
 from attrs import define, field
 
-from forge_core.checkpoint.saving import Saver
+from forge_core.checkpoint.manager import Saver
 from forge_core.contracts.components import TrainingHook
 from forge_core.contracts.errors import CheckpointError
 from forge_testing.processes import run_on_ranks

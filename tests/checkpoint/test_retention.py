@@ -187,7 +187,7 @@ class TestDeleting:
         careful = self.checkpoints(tmp_path, keep=2)
         with pytest.warns(UserWarning, match=r"none of the checkpoints to keep \(steps \[2, 3\]\) is whole"):
             assert careful.prune() == []
-        assert careful.steps() == [1, 2, 3]
+        assert careful.storage.steps() == [1, 2, 3]
 
     def test_one_whole_one_among_those_that_stay_is_enough(self, tmp_path):
         everything = self.checkpoints(tmp_path)
@@ -204,7 +204,7 @@ class TestDeleting:
         index = tmp_path / "step-4/index.json"
         index.write_bytes(b"x" * index.stat().st_size)
         self.checkpoints(tmp_path, keep=1).save(3, State({}, {}))
-        assert everything.steps() == [3, 4]
+        assert everything.storage.steps() == [3, 4]
         with pytest.warns(UserWarning, match=r"step-4/index.json is damaged"):
             assert everything.newest()[0].name == "step-3"
 
@@ -233,4 +233,4 @@ class TestDeleting:
         monkeypatch.setattr(LocalStorage, "delete", refuse)
         with pytest.warns(UserWarning, match="could not delete an old checkpoint: .*Read-only"):
             checkpoints.save(2, State({}, {}))
-        assert checkpoints.steps() == [1, 2]
+        assert checkpoints.storage.steps() == [1, 2]

@@ -12,11 +12,9 @@ import pytest
 import torch
 from attrs import define, field, frozen
 
-from forge_core.checkpoint.manager import Checkpoints, Retention, State
-from forge_core.checkpoint.saving import Saver
+from forge_core.checkpoint.manager import Checkpoints, Retention, Saver, State
 from forge_core.checkpoint.storage import Local, LocalStorage
-from forge_core.checkpoint.tensor_writer import TensorWriter
-from forge_core.checkpoint.tensors import load_tensors, stored_tensors
+from forge_core.checkpoint.tensors import TensorWriter, load_tensors, stored_tensors
 from forge_core.contracts.components import TrainingHook
 from forge_core.contracts.errors import CheckpointError
 from forge_core.contracts.layout import Layout

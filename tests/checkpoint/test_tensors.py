@@ -18,8 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from forge_core.checkpoint import storage, tensors
 from forge_core.checkpoint.manager import Checkpoints, Retention, State, verify
 from forge_core.checkpoint.storage import LocalStorage
-from forge_core.checkpoint.tensor_writer import TensorWriter
-from forge_core.checkpoint.tensors import load_tensors, stored_tensors
+from forge_core.checkpoint.tensors import TensorWriter, load_tensors, stored_tensors
 from forge_core.contracts.errors import CheckpointError
 from forge_core.engine.trainer import Trainer
 from forge_testing import tiny_job
@@ -89,9 +88,9 @@ def test_the_manifest_has_size_and_sha256_of_every_other_file(tmp_path):
 
 
 def test_a_large_state_is_spread_over_several_files(tmp_path, monkeypatch):
-    monkeypatch.setattr("forge_core.checkpoint.tensor_writer.SMALLEST_SHARE", 1000)
-    monkeypatch.setattr("forge_core.checkpoint.tensor_writer.FLUSHED_TOGETHER", 500)
-    monkeypatch.setattr("forge_core.checkpoint.tensor_writer.threads", lambda: 3)
+    monkeypatch.setattr("forge_core.checkpoint.tensors.SMALLEST_SHARE", 1000)
+    monkeypatch.setattr("forge_core.checkpoint.storage.BLOCK", 500)
+    monkeypatch.setattr("forge_core.checkpoint.tensors.threads", lambda: 3)
     tensors = {f"t{n}": torch.randn(50 + n) for n in range(20)}
     path = save(tmp_path, tensors)
     sizes = [file.stat().st_size for file in path.glob("*.distcp")]
