@@ -47,9 +47,9 @@ def main() -> None:
             super().__init__(run, *args)
             run.executor.train_step = timed(run.executor.train_step, inside)
 
-        def _step(self, batches) -> None:
+        def _step(self) -> None:
             before, began = len(inside), time.thread_time()
-            super()._step(batches)
+            super()._step()
             totals.append(time.thread_time() - began - sum(inside[before:]))
 
     with tempfile.TemporaryDirectory() as folder:
