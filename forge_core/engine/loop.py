@@ -188,9 +188,7 @@ def _rehearse(run: Run, progress: Progress, echo: Callable[[str], object]) -> No
     mode, device = run.job.train.dry_run, run.context.device
     if mode == "never" or (mode == "auto" and device.type == "cpu"):  # an accelerator's memory may not suffice
         return
-    with closing(
-        TrainLoader(run.job, run.datasets, run.context, progress)
-    ) as loader:  # uses up no samples of the run's
+    with closing(TrainLoader(run.job, run.datasets, run.context, progress)) as loader:  # the run's uses up no samples
         batches = loader.next_step()
     buffers = {name: buffer.clone() for name, buffer in run.model.named_buffers()}
     shape = tuple(batches[0]["input_ids"].shape)
