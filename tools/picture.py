@@ -1,13 +1,13 @@
 """Draws the imports between the packages of forge_core, floor by floor.
 
-Run `python tools/picture.py docs/images/imports.png`. An arrow leads from a package (a room) to one that it imports;
+Run `python tools/picture.py`. An arrow leads from a package (a room) to one that it imports;
 thicker with more imports. Imports for type checkers count like all others. An upward arrow is red and dashed. Every
 room imports the contracts: those arrows are left out.
 """
 
 from __future__ import annotations
 
-import sys
+import argparse
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -121,4 +121,6 @@ def main(path: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("path", nargs="?", type=Path, default=ROOT / "docs/images/imports.png", help="PNG to write")
+    main(parser.parse_args().path)
