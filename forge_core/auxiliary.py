@@ -85,7 +85,7 @@ class Auxiliary:
         # Tensors and not numbers: how many tokens are valid only the device knows, and asking would wait for it.
         self._scale = {unit: torch.zeros((), device=device, dtype=torch.float64) for unit in get_args(Unit)}
         self._counters: dict[str | Count, Counter] = {}
-        """Of each metric, by name, and of each count."""
+        """One for each metric, by name, and for each count."""
         self._counted: Mapping[Count, Tensor] = {}
         self._kept: Tensor | None = None
         self._summaries: dict[str, Summary] = {}

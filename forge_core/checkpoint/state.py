@@ -99,7 +99,7 @@ def restore_state(
 ) -> Progress:
     """Load a checkpoint into a freshly built run; returns its progress. Collective.
 
-    Those of the `holders` that the checkpoint has nothing of are left as they are. `trained` has the names of the
+    Holders whose state the checkpoint lacks are left as they are. `trained` has the names of the
     parameters of the whole model, of which `model` may be a part. Raises a `CheckpointError` if the job does not fit.
     """
     index = shared_index(folder)

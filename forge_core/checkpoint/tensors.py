@@ -3,7 +3,7 @@
 DCP (torch.distributed.checkpoint) keeps its metadata as a pickle, which runs code when it is loaded. Here it is
 `index.json`, checked when it is read: name -> dtype, size and chunks, and for each chunk its offsets and sizes in the
 tensor, its file, and where in the file its bytes start. A file holds the bytes of chunks, row by row, one after the
-other. Of DCP there is only its planner, which decides which rank writes which chunk.
+other. Only the planner is DCP's, which decides which rank writes which chunk.
 
 C: chunks of a tensor, D: its dimensions.
 """

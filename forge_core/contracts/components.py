@@ -60,7 +60,7 @@ Built = TypeVar("Built")
 
 
 class Component(Generic[Built]):
-    """Base of all components. That of a new kind sets `kind`, and derives from `Component[Built]` of what it builds."""
+    """Base of all components. The base of a new kind sets `kind`; `Built` is the type of what its `build` returns."""
 
     kind: ClassVar[str]
     resumes_as: ClassVar[WhenResumed | None] = None
@@ -108,7 +108,7 @@ class RouterComponent(Component["nn.Module"]):
         return ()
 
     def build(self, context: BuildContext, dim: int, experts: int) -> nn.Module:
-        """Build the router of layer `context.layer`, for tokens of width `dim` and so many routed `experts`."""
+        """Build the router of layer `context.layer`, for tokens of width `dim` and a number of routed `experts`."""
         raise NotImplementedError
 
 

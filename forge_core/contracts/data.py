@@ -124,7 +124,7 @@ class StreamedDocument(NamedTuple):
     learned: np.ndarray | None
     """(n,) bool: which tokens are learned as labels; None: all."""
     position: Mapping[str, Any]
-    """Plain JSON: reading from there gives this document first."""
+    """Plain JSON: reading from there yields this document first."""
 
 
 @runtime_checkable

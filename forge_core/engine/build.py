@@ -67,7 +67,7 @@ class BuiltModel:
 
     model: Model
     outline: Outline
-    """Of the whole model; `model` may have only some of its layers."""
+    """Facts of the whole model; `model` may have only some of its layers."""
     stages: Sequence[OrderedStage]
     built_stages: Sequence[ParallelStage]
 

@@ -55,7 +55,8 @@ class Loop:
         self._agreement = Agreement(run, self.requests, self._saver)
 
     def run(self) -> None:
-        with this_process.delivering_stop_requests(self._stop), _collecting(self._job.train.gc_interval):
+        stop, interval = self._agreement.ask_to_stop, self._job.train.gc_interval
+        with this_process.delivering_stop_requests(stop), _collecting(interval):
             try:
                 self._train()
             except BaseException as error:
@@ -153,10 +154,6 @@ class Loop:
         self._hooks.exception(self._context(), error)
         self._saver.abandon(error)
 
-    def _stop(self, number: signal.Signals) -> None:
-        # Nothing else: a signal comes at any point of a step, perhaps inside a collective, on each rank at another.
-        self.requests.stop = self.requests.stop or f"signal {number.name}"
-
     def _saved(self, step: int, path: Path) -> None:
         self._hooks("on_checkpoint_save", CheckpointContext(**self._run.references, step=step, path=path))
 
@@ -220,6 +217,11 @@ class Agreement:
     def ends_run(self) -> bool:
         """Whether all ranks have agreed to end; a process alone need not ask."""
         return bool(self._requests.stop or self._requests.non_finite) if self._alone else self._agreed_to_end
+
+    def ask_to_stop(self, number: signal.Signals) -> None:
+        """Note that this rank shall stop, on a signal."""
+        # Nothing else: a signal comes at any point of a step, perhaps inside a collective, on each rank at another.
+        self._requests.stop = self._requests.stop or f"signal {number.name}"
 
     def reach(self) -> bool:
         """Agree on whether to end, and return whether to save. Collective."""

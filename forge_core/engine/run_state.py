@@ -32,7 +32,7 @@ LOAD = "checkpoint.load"
 
 def snapshot(run: Run, progress: Progress, provenance: Mapping[str, Any]) -> State:
     """All that a checkpoint holds. Reads only: a save, at any step, changes no later loss. Collective."""
-    # Of the schedule only its factor, by which a continued run notices another one: settings come from the job.
+    # The schedule's factor alone, by which a continued run notices another schedule: settings come from the job.
     progress.schedule = run.rates.factor(progress.step - 1) if progress.step else None
     plugins, pipeline = run.context.plugins, pipeline_group(run.context.mesh)
     state = gather_state(run.model, run.optimizer, progress, holders(run.hooks.hooks, plugins.active), pipeline)

@@ -33,7 +33,7 @@ ABSENT = -math.inf
 """The loss of a source without a valid token in a step, which only the device knows. The line leaves it out."""
 
 Sums = Mapping[str | Count, Tensor]
-"""What a step adds up over the token ranks: sums (), and what modules counted (n,)."""
+"""Totals of a step over the token ranks: sums (), and what modules counted (n,)."""
 
 
 class Stepper:
@@ -159,7 +159,7 @@ class Stepper:
         return _unflatten(mesh.all_reduce_tokens(_flatten(parts), self._mesh), parts)
 
     def _over_layers(self, attached: Sums) -> Sums:
-        """What modules attached, summed over the pipeline's ranks, whose modules attach different names."""
+        """The metrics attached by modules, summed over the pipeline's ranks, whose modules attach different names."""
         if self._pipeline is None:
             return attached
         if self._attached is None:  # once: gathering objects in every step would cost more than the sums

@@ -21,7 +21,7 @@ class Position:
 class ProgressBeacon:
     """Keeps the position of this rank. Entering a phase costs about a microsecond."""
 
-    # Of the class: a tokenizer that reports knows no run. Without a lock: of two reports at once one may be lost
+    # On the class: a tokenizer that reports knows no run. Without a lock: of two reports at once one may be lost
     reports: ClassVar[int] = 0
     """Calls of `report_progress` in this process, from any thread."""
     detail: ClassVar[str] = ""

@@ -187,7 +187,7 @@ class Rendezvous:
             now, beating = time.monotonic(), self.get(HEARTBEAT, ranks)
             moved |= {rank: now for rank, beat in beating.items() if beat != heartbeats.get(rank)}
             heartbeats |= beating
-            # A rank that was killed never says that it leaves; its heartbeat is all that tells it from a slow one
+            # A rank that was killed never says that it leaves; only its heartbeat distinguishes it from a slow one
             silent = now - max(moved[rank] for rank in ranks) > SILENT_S + 2 * self.heartbeat_s
             # One that was never here may still arrive, and ask why there is no run
             if silent and (now >= self._last_arrival or self._exist([f"here/{rank}" for rank in ranks])):

@@ -101,7 +101,7 @@ def apply_stages(
     from forge_core.contracts.model import with_defaults
     from forge_core.contracts.optimizer import role_problems, roles_of
 
-    # Of the bare model, before the first stage: a problem then has the names that the user knows. Asked again, because
+    # On the bare model, before the first stage: a problem then has the names that the user knows. Asked again, because
     # the model cannot always be built when the job is checked.
     problems = list(model_problems(model, {stage.name: stage.component for stage in stages}, context.layout))
     problems += [problem.below("optimizer") for problem in role_problems(context.job.optimizer, roles_of(model))]

@@ -43,7 +43,7 @@ class Plugins:
     """The active plugins of one job, and every hook call as a typed method. Implements `contracts.contexts.Builder`."""
 
     _undo_backend: ClassVar[list[Callable[[], None]]] = []
-    # Of the class and not of one job: libraries such as torch are configured for the whole process.
+    # On the class and not for one job: libraries such as torch are configured for the whole process.
 
     def __init__(self, plugins: Mapping[str, Plugin], catalog: Catalog) -> None:
         """Register the plugins that a job names, in its order.

@@ -50,10 +50,10 @@ class CachedFolder:
     """SHA-256 (hex) of its files, by name."""
 
     def identity(self, part: str) -> str:
-        """Identity of what is read from it (see `HasIdentity`), by content: a folder made again has the same.
+        """Identity of the data read from it (see `HasIdentity`), by content: a folder made again has the same.
 
         Args:
-            part: tells several things of one folder apart.
+            part: distinguishes several things in one folder.
         """
         return digest_of(part, dict(self.digests)) if self.digests else ""
 

@@ -17,7 +17,7 @@ MANTISSA = 24
 
 
 def token_noise(batch: Batch, size: int, name: str) -> Tensor:
-    """Uniform random numbers for each token, a pure function of what every layout agrees on.
+    """Uniform random numbers for each token, a pure function of values that every layout agrees on.
 
     `torch.rand` draws from a generator that each data-parallel rank seeds differently and each micro-batch advances, so
     its numbers depend on the layout. These are a hash (SplitMix64) of the sequence's draw (`batch["draw"]`, which the

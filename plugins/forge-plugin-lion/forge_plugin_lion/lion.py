@@ -36,8 +36,8 @@ class Lion(OptimizerComponent):
     decay_embeddings: bool = False
     """Whether embeddings are decayed too (a tied head is one)."""
     cautious: bool = False
-    """Whether only elements move whose update agrees in sign with their gradient. Those of a parameter then move
-    further by the factor elements / (agreeing elements + 1) (Liang et al. 2024, "Cautious Optimizers")."""
+    """Whether only elements move whose update agrees in sign with their gradient. They then move further, by the factor
+    elements / (agreeing elements + 1) of their parameter (Liang et al. 2024, "Cautious Optimizers")."""
 
     def build(self, context: BuildContext, parameters: NamedParameters) -> torch.optim.Optimizer:
         from forge_plugin_lion.optimizer import LionOptimizer

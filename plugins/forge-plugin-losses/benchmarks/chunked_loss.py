@@ -29,7 +29,7 @@ Contender = Callable[[LinearHead, Tensor, Tensor], Tensor]
 
 
 def plain(head: LinearHead, hidden: Tensor, labels: Tensor) -> Tensor:
-    """What a training loop writes: all logits, in float32."""
+    """The usual training loop: all logits, in float32."""
     return F.cross_entropy(head(hidden).float(), labels, reduction="sum")
 
 

@@ -1,6 +1,6 @@
 """Check that every id is in the vocabulary.
 
-A token file of Forge was checked when it was written, and says with which vocabulary. Of any other file, every id is
+A token file of Forge was checked when it was written, and says with which vocabulary. Every id of any other file is
 read once; the result is cached for as long as the file does not change.
 """
 

@@ -140,7 +140,7 @@ def _model_vocabulary(job: Job) -> int:
 
 
 def _tokenizer_problems(corpus: ShardedCorpus, tokenizer: Tokenizer) -> Iterator[Problem]:
-    """How the job's tokenizer is not the one that made the files, as far as they say."""
+    """How the job's tokenizer is not the one that made the files, where these record it."""
     for prepared in corpus.prepared:
         if prepared.fingerprint != tokenizer.fingerprint():
             message = f"{prepared.folder} was made with another tokenizer than that of [data.tokenizer]"

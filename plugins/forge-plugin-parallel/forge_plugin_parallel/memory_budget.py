@@ -137,7 +137,7 @@ def _shards(context: BuildContext) -> int:
 def _gathered(model: Model, reshards: bool, dtype: torch.dtype) -> Bytes:
     """Bytes of parameters gathered at one time, in the compute dtype.
 
-    Those outside all blocks, and the two largest blocks (one computed, one prefetched).
+    These are the parameters outside all blocks, and the two largest blocks (one computed, one prefetched).
     """
     blocks = sorted(sum(local_part(p).numel() for p in block.parameters()) for block in blocks_of(model))
     everything = sum(local_part(parameter).numel() for parameter in model.parameters())

@@ -15,8 +15,8 @@ from forge_plugin_plan.fake_world import BroadcastLog
 from forge_plugin_plan.simulate import RankPlan, simulate
 
 PLAYED = 4
-"""Up to this number of pipeline ranks, the step of each is simulated. Of more, only those of the first, which has most
-micro-batches in flight, of the last, which has the loss, and of the one with most weights."""
+"""Up to this number of pipeline ranks, the step of each is simulated; with more, only those of the first, which has
+most micro-batches in flight, of the last, which has the loss, and of the one with most weights."""
 
 
 @frozen(kw_only=True)

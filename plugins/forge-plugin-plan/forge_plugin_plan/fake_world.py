@@ -22,7 +22,7 @@ NODE = 8
 
 @define
 class BroadcastLog:
-    """Objects that ranks broadcast, in order. Those of a simulated rank reach the ranks that are simulated later."""
+    """Objects that ranks broadcast, in order. Objects of a simulated rank reach the ranks that are simulated later."""
 
     broadcasts: list[Any] = field(factory=list)
 

@@ -42,7 +42,7 @@ class Traffic:
 
 @frozen(kw_only=True)
 class RankPlan:
-    """Figures of a rank. Those that need a step are None if none could be simulated."""
+    """Figures of a rank. Figures that need a step are None if none could be simulated."""
 
     rank: int
     pipeline_rank: int

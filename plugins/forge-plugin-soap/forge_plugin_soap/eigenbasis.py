@@ -42,7 +42,7 @@ def orthonormal(columns: Tensor) -> Tensor:
     lost = lengths <= lengths.max() * TOLERANCE * len(lengths) * torch.finfo(columns.dtype).eps
     if isinstance(columns, FakeTensor) or not bool(lost.any()):
         return basis.contiguous()
-    # Of a column of zeros, Householder's method makes the image of the unit vector under its earlier reflections.
+    # From a column of zeros, Householder's method makes the image of the unit vector under its earlier reflections.
     return torch.linalg.qr(columns.masked_fill(lost, 0))[0].contiguous()
 
 

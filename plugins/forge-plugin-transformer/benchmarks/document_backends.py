@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=2 OMP_WAIT_POLICY=passive python document_backends.py > table.toml
 
-Like `attention_backends.py` beside it. What is made once for all layers, such as the mask, is left out.
+Like `attention_backends.py` beside it. Work done once for all layers, such as making the mask, is left out.
 """
 
 from __future__ import annotations

@@ -132,7 +132,9 @@ class Transformer(ModelComponent):
             tied=self.tie_embeddings,
             mtp=None if self.mtp is None else self._build_predictions(self.mtp, context),
         )
-        return cast("Model", model)  # its head is a subclass of what the protocol, being assignable, demands exactly
+        return cast(
+            "Model", model
+        )  # its head is a subclass of the type that an assignable protocol member must have exactly
 
     def _build_layer(self, context: BuildContext, number: int) -> Block:
         return self._build_block(context.at(f"layers.{number}", layer=number))

@@ -55,7 +55,7 @@ def draw(rows: Sequence[CellResult], path: Path) -> None:
 
 
 def _curves(outcomes: Sequence[Outcome]) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens, and smoothed losses (seeds, steps), as far as all seeds have come."""
+    """Tokens, and smoothed losses (seeds, steps), up to the last step that all seeds have reached."""
     length = min(len(outcome.losses) for outcome in outcomes)
     horizon = max(1, round(SMOOTH * length))
     smooth = []
