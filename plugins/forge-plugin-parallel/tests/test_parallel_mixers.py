@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from forge_core.contracts.layout import Layout
+from forge_core.contracts.model import with_defaults
 from forge_core.parallel.mesh import make_mesh
 from forge_plugin_parallel import ContextParallel
 from forge_plugin_parallel.cp_stage import WHOLE, ContextParallelStage, Exchange, Gathered, Ring, rank_positions
@@ -82,7 +83,7 @@ def split_shapes(model: Model, rows: int = 3) -> list[dict[str, tuple[int, ...]]
         layout = Layout(cp=2)
         context: Any = SimpleNamespace(layout=layout, mesh=make_mesh(layout, torch.device("cpu")))
         stage = ContextParallelStage(ContextParallel(degree=2), context)
-        stage.apply(model)  # type: ignore[arg-type]
+        stage.apply(with_defaults(model))
         return {name: tuple(value.shape) for name, value in stage.split(batch).items()}
 
     return run_on_ranks(RANKS, part)
