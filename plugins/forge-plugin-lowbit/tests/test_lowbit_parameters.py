@@ -141,9 +141,7 @@ def test_gradients_that_would_add_up_in_16_bits_are_refused(tmp_path):
     settings = {"optimizer": AdamW8bit(**NARROW), "model": MODEL, **SIZES, "micro_batch_size": 1}
     zero_bubble = PipelineParallel(degree=2, schedule="interleaved_zero_bubble", stages_per_rank=1)
     job = tiny_job(str(tmp_path), parallel={"pp": zero_bubble}, **settings)
-    assert any(
-        "parallel.pp.schedule: interleaved_zero_bubble accumulates gradients itself" in p for p in job_problems(job, 2)
-    )
+    assert any("parallel.pp.schedule: interleaved_zero_bubble accumulates gradients" in p for p in job_problems(job, 2))
     job = tiny_job(str(tmp_path), parallel={"fsdp": FSDP(reduce_every_micro_batch=True)}, **settings)
     assert "would add up in bf16; leave it out" in " ".join(job_problems(job, 2))
 
