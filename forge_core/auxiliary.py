@@ -121,7 +121,7 @@ class Auxiliary:
         self.metric(name, value, unit)
         if not torch.is_grad_enabled() or not value.requires_grad:
             return x
-        # Scaled here, as the loss is, so that plain sums over micro-batches and ranks give the whole gradient.
+        # Scaled here, as the loss is, so that plain sums over micro-batches and ranks make the whole gradient.
         return _Attach.apply(x, value * (self._scale[unit].to(value.dtype) * weight))
 
     def metric(self, name: str, value: Tensor, unit: Unit | None = None) -> None:

@@ -29,7 +29,7 @@ _SCALAR = re.compile(rf"{_STRING}|[^,\]}}#\n]+")
 def find_lines(text: str) -> dict[KeyPath, int]:
     """Line, counted from 1, of every table, key and array item.
 
-    Never raises: for text that is not TOML, it returns lines of what resembles keys before the fault.
+    Never raises: for text that is not TOML, it returns the lines of everything like a key before the fault.
     """
     scanner = _Scanner(text)
     with suppress(ValueError):

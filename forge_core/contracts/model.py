@@ -167,7 +167,7 @@ class Model(nn.Module):
 
     def tensor_parallel_plan(self) -> Mapping[str, Any]:
         """Returns {module name glob (`layers.*.attention.q`): how it is split}, for every module with parameters."""
-        # A name of the stage's own ways (`forge_plugin_parallel.tp_ways.WAYS`), or an object of a third party.
+        # The name of a way that the job's tensor-parallel stage has, or an object that it accepts as one.
         return {}
 
     def sequence_mixers(self) -> Mapping[str, int]:
