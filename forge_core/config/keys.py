@@ -157,7 +157,7 @@ def _body(cls: type) -> list[ast.stmt]:
 
 def demands(validator: Any) -> Iterator[Demand]:
     """The conditions of a field's validator, one by one."""
-    # attrs has no public view of its validators, so these distinguish them. Any other validator is a plain
+    # attrs has no public view of its validators, so attributes distinguish them. Any other validator is a plain
     # function, and nothing is known of it but the message that it raises.
     if validator is None:
         return
