@@ -115,7 +115,8 @@ class LoadSection:
     """`[checkpoint.load]`: weights to start a new run from; a run that has a checkpoint of its own ignores it.
 
     Only weights are loaded: the optimizer, the step and the position in the data start afresh. Patterns are those of a
-    shell over the names of parameters and buffers (`layers.*`); `*` stands for any characters, dots included.
+    shell over the names of parameters and buffers (`layers.*`); `*` stands for any characters, dots included. Several
+    tables, `[[checkpoint.load]]`, take parts of the model from several checkpoints, each part from one of them.
     """
 
     path: str = field(validator=min_len(1))
@@ -159,8 +160,15 @@ class CheckpointSection:
     """Check before loading: SHA-256 of every file, or sizes only, which does not find flipped bytes."""
     storage: components.StorageComponent = default_type(LOCAL_STORAGE)
     """`[checkpoint.storage]`: where checkpoints are kept."""
-    load: LoadSection | None = None
+    load: LoadSection | tuple[LoadSection, ...] | None = None
     """`[checkpoint.load]`: weights of another run to start from; by default training starts from random ones."""
+
+    @property
+    def loads(self) -> Mapping[str, LoadSection]:
+        """Each table of `load` by its path in the job."""
+        if isinstance(self.load, tuple):
+            return {f"checkpoint.load.{number}": table for number, table in enumerate(self.load)}
+        return {"checkpoint.load": self.load} if self.load else {}
 
 
 @frozen(kw_only=True)

@@ -23,7 +23,7 @@ MODULES: Mapping[str, Sequence[str]] = {
     "forge_core.errors": [f"{CONTRACTS}.errors"],
     "forge_core.hookspecs": [f"{CONTRACTS}.hookspecs"],
     "forge_core.protocols": [f"{CONTRACTS}.{name}" for name in ("model", "data", "optimizer", "runtime")]
-    + ["forge_kit.dispatch"],
+    + ["forge_kit.dispatch", "forge_kit.former_protocols", "forge_kit.modules"],
     "forge_core.engine.evaluation_context": [f"{CONTRACTS}.contexts"],
     "forge_core.engine.parameters": [f"{CONTRACTS}.optimizer"],
     "forge_core.engine.plain_executor": ["forge_core.engine.executor"],
@@ -68,12 +68,7 @@ class MovedModules(MetaPathFinder, Loader):
 
 
 def forwarding(old: str, homes: Sequence[str]) -> Callable[[str], Any]:
-    """A module's `__getattr__` that looks its names up in other modules.
-
-    Args:
-        old: the module's name.
-        homes: modules that have its public names now.
-    """
+    """A module's `__getattr__`: public names that the module `old` had are looked up in the modules `homes`."""
 
     def find(name: str) -> Any:
         from forge_core.contracts.deprecation import deprecated  # late: importing forge_core must not import attrs

@@ -24,6 +24,11 @@ def test_without_a_change_they_are_left_out(place):
     assert watched.reason_to_run() == ""
 
 
+def test_another_comment_is_no_change(place):
+    place.write_text("# the size\nx = 1  # in bytes\n")
+    assert watched.reason_to_run() == ""
+
+
 def test_a_changed_a_new_and_a_removed_file_are_noticed(place):
     place.write_text("x = 2\n")
     assert watched.reason_to_run()

@@ -4,13 +4,14 @@ python tests/watched.py            # has it changed since all of them passed?
 python tests/watched.py --record   # write down that they have passed with what is here: the end of `make test-all`
 
 They are the wrong components that conformance suites must refuse, the reductions that are taken out of each layout of
-the parity table, and its rows whose pairs other rows have. `watched.sha256`, which is committed, is the digest
-of all files in `WATCHED`, and of the versions of Python and torch, with which all of them passed last. Whoever changes
-one of these without `make test-all` runs them in `make test` too, and so does CI.
+the parity table, and its rows whose pairs other rows have. `watched.sha256`, which is committed, is the digest of the
+code (comments left out) of all files in `WATCHED`, and of the versions of Python and torch, with which all of them
+passed last. Whoever changes one of these without `make test-all` runs them in `make test` too, and so does CI.
 """
 
 from __future__ import annotations
 
+import ast
 import functools
 import hashlib
 import os
@@ -34,11 +35,12 @@ ALL = "FORGE_TESTS"
 
 @functools.cache
 def digest() -> str:
-    """SHA-256 of the watched Python files, by name and content, and of the versions of Python and torch."""
+    """SHA-256 of the watched Python files, by name and code, and of the versions of Python and torch."""
     python = ".".join(platform.python_version_tuple()[:2])
     total = hashlib.sha256(f"python {python}, torch {metadata.version('torch')}\n".encode())
     for path in sorted(path for folder in WATCHED for path in (ROOT / folder).rglob("*.py")):
-        total.update(f"{path.relative_to(ROOT)}\0{hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
+        code = ast.unparse(ast.parse(path.read_bytes()))  # the same for other comments
+        total.update(f"{path.relative_to(ROOT)}\0{hashlib.sha256(code.encode()).hexdigest()}\n".encode())
     return total.hexdigest()
 
 

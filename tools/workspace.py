@@ -17,6 +17,7 @@ import tempfile
 import tomllib
 from collections.abc import Iterator, Mapping
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -64,8 +65,10 @@ class Distribution:
 
     @property
     def requires(self) -> set[str]:
-        """Packages of this repository that it may import, by its requirements."""
-        names = {re.split(r"[^\w-]", line)[0] for line in self.project["dependencies"]}
+        """Packages of this repository that it may import: its requirements, and those of its extras but `test`."""
+        extras = self.project.get("optional-dependencies", {})
+        lines = chain(self.project["dependencies"], *(extras[name] for name in extras if name != "test"))
+        names = {re.split(r"[^\w-]", line)[0] for line in lines}
         return {name.replace("-", "_") for name in names if name.startswith("forge-")}
 
     @property

@@ -81,10 +81,8 @@ class Checkpoints:
     def save(self, step: int, state: State, staged: Staging | None = None) -> Path:
         """Write the checkpoint of `step`, then delete those that retention does not keep. Collective.
 
-        With `staged`, a copy of the state's tensors, its values are the ones to write.
-
-        Raises:
-            CheckpointError: some rank could not write. Nothing of it is left, and earlier checkpoints are untouched.
+        With `staged`, a copy of the state's tensors, its values are the ones to write. Raises a `CheckpointError` if
+        some rank could not write: nothing of it is left, and earlier checkpoints are untouched.
         """
         try:
             # The manifest is written last and the folder renamed after that: a save that dies leaves nothing
@@ -103,10 +101,7 @@ class Checkpoints:
     def newest(self) -> tuple[Path, dict[str, Any]] | None:
         """The newest intact checkpoint: its folder and manifest. Collective; all ranks take the same one.
 
-        Damaged ones are named in a warning and passed over.
-
-        Raises:
-            CheckpointError: there are checkpoints, and none is intact.
+        Damaged ones are named in a warning and passed over. Raises a `CheckpointError` if none of several is intact.
         """
         faults = []
         # Rank 0 lists the steps for all: a network file system may show the ranks different folders
@@ -219,9 +214,8 @@ def verify(folder: Path, how: How, ranks: Ranks | None = None) -> dict[str, Any]
 class Saver:
     """Saves the states of a run. All its methods but `due` are collective.
 
-    Attributes:
-        saved_step: the step that was saved last, or is being written; None if there is none, or saving it failed.
-        evaluation: the last one, which checkpoints record: `step` and `metrics`; empty before the first.
+    `saved_step` was saved last, or is being written; None if there is none, or saving it failed. `evaluation` is the
+    last one, which checkpoints record: `step` and `metrics`; empty before the first.
     """
 
     def __init__(
@@ -272,10 +266,8 @@ class Saver:
     def save(self, step: int, state: State, final: bool = False) -> None:
         """Save the state of `step`, or with `async_save` copy it and start to write it.
 
-        The last save of a run is `final`: it is waited for, and must succeed.
-
-        Raises:
-            CheckpointError: a save failed, this or the one before, and `on_failure` does not let it pass.
+        The last save of a run is `final`: it is waited for, and must succeed. Raises a `CheckpointError` if a save
+        failed, this or the one before, and `on_failure` does not let it pass.
         """
         self.settle()  # one at a time: the copy in host memory is reused, and checkpoints appear in the order of steps
         try:

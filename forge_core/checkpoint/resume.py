@@ -29,13 +29,14 @@ ANEW = (
 class Start:
     """Where a run starts from, decided before anything is built.
 
-    Either `checkpoint`, which it continues, or `weights`, a checkpoint of which it only takes these, or neither.
+    Either `checkpoint`, which it continues, or `weights`, checkpoints of which it only takes these, or neither.
     """
 
     checkpoint: Path | None = None
-    weights: Path | None = None
     manifest: Mapping[str, Any] = field(factory=dict)
-    """The manifest of either."""
+    """The manifest of `checkpoint`."""
+    weights: Sequence[tuple[Path, Mapping[str, Any]]] = ()
+    """For each table of `[checkpoint.load]` a checkpoint, with its manifest."""
     changes: Sequence[Change] = ()
     """Changes in the job since the checkpoint was saved."""
     with_changes: bool = False
@@ -63,10 +64,8 @@ def find_start(job: Job, catalog: Catalog, checkpoints: Checkpoints, resume: str
     located = find_checkpoint(resume, checkpoints, job.checkpoint.verify)
     if located is None:
         check_storage(run_folder(job))
-        if job.checkpoint.load is None:
-            return Start()
-        path, manifest = locate(Path(job.checkpoint.load.path), job.checkpoint.verify)
-        return Start(weights=path, manifest=manifest)
+        tables = job.checkpoint.loads.values()
+        return Start(weights=[locate(Path(table.path), job.checkpoint.verify) for table in tables])
     path, manifest = located
     # Distributions before the job: without one that is missing, the meaning of its keys is not known
     differing = compare_provenance(manifest["provenance"], collect_provenance(job, catalog), with_changes)
@@ -80,8 +79,7 @@ def find_start(job: Job, catalog: Catalog, checkpoints: Checkpoints, resume: str
 def find_checkpoint(resume: str, checkpoints: Checkpoints, how: How) -> tuple[Path, dict[str, Any]] | None:
     """The checkpoint that `resume` means (see `Trainer`), verified, with its manifest; None to start from nothing.
 
-    Raises:
-        CheckpointError: there is none where a path says so, there is one though `never`, or none is intact.
+    Raises a `CheckpointError` if a path leads to none, if there is one though `never`, or if none is intact.
     """
     if resume == "never":
         if steps := list(checkpoints.storage.steps()):

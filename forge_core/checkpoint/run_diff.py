@@ -193,9 +193,8 @@ def _shown(value: Any) -> str:
 def collect_provenance(job: Job, catalog: Catalog, tokenizer: Tokenizer | None = None) -> dict[str, Any]:
     """Record of all that shapes a run besides its job's values, as plain types; nothing of environment variables.
 
-    Returns:
-        `components` (path -> type), `distributions` that the job uses (name -> version, and commit of an editable one),
-        `files` (local component files -> SHA-256), the tokenizer's fingerprint, versions of Python and torch.
+    It has `components` (path -> type), `distributions` that the job uses (name -> version, and commit of an editable
+    one), `files` (local component files -> SHA-256), the tokenizer's fingerprint, versions of Python and torch.
     """
     components = {path: catalog.type_of(type(component)) for path, component in walk_components(job)}
     used = {CORE, *(type_.split("/")[0] for type_ in components.values() if ":" not in type_)}

@@ -54,8 +54,7 @@ os.register_at_fork(after_in_child=_release_in_child)
 def owned(folder: Path, advice: str = "give this run another job.name") -> Iterator[None]:
     """Own `folder` while this context lasts. A folder that had to be made, and stayed empty, is removed again.
 
-    Raises:
-        ForgeError: another process owns it; names its host and number.
+    A `ForgeError` names host and number of another process that owns it.
     """
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     with _lock(folder, advice) as lock:
@@ -142,9 +141,7 @@ def checkpoint_table(folder: Path) -> Mapping[str, Any]:
 def storage_of(folder: Path) -> Storage:
     """The storage that keeps the checkpoints of a run folder, as the job in it says.
 
-    Raises:
-        JobError: the job names what is not installed.
-        ForgeError: the storage cannot be built.
+    Raises a `JobError` if the job names what is not installed, a `ForgeError` if the storage cannot be built.
     """
     table = checkpoint_table(folder).get("storage", {})
     # The core's own is opened without the job, whose plugins need not be installed to look at its checkpoints

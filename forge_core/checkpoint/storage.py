@@ -171,8 +171,7 @@ def _check_keys(value: Any, path: str) -> None:
 def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of a checkpoint, not compared with its files.
 
-    Raises:
-        CheckpointError: it is missing, or not of the form that is written here.
+    A `CheckpointError` says that it is missing, or not of the form that is written here.
     """
     path = folder / MANIFEST
     try:

@@ -68,8 +68,7 @@ class Read:
 class StoredTensor:
     """A tensor of a checkpoint."""
 
-    # Arrays, since each rank that saved has a chunk of each tensor: at 1,024 ranks an object for every one takes
-    # seconds and hundreds of megabytes
+    # Arrays: at 1,024 ranks, an object for each rank's chunk of each tensor takes seconds and hundreds of megabytes.
     dtype: torch.dtype
     size: torch.Size
     offsets: np.ndarray

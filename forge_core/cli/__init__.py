@@ -79,9 +79,7 @@ def _dispatch(argv: list[str]) -> int:
 def find_command(catalog: Catalog, name: str) -> Offer:
     """The installed command `name`, or `distribution/name`.
 
-    Raises:
-        JobError: there is none, or several distributions offer it. For a command of a first-party distribution, the
-            message has the line that installs it.
+    Raises a `JobError` if there is none, which has the line that installs a first-party one, or if several offer it.
     """
     offers = catalog.matching("command", name)
     if not offers:

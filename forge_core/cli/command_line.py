@@ -20,17 +20,10 @@ def positive(text: str) -> int:
 def parse_job_arguments(
     parser: argparse.ArgumentParser, argv: Sequence[str], files: str = "job files, layered from left to right"
 ) -> tuple[argparse.Namespace, list[str], list[str]]:
-    """Parse `[OPTIONS] JOB.toml … [--section.key=value …]`.
+    """Parse `[OPTIONS] JOB.toml … [--section.key=value …]`: returns options, job files and overrides, in order.
 
-    Every argument that starts with `--` and is no option of the parser is an override.
-
-    Args:
-        parser: has the command's own options; files and overrides are added.
-        argv: the arguments after the command.
-        files: description of the job files, for the help.
-
-    Returns:
-        The options, the job files, and the overrides, in order.
+    Every argument that starts with `--` and is no option of `parser`, which has the command's own, is an override.
+    Files, which the help describes by `files`, and overrides are added to the parser.
     """
     parser.allow_abbrev = False  # `--res=never` is no `--resume`: it may be a key of a plugin
     parser.add_argument("files", nargs="+", metavar="JOB.toml", help=files)

@@ -36,11 +36,7 @@ class Target:
 
 
 def explain(path: str, catalog: Catalog) -> str:
-    """The text about a path through sections, types and keys: `model.transformer.attention.gqa`.
-
-    Raises:
-        JobError: there is nothing of that name.
-    """
+    """The text about `model.transformer.attention.gqa`: sections, types, keys. A `JobError` if nothing is called so."""
     target, rest = Target("", Job), [part for part in path.split(".") if part]
     while rest:
         taken, target = _step(target, rest, catalog)

@@ -54,11 +54,7 @@ class _Writer:
         self._offers: Any = functools.cache(self._load_offers)  # to mypy, classes are not hashable
 
     def section(self, cls: type, **more: Schema) -> Schema:
-        """A table with the keys of a class, these more, and no others.
-
-        Raises:
-            PluginError: the types of its fields cannot be resolved.
-        """
+        """A table with the keys of a class, these more, and no others; raises as `keys_of`."""
         keys = keys_of(cls)
         return {
             "type": "object",

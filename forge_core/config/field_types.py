@@ -125,7 +125,7 @@ def section_in(type_: Any) -> type | None:
 
 def header(path: str, type_: Any) -> str:
     """The header of a field's table in a job file."""
-    return f"[[{path}]]" if any(is_array(member) for member in members(type_)) else f"[{path}]"
+    return f"[[{path}]]" if all(is_array(member) for member in members(type_)) else f"[{path}]"
 
 
 def type_name(type_: Any) -> str:

@@ -104,11 +104,7 @@ class Key:
 
 
 def keys_of(cls: type) -> list[Key]:
-    """The keys of an attrs class, in order.
-
-    Raises:
-        PluginError: the types of its fields cannot be resolved.
-    """
+    """The keys of an attrs class, in order. A `PluginError` says that the types of its fields cannot be resolved."""
     docs, keys = field_docs(cls), []
     for key, f in resolved_fields(cls).items():
         depends = f.default is not attrs.NOTHING and default_of(f) is attrs.NOTHING
@@ -188,11 +184,7 @@ def demands(validator: Any) -> Iterator[Demand]:
 
 
 def validate(f: Attribute, value: Any, instance: Any) -> None:
-    """Ask a field's validator about a value; `instance` has the fields that are known already.
-
-    Raises:
-        Mismatch: the validator refuses it.
-    """
+    """Raise a `Mismatch` if a field's validator refuses a value; `instance` has the fields that are known already."""
     # A validator of a field with a converter wants the converted value, so attrs asks it when the object is made.
     for demand in demands(None if f.converter else f.validator):
         try:

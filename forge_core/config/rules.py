@@ -85,17 +85,16 @@ def _loader_problems(job: Job, catalog: Catalog) -> Iterator[Problem]:
 
 
 def _load_problems(job: Job) -> Iterator[Problem]:
-    load = job.checkpoint.load
     # Only before the run begins: later it needs these weights no more, and they may be gone.
-    if load is None or (Path(job.job.output) / job.job.name / "job.toml").exists():
-        return
-    path = Path(load.path)
-    if not path.is_dir():
-        hint = did_you_mean(path.name, [sibling.name for sibling in path.parent.glob("*/")])
-        yield Problem("checkpoint.load.path", f"there is no folder {load.path!r}{hint}")
-    elif not _may_hold_checkpoints(path):
-        message = f"{load.path!r} is neither a checkpoint (it has no manifest.json) nor a run folder with checkpoints"
-        yield Problem("checkpoint.load.path", message)
+    begun = (Path(job.job.output) / job.job.name / "job.toml").exists()
+    for table, load in job.checkpoint.loads.items() if not begun else ():
+        path = Path(load.path)
+        if not path.is_dir():
+            hint = did_you_mean(path.name, [sibling.name for sibling in path.parent.glob("*/")])
+            yield Problem(f"{table}.path", f"there is no folder {load.path!r}{hint}")
+        elif not _may_hold_checkpoints(path):
+            what = "neither a checkpoint (it has no manifest.json) nor a run folder with checkpoints"
+            yield Problem(f"{table}.path", f"{load.path!r} is {what}")
 
 
 def _may_hold_checkpoints(path: Path) -> bool:
@@ -118,10 +117,11 @@ def _component_problems(path: str, component: Component, job: Job, layout: Layou
 
 
 def _model_problems(job: Job, layout: Layout, catalog: Catalog) -> list[Problem]:
-    """Problems of stages and the optimizer with the model, which is built only if one of them looks at it."""
+    """Problems of stages, optimizer and plugins with the model, which is built only if one of them looks at it."""
     bases = {*(type(stage).model_problems for stage in job.parallel.values()), type(job.optimizer).model_problems}
     asked = bases - {ParallelComponent.model_problems, OptimizerComponent.model_problems}
-    if not asked and job.optimizer.further_roles is None:
+    changed = any("forge_build_model" in dir(plugin) for plugin in job.plugins.values())
+    if not asked and not changed and job.optimizer.further_roles is None:
         return []
     from forge_core.parallel.initialise import fitting_problems  # late: imports torch
 

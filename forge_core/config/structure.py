@@ -87,11 +87,7 @@ class _Structurer:
             self._path = outer
 
     def convert(self, value: Any, type_: Any, default: str | None = None) -> Any:
-        """A raw value as `type_`; `default` is the component that a table without `type` is.
-
-        Raises:
-            Mismatch: it is not of that type, or no value of TOML can be.
-        """
+        """A raw value as `type_`, else a `Mismatch`; `default` is the component that a table without `type` is."""
         if types.is_table(type_):
             self._demand_table(value, type_)
         if types.is_section(type_):

@@ -100,8 +100,7 @@ def merge(base: Node, layer: Node) -> Node:
 def read_job(paths: Sequence[str | Path], overrides: Iterable[str] = ()) -> tuple[Node, list[Problem]]:
     """The tree of files and overrides, and the problems of overrides that name a key.
 
-    Raises:
-        JobError: a file is missing or is not TOML; lists every such file, and malformed overrides.
+    A `JobError` lists every file that is missing or is not TOML, and malformed overrides.
     """
     root, unreadable = Node({}, Origin("job")), []
     for layer, path in enumerate(paths):

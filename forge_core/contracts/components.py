@@ -26,7 +26,16 @@ if TYPE_CHECKING:
 
     from forge_core.contracts import contexts
     from forge_core.contracts.contexts import BuildContext
-    from forge_core.contracts.data import Dataset, DataSource, Documents, LoadedRows, SampleReader, SampleRow, Tokenizer
+    from forge_core.contracts.data import (
+        BatchField,
+        Dataset,
+        DataSource,
+        Documents,
+        LoadedRows,
+        SampleReader,
+        SampleRow,
+        Tokenizer,
+    )
     from forge_core.contracts.layout import Layout
     from forge_core.contracts.model import Model
     from forge_core.contracts.optimizer import NamedParameters, Schedule
@@ -87,6 +96,11 @@ class ModelComponent(Component["Model"]):
 
     kind = "model"
     resumes_as = "impossible"
+
+    def batch_fields(self, job: Job) -> Mapping[str, BatchField]:
+        """Entries of batches that the model takes besides tokens, by name. A row without one has zeros there."""
+        # Of the component, not of the module: workers, the plan and every rank of a pipeline know them without a model.
+        return {}
 
     def build(self, context: BuildContext) -> Model:
         raise NotImplementedError

@@ -58,8 +58,7 @@ class BuildContext:
     def build(self, component: Component[Built], **inputs: Any) -> Built:
         """Build a nested component: through `forge_build_<kind>` where such a hook exists, else by its own `build`.
 
-        Raises:
-            PluginError: the builder returned None, or failed (with the distribution's name and the cause).
+        A `PluginError` says that the builder returned None, or failed (with the distribution's name and the cause).
         """
         # The only way to build a component inside another: called by itself, `component.build` would skip the hooks.
         return self.plugins.build(component, self, **inputs)

@@ -6,6 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
+from attrs import field, frozen
+from attrs.validators import matches_re
+
 if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
@@ -14,11 +17,23 @@ Batch = dict[str, "Tensor"]
 """Tensors whose first dimension is B. `input_ids` (B, S) int64; `labels` (B, S) int64, the target *of each position*
 (already shifted by the dataset), -100 where ignored; optional `document_ids` and `positions` (B, S) int64. Neighbours
 with equal document ids are of one document, which attention does not leave; without ids, a row is one document.
-Positions count from 0 at the start of a document, without them of the row. Further entries have the dataset's dtype. In
-a training step the engine adds `draw` (B,) int64, unique to sequence and step: noise made of it suits every layout."""
+Positions count from 0 at the start of a document, without them of the row. Further entries have the dataset's dtype, or
+are those of `ModelComponent.batch_fields`, images say, which rows may lack. In training, `sources` (B,) int64 has the
+number of each row's source, and `slots` (B,) int64, if some source has costs (`HasCost`), that of the row in the order
+drawn. The engine adds `draw` (B,) int64, unique to sequence and step: noise made of it suits every layout."""
 IGNORED_LABEL = -100
 BYTES_PER_TOKEN = "bytes_per_token"
 """Entry (B,) float64 of batches for evaluation, where known: mean UTF-8 bytes of a token of the row's source."""
+
+
+@frozen
+class BatchField:
+    """An entry of batches that a model asks for besides tokens; see `ModelComponent.batch_fields`."""
+
+    shape: tuple[int, ...]
+    """Shape of one row, without B."""
+    dtype: str = field(validator=matches_re("bool|uint8|int(8|16|32|64)|float(16|32|64)"))
+    """Name of the dtype in numpy."""
 
 
 class Dataset(Protocol):
@@ -34,7 +49,10 @@ class Dataset(Protocol):
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int) -> Mapping[str, np.ndarray]:
-        """Entries of a `Batch` without B, integers of any width; the same for all sequences, in shape and dtype too."""
+        """Entries of a `Batch` without B, integers of any width; all sequences have the same, in shape and dtype too.
+
+        Only those that the model asks for (`BatchField`) may be absent.
+        """
 
 
 # Optional methods stay protocols, asked by `isinstance`: a dataset is often a class of another library.
@@ -64,6 +82,15 @@ class HasIdentity(Protocol):
 def identity_of(data: object) -> str:
     """The identity of a source (see `HasIdentity`); empty if it does not know one."""
     return data.identity() if isinstance(data, HasIdentity) else ""
+
+
+@runtime_checkable
+class HasCost(Protocol):
+    """A dataset whose sequences take unequal time, as those with more images do."""
+
+    def cost(self, index: int) -> float:
+        """Returns the time that a sequence takes besides that of its tokens, in any unit, such as its image patches."""
+        # Of sizes alone, without decoding: every rank asks for all rows of a step.
 
 
 @runtime_checkable
@@ -149,7 +176,7 @@ class SampleRow(NamedTuple):
     """A row of the global batch, and the sample that fills it."""
 
     slot: int
-    """Number of the row in the global batch."""
+    """Number of the row in the global batch, as it was drawn."""
     source: int
     number: int
     """Number of the sequence in its source; from a stream, the next sequence of the row's lane is taken."""
@@ -159,7 +186,7 @@ class LoadedRows(NamedTuple):
     """Rows that were read together."""
 
     batch: Batch
-    """The entries of the samples, and `sources` (B,) int64: the number of the source of each row."""
+    """The entries of the samples, `sources`, and `slots` if some source has costs."""
     positions: Mapping[tuple[int, int], Mapping[str, Any]]
     """(source, lane) -> where the lane of a stream continues after these rows."""
 

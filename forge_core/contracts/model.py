@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from inspect import isfunction
-from types import new_class
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -32,16 +31,6 @@ class VocabShard(NamedTuple):
     group: torch.distributed.ProcessGroup
     offset: int
     size: int
-
-
-class MatrixShard(NamedTuple):
-    """The ranks that share a module's `weight` (out, in), and how; a stage that splits it sets it as `matrix_shard`."""
-
-    # Code that depends on the whole matrix (the scale of a float8 product) agrees with them without knowing the stage.
-
-    group: torch.distributed.ProcessGroup
-    dimension: int
-    """0: each rank holds some of the outputs. 1: each holds some of the inputs, and results are summed over ranks."""
 
 
 # Heads and modules stay protocols, asked by `isinstance`: they are classes of other libraries, too.
@@ -157,6 +146,10 @@ class Model(nn.Module):
         """Returns the FLOPs of each layer of the whole model, in the unit of `flops`; None: as their weights are."""
         return None
 
+    def embed_flops(self, seq_len: int) -> float:
+        """Returns the FLOPs of `embed`, in the unit of `flops`: of an encoder, say. A look-up of ids has none."""
+        return 0.0
+
     def parameter_roles(self) -> Mapping[str, Role]:
         """Returns the role of each parameter by name; roles of parameters left out are derived."""
         return {}
@@ -191,7 +184,7 @@ class Model(nn.Module):
         return None
 
     def further_blocks(self) -> Sequence[str]:
-        """Returns names of blocks besides `layers`, which `finish` runs; in a pipeline, of this rank's only."""
+        """Returns names of blocks besides `layers`, run by `embed` or `finish`; in a pipeline, of this rank's only."""
         # Named by the model, so that stages which recompute or compile each layer do so with them.
         return ()
 
@@ -213,11 +206,11 @@ DECLARED = [name for name, member in vars(Model).items() if isfunction(member) a
 
 def with_defaults(module: Any) -> Model:
     """Returns the module with the defaults of `Model` for methods that it lacks, if it does not derive from it."""
-    if not isinstance(module, Model):
-        # Into a class of its own, after whatever the module's class or its `__getattr__` has: a wrapper may pass on the
-        # methods of the model inside it.
-        cls = type(module)
-        lacking = {name: getattr(Model, name) for name in DECLARED if getattr(module, name, None) is None}
+    names, cls = () if isinstance(module, Model) else DECLARED, type(module)
+    # Into a class of its own, after whatever the module's class or its `__getattr__` has: a wrapper may pass on the
+    # methods of the model inside it.
+    lacking = {name: getattr(Model, name) for name in names if getattr(module, name, None) is None}
+    if lacking:  # not once more for a module that has them by now
         module.__class__ = type(cls.__name__, (cls,), {"__module__": cls.__module__, **lacking})
     return module
 
@@ -229,30 +222,3 @@ def misspelt(model: Model) -> Iterator[tuple[str, str]]:
     for name in sorted(own - {*DECLARED}):
         if isfunction(getattr(type(model), name)) and (meant := closest(name, left, SURE)):
             yield name, meant
-
-
-_FORMER = {
-    "Prepares": "prepare",
-    "PreparesSequences": "prepare_sequences",
-    "HasSequenceEntries": "sequence_entries",
-    "HasFlops": "flops",
-    "HasLayerFlops": "layer_flops",
-    "HasRoles": "parameter_roles",
-    "HasTies": "tied_parameters",
-    "HasTensorParallelPlan": "tensor_parallel_plan",
-    "HasSequenceMixers": "sequence_mixers",
-    "HasExpertStacks": "expert_stacks",
-    "HasEnds": "ends",
-    "HasFurtherBlocks": "further_blocks",
-    "HasFSDPUnits": "fsdp_units",
-    "HasFloat8Exemptions": "float8_exempt",
-    "HasBackendChoices": "backend_choices",
-}
-"""Protocols of 0.1, which asked a model for one method each; version 0.3 removes them."""
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _FORMER:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    method = {_FORMER[name]: getattr(Model, _FORMER[name])}
-    return runtime_checkable(new_class(name, (Protocol,), exec_body=lambda body: body.update(method)))

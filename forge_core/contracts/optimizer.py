@@ -65,8 +65,7 @@ class NamedParameters(tuple[NamedParameter, ...]):
 def roles_of(model: Model) -> dict[str, Role]:
     """The role of each parameter, by name: as the model declares it, else derived from the modules.
 
-    Raises:
-        ForgeError: the model declares one of a parameter that it does not have, or one that is a misspelt usual one.
+    A `ForgeError` names one of a parameter that the model does not have, or one that is a misspelt usual one.
     """
     declared = dict(with_defaults(model).parameter_roles())
     roles = {
@@ -131,8 +130,6 @@ class PlacesState(Protocol):
     def empty_slot(self, parameter: Tensor, slot: str, size: torch.Size, dtype: torch.dtype) -> Tensor | None:
         """Memory for the state of a parameter in a checkpoint, of its size and dtype; None: this rank keeps none of it.
 
-        A DTensor where ranks have parts of it. The default is `forge_core.checkpoint.state.empty_slot`.
-
-        Raises:
-            CheckpointError: the checkpoint's state does not fit this optimizer.
+        A DTensor where ranks have parts of it. The default is `forge_core.checkpoint.state.empty_slot`. Raises a
+        `CheckpointError` if the checkpoint's state does not fit this optimizer.
         """

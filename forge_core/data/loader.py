@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from heapq import heappop, heappush
 from itertools import islice, pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ import numpy as np
 import torch
 
 from forge_core.config.mixture import source_names
-from forge_core.contracts.data import BYTES_PER_TOKEN, IGNORED_LABEL, SampleRow, Stream, identity_of
+from forge_core.contracts.data import BYTES_PER_TOKEN, IGNORED_LABEL, HasCost, SampleRow, Stream, identity_of
 from forge_core.contracts.errors import DataError
 from forge_core.data.order import SampleOrder, check_supply, sample_order, sizes_of
 from forge_core.data.reading import LanePositions, Plain, RowReader, collate
@@ -45,6 +46,7 @@ class TrainLoader:
         self._job, self._datasets, self._context = job, datasets, context
         self._names = source_names(job)
         self._streams = [data for data in datasets if isinstance(data, Stream)]
+        self._has_costs = any(isinstance(data, HasCost) for data in datasets)
         self._rows = job.train.global_batch_size
         count, self._micro_batch_size = micro_batches(job, context.layout)
         self._share = count * self._micro_batch_size
@@ -63,7 +65,7 @@ class TrainLoader:
         self._lanes: dict[tuple[int, int], Mapping[str, Any]] = {}
         self.waited = 0.0
         """Seconds that the last `next_step` waited for data."""
-        reader = RowReader(datasets, self._names, self._rows, self._first_lanes)
+        reader = RowReader(job, datasets, self._names, self._first_lanes)
         inputs = {"reader": reader, "units": self._units(order), "units_per_step": len(self._parts)}
         loader: Any = job.data.loader or Plain()
         if job.data.workers and not job.data.loader:
@@ -73,8 +75,7 @@ class TrainLoader:
     def next_step(self) -> list[Batch]:
         """Returns the micro-batches of the next step, on the device: tensors (B, …) by entry.
 
-        Raises:
-            DataError: a sample could not be read; names its source, number and file.
+        A `DataError` names source, number and file of a sample that could not be read.
         """
         started = time.perf_counter()
         loaded = list(islice(self._loaded, len(self._parts)))
@@ -116,6 +117,9 @@ class TrainLoader:
     def _units(self, order: SampleOrder) -> Iterator[list[SampleRow]]:
         """Yields the rows of each part of each step, until the sources are used up: not before the last step."""
         first, share, after = self._first_row, self._share, self._rows - self._first_row - self._share
+        own = slice(first, first + share)
+        if self._has_costs:  # then each rank needs to know all rows, and not only how many there are before its own
+            first, share, after = 0, self._rows, 0
         while True:
             # Every rank draws the whole global batch and reads its share: positions agree without communication, and
             # row i is the same sample on any number of ranks.
@@ -123,15 +127,44 @@ class TrainLoader:
             rows = [SampleRow(slot, *sample) for slot, sample in enumerate(islice(order, share), first)]
             if len(rows) < share or order.advance(after) < after:
                 return
+            if self._has_costs:
+                # Among ranks first, which wait for each other at the latest when the step's gradients are summed.
+                rows = share_out(share_out(rows, self._cost, self._share)[own], self._cost, self._micro_batch_size)
             # Before the step's rows are handed out: `next_step` takes the position as soon as it has read them.
             self._positions_ahead.append(order.state())
             yield from (rows[part] for part in self._parts)
+
+    def _cost(self, row: SampleRow) -> float | None:
+        """The cost of a row; None for one of a stream, which belongs to the lane of its place."""
+        data = self._datasets[row.source]
+        if isinstance(data, Stream):
+            return None
+        return data.cost(row.number) if isinstance(data, HasCost) else 0.0
 
 
 def identities_of(job: Job, datasets: Sequence[Dataset | Stream]) -> dict[str, str]:
     """Returns the identity (see `HasIdentity`) of each source that knows it, by the source's name."""
     pairs = zip(source_names(job), datasets, strict=True)
     return {name: identity for name, data in pairs if (identity := identity_of(data))}
+
+
+def share_out(rows: Sequence[SampleRow], cost_of: Callable[[SampleRow], float | None], size: int) -> list[SampleRow]:
+    """The rows in an order in which each `size` of them, a rank's or a micro-batch's, cost about the same.
+
+    The dearest row goes first, each to the part that costs least so far and has room (longest processing time first,
+    Graham 1969). Rows whose cost is None keep their places.
+    """
+    costs = enumerate(map(cost_of, rows))
+    free = {place: cost for place, cost in costs if cost is not None}
+    room = [[place for place in range(start, start + size) if place in free] for start in range(0, len(rows), size)]
+    loads = [(0.0, number) for number, places in enumerate(room) if places]  # a heap
+    shared = list(rows)
+    for place in sorted(free, key=free.__getitem__, reverse=True):
+        load, number = heappop(loads)
+        shared[room[number].pop(0)] = rows[place]
+        if room[number]:
+            heappush(loads, (load + free[place], number))
+    return shared
 
 
 def _parts(share: int, workers: int, rows_per_lane: int) -> list[slice]:
@@ -187,5 +220,5 @@ def evaluation_batches(dataset: Dataset, count: int, job: Job, context: BuildCon
     for start in range(0, count, ranks * size):
         first = start + rank * size
         rows = [dataset[index] for index in drawn[first : first + size]]
-        batch = collate([*rows, *[ignored] * (size - len(rows))])
+        batch = collate([*rows, *[ignored] * (size - len(rows))], job.model.batch_fields(job))
         yield {name: tensor.to(context.device, non_blocking=True) for name, tensor in batch.items()}

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from attrs import frozen
 
 from forge_core.contracts.components import LoaderComponent
-from forge_core.contracts.data import HasLocation, LoadedRows, SampleRow, Stream
+from forge_core.contracts.data import HasCost, HasLocation, LoadedRows, SampleRow, Stream
 from forge_core.contracts.errors import DataError, Problem
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from forge_core.contracts.contexts import BuildContext
-    from forge_core.contracts.data import Batch, Dataset, SampleReader
+    from forge_core.contracts.data import Batch, BatchField, Dataset, SampleReader
     from forge_core.contracts.layout import Layout
     from forge_core.job import Job
 
@@ -39,12 +39,14 @@ class RowReader:
     """Reads rows (see `SampleReader`); lanes stay open from one row to the next."""
 
     def __init__(
-        self, datasets: Sequence[Dataset | Stream], names: Sequence[str], rows: int, positions: LanePositions
+        self, job: Job, datasets: Sequence[Dataset | Stream], names: Sequence[str], positions: LanePositions
     ) -> None:
-        """Reads global batches of `rows` rows; lanes absent from `positions` start from the beginning."""
-        self._datasets, self._names, self._rows, self._start = datasets, names, rows, positions
+        """Reads global batches of `job`; lanes absent from `positions` start from the beginning."""
+        self._datasets, self._names, self._start = datasets, names, positions
+        self._rows, self._fields = job.train.global_batch_size, job.model.batch_fields(job)
         self._streams = {number: data for number, data in enumerate(datasets) if isinstance(data, Stream)}
         self.has_lanes = bool(self._streams)
+        self._has_costs = any(isinstance(data, HasCost) for data in datasets)
         self._lanes: dict[tuple[int, int], Iterator[tuple[Mapping[str, np.ndarray], Mapping[str, Any]]]] = {}
 
     def read(self, rows: Sequence[SampleRow]) -> LoadedRows:
@@ -61,8 +63,10 @@ class RowReader:
                 failure.add_note("".join(traceback.format_exception(error)))  # a pickled exception loses its traceback
                 raise failure from error
             samples.append(sample)
-        batch = collate(samples, lambda number: self.describe(rows[number]))
+        batch = collate(samples, self._fields, lambda number: self.describe(rows[number]))
         batch["sources"] = _stack([row.source for row in rows], "int64")
+        if self._has_costs:  # rows are in another order than they were drawn in
+            batch["slots"] = _stack([row.slot for row in rows], "int64")
         return LoadedRows(batch, positions)
 
     def describe(self, row: SampleRow) -> str:
@@ -84,25 +88,34 @@ class RowReader:
 
 
 def collate(
-    samples: Sequence[Mapping[str, np.ndarray]], describe: Callable[[int], str] = "row {} of the batch".format
+    samples: Sequence[Mapping[str, np.ndarray]],
+    fields: Mapping[str, BatchField] | None = None,
+    describe: Callable[[int], str] = "row {} of the batch".format,
 ) -> Batch:
     """Stack samples to tensors (B, …) by entry. Entries in `TOKEN_ENTRIES` become int64; all others keep their dtype.
 
-    Raises:
-        DataError: rows differ in entries, or in shape or dtype of one; names it, and both rows as `describe` does.
+    Rows without one of `fields`, which the model asks for, have zeros there. A `DataError` names an entry that is not
+    as the model asks, or that differs between rows (in shape or dtype too), and the rows as `describe` does.
     """
-    first = _forms(samples[0])
+    import numpy as np
+
+    fields = fields or {}
+    absent = {name: np.zeros(entry.shape, entry.dtype) for name, entry in fields.items()}
+    samples = [{**absent, **sample} for sample in samples]
+    first = _forms(samples[0]) | _forms(fields)
     for number, sample in enumerate(samples):
         if (forms := _forms(sample)) != first:
             name = min(name for name, _ in first.items() ^ forms.items())
             one, other = first.get(name, "absent"), forms.get(name, "absent")
+            if name in fields:
+                raise DataError(f"entry {name!r} is {other} in {describe(number)}; the model takes {one}")
             message = f"entry {name!r} is {one} in {describe(0)} and {other} in {describe(number)}"
             raise DataError(f"{message}; all rows of a batch must have the same entries, of equal shape and dtype")
     return {name: _stack([sample[name] for sample in samples], DTYPES.get(name)) for name in first}
 
 
-def _forms(sample: Mapping[str, np.ndarray]) -> dict[str, str]:
-    return {name: f"{DTYPES.get(name, array.dtype)} {tuple(array.shape)}" for name, array in sample.items()}
+def _forms(entries: Mapping[str, np.ndarray | BatchField]) -> dict[str, str]:
+    return {name: f"{DTYPES.get(name, entry.dtype)} {tuple(entry.shape)}" for name, entry in entries.items()}
 
 
 def _stack(arrays: Sequence[np.ndarray | int], dtype: str | None) -> Tensor:

@@ -4,30 +4,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+from attrs import frozen
 from torch import Size
 
 from forge_core.checkpoint.manager import State
 from forge_core.checkpoint.resume import FLAG, Start
 from forge_core.checkpoint.run_diff import check_tokenizer, describe_changes
 from forge_core.checkpoint.state import Progress, evaluated_names, gather_state, holders, model_tensors, restore_state
-from forge_core.checkpoint.tensors import load_tensors, shared_index
+from forge_core.checkpoint.tensors import Index, load_tensors, shared_index
 from forge_core.config.load import dump_job
 from forge_core.config.mixture import source_names
 from forge_core.contracts.components import Plugin, TrainingHook, state_fields
 from forge_core.contracts.contexts import CheckpointContext
 from forge_core.contracts.errors import CheckpointError, JobError, Problem, did_you_mean
-from forge_core.contracts.model import Model
 from forge_core.data.loader import identities_of
 from forge_core.data.order import sizes_of, source_changes
 from forge_core.engine.build import Outline, Run
 from forge_core.engine.groups import SHOWN, Names, Rates, fits, listed
 from forge_core.job import LoadSection
 from forge_core.parallel.mesh import pipeline_group
-
-LOAD = "checkpoint.load"
 
 
 def snapshot(run: Run, progress: Progress, provenance: Mapping[str, Any]) -> State:
@@ -42,8 +41,8 @@ def snapshot(run: Run, progress: Progress, provenance: Mapping[str, Any]) -> Sta
 
 def restore(start: Start, run: Run, provenance: Mapping[str, Any], echo: Callable[[str], object]) -> Progress:
     """Continue a checkpoint, or take the weights of one, or neither, as `start` says. Collective."""
-    if start.weights is not None:
-        echo(_take_weights(start.weights, start, run, provenance))
+    if start.weights:
+        echo("\n".join(_take_weights(start, run, provenance)))
     if start.checkpoint is None:
         return Progress()
     run.hooks.beacon.enter("loading the checkpoint")
@@ -57,8 +56,8 @@ def restore(start: Start, run: Run, provenance: Mapping[str, Any], echo: Callabl
     run.hooks("on_checkpoint_load", context)
     lines = [f"continuing from {start.checkpoint}, step {progress.step}"]
     lines += [f"changed since then:\n{describe_changes(start.changes)}"] if start.changes else []
-    if run.job.checkpoint.load is not None:
-        lines.append(f"[{LOAD}] has no effect: it is for a run that has no checkpoint yet")
+    if run.job.checkpoint.loads:
+        lines.append("[checkpoint.load] has no effect: it is for a run that has no checkpoint yet")
     echo("\n".join([*lines, *notes, *_check_schedule(progress, run.rates)]))
     return progress
 
@@ -101,50 +100,70 @@ def _check_schedule(progress: Progress, rates: Rates) -> Iterator[str]:
         )
 
 
-def _take_weights(folder: Path, start: Start, run: Run, provenance: Mapping[str, Any]) -> str:
-    section, recorded = run.job.checkpoint.load, start.manifest["provenance"]
-    assert section is not None
-    selection = _load_selected(folder, section, run.model, run.outline)
-    lines = [f"  {len(names)} {title}: {listed(names)}" for title, names in selection.items() if names]
-    if recorded.get("tokenizer") != provenance.get("tokenizer"):
-        lines.append("  they were trained with another tokenizer: token ids mean other texts now")
-    return "\n".join([f"weights from {folder}, step {start.manifest['step']}:", *lines])
+def _take_weights(start: Start, run: Run, provenance: Mapping[str, Any]) -> Iterator[str]:
+    """Load what the tables of `[checkpoint.load]` select, and yield lines about it."""
+    tables, folders = run.job.checkpoint.loads, [folder for folder, _ in start.weights]
+    selections = [_select(*table, folder, run.outline) for table, folder in zip(tables.items(), folders, strict=True)]
+    _check_overlap(dict(zip(tables, selections, strict=True)))
+    own = model_tensors(run.model)
+    for (folder, manifest), selection in zip(start.weights, selections, strict=True):
+        tensors = {where: own[name] for name, where in selection.loaded.items() if name in own}
+        load_tensors(folder, tensors, selection.index)
+        yield f"weights from {folder}, step {manifest['step']}:"
+        fates = {"loaded": list(selection.loaded), **selection.others}
+        yield from (f"  {len(names)} {title}: {listed(names)}" for title, names in fates.items() if names)
+        if manifest["provenance"].get("tokenizer") != provenance.get("tokenizer"):
+            yield "  they were trained with another tokenizer: token ids mean other texts now"
 
 
-def _load_selected(folder: Path, section: LoadSection, model: Model, outline: Outline) -> Mapping[str, Sequence[str]]:
-    """Load the selected parameters and buffers; returns the names of all by what becomes of them."""
+@frozen
+class _Selection:
+    """Names of parameters and buffers by what a table of `[checkpoint.load]` makes of them."""
+
+    index: Index
+    loaded: Mapping[str, str]
+    """With the name in the checkpoint."""
+    others: Mapping[str, Sequence[str]]
+
+
+def _select(table: str, section: LoadSection, folder: Path, outline: Outline) -> _Selection:
     index = shared_index(folder)
     entries = index.shapes
     # Weights as they are evaluated, where an optimizer trains others: those only serve the run that trained them.
     where = evaluated_names(entries)
     stored = {name: entries[full][0] for name, full in where.items()}
     names = outline.names(outline.tensors)  # of the whole model: all ranks of a pipeline select, and refuse, the same
-    _check_patterns(section, names, stored)
+    _check_patterns(table, section, names, stored)
     wanted = {n for n, names_ in names.items() if fits(names_, section.include) and not fits(names_, section.exclude)}
     selected = [name for name in names if name in wanted and name in stored]
     missing = [name for name in names if name in wanted and name not in stored]
-    _check_shapes(folder, selected, outline.tensors, stored)
+    _check_shapes(table, folder, selected, outline.tensors, stored)
     if missing and section.strict:
         raise CheckpointError(
-            f"{folder} lacks some of what [{LOAD}] selects: {listed(missing)}. Exclude these, or set "
+            f"{folder} lacks some of what [{table}] selects: {listed(missing)}. Exclude these, or set "
             "strict = false to let them keep their initial values"
         )
-    own = model_tensors(model)
-    load_tensors(folder, {where[name]: own[name] for name in selected if name in own}, index)
-    return {
-        "loaded": selected,
+    others = {
         "skipped, as include and exclude say": [name for name in names if name not in wanted],
         "not in the checkpoint, initial values kept": missing,
         "only in the checkpoint": [name for name in stored if name not in names],
     }
+    return _Selection(index, {name: where[name] for name in selected}, others)
 
 
-def _check_patterns(section: LoadSection, names: Names, stored: Iterable[str]) -> None:
+def _check_overlap(selections: Mapping[str, _Selection]) -> None:
+    """Refuse weights that two tables load: which one stays would be a matter of their order."""
+    for (one, first), (other, second) in combinations(selections.items(), 2):
+        if both := [name for name in first.loaded if name in second.loaded]:
+            raise CheckpointError(f"[{one}] and [{other}] both load {listed(both)}; exclude these from one of them")
+
+
+def _check_patterns(table: str, section: LoadSection, names: Names, stored: Iterable[str]) -> None:
     """`include` must name parts of the model; `exclude` may also name what only the checkpoint has."""
     own = [name for names_ in names.values() for name in names_]
     fitting = {"include": ("the model", own), "exclude": ("model or checkpoint", [*own, *stored])}
     problems = [
-        Problem(f"{LOAD}.{key}", f"{pattern!r} fits no parameter of {whose}{did_you_mean(pattern, known)}")
+        Problem(f"{table}.{key}", f"{pattern!r} fits no parameter of {whose}{did_you_mean(pattern, known)}")
         for key, (whose, known) in fitting.items()
         for pattern in getattr(section, key)
         if not fits(known, [pattern])
@@ -153,12 +172,14 @@ def _check_patterns(section: LoadSection, names: Names, stored: Iterable[str]) -
         raise JobError(problems)
 
 
-def _check_shapes(folder: Path, names: Sequence[str], own: Mapping[str, Size], stored: Mapping[str, Size]) -> None:
+def _check_shapes(
+    table: str, folder: Path, names: Sequence[str], own: Mapping[str, Size], stored: Mapping[str, Size]
+) -> None:
     if wrong := [name for name in names if own[name] != stored[name]]:
         shapes = "; ".join(f"{n} is {list(stored[n])} there, {list(own[n])} in this model" for n in wrong[:SHOWN])
         more = f"; and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
         names_to_exclude = ", ".join(f'"{name}"' for name in wrong[:SHOWN]) + (", …" if len(wrong) > SHOWN else "")
         raise CheckpointError(
-            f"{folder} does not fit the model: {shapes}{more}. To train these anew, add to [{LOAD}]: "
+            f"{folder} does not fit the model: {shapes}{more}. To train these anew, add to [{table}]: "
             f"exclude = [{names_to_exclude}]"
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -94,9 +94,12 @@ class Stepper:
     def _with_draws(self, batches: Sequence[Batch], step: int) -> list[Batch]:
         """The micro-batches with `draw` (B,), a number of each sequence and step that no layout changes, for noise."""
         sizes = [len(batch["input_ids"]) for batch in batches]
-        first = self._first_draw + step * self._job.train.global_batch_size + self._sample_rank * sum(sizes)
+        of_step = self._first_draw + step * self._job.train.global_batch_size
+        first = of_step + self._sample_rank * sum(sizes)
         draws = torch.arange(first, first + sum(sizes), device=self._run.context.device).split(sizes)
-        return [{**batch, "draw": draw} for batch, draw in zip(batches, draws, strict=True)]
+        pairs = zip(batches, draws, strict=True)
+        # Rows that were shared out by cost are those of other places, whose noise goes with them.
+        return [{**batch, "draw": batch["slots"] + of_step if "slots" in batch else draw} for batch, draw in pairs]
 
     def norm(self) -> Tensor:
         """The global norm of the complete gradient, before clipping."""
@@ -195,20 +198,22 @@ def _unflatten(flat: Tensor, like: Sums) -> dict[str | Count, Tensor]:
     return {name: piece.view(part.shape) for (name, part), piece in zip(like.items(), pieces, strict=True)}
 
 
-def global_norm(parameters: Iterable[nn.Parameter], stages: ProcessGroup | None = None) -> Tensor:
+def global_norm(parameters: Collection[nn.Parameter], stages: ProcessGroup | None = None) -> Tensor:
     """2-norm of all gradients over all ranks, `stages` those of a pipeline; a device scalar in at least float32."""
     # Not by DTensor, which would reduce each parameter by itself: here one reduction serves all that are split alike.
     split: dict[tuple[ProcessGroup, ...], list[Tensor]] = {}
     for parameter in parameters:
         if parameter.grad is not None:
             split.setdefault(_groups(parameter.grad), []).append(mesh.local_part(parameter.grad))
-    total = torch.zeros(())
+    first = mesh.local_part(next(iter(parameters)))
+    # In the dtype that other pipeline ranks reduce, also on one of which nothing trains.
+    total = first.new_zeros((), dtype=torch.promote_types(first.dtype, torch.float32))
     for groups, gradients in split.items():
         norms = torch._foreach_norm(gradients, 2, torch.promote_types(gradients[0].dtype, torch.float32))
         square = torch.stack([norm.to(norms[0].device) for norm in norms]).square().sum()
         for group in groups:
             torch.distributed.all_reduce(square, group=group)
-        total = total.to(square) + square
+        total = total + square
     if stages is not None:
         torch.distributed.all_reduce(total, group=stages)
     return total.sqrt()

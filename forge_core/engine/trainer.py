@@ -58,7 +58,6 @@ class Trainer:
         summary = Trainer(load_job("job.toml")).run()
 
     Args:
-        job: what to train.
         hooks: training hooks besides those of the job; they run last.
         catalog: where components are looked up; by default everything installed.
         resume: `auto` continues the run folder's newest checkpoint, `never` refuses a folder that has any, and a path

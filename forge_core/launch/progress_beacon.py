@@ -44,10 +44,8 @@ def report_progress(detail: str = "") -> None:
     A run in which no rank has moved for `launch.hang_timeout_s` is ended as a hang; each phase of the engine and each
     call of this function is a move. Tokenizing, building a cache, downloading or saving calls it once for every
     document, file or batch. It costs about a microsecond, may be called from any thread of a rank's process (not from a
-    worker process, which the watchdog does not see), and does nothing where no run is watched.
-
-    Args:
-        detail: work done so far, such as `"3 of 7 files"`; shown beside the phase when a run hangs.
+    worker process, which the watchdog does not see), and does nothing where no run is watched. When a run hangs,
+    `detail` is shown beside the phase: work done so far, such as `"3 of 7 files"`.
     """
     ProgressBeacon.reports += 1
     ProgressBeacon.detail = detail

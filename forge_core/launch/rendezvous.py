@@ -48,13 +48,10 @@ class StoreUnresponsive(ForgeError):
 
 
 def call_within(limit_s: float, function: Callable[..., T], *arguments: object) -> T:
-    """The result of `function(*arguments)`, called in another thread so that it can have a deadline; inf for none.
+    """The result of `function(*arguments)`, called in another thread; after `limit_s` (inf: never) `StoreUnresponsive`.
 
-    TCPStore waits for its server without one in most calls, and holds a lock meanwhile: a rank 0 that is stopped
+    TCPStore waits for its server without a deadline in most calls, and holds a lock meanwhile: a rank 0 that is stopped
     (SIGSTOP, a machine that swaps) would stop every thread that asks the store for anything, watchdogs included.
-
-    Raises:
-        StoreUnresponsive: no answer within `limit_s`.
     """
     future: Future[T] = Future()
 
@@ -78,11 +75,8 @@ def call_within(limit_s: float, function: Callable[..., T], *arguments: object) 
 class Rendezvous:
     """This rank's connection to the other ranks. May be used by several threads.
 
-    Ranks have `start_timeout_s` to arrive, and the store has `hang_timeout_s` to answer a call (0: no limit).
-
-    Raises:
-        RanksMissing: rank 0 cannot be reached within `start_timeout_s`.
-        ForgeError: rank 0 cannot serve at its port.
+    Ranks have `start_timeout_s` to arrive, else `RanksMissing` is raised, and the store has `hang_timeout_s` to answer
+    a call (0: no limit), else all methods raise `StoreUnresponsive`. A ForgeError: rank 0 cannot serve at its port.
     """
 
     def __init__(self, world: World, start_timeout_s: float, hang_timeout_s: float) -> None:
@@ -103,11 +97,7 @@ class Rendezvous:
         return PrefixStore("groups", _named(_connect(self.world, self.start_timeout_s)))
 
     def set(self, topic: str, value: Any) -> None:
-        """Publish a value (plain JSON) of this rank under a topic, in place of an earlier one.
-
-        Raises:
-            StoreUnresponsive: the store does not answer; so do all methods of this class.
-        """
+        """Publish a value (plain JSON) of this rank under a topic, in place of an earlier one."""
         self._call(self._store.set, f"{topic}/{self.world.rank}", json.dumps(value))
 
     def get(self, topic: str, ranks: Iterable[int]) -> dict[int, Any]:
@@ -122,9 +112,7 @@ class Rendezvous:
     def wait_for(self, topic: str, ranks: Sequence[int]) -> dict[int, Any]:
         """The values of all these ranks under a topic, once they are there.
 
-        Raises:
-            RanksMissing: some rank published none within `start_timeout_s`; names them.
-            EndedElsewhere: another rank has ended the run.
+        Raises `EndedElsewhere`, or `RanksMissing` after `start_timeout_s`, which names the ranks.
         """
         keys = [f"{topic}/{rank}" for rank in ranks]
         deadline = time.monotonic() + self.start_timeout_s

@@ -29,10 +29,9 @@ def end_at_once() -> None:
 class StopRequests:
     """Receives requests to stop from when it is made, in the main thread, until `close`.
 
-    Args:
-        deliver: receives the signal, in any thread, perhaps more than once; may be replaced.
-        launcher: requests that arrive by this socket never count as a second signal. When it closes, this process ends.
-        on_second: called when a second signal comes, in a thread of ours.
+    `deliver` receives the signal, in any thread, perhaps more than once; it may be replaced. Requests by the socket
+    `launcher` never count as a second signal, at which a thread of ours calls `on_second`. When the socket closes, this
+    process ends.
     """
 
     def __init__(

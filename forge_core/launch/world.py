@@ -35,12 +35,9 @@ class World:
 
 
 def join_world(environment: MutableMapping[str, str] | None = None) -> World:
-    """Read the world from the environment.
+    """Read the world from the environment; a `JobError` says which variables contradict each other or are missing.
 
     Variables of SLURM are copied to the names that torch knows (`RANK`, `LOCAL_RANK`, …).
-
-    Raises:
-        JobError: the variables contradict each other, or some are missing.
     """
     variables = os.environ if environment is None else environment
     # RANK first: SLURM's numbers are not the ranks' under torchrun in a step, where a task has several of them

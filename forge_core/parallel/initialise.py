@@ -33,8 +33,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 def bare_model(job: Job, context: BuildContext) -> Model:
     """The whole model on the meta device, in the dtypes of training and before any stage.
 
-    Raises:
-        JobError: a method of the model is a misspelt one of `Model`.
+    A `JobError` says which method of the model is a misspelt one of `Model`.
     """
     with torch.device("meta"):
         built = context.build(job.model)
@@ -196,8 +195,7 @@ def _local_rows(parameter: Tensor) -> list[tuple[Tensor, int, int, Any]]:
 def materialise(model: Model, device: torch.device, seed: int, home: torch.device | None = None) -> None:
     """Give a model on the meta device memory on `device`, its parameters on `home`, and its initial values.
 
-    Raises:
-        ForgeError: a parameter or buffer was left uninitialised; names it and the module's class.
+    A `ForgeError` names a parameter or buffer that was left uninitialised, and the module's class.
     """
     allocate(model, device, home)
     with torch.no_grad():

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -19,6 +18,9 @@ from forge_core.contracts.errors import JobError, Problem
 from forge_core.contracts.layout import Layout, MeshDimension
 from forge_core.launch.rank_process import this_process
 from forge_core.launch.world import is_rank_of_step, join_world
+from forge_core.moved import forwarding
+
+__getattr__ = forwarding(__name__, ["forge_kit.mesh"])
 
 
 def world_size() -> int:
@@ -106,8 +108,7 @@ def part_of_step(mesh: DeviceMesh | None, layout: Layout) -> int:
     return _rank_along([d.name for d, _ in layout.sizes if d.divides_tokens or d.layers], mesh, layout)
 
 
-# Collectives below take their groups from the whole mesh: slicing one (`mesh["shard"]`) builds a new mesh, which costs
-# several operations on the device in every step.
+# Collectives below take groups from the whole mesh: slicing one builds a new mesh, by several device operations a step.
 def _rank_along(dimensions: Sequence[str], mesh: DeviceMesh | None, layout: Layout) -> int:
     number = 0
     for name in dimensions:
@@ -140,25 +141,15 @@ def _groups(mesh: DeviceMesh | None, wanted: Callable[[MeshDimension], bool]) ->
     """This rank's groups along the dimensions that are wanted and have more than one rank, outermost first."""
     if mesh is None:
         return []
-    known = _dimensions(mesh)
+    known = dimensions_of(mesh)
     sizes = zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)
     return [mesh.get_group(name) for name, size in sizes if size > 1 and name in known and wanted(known[name])]
 
 
-def _dimensions(mesh: DeviceMesh) -> Mapping[str, MeshDimension]:
+def dimensions_of(mesh: DeviceMesh) -> Mapping[str, MeshDimension]:
     """Its dimensions as the stages of its job declare them; of a mesh that no job made, the usual ones."""
     layout: Layout = vars(mesh).get("forge_layout", Layout())
     return {dimension.name: dimension for dimension, _ in layout.sizes}
-
-
-def layer_dimensions(mesh: DeviceMesh) -> set[str]:
-    """Names of the dimensions whose ranks hold different layers."""
-    return {name for name, dimension in _dimensions(mesh).items() if dimension.layers}
-
-
-def place_of(rank: int, mesh: DeviceMesh) -> dict[str, int]:
-    """Coordinates of a global rank: ranks are arranged row by row."""
-    return dict(zip(mesh.mesh_dim_names or (), map(int, np.unravel_index(rank, mesh.shape)), strict=True))
 
 
 def local_part(tensor: Any) -> Tensor:

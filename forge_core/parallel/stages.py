@@ -35,11 +35,9 @@ class OrderedStage:
 def order_stages(stages: Mapping[str, ParallelComponent], catalog: Catalog) -> list[OrderedStage]:
     """Sort stages by their `after` and `before` relations; those without a relation keep the order of the file.
 
-    Raises:
-        JobError: the relations contradict each other; names the stages and the reasons.
+    A `JobError` names the stages whose relations contradict each other, and the reasons.
     """
-    # Relations go by type and not by name: a stage says how it gets on with another distribution's, and a job calls its
-    # stages as it likes.
+    # Relations go by type and not by name: a stage knows those of other distributions, and a job names its own freely.
     types = {name: catalog.type_of(type(component)).rpartition("/")[2] for name, component in stages.items()}
     why: dict[tuple[str, str], str] = {}
     sorter: TopologicalSorter[str] = TopologicalSorter(dict.fromkeys(stages, ()))

@@ -150,11 +150,7 @@ class Catalog:
         return self._distributions.get(normalised(name))
 
     def kind_base(self, kind: str) -> type[Component]:
-        """The base class of a kind.
-
-        Raises:
-            PluginError: no distribution declares it, or two do.
-        """
+        """The base class of a kind; a `PluginError` says that no distribution declares it, or that two do."""
         owners = self.matching("kind", kind)
         if not owners:
             message = f"no installed distribution declares the kind {kind!r}; there are {', '.join(self.kinds())}"
@@ -205,11 +201,7 @@ class Catalog:
         return cls
 
     def load_offer(self, offer: Offer) -> Any:
-        """Import the object that an entry point names, whatever its group.
-
-        Raises:
-            PluginError: it cannot be imported; names distribution, version, entry point and cause.
-        """
+        """Import what an entry point names; a `PluginError` names distribution, version, entry point and cause."""
         check_requirement(offer.distribution)
         try:
             entry_point = metadata.EntryPoint(offer.type, offer.value, "")

@@ -48,8 +48,7 @@ class Plugins:
     def __init__(self, plugins: Mapping[str, Plugin], catalog: Catalog) -> None:
         """Register the plugins that a job names, in its order.
 
-        Raises:
-            PluginError: an implementation does not fit its specification; names the plugin and the hook.
+        A `PluginError` names the plugin and the hook whose implementation does not fit its specification.
         """
         self.catalog = catalog
         self.active = dict(plugins)
@@ -69,8 +68,7 @@ class Plugins:
     def build(self, component: Component[Built], context: BuildContext, **inputs: Any) -> Built:
         """Build a component of any kind: through its build hook if one is specified, else by its own `build`.
 
-        Raises:
-            PluginError: the result is None.
+        Raises a `PluginError` if the result is None.
         """
         assert not isinstance(component, DefaultType), "defaults are filled in when the job is made"
         kind = component.kind

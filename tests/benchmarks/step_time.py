@@ -206,8 +206,8 @@ ENGINES = OURS | {"plain": plain, "hf": hf}
 # --- side by side ----------------------------------------------------------------------------------------------------
 
 
-def run_one(name: str, argv: list[str]) -> dict[str, float]:
-    command = [sys.executable, "-W", "ignore", __file__, "--engine", name, *argv]
+def run_one(script: str, name: str, argv: list[str]) -> dict[str, float]:
+    command = [sys.executable, "-W", "ignore", script, "--engine", name, *argv]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1800)
     lines = [line for line in done.stdout.splitlines() if line.startswith('{"name"')]
     if not lines:
@@ -216,13 +216,14 @@ def run_one(name: str, argv: list[str]) -> dict[str, float]:
     return json.loads(lines[-1])
 
 
-def compare(options: argparse.Namespace) -> None:
+def compare(options: argparse.Namespace, script: str = __file__, reference: str = "plain") -> None:
+    """Run the engines of a script in turn and print medians, with their ratio to the reference."""
     rows: dict[str, list[dict[str, float]]] = {name: [] for name in options.engines}
     for _ in range(options.rounds):
         for name in options.engines:
-            rows[name].append(run_one(name, sys.argv[1:]))
+            rows[name].append(run_one(script, name, sys.argv[1:]))
     median = {n: {k: statistics.median(r[k] for r in runs) for k in FIGURES} for n, runs in rows.items()}
-    base = median.get("plain", median[options.engines[0]])
+    base = median.get(reference, median[options.engines[0]])
     print("| engine | CPU ms a step | wall ms a step | tokens/s | peak MB | first step s | loss |")
     print("|---|---|---|---|---|---|---|")
     for name, found in median.items():

@@ -8,13 +8,15 @@ import pytest
 import torch
 from attrs import frozen
 
+from forge_core import load_job
 from forge_core.checkpoint.state import model_tensors
+from forge_core.config.load import dump_job, parse_job
 from forge_core.config.rules import check_rules
 from forge_core.contracts.components import OptimizerComponent, TrainingHook
 from forge_core.contracts.errors import CheckpointError, JobError
 from forge_core.engine.trainer import Trainer
 from forge_core.job import LoadSection
-from forge_testing import TinyModel, tiny_job
+from forge_testing import TINY_JOB, TinyModel, tiny_job
 from forge_testing.processes import run_on_ranks
 from forge_testing.tiny import VOCABULARY
 from forge_testing.tiny_model import TinyNetwork
@@ -247,3 +249,74 @@ def test_every_rank_gets_the_weights(base, tmp_path):
     expected = {name for name in base if not name.startswith("norm")}
     for found in run_on_ranks(2, train_on):
         assert loaded(base, found) == expected
+
+
+# --- several tables ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def other(make_job, train):
+    """The weights of another run, in the run folder `other`."""
+    kept = Weights()
+    train(make_job(steps=1, job={"name": "other", "seed": 7}), kept)
+    return kept.last
+
+
+def job_file(folder, tables):
+    """A job that loads from `base` and `other`, each with further keys."""
+    loads = "".join(f'[[checkpoint.load]]\npath = "{folder}/{name}"\n{keys}\n' for name, keys in tables)
+    (folder / "job.toml").write_text(f'job.output = "{folder}"\n{TINY_JOB.replace("steps = 4", "steps = 1")}{loads}')
+    return folder / "job.toml"
+
+
+LOWER = ("base", 'include = ["embedding.*", "layers.0.*"]')
+
+
+def test_several_tables_take_parts_from_several_runs(base, other, said, tmp_path):
+    job, kept = load_job(job_file(tmp_path, [LOWER, ("other", 'include = ["layers.1.*"]')])), Weights()
+    Trainer(job, hooks=[kept], echo=said.append).run()
+    assert loaded(base, kept.first) >= {"embedding.weight", "layers.0.up.weight", "layers.0.down.weight"}
+    assert loaded(other, kept.first) >= {"layers.1.up.weight", "layers.1.up.bias", "layers.1.down.weight"}
+    assert "head.weight" not in loaded(base, kept.first) | loaded(other, kept.first)
+    lines = said[0].splitlines()
+    assert [line for line in lines if line.startswith("weights from")] == [
+        f"weights from {tmp_path}/base/checkpoints/step-2, step 2:",
+        f"weights from {tmp_path}/other/checkpoints/step-1, step 1:",
+    ]
+    assert "  3 loaded: layers.1.up.weight, layers.1.up.bias, layers.1.down.weight" in lines
+
+
+def test_the_job_of_several_tables_is_written_and_read_back(base, other, tmp_path, catalog):
+    job = load_job(job_file(tmp_path, [LOWER, ("other", 'include = ["layers.1.*"]\nstrict = false')]))
+    assert parse_job(dump_job(job, catalog), "job.toml", catalog) == job
+    assert [table.strict for table in job.checkpoint.load] == [True, False]
+
+
+def test_a_parameter_that_two_tables_load_is_an_error_that_names_both(base, other, tmp_path):
+    job = load_job(job_file(tmp_path, [LOWER, ("other", 'include = ["layers.*"]')]))
+    with pytest.raises(CheckpointError) as caught:
+        Trainer(job, echo=lambda text: None).run()
+    both = "layers.0.up.weight, layers.0.up.bias, layers.0.down.weight"
+    expected = f"[checkpoint.load.0] and [checkpoint.load.1] both load {both}; exclude these from one of them"
+    assert str(caught.value) == expected
+
+
+def test_strict_of_a_table_is_about_what_its_own_patterns_name(base, other, tmp_path, train, make_job):
+    train(make_job(steps=1, job={"name": "small"}, model=TinyModel(layers=1)))
+    job = load_job(job_file(tmp_path, [("small", 'include = ["layers.0.*"]'), ("other", 'exclude = ["layers.0.*"]')]))
+    assert Trainer(job, echo=lambda text: None).run().step == 1
+    job = load_job(job_file(tmp_path, [("small", 'exclude = ["layers.0.*"]'), ("other", 'include = ["layers.0.*"]')]))
+    shutil.rmtree(tmp_path / "run")
+    with pytest.raises(CheckpointError, match=r"small/checkpoints/step-1 lacks .* \[checkpoint.load.0\] selects"):
+        Trainer(job, echo=lambda text: None).run()
+
+
+def test_mistakes_name_their_table(base, other, tmp_path):
+    wrong = job_file(tmp_path, [LOWER, ("othre", "")])
+    with pytest.raises(
+        JobError, match=r"job.toml:\d+: checkpoint.load.1.path: there is no folder .*; did you mean 'othe"
+    ):
+        load_job(wrong)
+    job = load_job(job_file(tmp_path, [LOWER, ("other", 'include = ["layer.1.*"]')]))
+    with pytest.raises(JobError, match=r"checkpoint\.load\.1\.include: 'layer\.1\.\*' fits no parameter"):
+        Trainer(job, echo=lambda text: None).run()

@@ -144,6 +144,12 @@ def test_defaults_stand_behind_all_that_a_module_has_or_passes_on():
     assert with_defaults(nn.Linear(2, 2)).further_blocks() == ()
 
 
+def test_defaults_are_given_to_a_module_once():
+    model = with_defaults(nn.Linear(2, 2))
+    cls = type(model)
+    assert type(with_defaults(model)) is cls
+
+
 def test_protocols_of_0_1_answer_as_they_did():
     with pytest.warns(ForgeDeprecation):
         from forge_core.protocols import HasEnds, HasFlops
@@ -179,6 +185,7 @@ def test_every_method_of_the_base_but_the_parts_has_a_default():
     model.layers = nn.ModuleDict()
     assert model.prepare({}) == model.prepare_sequences({}) == {}
     assert model.flops(8) is model.layer_flops(8) is model.ends() is model.sequence_entries() is None
+    assert model.embed_flops(8) == 0.0
     declared = (model.parameter_roles(), model.tied_parameters(), model.tensor_parallel_plan(), model.sequence_mixers())
     assert not any((*declared, model.expert_stacks(), model.further_blocks(), model.fsdp_units()))
     assert not any((model.float8_exempt(), model.backend_choices(8)))

@@ -16,5 +16,5 @@ def blocks_of(model: Model) -> list[nn.Module]:
 
 
 def further_blocks(model: Model) -> list[nn.Module]:
-    """Returns the blocks of `Model.further_blocks`; in a pipeline, those of this rank."""
+    """Returns the blocks of `Model.further_blocks`, run by `embed` or `finish`; in a pipeline, those of this rank."""
     return [model.get_submodule(name) for name in model.further_blocks()]

@@ -82,7 +82,7 @@ class Dispatch(NamedTuple):
             choices=choices,
             sources=choices // chosen.shape[1],
             counts=ends.diff(prepend=ends.new_zeros(1)),
-            by_token=_inverse(order) if rows == len(flat) else choices.argsort(),
+            by_token=_inverse(order) if _surely(rows == len(flat)) else choices.argsort(),
             starts=of_token.cumsum(0) - of_token,
         )
         return dispatch if multiple == 1 else dispatch._filled_up(multiple, none=len(flat))
@@ -118,6 +118,15 @@ class Dispatch(NamedTuple):
         elif filled:
             raise ValueError("groups are filled up with rows for no choice; pass the weights")
         return _AddUp.apply(rows, weights, self.sources, self.by_token, self.starts)  # type: ignore[no-untyped-call]
+
+
+def _surely(condition: bool) -> bool:
+    """Returns a condition on a number of rows; False in a graph that serves any number of them."""
+    if not torch.compiler.is_compiling():
+        return condition
+    from torch.fx.experimental.symbolic_shapes import guard_or_false  # brings sympy, which takes a second
+
+    return guard_or_false(condition)
 
 
 def _inverse(order: Tensor) -> Tensor:
@@ -160,7 +169,7 @@ class _AddUp(torch.autograd.Function):
 
 def _sums(rows: Tensor, weights: Tensor | None, by_token: Tensor, starts: Tensor) -> Tensor:
     """(T, D): the sum of the rows (M, D) of each token, times `weights` (M,)."""
-    if not len(rows):
+    if _surely(len(rows) == 0):
         return rows.new_zeros(len(starts), rows.shape[1])
     if weights is not None:
         weights = weights.to(rows.dtype).index_select(0, by_token)

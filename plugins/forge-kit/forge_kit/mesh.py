@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from forge_core.contracts.errors import ForgeError
-from forge_core.parallel.mesh import mesh_of, place_of
+from forge_core.parallel.mesh import dimensions_of, mesh_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -47,3 +49,13 @@ def coordinate(rank: int, dimension: str, mesh: DeviceMesh) -> int:
                 number = number * arrangement.shape[names.index(part)] + place[part]
             return number
     raise ForgeError(f"no mesh of this run has the dimension {dimension!r}; make one by `forge_kit.mesh.arrange`")
+
+
+def place_of(rank: int, mesh: DeviceMesh) -> dict[str, int]:
+    """Coordinates of a global rank: ranks are arranged row by row."""
+    return dict(zip(mesh.mesh_dim_names or (), map(int, np.unravel_index(rank, mesh.shape)), strict=True))
+
+
+def layer_dimensions(mesh: DeviceMesh) -> set[str]:
+    """Names of the dimensions whose ranks hold different layers."""
+    return {name for name, dimension in dimensions_of(mesh).items() if dimension.layers}

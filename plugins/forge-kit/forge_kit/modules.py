@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,16 @@ from torch.nn import functional as F
 
 if TYPE_CHECKING:
     from forge_core.contracts.model import Fill, VocabShard
+
+
+class MatrixShard(NamedTuple):
+    """The ranks that share a module's `weight` (out, in), and how; a stage that splits it sets it as `matrix_shard`."""
+
+    # Code that depends on the whole matrix (the scale of a float8 product) agrees with them without knowing the stage.
+
+    group: torch.distributed.ProcessGroup
+    dimension: int
+    """0: each rank holds some of the outputs. 1: each holds some of the inputs, and results are summed over ranks."""
 
 
 class Linear(nn.Module):

@@ -21,8 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from forge_core.contracts.deprecation import deprecated
-from forge_core.parallel.mesh import layer_dimensions, place_of
-from forge_kit.mesh import coordinate
+from forge_kit.mesh import coordinate, layer_dimensions, place_of
 
 Box = tuple[slice, ...]
 """A rank's part of a tensor: a range along each dimension."""

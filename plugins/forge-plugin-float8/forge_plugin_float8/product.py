@@ -26,7 +26,7 @@ from torchao.float8.float8_training_tensor import ScaledMMConfig, hp_tensor_and_
 from torchao.float8.float8_utils import amax_to_scale, tensor_to_amax
 
 if TYPE_CHECKING:
-    from forge_core.contracts.model import MatrixShard
+    from forge_kit.modules import MatrixShard
 
 Groups = tuple[ProcessGroup | None, ProcessGroup | None]
 """The ranks that split the rows and the columns of a matrix; None where they are whole."""

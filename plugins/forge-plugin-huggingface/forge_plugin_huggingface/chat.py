@@ -69,6 +69,18 @@ class ChatTokenizer(Protocol):
         ...
 
 
+@runtime_checkable
+class PartedChatTokenizer(ChatTokenizer, Protocol):
+    """A tokenizer of chats that have something other than text in them, such as images."""
+
+    def chat_parts(self, messages: Messages, mark: str, tools: Tools = None) -> Sequence[ChatTokens]:
+        """Encode a conversation as `chat` does, cut at each `mark` in its text: one part more than there are marks.
+
+        A mark that is a token of the tokenizer's own is cut out as that token, any other one as these characters.
+        """
+        ...
+
+
 class ChatTemplate:
     """Renders conversations with the template of a tokenizer."""
 
@@ -161,6 +173,11 @@ def learned_tokens(offsets: Sequence[Span], spans: Sequence[Span]) -> np.ndarray
     for start, end in spans:
         learned[np.searchsorted(ends, start, "right") : np.searchsorted(starts, end, "left")] = True
     return learned
+
+
+def clipped(spans: Sequence[Span], start: int, end: int) -> list[Span]:
+    """Returns the spans within a part of a text, counted from its start."""
+    return [(max(a, start) - start, min(b, end) - start) for a, b in spans if a < end and b > start]
 
 
 def _with_marks(template: str) -> str:

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 
 from forge_core.contracts.errors import JobError, Problem
 from forge_kit.cache import digest_of
-from forge_plugin_huggingface.chat import ChatTemplate, ChatTokens, Messages, Tools, learned_tokens
+from forge_plugin_huggingface.chat import ChatTemplate, ChatTokens, Messages, Span, Tools, clipped, learned_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -74,7 +74,7 @@ def load_pretrained(path: str, revision: str | None, chat_template: str | None) 
 
 
 class PretrainedTokenizer:
-    """See `forge_core.contracts.data.Tokenizer` and `forge_plugin_huggingface.chat.ChatTokenizer`.
+    """See `forge_core.contracts.data.Tokenizer` and `forge_plugin_huggingface.chat.PartedChatTokenizer`.
 
     If there is a `tokenizer.json`, that file encodes, and other code of transformers' class is not used.
     """
@@ -128,8 +128,26 @@ class PretrainedTokenizer:
             JobError: the template refuses the conversation, or does not show which part is the assistant's.
         """
         rendered = self._template.render(messages, tools)
-        encoding = self._with_special_tokens.encode(rendered.text, add_special_tokens=False)
-        return ChatTokens(np.array(encoding.ids, np.int64), learned_tokens(encoding.offsets, rendered.spans))
+        return self._chat_tokens(rendered.text, rendered.spans)
+
+    def chat_parts(self, messages: Messages, mark: str, tools: Tools = None) -> list[ChatTokens]:
+        """See `forge_plugin_huggingface.chat.PartedChatTokenizer`; raises as `chat`."""
+        rendered = self._template.render(messages, tools)
+        token = self._with_special_tokens.token_to_id(mark)
+        if token is not None:
+            whole = self._chat_tokens(rendered.text, rendered.spans)
+            at = np.flatnonzero(whole.ids == token)
+            bounds = zip([0, *(at + 1)], [*at, len(whole.ids)], strict=True)
+            return [ChatTokens(whole.ids[start:end], whole.learned[start:end]) for start, end in bounds]
+        parts, start = [], 0
+        for text in rendered.text.split(mark):
+            parts.append(self._chat_tokens(text, clipped(rendered.spans, start, start + len(text))))
+            start += len(text) + len(mark)
+        return parts
+
+    def _chat_tokens(self, text: str, spans: Sequence[Span]) -> ChatTokens:
+        encoding = self._with_special_tokens.encode(text, add_special_tokens=False)
+        return ChatTokens(np.array(encoding.ids, np.int64), learned_tokens(encoding.offsets, spans))
 
     @property
     def _is_fast(self) -> bool:

@@ -6,8 +6,8 @@ with label smoothing s and z-loss w, and its gradient with respect to the logits
 states and of the head, and frees it; the backward pass only scales those two. Other objectives (`Objective`) are
 computed in the same way.
 
-Shape suffixes: T positions of a micro-batch, C positions of a chunk, D model width, V vocabulary (this rank's slice of
-it where it is split).
+Shape suffixes: T positions of a micro-batch, L of them with a label, C positions of a chunk, D model width, V
+vocabulary (this rank's slice of it where it is split).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from attrs import frozen
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
 from forge_core.contracts.data import IGNORED_LABEL
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from forge_core.contracts.model import Head
     from forge_core.contracts.runtime import LossFunction, LossOutput
 
+WORTH_LEAVING_OUT = 0.9
+"""Positions without a label are left out if those with one are less than this share."""
 MakeObjective = Callable[["Head", "Batch", Workspace], Objective]
 """(head, batch, workspace) -> the objective of this micro-batch."""
 
@@ -60,26 +63,48 @@ def chunked_loss(
             z_loss=z_loss,
         )
 
-    return chunked(objective, chunk_tokens, auxiliary)
+    return chunked(objective, chunk_tokens, auxiliary, learned_only=True)
 
 
-def chunked(make: MakeObjective, chunk_tokens: int, auxiliary: Auxiliary | None) -> LossFunction:
-    """Returns the loss of an objective, `chunk_tokens` positions at a time; `auxiliary`, if any, logs its metrics."""
+def chunked(
+    make: MakeObjective, chunk_tokens: int, auxiliary: Auxiliary | None, learned_only: bool = False
+) -> LossFunction:
+    """Returns the loss of an objective, `chunk_tokens` positions at a time; `auxiliary`, if any, logs its metrics.
+
+    `learned_only`: whether the objective reads nothing of the batch but its labels, so that it can be computed at
+    positions with a label alone.
+    """
     workspace = Workspace()
 
     def loss(head: Head, hidden: Tensor, batch: Batch) -> LossOutput:
         labels = batch["labels"]
+        hidden_TD, learned_L = hidden.flatten(0, -2), _learned(labels.flatten()) if learned_only else None
+        if learned_L is not None:
+            hidden_TD = hidden_TD.index_select(0, learned_L)
+            batch = {**batch, "labels": labels.flatten()[learned_L]}
         objective = make(head, batch, workspace)
         metrics: dict[str, Tensor] = {}
         with head.whole(hidden.dtype) as weights:
             task = Task(head, weights, objective, chunk_tokens, workspace, torch.is_grad_enabled(), metrics)
-            total, losses_T = _Chunked.apply(task, hidden.flatten(0, -2), *weights)
+            total, losses_T = _Chunked.apply(task, hidden_TD, *weights)
+        if learned_L is not None:
+            losses_T = losses_T.new_zeros(labels.numel()).index_copy_(0, learned_L, losses_T)
         if auxiliary is not None:
             for name, value in metrics.items():
                 auxiliary.metric(name, value, unit="token")
         return loss_output(total, losses_T.view_as(labels), labels != IGNORED_LABEL)
 
     return loss
+
+
+def _learned(labels_T: Tensor) -> Tensor | None:
+    """(L,): the positions with a label, if leaving out the others saves work; None: take all."""
+    # Answers of a chat and texts beside images are often a minority. On an accelerator their number would have to be
+    # waited for, and a planned step has no labels.
+    if labels_T.device.type != "cpu" or isinstance(labels_T, FakeTensor):
+        return None
+    learned_L = (labels_T != IGNORED_LABEL).nonzero()[:, 0]
+    return learned_L if 0 < len(learned_L) < WORTH_LEAVING_OUT * len(labels_T) else None
 
 
 @frozen

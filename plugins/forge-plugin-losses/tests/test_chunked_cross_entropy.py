@@ -225,7 +225,7 @@ def test_never_holds_more_logits_than_a_chunk_forward_or_backward(head_name: str
 
 def test_computes_three_products_a_chunk_to_train_and_one_to_evaluate() -> None:
     head, (hidden, batch) = make_head(), make_batch()
-    chunks = -(-BATCH * SEQUENCE // 4)
+    chunks = -(-int((batch["labels"] != -100).sum()) // 4)
     with Watch() as training:
         make_loss(chunk_tokens=4)(head, hidden, batch).sum.backward()
     with Watch() as evaluation, torch.no_grad():
@@ -304,3 +304,23 @@ def sharded_loss(rank: int) -> dict[str, Tensor]:
     output = make_loss(z_loss=1e-2, label_smoothing=0.1)(head, hidden, batch)
     to_hidden, to_weight = gradients(output.sum, hidden, head)
     return {"sum": output.sum.detach(), "hidden": to_hidden, "weight": to_weight}
+
+
+@pytest.mark.parametrize(("ignored", "share"), [(0.0, 1.0), (0.6, None), (1.0, 1.0)])
+def test_positions_without_a_label_are_left_out(ignored, share):
+    """Unless there are few of them, or nothing else."""
+
+    class Counting(CappedHead):
+        rows = 0
+
+        def logits(self, hidden):
+            self.rows += len(hidden)
+            return super().logits(hidden)
+
+    head = Counting(DIM, VOCAB).double()
+    torch.nn.init.normal_(head.weight)
+    hidden, batch = make_batch(ignored)
+    make_loss()(head, hidden, batch)
+    learned = int((batch["labels"] != -100).sum())
+    assert head.rows == (BATCH * SEQUENCE if share else learned)
+    assert share or 0 < learned < BATCH * SEQUENCE

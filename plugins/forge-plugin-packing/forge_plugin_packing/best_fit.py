@@ -28,6 +28,7 @@ class BestFit(PackingComponent):
     """
 
     isolates: ClassVar[bool] = True
+    accepts_sequences: ClassVar[bool] = True
 
     def build(self, context: BuildContext, documents: Documents) -> Dataset:
         from forge_plugin_packing.sequences import PackedSequences

@@ -24,6 +24,7 @@ class Isolate(WindowPacking):
     """
 
     isolates: ClassVar[bool] = True
+    accepts_sequences: ClassVar[bool] = True
 
     def sequence(self, window: Window) -> Mapping[str, np.ndarray]:
         from forge_plugin_packing.apart import apart

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from forge_core.contracts.components import DatasetComponent
 from forge_core.contracts.data import StreamedDocument
-from forge_core.contracts.errors import JobError
+from forge_core.contracts.errors import DataError, JobError
 from forge_core.data.reading import collate
 from forge_core.engine.build import Run
 from forge_core.engine.trainer import Trainer
@@ -239,11 +239,10 @@ def test_the_plan_tells_how_full_the_sequences_are(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("packing", PACKINGS, ids=["isolate", "best_fit"])
-def test_finished_sequences_cannot_be_packed(
-    make_job: Callable[..., Any], build: Callable[..., Run], packing: Any
-) -> None:
-    with pytest.raises(JobError, match=r"data\.sources\.1: gives finished sequences"):
-        build(make_job(data={"sources": (RandomDocuments(), Numbers()), "packing": packing}))
+def test_finished_sequences_beside_packed_ones_must_say_which_document_is_where(tmp_path: Path, packing: Any) -> None:
+    data = {"sources": (RandomDocuments(), Numbers()), "packing": packing}
+    with pytest.raises(DataError, match="entry 'document_ids' is "):
+        Trainer(job(tmp_path, packing, data=data), echo=lambda text: None).run()
 
 
 class Endless:

@@ -35,7 +35,7 @@ class CheckpointingStage(ParallelStage):
             contexts = Contexts.of(mode, self._context)
             for number, block in enumerate(blocks_of(model)):
                 if number % self._component.every == 0:
-                    block.forward = Checkpointed(block.forward, contexts)
+                    block.forward = Checkpointed.of(block, contexts)
         return model
 
     def describe(self) -> str:

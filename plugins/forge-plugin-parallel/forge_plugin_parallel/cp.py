@@ -20,11 +20,18 @@ if TYPE_CHECKING:
 
 
 def _unmixed(model: Model) -> Iterator[str]:
-    """Names of blocks for which `sequence_mixers()` names no module."""
+    """Names of blocks of positions for which `sequence_mixers()` names no module."""
     mixers = list(model.sequence_mixers())
-    for name in [*(f"layers.{key}" for key in model.layers), *model.further_blocks()]:
-        if not any(mixer == name or mixer.startswith(f"{name}.") for mixer in mixers):
+    first, _ = model.ends() or ((), ())
+    # Blocks that `embed` runs make positions of something else (patches of images), of which every rank has all.
+    further = [name for name in model.further_blocks() if not any(_within(name, module) for module in first)]
+    for name in [*(f"layers.{key}" for key in model.layers), *further]:
+        if not any(_within(mixer, name) for mixer in mixers):
             yield name
+
+
+def _within(name: str, module: str) -> bool:
+    return name == module or name.startswith(f"{module}.")
 
 
 @frozen(kw_only=True)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +16,7 @@ from forge_core.auxiliary import Auxiliary, Recomputing
 from forge_core.contracts.errors import JobError, Problem
 from forge_core.parallel.layout import micro_batches
 from forge_core.parallel.mesh import local_part, pipeline_group
+from forge_kit.batches import zero_batch
 from forge_kit.blocks import blocks_of, further_blocks
 from forge_plugin_parallel.fsdp import FSDP
 from forge_plugin_parallel.memory import (
@@ -162,22 +164,26 @@ def _activations(model: Model, every: int, context: BuildContext) -> dict[str, B
         batch = _batch(model, context)
         carry = tuple(torch.empty(s, dtype=d, device=context.device).requires_grad_() for s, d in shapes)
         blocks = _saved_by_blocks(model, carry, batch, context)
-        of_end, of_loss = dict.fromkeys(MODES, 0), 0
+        of_carry = sum(_size(tensor) for tensor in carry)
+        of_start, of_end, of_loss = _End(dict.fromkeys(MODES, of_carry)), _End(dict.fromkeys(MODES, 0)), 0
+        if _has_end(model, FIRST, context):
+            of_start = _End.of(model, lambda: model.embed(batch), every, context)
         if _has_end(model, LAST, context):
-            of_end = {mode: _saved_by_end(model, mode, carry, batch, context) for mode in MODES}
+            of_end = _End.of(model, lambda: model.finish(carry, batch), every, context)
             hidden = model.finish(carry, batch).detach().requires_grad_()
 
             def run_loss() -> None:
                 loss(model.head, hidden, batch).sum.backward()
 
             of_loss = peak_bytes(run_loss)
-        of_carry = sum(_size(tensor) for tensor in carry)
+    largest = max(of_start.block, of_end.block, *(block[NONE] for block in blocks))
     peaks = {}
     for mode in MODES:
-        saved = of_end[mode] + sum(block[NONE if number % every else mode] for number, block in enumerate(blocks))
-        recomputed = max(block[NONE] for block in blocks) if mode != NONE else 0
+        saved = sum(block[NONE if number % every else mode] for number, block in enumerate(blocks))
+        # The embedding of some models saves nothing, but what it returns is kept as the input of the first layer.
+        saved += max(of_start.saved[mode], of_carry) + of_end.saved[mode]
         # The larger of both, not their sum: the loss is done before the first block is recomputed.
-        peaks[mode] = int(alive * (of_carry + saved)) + max(of_loss, recomputed)
+        peaks[mode] = int(alive * saved) + max(of_loss, largest if mode != NONE else 0)
     return peaks
 
 
@@ -221,9 +227,11 @@ def _compute_dtype(context: BuildContext) -> torch.dtype | None:
 def _batch(model: Model, context: BuildContext) -> Batch:
     """A prepared micro-batch whose sequences are one document each."""
     job, layout = context.job, context.layout
-    rows, length = micro_batches(job, layout)[1], job.train.seq_len // layout.cp
-    ids = torch.zeros(rows, length, dtype=torch.long, device=context.device)
-    batch = {"input_ids": ids, "labels": ids} | ({"positions": ids} if layout.cp > 1 else {})
+    batch = zero_batch(job, micro_batches(job, layout)[1], context.device)
+    if layout.cp > 1:
+        own, divided = job.train.seq_len // layout.cp, {"input_ids", "labels", *(model.sequence_entries() or ())}
+        batch |= {name: tensor[:, :own] for name, tensor in batch.items() if name in divided}
+        batch["positions"] = batch["input_ids"]
     return model.prepare(batch)
 
 
@@ -242,19 +250,52 @@ def _saved_by_blocks(model: Model, carry: Carry, batch: Batch, context: BuildCon
 def _saved(block: nn.Module, mode: str, carry: Carry, batch: Batch, context: BuildContext) -> Bytes:
     if mode == NONE:
         return saved_bytes(lambda: block.forward(carry, batch))
-    forward = Checkpointed(block.forward, Contexts.of(mode, context))
+    forward = Checkpointed.of(block, Contexts.of(mode, context))
     return saved_bytes(lambda: forward(carry, batch))
 
 
-def _saved_by_end(model: Model, mode: str, carry: Carry, batch: Batch, context: BuildContext) -> Bytes:
-    """Saved bytes between the last layer and the loss, including further blocks, which are checkpointed too."""
-    blocks = further_blocks(model) if mode != NONE else []
+@frozen
+class _End:
+    """Bytes of an end of the model, with the further blocks that it runs, which are checkpointed like layers."""
+
+    saved: Mapping[str, Bytes]
+    """Saved for the backward pass, by mode."""
+    block: Bytes = 0
+    """Saved by the largest of its further blocks, if it is not checkpointed."""
+
+    @classmethod
+    def of(cls, model: Model, run: Callable[[], Any], every: int, context: BuildContext) -> _End:
+        """Measure `run`, a call of `embed` or `finish`."""
+        blocks = further_blocks(model)
+        chosen = [block for block in blocks_of(model)[::every] if block in blocks]
+        sizes = [0]
+        with _forwards_replaced(blocks, partial(_measured, sizes=sizes)):
+            saved = {NONE: saved_bytes(run)}
+        for mode in MODES[1:]:
+            with _forwards_replaced(chosen, partial(Checkpointed.of, contexts=Contexts.of(mode, context))):
+                saved[mode] = saved_bytes(run)
+        return cls(saved, max(sizes))
+
+
+def _measured(block: nn.Module, sizes: list[Bytes]) -> Callable[..., Any]:
+    """Returns the block's forward pass, which from now on adds the bytes that it saves to `sizes`."""
+    forward = block.forward
+
+    def measure(*args: Any, **kwargs: Any) -> Any:
+        results: list[Any] = []
+        sizes.append(saved_bytes(lambda: results.append(forward(*args, **kwargs))))
+        return results[0]
+
+    return measure
+
+
+@contextmanager
+def _forwards_replaced(blocks: Sequence[nn.Module], replace: Callable[[Any], Any]) -> Iterator[None]:
     originals = [block.forward for block in blocks]
-    contexts = Contexts.of(mode, context)
     try:
         for block in blocks:
-            block.forward = Checkpointed(block.forward, contexts)
-        return saved_bytes(lambda: model.finish(carry, batch))
+            block.forward = replace(block)
+        yield
     finally:
         for block, forward in zip(blocks, originals, strict=True):
             block.forward = forward

@@ -109,16 +109,16 @@ class PipelineParallelStage(ParallelStage):
         """Layers per pipeline stage: the job's, else balanced by FLOPs, or by weights where the model has no FLOPs."""
         if self._component.layers:
             return self._component.layers
-        length = self._context.job.train.seq_len
+        length, first = self._context.job.train.seq_len, 0.0
         flops, layer_flops = model.flops(length), model.layer_flops(length)
         if flops is not None and layer_flops is not None:
-            costs = list(layer_flops)
-            last = flops - sum(costs)
+            costs, first = list(layer_flops), model.embed_flops(length)
+            last = flops - first - sum(costs)
         else:
             _, end = model.ends() or ((), ())
             costs = [_weights(layer) for layer in model.layers.values()]
             last = sum(_weights(model.get_submodule(name)) for name in end)
-        return balance(costs, len(self._pipeline.owners), last=last)
+        return balance(costs, len(self._pipeline.owners), first, last)
 
     def _modules_of(self, model: Any, rank: int) -> set[str]:
         """Names of the modules of a rank: its layers, and modules of an end that it holds."""

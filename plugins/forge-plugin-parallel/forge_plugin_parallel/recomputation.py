@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from attrs import frozen
+from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from forge_core.auxiliary import Recomputing
@@ -40,14 +41,29 @@ class Checkpointed:
 
     forward: Callable[..., Any]
     contexts: Contexts
+    block: nn.Module
+    """The module that `forward` belongs to."""
+
+    @classmethod
+    def of(cls, block: nn.Module, contexts: Contexts) -> Checkpointed:
+        """Returns the forward pass of a block, as it is now, with recomputation."""
+        return cls(block.forward, contexts, block)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():  # an evaluation has no backward pass to recompute for
             return self.forward(*args, **kwargs)
         if torch.compiler.is_compiling():  # recomputation is traced into the graph, so metrics need no context
+            if not self._has_backward(args):  # torch fails on a graph with recomputation and no backward pass
+                return self.forward(*args, **kwargs)
             selective: dict[str, Any] = {"context_fn": SELECTIVE} if self.contexts.selective else {}
             return checkpoint(self.forward, *args, use_reentrant=False, **selective, **kwargs)
         return checkpoint(self.forward, *args, use_reentrant=False, context_fn=self.contexts, **kwargs)
+
+    def _has_backward(self, args: tuple[Any, ...]) -> bool:
+        """Whether anything in the block trains, or before it."""
+        inputs = [part for arg in args for part in (arg if isinstance(arg, tuple) else (arg,))]
+        tensors = [part for part in inputs if isinstance(part, Tensor)]
+        return any(tensor.requires_grad for tensor in (*tensors, *self.block.parameters()))
 
 
 @frozen

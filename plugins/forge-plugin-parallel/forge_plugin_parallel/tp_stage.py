@@ -20,10 +20,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from forge_core.contracts.model import MatrixShard, VocabShard
+from forge_core.contracts.model import VocabShard
 from forge_core.contracts.runtime import ParallelStage
 from forge_core.parallel.initialise import ties
 from forge_core.parallel.mesh import local_part, sum_gradients
+from forge_kit.modules import MatrixShard
 from forge_plugin_parallel.tp_plan import ways_of
 from forge_plugin_parallel.tp_ways import AT_REST, NEVER, Ranks, Way, give_class
 

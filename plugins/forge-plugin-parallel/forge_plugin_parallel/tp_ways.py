@@ -87,6 +87,17 @@ class RowModule(SplitModule):
             return self.tp_ranks.leave_partial(super(SplitModule, self).forward(x)) + bias.to(x.dtype)
 
 
+class PartialRowModule(SplitModule):
+    """x Wᵀ with this rank's columns of W, a part of a sum that is made elsewhere; one rank alone adds the bias."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with local_parameters(self):
+            bias = self._parameters.get("bias")
+            if bias is not None and self.tp_ranks.rank:
+                self._parameters["bias"] = bias * 0  # type: ignore[assignment]  # every rank has a gradient, to be summed
+            return super(SplitModule, self).forward(*args, **kwargs)
+
+
 class EmbeddingModule(SplitModule):
     """Looks up the ids within this rank's rows, with zeros for all others; the sum over ranks is the embedding."""
 
@@ -165,12 +176,13 @@ WAYS: Mapping[str, Way] = {
     for way in (
         Way("column", split={"weight": 0, "bias": 0}, matrix=0, inside=True),
         Way("row", RowModule, split={"weight": 1, "bias": None}, matrix=1, inside=True, partial=AT_REST),
-        Way("partial_row", split={"weight": -1}, matrix=1, inside=True, bias=False),
+        Way("partial_row", PartialRowModule, split={"weight": -1}, matrix=1, inside=True, partial=ALWAYS),
         Way("column_stack", split={"weight": 1}, inside=True),
         Way("vocab_embedding", EmbeddingModule, split={"weight": 0}),
         Way("vocab_head", HeadModule, split={"weight": 0, "bias": 0}, vocabulary=True),
         Way("sequence", partial=AT_REST),  # it computes on this rank's positions only
         Way("replicate", inside=True, partial=ALWAYS),  # it computes on this rank's heads or columns only
+        Way("partial", partial=ALWAYS),  # it computes a part of a sum that a module around it makes
         Way("whole_input", WholeInputModule, holder=True, needs_parameters=False),
         Way("partial_output", PartialOutputModule, needs_parameters=False),
     )
@@ -178,10 +190,11 @@ WAYS: Mapping[str, Way] = {
 """Ways by name.
 
 column: rows of the weight, so that outputs are split. row: columns of the weight; takes split inputs, and sums over
-ranks. partial_row: row without the sum, for a matrix without a bias or a stack of matrices. column_stack: column for a
-stack. partial_output: sums its output over the ranks. whole_input: a module around such a pair; its first argument
-arrives with all positions. vocab_embedding, vocab_head: rows, one per id. sequence: whole weights, on some positions (a
-norm between such pairs). replicate: whole weights, on split features (a norm of each head).
+ranks. partial_row: row without the sum, also for a stack of matrices. column_stack: column for a stack.
+partial_output: sums its output over the ranks. whole_input: a module around such a pair; its first argument arrives
+with all positions. vocab_embedding, vocab_head: rows, one per id. sequence: whole weights, on some positions (a norm
+between such pairs). replicate: whole weights, on split features (a norm of each head).
+partial: whole weights, of whose use each rank computes a part (an encoder of some of the images, in `partial_output`).
 """
 
 

@@ -16,6 +16,7 @@ from forge_core.engine.trainer import Trainer
 from forge_core.plugins.catalog import Catalog
 from forge_plugin_parallel import FSDP, ContextParallel, TensorParallel
 from forge_plugin_parallel.fsdp_stage import _precision
+from forge_plugin_parallel.tp_ways import Way
 from forge_plugin_text import Bytes, Text
 from forge_plugin_transformer import GroupedQueryAttention, MultiTokenPrediction, SwiGLU, Transformer
 from forge_testing import Numbers, SplittableModel, TinyModel, job_problems, tiny_job
@@ -147,7 +148,8 @@ class BadlyPlannedModel(SplittableModel):
 class PartsOfABias(Transformer):
     def build(self, context):
         model = super().build(context)
-        plan = {"layers.*.ffn.down": "partial_row", **model.tensor_parallel_plan()}
+        way = Way("own_row", split={"weight": 1}, inside=True, bias=False)
+        plan = {"layers.*.ffn.down": way, **model.tensor_parallel_plan()}
         model.tensor_parallel_plan = lambda: plan
         return model
 
@@ -240,7 +242,7 @@ class TestWhatIsRefused:
         found = job_problems(job(tmp_path, TP2, model=BadlyPlannedModel()), 2)
         assert found == [
             "parallel.tp: the plan of SplittableNetwork has diagonal; there are column, row, partial_row, "
-            "column_stack, vocab_embedding, vocab_head, sequence, replicate, whole_input, partial_output",
+            "column_stack, vocab_embedding, vocab_head, sequence, replicate, partial, whole_input, partial_output",
             "parallel.tp: the plan of SplittableNetwork does not name 'layers.0.pair.up', which has parameters",
             "parallel.tp: the plan of SplittableNetwork does not name 'layers.0.pair.down', which has parameters",
             "parallel.tp: the plan of SplittableNetwork does not name 'norm', which has parameters",
@@ -250,7 +252,7 @@ class TestWhatIsRefused:
         sizes = {"vocab_size": 32, "dim": 16, "layers": 2, "attention": GroupedQueryAttention(heads=4, kv_heads=2)}
         [problem] = job_problems(job(tmp_path, TP2, model=PartsOfABias(ffn=SwiGLU(hidden=34, bias=True), **sizes)), 2)
         assert problem == (
-            "parallel.tp: the plan of TransformerModel has partial_row for 'layers.0.ffn.down', whose bias each rank "
+            "parallel.tp: the plan of TransformerModel has own_row for 'layers.0.ffn.down', whose bias each rank "
             "would add; take row, or leave the bias out"
         )
         assert not job_problems(job(tmp_path, TP2, model=PartsOfABias(ffn=SwiGLU(hidden=34), **sizes)), 2)

@@ -17,6 +17,7 @@ from forge_core.parallel.mesh import make_mesh
 from forge_plugin_parallel import ContextParallel
 from forge_plugin_parallel.cp_stage import WHOLE, ContextParallelStage, Exchange, Gathered, Ring, rank_positions
 from forge_testing.processes import run_on_ranks
+from forge_testing.tiny_model import TinyNetwork
 
 RANKS, ROWS, LENGTH, HEADS, GROUPS, KEYS, VALUES = 2, 2, 8, 4, 2, 6, 5
 
@@ -127,3 +128,26 @@ def test_a_document_whose_id_comes_back_does_not_see_the_first_of_that_id(method
 
     order = rank_positions(RANKS, LENGTH, True, torch.device("cpu")).flatten()
     torch.testing.assert_close(torch.cat(run_on_ranks(RANKS, part), 1), expected[:, order])
+
+
+class Seeing(TinyNetwork):
+    """Its layers are mixers; blocks of its encoder have no positions, and one after the last layer has."""
+
+    def sequence_mixers(self) -> dict[str, int]:
+        return {f"layers.{name}": 1 for name in self.layers}
+
+    def ends(self) -> tuple[list[str], list[str]]:
+        return ["embedding", "encoder"], ["norm", "head"]
+
+    def further_blocks(self) -> list[str]:
+        return ["encoder.0", *self.at_the_end]
+
+    at_the_end: tuple[str, ...] = ()
+
+
+def test_blocks_that_embed_runs_need_no_mixer_and_those_of_finish_do() -> None:
+    model, layout = Seeing(4, 1, 0.0, 8, torch.float32), Layout(cp=2)
+    assert list(ContextParallel(degree=2).model_problems(model, layout)) == []
+    model.at_the_end = ("predictions.0",)
+    [problem] = ContextParallel(degree=2).model_problems(model, layout)
+    assert "names none in predictions.0" in problem.message

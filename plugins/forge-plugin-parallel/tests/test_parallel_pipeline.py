@@ -43,6 +43,29 @@ def built(job):
     return build_run(job, build_context(job, Catalog.installed(), None))
 
 
+class EncodingNetwork(TinyNetwork):
+    """Of seven FLOPs four are those of its layers, and `embed` those of its encoder."""
+
+    def flops(self, seq_len):
+        return 7.0
+
+    def layer_flops(self, seq_len):
+        return [1.0] * 4
+
+    def embed_flops(self, seq_len):
+        return self.encoder_flops
+
+
+@frozen(kw_only=True)
+class EncodingModel(TinyModel):
+    embed: float
+
+    def build(self, context):
+        model = EncodingNetwork(self.dim, self.layers, 0.0, 32, context.dtype)
+        model.encoder_flops = self.embed
+        return model
+
+
 @frozen(kw_only=True)
 class EndlessModel(TinyModel):
     def build(self, context):
@@ -228,10 +251,11 @@ def most_alive(actions):
 class TestCuts:
     @pytest.mark.parametrize("stages", [1, 2, 3, 4])
     @pytest.mark.parametrize("costs", [(1, 1, 1, 1, 1), (5, 1, 1, 1, 3, 2), (1, 2, 3, 4), (2, 2, 9, 1, 1, 1, 4)])
-    @pytest.mark.parametrize("last", [0, 3])
-    def test_no_other_way_is_better(self, costs, stages, last):
+    @pytest.mark.parametrize(("first", "last"), [(0, 0), (0, 3), (4, 0), (2, 3)])
+    def test_no_other_way_is_better(self, costs, stages, first, last):
         def stage_costs(counts):
             found = [sum(costs[cut.start : cut.stop]) for cut in slices(counts)]
+            found[0] += first
             return [*found[:-1], found[-1] + last]
 
         def slices(counts):
@@ -243,10 +267,16 @@ class TestCuts:
 
         ways = combinations(range(1, len(costs)), stages - 1)
         every = [[b - a for a, b in zip((0, *cuts), (*cuts, len(costs)), strict=True)] for cuts in ways]
-        assert worth(balance(costs, stages, last=last)) == min(map(worth, every))
+        assert worth(balance(costs, stages, first, last)) == min(map(worth, every))
 
     def test_a_large_head_takes_layers_from_the_last_stage(self):
         assert balance([1.0] * 8, 2, last=2.0) == [5, 3]
+
+    @pytest.mark.parametrize(("embed", "cut"), [(3.0, "1, 3"), (0.0, "3, 1")])
+    def test_what_a_model_computes_before_or_after_its_layers_takes_layers_from_there(self, tmp_path, embed, cut):
+        wanted = job(tmp_path, pp(), model=EncodingModel(layers=4, embed=embed))
+        stages = run_on_ranks(2, lambda rank: built(wanted).built_stages[0].describe())
+        assert stages == [f"1f1b, stages of {cut} layers"] * 2
 
     def test_sections_hold_every_layer_once_and_know_the_ends(self):
         found = sections("abcde", [2, 1, 2])

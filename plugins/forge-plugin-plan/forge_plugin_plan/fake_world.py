@@ -14,7 +14,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from forge_core.contracts.errors import ForgeError
-from forge_core.parallel.mesh import place_of
+from forge_kit.mesh import place_of
 
 NODE = 8
 """GPUs of a node; ranks are numbered node by node."""

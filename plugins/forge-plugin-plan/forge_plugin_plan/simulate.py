@@ -19,6 +19,7 @@ from forge_core.engine.step import Stepper
 from forge_core.job import Job
 from forge_core.parallel.layout import micro_batches
 from forge_core.plugins.catalog import Catalog
+from forge_kit.batches import zero_batch
 from forge_plugin_plan.fake_run import FakeRun, fake_run
 from forge_plugin_plan.fake_world import BroadcastLog, Line, fake_world, line_of
 from forge_plugin_plan.kernels import FusedAttention, count_kernels
@@ -201,9 +202,7 @@ class _Rank:
             yield
 
     def _batch(self) -> Batch:
-        _, rows = micro_batches(self._run.job, self._layout)
-        shape = rows, self._run.job.train.seq_len
-        return {name: torch.zeros(shape, dtype=torch.long) for name in ("input_ids", "labels")}
+        return zero_batch(self._run.job, micro_batches(self._run.job, self._layout)[1])
 
     def _update_by_zeros(self) -> None:
         # Without a step, each gradient is as large as its parameter; the update then makes the optimizer's state.

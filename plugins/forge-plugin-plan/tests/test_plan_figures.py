@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import real
+from attrs import evolve
 
 from forge_core.parallel.mesh import leave_group
 from forge_core.parallel.replicate import Replicate
@@ -17,7 +18,7 @@ from forge_plugin_plan.estimate import Plan, make_plan
 from forge_plugin_plan.meter import KINDS, Transfer
 from forge_plugin_plan.storages import Purpose
 from forge_plugin_transformer import GroupedQueryAttention, SwiGLU, Transformer
-from forge_testing import Numbers, tiny_job
+from forge_testing import Numbers, PatchModel, tiny_job
 from forge_testing.processes import run_on_ranks
 
 DIM, LAYERS, HIDDEN, VOCABULARY, LENGTH, ROWS = 32, 4, 96, 256, 64, 2
@@ -91,6 +92,19 @@ def test_activations_are_what_a_forward_pass_leaves(name: str) -> None:
     measured = run_on_ranks(ranks, lambda rank: real.forward(job))[0]
     both = planned.memory.most[Purpose.ACTIVATIONS] + planned.memory.most[Purpose.LOGITS]
     assert both == pytest.approx(measured, rel=0.25)
+
+
+@pytest.mark.parametrize("stages", [{}, {"activation_checkpointing": ActivationCheckpointing(mode="auto")}])
+def test_entries_that_the_model_asks_for_take_memory(stages: dict[str, Any]) -> None:
+    job = job_of(parallel=stages)
+    seeing = [evolve(job, model=PatchModel(patches=patches)) for patches in (8, 4096)]
+    small, large = (plan_of(each, 1).ranks[0] for each in seeing)
+    assert (small.failure, large.failure) == ("", "")
+    assert small.memory is not None
+    assert large.memory is not None
+    kept_per_patch = DIM * FLOAT // 2
+    added = large.memory.most[Purpose.ACTIVATIONS] - small.memory.most[Purpose.ACTIVATIONS]
+    assert added > ROWS * (4096 - 8) * kept_per_patch
 
 
 KEPT = {

@@ -83,7 +83,8 @@ class RopeComponent(Component):
     The module maps `(length, positions=None) -> (cos, sin)` for positions 0 to `length` - 1, or for `positions`
     (B, S). Both tables broadcast against (B, S, heads, E) and are float32 or wider; `sin` carries the sign of the
     half-split rotation, so that `rotate(x, cos, sin)` of `forge_plugin_transformer.modules.rotary` applies them. A
-    module may have a string `key` that is equal where the tables are: layers then share those of `positions`.
+    module may have a string `key` that is equal where the tables are: layers then share those of a batch's positions.
+    It may have a string `entry`: the batch entry (B, S, …) of that name is passed as `positions` where there is one.
     """
 
     kind = "rope"

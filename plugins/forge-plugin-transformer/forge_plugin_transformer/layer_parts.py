@@ -40,6 +40,8 @@ class GroupedQueryAttention(AttentionComponent):
     """Added to the mean square in that normalisation."""
     bias: bool = False
     """Whether the four projections have biases."""
+    output_bias: bool = True
+    """Whether the last of the four has one too where `bias` is set; false in Qwen2 and Qwen2.5."""
     backend: Backend = field(default="auto", metadata=when_resumed("safe"))
     """Kernel. auto: the fastest by the committed measurements, torch's own choice where there are none. flash,
     efficient, math and cudnn are torch's; gemm is blocks of plain matrix products."""
@@ -83,6 +85,7 @@ class GroupedQueryAttention(AttentionComponent):
             core=AttentionCore(kernel, documents),
             qk_norm_eps=self.qk_norm_eps if self.qk_norm else None,
             bias=self.bias,
+            output_bias=self.bias and self.output_bias,
             init=init,
         )
 

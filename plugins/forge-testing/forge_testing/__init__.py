@@ -5,6 +5,8 @@ from forge_testing.routed import RoutedModel
 from forge_testing.tiny import (
     TINY_JOB,
     Numbers,
+    PatchModel,
+    PatchNumbers,
     PenalisedModel,
     SplittableModel,
     TinyAdamW,
@@ -17,6 +19,8 @@ __all__ = [
     "TINY_JOB",
     "ListedDocuments",
     "Numbers",
+    "PatchModel",
+    "PatchNumbers",
     "PenalisedModel",
     "RandomDocuments",
     "RoutedModel",

@@ -44,6 +44,11 @@ LAYOUTS: Mapping[str, LayoutCase] = {
     "replicate2": LayoutCase(ranks=2, parallel={"replicate": {}}, micro_batch_size=2),
     "fsdp2": LayoutCase(ranks=2, parallel={"fsdp": {}}, micro_batch_size=2),
     "tp2": LayoutCase(ranks=2, parallel={"tp": {"degree": 2}}, needs="tensor_parallel_plan"),
+    "tp2_whole_sequences": LayoutCase(
+        ranks=2,
+        parallel={"tp": {"degree": 2, "sequence_parallel": False, "loss_parallel": False}},
+        needs="tensor_parallel_plan",
+    ),
     "pp2": LayoutCase(ranks=2, parallel={"pp": {"degree": 2}}, micro_batch_size=4, needs="ends"),
     "cp2": LayoutCase(ranks=2, parallel={"cp": {"degree": 2}}, needs="sequence_mixers"),
     "checkpointing2": LayoutCase(ranks=2, parallel={"fsdp": {}, "activation_checkpointing": {}}),

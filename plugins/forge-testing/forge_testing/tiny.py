@@ -10,6 +10,7 @@ from attrs import field, frozen
 
 from forge_core.config.rules import check_rules
 from forge_core.contracts.components import DatasetComponent, ModelComponent, OptimizerComponent, when_resumed
+from forge_core.contracts.data import BatchField
 from forge_core.job import (
     CheckpointSection,
     DataSection,
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from forge_core.contracts.optimizer import NamedParameters
 
 VOCABULARY = 32
+PATCH = 4
+"""Values of a patch."""
 
 TINY_JOB = """
 [train]
@@ -89,6 +92,24 @@ class PenalisedModel(TinyModel):
 
 
 @frozen(kw_only=True)
+class PatchModel(TinyModel):
+    """`TinyModel` that adds to every token the mean of its row's `patches`, which `embed` encodes by blocks."""
+
+    patches: int = 6
+    """Patches of a row."""
+    blocks: int = 2
+    """Blocks of the encoder."""
+
+    def batch_fields(self, job: Job) -> Mapping[str, BatchField]:
+        return {"patches": BatchField((self.patches, PATCH), "uint8")}
+
+    def build(self, context: BuildContext) -> Model:
+        from forge_testing.tiny_model import PatchNetwork
+
+        return PatchNetwork(self.dim, self.layers, VOCABULARY, context.dtype, PATCH, self.blocks)
+
+
+@frozen(kw_only=True)
 class TinyAdamW(OptimizerComponent):
     """torch's AdamW, with an epsilon that does not amplify the round-off of gradients near zero."""
 
@@ -117,6 +138,19 @@ class Numbers(DatasetComponent):
         return NumberSequences(self.sequences, context.job.train.seq_len, self.ignored, self.start, held)
 
 
+@frozen(kw_only=True)
+class PatchNumbers(Numbers):
+    """`Numbers` with `patches` whose values follow from the number of the sequence, for `PatchModel`."""
+
+    patches: int = 6
+    """Patches of a row."""
+
+    def build(self, context: BuildContext) -> Dataset:
+        length = context.job.train.seq_len
+        held = PatchSequences(self.held_out, length, 1, self.start + self.sequences, patches=self.patches)
+        return PatchSequences(self.sequences, length, self.ignored, self.start, held, patches=self.patches)
+
+
 @frozen
 class NumberSequences:
     """See `forge_core.contracts.data.Dataset`."""
@@ -139,6 +173,19 @@ class NumberSequences:
         labels = tokens[1:].copy()
         labels[: number % self.ignored] = -100
         return {"input_ids": tokens[:-1], "labels": labels}
+
+
+@frozen
+class PatchSequences(NumberSequences):
+    """See `PatchNumbers`."""
+
+    patches: int = 6
+
+    def __getitem__(self, index: int) -> Mapping[str, np.ndarray]:
+        import numpy as np
+
+        values = (np.arange(self.patches * PATCH) * (7 + self.start + index)) % 256
+        return {**NumberSequences.__getitem__(self, index), "patches": values.astype(np.uint8).reshape(-1, PATCH)}
 
 
 def tiny_job(output: str, catalog: Any = None, **changes: Any) -> Job:

@@ -93,6 +93,31 @@ class SplittableNetwork(TinyNetwork):
         return {"embedding": "vocab_embedding", **layer, "norm": "sequence", "head": "vocab_head"}
 
 
+class PatchNetwork(TinyNetwork):
+    """`TinyNetwork` whose `embed` runs an encoder of the entry `patches` (B, P, V), uint8."""
+
+    def __init__(self, dim: int, layers: int, vocabulary: int, dtype: torch.dtype, patch: int, blocks: int) -> None:
+        super().__init__(dim, layers, 0.0, vocabulary, dtype)
+        self.patch = Linear(patch, dim, std=0.2)
+        self.encoder = nn.ModuleDict({str(i): Pair(dim) for i in range(blocks)})
+
+    def embed(self, batch: Batch) -> Carry:
+        (x,) = super().embed(batch)
+        features = self.patch(batch["patches"].to(x.dtype) / 255)
+        for block in self.encoder.values():
+            features = features + block(features)
+        return (x + features.mean(1, keepdim=True),)
+
+    def ends(self) -> tuple[Sequence[str], Sequence[str]]:
+        return ["embedding", "patch", "encoder"], ["norm", "head"]
+
+    def further_blocks(self) -> Sequence[str]:
+        return [f"encoder.{name}" for name in self.encoder] if isinstance(self.encoder, nn.ModuleDict) else []
+
+    def fsdp_units(self) -> Sequence[Sequence[str]]:
+        return [*([name] for name in self.further_blocks()), *super().fsdp_units()]
+
+
 PENALTY = 10.0
 """Weight of each auxiliary loss: large enough that a wrong scale shows."""
 

@@ -9,7 +9,7 @@ from forge_core.metrics.console import Console
 from forge_core.metrics.jsonl import JsonLines
 from forge_core.parallel.replicate import Replicate
 from forge_core.schedules import Constant
-from forge_testing import Numbers, RandomDocuments, SplittableModel, TinyAdamW, TinyModel
+from forge_testing import Numbers, PatchModel, PatchNumbers, RandomDocuments, SplittableModel, TinyAdamW, TinyModel
 from forge_testing.distribution import check_distribution
 from forge_testing.suites import (
     DatasetSuite,
@@ -52,6 +52,10 @@ class TestNumbers(DatasetSuite):
     component = Numbers()
 
 
+class TestPatchNumbers(DatasetSuite):
+    component = PatchNumbers()
+
+
 class TestRandomDocuments(DatasetSuite):
     component = RandomDocuments()
 
@@ -59,6 +63,14 @@ class TestRandomDocuments(DatasetSuite):
 class TestTinyModel(ModelSuite):
     component = TinyModel()
     layouts = ("replicate2", "pp2")
+
+
+class TestPatchModel(ModelSuite):
+    component = PatchModel()
+    layouts = ("replicate2", "fsdp2", "pp2", "checkpointing2")
+
+    def parity_changes(self, folder):
+        return {"model": self.component, "data": {"sources": (PatchNumbers(), Numbers())}}
 
 
 class TestSplittableModel(ModelSuite):

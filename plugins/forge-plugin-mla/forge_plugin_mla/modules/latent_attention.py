@@ -138,7 +138,7 @@ class LatentAttention(nn.Module):
     def _attend_cached(self, x: Tensor, batch: Batch, cache: LatentCache) -> Tensor:
         """(B, S, D) -> (B, S, H, V). Each row is one document here: `document_ids` play no part."""
         positions = cache.positions(x, batch)
-        turns = self.rotary(x.shape[1], positions)
+        turns = tables(self.rotary, x.shape[1], {**batch, "positions": positions})
         cached, mask = cache.extend(*self._compressed(x, turns), positions)
         q = self._queries(x, turns)
         if absorbs(q.shape[1], cached.shape[1], self.widths):

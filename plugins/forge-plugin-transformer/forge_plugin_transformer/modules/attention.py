@@ -48,6 +48,7 @@ class GroupedAttention(nn.Module):
         core: AttentionCore,
         qk_norm_eps: float | None,
         bias: bool,
+        output_bias: bool,
         init: InitStd,
     ) -> None:
         super().__init__()
@@ -55,7 +56,7 @@ class GroupedAttention(nn.Module):
         self.q = Linear(dim, heads * head_dim, bias=bias, std=init.inner)
         self.k = Linear(dim, kv_heads * head_dim, bias=bias, std=init.inner)
         self.v = Linear(dim, kv_heads * head_dim, bias=bias, std=init.inner)
-        self.o = Linear(heads * head_dim, dim, bias=bias, std=init.residual)
+        self.o = Linear(heads * head_dim, dim, bias=output_bias, std=init.residual)
         self.q_norm, self.k_norm = (
             RootMeanSquareNorm(head_dim, eps=qk_norm_eps) if qk_norm_eps is not None else nn.Identity()
             for _ in range(2)
@@ -69,23 +70,31 @@ class GroupedAttention(nn.Module):
 
     def forward(self, x: Tensor, batch: Batch, cache: KVCache | None = None) -> Tensor:
         """(B, S, D) -> (B, S, D). `batch` may hold `positions` and `document_ids`, both (B, S)."""
-        q, k, v = (self._heads(project(x)) for project in (self.q, self.k, self.v))
+        q, k, v = self.project(x, batch)
         if cache is not None:
             mixed = self._attend_cached(q, k, v, batch, cache)
         else:
-            mixed = self.core(*self._place(q, k, tables(self.rotary, q.shape[1], batch)), v, batch)
-        return self.o(mixed.flatten(2))
+            turns = tables(self.rotary, q.shape[1], batch)
+            mixed = self.core(rotate(q, *turns), rotate(k, *turns), v, batch)
+        return self.output(mixed.flatten(2), batch)
+
+    def project(self, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """(B, S, D) -> queries (B, S, H, E), keys and values (B, S, K, E), normalised but not rotated.
+
+        With `output`, all that this layer learns: a derived class may compute both from other weights by position.
+        """
+        q, k, v = (self._heads(projection(x)) for projection in (self.q, self.k, self.v))
+        return self.q_norm(q), self.k_norm(k), v
+
+    def output(self, mixed: Tensor, batch: Batch) -> Tensor:
+        """The mixed values of all heads (B, S, H x E) -> (B, S, D)."""
+        return self.o(mixed)
 
     def _attend_cached(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, cache: KVCache) -> Tensor:
         """Attend with a cache. Each row is one document here, so `document_ids` are ignored."""
         positions = cache.positions(q, batch)
-        q, k = self._place(q, k, self.rotary(q.shape[1], positions))
-        return torch_attention(q, *cache.extend(k, v, positions))
-
-    def _place(self, q: Tensor, k: Tensor, turns: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Normalise, then rotate to the positions of the tables."""
-        cos, sin = turns
-        return rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
+        turns = tables(self.rotary, q.shape[1], {**batch, "positions": positions})
+        return torch_attention(rotate(q, *turns), *cache.extend(rotate(k, *turns), v, positions))
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.head_dim))

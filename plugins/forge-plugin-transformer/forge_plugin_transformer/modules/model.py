@@ -85,7 +85,7 @@ class TransformerModel(Model):
     # --- queries of the engine and the stages --------------------------------------------------------------------
 
     def flops(self, seq_len: int) -> float:
-        heads = 1 + len(self.further_blocks())
+        heads = 1 + len(list(self._predictions()))
         return sum(parts.flops(part, seq_len) for _, part in self._parts()) + 6.0 * self.head.weight.numel() * heads
 
     def layer_flops(self, seq_len: int) -> Sequence[float]:
@@ -122,15 +122,15 @@ class TransformerModel(Model):
         """Units of FSDP. A table used at both ends belongs to the head's unit and stays gathered throughout."""
         both = self.tied or self.mtp is not None
         ends = [["embedding", "norm", "head"]] if both else [["embedding"], ["norm", "head"]]
-        blocks = [f"layers.{name}" for name in self.layers] + self.further_blocks()
+        blocks = [f"layers.{name}" for name in self.layers] + self._prediction_blocks()
         return [ends[0], *([name] for name in blocks), *ends[1:]]
 
     def further_blocks(self) -> list[str]:
-        return [f"mtp.blocks.{number}" for number, _ in self._predictions()]
+        return self._prediction_blocks()
 
     def float8_exempt(self) -> Sequence[str]:
         inner = chain.from_iterable(parts.float8_exempt(name, part) for name, part in self._parts())
-        joins = [f"{name}.projection" for name in self.further_blocks()]
+        joins = [f"{name}.projection" for name in self._prediction_blocks()]
         return [*inner, *joins, "head"]
 
     def backend_choices(self, seq_len: int) -> Sequence[tuple[str, str, str]]:
@@ -152,6 +152,10 @@ class TransformerModel(Model):
         """Yields the modules of multi-token prediction on this pipeline rank, by number."""
         if isinstance(self.mtp, Predictions):
             yield from enumerate(self.mtp.blocks)
+
+    def _prediction_blocks(self) -> list[str]:
+        # Apart from `further_blocks`, which a class derived from this one may extend by blocks of its own.
+        return [f"mtp.blocks.{number}" for number, _ in self._predictions()]
 
     # --- the tie -------------------------------------------------------------------------------------------------
 

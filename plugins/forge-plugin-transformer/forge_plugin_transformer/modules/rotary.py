@@ -24,12 +24,18 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.addcmul(wide * cos, wide.roll(x.shape[-1] // 2, -1), sin).to(x.dtype)
 
 
+def positions_of(rotary: nn.Module, batch: Batch) -> Tensor | None:
+    """Returns the batch's positions for an encoding: its `entry` if the batch has that, else `positions`, else None."""
+    own = batch.get(getattr(rotary, "entry", "positions"))
+    return batch.get("positions") if own is None else own
+
+
 def with_tables(rotary: nn.Module, batch: Batch) -> Batch:
-    """Returns the batch with tables of its `positions`, shared by all layers, if the encoding has a `key` for them."""
-    key = getattr(rotary, "key", None)
-    if key is None or "positions" not in batch or key in batch:
+    """Returns the batch with tables of its positions, shared by all layers, if the encoding has a `key` for them."""
+    key, positions = getattr(rotary, "key", None), positions_of(rotary, batch)
+    if key is None or positions is None or key in batch:
         return batch
-    return {**batch, key: torch.stack(rotary(batch["positions"].shape[1], batch["positions"]))}
+    return {**batch, key: torch.stack(rotary(positions.shape[1], positions))}
 
 
 def tables(rotary: nn.Module, length: int, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -38,7 +44,7 @@ def tables(rotary: nn.Module, length: int, batch: Batch) -> tuple[Tensor, Tensor
     if key in batch:
         cos, sin = batch[key]
         return cos, sin
-    return rotary(length, batch.get("positions"))
+    return rotary(length, positions_of(rotary, batch))
 
 
 class Rotary(nn.Module):
@@ -79,10 +85,18 @@ class Rotary(nn.Module):
     def forward(self, length: int, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Returns (cos, sin) of positions 0 to `length` - 1, (length, 1, E), or of `positions` (B, S): (B, S, 1, E)."""
         if positions is not None:
-            return _tables(positions, self.frequencies, self.amplitude, self.dtype)
+            return _tables(self.angles(positions), self.amplitude, self.dtype)
         if length > len(self.cos):
             self.cos, self.sin = _shared_tables(self.frequencies, self.amplitude, length, self.dtype, self.cos.device)
         return self.cos[:length], self.sin[:length]
+
+    def angles(self, positions: Tensor) -> Tensor:
+        """Returns the angle of each pair in radians: (B, S) -> (B, S, 1, E / 2), float64."""
+        return positions[..., None, None].to(torch.float64) * self.rates(positions.device)
+
+    def rates(self, device: torch.device) -> Tensor:
+        """Returns radians a position for each pair, (E / 2,) float64."""
+        return _angle_rates(self.frequencies, device)
 
     def extra_repr(self) -> str:
         return f"head_dim={2 * len(self.frequencies)}, length={len(self.cos)}"
@@ -105,14 +119,12 @@ def _tables_of_range(
     device: torch.device,
     _mode: object,  # a part of the key of the cache
 ) -> tuple[Tensor, Tensor]:
-    return _tables(torch.arange(length, device=device), frequencies, amplitude, dtype)
+    positions = torch.arange(length, device=device, dtype=torch.float64)
+    return _tables(positions[:, None, None] * _angle_rates(frequencies, device), amplitude, dtype)
 
 
-def _tables(
-    positions: Tensor, frequencies: Sequence[float], amplitude: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Returns tables of positions (…): (…, 1, E); the dimension of size 1 is for the heads."""
-    angles = positions[..., None, None].to(torch.float64) * _angle_rates(tuple(frequencies), positions.device)
+def _tables(angles: Tensor, amplitude: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Returns tables of angles (…, 1, E / 2): (…, 1, E); the dimension of size 1 is for the heads."""
     cos, sin = angles.cos() * amplitude, angles.sin() * amplitude
     return torch.cat([cos, cos], -1).to(dtype), torch.cat([-sin, sin], -1).to(dtype)
 

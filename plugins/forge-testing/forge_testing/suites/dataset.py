@@ -46,6 +46,8 @@ class DatasetSuite(Suite):
     """Steps of 4 sequences that are loaded."""
     one_thread: ClassVar[bool] = False
     """Whether the job has a loader that refuses `data.workers`."""
+    has_images: ClassVar[bool] = False
+    """Whether `input_ids` may be negative: positions of images, which are no tokens."""
 
     # --- sequences -----------------------------------------------------------------------------------------------
 
@@ -92,7 +94,7 @@ class DatasetSuite(Suite):
                 wanted = (job.train.seq_len,)
                 assert value.shape == wanted, f"{name} of sequence {number} have the shape {value.shape}, not {wanted}"
                 assert value.dtype.kind in "iu", f"{name} of sequence {number} are {value.dtype}; they must be integers"
-            _check_ids(number, ids, labels, context)
+            _check_ids(number, ids[ids >= 0] if self.has_images else ids, labels, context)
             learned = labels[:-1] != IGNORED_LABEL
             wrong = np.flatnonzero(learned & (labels[:-1] != ids[1:]))
             assert not len(wrong), (

@@ -20,6 +20,7 @@ from forge_core.contracts.model import Generates, Head, Model
 from forge_core.contracts.optimizer import roles_of
 from forge_core.engine.build import build_bare_model
 from forge_core.parallel.initialise import check_finite, materialise
+from forge_kit.batches import zero_batch
 from forge_testing.layouts import LAYOUTS
 from forge_testing.suites.base import explained
 from forge_testing.suites.parity import ParitySuite
@@ -158,11 +159,12 @@ class ModelSuite(ParitySuite):
     def test_documents_of_a_row_do_not_see_each_other(self, tmp_path: Path) -> None:
         """Hidden states of two documents in one row equal those of each in a row of its own."""
         model = self._model(tmp_path)
-        ids, cut = self._batch(model)["input_ids"], 3
+        batch, cut = self._batch(model), 3
+        ids = batch["input_ids"]
         positions = torch.cat([torch.arange(cut), torch.arange(S - cut)]).expand(B, S)
         document_ids = (torch.arange(S) >= cut).long().expand(B, S)
-        together = model({"input_ids": ids, "positions": positions, "document_ids": document_ids})
-        apart = torch.cat([model({"input_ids": ids[:, :cut]}), model({"input_ids": ids[:, cut:]})], dim=1)
+        together = model({**batch, "positions": positions, "document_ids": document_ids})
+        apart = torch.cat([model({**batch, "input_ids": part}) for part in (ids[:, :cut], ids[:, cut:])], dim=1)
         error = _error(together, apart)
         assert error <= self.tolerance, (
             f"with document_ids and positions in the batch, hidden states differ by {error:.3g} from those of each "
@@ -176,8 +178,8 @@ class ModelSuite(ParitySuite):
         if not can_generate:
             pytest.skip("it has no new_cache and decode, so it cannot generate")
         model.eval()
-        ids = self._batch(model)["input_ids"]
-        expected = model({"input_ids": ids})
+        batch = self._batch(model)
+        ids, expected = batch["input_ids"], model(batch)
         padding = torch.tensor([0, 2])
         positions = torch.arange(S) - padding[:, None]
         shifted = ids.gather(1, positions.clamp(min=0))
@@ -223,7 +225,10 @@ class ModelSuite(ParitySuite):
 
     def _batch(self, model: Model) -> Batch:
         generator = torch.Generator().manual_seed(11)
-        return {"input_ids": torch.randint(32, (B, S), generator=generator)}
+        with tempfile.TemporaryDirectory() as folder:
+            fields = zero_batch(self.tiny_job(Path(folder), model=self.make(Path(folder))), B)
+        del fields["labels"]
+        return {**fields, "input_ids": torch.randint(32, (B, S), generator=generator)}
 
     def _by_parts(self, model: Model, batch: Batch) -> Tensor:
         batch = model.prepare(batch)

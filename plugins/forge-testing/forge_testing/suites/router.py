@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -124,7 +125,7 @@ class RouterSuite(Suite):
                 )
 
     def test_gradients_reach_it(self, tmp_path: Path) -> None:
-        """The weights are differentiable; otherwise its parameters would never train."""
+        """The weights are differentiable, and every parameter has a gradient by them or by a loss that is attached."""
         router, (x, batch) = self._ready(tmp_path), self._tokens()
         if not any(parameter.requires_grad for parameter in router.parameters()):
             return
@@ -137,6 +138,8 @@ class RouterSuite(Suite):
 
     def _build(self, folder: Path) -> nn.Module:
         context = self.context(self.tiny_job(folder)).at("layers.0.router", layer=0)
+        # As within a training step, where the losses that it attaches count: parameters may learn by these alone.
+        context.auxiliary.begin_step(torch.tensor(math.prod(TOKENS)), sequences=TOKENS[0], micro_batches=1)
         with torch.device("meta"):
             return context.build(self.make(folder), dim=self.dim, experts=self.experts)
 
