@@ -1,6 +1,6 @@
 """Trains every layout of the table and prints how far it is from one process.
 
-python tests/parity/table.py [--only NAME]
+python tests/parity/table.py [--images] [--only NAME]
 
 In float64, five steps: the largest difference of losses, gradient norms, gradients of the first step, and evaluation,
 and the weights' distance relative to what the steps changed. In float32, twenty steps: that of losses.
@@ -12,9 +12,10 @@ import argparse
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
+from images import IMAGE_ROWS
 from layouts import ROWS, Row
 
 from forge_testing.curves import Curve, Difference, train
@@ -30,7 +31,7 @@ def both(row: Row, folder: str, parallel: bool = True) -> tuple[Curve, list[floa
     return wide, train(row.job(folder, parallel, precision="fp32", steps=FLOAT32_STEPS)).losses
 
 
-def lines(rows: list[Row]) -> Iterator[str]:
+def lines(rows: Sequence[Row]) -> Iterator[str]:
     with tempfile.TemporaryDirectory() as folder:
         for ranks in sorted({row.ranks for row in rows}):
             chosen = [row for row in rows if row.ranks == ranks]
@@ -46,12 +47,13 @@ def lines(rows: list[Row]) -> Iterator[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="rows whose name has this in it")
+    parser.add_argument("--images", action="store_true", help="the rows of vision-language models")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     print(f"{time.strftime('%Y-%m-%d')}, torch {torch.__version__}, gloo on the CPU\n")
     print("| " + " | ".join(HEAD) + " |\n|" + "---|" * len(HEAD))
-    for line in lines([row for row in ROWS if options.only in row.name]):
+    for line in lines([row for row in (IMAGE_ROWS if options.images else ROWS) if options.only in row.name]):
         print(line, flush=True)
 
 

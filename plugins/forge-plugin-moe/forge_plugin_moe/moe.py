@@ -42,17 +42,8 @@ class LinearRouter(RouterComponent):
 
 
 @frozen(kw_only=True)
-class TopKRouter(LinearRouter):
-    """The keys of routers in which tokens choose experts."""
-
-    top_k: int = field(default=2, validator=gt(0))
-    """Experts of a token, K."""
-    scaling: float = field(default=1.0, validator=gt(0))
-    """Factor on the weights (DeepSeek-V3: 2.5)."""
-    groups: int = field(default=1, validator=gt(0))
-    """Groups of equally many experts, of which a token goes to some only: those of a node, to save on sending."""
-    top_groups: int = field(default=1, validator=gt(0))
-    """Groups that a token may go to: those with the largest score."""
+class BalancedRouter(LinearRouter):
+    """The keys of losses that balance the load of experts."""
 
     sequence_balance: float = field(default=0.0, validator=ge(0))
     """Weight of Σ f P of each sequence (DeepSeek-V3, equations 17 to 20), its mean over sequences. 1 where all experts
@@ -63,6 +54,20 @@ class TopKRouter(LinearRouter):
     micro_batch_balance: float = field(default=0.0, validator=ge(0))
     """Weight of Σ f P of each micro-batch of each rank (Fedus et al. 2021, Switch Transformer, equation 4). Its value,
     and so the curve, depends on `micro_batch_size` and the layout. Logged as `moe/micro_batch_balance`."""
+
+
+@frozen(kw_only=True)
+class TopKRouter(BalancedRouter):
+    """The keys of routers in which tokens choose experts."""
+
+    top_k: int = field(default=2, validator=gt(0))
+    """Experts of a token, K."""
+    scaling: float = field(default=1.0, validator=gt(0))
+    """Factor on the weights (DeepSeek-V3: 2.5)."""
+    groups: int = field(default=1, validator=gt(0))
+    """Groups of equally many experts, of which a token goes to some only: those of a node, to save on sending."""
+    top_groups: int = field(default=1, validator=gt(0))
+    """Groups that a token may go to: those with the largest score."""
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
         if self.top_groups > self.groups:

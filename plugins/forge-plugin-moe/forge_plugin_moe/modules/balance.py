@@ -5,6 +5,7 @@ Shapes: B sequences, S positions of this rank, E experts, K experts of a token.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,27 +16,48 @@ from forge_plugin_moe.modules.sequences import Sequences, tally
 if TYPE_CHECKING:
     from forge_core.auxiliary import Unit
     from forge_core.contracts.contexts import BuildContext
-    from forge_plugin_moe.moe import TopKRouter
+    from forge_plugin_moe.moe import BalancedRouter
 
 CHOSEN = "moe/chosen"
 """Count of the tokens that chose each expert."""
 
 
+def set_means(values: Tensor, sets: Sequence[int]) -> Tensor:
+    """Returns (…, E), for each expert the mean of the values of its set; `sets` are their sizes, in order."""
+    parts = values.split(list(sets), -1)
+    return torch.cat([part.mean(-1, keepdim=True).expand_as(part) for part in parts], -1)
+
+
 class Balance(nn.Module):
-    """Σ f P in three forms; see `forge_plugin_moe.moe.TopKRouter`.
+    """Σ f P in three forms; see `forge_plugin_moe.moe.BalancedRouter`.
 
     Only P has gradients, and all three are linear in it: so the parts of a sequence on different ranks add up.
+
+    With several sets of experts, f is relative to the mean of an expert's set. Tokens that choose among one set have
+    scores of 0 in the others, so that the sum is Σ f P within each set, weighted by its share of the tokens.
 
     Buffers: `load` (E,), the last step's counts of the whole batch, if a loss needs them.
 
     Args:
+        component: the keys.
+        context: of the router.
+        experts: E.
         counted: whether choices are counted even if no loss needs it.
+        sets: sizes of the sets of consecutive experts that are balanced each by itself; by default there is one.
     """
 
     load: Tensor
 
-    def __init__(self, component: TopKRouter, context: BuildContext, experts: int, counted: bool) -> None:
+    def __init__(
+        self,
+        component: BalancedRouter,
+        context: BuildContext,
+        experts: int,
+        counted: bool,
+        sets: Sequence[int] = (),
+    ) -> None:
         super().__init__()
+        self.sets = tuple(sets) or (experts,)
         self._component = component
         self._auxiliary, self._layer = context.auxiliary, context.layer or 0
         self._sequences = Sequences.of(context)
@@ -68,19 +90,21 @@ class Balance(nn.Module):
         if self._counted:
             self._chosen.add(counts.sum(0))
         length = chosen.shape[1] * self._sequences.pieces
-        even = length * chosen.shape[2] / self._experts
         mean = probabilities.sum(1) / length  # this rank's part of P
         if one.sequence_balance:
-            value = (self._sequences.add_up(counts) / even * mean).sum()
+            value = (self._relative(self._sequences.add_up(counts)) * mean).sum()
             weights = self._attach(weights, value, "sequence", one.sequence_balance)
         if one.batch_balance:
-            shares = self.load / self.load.mean().clamp(min=1)
-            value = (shares.to(mean) * mean).sum()
+            value = (self._relative(self.load).to(mean) * mean).sum()
             weights = self._attach(weights, value, "batch", one.batch_balance)
         if one.micro_batch_balance:
-            value = (counts.mean(0) / (even / self._sequences.pieces) * mean.mean(0) * self._sequences.pieces).sum()
+            value = (self._relative(counts.sum(0)) * mean.mean(0) * self._sequences.pieces).sum()
             weights = self._attach(weights, value, "micro_batch", one.micro_batch_balance)
         return weights
+
+    def _relative(self, counts: Tensor) -> Tensor:
+        """Returns (…, E) divided by the mean of an expert's set; 0 where nothing was counted."""
+        return counts / set_means(counts, self.sets).clamp(min=torch.finfo(counts.dtype).tiny)
 
     def _attach(self, weights: Tensor, value: Tensor, scope: str, weight: float) -> Tensor:
         unit: Unit = "layer" if scope == "micro_batch" else "sequence"

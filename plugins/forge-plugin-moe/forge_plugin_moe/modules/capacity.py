@@ -6,13 +6,15 @@ Shapes: B sequences, S positions, K choices of a token, E experts.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from forge_core.contracts.errors import ForgeError
-from forge_plugin_moe.modules.sequences import Sequences
+from forge_plugin_moe.modules.balance import set_means
+from forge_plugin_moe.modules.sequences import Sequences, tally
 
 if TYPE_CHECKING:
     from forge_core.contracts.data import Batch
@@ -33,16 +35,23 @@ def refuse_documents(batch: Batch) -> None:
         )
 
 
-def largest(scores: Tensor, count: int, sequences: Sequences) -> Tensor:
-    """(B, S, E), bool: for each sequence and expert, the `count` positions with the largest scores, none of -inf."""
+def largest(scores: Tensor, count: int | Tensor, sequences: Sequences) -> Tensor:
+    """(B, S, E), bool: for each sequence and expert, the `count` positions with the largest scores, none of -inf.
+
+    `count` is one number for all, or (B, E).
+    """
     everywhere = sequences.gather(scores)
     # Stable: of equal scores the first positions are taken, on every layout alike.
-    best = everywhere.argsort(dim=1, descending=True, stable=True)[:, :count]
-    taken = torch.zeros_like(everywhere, dtype=torch.bool).scatter_(1, best, True)
+    best = everywhere.argsort(dim=1, descending=True, stable=True)
+    among = torch.arange(best.shape[1], device=best.device).unsqueeze(-1)
+    within = among < (count.unsqueeze(1) if isinstance(count, Tensor) else count)
+    taken = torch.zeros_like(everywhere, dtype=torch.bool).scatter_(1, best, within.expand_as(best))
     return sequences.own(taken & (everywhere > -math.inf))
 
 
-def within_capacity(weights: Tensor, chosen: Tensor, factor: float, experts: int, sequences: Sequences) -> Tensor:
+def within_capacity(
+    weights: Tensor, chosen: Tensor, factor: float, experts: int, sequences: Sequences, sets: Sequence[int] = ()
+) -> Tensor:
     """(B, S, K), bool: the choices that experts accept, which are those with the largest weights.
 
     Args:
@@ -51,9 +60,15 @@ def within_capacity(weights: Tensor, chosen: Tensor, factor: float, experts: int
         factor: multiple of an even share, which is choices of a sequence / E; the product is rounded up.
         experts: E.
         sequences: the pieces of the sequences on other ranks.
+        sets: sizes of the sets of consecutive experts whose even share is that of their own choices.
     """
-    length = weights.shape[1] * sequences.pieces
-    capacity = max(1, math.ceil(factor * length * weights.shape[2] / experts))
+    capacity: int | Tensor
+    if sets:
+        loads = sequences.add_up(tally(chosen, experts)).double()
+        capacity = (factor * set_means(loads, sets)).ceil().clamp(min=1)
+    else:
+        length = weights.shape[1] * sequences.pieces
+        capacity = max(1, math.ceil(factor * length * weights.shape[2] / experts))
     wanted = torch.full((*weights.shape[:2], experts + 1), -math.inf, device=weights.device, dtype=weights.dtype)
     wanted.scatter_(2, chosen.where(chosen >= 0, experts), weights.detach())
     taken = largest(wanted[..., :experts], capacity, sequences)

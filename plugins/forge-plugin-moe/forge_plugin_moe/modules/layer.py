@@ -5,6 +5,7 @@ Shapes: B sequences, S positions, D model width, E experts, K experts of a token
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -40,11 +41,12 @@ class MoELayer(nn.Module):
         assert context.layer is not None
         self._auxiliary = context.auxiliary
         self._load = context.auxiliary.counter(LOAD, context.layer)
-        context.auxiliary.summarise(LOAD, summarise_load)
         self._number, self._capacity = component.experts, component.capacity_factor
         self._sequences, self._on_gpu = Sequences.of(context), context.device.type == "cuda"
         self.backend, self._why = choose_backend(component.backend, context)
         self.router = context.at("router").build(component.router, dim=dim, experts=component.experts)
+        self._sets: Mapping[str, int] = getattr(self.router, "expert_sets", {})
+        context.auxiliary.summarise(LOAD, functools.partial(summarise_load, sets=self._sets))
         self.experts = Experts(component.experts, dim, hidden, init=init, grouped=self.backend == "grouped_mm")
         self.shared = self.shared_gate = None
         if component.shared_experts:
@@ -60,7 +62,8 @@ class MoELayer(nn.Module):
         rows = None if getattr(self.router, "leaves_out", False) else chosen.numel()
         if self._capacity and self.training:
             refuse_documents(batch)
-            kept = within_capacity(weights, chosen, self._capacity, self._number, self._sequences)
+            sets = tuple(self._sets.values())
+            kept = within_capacity(weights, chosen, self._capacity, self._number, self._sequences, sets)
             self._count_dropped(chosen, kept)
             chosen, rows = chosen.where(kept, -1), None
         # After capacity: the load is what experts compute, the router's own count is what was chosen.
@@ -127,18 +130,38 @@ class MoELayer(nn.Module):
         return "; the host waits in every layer, for how many choices are left" if leaves_out else ""
 
 
-def summarise_load(rows: Mapping[int, Tensor]) -> Mapping[str, Tensor]:
-    """Returns metrics of the load balance, from the tokens of each expert of each layer."""
-    dead, fullest, entropies = [], [], []
-    for load in rows.values():
+def summarise_load(rows: Mapping[int, Tensor], sets: Mapping[str, int] | None = None) -> Mapping[str, Tensor]:
+    """Returns metrics of the load balance, from the tokens of each expert of each layer.
+
+    Args:
+        rows: (E,) by layer.
+        sets: sizes of the sets of consecutive experts that have tokens of their own, by name: balance is that within
+            each, and is logged of each too.
+    """
+    if not sets:
+        return _load_metrics("moe", list(rows.values()))
+    by_set = zip(*(load.split(list(sets.values())) for load in rows.values()), strict=True)
+    parts = {f"moe/{name}": list(loads) for name, loads in zip(sets, by_set, strict=True)}
+    metrics = _load_metrics("moe", [load for loads in parts.values() for load in loads])
+    for name, loads in parts.items():
+        metrics |= _load_metrics(name, loads)
+    return metrics
+
+
+def _load_metrics(name: str, loads: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Returns metrics of loads, (n,) each; one without a token counts in none of them."""
+    dead, fullest, entropies, used = [], [], [], []
+    for load in loads:
         shares = load / load.sum().clamp(min=1)
-        dead.append((load == 0).sum())
+        used.append(load.any())
+        dead.append((load == 0).sum() * used[-1])
         fullest.append(shares.max() * len(load))
-        entropies.append(-torch.xlogy(shares, shares).sum() / math.log(max(2, len(load))))
+        entropy = -torch.xlogy(shares, shares).sum()
+        entropies.append(entropy / math.log(len(load)) if len(load) > 1 else used[-1].to(entropy))
     return {
-        "moe/dead_experts": torch.stack(dead).sum(),
-        "moe/fullest_expert": torch.stack(fullest).max(),
-        "moe/entropy": torch.stack(entropies).mean(),
+        f"{name}/dead_experts": torch.stack(dead).sum(),
+        f"{name}/fullest_expert": torch.stack(fullest).max(),
+        f"{name}/entropy": torch.stack(entropies).sum() / torch.stack(used).sum().clamp(min=1),
     }
 
 

@@ -25,7 +25,7 @@ class LinearScores(nn.Module):
         self.auxiliary, self.layer = context.auxiliary, context.layer or 0
         self.sequences = Sequences.of(context)
         self._std, self._z_loss = component.init_std, component.z_loss
-        self._share = 1 / context.layout.tp
+        self.share = 1 / context.layout.tp
         """Tensor-parallel ranks all compute this, and their gradients are summed."""
 
     def init_parameter(self, name: str, fill: Fill) -> None:
@@ -47,5 +47,5 @@ class LinearScores(nn.Module):
             return weights
         length = logits.shape[1] * self.sequences.pieces
         value = logits.logsumexp(-1).square().sum() / length
-        name, weight = "moe/z_loss", self._z_loss * self._share
+        name, weight = "moe/z_loss", self._z_loss * self.share
         return self.auxiliary.attach(weights, value, unit="sequence", name=name, weight=weight)

@@ -5,13 +5,13 @@ Shapes: B sequences, S positions, D model width, E experts, K experts of a token
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from forge_plugin_moe.modules.balance import CHOSEN, Balance
+from forge_plugin_moe.modules.balance import CHOSEN, Balance, set_means
 from forge_plugin_moe.modules.scores import LinearScores
 
 if TYPE_CHECKING:
@@ -28,12 +28,18 @@ class TopKModule(LinearScores):
     """Base of the softmax and sigmoid top-k routers."""
 
     def __init__(
-        self, component: TopKRouter, context: BuildContext, dim: int, experts: int, counted: bool = False
+        self,
+        component: TopKRouter,
+        context: BuildContext,
+        dim: int,
+        experts: int,
+        counted: bool = False,
+        sets: Sequence[int] = (),
     ) -> None:
         super().__init__(component, context, dim, experts)
         self.component = component
         self.experts_per_token = component.top_k
-        self.balance = Balance(component, context, experts, counted)
+        self.balance = Balance(component, context, experts, counted, sets)
 
     def select(self, preferences: Tensor) -> Tensor:
         """(B, S, E) to the K preferred experts in a token's best groups, (B, S, K)."""
@@ -72,13 +78,23 @@ class SoftmaxRouter(TopKModule):
 
 
 class SigmoidRouter(TopKModule):
-    """See `forge_plugin_moe.SigmoidTopK`."""
+    """See `forge_plugin_moe.SigmoidTopK`.
+
+    Args:
+        component: the keys.
+        context: of the router.
+        dim: D.
+        experts: E.
+        sets: sizes of the sets of consecutive experts that are balanced each by itself; by default there is one.
+    """
 
     component: SigmoidTopK
     bias: Tensor
 
-    def __init__(self, component: SigmoidTopK, context: BuildContext, dim: int, experts: int) -> None:
-        super().__init__(component, context, dim, experts, counted=component.bias_rate > 0)
+    def __init__(
+        self, component: SigmoidTopK, context: BuildContext, dim: int, experts: int, sets: Sequence[int] = ()
+    ) -> None:
+        super().__init__(component, context, dim, experts, component.bias_rate > 0, sets)
         self.register_buffer("bias", torch.empty(experts))
         context.auxiliary.summarise(BIAS, summarise_bias)
         self._biases = context.auxiliary.counter(BIAS, self.layer, unit="layer")
@@ -87,25 +103,41 @@ class SigmoidRouter(TopKModule):
         self.bias.zero_()
 
     def forward(self, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        self._biases.add(self.bias)
         logits = self.logits(x)
-        scores = logits.sigmoid()
-        chosen = self.select(scores.detach() + self.bias)
+        return self.route(logits, logits.sigmoid())
+
+    def route(self, logits: Tensor, scores: Tensor, closed: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Returns the weights and numbers of each token's K experts, (B, S, K), with the losses attached.
+
+        Args:
+            logits: (B, S, E), for the z-loss.
+            scores: (B, S, E), sigmoid of the logits; 0 where closed.
+            closed: (B, S, E), bool, experts that a token does not choose; None: there are none. A token with fewer than
+                K others has closed ones too, with weights of 0, which no loss and no bias counts.
+        """
+        self._biases.add(self.bias)
+        preferences = scores.detach() + self.bias
+        if closed is not None:
+            preferences = preferences.masked_fill(closed, -torch.inf)
+        chosen = self.select(preferences)
         weights = scores.gather(-1, chosen)
         if self.component.normalise:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
         weights = self.penalise(weights * self.component.scaling, logits)
-        return self.balance(weights, scores / scores.sum(-1, keepdim=True), chosen), chosen
+        shares = scores / scores.sum(-1, keepdim=True).clamp(min=1e-20)
+        counted = chosen if closed is None else chosen.masked_fill(closed.gather(-1, chosen), -1)
+        return self.balance(weights, shares, counted), chosen
 
     def group_scores(self, members: Tensor) -> Tensor:
         """The sum of the two best members' scores (DeepSeek-V3)."""
         return members.topk(min(2, members.shape[-1]), dim=-1).values.sum(-1)
 
     def after_update(self) -> None:
-        """Raise the bias of experts with less than the mean load, and lower that of others."""
+        """Raise the bias of experts with less than the mean load of their set, and lower that of others."""
         if self.component.bias_rate:
             load = self.auxiliary.counted(CHOSEN, self.layer)
-            self.bias += self.component.bias_rate * (load.mean() - load).sign().to(self.bias.dtype)
+            missing = set_means(load, self.balance.sets) - load
+            self.bias += self.component.bias_rate * missing.sign().to(self.bias.dtype)
 
 
 def summarise_bias(rows: Mapping[int, Tensor]) -> Mapping[str, Tensor]:

@@ -1,0 +1,51 @@
+"""Vision-language models: an image encoder, an adapter and a fusion around any language model."""
+
+from forge_plugin_vision.adapters import AttentionPool, AveragePool, LinearAdapter, MLPAdapter, Perceiver, PixelShuffle
+from forge_plugin_vision.encoders import ViT
+from forge_plugin_vision.kinds import (
+    GRIDS,
+    IMAGE,
+    PATCHES,
+    VIDEO,
+    AdapterComponent,
+    FusionComponent,
+    Grid,
+    HasImageInput,
+    ImageFormat,
+    ImageInput,
+    VisionEncoderComponent,
+    image_input,
+)
+from forge_plugin_vision.looking import Looking
+from forge_plugin_vision.mrope import MultimodalRope
+from forge_plugin_vision.qwen import Merger, QwenViT
+from forge_plugin_vision.vision import Joint, VisionLanguage, VisionPart
+
+__all__ = [
+    "GRIDS",
+    "IMAGE",
+    "PATCHES",
+    "VIDEO",
+    "AdapterComponent",
+    "AttentionPool",
+    "AveragePool",
+    "FusionComponent",
+    "Grid",
+    "HasImageInput",
+    "ImageFormat",
+    "ImageInput",
+    "Joint",
+    "LinearAdapter",
+    "Looking",
+    "MLPAdapter",
+    "Merger",
+    "MultimodalRope",
+    "Perceiver",
+    "PixelShuffle",
+    "QwenViT",
+    "ViT",
+    "VisionEncoderComponent",
+    "VisionLanguage",
+    "VisionPart",
+    "image_input",
+]

@@ -1,0 +1,187 @@
+"""The adapters: `linear`, `mlp`, `pixel_shuffle`, `average_pool`, `attention_pool` and `perceiver`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from attrs import field, frozen
+from attrs.validators import ge, gt
+
+from forge_core.contracts.errors import JobError, Problem
+from forge_plugin_vision.kinds import AdapterComponent, Grid
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from forge_core.contracts.contexts import BuildContext
+
+Activation = Literal["gelu", "gelu_tanh", "quick_gelu", "silu", "relu"]
+
+
+@frozen(kw_only=True)
+class LinearAdapter(AdapterComponent):
+    """One matrix; each patch is a position."""
+
+    bias: bool = True
+    """Whether it has a bias."""
+
+    def positions(self, grid: Grid) -> int:
+        return grid.patches
+
+    def build(self, context: BuildContext, width: int, dim: int) -> nn.Module:
+        from forge_plugin_vision.modules.adapters import Projection
+
+        return Projection(width, dim, bias=self.bias)
+
+
+@frozen(kw_only=True)
+class MLPAdapter(AdapterComponent):
+    """down(activation(up(x))), as in LLaVA-1.5 (Liu et al. 2023); each patch is a position."""
+
+    hidden: int = field(default=0, validator=ge(0))
+    """Width between the matrices; 0: that of the language model."""
+    activation: Activation = "gelu"
+    """Between the matrices."""
+    bias: bool = True
+    """Whether the matrices have biases."""
+
+    def positions(self, grid: Grid) -> int:
+        return grid.patches
+
+    def build(self, context: BuildContext, width: int, dim: int) -> nn.Module:
+        from forge_plugin_vision.modules.adapters import TwoLayers
+
+        return TwoLayers(width, self.hidden or dim, dim, activation=self.activation, bias=self.bias)
+
+
+@frozen(kw_only=True)
+class PixelShuffle(AdapterComponent):
+    """Joins the features of `factor` x `factor` patches, and projects them with one matrix (Idefics3, SmolVLM)."""
+
+    factor: int = field(default=2, validator=gt(0))
+    """Rows and columns that become one; sizes of images in patches are multiples of it."""
+    bias: bool = False
+    """Whether the matrix has a bias."""
+
+    @property
+    def multiple(self) -> int:
+        return self.factor
+
+    def positions(self, grid: Grid) -> int:
+        return _windows(grid, self.factor, ragged=False)
+
+    def build(self, context: BuildContext, width: int, dim: int) -> nn.Module:
+        from forge_plugin_vision.modules.pooling import ShuffledProjection
+
+        return ShuffledProjection(width, self.factor, dim, bias=self.bias)
+
+
+@frozen(kw_only=True)
+class AveragePool(AdapterComponent):
+    """Averages windows of features, and goes on like `mlp`."""
+
+    window: int = field(default=2, validator=gt(0))
+    """Rows and columns of patches that become one position."""
+    ragged: bool = False
+    """Whether images may have any size in patches, and windows at their edges average over fewer; otherwise sizes are
+    multiples of `window`. Room is then made for as many windows as patches."""
+    hidden: int = field(default=0, validator=ge(0))
+    """Width between the matrices; 0: that of the language model."""
+    activation: Activation = "gelu"
+    """Between the matrices."""
+    bias: bool = True
+    """Whether the matrices have biases."""
+
+    @property
+    def multiple(self) -> int:
+        return 1 if self.ragged else self.window
+
+    def positions(self, grid: Grid) -> int:
+        return _windows(grid, self.window, ragged=self.ragged)
+
+    def build(self, context: BuildContext, width: int, dim: int) -> nn.Module:
+        from forge_plugin_vision.modules.adapters import TwoLayers
+        from forge_plugin_vision.modules.pooling import AveragedWindows, Windows
+
+        projection = TwoLayers(width, self.hidden or dim, dim, activation=self.activation, bias=self.bias)
+        return AveragedWindows(Windows(self.window, ragged=self.ragged), projection)
+
+
+@frozen(kw_only=True)
+class AttentionPool(AdapterComponent):
+    """Attention over a window of features, whose mean is the query, then down(silu(gate(x)) up(x)) (Molmo2)."""
+
+    window: int = field(default=2, validator=gt(0))
+    """Rows and columns of patches that become one position."""
+    ragged: bool = False
+    """Whether images may have any size in patches, and windows at their edges are smaller; otherwise sizes are
+    multiples of `window`. Room is then made for as many windows as patches."""
+    heads: int = field(default=16, validator=gt(0))
+    """Attention heads, a divisor of the encoder's width."""
+    attention_bias: bool = True
+    """Whether the matrices of the attention have biases."""
+    hidden: int = field(default=0, validator=ge(0))
+    """Width of gate and up; 0: 4 times that of the language model."""
+
+    @property
+    def multiple(self) -> int:
+        return 1 if self.ragged else self.window
+
+    def positions(self, grid: Grid) -> int:
+        return _windows(grid, self.window, ragged=self.ragged)
+
+    def build(self, context: BuildContext, width: int, dim: int) -> nn.Module:
+        from forge_plugin_vision.modules.pooling import AttendedWindows, Windows
+
+        if width % self.heads:
+            message = f"{self.heads} does not divide the encoder's width, which is {width}"
+            raise JobError([Problem(f"{context.path}.heads", message)])
+        return AttendedWindows(
+            Windows(self.window, ragged=self.ragged),
+            width,
+            self.hidden or 4 * dim,
+            dim,
+            heads=self.heads,
+            attention_bias=self.attention_bias,
+        )
+
+
+@frozen(kw_only=True)
+class Perceiver(AdapterComponent):
+    """Learned latents attend to an image and to each other (Flamingo, Alayrac et al. 2022; OpenFlamingo).
+
+    An image of any size takes as many positions as there are latents.
+    """
+
+    latents: int = field(default=64, validator=gt(0))
+    """Positions of an image."""
+    layers: int = field(default=6, validator=gt(0))
+    """Number of blocks."""
+    heads: int = field(default=8, validator=gt(0))
+    """Attention heads."""
+    head_dim: int = field(default=64, validator=gt(0))
+    """Width of a head."""
+    hidden: int = field(default=0, validator=ge(0))
+    """Width between the matrices of the feed-forward part; 0: 4 times that of the encoder."""
+
+    def positions(self, grid: Grid) -> int:
+        return (grid.patches > 0) * self.latents
+
+    def build(self, context: BuildContext, width: int, dim: int) -> nn.Module:
+        from forge_plugin_vision.modules.perceiver import Resampler
+
+        return Resampler(
+            width,
+            dim,
+            latents=self.latents,
+            layers=self.layers,
+            heads=self.heads,
+            head_dim=self.head_dim,
+            hidden=self.hidden or 4 * width,
+        )
+
+
+def _windows(grid: Grid, window: int, *, ragged: bool) -> int:
+    """Returns the number of windows of an image."""
+    more = window - 1 if ragged else 0
+    return grid.frames * ((grid.rows + more) // window) * ((grid.columns + more) // window)

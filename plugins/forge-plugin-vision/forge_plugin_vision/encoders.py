@@ -1,0 +1,118 @@
+"""The encoder `vit`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Literal
+
+from attrs import field, frozen
+from attrs.validators import ge, gt, lt
+
+from forge_core.contracts.errors import JobError, Problem
+from forge_plugin_vision.kinds import ImageFormat, VisionEncoderComponent
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from forge_core.contracts.contexts import BuildContext
+    from forge_core.contracts.layout import Layout
+    from forge_core.job import Job
+
+
+@frozen(kw_only=True)
+class ViT(VisionEncoderComponent):
+    """Vision transformer (Dosovitskiy et al. 2021); by its keys SigLIP, SigLIP 2 with or without NaFlex, or CLIP.
+
+    The defaults are SigLIP's base model of 224 x 224 pixels (Zhai et al. 2023).
+    """
+
+    dim: int = field(default=768, validator=gt(0))
+    """Width W."""
+    layers: int = field(default=12, validator=gt(0))
+    """Number of blocks."""
+    heads: int = field(default=12, validator=gt(0))
+    """Attention heads, a divisor of `dim`."""
+    hidden: int = field(default=0, validator=ge(0))
+    """Width between the matrices of the feed-forward part; 0: 4 times `dim`."""
+    patch: int = field(default=16, validator=gt(0))
+    """Side of a patch in pixels."""
+    size: tuple[int, int] = (224, 224)
+    """Height and width in pixels that the position table is for, multiples of `patch`."""
+    position_interpolation: Literal["none", "bilinear", "bicubic", "nearest"] = "none"
+    """Fits the table to images of other sizes: `bilinear` with antialias (SigLIP 2 NaFlex), `bicubic` (ViT, CLIP and
+    SigLIP in `transformers`), `nearest` (Idefics3, SmolVLM). none: every image has `size`."""
+    activation: Literal["gelu", "gelu_tanh", "quick_gelu"] = "gelu_tanh"
+    """Between the matrices of the feed-forward part; `quick_gelu` is CLIP's."""
+    class_token: bool = False
+    """Whether a learned token joins each image, as in CLIP; it is no feature."""
+    pre_norm: bool = False
+    """Whether a norm comes before the blocks, as in CLIP."""
+    patch_bias: bool = True
+    """Whether the projection of patches has a bias; CLIP's has none."""
+    norm: bool = True
+    """Whether a norm comes after the blocks; LLaVA takes CLIP's features without."""
+    select_layer: int = field(default=-1, validator=lt(0))
+    """The block whose output the features are, from the end: -1 the last, -2 the one before it (LLaVA). Those after it
+    are not built."""
+    mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    """Subtracted from red, green and blue, as a share of 255; CLIP's are 0.48145466, 0.4578275, 0.40821073."""
+    std: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    """Divides them afterwards; CLIP's are 0.26862954, 0.26130258, 0.27577711."""
+    resample: Literal["bilinear", "bicubic", "lanczos"] = "bicubic"
+    """How images are resized: `bilinear` for SigLIP 2 NaFlex, `lanczos` for Idefics3 and SmolVLM."""
+    eps: float = field(default=1e-6, validator=gt(0))
+    """Added to the variance in norms; 1e-5 in CLIP."""
+    init_std: float = field(default=0.02, validator=gt(0))
+    """Standard deviation of initial matrices."""
+
+    def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        if self.dim % self.heads:
+            yield Problem("heads", f"{self.heads} does not divide dim, which is {self.dim}")
+        if any(side % self.patch or side <= 0 for side in self.size):
+            yield Problem("size", f"{list(self.size)} is not divisible by patch, which is {self.patch}")
+        if self.blocks < 1:
+            yield Problem("select_layer", f"{self.select_layer} leaves none of {self.layers} layers; take -1")
+        if min(self.std) <= 0:
+            yield Problem("std", f"{list(self.std)} must be above 0, since pixels are divided by it")
+
+    @property
+    def blocks(self) -> int:
+        """The blocks that are built: all but those after `select_layer`."""
+        return self.layers + 1 + self.select_layer
+
+    @property
+    def _table(self) -> tuple[int, int]:
+        return self.size[0] // self.patch, self.size[1] // self.patch
+
+    def image_format(self) -> ImageFormat:
+        return ImageFormat(
+            patch=self.patch,
+            mean=self.mean,
+            std=self.std,
+            resample=self.resample,
+            grid=self._table if self.position_interpolation == "none" else None,
+        )
+
+    def build(self, context: BuildContext, taps: Sequence[int]) -> nn.Module:
+        from forge_plugin_vision.modules.vit import VisionTransformer
+
+        if taps and taps[-1] >= self.blocks:
+            message = f"the fusion uses the output of block {taps[-1]}, and there are {self.blocks}"
+            raise JobError([Problem(context.path, f"{message} from 0; name others there, or have more layers")])
+        return VisionTransformer(
+            values=self.image_format().values,
+            width=self.dim,
+            layers=self.blocks,
+            heads=self.heads,
+            hidden=self.hidden or 4 * self.dim,
+            grid=self._table,
+            interpolation=self.position_interpolation,
+            class_token=self.class_token,
+            pre_norm=self.pre_norm,
+            norm=self.norm,
+            patch_bias=self.patch_bias,
+            activation=self.activation,
+            eps=self.eps,
+            std=self.init_std,
+            taps=taps,
+        )

@@ -1,0 +1,199 @@
+"""Kinds of component that a vision-language model consists of, and the module that each must build.
+
+Shapes: B sequences, S positions, N images of a row at most, P patches of a row, V values of a patch, W width of the
+encoder, M features of a row, D width of the language model.
+
+An image is cut into patches, which an encoder turns into features; an adapter turns those into vectors of the language
+model's width; a fusion says how the language model sees them. A batch has, beside its tokens:
+
+- `input_ids` (B, S): negative where the position is no token: `IMAGE` (-1), `VIDEO` (-2). An image takes as many such
+  positions as the fusion says (`ImageInput.positions`): one for each of its features, or a single one that marks where
+  it stands;
+- `patches` (B, P, V) uint8: patches of the row's images, one image after the other, each row by row; zeros at the end.
+  The values of a patch are in the order channel, frame, row, column;
+- `grids` (B, N, 3) int64: frames, rows and columns of each image, in patches; zeros where there is no image.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
+
+from attrs import evolve, field, frozen
+from attrs.validators import ge, gt
+
+from forge_core.contracts.components import Component
+from forge_core.contracts.errors import JobError, Problem
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from forge_core.contracts.contexts import BuildContext
+    from forge_core.contracts.model import Model
+    from forge_core.job import Job
+    from forge_plugin_vision.modules.vision import Vision
+
+IMAGE, VIDEO = -1, -2
+"""Entries of `input_ids` at positions that are no token."""
+PATCHES, GRIDS = "patches", "grids"
+
+
+class Grid(NamedTuple):
+    """Size of an image in patches."""
+
+    frames: int
+    rows: int
+    columns: int
+
+    @property
+    def patches(self) -> int:
+        return self.frames * self.rows * self.columns
+
+
+@frozen(kw_only=True)
+class ImageFormat:
+    """How an image becomes patches; the encoder states it, so that no processor can disagree with it."""
+
+    patch: int = field(validator=gt(0))
+    """Side of a patch in pixels."""
+    frames: int = field(default=1, validator=gt(0))
+    """Frames of a patch; a still image is repeated that often."""
+    channels: int = 3
+    mean: tuple[float, ...] = (0.5, 0.5, 0.5)
+    """Subtracted from each channel, as a share of 255."""
+    std: tuple[float, ...] = (0.5, 0.5, 0.5)
+    """Divides each channel afterwards."""
+    resample: str = "bicubic"
+    """How pixels are interpolated when an image is resized: `bilinear`, `bicubic` or `lanczos`."""
+    grid: tuple[int, int] | None = None
+    """Rows and columns of patches that every image has; None: any."""
+    multiple: int = field(default=1, validator=ge(1))
+    """Rows and columns of patches are multiples of this."""
+
+    @property
+    def values(self) -> int:
+        """V, the numbers of a patch."""
+        return self.channels * self.frames * self.patch**2
+
+
+@frozen(kw_only=True)
+class VisionEncoderComponent(Component["nn.Module"]):
+    """Builds the network that turns patches into features: a vision tower.
+
+    The module maps `(patches (B, P, V), images)` to a tuple of (B, P, W): its features, then the hidden states after
+    each block of `taps`. `patches` are normalised and in the compute dtype; `images` is a
+    `forge_plugin_vision.modules.images.Images`. An image's features depend on its own patches only. The module has
+    `width`, and may have `flops(patches)` (of a row, forward and backward), `blocks` (an `nn.ModuleList`, whose entries
+    are recomputed, compiled and sharded one by one) and `parameter_roles` with names relative to itself.
+    """
+
+    kind = "vision_encoder"
+
+    def image_format(self) -> ImageFormat:
+        """Returns how an image becomes patches."""
+        raise NotImplementedError
+
+    def build(self, context: BuildContext, taps: Sequence[int]) -> nn.Module:
+        """Build it; `taps` are numbers of blocks, ascending, whose outputs the fusion uses besides."""
+        raise NotImplementedError
+
+
+@frozen(kw_only=True)
+class AdapterComponent(Component["nn.Module"]):
+    """Builds the module between the encoder and the language model.
+
+    It maps `(features (B, P, W), images)` to (B, M, D): first the features of the row's first image, as many as
+    `positions(grid)`, then those of the next; the rest is arbitrary but finite. M follows from P and N alone. It may
+    have `flops(patches)` and `parameter_roles` as the encoder.
+    """
+
+    kind = "adapter"
+
+    @property
+    def multiple(self) -> int:
+        """Rows and columns of an image's patches must be multiples of this."""
+        return 1
+
+    def positions(self, grid: Grid) -> int:
+        """Returns the number of features of an image; arithmetic that holds for a `Grid` of int64 tensors, too."""
+        raise NotImplementedError
+
+    def build(self, context: BuildContext, width: int, dim: int) -> nn.Module:
+        """Build it for the encoder's width W and the language model's width D."""
+        raise NotImplementedError
+
+
+@frozen(kw_only=True)
+class FusionComponent(Component["Model"]):
+    """Says how a language model sees images.
+
+    `build` returns the language model itself, with vision added in place
+    (`forge_plugin_vision.modules.grafting.graft`): names and initial values of its parameters stay.
+    """
+
+    kind = "fusion"
+
+    @property
+    def taps(self) -> Sequence[int]:
+        """Numbers of encoder blocks, ascending, whose outputs it uses besides the encoder's features."""
+        return ()
+
+    def positions(self, grid: Grid, adapter: AdapterComponent) -> int:
+        """Returns the positions of the sequence that an image takes: by default one for each of its features."""
+        return adapter.positions(grid)
+
+    def build(self, context: BuildContext, model: Model, vision: Vision) -> Model:
+        """Build it around the language model `model`; `vision` maps a batch to features (B, M, D)."""
+        raise NotImplementedError
+
+
+@frozen(kw_only=True)
+class ImageInput:
+    """What a dataset must know of the model to make samples with images."""
+
+    format: ImageFormat
+    patches_per_sequence: int
+    """P: a sample with more patches is refused."""
+    images_per_sequence: int
+    """N, likewise."""
+    adapter: AdapterComponent
+    fusion: FusionComponent
+
+    def positions(self, grid: Grid) -> int:
+        """Returns the positions of the sequence that an image takes."""
+        return self.fusion.positions(grid, self.adapter)
+
+
+@runtime_checkable
+class HasImageInput(Protocol):
+    """A model component whose model sees images."""
+
+    def image_input(self) -> ImageInput: ...
+
+
+def image_input(job: Job) -> ImageInput:
+    """Returns what a dataset must know of the job's model.
+
+    Raises:
+        JobError: the model sees no images.
+    """
+    if not isinstance(job.model, HasImageInput):
+        message = f'{type(job.model).__name__} sees no images; take type = "vision_language", with [model.language]'
+        raise JobError([Problem("model", message)])
+    return job.model.image_input()
+
+
+def format_for(encoder: VisionEncoderComponent, adapter: AdapterComponent) -> ImageFormat:
+    """Returns the encoder's format, whose grids suit the adapter too."""
+    from math import lcm
+
+    own = encoder.image_format()
+    return evolve(own, multiple=lcm(own.multiple, adapter.multiple))
+
+
+def grid_problems(form: ImageFormat) -> Iterable[Problem]:
+    """Yields why every image's grid, if it is fixed, does not suit the adapter; paths are relative to `vision`."""
+    if form.grid and any(side % form.multiple for side in form.grid):
+        rows, columns = form.grid
+        message = f"images have {rows} x {columns} patches, which {form.multiple} does not divide"
+        yield Problem("adapter", f"{message}; take another adapter, or another size of the encoder's images")

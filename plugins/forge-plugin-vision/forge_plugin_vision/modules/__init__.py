@@ -1,0 +1,1 @@
+"""Modules of vision-language models; they import torch."""

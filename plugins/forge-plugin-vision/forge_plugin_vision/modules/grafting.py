@@ -1,0 +1,139 @@
+"""Adds vision to a language model in place.
+
+A fusion derives a class from `VisionLanguageModel`, and `graft` puts it before the language model's own class. The
+language model keeps its methods, and so the names and initial values of its parameters; the fusion's class overrides
+what images change and calls `super()` for the rest.
+
+Shapes: B sequences, S positions, D model width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from forge_core.contracts.errors import JobError, Problem
+from forge_core.contracts.model import Model, Role
+from forge_plugin_vision.modules.vision import Vision
+
+if TYPE_CHECKING:
+    from forge_core.contracts.data import Batch
+
+    Base = Model
+else:
+    # Not `Model`: its defaults would come before what a language model on plain nn.Module has.
+    Base = object
+
+PLACES = "image_places"
+"""Batch entry (B, S): number of a position among the row's positions of images, and so of the feature (or the image,
+where the fusion gives it one position) that stands there; -1 where there is a token."""
+
+
+class VisionLanguageModel(Base):
+    """Mixin of a language model with `vision`: declares the tower's modules, and numbers the positions of images."""
+
+    vision: Vision
+
+    def prepare_sequences(self, batch: Batch) -> Batch:
+        """Adds `PLACES`, while rows are whole: afterwards no rank knows how many features come before its part."""
+        batch = super().prepare_sequences(batch)
+        if PLACES in batch:
+            return batch
+        images = batch["input_ids"] < 0
+        return {**batch, PLACES: (images.cumsum(1) - 1).where(images, -1)}
+
+    def sequence_entries(self) -> Collection[str] | None:
+        entries = super().sequence_entries()
+        return None if entries is None else [*entries, PLACES]
+
+    def prepare(self, batch: Batch) -> Batch:
+        return super().prepare(self.prepare_sequences(batch))
+
+    def decode(self, batch: Batch, cache: Any) -> Tensor:
+        decoded: Tensor = super().decode(self.prepare_sequences(batch), cache)  # type: ignore[misc]
+        return decoded
+
+    # --- queries of the engine and the stages --------------------------------------------------------------------
+
+    def flops(self, seq_len: int) -> float | None:
+        own = super().flops(seq_len)
+        return None if own is None else own + self.vision.flops() / seq_len
+
+    def embed_flops(self, seq_len: int) -> float:
+        return super().embed_flops(seq_len) + self.vision.flops() / seq_len
+
+    def ends(self) -> tuple[Sequence[str], Sequence[str]] | None:
+        ends = super().ends()
+        return None if ends is None else ([*ends[0], "vision"], ends[1])
+
+    def encoder_blocks(self) -> list[str]:
+        """Names of the tower's blocks on this rank of a pipeline."""
+        blocks = getattr(getattr(self.vision, "encoder", None), "blocks", ())
+        return [f"vision.encoder.blocks.{number}" for number in range(len(blocks))]
+
+    def further_blocks(self) -> Sequence[str]:
+        return [*self.encoder_blocks(), *super().further_blocks()]
+
+    def fsdp_units(self) -> Sequence[Sequence[str]]:
+        blocks = self.encoder_blocks()
+        # A language model may make units of all `further_blocks`, of which the tower's are some.
+        language = [[name for name in unit if name not in blocks] for unit in super().fsdp_units()]
+        return [*([name] for name in blocks), ["vision"], *(unit for unit in language if unit)]
+
+    def tensor_parallel_plan(self) -> Mapping[str, Any]:
+        plan = super().tensor_parallel_plan()
+        return {**plan, "vision.*": "partial"} if plan else plan
+
+    def float8_exempt(self) -> Sequence[str]:
+        return [*super().float8_exempt(), "vision.*"]
+
+    def parameter_roles(self) -> Mapping[str, Role]:
+        roles = dict(super().parameter_roles())
+        for part in ("encoder", "adapter"):
+            own: Mapping[str, Role] = getattr(getattr(self.vision, part, None), "parameter_roles", dict)()
+            roles |= {f"vision.{part}.{name}": role for name, role in own.items()}
+        return roles
+
+
+def graft(model: Model, mixin: Any, vision: Vision) -> Any:
+    """Adds `vision` to a language model in place, and `mixin` before its class. Returns the model.
+
+    Raises:
+        JobError: the model has no `embedding` whose `weight` is (V, D).
+    """
+    embedding_width(model)
+    cls: Any = type(model)
+    model.__class__ = derived(mixin, cls)
+    model.vision = vision
+    return model
+
+
+def embedding_width(model: Model) -> int:
+    """Returns the width D of a language model.
+
+    Raises:
+        JobError: it has no `embedding` whose `weight` is (V, D).
+    """
+    embedding = getattr(model, "embedding", None)
+    weight = getattr(embedding, "weight", None)
+    if not isinstance(embedding, nn.Module) or not isinstance(weight, Tensor) or weight.ndim != 2:
+        message = f"{type(model).__name__} has no module `embedding` with a table `weight` (vocabulary, width)"
+        raise JobError([Problem("model.language", f"{message}, to which images could be added")])
+    return weight.shape[1]
+
+
+class TokensOnly(nn.Module):
+    """Mixin of an embedding: a negative id is no token, and becomes zeros."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        rows: Tensor = super().forward(ids.clamp(min=0))
+        return rows * (ids >= 0).unsqueeze(-1).to(rows.dtype)
+
+
+@cache
+def derived(mixin: Any, base: Any) -> Any:
+    """Returns the class of `mixin` and then `base`; equal modules share one, and so one compiled graph."""
+    return type(base.__name__, (mixin, base), {"__module__": base.__module__, "__qualname__": base.__qualname__})

@@ -1,0 +1,39 @@
+"""Places of patches in their images. Shapes: B rows, N images of a row at most, P patches of a row."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Images(NamedTuple):
+    """The images of a micro-batch: which image each patch belongs to, and where in it. All int64, on the device."""
+
+    grids: Tensor
+    """(B, N, 3): frames, rows and columns of each image; zeros: no image."""
+    number: Tensor
+    """(B, P): number of the patch's image in its row; N for what fills the row."""
+    frame: Tensor
+    """(B, P), as `row` and `column`: place of the patch in its image."""
+    row: Tensor
+    column: Tensor
+
+    @property
+    def valid(self) -> Tensor:
+        """(B, P) bool: false for what fills the row."""
+        return self.number < self.grids.shape[1]
+
+    @classmethod
+    def of(cls, grids: Tensor, patches: int) -> Images:
+        """Returns the places of `patches` entries a row, filled by images of these grids (B, N, 3) in turn."""
+        # By arithmetic on the device alone: asking how large an image is would make the host wait.
+        sizes = grids.prod(-1)
+        ends = sizes.cumsum(1)
+        index = torch.arange(patches, device=grids.device).expand(len(grids), -1).contiguous()
+        number = torch.searchsorted(ends, index, right=True)
+        own = number.clamp(max=grids.shape[1] - 1)
+        _, rows, columns = (grids[..., side].gather(1, own).clamp(min=1) for side in range(3))
+        within = index - (ends - sizes).gather(1, own)
+        return cls(grids, number, within // (rows * columns), within // columns % rows, within % columns)

@@ -1,0 +1,50 @@
+"""Fusion `joint`: features of images take the places of token embeddings.
+
+Shapes: B sequences, S positions, M features of a row, D model width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from forge_plugin_vision.kinds import GRIDS, PATCHES
+from forge_plugin_vision.modules.grafting import PLACES, VisionLanguageModel
+from forge_plugin_vision.modules.vision import SharedVision
+
+if TYPE_CHECKING:
+    from forge_core.contracts.data import Batch
+    from forge_core.contracts.model import Carry
+
+
+class PlacedVision(SharedVision):
+    """Maps a batch to its features at their positions (B, S, D), with zeros where there is a token."""
+
+    def forward(self, batch: Batch) -> Tensor:
+        self.count(batch)
+        own = self.own_rows(batch, PATCHES, GRIDS, PLACES)
+        return self.among_all(place(self.features(own)[0], own[PLACES]), len(batch[PLACES]))
+
+
+def place(features: Tensor, places: Tensor) -> Tensor:
+    """Returns (B, S, D): features (B, M, D) at the positions that `places` (B, S) numbers, zeros where it is -1."""
+    index = places.clamp(min=0).unsqueeze(-1).expand(-1, -1, features.shape[-1])
+    return features.gather(1, index) * (places >= 0).unsqueeze(-1).to(features.dtype)
+
+
+class JointModel(VisionLanguageModel):
+    """See `forge_plugin_vision.Joint`."""
+
+    def embed(self, batch: Batch) -> Carry:
+        x, *rest = super().embed(batch)
+        # The tower runs wherever a batch has the entry, whether or not there are images in it: ranks that share
+        # parameters gather them together.
+        if PATCHES in batch:
+            x = x + self.vision(batch)
+        return (x, *rest)
+
+    def tensor_parallel_plan(self) -> Mapping[str, Any]:
+        plan = super().tensor_parallel_plan()
+        return {**plan, "vision": "partial_output"} if plan else plan

@@ -1,0 +1,137 @@
+"""Adapters that make one position of a window of patches.
+
+Shapes: B rows, N images of a row at most, P patches of a row, M windows of a row, K patches of a window, W width of the
+encoder, D of the language model, H heads, E width of a head.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from forge_kit.modules import Linear
+from forge_plugin_vision.modules.images import Images
+
+if TYPE_CHECKING:
+    from forge_plugin_vision.modules.adapters import TwoLayers
+
+
+class Windows(NamedTuple):
+    """Squares of patches of an image, row by row, one image after the other."""
+
+    side: int
+    """Rows and columns of a window."""
+    ragged: bool
+    """Whether windows at an image's edges may be smaller; otherwise its rows and columns are multiples of `side`."""
+
+    def most(self, patches: int) -> int:
+        """Returns M, the most windows that images of `patches` patches together can have."""
+        # Ragged ones are as many as patches in a row of frames or images of a single patch.
+        return patches if self.ragged else max(patches // self.side**2, 1)
+
+    def members(self, images: Images) -> tuple[Tensor, Tensor]:
+        """Returns numbers of the patches of each window (B, M, K), and which of them there are (B, M, K) bool."""
+        frames, rows, columns = images.grids.unbind(-1)
+        more = self.side - 1 if self.ragged else 0
+        merged = torch.stack([frames, (rows + more) // self.side, (columns + more) // self.side], -1)
+        windows = Images.of(merged, self.most(images.number.shape[1]))
+        own = windows.number.clamp(max=images.grids.shape[1] - 1)
+        sizes = images.grids.prod(-1)
+        starts, rows, columns = (each.gather(1, own).unsqueeze(-1) for each in (sizes.cumsum(1) - sizes, rows, columns))
+        offset = torch.arange(self.side, device=own.device)
+        row = windows.row.unsqueeze(-1) * self.side + offset.repeat_interleave(self.side)
+        column = windows.column.unsqueeze(-1) * self.side + offset.repeat(self.side)
+        there = windows.valid.unsqueeze(-1) & (row < rows) & (column < columns)
+        return torch.where(there, starts + (windows.frame.unsqueeze(-1) * rows + row) * columns + column, 0), there
+
+
+def taken(features: Tensor, index: Tensor, there: Tensor) -> Tensor:
+    """Returns (B, M, K, W): the features (B, P, W) at index (B, M, K), zeros where there are none."""
+    rows = torch.arange(len(features), device=index.device).view(-1, 1, 1) * features.shape[1]
+    found = features.flatten(0, 1).index_select(0, (rows + index).flatten()).unflatten(0, index.shape)
+    return torch.where(there.unsqueeze(-1), found, 0)
+
+
+class ShuffledProjection(nn.Module):
+    """One matrix on the features of a window, joined row by row: (B, P, W) to (B, M, D)."""
+
+    def __init__(self, width: int, factor: int, dim: int, *, bias: bool) -> None:
+        super().__init__()
+        self.windows = Windows(factor, ragged=False)
+        self.project = Linear(factor**2 * width, dim, bias=bias)
+
+    def forward(self, features: Tensor, images: Images) -> Tensor:
+        projected: Tensor = self.project(taken(features, *self.windows.members(images)).flatten(2))
+        return projected
+
+    def flops(self, patches: int) -> float:
+        return 6.0 * self.windows.most(patches) * self.project.weight.numel()
+
+
+class AveragedWindows(nn.Module):
+    """The mean of each window, projected: (B, P, W) to (B, M, D)."""
+
+    def __init__(self, windows: Windows, projection: TwoLayers) -> None:
+        super().__init__()
+        self.windows, self.projection = windows, projection
+
+    def forward(self, features: Tensor, images: Images) -> Tensor:
+        projected: Tensor = self.projection(means(features, *self.windows.members(images)), images)
+        return projected
+
+    def flops(self, patches: int) -> float:
+        return 6.0 * patches / self.windows.side**2 * _matrices(self.projection)
+
+
+class AttendedWindows(nn.Module):
+    """Attention of each window's mean to the window, then down(silu(gate(x)) up(x)): (B, P, W) to (B, M, D)."""
+
+    def __init__(
+        self, windows: Windows, width: int, hidden: int, dim: int, *, heads: int, attention_bias: bool
+    ) -> None:
+        super().__init__()
+        self.windows, self.heads = windows, heads
+        self.q, self.k, self.v, self.o = (Linear(width, width, bias=attention_bias) for _ in range(4))
+        self.gate, self.up, self.down = Linear(width, hidden), Linear(width, hidden), Linear(hidden, dim)
+
+    def forward(self, features: Tensor, images: Images) -> Tensor:
+        index, there = self.windows.members(images)
+        q = self.q(means(features, index, there)).unflatten(-1, (self.heads, -1))
+        # Keys and values of patches, before windows are made of them: at ragged edges there are more members than
+        # patches.
+        pairs = taken(torch.cat([self.k(features), self.v(features)], -1), index, there)
+        k, v = pairs.unflatten(-1, (2, self.heads, -1)).unbind(-3)
+        x = self.o(pooled(q, k, v, there).flatten(-2))
+        projected: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        return projected
+
+    def flops(self, patches: int) -> float:
+        of_patches = sum(part.weight.numel() for part in (self.k, self.v))
+        return 6.0 * patches * (of_patches + (_matrices(self) - of_patches) / self.windows.side**2)
+
+
+def means(features: Tensor, index: Tensor, there: Tensor) -> Tensor:
+    """Returns the means (B, M, W) of the features at index (B, M, K) that there are; 0 of none."""
+    wide = torch.promote_types(features.dtype, torch.float32)
+    # One member of all windows at a time: windows that may be ragged have K times as many as there are patches.
+    members = (taken(features, *pair).squeeze(2) for pair in zip(index.split(1, 2), there.split(1, 2), strict=True))
+    total = sum((member.to(wide) for member in members), torch.zeros((), dtype=wide, device=features.device))
+    return (total / there.sum(2, keepdim=True).clamp(min=1)).to(features.dtype)
+
+
+def pooled(q: Tensor, k: Tensor, v: Tensor, there: Tensor) -> Tensor:
+    """Attention of one query (B, M, H, E) to the members of its window (B, M, K, H, E): (B, M, H, E)."""
+    # Written out: a window has four or nine members, and a kernel would take B x M as its batch.
+    scores = torch.einsum("bmhe,bmkhe->bmkh", q, k) * q.shape[-1] ** -0.5
+    # A window without members attends to zeros, since a softmax over nothing is NaN.
+    hidden = ~there & there.any(-1, keepdim=True)
+    scores = scores.masked_fill(hidden.unsqueeze(-1), -torch.inf)
+    weights = scores.softmax(2, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
+    return torch.einsum("bmkh,bmkhe->bmhe", weights, v)
+
+
+def _matrices(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters() if p.ndim > 1)

@@ -1,0 +1,113 @@
+"""Learned position tables of vision transformers, resized to the grid of each image.
+
+Shapes: B rows, P patches of a row, W width, T entries of the table along one side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from forge_core.contracts.model import Fill
+    from forge_plugin_vision.modules.images import Images
+
+# Resizing a table to a grid is linear and separable: the vector of a patch is the table times the coefficients of its
+# row and of its column. As matrix products they need no shapes on the host, which would have to wait for the device to
+# know them, and no loop over images. A table of 16 x 16 costs less than one part in 200 of a base tower.
+
+
+def bilinear(place: Tensor, size: Tensor, entries: int) -> Tensor:
+    """Coefficients of `F.interpolate(mode="bilinear", antialias=True)`, as in SigLIP2 with NaFlex.
+
+    Args:
+        place: (B, P), row or column of each patch, in the dtype of the result.
+        size: (B, P), rows or columns of its image.
+        entries: T.
+
+    Returns:
+        (B, P, T).
+    """
+    scale = (entries / size).unsqueeze(-1)
+    centre = (place.unsqueeze(-1) + 0.5) * scale
+    taps = torch.arange(entries, device=place.device, dtype=place.dtype) + 0.5
+    # A triangle around the centre, which widens where the table shrinks; cut at the table's ends and normalised.
+    weights = (1 - (taps - centre).abs() / scale.clamp(min=1)).clamp(min=0)
+    return weights / weights.sum(-1, keepdim=True)
+
+
+def aligned(place: Tensor, size: Tensor, entries: int) -> Tensor:
+    """Coefficients of `F.interpolate(mode="bilinear", align_corners=True)`, as in Qwen3-VL."""
+    at = place * (entries - 1) / (size - 1).clamp(min=1)
+    taps = torch.arange(entries, device=place.device, dtype=place.dtype)
+    return (1 - (at.unsqueeze(-1) - taps).abs()).clamp(min=0)
+
+
+def bicubic(place: Tensor, size: Tensor, entries: int) -> Tensor:
+    """Coefficients of `F.interpolate(mode="bicubic")`, as `interpolate_pos_encoding` of SigLIP, CLIP and ViT."""
+    at = (place + 0.5) * (entries / size) - 0.5
+    first = at.floor()
+    taps = torch.arange(entries, device=place.device, dtype=place.dtype)
+    total = torch.zeros((), device=place.device, dtype=place.dtype)
+    for offset in (-1, 0, 1, 2):
+        nearest = (first + offset).clamp(0, entries - 1)
+        weight = _keys((at - first - offset).abs())
+        total = total + weight.unsqueeze(-1) * (taps == nearest.unsqueeze(-1))
+    return total
+
+
+def nearest(place: Tensor, size: Tensor, entries: int) -> Tensor:
+    """One for the entry floor(place T / size), as in Idefics2, Idefics3 and SmolVLM."""
+    taps = torch.arange(entries, device=place.device, dtype=place.dtype)
+    # Whole numbers below 2^24 divide exactly enough in float32 that the floor is right.
+    entry = torch.div(place * entries, size, rounding_mode="floor")
+    return (taps == entry.unsqueeze(-1)).to(place.dtype)
+
+
+def _keys(distance: Tensor) -> Tensor:
+    """Keys' cubic convolution (1981) with a = -0.75, at distances from 0 to 2."""
+    a = -0.75
+    near = ((a + 2) * distance - (a + 3)) * distance**2 + 1
+    far = ((a * distance - 5 * a) * distance + 8 * a) * distance - 4 * a
+    return near.where(distance <= 1, far)
+
+
+INTERPOLATIONS: Mapping[str, Callable[[Tensor, Tensor, int], Tensor]] = {
+    "bilinear": bilinear,
+    "aligned": aligned,
+    "bicubic": bicubic,
+    "nearest": nearest,
+}
+
+
+class PositionTable(nn.Module):
+    """One learned vector (W) for each place of a grid of patches, after one for a class token where there is one."""
+
+    def __init__(self, grid: tuple[int, int], width: int, *, interpolation: str, class_token: bool, std: float) -> None:
+        """Args: `interpolation`, "none" where every image has this grid."""
+        super().__init__()
+        self.grid, self.std, self.first = grid, std, int(class_token)
+        self.coefficients = INTERPOLATIONS.get(interpolation)
+        self.weight = nn.Parameter(torch.empty(self.first + grid[0] * grid[1], width))
+
+    def init_parameter(self, name: str, fill: Fill) -> None:
+        fill.normal(self.std)
+
+    def init_buffers(self, device: torch.device) -> None:
+        """There are none."""
+
+    def forward(self, images: Images, dtype: torch.dtype) -> Tensor:
+        """Returns (B, P, W), or (P, W) where all rows have the same."""
+        table = self.weight[self.first :].to(dtype)
+        if self.coefficients is None:
+            patches = images.number.shape[1]
+            return table.repeat(-(-patches // len(table)), 1)[:patches]
+        wide = torch.promote_types(dtype, torch.float32)
+        own = images.number.clamp(max=images.grids.shape[1] - 1)
+        sides = (images.grids[..., side].gather(1, own).clamp(min=1).to(wide) for side in (1, 2))
+        places = (images.row.to(wide), images.column.to(wide))
+        rows, columns = map(self.coefficients, places, sides, self.grid)
+        return (rows.unsqueeze(-1) * columns.unsqueeze(-2)).flatten(-2).to(dtype) @ table

@@ -1,0 +1,146 @@
+"""Coordinates of positions on the axes frame, row and column, for a language model that encodes them (`mrope`).
+
+Shapes: B sequences, S positions, N images of a row at most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
+
+import torch
+from attrs import define, frozen
+from torch import Tensor
+from torch.nn import functional as F
+
+from forge_core.contracts.errors import JobError, Problem
+from forge_core.contracts.model import Model
+from forge_plugin_transformer.modules.documents import document_starts
+from forge_plugin_vision.kinds import GRIDS, VIDEO, AdapterComponent, Grid
+from forge_plugin_vision.modules.grafting import derived
+from forge_plugin_vision.modules.images import Images
+from forge_plugin_vision.modules.mrope import POSITIONS
+
+if TYPE_CHECKING:
+    from forge_core.contracts.data import Batch
+
+    Base = Model
+else:
+    Base = object
+
+
+@frozen
+class SpatialPositions:
+    """Computes the coordinates of a batch of whole rows, on the device alone.
+
+    Those of a token are equal: its position, had each image before it in its document as many positions as its larger
+    side has features. A feature adds its frame, row and column to the position at which its image starts.
+    """
+
+    merge: int
+    """Patches along each side of a feature."""
+    frame_interval: float
+    """Positions from one frame of a video to the next."""
+
+    def __call__(self, batch: Batch, shift: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Compute the coordinates.
+
+        Args:
+            batch: `input_ids` and `grids`; `positions` (by default 0, 1, …) and `document_ids` if there are any.
+            shift: (B, 1) what images before this batch took from positions; None: there were none.
+
+        Returns:
+            Coordinates (B, S, 3) int64, and the shift (B, 1) of whatever follows.
+        """
+        grids = torch.cat([batch[GRIDS][..., :1], batch[GRIDS][..., 1:] // self.merge], -1)
+        is_feature = batch["input_ids"] < 0
+        feature = is_feature.cumsum(1) - is_feature.long()  # of the row, or the next one where a token stands
+        sizes = grids.prod(-1)
+        ends = sizes.cumsum(1)
+        image = torch.searchsorted(ends, feature, right=True)  # or images before a token
+        shifts = F.pad((grids[..., 1:].amax(-1) - sizes).cumsum(1), (1, 0))
+        starts = _plain(batch) + _in_document(shifts.gather(1, image), batch)
+        within = feature - (ends - sizes).gather(1, image.clamp(max=grids.shape[1] - 1))
+        offsets = self._coordinates(grids, feature, batch["input_ids"]) - within.unsqueeze(-1)
+        before = 0 if shift is None else shift
+        coordinates = (starts + before).unsqueeze(-1) + offsets * is_feature.unsqueeze(-1)
+        return coordinates, shifts[:, -1:] + before
+
+    def _coordinates(self, grids: Tensor, feature: Tensor, ids: Tensor) -> Tensor:
+        """Returns (B, S, 3): frame, row and column of each feature in its image, the frame in positions."""
+        images = Images.of(grids, feature.shape[1])
+        frame, row, column = (part.gather(1, feature) for part in (images.frame, images.row, images.column))
+        spaced = (frame * self.frame_interval).long()
+        return torch.stack([torch.where(ids == VIDEO, spaced, frame), row, column], -1)
+
+
+def _plain(batch: Batch) -> Tensor:
+    """Returns the positions (B, S), or (S,) where the batch has none."""
+    ids = batch["input_ids"]
+    return batch["positions"] if "positions" in batch else torch.arange(ids.shape[1], device=ids.device)
+
+
+def _in_document(shifts: Tensor, batch: Batch) -> Tensor:
+    """Returns shifts (B, S) by the images of a position's own document, given those by all images before it."""
+    if "document_ids" not in batch:
+        return shifts
+    index = torch.arange(shifts.shape[1], device=shifts.device)
+    first = (document_starts(batch["document_ids"]) * index).cummax(1).values
+    return shifts - shifts.gather(1, first)
+
+
+@define
+class SpatialCache:
+    """A language model's cache, and by how much images have shifted the positions that follow."""
+
+    inner: Any
+    shift: Tensor | None = None
+    """(B, 1) int64; None: there was no image."""
+
+
+class SpatialModel(Base):
+    """Mixin of a vision-language model: adds the entry `POSITIONS`, and continues behind images in generation."""
+
+    spatial_positions: SpatialPositions
+
+    def prepare_sequences(self, batch: Batch) -> Batch:
+        """Adds coordinates while rows are whole: they depend on the images before a position."""
+        batch = super().prepare_sequences(batch)
+        if POSITIONS in batch or GRIDS not in batch:
+            return batch
+        return {**batch, POSITIONS: self.spatial_positions(batch)[0]}
+
+    def sequence_entries(self) -> Collection[str] | None:
+        entries = super().sequence_entries()
+        return None if entries is None else [*entries, POSITIONS]
+
+    def new_cache(self, batch_size: int, length: int) -> SpatialCache:
+        return SpatialCache(super().new_cache(batch_size, length))  # type: ignore[misc]
+
+    def decode(self, batch: Batch, cache: SpatialCache) -> Tensor:
+        if GRIDS in batch:
+            coordinates, cache.shift = self.spatial_positions(batch, cache.shift)
+            batch = {**batch, POSITIONS: coordinates}
+        elif cache.shift is not None:
+            batch = {**batch, POSITIONS: (batch["positions"] + cache.shift).unsqueeze(-1).expand(-1, -1, 3)}
+        decoded: Tensor = super().decode(batch, cache.inner)  # type: ignore[misc]
+        return decoded
+
+
+def add_spatial_positions(model: Any, adapter: AdapterComponent) -> None:
+    """Has a vision-language model compute `POSITIONS` if a module of it has that as its `entry`; else changes nothing.
+
+    Raises:
+        JobError: features of the adapter are no grid, and so have no coordinates.
+    """
+    asking = next((module for module in model.modules() if getattr(module, "entry", None) == POSITIONS), None)
+    if asking is None:
+        return
+    side = adapter.multiple
+    if [adapter.positions(Grid(*size)) for size in ((1, side, side), (2, 2 * side, 3 * side))] != [1, 12]:
+        message = f"{type(adapter).__name__} does not make one feature of each {side} x {side} patches, and so"
+        hint = "take another adapter, or another position encoding"
+        raise JobError([Problem("model.vision.adapter", f"{message} none has a row and a column for mrope; {hint}")])
+    model.spatial_positions = SpatialPositions(side, asking.frame_interval)
+    base: Any = type(model)
+    model.__class__ = derived(SpatialModel, base)

@@ -1,0 +1,124 @@
+"""Images of a batch to features for the language model.
+
+Shapes: B rows, N images of a row at most, P patches of a row, V values of a patch, M features of a row, D model width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from forge_plugin_vision.kinds import GRIDS, PATCHES
+from forge_plugin_vision.modules.images import Images
+
+if TYPE_CHECKING:
+    from forge_core.contracts.contexts import BuildContext
+    from forge_core.contracts.data import Batch
+    from forge_plugin_vision.kinds import ImageFormat, ImageInput
+
+
+class Normalise(nn.Module):
+    """Bytes of patches (…, V) to normalised values in the compute dtype."""
+
+    # On the device: bytes are a quarter of the values that would be sent there otherwise.
+    scale: Tensor
+    offset: Tensor
+
+    def __init__(self, form: ImageFormat, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.form, self.dtype = form, dtype
+        for name in ("scale", "offset"):
+            self.register_buffer(name, torch.empty(form.values), persistent=False)
+
+    def init_parameter(self, name: str, fill: object) -> None:
+        """There are none."""
+
+    def init_buffers(self, device: torch.device) -> None:
+        mean, std = (torch.tensor(each, dtype=torch.float64) for each in (self.form.mean, self.form.std))
+        repeats = self.form.values // self.form.channels
+        for buffer, values in ((self.scale, 1 / (255 * std)), (self.offset, -mean / std)):
+            buffer.copy_(values.repeat_interleave(repeats))
+
+    def forward(self, patches: Tensor) -> Tensor:
+        return (patches.to(self.scale.dtype) * self.scale + self.offset).to(self.dtype)
+
+
+class Vision(nn.Module):
+    """Encoder and adapter: maps a batch with `patches` and `grids` to features (B, M, D).
+
+    The first features of a row are those of its images; what follows is arbitrary but finite.
+    """
+
+    def __init__(self, encoder: nn.Module, adapter: nn.Module, image_input: ImageInput, context: BuildContext) -> None:
+        super().__init__()
+        self.normalise = Normalise(image_input.format, context.dtype)
+        self.encoder, self.adapter = encoder, adapter
+        self.image_input = image_input
+        self._auxiliary = context.auxiliary
+
+    def forward(self, batch: Batch) -> Tensor:
+        self.count(batch)
+        features, *_ = self.features(batch)
+        return features
+
+    def features(self, batch: Batch) -> Sequence[Tensor]:
+        """Returns (B, M, D) of the encoder's features; a fusion with taps returns those of further adapters behind."""
+        images = Images.of(batch[GRIDS], batch[PATCHES].shape[1])
+        encoded, *_ = self.encoder(self.normalise(batch[PATCHES]), images)
+        return (self.adapter(encoded, images),)
+
+    def count(self, batch: Batch) -> None:
+        """Count the patches of a micro-batch for the metrics `vision/…`."""
+        filled = batch[GRIDS].prod(-1).sum(1).double()
+        metrics = {
+            "vision/patches_per_sequence": filled.sum(),
+            "vision/fill": filled.sum() / batch[PATCHES].shape[1],
+            "vision/sequences_without_images": (filled == 0).sum().double(),
+        }
+        for name, value in metrics.items():
+            self._auxiliary.metric(name, value, "sequence")
+
+    def flops(self) -> float:
+        """Returns FLOPs of a row, forward and backward."""
+        return sum(flops_of(part, self.image_input.patches_per_sequence) for part in (self.encoder, self.adapter))
+
+
+class SharedVision(Vision):
+    """Vision of which ranks of tensor parallel, who see the same rows, each encode a share of the rows.
+
+    What it returns is a part of a sum over those ranks: the rows of others are zeros in it.
+    """
+
+    share: tuple[int, int] = (0, 1)
+    """Number of this rank among those that share the rows, and their number."""
+
+    def own_rows(self, batch: Batch, *names: str) -> Batch:
+        """Returns entries of this rank's rows, as many on every rank: those past the last are zeros."""
+        rank, ranks = self.share
+        count = -(-len(batch[names[0]]) // ranks)
+        parts = {name: batch[name][rank * count : (rank + 1) * count] for name in names}
+        return {name: self._rows(part, 0, count - len(part)) for name, part in parts.items()}
+
+    def among_all(self, own: Tensor, rows: int) -> Tensor:
+        """Returns `rows` rows: what was made of `own_rows`, and zeros for those of other ranks."""
+        rank, ranks = self.share
+        every = self._rows(own, rank * len(own), (ranks - 1 - rank) * len(own))
+        return every if len(every) == rows else every[:rows].clone()  # no view: FSDP hooks into the output
+
+    @staticmethod
+    def _rows(tensor: Tensor, before: int, after: int) -> Tensor:
+        if not before and not after:
+            return tensor
+        return F.pad(tensor, (*[0] * (2 * tensor.ndim - 2), before, after))
+
+
+def flops_of(part: nn.Module, patches: int) -> float:
+    """Returns a part's own count for `patches` patches, or 6 for each element of its matrices and patch."""
+    own = getattr(part, "flops", None)
+    if own is not None:
+        return float(own(patches))
+    return 6.0 * patches * sum(p.numel() for p in part.parameters() if p.ndim > 1)

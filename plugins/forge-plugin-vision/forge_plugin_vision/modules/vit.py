@@ -1,0 +1,215 @@
+"""The encoder `vit`. Shapes: B rows, N images of a row at most, P patches of a row, V values of a patch, W width."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from forge_core.contracts.model import Role
+from forge_kit.modules import LayerNorm, Linear
+from forge_plugin_vision.modules.activations import ACTIVATIONS
+from forge_plugin_vision.modules.positions import PositionTable
+
+if TYPE_CHECKING:
+    from forge_core.contracts.model import Fill
+    from forge_plugin_vision.modules.images import Images
+
+
+class Arrangement(Protocol):
+    """The sequences that the blocks see: a micro-batch's patches, and a class token for each image if there is one."""
+
+    @property
+    def segments(self) -> Tensor | None:
+        """(sequences, length): positions with the same number attend to each other; -1: filler. None: all do."""
+
+    def arrange(self, x: Tensor, token: Tensor | None) -> Tensor:
+        """(B, P, W) and a class token (W) to (sequences, length, W)."""
+
+    def restore(self, x: Tensor) -> Tensor:
+        """Back to (B, P, W), without class tokens."""
+
+
+class OneSize:
+    """Images of one grid: each is a sequence, which needs no mask."""
+
+    segments = None
+
+    def __init__(self, images: Images, patches: int) -> None:
+        """Args: `patches` of each image."""
+        self.rows, self.length = images.number.shape
+        self.patches = patches
+
+    def arrange(self, x: Tensor, token: Tensor | None) -> Tensor:
+        rest = -self.length % self.patches
+        x = F.pad(x, (0, 0, 0, rest)) if rest else x
+        x = x.reshape(-1, self.patches, x.shape[-1])
+        return x if token is None else torch.cat([token.expand(len(x), 1, -1), x], 1)
+
+    def restore(self, x: Tensor) -> Tensor:
+        return x[:, -self.patches :].reshape(self.rows, -1, x.shape[-1])[:, : self.length]
+
+
+class AnySize:
+    """Images of any grids: each row is a sequence, in which every frame of an image attends to itself alone."""
+
+    def __init__(self, images: Images) -> None:
+        self.segments = torch.where(images.valid, images.number * images.number.shape[1] + images.frame, -1)
+
+    def arrange(self, x: Tensor, token: Tensor | None) -> Tensor:
+        return x
+
+    def restore(self, x: Tensor) -> Tensor:
+        return x
+
+
+class AnySizeWithClassToken:
+    """Images of any grids: each row is a sequence, in which each image follows its class token."""
+
+    def __init__(self, images: Images) -> None:
+        sizes, index = images.grids.prod(-1), torch.arange(images.number.shape[1], device=images.number.device)
+        self.rows, self.count = sizes.shape
+        numbers = torch.arange(self.count, device=sizes.device).expand(self.rows, -1)
+        # One class token for each image up to a patch's own comes before the patch.
+        patches = index + (images.number + 1).clamp(max=self.count)
+        self.places = torch.cat([patches, sizes.cumsum(1) - sizes + numbers], 1)
+        owners = torch.cat([images.number.where(images.valid, -1), numbers], 1)
+        self.segments = torch.empty_like(owners).scatter_(1, self.places, owners)
+        index = torch.arange(owners.shape[1], device=index.device).expand(self.rows, -1)
+        self.sources = torch.empty_like(index).scatter_(1, self.places, index)
+
+    def arrange(self, x: Tensor, token: Tensor | None) -> Tensor:
+        assert token is not None
+        return _taken(torch.cat([x, token.expand(self.rows, self.count, -1)], 1), self.sources)
+
+    def restore(self, x: Tensor) -> Tensor:
+        return _taken(x, self.places[:, : -self.count])
+
+
+def _taken(x: Tensor, index: Tensor) -> Tensor:
+    """Returns the vectors (B, I, W) of x (B, P, W) at index (B, I)."""
+    return x.gather(1, index.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None) -> Tensor:
+    """Attention of (B, H, P, E) in each segment; see `Arrangement.segments`."""
+    if segments is None:
+        return F.scaled_dot_product_attention(q, k, v)
+    # On a CPU the host knows the segments without waiting. A compiled block must not depend on their lengths, and fake
+    # tensors, of a step that is only planned, have none.
+    if q.device.type == "cpu" and type(segments) is Tensor and not torch.compiler.is_compiling():
+        rows = zip(q.split(1), k.split(1), v.split(1), segments, strict=True)
+        return torch.cat([_segment_by_segment(*row) for row in rows])
+    mask = segments.unsqueeze(2) == segments.unsqueeze(1)
+    return F.scaled_dot_product_attention(q, k, v, mask.unsqueeze(1))
+
+
+def _segment_by_segment(q: Tensor, k: Tensor, v: Tensor, segments: Tensor) -> Tensor:
+    """Attention of one row (1, H, P, E), whose segments are (P); filler becomes zeros."""
+    numbers, lengths = (each.tolist() for each in torch.unique_consecutive(segments, return_counts=True))
+    parts = zip(*(each.split(lengths, 2) for each in (q, k, v)), strict=True)
+    return torch.cat([_of_segment(number, *each) for number, each in zip(numbers, parts, strict=True)], 2)
+
+
+def _of_segment(number: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    # Zeros that depend on all three: every parameter has a gradient on each rank, whether or not it has images.
+    return (q + k + v) * 0 if number < 0 else F.scaled_dot_product_attention(q, k, v)
+
+
+class EncoderBlock(nn.Module):
+    """x + attention(norm(x)), then x + down(activation(up(norm(x)))), with attention among the patches of an image."""
+
+    def __init__(self, width: int, heads: int, hidden: int, *, activation: str, eps: float, std: float) -> None:
+        super().__init__()
+        self.heads, self.activation = heads, ACTIVATIONS[activation]
+        self.attention_norm, self.ffn_norm = LayerNorm(width, eps=eps), LayerNorm(width, eps=eps)
+        self.q, self.k, self.v, self.o = (Linear(width, width, bias=True, std=std) for _ in range(4))
+        self.up = Linear(width, hidden, bias=True, std=std)
+        self.down = Linear(hidden, width, bias=True, std=std)
+
+    def forward(self, x: Tensor, segments: Tensor | None) -> Tensor:
+        """(B, P, W) -> (B, P, W); `segments` as in `Arrangement`."""
+        h = self.attention_norm(x)
+        q, k, v = (part(h).unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        x = x + self.o(attend(q, k, v, segments).transpose(1, 2).flatten(2))
+        return x + self.down(self.activation(self.up(self.ffn_norm(x))))
+
+
+class VisionTransformer(nn.Module):
+    """Patch projection, positions, blocks and a last norm; see `VisionEncoderComponent` for the contract."""
+
+    def __init__(
+        self,
+        *,
+        values: int,
+        width: int,
+        layers: int,
+        heads: int,
+        hidden: int,
+        grid: tuple[int, int],
+        interpolation: str,
+        class_token: bool,
+        pre_norm: bool,
+        norm: bool,
+        patch_bias: bool,
+        activation: str,
+        eps: float,
+        std: float,
+        taps: Sequence[int],
+    ) -> None:
+        """Args: `values`, V; `grid`, rows and columns of the position table; others as the keys of `ViT`."""
+        super().__init__()
+        self.width, self.taps, self.grid, self.std = width, tuple(taps), grid, std
+        self.one_size = interpolation == "none"
+        self.patch = Linear(values, width, bias=patch_bias, std=std)
+        self.class_token = nn.Parameter(torch.empty(width)) if class_token else None
+        self.positions = PositionTable(grid, width, interpolation=interpolation, class_token=class_token, std=std)
+        self.pre_norm = LayerNorm(width, eps=eps) if pre_norm else None
+        block = (width, heads, hidden)
+        self.blocks = nn.ModuleList(
+            EncoderBlock(*block, activation=activation, eps=eps, std=std) for _ in range(layers)
+        )
+        self.norm = LayerNorm(width, eps=eps) if norm else None
+
+    def init_parameter(self, name: str, fill: Fill) -> None:
+        fill.normal(self.std)
+
+    def init_buffers(self, device: torch.device) -> None:
+        """There are none."""
+
+    def forward(self, patches: Tensor, images: Images) -> tuple[Tensor, ...]:
+        arrangement = self._arrangement(images)
+        x = self.patch(patches)
+        x = arrangement.arrange(x + self.positions(images, x.dtype), self._token(x.dtype))
+        x = x if self.pre_norm is None else self.pre_norm(x)
+        tapped = []
+        for number, block in enumerate(self.blocks):
+            x = block(x, arrangement.segments)
+            if number in self.taps:
+                tapped.append(arrangement.restore(x))
+        x = arrangement.restore(x)
+        return (x if self.norm is None else self.norm(x), *tapped)
+
+    def _arrangement(self, images: Images) -> Arrangement:
+        if self.one_size:
+            return OneSize(images, self.grid[0] * self.grid[1])
+        return AnySize(images) if self.class_token is None else AnySizeWithClassToken(images)
+
+    def _token(self, dtype: torch.dtype) -> Tensor | None:
+        if self.class_token is None:
+            return None
+        return self.class_token.to(dtype) + self.positions.weight[0].to(dtype)
+
+    def flops(self, patches: int) -> float:
+        """Returns FLOPs of `patches` patches, forward and backward; images are taken to have the table's grid."""
+        image = self.grid[0] * self.grid[1]
+        length = image + (self.class_token is not None)
+        matrices = sum(p.numel() for p in self.blocks.parameters() if p.ndim > 1)
+        of_position = 6 * matrices + 12 * self.width * min(length, patches) * len(self.blocks)
+        return patches * (6 * self.patch.weight.numel() + of_position * length / image)
+
+    def parameter_roles(self) -> Mapping[str, Role]:
+        return {"positions.weight": "embedding", **({} if self.class_token is None else {"class_token": "embedding"})}

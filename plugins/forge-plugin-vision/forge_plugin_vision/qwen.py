@@ -1,0 +1,170 @@
+"""The encoder `qwen_vit` and the adapter `merger`, as in Qwen2.5-VL (Bai et al. 2025) and Qwen3-VL."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Literal
+
+from attrs import field, frozen
+from attrs.validators import deep_iterable, ge, gt
+
+from forge_core.contracts.components import when_resumed
+from forge_core.contracts.errors import Problem
+from forge_plugin_vision.kinds import AdapterComponent, Grid, ImageFormat, VisionEncoderComponent
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from forge_core.contracts.contexts import BuildContext
+    from forge_core.contracts.layout import Layout
+    from forge_core.job import Job
+    from forge_plugin_vision.modules.qwen_vit import QwenBlock
+
+Norm = Literal["rmsnorm", "layernorm"]
+
+
+def _norm(kind: Norm, width: int, eps: float) -> nn.Module:
+    from forge_plugin_transformer.modules.norms import CentredNorm, RootMeanSquareNorm
+
+    return RootMeanSquareNorm(width, eps=eps) if kind == "rmsnorm" else CentredNorm(width, eps=eps, bias=True)
+
+
+@frozen(kw_only=True)
+class QwenViT(VisionEncoderComponent):
+    """Vision transformer for images and videos of any size, with rotary encoding of rows and columns.
+
+    A patch sees those of its frame, in blocks with windows those of its window. The tower of Qwen2.5-VL has
+    `window = 112` and `full_attention = [7, 15, 23, 31]`; that of Qwen3-VL `patch = 16`, `norm = "layernorm"`,
+    `ffn = "gelu"`, `patch_bias = true` and `table = 48`.
+    """
+
+    dim: int = field(default=1280, validator=gt(0))
+    """Width W."""
+    layers: int = field(default=32, validator=gt(0))
+    """Number of blocks."""
+    heads: int = field(default=16, validator=gt(0))
+    """Attention heads; their width, `dim / heads`, is a multiple of 4."""
+    hidden: int = field(default=0, validator=ge(0))
+    """Width between the matrices of the feed-forward part; 0: 8/3 of `dim` for `swiglu`, 4 times `dim` for `gelu`."""
+    patch: int = field(default=14, validator=gt(0))
+    """Side of a patch in pixels."""
+    frames: int = field(default=2, validator=gt(0))
+    """Frames of a patch; a still image is repeated that often."""
+    norm: Norm = "rmsnorm"
+    """Normalisation before attention and before the feed-forward part."""
+    ffn: Literal["swiglu", "gelu"] = "swiglu"
+    """down(silu(gate(x)) * up(x)), or down(gelu(up(x))) with the tanh approximation."""
+    patch_bias: bool = False
+    """Whether the projection of patches has a bias."""
+    table: int = field(default=0, validator=ge(0))
+    """Side of a square table of learned positions, interpolated to each image's grid; 0: none."""
+    window: int = field(default=0, validator=ge(0))
+    """Side of the windows of attention in pixels, a multiple of `patch`; 0: none."""
+    full_attention: tuple[int, ...] = field(default=(), validator=deep_iterable(ge(0)))
+    """Numbers of the blocks, from 0, that have no windows where others have."""
+    theta: float = field(default=10000.0, validator=gt(1))
+    """Base of the wavelengths of the rotary encoding."""
+    eps: float = field(default=1e-6, validator=gt(0), metadata=when_resumed("flag"))
+    """Added to the variance or mean square in norms."""
+    mean: tuple[float, float, float] = (0.48145466, 0.4578275, 0.40821073)
+    """Subtracted from red, green and blue, as a share of 255; Qwen3-VL: 0.5 each."""
+    std: tuple[float, float, float] = (0.26862954, 0.26130258, 0.27577711)
+    """Divides them afterwards; Qwen3-VL: 0.5 each."""
+    init_std: float = field(default=0.02, validator=gt(0), metadata=when_resumed("safe"))
+    """Standard deviation of initial matrices; those that write into the residual stream have it / sqrt(2 layers)."""
+
+    def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        if self.dim % self.heads:
+            yield Problem("heads", f"{self.heads} does not divide dim, which is {self.dim}")
+        elif self.dim // self.heads % 4:
+            message = f"dim / heads = {self.dim // self.heads} is no multiple of 4; rows and columns pair dimensions"
+            yield Problem("heads", message)
+        if self.window % self.patch:
+            yield Problem("window", f"{self.window} is no multiple of patch, which is {self.patch}")
+        if not self.window and self.full_attention:
+            message = f"{list(self.full_attention)} has no meaning without windows; set window, or leave it out"
+            yield Problem("full_attention", message)
+        elif any(number >= self.layers for number in self.full_attention):
+            message = f"{list(self.full_attention)} names blocks that do not exist: there are {self.layers}, from 0"
+            yield Problem("full_attention", message)
+
+    def image_format(self) -> ImageFormat:
+        return ImageFormat(patch=self.patch, frames=self.frames, mean=self.mean, std=self.std)
+
+    def build(self, context: BuildContext, taps: Sequence[int]) -> nn.Module:
+        from forge_kit.modules import Linear
+        from forge_plugin_vision.modules.positions import PositionTable
+        from forge_plugin_vision.modules.qwen_vit import AxialRotary, QwenVisionTransformer
+
+        grid, width = (self.table, self.table), self.dim
+        table = PositionTable(grid, width, interpolation="aligned", class_token=False, std=self.init_std)
+        return QwenVisionTransformer(
+            [self._block() for _ in range(self.layers)],
+            patch=Linear(self.image_format().values, self.dim, bias=self.patch_bias, std=self.init_std),
+            table=table if self.table else None,
+            rotary=AxialRotary(self.dim // self.heads, self.theta),
+            window=self.window // self.patch,
+            full_attention=self.full_attention,
+            taps=taps,
+        )
+
+    def _block(self) -> QwenBlock:
+        from forge_plugin_transformer.kinds import InitStd
+        from forge_plugin_transformer.layer_parts import default_hidden
+        from forge_plugin_transformer.modules.feed_forward import GatedFeedForward, PlainFeedForward
+        from forge_plugin_vision.modules.qwen_vit import QwenBlock
+
+        init = InitStd(self.init_std, self.init_std / math.sqrt(2 * self.layers))
+        ffn: nn.Module
+        if self.ffn == "swiglu":
+            ffn = GatedFeedForward(self.dim, self.hidden or default_hidden(self.dim), bias=True, init=init)
+        else:
+            ffn = PlainFeedForward(self.dim, self.hidden or 4 * self.dim, bias=True, approximate="tanh", init=init)
+        return QwenBlock(
+            self.dim,
+            self.heads,
+            norm=lambda: _norm(self.norm, self.dim, self.eps),
+            ffn=ffn,
+            residual=init.residual,
+            std=init.inner,
+        )
+
+
+@frozen(kw_only=True)
+class Merger(AdapterComponent):
+    """down(gelu(up(the patches of a square block, one after the other))); each block is a position (Qwen2-VL)."""
+
+    merge: int = field(default=2, validator=gt(0))
+    """Patches along each side of a block; an image's rows and columns of patches are multiples of it."""
+    hidden: int = field(default=0, validator=ge(0))
+    """Width between the matrices; 0: that of a block, `merge`² times the encoder's."""
+    norm: Norm = "rmsnorm"
+    """Normalisation before; Qwen3-VL: `layernorm`."""
+    norm_over: Literal["patch", "block"] = "patch"
+    """Whether each patch is normalised, or the whole block (Qwen3-VL's mergers of DeepStack)."""
+    eps: float = field(default=1e-6, validator=gt(0), metadata=when_resumed("flag"))
+    """Added to the variance or mean square in the norm."""
+    init_std: float = field(default=0.02, validator=gt(0), metadata=when_resumed("safe"))
+    """Standard deviation of initial matrices."""
+
+    @property
+    def multiple(self) -> int:
+        return self.merge
+
+    def positions(self, grid: Grid) -> int:
+        return grid.frames * (grid.rows // self.merge) * (grid.columns // self.merge)
+
+    def build(self, context: BuildContext, width: int, dim: int) -> nn.Module:
+        from forge_plugin_vision.modules.merger import Merger
+
+        block = self.merge**2 * width
+        return Merger(
+            width,
+            self.hidden or block,
+            dim,
+            side=self.merge,
+            norm=_norm(self.norm, block if self.norm_over == "block" else width, self.eps),
+            norm_over=self.norm_over,
+            std=self.init_std,
+        )

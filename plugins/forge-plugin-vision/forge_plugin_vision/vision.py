@@ -1,0 +1,152 @@
+"""The components of `forge-plugin-vision`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from attrs import field, frozen
+from attrs.validators import ge
+
+from forge_core.contracts.components import ModelComponent, default_type
+from forge_core.contracts.data import BatchField
+from forge_core.contracts.errors import Problem
+from forge_plugin_vision.kinds import (
+    GRIDS,
+    PATCHES,
+    AdapterComponent,
+    FusionComponent,
+    Grid,
+    ImageFormat,
+    ImageInput,
+    VisionEncoderComponent,
+    format_for,
+    grid_problems,
+    image_input,
+)
+
+if TYPE_CHECKING:
+    from forge_core.contracts.contexts import BuildContext
+    from forge_core.contracts.layout import Layout
+    from forge_core.contracts.model import Model
+    from forge_core.job import Job
+    from forge_plugin_vision.modules.vision import Vision
+
+
+@frozen(kw_only=True)
+class VisionPart:
+    """`[model.vision]`: how images are seen, and how many a sequence may have."""
+
+    encoder: VisionEncoderComponent
+    """`[model.vision.encoder]`: turns patches into features; `type` is required."""
+    adapter: AdapterComponent = default_type("forge-plugin-vision/mlp")
+    """`[model.vision.adapter]`: turns features into vectors of the language model's width."""
+    images_per_sequence: int = field(default=1, validator=ge(1))
+    """Images of a sequence at most."""
+    patches_per_sequence: int = field(default=0, validator=ge(0))
+    """Patches of a sequence at most: every row has room for as many. 0: of `images_per_sequence` images of the
+    encoder's size, if that is fixed."""
+
+
+@frozen(kw_only=True)
+class VisionLanguage(ModelComponent):
+    """Adds images to a language model, whose parameters keep their names and initial values."""
+
+    language: ModelComponent = default_type("forge-plugin-transformer/transformer")
+    """`[model.language]`: any model with an `embedding`."""
+    vision: VisionPart
+    """`[model.vision]`: the vision tower."""
+    fusion: FusionComponent = default_type("forge-plugin-vision/joint")
+    """`[model.fusion]`: how the language model sees images."""
+
+    def image_input(self) -> ImageInput:
+        return ImageInput(
+            format=self._format,
+            patches_per_sequence=self._patches,
+            images_per_sequence=self.vision.images_per_sequence,
+            adapter=self.vision.adapter,
+            fusion=self.fusion,
+        )
+
+    def batch_fields(self, job: Job) -> Mapping[str, BatchField]:
+        return {
+            PATCHES: BatchField((self._patches, self._format.values), "uint8"),
+            GRIDS: BatchField((self.vision.images_per_sequence, 3), "int64"),
+        }
+
+    def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        for problem in grid_problems(self._format):
+            yield problem.below("vision")
+        if not self._patches:
+            message = "0 needs an encoder whose images have one size; say how many patches a sequence may have"
+            yield Problem("vision.patches_per_sequence", message)
+
+    @property
+    def _format(self) -> ImageFormat:
+        return format_for(self.vision.encoder, self.vision.adapter)
+
+    @property
+    def _patches(self) -> int:
+        if self.vision.patches_per_sequence or not self._format.grid:
+            return self.vision.patches_per_sequence
+        return self.vision.images_per_sequence * Grid(1, *self._format.grid).patches
+
+    def build(self, context: BuildContext) -> Model:
+        from forge_plugin_vision.modules.grafting import embedding_width
+        from forge_plugin_vision.modules.vision import Vision
+
+        model = context.build(self.language)
+        here = context.at("vision")
+        encoder = here.at("encoder").build(self.vision.encoder, taps=self.fusion.taps)
+        adapter = here.at("adapter").build(self.vision.adapter, width=encoder.width, dim=embedding_width(model))
+        vision = Vision(encoder, adapter, self.image_input(), context)
+        return context.build(self.fusion, model=model, vision=vision)
+
+
+@frozen(kw_only=True)
+class Joint(FusionComponent):
+    """Features take the places of token embeddings, and the language model goes on as ever (LLaVA, Liu et al. 2023)."""
+
+    deepstack: tuple[int, ...] = ()
+    """Numbers of encoder blocks, ascending from 0, whose outputs are added at the places of images after the first
+    language layers, one block after each (DeepStack, Meng et al. 2024); Qwen3-VL: `[8, 16, 24]`."""
+    deepstack_adapter: AdapterComponent | None = None
+    """`[model.fusion.deepstack_adapter]`: each of those blocks has its own. Without the table: like
+    `[model.vision.adapter]`."""
+
+    @property
+    def taps(self) -> Sequence[int]:
+        return self.deepstack
+
+    def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        if list(self.deepstack) != sorted({*self.deepstack}) or any(number < 0 for number in self.deepstack):
+            yield Problem("deepstack", f"{list(self.deepstack)} are not numbers of blocks in ascending order from 0")
+        if self.deepstack_adapter is None:
+            return
+        if not self.deepstack:
+            yield Problem("deepstack_adapter", "it has no use without deepstack; set that, or leave the table out")
+        adapter, side = image_input(job).adapter, image_input(job).format.multiple
+        counts = [each.positions(Grid(2, 2 * side, 3 * side)) for each in (adapter, self.deepstack_adapter)]
+        if counts[0] != counts[1] or side % self.deepstack_adapter.multiple:
+            message = f"it makes {counts[1]} features where [model.vision.adapter] makes {counts[0]}"
+            yield Problem("deepstack_adapter", f"{message}; they must be as many, as they take the same places")
+
+    def build(self, context: BuildContext, model: Model, vision: Vision) -> Model:
+        from forge_plugin_vision.modules.deepstack import DeepStackModel, StackedVision, add_deepstack
+        from forge_plugin_vision.modules.grafting import TokensOnly, derived, embedding_width, graft
+        from forge_plugin_vision.modules.joint import JointModel, PlacedVision
+        from forge_plugin_vision.modules.spatial_positions import add_spatial_positions
+
+        grafted: Any = graft(model, DeepStackModel if self.deepstack else JointModel, vision)
+        embedding: Any = type(grafted.embedding)
+        grafted.embedding.__class__ = derived(TokensOnly, embedding)
+        vision.__class__ = StackedVision if self.deepstack else PlacedVision
+        if context.layout.tp > 1 and context.mesh is not None:
+            grafted.vision.share = (context.mesh["tp"].get_local_rank(), context.layout.tp)
+        adapter = vision.image_input.adapter
+        if self.deepstack:
+            component, here = self.deepstack_adapter or adapter, context.at("vision.deepstack")
+            sizes = {"width": vision.encoder.width, "dim": embedding_width(model)}
+            add_deepstack(grafted, [here.at(str(n)).build(component, **sizes) for n in range(len(self.deepstack))])
+        add_spatial_positions(grafted, adapter)
+        return grafted

@@ -1,0 +1,127 @@
+"""The table of layouts for vision-language models: every fusion, rows of text among those with images.
+
+python tests/parity/table.py --images
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from attrs import frozen
+from layouts import FSDP_ALL_REDUCE, FSDP_SCATTER, NORM, SUM, TP_COMPLETION, TRACED, Row, cp, ep, pp, tp
+
+from forge_core.contracts.components import ModelComponent
+from forge_core.contracts.contexts import BuildContext
+from forge_core.contracts.model import Fill, Model
+from forge_core.job import Job
+from forge_core.parallel.replicate import Replicate
+from forge_core.plugins.catalog import Catalog
+from forge_plugin_cross_attention import CrossAttention
+from forge_plugin_cross_attention.modules.block import Gate
+from forge_plugin_moe import MoE
+from forge_plugin_mot import MixtureOfTransformers
+from forge_plugin_parallel import FSDP, ActivationCheckpointing, PipelineParallel
+from forge_plugin_transformer import GroupedQueryAttention, SwiGLU, Transformer
+from forge_plugin_vision import Joint, VisionLanguage
+from forge_plugin_vision.modules.vision import Vision
+from forge_plugin_vision.testing import RandomImages, tiny_vision
+from forge_testing import tiny_job
+
+SEQ_LEN = 24
+
+
+class OpenGate(Gate):
+    """A gate that does not start at zero, where it would hide what is behind it."""
+
+    def init_parameter(self, name: str, fill: Fill) -> None:
+        fill.constant(0.5)
+
+
+@frozen(kw_only=True)
+class Open(CrossAttention):
+    """Cross-attention with open gates."""
+
+    def build(self, context: BuildContext, model: Model, vision: Vision) -> Model:
+        built: Any = super().build(context, model, vision)
+        for module in built.modules():
+            if type(module) is Gate:
+                module.__class__ = OpenGate
+        return built
+
+
+FUSIONS = {
+    "joint": Joint(),
+    "cross_attention": Open(every=2, heads=4, kv_heads=2, ffn=SwiGLU(hidden=24), qk_norm=True),
+    "mot": MixtureOfTransformers(),
+    "moma": Joint(),
+}
+
+
+@frozen(kw_only=True)
+class ImageRow(Row):
+    """A layout of a vision-language model."""
+
+    fusion: str
+    """One of `FUSIONS`; `moma` is `joint` with experts of each modality."""
+    image_every: int = 0
+    """Only every so many-th sequence has images; 0: two of three have some."""
+
+    @property
+    def features(self) -> str:
+        few = [f"images in one of {self.image_every} sequences"] if self.image_every else []
+        return ", ".join([self.fusion, *few, *(["accumulation"] if self.micro_batch_size else [])])
+
+    def _language(self) -> ModelComponent:
+        attention = GroupedQueryAttention(heads=4, kv_heads=2, qk_norm=True)
+        sizes: dict[str, Any] = {"vocab_size": 32, "dim": 16, "layers": self.layers}
+        if self.fusion == "moma":
+            from forge_plugin_moma import MoMa
+
+            router = MoMa(experts={"text": 2, "image": 2}, top_k=1)
+            sizes["ffn"] = MoE(experts=4, hidden=16, router=router)
+        return Transformer(attention=attention, **sizes)
+
+    def job(self, folder: str, parallel: bool = True, precision: str = "fp64", steps: int = 5) -> Job:
+        """The row's job; without its stages, what it is compared with."""
+        model = VisionLanguage(language=self._language(), vision=tiny_vision(), fusion=FUSIONS[self.fusion])
+        source = RandomImages(held_out=5, has_entries=False, image_every=self.image_every)
+        settings: dict[str, Any] = {"model": model, "data": {"sources": (source,)}, "precision": precision}
+        settings |= {"steps": steps, "global_batch_size": 8, "seq_len": SEQ_LEN, "grad_clip_norm": 0.5}
+        if parallel:
+            settings |= {"parallel": dict(self.stages), "micro_batch_size": self.micro_batch_size}
+        return tiny_job(folder, Catalog.installed(), **settings)
+
+
+def row(name: str, ranks: int, fusion: str, stages: dict[str, Any], reduction: str, **more: Any) -> ImageRow:
+    return ImageRow(name=name, ranks=ranks, fusion=fusion, stages=stages, reduction=reduction, **more)
+
+
+FULL = ActivationCheckpointing()
+FSDP2 = {"fsdp": FSDP()}
+IMAGE_ROWS = [
+    row("replicate2", 2, "joint", {"replicate": Replicate()}, SUM, micro_batch_size=2, thorough=True),
+    # Of eight sequences at most one has an image, so at least one rank has none, and in some steps neither has.
+    row("fsdp2", 2, "joint", FSDP2, FSDP_SCATTER, micro_batch_size=2, image_every=11),
+    row("fsdp2, compiled, checkpointing", 2, "joint", {**FSDP2, "compile": TRACED, "activation_checkpointing": FULL},
+        FSDP_SCATTER, thorough=True),
+    row("tp2+sp+loss", 2, "mot", {"tp": tp()}, TP_COMPLETION, micro_batch_size=1, thorough=True),
+    row("pp2, zero-bubble", 2, "cross_attention", {"pp": pp("zbv")}, NORM, layers=4, micro_batch_size=2,
+        thorough=True),
+    row("pp3, 1f1b", 3, "joint", {"pp": PipelineParallel(degree=3)}, NORM, layers=3, micro_batch_size=2, thorough=True),
+    row("cp2, ring", 2, "moma", {"cp": cp("ring")}, SUM, micro_batch_size=4, thorough=True),
+    row("cp2, ulysses", 2, "mot", {"cp": cp("ulysses")}, SUM, thorough=True),
+    row("fsdp2/ep2", 2, "moma", {**FSDP2, "ep": ep()}, FSDP_SCATTER, micro_batch_size=2, image_every=5, thorough=True),
+    row("hsdp 2x2", 4, "cross_attention", {"fsdp": FSDP(replicate=2)}, FSDP_ALL_REDUCE, micro_batch_size=1,
+        image_every=11, thorough=True),
+    row("fsdp2 x tp2", 4, "joint", {**FSDP2, "tp": tp()}, TP_COMPLETION, micro_batch_size=1, image_every=5,
+        thorough=True),
+    row("fsdp2 x pp2", 4, "joint", {**FSDP2, "pp": pp("1f1b")}, FSDP_SCATTER, micro_batch_size=1, image_every=5,
+        thorough=True),
+    row("fsdp2 x cp2", 4, "cross_attention", {**FSDP2, "cp": cp("ring")}, FSDP_SCATTER, image_every=11),
+    row("tp2 x pp2", 4, "mot", {"tp": tp(), "pp": pp("1f1b")}, TP_COMPLETION, micro_batch_size=2),
+    row("tp2 x cp2", 4, "cross_attention", {"tp": tp(), "cp": cp("all_gather")}, TP_COMPLETION, thorough=True),
+    row("pp2 x cp2", 4, "joint", {"pp": pp("1f1b"), "cp": cp("ring")}, NORM, micro_batch_size=2, thorough=True),
+    row("fsdp2 x tp2/ep2", 4, "moma", {**FSDP2, "tp": tp(), "ep": ep()}, TP_COMPLETION, thorough=True),
+    row("fsdp4/ep2, checkpointing", 4, "moma", {**FSDP2, "ep": ep(), "activation_checkpointing": FULL}, FSDP_SCATTER,
+        micro_batch_size=1, thorough=True),
+]  # fmt: skip
