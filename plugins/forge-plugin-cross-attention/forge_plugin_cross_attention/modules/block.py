@@ -1,0 +1,109 @@
+"""A block of cross-attention.
+
+Shapes: B sequences, S positions, M features of a row, D model width, H query heads, K key/value heads, E width of a
+head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from forge_kit.modules import Linear
+from forge_plugin_cross_attention.modules.sight import MASK, SEEN
+from forge_plugin_transformer.modules.attention_core import torch_attention
+from forge_plugin_transformer.modules.norms import RootMeanSquareNorm
+
+if TYPE_CHECKING:
+    from forge_core.contracts.data import Batch
+    from forge_core.contracts.model import Fill
+    from forge_plugin_cross_attention.modules.cache import LayerCache
+    from forge_plugin_transformer import InitStd
+
+
+class Gate(nn.Module):
+    """tanh(weight) x; `weight` (1,) starts at zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(1))
+
+    def init_parameter(self, name: str, fill: Fill) -> None:
+        fill.constant(0.0)
+
+    def init_buffers(self, device: torch.device) -> None:
+        """There are none."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight.to(x.dtype).tanh()
+
+
+class Attention(nn.Module):
+    """o(attention(q(x), k(features), v(features))), without positions: (B, S, D) and (B, M, D) to (B, S, D)."""
+
+    def __init__(
+        self, dim: int, *, heads: int, kv_heads: int, head_dim: int, qk_norm_eps: float | None, init: InitStd
+    ) -> None:
+        super().__init__()
+        self.head_dim = head_dim
+        self.q = Linear(dim, heads * head_dim, std=init.inner)
+        self.k = Linear(dim, kv_heads * head_dim, std=init.inner)
+        self.v = Linear(dim, kv_heads * head_dim, std=init.inner)
+        self.o = Linear(heads * head_dim, dim, std=init.residual)
+        self.q_norm, self.k_norm = (
+            RootMeanSquareNorm(head_dim, eps=qk_norm_eps) if qk_norm_eps is not None else nn.Identity()
+            for _ in range(2)
+        )
+
+    def forward(self, x: Tensor, features: Tensor | None, batch: Batch, cache: LayerCache | None = None) -> Tensor:
+        """`features`: None where there are none but those whose keys and values `cache` holds."""
+        q = self.q_norm(self._heads(self.q(x)))
+        new = None if features is None else self._keys_and_values(features)
+        k, v = cache.extend(new) if cache is not None else new  # type: ignore[misc]
+        return self.o(torch_attention(q, k, v, batch[MASK]).flatten(2))
+
+    def _keys_and_values(self, features: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns both, (B, M, K, E)."""
+        return self.k_norm(self._heads(self.k(features))), self._heads(self.v(features))
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.head_dim))
+
+    def flops(self, seq_len: int, features: int) -> float:
+        """Returns FLOPs of a token, forward and backward, in rows of `seq_len` positions and `features` features."""
+        of_text = 6.0 * (self.q.weight.numel() + self.o.weight.numel())
+        of_features = 6.0 * (self.k.weight.numel() + self.v.weight.numel()) * features / seq_len
+        return of_text + of_features + 12.0 * self.q.out_features * features
+
+    def float8_exempt(self) -> Sequence[str]:
+        # Products in float8 need a multiple of 16 rows, and nothing makes the number of features one.
+        return ["k", "v"]
+
+    def tensor_parallel_plan(self) -> Mapping[str, str]:
+        plan = {"": "whole_input", "q": "column", "k": "column", "v": "column", "o": "row"}
+        normed = isinstance(self.q_norm, RootMeanSquareNorm)
+        return plan | ({"q_norm": "replicate", "k_norm": "replicate"} if normed else {})
+
+
+class CrossAttentionBlock(nn.Module):
+    """x + gate(attention(norm(x), features)), then x + gate(ffn(norm(x))), with zeros added where no image is seen."""
+
+    PARTS = ("attention_norm", "attention", "attention_gate", "ffn_norm", "ffn", "ffn_gate")
+
+    def __init__(
+        self, *, attention_norm: nn.Module, attention: Attention, ffn_norm: nn.Module, ffn: nn.Module, gated: bool
+    ) -> None:
+        super().__init__()
+        self.attention_norm, self.attention = attention_norm, attention
+        self.attention_gate = Gate() if gated else nn.Identity()
+        self.ffn_norm, self.ffn = ffn_norm, ffn
+        self.ffn_gate = Gate() if gated else nn.Identity()
+
+    def forward(self, x: Tensor, features: Tensor | None, batch: Batch, cache: LayerCache | None = None) -> Tensor:
+        """(B, S, D), and features (B, M, D) if there are new ones, to (B, S, D)."""
+        seen = batch[SEEN]
+        x = x + self.attention_gate(seen * self.attention(self.attention_norm(x), features, batch, cache))
+        return x + self.ffn_gate(seen * self.ffn(self.ffn_norm(x), batch))

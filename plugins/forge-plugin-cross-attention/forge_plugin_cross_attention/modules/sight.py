@@ -1,0 +1,115 @@
+"""Which features of images a position sees. Nothing here makes the host wait for the device.
+
+Shapes: B sequences, S positions, N images of a row at most, M features of a row.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from forge_core.contracts.errors import ForgeError
+from forge_plugin_vision.kinds import GRIDS, PATCHES, Grid
+from forge_plugin_vision.modules.images import Images
+
+if TYPE_CHECKING:
+    from forge_core.contracts.data import Batch
+    from forge_plugin_vision.kinds import ImageInput
+    from forge_plugin_vision.modules.vision import Vision
+
+VISIBLE = "images_visible"
+"""Batch entry (B, S, 2): numbers in the row of the first image that a position sees, and of the one after the last."""
+MASK = "features_visible"
+"""Batch entry (B, 1, S, M) bool: whether a position sees a feature; all true for a position that sees none, whose
+attention is finite so and multiplied by zero."""
+SEEN = "sees_images"
+"""Batch entry (B, S, 1), in the compute dtype: 1 for a position that sees an image, else 0. With sequence parallel it
+has this rank's positions only."""
+
+
+def visible_images(ids: Tensor, document_ids: Tensor | None, sees: str) -> Tensor:
+    """Returns `VISIBLE` (B, S, 2) for ids (B, S), negative at images; for `sees` see `CrossAttention`."""
+    image = ids < 0
+    stop = image.cumsum(1)
+    begins = _begins(ids if document_ids is None else document_ids, document_ids is not None)
+    # Images before the position's document: a number that never falls along the row, so the latest is the largest.
+    before = _latest(stop - image.long(), begins)
+    first = {
+        "last": stop - 1,
+        "together": _latest(stop - 1, image & (begins | ~F.pad(image, (1, 0))[:, :-1])),
+        "all": before,
+    }[sees]
+    return torch.stack([torch.maximum(first, before), stop], -1)
+
+
+def _begins(document_ids: Tensor, several: bool) -> Tensor:
+    """Returns (B, S) bool: whether a document begins at a position."""
+    first = torch.zeros_like(document_ids, dtype=torch.bool)
+    first[:, :1] = True
+    return first if not several else first | F.pad(document_ids[:, 1:] != document_ids[:, :-1], (1, 0))
+
+
+def _latest(numbers: Tensor, where: Tensor) -> Tensor:
+    """Returns, for each position of (B, S), the number at the latest position that is true; 0 before the first."""
+    return numbers.where(where, 0).cummax(1).values
+
+
+def features_of_row(vision: Vision) -> int:
+    """Returns M of the batches of training, by a call of the adapter on the meta device."""
+    budget = vision.image_input
+    with torch.device("meta"), torch.no_grad():
+        images = Images.of(torch.zeros(1, budget.images_per_sequence, 3, dtype=torch.long), budget.patches_per_sequence)
+        width: int = vision.encoder.width  # type: ignore[assignment]
+        adapted: Tensor = vision.adapter(torch.empty(1, budget.patches_per_sequence, width), images)
+    return adapted.shape[1]
+
+
+class Sight(nn.Module):
+    """Makes the entries `MASK` and `SEEN`, which all blocks share. It has no parameters.
+
+    Its own `forward` is what tensor parallel divides by positions: a sum over the ranks, of which one has a summand.
+    """
+
+    def __init__(self, budget: ImageInput, features: int, dtype: torch.dtype, *, summand: bool = True) -> None:
+        """Set it up.
+
+        Args:
+            budget: what rows of images are like; its adapter knows how many features an image has.
+            features: M of the batches of training.
+            dtype: the compute dtype.
+            summand: whether this rank has the values, of which the sum over tensor-parallel ranks is made.
+        """
+        super().__init__()
+        self.budget, self.features, self.dtype, self.summand = budget, features, dtype, summand
+
+    def forward(self, sees: Tensor) -> Tensor:
+        return sees.to(self.dtype) * float(self.summand)
+
+    def add_masks(self, batch: Batch, numbers: Tensor | None = None) -> Batch:
+        """Returns the batch with `MASK` and `SEEN`; `numbers` are those of its own images by default."""
+        if numbers is None:
+            self._check_size(batch)
+            numbers = self.numbers(batch[GRIDS], self.features)
+        first, stop = batch[VISIBLE].unsqueeze(-2).unbind(-1)
+        numbers = numbers.unsqueeze(1)
+        mask = (numbers >= first) & (numbers < stop)
+        sees = mask.any(-1, keepdim=True)
+        return {**batch, MASK: (mask | ~sees).unsqueeze(1), SEEN: self(sees)}
+
+    def _check_size(self, batch: Batch) -> None:
+        # Masks are made before features, and on ranks of a pipeline that have none: M must be known.
+        patches, budget = batch[PATCHES].shape[1], self.budget.patches_per_sequence
+        images, most = batch[GRIDS].shape[1], self.budget.images_per_sequence
+        if (patches, images) != (budget, most):
+            message = f"rows have room for {patches} patches and {images} images; in training they have {budget}"
+            raise ForgeError(f"{message} and {most}: fill them with zeros, or decode, which takes any number")
+
+    def numbers(self, grids: Tensor, features: int) -> Tensor:
+        """Returns (B, M), the number in the row of each feature's image, -1 for none, for M = `features`."""
+        sizes = self.budget.adapter.positions(Grid(*grids.unbind(-1))) * (grids.prod(-1) > 0)  # type: ignore[arg-type]
+        index = torch.arange(features, device=grids.device).expand(len(grids), -1).contiguous()
+        numbers = torch.searchsorted(sizes.cumsum(1), index, right=True)
+        return numbers.where(numbers < grids.shape[1], -1)

@@ -1,0 +1,29 @@
+"""`moma` keeps the contract of routers."""
+
+from __future__ import annotations
+
+from forge_plugin_moma import MoMa
+from forge_testing.distribution import check_distribution
+from forge_testing.suites import RouterSuite
+
+GROUPS = {"text": 4, "image": 3, "video": 1}
+
+
+def test_the_distribution():
+    check_distribution("forge-plugin-moma", samples={"moma": {"experts": {"text": 4, "image": 4}}})
+
+
+class TestTokensChoose(RouterSuite):
+    component = MoMa(experts=GROUPS, z_loss=10.0, sequence_balance=10.0, batch_balance=10.0, bias_rate=0.1)
+
+
+class TestTokensChooseSeveral(RouterSuite):
+    component = MoMa(experts={"image": 4, "text": 4}, top_k=3, normalise=True, gumbel_noise=True)
+
+
+class TestExpertsChoose(RouterSuite):
+    component = MoMa(experts=GROUPS, choose="experts", z_loss=10.0)
+
+
+class TestExpertsChooseSeveral(RouterSuite):
+    component = MoMa(experts={"text": 6, "image": 2}, choose="experts", capacity_factor=1.5, gumbel_noise=True)

@@ -1,0 +1,65 @@
+"""One curve under every layout: rows of text, images and videos, with every loss so heavy that a wrong scale shows."""
+
+from __future__ import annotations
+
+from moma_marked import VOCABULARY, Marked, Mixed
+
+from forge_plugin_moe import MoE
+from forge_plugin_moma import MoMa
+from forge_plugin_transformer import GroupedQueryAttention, Transformer
+from forge_plugin_vision import VisionLanguage
+from forge_plugin_vision.testing import RandomImages, tiny_vision
+from forge_testing.suites.parity import ParitySuite
+
+GROUPS = {"text": 3, "image": 2, "video": 1}
+
+
+def language_of(router: MoMa) -> Transformer:
+    attention = GroupedQueryAttention(heads=4, kv_heads=2)
+    ffn = MoE(experts=6, hidden=16, router=router, shared_experts=1)
+    return Transformer(vocab_size=VOCABULARY, dim=16, layers=2, attention=attention, ffn=ffn)
+
+
+class MoMaParitySuite(ParitySuite):
+    layouts = (
+        "replicate2",
+        "fsdp2",
+        "tp2",
+        "tp2_whole_sequences",
+        "pp2",
+        "cp2",
+        "checkpointing2",
+        "fsdp2_ep2",
+    )
+    router: MoMa
+
+    def parity_changes(self, folder):
+        model = Marked(language=language_of(self.router))
+        return {"model": model, "data": {"sources": (Mixed(),)}, "grad_clip_norm": 0.5}
+
+
+class TestTokensChoose(MoMaParitySuite):
+    router = MoMa(
+        experts=GROUPS,
+        gumbel_noise=True,
+        z_loss=10.0,
+        init_std=0.5,
+        sequence_balance=10.0,
+        batch_balance=10.0,
+        bias_rate=0.05,
+    )
+
+
+class TestExpertsChoose(MoMaParitySuite):
+    router = MoMa(experts=GROUPS, choose="experts", gumbel_noise=True, z_loss=10.0, init_std=0.5, auxiliary_weight=10.0)
+
+
+class TestExpertsChooseAmongImages(ParitySuite):
+    """With a vision tower and fusion `joint`."""
+
+    layouts = ("tp2", "cp2", "fsdp2_ep2")
+
+    def parity_changes(self, folder):
+        router = MoMa(experts={"text": 3, "image": 3}, choose="experts", init_std=0.5, auxiliary_weight=10.0)
+        model = VisionLanguage(language=language_of(router), vision=tiny_vision())
+        return {"model": model, "data": {"sources": (RandomImages(held_out=5),)}, "seq_len": 24}

@@ -1,0 +1,1 @@
+"""Networks of `forge-plugin-mot`."""

@@ -1,0 +1,155 @@
+"""The language model of fusion `mot`. Shapes: B sequences, S positions, M features of a row, D model width."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from forge_core.contracts.model import Role
+from forge_plugin_mot.modules.routing import TEXT_ONLY, with_routes
+from forge_plugin_mot.modules.untied import (
+    MODALITIES,
+    Merge,
+    UntiedAttention,
+    UntiedBlock,
+    UntiedFeedForward,
+    copies,
+    overlaid,
+)
+from forge_plugin_vision.modules.grafting import VisionLanguageModel, derived
+from forge_plugin_vision.modules.images import Images
+
+if TYPE_CHECKING:
+    from forge_core.contracts.data import Batch
+    from forge_core.contracts.model import Carry
+    from forge_plugin_vision.modules.vision import Vision
+
+    Base = VisionLanguageModel
+else:
+    # As for `VisionLanguageModel`: the class that this is put before has all of its methods.
+    Base = object
+
+ATTENTION_WITHOUT_WEIGHTS = ("rotary", "core")
+MIXINS: Mapping[str, Any] = {"attention": UntiedAttention, "ffn": UntiedFeedForward}
+
+
+class UntiedModel(Base):
+    """Mixin of a model with fusion `joint`; see `forge_plugin_mot.MixtureOfTransformers`."""
+
+    norm: nn.Module
+    codes: Mapping[str, int]
+    """Entry of `input_ids` for each modality with weights of its own."""
+    slots: int
+    """M, positions of a row's images at most."""
+    share: tuple[int, int] = (0, 1)
+    """See `with_routes`."""
+
+    def prepare(self, batch: Batch) -> Batch:
+        return super().prepare(with_routes(batch, self.codes, self.slots, self.share))
+
+    def decode(self, batch: Batch, cache: Any) -> Tensor:
+        ids = batch["input_ids"]
+        # Generated tokens are text. The host waits here, as it does for each token, and saves the other weights.
+        if bool((ids < 0).any()):
+            batch = with_routes(batch, self.codes, self.slots, self.share)
+        else:
+            batch = {**batch, TEXT_ONLY: ids.new_empty(0)}
+        return super().decode(batch, cache)
+
+    def finish(self, carry: Carry, batch: Batch) -> Tensor:
+        return overlaid(self.norm, carry[0], super().finish(carry, batch), batch)
+
+    # --- names -------------------------------------------------------------------------------------------------------
+
+    def untied(self) -> dict[str, list[str]]:
+        """Returns the modalities of each untied part on this rank, by the part's name."""
+        parts = ((name, copies(module)) for name, module in self.named_modules())
+        return {name: list(own) for name, own in parts if own}
+
+    def text_names(self, names: Iterable[str]) -> dict[str, str]:
+        """Returns {name for another modality: name}, for the names of the text's modules, parameters or buffers."""
+        untied = self.untied()
+        return {copy: name for name in names for copy in _copies_of(name, untied)}
+
+    # --- queries of the engine and the stages --------------------------------------------------------------------
+
+    def parameter_roles(self) -> Mapping[str, Role]:
+        roles = super().parameter_roles()
+        return {**roles, **{copy: roles[name] for copy, name in self.text_names(roles).items()}}
+
+    def float8_exempt(self) -> Sequence[str]:
+        exempt = super().float8_exempt()
+        return [*exempt, *self.text_names(exempt)]
+
+    def tensor_parallel_plan(self) -> Mapping[str, Any]:
+        plan = dict(super().tensor_parallel_plan())
+        for part in self.untied() if plan else ():
+            plan |= self._split_part(part, plan)
+        return plan
+
+    def _split_part(self, part: str, plan: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the plan of an untied part: sums over ranks are made once, behind all modalities."""
+        own = {name: way for name, way in plan.items() if name == part or name.startswith(f"{part}.")}
+        whole = own.get(part) == "whole_input"
+        inner = {name: _without_sum(way) if whole else way for name, way in own.items() if name != part or not whole}
+        inner |= {copy: inner[name] for copy, name in self.text_names(inner).items()}
+        return {**inner, f"{part}.merge": "partial_output"} if whole else inner
+
+
+def _copies_of(name: str, untied: Mapping[str, Sequence[str]]) -> Iterator[str]:
+    """Yields the names for other modalities of a module or parameter in an untied part of the text."""
+    for part, modalities in untied.items():
+        rest = name.removeprefix(part)
+        if name.startswith(part) and rest[:1] in ("", ".") and not rest.startswith(f".{MODALITIES}."):
+            yield from (f"{part}.{MODALITIES}.{modality}{rest}" for modality in modalities)
+
+
+def _without_sum(way: Any) -> Any:
+    return "partial_row" if way == "row" else way
+
+
+def feature_count(vision: Vision) -> int:
+    """Returns M, the features of a row, from shapes alone."""
+    sizes = vision.image_input
+    features = torch.empty(1, sizes.patches_per_sequence, vision.encoder.width, device="meta")  # type: ignore[call-overload]
+    grids = torch.empty(1, sizes.images_per_sequence, 3, dtype=torch.int64, device="meta")
+    adapted: Tensor = vision.adapter(features, Images.of(grids, sizes.patches_per_sequence))
+    return adapted.shape[1]
+
+
+def untie(model: Any, twins: Mapping[str, Any], parts: Collection[str], *, norm_after: bool) -> Any:
+    """Adds `parts` of other modalities, which `twins` have, to a model with fusion `joint`. Returns the model."""
+    _mix(model, UntiedModel)
+    for name, layer in model.layers.items():
+        _mix(layer, UntiedBlock)
+        layer.norm_after = norm_after
+        for part in _part_names(parts):
+            _untie_part(layer, part, {modality: getattr(twin.layers[name], part) for modality, twin in twins.items()})
+    if "norm" in parts:
+        model.norm.modalities = nn.ModuleDict({modality: twin.norm for modality, twin in twins.items()})
+    return model
+
+
+def _part_names(parts: Iterable[str]) -> Iterator[str]:
+    for part in parts:
+        yield from ("attention_norm", "ffn_norm") if part == "norm" else (part,)
+
+
+def _untie_part(layer: nn.Module, name: str, others: Mapping[str, nn.Module]) -> None:
+    part: Any = getattr(layer, name)
+    part.modalities = nn.ModuleDict(others)
+    if name not in MIXINS:
+        return
+    _mix(part, MIXINS[name])
+    part.merge = Merge()
+    for other in others.values() if name == "attention" else ():
+        for key in ATTENTION_WITHOUT_WEIGHTS:  # positions of all modalities meet in the text's
+            delattr(other, key)
+
+
+def _mix(module: Any, mixin: Any) -> None:
+    base: Any = type(module)
+    module.__class__ = derived(mixin, base)

@@ -1,0 +1,111 @@
+"""Parts of a layer with weights for each modality. Shapes: B sequences, S positions, D model width.
+
+A part keeps the text's weights under their names, and has others in `modalities`: one part of the same class for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from forge_plugin_mot.modules.routing import Route, route_in, tokens_of
+
+if TYPE_CHECKING:
+    from forge_core.contracts.data import Batch
+    from forge_core.contracts.model import Carry
+
+MODALITIES = "modalities"
+"""Name of a part's child with the parts of other modalities."""
+
+
+def copies(part: nn.Module) -> Mapping[str, Any]:
+    """Returns the parts of other modalities, by modality; empty if `part` is for all."""
+    own = getattr(part, MODALITIES, None)
+    return dict(own.items()) if isinstance(own, nn.ModuleDict) else {}
+
+
+def routed(part: nn.Module, length: int, batch: Batch) -> Iterator[tuple[str, Any, Route]]:
+    """Yields each other modality with its part and the route of its positions, among `length`."""
+    for modality, copy in copies(part).items():
+        route = route_in(batch, modality, length)
+        if route is not None:
+            yield modality, copy, route
+
+
+def overlaid(part: nn.Module, x: Tensor, own: Tensor, batch: Batch) -> Tensor:
+    """Returns `own`, the part's result for x (B, S, D), with that of other modalities at their positions."""
+    for _, copy, route in routed(part, x.shape[1], batch):
+        own = route.put(own, copy(route.take(x)))
+    return own
+
+
+class UntiedBlock(nn.Module):
+    """Mixin of a layer (`Block`): the norm of each position's modality, before or after each part."""
+
+    norm_after: bool
+
+    def forward(self, carry: Carry, batch: Batch, cache: Any = None) -> Carry:
+        (x,) = carry
+        x = x + self._update("attention", x, batch, cache)
+        return (x + self._update("ffn", x, batch),)
+
+    def _update(self, name: str, x: Tensor, batch: Batch, *cache: Any) -> Tensor:
+        part, norm = getattr(self, name), getattr(self, f"{name}_norm")
+        if not self.norm_after:
+            x = overlaid(norm, x, norm(x), batch)
+        x = part(x, batch, *cache)
+        return overlaid(norm, x, norm(x), batch) if self.norm_after else x
+
+
+class Merge(nn.Module):
+    """The text's result (B, S, D), and at their positions those of other modalities.
+
+    A module of its own: with tensor parallel the results are parts of a sum, which is made behind it.
+    """
+
+    def forward(self, own: Tensor, others: Sequence[tuple[Route, Tensor]]) -> Tensor:
+        for route, other in others:
+            own = route.put(own, other)
+        return own
+
+
+class UntiedAttention(nn.Module):
+    """Mixin of `GroupedAttention`: projections for each modality, whose positions see each other as ever."""
+
+    merge: Merge
+
+    def project(self, x: Tensor, batch: Batch) -> tuple[Tensor, ...]:
+        own: tuple[Tensor, ...] = super().project(x, batch)  # type: ignore[misc]
+        for _, copy, route in routed(self, x.shape[1], batch):
+            others = copy.project(route.take(x), batch)
+            own = tuple(route.put(tensor, other) for tensor, other in zip(own, others, strict=True))
+        return own
+
+    def output(self, mixed: Tensor, batch: Batch) -> Tensor:
+        own = super().output(mixed, batch)  # type: ignore[misc]
+        parts = routed(self, mixed.shape[1], batch)
+        merged: Tensor = self.merge(own, [(route, copy.output(route.take(mixed), batch)) for _, copy, route in parts])
+        return merged
+
+
+class UntiedFeedForward(nn.Module):
+    """Mixin of a feed-forward part: one for each modality."""
+
+    merge: Merge
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        own = super().forward(x, batch)
+        parts = routed(self, x.shape[1], batch)
+        others = [(route, copy(route.take(x), tokens_of(batch, modality))) for modality, copy, route in parts]
+        merged: Tensor = self.merge(own, others)
+        return merged
+
+    def flops(self, seq_len: int) -> float:
+        """Returns those of one position, which goes through one of the parts, all of one size."""
+        declared = getattr(super(), "flops", None)
+        if declared is not None:
+            return float(declared(seq_len))
+        weights = (p for name, p in self.named_parameters() if not name.startswith(f"{MODALITIES}."))
+        return 6.0 * sum(p.numel() for p in weights if p.ndim > 1)

@@ -1,0 +1,89 @@
+"""Requirements of fusion `mot` on the language model: of its component where that is known, and of what it builds."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from forge_core.contracts.components import RouterComponent
+from forge_core.contracts.errors import JobError, Problem
+from forge_plugin_transformer import GroupedQueryAttention, Transformer
+
+if TYPE_CHECKING:
+    from forge_core.contracts.components import ModelComponent
+    from forge_core.contracts.model import Model
+
+ATTENTION = ("q", "k", "v", "o", "q_norm", "k_norm", "rotary", "core")
+"""Children of attention: the weights of others would not be untied."""
+
+
+def component_problems(language: ModelComponent, parts: Collection[str]) -> Iterator[Problem]:
+    """Yields why `parts` of the layers of a `transformer` cannot have weights for each modality.
+
+    Paths are relative to the fusion's table.
+    """
+    if not isinstance(language, Transformer):
+        return  # known once it is built
+    if language.mtp is not None:
+        yield _predictions()
+    if "attention" in parts and not isinstance(language.attention, GroupedQueryAttention):
+        yield _attention(type(language.attention).__name__)
+    routers = [
+        f for f in attrs.fields(type(language.ffn)) if isinstance(getattr(language.ffn, f.name), RouterComponent)
+    ]
+    if "ffn" in parts and routers:
+        yield _experts(type(language.ffn).__name__)
+
+
+def check_layers(model: Model, parts: Collection[str]) -> None:
+    """Raises a JobError unless `parts` of all layers can have weights for each modality."""
+    if problems := list(_model_problems(model, parts)):
+        raise JobError(problem.below("model.fusion") for problem in problems)
+
+
+def _model_problems(model: Model, parts: Collection[str]) -> Iterator[Problem]:
+    """Yields problems; only the first of equal layers."""
+    from forge_plugin_transformer.modules.block import Block
+
+    if getattr(model, "mtp", None) is not None:
+        yield _predictions()
+    if "norm" in parts and getattr(model, "norm", None) is None:
+        message = f"{type(model).__name__} has no module `norm` behind its layers, which would be untied"
+        yield Problem("untie", f'{message}; leave "norm" out')
+    for name, layer in model.layers.items():
+        if not isinstance(layer, Block):
+            message = f"layers.{name} of the language model is a {type(layer).__name__}, no Block of"
+            hint = 'take model.language.type = "transformer", or another fusion'
+            yield Problem("", f"{message} forge-plugin-transformer, whose parts could be untied; {hint}")
+            return
+        if problem := next(_layer_problems(layer, parts), None):
+            yield problem
+            return
+
+
+def _layer_problems(layer: Any, parts: Collection[str]) -> Iterator[Problem]:
+    from forge_plugin_transformer.modules.attention import GroupedAttention
+
+    attention, ffn = layer.attention, layer.ffn
+    others = [key for key, _ in attention.named_children() if key not in ATTENTION]
+    if "attention" in parts and (others or not isinstance(attention, GroupedAttention)):
+        yield _attention(type(attention).__name__)
+    if "ffn" in parts and getattr(ffn, "expert_stacks", list)():
+        yield _experts(type(ffn).__name__)
+
+
+def _predictions() -> Problem:
+    message = "model.language.mtp predicts further tokens by weights for text only"
+    return Problem("", f'{message}; leave that table out, or take type = "joint"')
+
+
+def _attention(kind: str) -> Problem:
+    message = f"{kind}, the attention of the language model, has no projections that could be told apart by modality"
+    return Problem("untie", f'{message}; take model.language.attention.type = "gqa", or leave "attention" out')
+
+
+def _experts(kind: str) -> Problem:
+    message = f"the router of {kind} would count positions of other modalities, which its experts do not compute"
+    return Problem("untie", f'{message}; leave "ffn" out, and give modalities experts by a router such as "moma"')

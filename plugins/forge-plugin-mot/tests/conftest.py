@@ -1,0 +1,84 @@
+"""Builds small models with fusion `mot` in float64, and batches of which some rows have images."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from forge_core.data.reading import collate
+from forge_core.parallel.initialise import materialise
+from forge_plugin_mot import MixtureOfTransformers
+from forge_plugin_transformer import GroupedQueryAttention, SwiGLU, Transformer
+from forge_plugin_vision import GRIDS, IMAGE, VIDEO, FusionComponent, VisionLanguage
+from forge_plugin_vision.testing import RandomImages, tiny_vision
+
+LENGTH = 24
+ATTENTION = GroupedQueryAttention(heads=4, kv_heads=2, qk_norm=True)
+LANGUAGE = Transformer(vocab_size=32, dim=16, layers=2, attention=ATTENTION, ffn=SwiGLU(hidden=24), init_std=0.3)
+
+
+def vision_language(fusion: FusionComponent, language: Any = LANGUAGE) -> VisionLanguage:
+    return VisionLanguage(language=language, vision=tiny_vision(), fusion=fusion)
+
+
+@pytest.fixture
+def language() -> Any:
+    """The language model of the other fixtures."""
+    return LANGUAGE
+
+
+@pytest.fixture
+def bare(make_job: Callable[..., Any], build: Callable[..., Any]) -> Callable[..., Any]:
+    """bare(fusion, language=…): the model of a job in float64, with initial values."""
+
+    def make(fusion: FusionComponent, language: Any = LANGUAGE) -> Any:
+        job = make_job(model=vision_language(fusion, language), precision="fp64", seq_len=LENGTH)
+        model = build(job).model
+        materialise(model, torch.device("cpu"), seed=0)
+        return model
+
+    return make
+
+
+@pytest.fixture
+def make_model(bare: Callable[..., Any]) -> Callable[..., Any]:
+    """As `bare`, with norms and biases that are not those of a new model."""
+
+    def make(fusion: FusionComponent | None = None, language: Any = LANGUAGE) -> Any:
+        model = bare(fusion or MixtureOfTransformers(), language)
+        generator = torch.Generator().manual_seed(5)
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.data.uniform_(0.5, 1.5, generator=generator)
+        return model
+
+    return make
+
+
+@pytest.fixture
+def batch(make_job: Callable[..., Any], build: Callable[..., Any]) -> dict[str, Tensor]:
+    """Four rows: the first and the third without images, the others with two each, of which one is a video's."""
+    model = vision_language(MixtureOfTransformers())
+    job = make_job(model=model, precision="fp64", seq_len=LENGTH, data={"sources": (RandomImages(text_only=2),)})
+    rows = collate([build(job).datasets[0][number] for number in range(4)])
+    ids = rows["input_ids"]
+    after_first = (ids == IMAGE).cumsum(1) > int(rows[GRIDS][1, 0].prod())
+    rows["input_ids"] = ids.where(~((ids == IMAGE) & after_first), VIDEO)
+    assert [int((rows["input_ids"] == code).sum()) for code in (IMAGE, VIDEO)] == [8, 8]
+    return rows
+
+
+@pytest.fixture
+def tiny_rows(make_job: Callable[..., Any]) -> Callable[..., Any]:
+    """tiny_rows(fusion, language=…, **changes): a job of three steps, in which every third row has no image."""
+
+    def make(fusion: FusionComponent, language: Any = LANGUAGE, **changes: Any) -> Any:
+        settings = {"precision": "fp64", "steps": 3, "global_batch_size": 4, "seq_len": LENGTH}
+        settings["data"] = {"sources": (RandomImages(held_out=3),)}
+        return make_job(**{"model": vision_language(fusion, language), **settings, **changes})
+
+    return make

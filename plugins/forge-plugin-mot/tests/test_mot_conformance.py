@@ -1,0 +1,17 @@
+"""Fusion `mot` keeps the contract of fusions, and has one curve under every layout."""
+
+from __future__ import annotations
+
+from forge_plugin_mot import MixtureOfTransformers
+from forge_plugin_vision import VisionLanguage
+from forge_plugin_vision.suite import VisionModelSuite
+from forge_plugin_vision.testing import tiny_language, tiny_vision
+from forge_testing.distribution import check_distribution
+
+
+def test_the_distribution():
+    check_distribution("forge-plugin-mot")
+
+
+class TestMixtureOfTransformers(VisionModelSuite):
+    component = VisionLanguage(language=tiny_language(), vision=tiny_vision(), fusion=MixtureOfTransformers())

@@ -1,0 +1,80 @@
+"""Models that the fusion cannot untie are refused by name when the job is checked."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import pytest
+from attrs import frozen
+
+from forge_core.contracts.components import ModelComponent
+from forge_core.contracts.errors import JobError
+from forge_plugin_mla import MultiHeadLatentAttention
+from forge_plugin_moe import MoE
+from forge_plugin_mot import MixtureOfTransformers
+from forge_plugin_transformer import GELU, LayerNorm, MultiTokenPrediction, Transformer
+from forge_testing import TinyModel, job_problems
+
+MLA = MultiHeadLatentAttention(heads=4, kv_lora_rank=6, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5)
+EXPERTS = MoE(experts=2, hidden=8)
+UNFIT = {
+    "mtp": (MixtureOfTransformers(), {"mtp": MultiTokenPrediction()}, "model.fusion: model.language.mtp predicts"),
+    "mla": (MixtureOfTransformers(), {"attention": MLA}, "model.fusion.untie: MultiHeadLatentAttention, the attention"),
+    "moe": (MixtureOfTransformers(), {"ffn": EXPERTS}, "model.fusion.untie: the router of MoE would count"),
+    "twice": (MixtureOfTransformers(untie=("ffn", "ffn")), {}, "model.fusion.untie: ['ffn', 'ffn'] names one twice"),
+}
+
+
+@pytest.fixture
+def problems(tiny_rows: Callable[..., Any]) -> Callable[..., list[str]]:
+    return lambda fusion, language: job_problems(tiny_rows(fusion, language=language))
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_what_cannot_be_untied_is_refused(name: str, language: Any, problems: Callable[..., list[str]]) -> None:
+    fusion, changes, message = UNFIT[name]
+    (problem,) = problems(fusion, attrs.evolve(language, **changes))
+    assert message in problem
+
+
+@frozen(kw_only=True)
+class Wrapped(ModelComponent):
+    """A component that does not show which language model it builds."""
+
+    inner: ModelComponent
+
+    def build(self, context: Any) -> Any:
+        return context.build(self.inner)
+
+
+UNFIT_WHEN_BUILT = {
+    "layers": (TinyModel(), "model.fusion: layers.0 of the language model is a"),
+    "mtp": (Transformer(vocab_size=32, dim=16, mtp=MultiTokenPrediction()), "model.fusion: model.language.mtp"),
+    "mla": (Transformer(vocab_size=32, dim=16, attention=MLA), "model.fusion.untie: LatentAttention, the attention"),
+    "moe": (Transformer(vocab_size=32, dim=16, ffn=EXPERTS), "model.fusion.untie: the router of MoELayer"),
+}
+
+
+@pytest.mark.parametrize("name", UNFIT_WHEN_BUILT)
+def test_what_a_component_of_ones_own_builds_is_refused(name: str, bare: Callable[..., Any]) -> None:
+    language, message = UNFIT_WHEN_BUILT[name]
+    with pytest.raises(JobError, match=re.escape(message)):
+        bare(MixtureOfTransformers(), Wrapped(inner=language))
+
+
+FIT = {
+    "mla": (MixtureOfTransformers(untie=("ffn", "norm")), {"attention": MLA}),
+    "moe": (MixtureOfTransformers(untie=("attention", "norm")), {"ffn": EXPERTS}),
+    "others": (MixtureOfTransformers(), {"ffn": GELU(bias=True), "norm": LayerNorm(), "tie_embeddings": True}),
+}
+
+
+@pytest.mark.parametrize("name", FIT)
+def test_what_is_shared_may_be_anything(name: str, bare: Callable[..., Any], language: Any, batch: Any) -> None:
+    fusion, changes = FIT[name]
+    model = bare(fusion, attrs.evolve(language, **changes))
+    model(batch).sum().backward()
+    assert all(p.grad is not None for name, p in model.named_parameters() if "modalities" in name)
