@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from forge_core.cli.command_line import positive
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from forge_core.contracts.data import Tokenizer
     from forge_core.contracts.model import Model
     from forge_core.job import Job
@@ -20,10 +22,15 @@ def command(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
     from forge_plugin_generate.generate import Sampling, generate
 
-    model, tokenizer = load_model_and_tokenizer(options.path, options.device, options.run)
+    model, tokenizer, job = load_trained(options.path, options.device, options.run)
     sampling = Sampling(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)
     prompts = options.prompt or [""]
     ids = [tokenizer.encode(prompt) or [tokenizer.end_of_text] for prompt in prompts]
+    entries: dict[str, Tensor] = {}
+    if options.image:
+        device = next(model.parameters()).device
+        ids, made = _with_images(prompts, options.image, job, tokenizer)
+        entries = {name: tensor.to(device) for name, tensor in made.items()}
     rows = generate(
         model,
         ids,
@@ -32,6 +39,7 @@ def command(argv: list[str]) -> int:
         sampling,
         seed=options.seed,
         use_cache=not options.no_cache,
+        entries=entries,
     )
     for prompt, row in zip(prompts, rows, strict=True):
         print(prompt + tokenizer.decode(row))
@@ -40,12 +48,27 @@ def command(argv: list[str]) -> int:
     return 0
 
 
+def _with_images(
+    prompts: Sequence[str], files: Sequence[str], job: Job, tokenizer: Tokenizer
+) -> tuple[list[list[int]], dict[str, Tensor]]:
+    from forge_core.contracts.errors import ForgeError
+
+    try:
+        from forge_plugin_images.prompts import prompts_with_images
+    except ImportError as error:
+        raise ForgeError("--image needs forge-plugin-images; pip install forge-plugin-images") from error
+    return prompts_with_images(prompts, files, job, tokenizer)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="forge-run generate", description=command.__doc__)
     parser.add_argument(
         "path", metavar="RUN_OR_CHECKPOINT", help="a run folder (its newest checkpoint) or a checkpoint"
     )
     parser.add_argument("--prompt", action="append", help="text to continue; repeat it for a batch")
+    parser.add_argument(
+        "--image", action="append", metavar="FILE", help="image for the next <image> of the prompts; repeat it for more"
+    )
     parser.add_argument("--max-tokens", type=positive, default=200, help="tokens to generate a prompt (200)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token (0.8)")
     parser.add_argument("--top-k", type=int, default=0, help="only the k likeliest tokens; 0: all (0)")
@@ -59,10 +82,26 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+class Trained(NamedTuple):
+    """A trained model."""
+
+    model: Model
+    """In evaluation mode."""
+    tokenizer: Tokenizer
+    job: Job
+    """The job of its training, without its stages."""
+
+
 def load_model_and_tokenizer(
     path: Path | str, device: Literal["auto", "cpu", "cuda"] = "auto", run: Path | None = None
 ) -> tuple[Model, Tokenizer]:
-    """Load the trained model, in evaluation mode, and the tokenizer of a run folder or checkpoint.
+    """Load model and tokenizer as `load_trained`."""
+    trained = load_trained(path, device, run)
+    return trained.model, trained.tokenizer
+
+
+def load_trained(path: Path | str, device: Literal["auto", "cpu", "cuda"] = "auto", run: Path | None = None) -> Trained:
+    """Load the trained model, in evaluation mode, the tokenizer and the job of a run folder or checkpoint.
 
     Args:
         path: the run folder, whose newest checkpoint is taken, or the checkpoint.
@@ -94,7 +133,7 @@ def load_model_and_tokenizer(
     model = build_model(job, context).model
     load_model(checkpoint, model)
     model.eval()
-    return model, tokenizer
+    return Trained(model, tokenizer, job)
 
 
 def find_run(job: Job, checkpoint: Path, first: Sequence[Path]) -> Path:

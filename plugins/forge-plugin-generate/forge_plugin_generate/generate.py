@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from attrs import field, frozen
@@ -58,17 +58,20 @@ def generate(
     *,
     seed: int | None = None,
     use_cache: bool = True,
+    entries: Mapping[str, Tensor] | None = None,
 ) -> list[list[int]]:
     """Continue every prompt by up to `max_tokens` tokens; a row stops before its own end-of-text.
 
     Args:
         model: a model with a cache, in evaluation mode.
-        prompts: token ids, none empty; they may differ in length.
+        prompts: token ids, none empty; they may differ in length. Negative ones stand for what `entries` has, such as
+            images, in models that know them.
         max_tokens: upper bound of the tokens for each prompt.
         end_of_text: id that ends a document.
         sampling: settings of the draws; by default those of `Sampling`.
         seed: seed of the draws; None: torch's default generator.
         use_cache: False runs the whole model for every token. The tokens are the same, up to the rounding of logits.
+        entries: further entries (B, …) of the prompts' batch, by name (`patches`).
 
     Raises:
         ForgeError: a prompt is empty, or the model has no cache (`forge_core.contracts.model.Generates`).
@@ -84,9 +87,9 @@ def generate(
     cache = model.new_cache(len(prompts), ids.shape[1] + max_tokens)
     done = torch.zeros(len(prompts), dtype=torch.bool, device=device)
     rows: list[Tensor] = []
-    step_ids, step_positions = ids, positions
+    step_ids, step_positions, step_entries = ids, positions, dict(entries or {})
     for _ in range(max_tokens):
-        hidden = model.decode({"input_ids": step_ids, "positions": step_positions}, cache)
+        hidden = model.decode({"input_ids": step_ids, "positions": step_positions, **step_entries}, cache)
         token = sampling.draw(model.head.logits(hidden[:, -1:])[:, 0], generator)
         token = torch.where(done, end_of_text, token)
         done |= token == end_of_text
@@ -95,8 +98,10 @@ def generate(
             break
         following = positions[:, -1:] + 1
         ids, positions = torch.cat([ids, token[:, None]], 1), torch.cat([positions, following], 1)
-        step_ids, step_positions = (token[:, None], following) if use_cache else (ids, positions)
-        if not use_cache:
+        if use_cache:  # it has what the entries brought
+            step_ids, step_positions, step_entries = token[:, None], following, {}
+        else:
+            step_ids, step_positions = ids, positions
             cache = model.new_cache(len(prompts), ids.shape[1])
     return [_until(row, end_of_text) for row in torch.stack(rows, 1).tolist()] if rows else [[] for _ in prompts]
 

@@ -1,0 +1,15 @@
+"""Data with images for Forge: captions, documents, chats and drawn words, and an evaluation of answers to images.
+
+From files to rows: `listing` finds the files, `records` reads what they say, `documents` are made of tokens and images,
+which `decoding` opens and `processing` turns into patches; `index` knows what room each needs, `plan` puts them into
+rows, and `dataset` reads those.
+"""
+
+from forge_plugin_images.answers import Answers
+from forge_plugin_images.image_chat import ImageChat
+from forge_plugin_images.image_text import ImageText
+from forge_plugin_images.interleaved import Interleaved
+from forge_plugin_images.rendered_text import RenderedText
+from forge_plugin_images.source import ImageDataset
+
+__all__ = ["Answers", "ImageChat", "ImageDataset", "ImageText", "Interleaved", "RenderedText"]

@@ -1,0 +1,117 @@
+"""Answers of a model to rows with images. S: positions, P: patches of a row, V: values of a patch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from attrs import frozen
+
+from forge_core.contracts.data import IGNORED_LABEL
+from forge_core.data.reading import collate
+from forge_plugin_generate.generate import Sampling, generate
+from forge_plugin_vision import GRIDS, PATCHES
+
+if TYPE_CHECKING:
+    from forge_core.contracts.contexts import EvaluationContext
+    from forge_core.contracts.data import Dataset
+    from forge_plugin_images.answers import Answers
+
+Row = Mapping[str, np.ndarray]
+AT_A_TIME = 16
+"""Rows of one batch."""
+
+
+@frozen(kw_only=True)
+class Answer:
+    """What a model said of a row's images."""
+
+    row: Row
+    expected: str
+    said: str
+    bits: float
+    """Information that the model took from the images about the learned text of the row, in bits."""
+
+    @property
+    def is_right(self) -> bool:
+        return self.said == self.expected
+
+    @property
+    def letters(self) -> float:
+        """One minus the edit distance, relative to the longer text."""
+        longer = max(len(self.said), len(self.expected))
+        return 1 - edit_distance(self.said, self.expected) / longer if longer else 1.0
+
+
+def answered(settings: Answers, context: EvaluationContext) -> list[Answer]:
+    """Returns the answers to held-out rows; none if no row has an image."""
+    rows = list(_rows(context.held_out, settings.sequences)) if context.held_out is not None else []
+    answers: list[Answer] = []
+    for start in range(0, len(rows), AT_A_TIME):
+        part = rows[start : start + AT_A_TIME]
+        others = [rows[(number + 1) % len(rows)] for number in range(start, start + len(part))]
+        bits = _bits(part, others, context)
+        texts = _texts(part, settings, context)
+        pairs = zip(part, texts, bits, strict=True)
+        answers += [Answer(row=row, expected=right, said=said, bits=bit) for row, (right, said), bit in pairs]
+    return answers
+
+
+def _rows(dataset: Dataset, count: int) -> Iterator[Row]:
+    """Yields rows with images and something to learn, spread evenly."""
+    for number in range(min(count, len(dataset))):
+        row = dataset[number * len(dataset) // min(count, len(dataset))]
+        if GRIDS in row and row[GRIDS].any() and (row["labels"] != IGNORED_LABEL).any():
+            yield row
+
+
+def _texts(rows: Sequence[Row], settings: Answers, context: EvaluationContext) -> list[tuple[str, str]]:
+    """Returns the right text and the model's, for each row."""
+    tokenizer = context.build.tokenizer
+    assert tokenizer is not None
+    end = tokenizer.end_of_text
+    firsts = [int(np.argmax(row["labels"] != IGNORED_LABEL)) for row in rows]
+    prompts = [row["input_ids"][: first + 1].tolist() for row, first in zip(rows, firsts, strict=True)]
+    right = [list(_learned(row["labels"][first:], end)) for row, first in zip(rows, firsts, strict=True)]
+    entries = {name: tensor.to(context.build.device) for name, tensor in _entries(rows).items()}
+    greedy = Sampling(temperature=0)
+    said = generate(context.model, prompts, settings.max_tokens, end, greedy, entries=entries)
+    return [(tokenizer.decode(one), tokenizer.decode(other)) for one, other in zip(right, said, strict=True)]
+
+
+def _entries(rows: Sequence[Row]) -> dict[str, torch.Tensor]:
+    return collate([{name: row[name] for name in (PATCHES, GRIDS)} for row in rows])
+
+
+def _learned(labels: np.ndarray, end: int) -> Iterator[int]:
+    """Yields the first run of learned tokens, without its end-of-text."""
+    for label in labels.tolist():
+        if label in (IGNORED_LABEL, end):
+            return
+        yield label
+
+
+def _bits(rows: Sequence[Row], others: Sequence[Row], context: EvaluationContext) -> list[float]:
+    """Returns for each row how many bits more its text takes with another row's images."""
+    wrong = [{**row, PATCHES: other[PATCHES]} for row, other in zip(rows, others, strict=True)]
+    return ((_losses(wrong, context) - _losses(rows, context)) / math.log(2)).tolist()
+
+
+def _losses(rows: Sequence[Row], context: EvaluationContext) -> torch.Tensor:
+    """(rows,): the sum of the losses of each row's labels, in nats."""
+    batch = {name: tensor.to(context.build.device) for name, tensor in collate(rows).items()}
+    sums, _ = context.executor.evaluate([batch]).per_sequence
+    return sums.double().cpu()
+
+
+def edit_distance(one: str, other: str) -> int:
+    """Returns how many letters must be added, removed or exchanged to make one text the other (Levenshtein)."""
+    row = list(range(len(other) + 1))
+    for i, letter in enumerate(one, 1):
+        before, row[0] = row[0], i
+        for j, opposite in enumerate(other, 1):
+            before, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, before + (letter != opposite))
+    return row[-1]

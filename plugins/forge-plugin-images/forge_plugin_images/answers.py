@@ -1,0 +1,69 @@
+"""The evaluation `answers`: what the model says of held-out images."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from attrs import field, frozen
+from attrs.validators import ge, gt
+
+from forge_core.contracts.components import EvaluationComponent
+from forge_core.contracts.contexts import EvaluationContext
+from forge_core.contracts.errors import Problem
+from forge_plugin_images.rendered_text import NO_TOKENIZER
+from forge_plugin_vision import HasImageInput, image_input
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from forge_core.contracts.layout import Layout
+    from forge_core.job import Job
+
+
+@frozen(kw_only=True)
+class Answers(EvaluationComponent):
+    """Lets the model continue held-out rows with images, where the first learned text begins, and compares with it.
+
+    Logs `{prefix}/exact`, the share of answers that are right to the letter, and `{prefix}/letters`, one minus the edit
+    distance relative to the longer text, on average. The likeliest token is taken each time. `answers.png` in the run
+    folder shows the images, what the model said of them, and the bits that it took from each: how much less
+    likely the right text is when the model sees the next row's image.
+    """
+
+    sequences: int = field(default=64, validator=gt(0))
+    """Rows with images, evenly spread over the held-out ones."""
+    shown: int = field(default=24, validator=ge(0))
+    """How many of them `answers.png` shows; 0: it is not drawn."""
+    max_tokens: int = field(default=32, validator=gt(0))
+    """Upper bound of the tokens of an answer."""
+    prefix: str = "answers"
+    """Prefix of the names of the metrics."""
+
+    def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        if not isinstance(job.model, HasImageInput):
+            yield Problem("", f"{type(job.model).__name__} sees no images; leave this evaluation out")
+        if job.data.tokenizer is None:
+            yield Problem("", NO_TOKENIZER)
+        if layout.replicate != layout.world_size:
+            message = f"generation needs the whole model on one rank, and the layout ({layout}) splits it"
+            yield Problem("", f"{message}; leave this evaluation out; `looking` works under every layout")
+
+    def evaluate(self, context: EvaluationContext) -> Mapping[str, float]:
+        from forge_core.parallel.mesh import global_rank
+        from forge_plugin_images.answering import answered
+        from forge_plugin_images.gallery import draw_answers
+
+        answers = answered(self, context)
+        if not answers:
+            return {}
+        # Every rank has all answers: they are few, and equal on all of them.
+        if self.shown and context.build.folder is not None and global_rank() == 0:
+            form = image_input(context.job).format
+            count = min(self.shown, len(answers))
+            spread = [answers[number * len(answers) // count] for number in range(count)]
+            draw_answers(spread, form, context.build.folder / "answers.png", context.step)
+        return {
+            f"{self.prefix}/exact": sum(answer.is_right for answer in answers) / len(answers),
+            f"{self.prefix}/letters": sum(answer.letters for answer in answers) / len(answers),
+        }

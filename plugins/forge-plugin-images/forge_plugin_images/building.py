@@ -1,0 +1,105 @@
+"""From a dataset's keys to its rows: the index, the split, and what is left out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from forge_core.contracts.errors import JobError, Problem
+from forge_plugin_images.dataset import ImageRows, Selection, Tolerance
+from forge_plugin_images.index import entries_of, stored_index
+from forge_plugin_images.rows import Needs, RowFormat
+
+if TYPE_CHECKING:
+    from forge_core.contracts.contexts import BuildContext
+    from forge_plugin_images.documents import ImageDocuments
+    from forge_plugin_images.source import ImageDataset
+
+
+def image_rows(keys: ImageDataset, context: BuildContext, documents: ImageDocuments) -> ImageRows:
+    """Returns the training rows, with the held-out ones.
+
+    Raises:
+        JobError: a record is not as the job says, or documents are broken or too long and must not be left out.
+    """
+    index = stored_index(documents, keys.broken == "skip")
+    entries = entries_of(index.path)
+    rows = RowFormat(
+        length=context.job.train.seq_len,
+        patches=documents.seen.patches_per_sequence,
+        images=documents.seen.images_per_sequence,
+        values=documents.seen.format.values,
+        filler=documents.tokenizer.end_of_text,
+        keeps_apart=context.job.data.packing.isolates,
+    )
+    tolerance = Tolerance(keys.broken == "skip", keys.max_broken, len(entries))
+    _check_broken(keys, entries)
+    if keys.too_long == "stop":
+        _check_room(documents, entries, rows.room)
+    is_held_out = _held_out(keys, documents, len(entries))
+    held_out = None
+    if is_held_out.any():
+        held_out = ImageRows(documents, index, _select(entries, is_held_out, rows.room), rows, tolerance)
+    return ImageRows(documents, index, _select(entries, ~is_held_out, rows.room), rows, tolerance, held_out)
+
+
+def _select(entries: np.ndarray, wanted: np.ndarray, room: Needs) -> Selection:
+    """Returns the wanted documents (documents,) bool that can be learned from."""
+    fits, learned, broken = _fits(entries, room), entries["labels"] > 0, entries["broken"]
+    return Selection(
+        numbers=np.flatnonzero(wanted & fits & learned & ~broken),
+        unlearned=int((wanted & ~learned & ~broken).sum()),
+        too_long=int((wanted & ~fits).sum()),
+        cut=int((wanted & entries["cut"]).sum()),
+        broken=int((wanted & broken).sum()),
+    )
+
+
+def _fits(entries: np.ndarray, room: Needs) -> np.ndarray:
+    return np.all([entries[name] <= most for name, most in room._asdict().items()], axis=0)
+
+
+def _check_broken(keys: ImageDataset, entries: np.ndarray) -> None:
+    if (broken := int(entries["broken"].sum())) > keys.max_broken * len(entries):
+        message = f"{broken} of {len(entries)} documents have images that cannot be read (see the log)"
+        raise JobError([Problem("max_broken", f"{keys.max_broken}, but {message}; repair them, or allow more")])
+
+
+def _check_room(documents: ImageDocuments, entries: np.ndarray, room: Needs) -> None:
+    """Raise for documents that no row has room for; names the first, and what would be enough."""
+    too_long = np.flatnonzero(~_fits(entries, room))
+    if not len(too_long):
+        return
+    number = int(too_long[0])
+    needs = ", ".join(
+        f"{entries[name][number]} {name} (a row has {most}, the most needed is {entries[name].max()})"
+        for name, most in room._asdict().items()
+        if entries[name].max() > most
+    )
+    message = f"{len(too_long)} of {len(entries)} documents do not fit into a row"
+    place = documents.records[number].place
+    hint = f'{_remedy(entries, room)}, or set too_long to "cut" or "skip"'
+    raise JobError([Problem("too_long", f"{message}; {place} has {needs}; {hint}")])
+
+
+def _remedy(entries: np.ndarray, room: Needs) -> str:
+    keys = {
+        "positions": "train.seq_len",
+        "patches": "model.vision.patches_per_sequence",
+        "images": "model.vision.images_per_sequence",
+    }
+    return "raise " + " and ".join(keys[name] for name, most in room._asdict().items() if entries[name].max() > most)
+
+
+def _held_out(keys: ImageDataset, documents: ImageDocuments, count: int) -> np.ndarray:
+    """Returns (documents,) bool."""
+    split = keys.held_out_split()
+    if not split.names:
+        return np.array([split.holds_out(number) for number in range(count)], bool)
+    held_out = np.array([split.holds_out(number, documents.records[number]) for number in range(count)], bool)
+    if not held_out.any():
+        example = documents.records[0].place
+        message = f"none of the {len(split.names)} names in {keys.held_out_list!r} is there; they look like {example!r}"
+        raise JobError([Problem("held_out_list", message)])
+    return held_out

@@ -1,0 +1,103 @@
+"""Documents of a source by number: measured by the headers of their images, or read with their pixels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from attrs import frozen
+
+from forge_core.contracts.data import Tokenizer
+from forge_plugin_images.decoding import ImageFile, decode, size_of
+from forge_plugin_images.processing import ImageProcessor
+from forge_plugin_images.records import Record, Records
+from forge_plugin_images.rows import Document, Needs, Tokens
+from forge_plugin_vision import Grid, ImageInput
+
+Part = Tokens | ImageFile
+
+
+class Layout(Protocol):
+    """Says what a record's document consists of."""
+
+    def parts(self, record: Record, records: Records, tokenizer: Tokenizer) -> Iterable[Part]:
+        """Yields runs of tokens and images, in order; raises `JobError` if the record has not what it needs."""
+
+    def layout_key(self) -> list[object]:
+        """Returns all that parts depend on, besides record and tokenizer."""
+
+
+class Measured(NamedTuple):
+    """A document whose images have been looked at, but not decoded."""
+
+    document: Document
+    images: Sequence[ImageFile]
+    text_bytes: int
+    """UTF-8 bytes that its labels stand for; 0 where something was cut off, or where it is unknown."""
+    is_cut: bool
+
+
+@frozen
+class ImageDocuments:
+    """The documents of all records, one each."""
+
+    records: Records
+    layout: Layout
+    tokenizer: Tokenizer
+    processor: ImageProcessor
+    seen: ImageInput
+    room: Needs | None = None
+    """What does not fit into it is cut off, never within an image; None: nothing is."""
+
+    def measure(self, number: int) -> Measured:
+        """Returns a document by the headers of its images.
+
+        Raises:
+            JobError: the record is not as the job says.
+            BrokenImage: the header of an image cannot be read.
+        """
+        parts = self._parts(number)
+        sized = [part if isinstance(part, Tokens) else self.processor.grid(size_of(part)) for part in parts]
+        kept = sized if self.room is None else list(self._cut(sized, self.room))
+        document = Document.of(kept, {part: self._length(part) for part in kept if not isinstance(part, Tokens)})
+        images = [part for part in parts if not isinstance(part, Tokens)][: len(document.grids)]
+        is_cut = len(document.ids) < sum(map(self._length, sized))
+        text_bytes = 0 if is_cut else sum(part.text_bytes for part in sized if isinstance(part, Tokens))
+        return Measured(document, images, text_bytes, is_cut)
+
+    def read(self, number: int) -> tuple[Document, list[np.ndarray]]:
+        """Returns a document and the patches of its images; raises as `measure`."""
+        measured = self.measure(number)
+        return measured.document, [self.processor.patches(decode(image)) for image in measured.images]
+
+    def key(self) -> list[object]:
+        """Returns all that documents depend on, but for the contents of image files."""
+        tokenizer = [self.tokenizer.fingerprint(), self.tokenizer.end_of_text]
+        positions = [repr(self.seen.adapter), repr(self.seen.fusion)]
+        room = list(self.room) if self.room else None
+        return [self.records.identity(), self.layout.layout_key(), tokenizer, self.processor.key(), positions, room]
+
+    def _parts(self, number: int) -> list[Part]:
+        parts = list(self.layout.parts(self.records[number], self.records, self.tokenizer))
+        runs = [part for part in parts if isinstance(part, Tokens)]
+        return [*parts, Tokens([self.tokenizer.end_of_text], bool(runs) and runs[-1].learned)]
+
+    def _length(self, part: Tokens | Grid) -> int:
+        return len(part.ids) if isinstance(part, Tokens) else self.seen.positions(part)
+
+    def _cut(self, parts: Iterable[Tokens | Grid], room: Needs) -> Iterator[Tokens | Grid]:
+        """Yields the parts that fit, the last of them maybe shortened."""
+        entries, patches, images = room.positions + 1, room.patches, room.images  # the last entry is only a label
+        for part in parts:
+            length = self._length(part)
+            if isinstance(part, Tokens):
+                yield part._replace(ids=part.ids[:entries])
+            else:
+                patches, images = patches - part.patches, images - 1
+                if length >= entries or patches < 0 or images < 0:
+                    return
+                yield part
+            entries -= length
+            if entries <= 0:
+                return

@@ -1,0 +1,175 @@
+"""Files that belong together by their names: shards of webdataset, or a folder of images with texts beside them."""
+
+from __future__ import annotations
+
+import json
+import os
+import tarfile
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from attrs import frozen
+
+from forge_core.contracts.errors import JobError, Problem
+from forge_kit.cache import cached_folder, digest_of
+from forge_plugin_images.decoding import FileImage, ImageFile, SectionImage
+from forge_plugin_images.json_lines import LINE, lines_of
+from forge_plugin_images.listing import IMAGES
+from forge_plugin_images.records import Record, embedded_image, stamps
+
+FORMAT = 1
+"""Part of the key: increase it when the same files are grouped differently."""
+
+TEXTS, JSON = (".txt", ".text", ".caption"), ".json"
+GROUPS = "groups.jsonl"
+
+Member = tuple[str, int, int]
+"""A file: its path, or that of the archive with its first byte and its size; the whole of a file has size -1."""
+Group = tuple[str, Mapping[str, Member]]
+"""Name of a group, and its files by what their names have after it, lower case."""
+
+
+@frozen
+class GroupedFiles:
+    """Groups of files as records: the keys of the group's JSON, if any, and each file by its ending.
+
+    `image` is the group's first image and `text` its text, unless its JSON has keys of these names.
+    """
+
+    files: Sequence[str]
+    index: Path
+    """Folder of the cache with the groups, one a line, and the start of each line."""
+
+    @classmethod
+    def of_archives(cls, files: Sequence[str]) -> GroupedFiles:
+        """Index the members of tar files, or take the index from the cache."""
+        return cls(files, _stored(files, (group for file in files for group in _of_archive(file))))
+
+    @classmethod
+    def of_files(cls, files: Sequence[str]) -> GroupedFiles:
+        """Group images with the files beside them."""
+        return cls(files, _stored(files, _of_files(files)))
+
+    def __len__(self) -> int:
+        return len(lines_of(self.index))
+
+    def __getitem__(self, number: int) -> Record:
+        _, start, length, _ = lines_of(self.index)[number].tolist()
+        with open(self.index / GROUPS, "rb") as stream:
+            stream.seek(start)
+            name, members = json.loads(stream.read(length))
+        file, _, size = next(iter(members.values()))
+        place = name if size < 0 else f"{file}:{name}"
+        return Record(place, file, dict(_values(place, members)))
+
+    def image(self, record: Record, value: Any) -> ImageFile:
+        """See `Records`. A text names a member by its ending (`jpg`), or by its whole name."""
+        found = embedded_image(record, value)
+        if not isinstance(found, str):
+            return found
+        members = record.values[MEMBERS]
+        endings = [ending for ending in members if found == ending or found.endswith(f".{ending}")]
+        if not endings:
+            known = ", ".join(map(repr, members))
+            raise JobError(f"{record.place}: {found!r} is no file of this group, whose files end in {known}")
+        path, start, size = members[endings[0]]
+        if size < 0:
+            return FileImage(path)
+        return SectionImage(f"{record.place}.{endings[0]}", path, start, size)
+
+    def identity(self) -> str:
+        """See `Records`: by sizes and times of the files."""
+        return digest_of(FORMAT, stamps(self.files))
+
+
+MEMBERS = ""
+"""Key under which a record has its members; no file's ending is empty."""
+
+
+def _values(place: str, members: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    yield MEMBERS, members
+    for ending, member in members.items():
+        if f".{ending}".endswith(TEXTS):
+            text = _decoded(place, ending, _bytes(member))
+            yield from ((key, text) for key in ("text", ending))
+        elif f".{ending}".endswith(JSON):
+            yield from _object(place, ending, _bytes(member)).items()
+    images = [ending for ending in members if f".{ending}".endswith(IMAGES)]
+    yield from ((ending, ending) for ending in images)
+    if images:
+        yield "image", images[0]
+
+
+def _bytes(member: Member) -> bytes:
+    path, start, size = member
+    with open(path, "rb") as stream:
+        stream.seek(start)
+        return stream.read(size)
+
+
+def _decoded(place: str, ending: str, data: bytes) -> str:
+    try:
+        return data.decode().strip()
+    except UnicodeDecodeError as error:
+        raise JobError(f"{place}.{ending}: byte {error.start} is not UTF-8 ({error.reason}); convert it") from error
+
+
+def _object(place: str, ending: str, data: bytes) -> Mapping[str, Any]:
+    try:
+        value = json.loads(data)
+    except ValueError as error:
+        raise JobError(f"{place}.{ending}: not JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise JobError(f"{place}.{ending}: {str(value)[:60]!r} is not an object")
+    return value
+
+
+def _stored(files: Sequence[str], groups: Iterable[Group]) -> Path:
+    """Write groups into the cache, unless they are there, and return their folder."""
+
+    def make(folder: Path) -> Mapping[str, Any]:
+        lines, start = [], 0
+        with open(folder / GROUPS, "wb") as stream:
+            for number, group in enumerate(groups, 1):
+                data = json.dumps(group).encode() + b"\n"
+                stream.write(data)
+                lines.append((0, start, len(data), number))
+                start += len(data)
+        np.save(folder / "lines.npy", np.array(lines, LINE))
+        return {"groups": len(lines)}
+
+    # Paths are in the key as they are in the groups: relative ones hold for any folder with these files.
+    return cached_folder("image-groups", digest_of(FORMAT, list(files), stamps(files)), make).path
+
+
+def _of_archive(path: str) -> Iterator[Group]:
+    """Yields the groups of a tar file, in the order of their first members."""
+    groups: dict[str, dict[str, Member]] = defaultdict(dict)
+    try:
+        with tarfile.open(path, "r:") as archive:
+            for member in archive:
+                folder, _, name = member.name.rpartition("/")
+                base, dot, ending = name.partition(".")
+                if member.isfile() and dot and base:
+                    groups[f"{folder}/{base}" if folder else base][ending.lower()] = (
+                        path,
+                        member.offset_data,
+                        member.size,
+                    )
+    except tarfile.ReadError as error:
+        message = f"{path!r} cannot be read as tar ({error}); images are compressed already, so tar them without gzip"
+        raise JobError([Problem("path", message)]) from error
+    yield from groups.items()
+
+
+def _of_files(files: Sequence[str]) -> Iterator[Group]:
+    """Yields images with the files of the same name, but for the ending."""
+    groups: dict[str, dict[str, Member]] = defaultdict(dict)
+    for path in files:
+        base, ending = os.path.splitext(path)
+        groups[base][ending[1:].lower()] = (path, 0, -1)
+    images = tuple(ending[1:] for ending in IMAGES)
+    yield from ((base, members) for base, members in groups.items() if set(members) & set(images))

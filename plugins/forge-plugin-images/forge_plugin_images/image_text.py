@@ -1,0 +1,53 @@
+"""Dataset `image_text`: images with captions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Literal
+
+from attrs import frozen
+
+from forge_plugin_images.source import ImageDataset
+
+if TYPE_CHECKING:
+    from forge_core.contracts.data import Tokenizer
+    from forge_plugin_images.documents import Part
+    from forge_plugin_images.records import Record, Records
+
+
+@frozen(kw_only=True)
+class ImageText(ImageDataset):
+    """Pairs of an image, or several, and a text.
+
+    The last position of the image predicts the text's first token; images themselves are never labels.
+    """
+
+    image: str = "image"
+    """The key of a record with its image: a path or the bytes, or a list of them."""
+    text: str = "text"
+    """The key of a record with its text."""
+    prompt: str = ""
+    """The key of a record with a text between image and caption that is not learned, like a question; empty: none."""
+    caption: Literal["after", "before"] = "after"
+    """Where the text stands: after the image, which is described, or before it."""
+
+    def documents(self) -> Iterator[str]:
+        """Yields the texts of documents that are not held out."""
+        return (record.text(self.text, "text") for record in self.training_records())
+
+    def parts(self, record: Record, records: Records, tokenizer: Tokenizer) -> Iterator[Part]:
+        from forge_plugin_images.rows import Tokens
+
+        value, text = record.value(self.image, "image"), record.text(self.text, "text")
+        images = [records.image(record, one) for one in (value if isinstance(value, list) else [value])]
+        caption = Tokens(tokenizer.encode(text), True, len(text.encode()))
+        if self.caption == "before":
+            yield caption
+        yield from images
+        if self.prompt and (prompt := record.text(self.prompt, "prompt")):
+            yield Tokens(tokenizer.encode(prompt), False)
+        if self.caption == "after":
+            yield caption
+
+    def layout_key(self) -> list[object]:
+        return ["image_text", self.image, self.text, self.prompt, self.caption]

@@ -1,0 +1,91 @@
+"""Finds the files of a source, and opens them by their format."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from forge_core.contracts.errors import JobError, Problem
+
+if TYPE_CHECKING:
+    from forge_plugin_images.records import Records
+
+LISTS = (".jsonl", ".tar", ".parquet")
+"""Endings of files with many records each."""
+IMAGES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
+BESIDE = (".json", ".txt", ".text", ".caption")
+"""Endings of files that belong to an image of the same name."""
+SAVED = ("state.json", "dataset_dict.json")
+"""Files that identify a folder of `save_to_disk`."""
+
+
+def files_of(patterns: Sequence[str]) -> tuple[str, list[str]]:
+    """Returns the format of a source and its files by name.
+
+    Files with many records come before loose images: in a folder with both, images are what the records refer to. The
+    format of loose images is an empty string.
+
+    Raises:
+        JobError: a pattern has no files, or they have several formats.
+    """
+    candidates = [file for pattern in patterns for file in _existing(pattern)]
+    by_format = {ending: sorted({file for file in candidates if file.lower().endswith(ending)}) for ending in LISTS}
+    formats = {ending: files for ending, files in by_format.items() if files}
+    if len(formats) > 1:
+        message = f"{list(patterns)} has files of several formats ({', '.join(formats)}); name those of one"
+        raise JobError([Problem("path", message)])
+    if formats:
+        return next(iter(formats.items()))
+    if any(file.lower().endswith(IMAGES) for file in candidates):
+        return "", sorted({file for file in candidates if file.lower().endswith((*IMAGES, *BESIDE))})
+    known = f"{', '.join(LISTS)}, or images with texts beside them"
+    message = f"none of {len(candidates)} files of {list(patterns)} is of a known format ({known})"
+    raise JobError([Problem("path", f"{message}; correct the path")])
+
+
+def open_records(patterns: Sequence[str], folder: str, split: str) -> Records:
+    """Open the records of a source; raises `JobError` if there are none."""
+    if is_saved(patterns):
+        from forge_plugin_images.tables import Table
+
+        return Table.open(patterns[0], (), split, folder)
+    ending, files = files_of(patterns)
+    if ending == ".parquet":
+        from forge_plugin_images.tables import Table
+
+        return Table.open("parquet", tuple(files), split, folder)
+    if ending == ".jsonl":
+        from forge_plugin_images.json_lines import JsonLines
+
+        return JsonLines.open(files, folder)
+    from forge_plugin_images.groups import GroupedFiles
+
+    return GroupedFiles.of_archives(files) if ending == ".tar" else GroupedFiles.of_files(files)
+
+
+def is_saved(patterns: Sequence[str]) -> bool:
+    """Whether the source is a folder that `save_to_disk` of Hugging Face's datasets wrote."""
+    return len(patterns) == 1 and any(
+        os.path.isfile(os.path.join(os.path.expanduser(patterns[0]), name)) for name in SAVED
+    )
+
+
+def _existing(pattern: str) -> list[str]:
+    """Returns the files of a path, folder or glob; raises `JobError` if there are none."""
+    path = os.path.expanduser(pattern)
+    matches: Iterable[str] = [path] if os.path.exists(path) else glob.glob(path, recursive=True)
+    files = [file for match in matches for file in _files_below(match)]
+    if not files:
+        state = (
+            "matches no file" if glob.has_magic(path) else "does not exist" if not os.path.isdir(path) else "is empty"
+        )
+        raise JobError([Problem("path", f"{pattern!r} {state} (looked from {os.getcwd()}); correct the path")])
+    return files
+
+
+def _files_below(path: str) -> list[str]:
+    if not os.path.isdir(path):
+        return [path]
+    return [os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names if name[0] != "."]

@@ -1,0 +1,139 @@
+"""Resizes images to grids of patches, by arithmetic that image processors of known checkpoints share.
+
+V: values of a patch.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+from attrs import frozen
+from PIL import Image
+
+from forge_plugin_images.patches import grid_of, patches_of
+
+if TYPE_CHECKING:
+    from forge_plugin_vision import Grid, ImageFormat
+
+Policy = Literal["native", "fill", "stretch", "crop", "pad"]
+"""How an image gets the size of a grid. `native` (Qwen2-VL's `smart_resize`) and `fill` (SigLIP 2's NaFlex) keep its
+shape nearly; the others make images of one size, as SigLIP (`stretch`), CLIP (`crop`) and LLaVA-1.5 (`pad`) do."""
+RESAMPLING = {
+    "bilinear": Image.Resampling.BILINEAR,
+    "bicubic": Image.Resampling.BICUBIC,
+    "lanczos": Image.Resampling.LANCZOS,
+}
+
+Size = tuple[int, int]
+"""Height and width in pixels."""
+
+
+@frozen
+class ImageProcessor:
+    """Turns images into patches, as an encoder's format and a policy say."""
+
+    form: ImageFormat
+    policy: Policy
+    max_patches: int
+    """Of an image, for `native` and `fill`."""
+    min_patches: int = 0
+    """Of an image, for `native`: smaller ones are enlarged."""
+
+    @property
+    def step(self) -> int:
+        """Pixels that sides are multiples of."""
+        return self.form.patch * self.form.multiple
+
+    def grid(self, size: Size) -> Grid:
+        """Returns the grid of an image of this size."""
+        return grid_of(*self._target(size), self.form)
+
+    def patches(self, image: Image.Image) -> np.ndarray:
+        """Returns the patches of an RGB image: (patches, V) uint8."""
+        size = image.height, image.width
+        height, width = self._target(size)
+        if self.policy == "pad":
+            image = _padded(image, height / width, tuple(int(255 * mean) for mean in self.form.mean))
+        elif self.policy == "crop":
+            image = _covering(image, (height, width), RESAMPLING[self.form.resample])
+        if image.size != (width, height):
+            image = image.resize((width, height), RESAMPLING[self.form.resample])
+        return patches_of(np.asarray(image), self.form)
+
+    def key(self) -> list[object]:
+        """Returns all that patches depend on, besides the image."""
+        form = self.form
+        shape = [form.patch, form.frames, form.channels, form.grid, form.multiple]
+        return [*shape, form.resample, form.mean, self.policy, self.max_patches, self.min_patches]
+
+    def _target(self, size: Size) -> Size:
+        if self.policy == "native":
+            return native_size(size, self.step, self.min_patches * self.form.patch**2, self._max_pixels)
+        if self.policy == "fill":
+            return filling_size(size, self.step, self._max_pixels)
+        assert self.form.grid is not None
+        return self.form.grid[0] * self.form.patch, self.form.grid[1] * self.form.patch
+
+    @property
+    def _max_pixels(self) -> int:
+        return self.max_patches * self.form.patch**2
+
+
+def native_size(size: Size, step: int, min_pixels: int, max_pixels: int) -> Size:
+    """Returns the nearest size whose sides are multiples of `step`, within these bounds of its area.
+
+    This is `smart_resize` of Qwen2-VL, but for very long images, which it refuses: here the area holds for them too.
+    """
+    height, width = size
+    rows, columns = max(1, round(height / step)), max(1, round(width / step))
+    if rows * columns * step**2 > max_pixels:
+        ratio = math.sqrt(height * width / max_pixels)
+        rows, columns = max(1, math.floor(height / ratio / step)), max(1, math.floor(width / ratio / step))
+        most = max_pixels // step**2
+        rows, columns = min(rows, most // columns or 1), min(columns, most)
+    elif rows * columns * step**2 < min_pixels:
+        ratio = math.sqrt(min_pixels / (height * width))
+        rows, columns = math.ceil(height * ratio / step), math.ceil(width * ratio / step)
+    return rows * step, columns * step
+
+
+def filling_size(size: Size, step: int, max_pixels: int, precision: float = 1e-5) -> Size:
+    """Returns the largest size of the image's shape, sides rounded up to multiples of `step`, within `max_pixels`.
+
+    This is `get_image_size_for_max_num_patches` of SigLIP 2, which looks for the scale by bisection.
+    """
+
+    def scaled(scale: float) -> Size:
+        height, width = (max(step, math.ceil(side * scale / step) * step) for side in size)
+        return height, width
+
+    low, high = precision / 10, 100.0
+    while high - low >= precision:
+        middle = (low + high) / 2
+        if math.prod(scaled(middle)) <= max_pixels:
+            low = middle
+        else:
+            high = middle
+    return scaled(low)
+
+
+def _padded(image: Image.Image, ratio: float, colour: tuple[int, ...]) -> Image.Image:
+    """Returns the image in the middle of a canvas whose height is `ratio` times its width."""
+    width = max(image.width, round(image.height / ratio))
+    height = max(image.height, round(image.width * ratio))
+    canvas = Image.new("RGB", (width, height), colour)
+    canvas.paste(image, ((width - image.width) // 2, (height - image.height) // 2))
+    return canvas
+
+
+def _covering(image: Image.Image, target: Size, resampling: Image.Resampling) -> Image.Image:
+    """Returns the middle of the image, resized until it just covers the target."""
+    height, width = target
+    if height * image.width >= width * image.height:  # the height decides
+        size = int(height * image.width / image.height), height
+    else:
+        size = width, int(width * image.height / image.width)
+    left, top = (size[0] - width) // 2, (size[1] - height) // 2
+    return image.resize(size, resampling).crop((left, top, left + width, top + height))

@@ -1,0 +1,94 @@
+"""Prompts with images. N: images of a prompt, P: patches of a row, V: values of a patch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from forge_core.contracts.errors import ForgeError
+from forge_core.data.reading import collate
+from forge_plugin_images.content import MARK
+from forge_plugin_images.decoding import BrokenImage, FileImage, decode
+from forge_plugin_images.processing import ImageProcessor
+from forge_plugin_images.source import ImageDataset
+from forge_plugin_vision import GRIDS, IMAGE, PATCHES, image_input
+
+if TYPE_CHECKING:
+    from PIL import Image
+    from torch import Tensor
+
+    from forge_core.contracts.data import Tokenizer
+    from forge_core.job import Job
+    from forge_plugin_vision import ImageInput
+
+
+class Prompts(NamedTuple):
+    """Prompts for `forge_plugin_generate.generate.generate`."""
+
+    ids: list[list[int]]
+    """Tokens, and `IMAGE` at the positions of images."""
+    entries: dict[str, Tensor]
+    """`patches` (B, P, V) and `grids` (B, N, 3)."""
+
+
+def prompts_with_images(texts: Sequence[str], files: Sequence[str], job: Job, tokenizer: Tokenizer) -> Prompts:
+    """Make prompts of texts, and of images in the order of `<image>` in them; a single text without it follows them.
+
+    Images are resized as by the job's first source of images in files, or as such a source does by default.
+
+    Raises:
+        ForgeError: the texts refer to more or fewer images, an image cannot be read, or a prompt has too many.
+    """
+    if len(texts) == 1 and MARK not in texts[0]:
+        texts = [MARK * len(files) + texts[0]]
+    marks = sum(text.count(MARK) for text in texts)
+    if marks != len(files):
+        message = f"the prompts have {MARK} {marks} times, and there are {len(files)} images"
+        raise ForgeError(f"{message}; write it once for each image, where it stands")
+    seen = image_input(job)
+    processor, images = _processor(job, seen), iter([_decoded(file) for file in files])
+    rows = [_row(text, [next(images) for _ in range(text.count(MARK))], processor, seen, tokenizer) for text in texts]
+    return Prompts([ids for ids, _ in rows], collate([entries for _, entries in rows]))
+
+
+def _processor(job: Job, seen: ImageInput) -> ImageProcessor:
+    own = (source.processor(seen) for source in job.data.sources if isinstance(source, ImageDataset))
+    default = ImageProcessor(
+        seen.format,
+        "stretch" if seen.format.grid else "native",
+        seen.patches_per_sequence // seen.images_per_sequence,
+    )
+    return next(own, default)
+
+
+def _decoded(file: str) -> Image.Image:
+    try:
+        return decode(FileImage(file))
+    except BrokenImage as error:
+        raise ForgeError(str(error)) from error
+
+
+def _row(
+    text: str, images: Sequence[Image.Image], processor: ImageProcessor, seen: ImageInput, tokenizer: Tokenizer
+) -> tuple[list[int], dict[str, np.ndarray]]:
+    """Returns the ids of a prompt, and its entries `patches` (P, V) and `grids` (N, 3)."""
+    cut = [processor.patches(image) for image in images]
+    used = sum(len(patches) for patches in cut)
+    if used > seen.patches_per_sequence or len(images) > seen.images_per_sequence:
+        has = f"a prompt has {len(images)} images with {used} patches"
+        most = f"{seen.images_per_sequence} images and {seen.patches_per_sequence} patches at most"
+        raise ForgeError(f"{has}, and the model was trained with {most}; use fewer or smaller images")
+    patches = np.zeros((seen.patches_per_sequence, seen.format.values), np.uint8)
+    grids = np.zeros((seen.images_per_sequence, 3), np.int64)
+    if cut:
+        patches[:used] = np.concatenate(cut)
+    ids: list[int] = []
+    for number, part in enumerate(text.split(MARK)):
+        if number:
+            grid = processor.grid((images[number - 1].height, images[number - 1].width))
+            grids[number - 1] = grid
+            ids += [IMAGE] * seen.positions(grid)
+        ids += tokenizer.encode(part)
+    return ids or [tokenizer.end_of_text], {PATCHES: patches, GRIDS: grids}

@@ -1,0 +1,127 @@
+"""Rows of documents that consist of tokens and images.
+
+S: positions of a row, P: patches of a row at most, N: images of a row at most, V: values of a patch, n: entries of a
+document.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from attrs import frozen
+
+from forge_core.contracts.data import IGNORED_LABEL
+from forge_plugin_vision import GRIDS, IMAGE, PATCHES
+
+if TYPE_CHECKING:
+    from forge_plugin_vision import Grid
+
+
+class Tokens(NamedTuple):
+    """A run of tokens."""
+
+    ids: Sequence[int]
+    learned: bool = True
+    """Whether they are labels."""
+    text_bytes: int = 0
+    """UTF-8 bytes that they stand for, if they are labels and it is known."""
+
+
+class Needs(NamedTuple):
+    """Room that a document takes in a row."""
+
+    positions: int
+    patches: int
+    images: int
+
+
+@frozen
+class Document:
+    """Entries in order, of which the last is only a label: n entries take n - 1 positions."""
+
+    ids: np.ndarray
+    """(n,) int64: tokens, and `IMAGE` at the positions of images."""
+    learned: np.ndarray
+    """(n,) bool: which entries are labels of the position before them; never an image's."""
+    grids: Sequence[Grid]
+    """Grids of its images, in order."""
+
+    @classmethod
+    def of(cls, parts: Iterable[Tokens | Grid], positions: Mapping[Grid, int]) -> Document:
+        """Put parts one after the other; an image of a grid takes `positions[grid]` entries."""
+        parts = list(parts)
+        grids = [part for part in parts if not isinstance(part, Tokens)]
+        runs = [part if isinstance(part, Tokens) else Tokens([IMAGE] * positions[part], False) for part in parts]
+        ids = [np.zeros(0, np.int64), *(np.asarray(run.ids, np.int64) for run in runs)]
+        learned = [np.zeros(0, bool), *(np.full(len(run.ids), run.learned) for run in runs)]
+        return cls(np.concatenate(ids), np.concatenate(learned), grids)
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(max(0, len(self.ids) - 1), sum(grid.patches for grid in self.grids), len(self.grids))
+
+    @property
+    def labels(self) -> np.ndarray:
+        """(n - 1,) int64: the next entry where it is learned. The last position of an image predicts a token too."""
+        return np.where(self.learned[1:], self.ids[1:], IGNORED_LABEL)
+
+
+@frozen
+class RowFormat:
+    """Shape of every row of a job."""
+
+    length: int
+    """S."""
+    patches: int
+    """P."""
+    images: int
+    """N."""
+    values: int
+    """V."""
+    filler: int
+    """Token at positions that no document takes."""
+    keeps_apart: bool = False
+    """Whether rows have `document_ids` and `positions`, so that attention stays within a document."""
+
+    @property
+    def room(self) -> Needs:
+        return Needs(self.length, self.patches, self.images)
+
+    def row(self, documents: Sequence[Document], patches: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
+        """Put documents side by side; they fit.
+
+        Args:
+            documents: the documents of the row.
+            patches: (patches, V) uint8 of all their images, in order.
+        """
+        inputs = np.full(self.length, self.filler, np.int64)
+        labels = np.full(self.length, IGNORED_LABEL, np.int64)
+        starts = np.zeros(self.length, bool)
+        end = 0
+        for document in documents:
+            start, end = end, end + document.needs.positions
+            inputs[start:end], labels[start:end] = document.ids[:-1], document.labels
+            starts[start] = True
+        starts[end : end + 1] = True  # positions that are left over
+        row = {"input_ids": inputs, "labels": labels, **self._images(documents, patches)}
+        return row | _places(starts) if self.keeps_apart else row
+
+    def _images(self, documents: Sequence[Document], patches: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
+        all_grids = [grid for document in documents for grid in document.grids]
+        filled = np.zeros((self.patches, self.values), np.uint8)
+        grids = np.zeros((self.images, 3), np.int64)
+        if all_grids:
+            grids[: len(all_grids)] = all_grids
+            np.concatenate(patches, out=filled[: sum(grid.patches for grid in all_grids)])
+        return {PATCHES: filled, GRIDS: grids}
+
+
+def _places(starts: np.ndarray) -> dict[str, np.ndarray]:
+    """Returns `document_ids` and `positions`, (S,) int64, from 0; `starts` (S,) bool is where documents begin."""
+    index = np.arange(len(starts))
+    return {
+        "document_ids": np.cumsum(starts) - 1,
+        "positions": index - np.maximum.accumulate(np.where(starts, index, 0)),
+    }

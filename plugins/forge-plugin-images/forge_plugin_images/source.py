@@ -1,0 +1,199 @@
+"""Base of the datasets of images in files: where they are, how they are resized, and what is held out or left out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import attrs
+from attrs import field, frozen
+from attrs.validators import and_, ge, lt
+
+from forge_core.contracts.components import DatasetComponent
+from forge_core.contracts.errors import JobError, Problem
+from forge_plugin_images.listing import files_of, is_saved, open_records
+from forge_plugin_vision import image_input
+
+if TYPE_CHECKING:
+    from forge_core.contracts.contexts import BuildContext
+    from forge_core.contracts.data import Dataset, Tokenizer
+    from forge_core.contracts.layout import Layout
+    from forge_core.job import Job
+    from forge_plugin_images.documents import ImageDocuments, Part
+    from forge_plugin_images.processing import ImageProcessor
+    from forge_plugin_images.records import Record, Records
+    from forge_plugin_vision import ImageInput
+
+FIXED, FREE = ("stretch", "crop", "pad"), ("native", "fill")
+"""Policies of encoders with one size of images, and of those with any."""
+NO_TOKENIZER = 'texts need a tokenizer; add a table [data.tokenizer], for example with type = "bpe"'
+
+
+def _off_or_at_least_two(_: Any, attribute: attrs.Attribute, value: int) -> None:
+    if value < 0 or value == 1:
+        raise ValueError(f"{attribute.name!r} must be 0 (off) or at least 2, not {value}")
+
+
+@frozen
+class Split:
+    """Holds out every `every`-th document, starting with the first, or those whose names are listed."""
+
+    every: int
+    names: frozenset[str]
+
+    def holds_out(self, number: int, record: Record | None = None) -> bool:
+        """Whether a document is held out; the record is needed only where names are listed."""
+        if self.every:
+            return number % self.every == 0
+        return record is not None and (record.place in self.names or record.file in self.names)
+
+
+@frozen(kw_only=True)
+class ImageDataset(DatasetComponent):
+    """Documents with images, decoded when they are read.
+
+    With `[data.packing]` that keeps documents apart (`best_fit`, `isolate`), rows have as many whole documents as fit
+    by positions, patches and images; otherwise each document has a row of its own.
+    """
+
+    path: str | tuple[str, ...]
+    """Files, folders and globs, one or a list: JSON lines, tar shards, Parquet, a folder of `save_to_disk`, or a folder
+    of images with texts beside them."""
+    split: str = "train"
+    """Of a table, Parquet or `save_to_disk`: the split to train on."""
+    folder: str = ""
+    """Where relative paths of images start; empty: beside the file that names them."""
+    resize: Literal["auto", "native", "fill", "stretch", "crop", "pad"] = "auto"
+    """How images get their size. For encoders of any size `native` (nearest multiples, smaller only if `max_patches`
+    demands it) or `fill` (as large as `max_patches` allows); for those of one size `stretch`, `crop` (the middle) or
+    `pad` (bars of the mean colour). auto: `native` or `stretch`."""
+    max_patches: int = field(default=0, validator=ge(0))
+    """Patches of an image at most, for `native` and `fill`; 0: the model's for a sequence, shared by its images."""
+    min_patches: int = field(default=0, validator=ge(0))
+    """With `native`: smaller images are enlarged to as many patches."""
+    held_out_every: int = field(default=0, validator=_off_or_at_least_two)
+    """Hold out every n-th document, starting with the first; 0: none."""
+    held_out_list: str = ""
+    """File that names the documents to hold out, one a line: `data/a.jsonl:17`, or a file for all in it."""
+    too_long: Literal["stop", "cut", "skip"] = "stop"
+    """Documents that a row has no room for: end the run before it starts, cut off what does not fit (never within an
+    image), or leave them out."""
+    broken: Literal["stop", "skip"] = "stop"
+    """Documents with images that cannot be read: end the run, or leave them out."""
+    max_broken: float = field(default=0.01, validator=and_(ge(0.0), lt(1.0)))
+    """With `broken = "skip"`: share of the documents above which the run ends all the same."""
+
+    def parts(self, record: Record, records: Records, tokenizer: Tokenizer) -> Iterable[Part]:
+        """Yields runs of tokens and images of a record's document, in order, without the end-of-text."""
+        raise NotImplementedError
+
+    def layout_key(self) -> list[object]:
+        """Returns the keys that `parts` depends on."""
+        raise NotImplementedError
+
+    def build(self, context: BuildContext) -> Dataset:
+        """Returns rows of documents, measured once and kept in the cache.
+
+        Raises:
+            JobError: the files cannot be read, or are not as the job says.
+        """
+        from forge_plugin_images.building import image_rows
+
+        if context.tokenizer is None:
+            raise JobError(NO_TOKENIZER)
+        return image_rows(self, context, self.image_documents(context, context.tokenizer))
+
+    def image_documents(self, context: BuildContext, tokenizer: Tokenizer) -> ImageDocuments:
+        """Returns the documents of all records."""
+        from forge_plugin_images.documents import ImageDocuments
+        from forge_plugin_images.rows import Needs
+
+        seen = image_input(context.job)
+        room = Needs(context.job.train.seq_len, seen.patches_per_sequence, seen.images_per_sequence)
+        return ImageDocuments(
+            records=self.records(),
+            layout=self,
+            tokenizer=tokenizer,
+            processor=self.processor(seen),
+            seen=seen,
+            room=room if self.too_long == "cut" else None,
+        )
+
+    def records(self) -> Records:
+        """Open the records; raises `JobError` if there are none."""
+        return open_records(self._patterns, self.folder, self.split)
+
+    def held_out_split(self) -> Split:
+        """Returns which documents are held out."""
+        return Split(self.held_out_every, _names(self.held_out_list) if self.held_out_list else frozenset())
+
+    def training_records(self) -> Iterator[Record]:
+        """Yields the records that are not held out."""
+        records, split = self.records(), self.held_out_split()
+        for number in range(len(records)):
+            if not split.holds_out(number, record := records[number]):
+                yield record
+
+    def processor(self, seen: ImageInput) -> ImageProcessor:
+        """Returns what turns images into patches for a model that has `seen` as its input."""
+        from forge_plugin_images.processing import ImageProcessor
+
+        auto: Literal["stretch", "native"] = "stretch" if seen.format.grid else "native"
+        most = self.max_patches or seen.patches_per_sequence // seen.images_per_sequence
+        return ImageProcessor(seen.format, auto if self.resize == "auto" else self.resize, most, self.min_patches)
+
+    def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        if job.data.tokenizer is None:
+            yield Problem("", NO_TOKENIZER)
+        try:
+            yield from self._size_problems(image_input(job))
+        except JobError as error:
+            yield Problem("", error.problems[0].message)
+        yield from self._path_problems()
+        if self.held_out_list and self.held_out_every:
+            yield Problem(
+                "held_out_list", f"held_out_every = {self.held_out_every} is set as well; keep one of the two"
+            )
+        if self.held_out_list and not Path(self.held_out_list).is_file():
+            yield Problem("held_out_list", f"{self.held_out_list!r} does not exist; correct the path or make the list")
+
+    @property
+    def _patterns(self) -> tuple[str, ...]:
+        return (self.path,) if isinstance(self.path, str) else self.path
+
+    def _path_problems(self) -> Iterator[Problem]:
+        try:
+            takes_split = is_saved(self._patterns) or files_of(self._patterns)[0] == ".parquet"
+        except JobError as error:
+            yield from error.problems
+            return
+        if self.split != "train" and not takes_split:
+            yield Problem("split", f"{self.split!r}, but only tables have splits; leave it out, or name other files")
+
+    def _size_problems(self, seen: ImageInput) -> Iterator[Problem]:
+        form = seen.format
+        if form.grid and self.resize in FREE:
+            rows, columns = form.grid
+            size = f"{rows * form.patch} x {columns * form.patch} pixels"
+            yield Problem("resize", f"{self.resize!r}, but the encoder takes images of {size}; take one of {FIXED}")
+        if not form.grid and self.resize in FIXED:
+            yield Problem("resize", f"{self.resize!r}, but the encoder takes images of any size; take one of {FREE}")
+        for key in ("max_patches", "min_patches"):
+            if form.grid and (value := getattr(self, key)):
+                yield Problem(key, f"{value}, but all images of this encoder have one size; leave it out")
+        most = self.max_patches or seen.patches_per_sequence // seen.images_per_sequence
+        if not form.grid and most < form.multiple**2:
+            message = f"{most} patches of an image at most, and the smallest has {form.multiple**2} with this adapter"
+            yield Problem("max_patches", f"{message}; raise it, or model.vision.patches_per_sequence")
+        if most > seen.patches_per_sequence:
+            room = f"model.vision.patches_per_sequence = {seen.patches_per_sequence}"
+            yield Problem("max_patches", f"{most}, and a sequence has {room}; lower the one or raise the other")
+        if self.min_patches > most:
+            yield Problem("min_patches", f"{self.min_patches} is more than max_patches, which is {most}")
+
+
+def _names(path: str) -> frozenset[str]:
+    """Returns the names in a held-out list: one a line; `#` starts a comment line."""
+    lines = (line.strip() for line in Path(path).read_text("utf-8").splitlines())
+    return frozenset(line for line in lines if line and not line.startswith("#"))

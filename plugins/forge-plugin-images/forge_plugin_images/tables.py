@@ -1,0 +1,67 @@
+"""Tables of Hugging Face's datasets: Parquet, or a folder of `save_to_disk`. Needs forge-plugin-huggingface."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from attrs import frozen
+
+from forge_core.contracts.errors import JobError, Problem
+from forge_kit.cache import digest_of
+from forge_plugin_images.decoding import FileImage, ImageFile
+from forge_plugin_images.records import Record, embedded_image
+
+if TYPE_CHECKING:
+    import datasets
+
+FORMAT = 1
+"""Part of the identity: increase it when the same tables are read differently."""
+
+
+@frozen
+class Table:
+    """Rows of a table as records. It is mapped, also by a pickled copy, so that any row is read by itself."""
+
+    path: str
+    rows: datasets.Dataset
+    fingerprint: str
+    folder: str
+
+    @classmethod
+    def open(cls, path: str, files: tuple[str, ...], split: str, folder: str) -> Table:
+        """Open a split.
+
+        Args:
+            path: a folder of `save_to_disk`, or a format.
+            files: the files of that format.
+            split: name of the split; files have `train` only.
+            folder: where relative paths of images start; empty: beside the table.
+        """
+        try:
+            from forge_plugin_huggingface.source import Origin
+        except ImportError as error:
+            message = "tables need forge-plugin-huggingface; pip install forge-plugin-huggingface"
+            raise JobError([Problem("path", message)]) from error
+        source = Origin(path, data_files=tuple(map(os.path.abspath, files))).open()
+        # As Arrow, images stay bytes: by themselves, datasets would decode them.
+        rows = source.table(split).with_format("arrow")
+        shown = files[0] if files else path
+        home = os.path.dirname(shown) if files else shown
+        return cls(shown, rows, source.fingerprint(split), folder or home)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, number: int) -> Record:
+        [values] = self.rows[[number]].to_pylist()
+        return Record(f"{self.path}:{number}", self.path, values)
+
+    def image(self, record: Record, value: Any) -> ImageFile:
+        """See `Records`."""
+        found = embedded_image(record, value)
+        return FileImage(os.path.join(self.folder, found)) if isinstance(found, str) else found
+
+    def identity(self) -> str:
+        """See `Records`: by the sizes and times of the table's files."""
+        return digest_of(FORMAT, self.fingerprint)

@@ -1,0 +1,51 @@
+"""Evaluation `answers`."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from forge_core import Trainer
+from forge_plugin_images import Answers, RenderedText
+from forge_plugin_images.answering import Answer, edit_distance
+from forge_plugin_images.gallery import pixels_of
+from forge_plugin_images.patches import patches_of
+from forge_plugin_vision import ImageFormat
+from forge_testing import job_problems, tiny_job
+
+
+@pytest.mark.parametrize(("one", "other", "distance"), [("", "", 0), ("abc", "", 3), ("kitten", "sitting", 3)])
+def test_the_edit_distance(one, other, distance):
+    assert edit_distance(one, other) == edit_distance(other, one) == distance
+
+
+def test_letters_are_relative_to_the_longer_text():
+    answer = Answer(row={}, expected="abcd", said="abxdef", bits=0.0)
+    assert answer.letters == pytest.approx(1 - 3 / 6)
+    assert not answer.is_right
+
+
+def test_patches_become_the_image_again():
+    pixels = np.random.default_rng(0).integers(0, 256, (8, 12, 3)).astype(np.uint8)
+    form = ImageFormat(patch=4, frames=2)
+    patches = np.concatenate([patches_of(pixels, form), np.zeros((3, form.values), np.uint8)])
+    assert (pixels_of(patches, np.array([1, 2, 3]), form) == pixels).all()
+
+
+def test_a_run_logs_how_many_are_right_and_draws_them(make_job, catalog):
+    evaluations = {"answers": Answers(sequences=5, shown=3, max_tokens=4)}
+    job = make_job(RenderedText(held_out=6, length=(3, 4), text_size=(5, 5)), evaluations=evaluations, steps=2)
+    folder = Trainer(job, catalog=catalog).run().folder
+    [last] = [line for line in map(json.loads, (folder / "metrics.jsonl").open()) if "answers/exact" in line]
+    assert 0 <= last["answers/exact"] <= last["answers/letters"] <= 1
+    with Image.open(folder / "answers.png") as picture:
+        assert picture.width > 900
+
+
+def test_a_job_that_cannot_have_it_is_refused(tmp_path, catalog):
+    problems = job_problems(tiny_job(str(tmp_path), catalog, evaluations={"answers": Answers()}), 1)
+    assert "evaluations.answers: TinyModel sees no images; leave this evaluation out" in problems
+    assert any("words need a tokenizer" in problem for problem in problems)

@@ -1,0 +1,188 @@
+"""Dataset `image_text`: captions of images in files, measured once, decoded when read."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from forge_core import JobError
+from forge_core.contracts.errors import DataError
+from forge_plugin_images import ImageText
+from forge_plugin_images.testing import tiny_model
+from forge_plugin_text import Bytes
+from forge_plugin_vision import IMAGE
+from forge_testing import job_problems
+from forge_testing.suites import DatasetSuite
+
+END = 256
+
+
+def write_pairs(folder: Path, count: int = 12, **changes: Any) -> Path:
+    """Images of one colour each, in a folder `images`, and a file that names them."""
+    (folder / "images").mkdir(exist_ok=True)
+    lines = []
+    for number in range(count):
+        Image.new("RGB", (48, 8), (20 * number, 100, 5 * number)).save(folder / "images" / f"{number}.png")
+        lines.append({"image": f"images/{number}.png", "text": f"text {number}"[: 3 + number % 5]} | changes)
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder / "pairs.jsonl"
+
+
+class TestImageText(DatasetSuite):
+    has_images = True
+    job = {"model": tiny_model(8, 24), "seq_len": 12, "data": {"tokenizer": Bytes()}}
+
+    def make(self, folder):
+        folder.mkdir(exist_ok=True)
+        return ImageText(path=str(write_pairs(folder, 16)), held_out_every=4)
+
+
+def test_a_row_is_the_image_then_its_text_and_the_image_predicts_the_first_token(build, tmp_path):
+    row = build(ImageText(path=str(write_pairs(tmp_path))))[4]
+    text = b"text 4"
+    assert list(row["input_ids"][: 6 + len(text)]) == [IMAGE] * 6 + [*text]
+    assert list(row["labels"]) == [-100] * 5 + [*text, END] + [-100] * (24 - 5 - len(text) - 1)
+    assert row["grids"].tolist() == [[1, 1, 6]]
+    assert row["patches"].reshape(6, 3, 64)[:, :, 0].tolist() == [[80, 100, 20]] * 6
+
+
+def test_the_text_may_stand_before_the_image_and_a_prompt_is_not_learned(build, tmp_path):
+    path = str(write_pairs(tmp_path, prompt="who?"))
+    before = build(ImageText(path=path, caption="before"))[4]
+    assert list(before["input_ids"][:12]) == [*b"text 4"] + [IMAGE] * 6
+    assert list(before["labels"][:12]) == [*b"ext 4"] + [-100] * 6 + [END]
+    prompted = build(ImageText(path=path, prompt="prompt"))[4]
+    assert list(prompted["input_ids"][:16]) == [IMAGE] * 6 + [*b"who?text 4"]
+    assert list(prompted["labels"][:16]) == [-100] * 9 + [*b"text 4", END]
+
+
+def test_several_images_of_a_record_follow_each_other(build, tmp_path):
+    path = write_pairs(tmp_path, 3, image=["images/1.png", "images/2.png"])
+    row = build(ImageText(path=str(path)), model=tiny_model(images_per_sequence=2))[0]
+    assert (row["input_ids"][:12] == IMAGE).all()
+    assert row["patches"][:, 0].tolist() == [20] * 6 + [40] * 6
+
+
+def test_every_nth_document_and_listed_ones_are_held_out(build, tmp_path):
+    path = write_pairs(tmp_path)
+    every = build(ImageText(path=str(path), held_out_every=4))
+    assert [every.held_out.where(row) for row in range(3)] == [f"{path}:{line}" for line in (1, 5, 9)]
+    assert len(every) == 9
+    (tmp_path / "held.txt").write_text(f"# two\n{path}:3\n{path}:4\n")
+    listed = build(ImageText(path=str(path), held_out_list=str(tmp_path / "held.txt")))
+    assert [listed.held_out.where(row) for row in range(2)] == [f"{path}:3", f"{path}:4"]
+    assert listed.bytes_per_token == pytest.approx((5 + 6) / (6 + 7))
+
+
+def test_a_tokenizer_is_trained_on_what_is_not_held_out(tmp_path):
+    path = write_pairs(tmp_path, 4)
+    assert list(ImageText(path=str(path), held_out_every=2).documents()) == ["text", "text 3"]
+
+
+def test_the_second_start_opens_no_image(build, tmp_path, monkeypatch):
+    path = str(write_pairs(tmp_path))
+    first = build(ImageText(path=path))
+    monkeypatch.setattr("forge_plugin_images.documents.size_of", lambda file: pytest.fail("measured again"))
+    assert build(ImageText(path=path)).identity() == first.identity()
+
+
+# --- what cannot be -------------------------------------------------------------------------------------------------
+
+
+def test_documents_without_room_are_counted_and_the_remedy_is_named(build, tmp_path):
+    path = write_pairs(tmp_path)
+    with pytest.raises(JobError) as error:
+        build(ImageText(path=str(path)), seq_len=11)
+    needs = "12 positions (a row has 11, the most needed is 12)"
+    assert f"too_long: 4 of 12 documents do not fit into a row; {path}:4 has {needs}" in str(error.value)
+    assert 'raise train.seq_len, or set too_long to "cut" or "skip"' in str(error.value)
+
+
+def test_too_long_documents_are_left_out_or_cut_but_never_within_an_image(build, tmp_path):
+    path = str(write_pairs(tmp_path))
+    skipped = build(ImageText(path=path, too_long="skip"), seq_len=11)
+    assert len(skipped) == 8
+    assert "4 too long and left out" in skipped.describe()
+    cut = build(ImageText(path=path, too_long="cut"), seq_len=11)
+    assert len(cut) == 12
+    assert "4 cut" in cut.describe()
+    assert list(cut[4]["labels"]) == [-100] * 5 + [*b"text 4"]
+    with pytest.raises(JobError, match="holds less than one sequence"):  # no room for a whole image
+        build(ImageText(path=path, too_long="cut"), seq_len=4)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"picture": "0.png", "text": "a"}', r":2: no key 'image', but 'picture', 'text'; set `image` to the key"),
+        ('{"image": "images/0.png", "text": 7}', ":2: 'text' holds '7', which is not a text"),
+        ('{"image": 3, "text": "a"}', ":2: '3' is no image; give the path of a file, or its bytes"),
+        ('{"image": "https://a.b/c.png", "text": "a"}', ":2: 'https://a.b/c.png' is on the network; download it"),
+        ("[1]", r":2: '\[1\]' is not an object"),
+        ("{", ":2: not JSON"),
+    ],
+)
+def test_a_record_that_is_not_as_the_job_says_is_named(build, tmp_path, line, message):
+    path = write_pairs(tmp_path)
+    path.write_text("\n" + line + "\n" + path.read_text())
+    with pytest.raises(JobError, match=message):
+        build(ImageText(path=str(path)))
+
+
+def test_broken_images_are_named_or_left_out_up_to_a_share(build, tmp_path):
+    path = write_pairs(tmp_path)
+    (tmp_path / "images" / "3.png").unlink()
+    (tmp_path / "images" / "5.png").write_bytes(b"no image")
+    with pytest.raises(JobError, match=r"(?s)images of 2 of 12 .*pairs.jsonl:4: image '.*3.png' .*No such"):
+        build(ImageText(path=str(path)))
+    skipped = build(ImageText(path=str(path), broken="skip", max_broken=0.2))
+    assert len(skipped) == 10
+    assert "2 with a broken image and left out" in skipped.describe()
+    with pytest.raises(JobError, match=r"max_broken: 0.1, but 2 of 12 documents"):
+        build(ImageText(path=str(path), broken="skip", max_broken=0.1))
+
+
+def test_an_image_that_breaks_off_is_named_when_it_is_read_or_its_row_is_blank(build, tmp_path, caplog):
+    path, image = write_pairs(tmp_path), tmp_path / "images" / "3.png"
+    noise = np.random.default_rng(0).integers(0, 256, (8, 48, 3), np.uint8)
+    Image.fromarray(noise).save(image)
+    image.write_bytes(image.read_bytes()[:600])
+    with pytest.raises(DataError, match=r'pairs.jsonl:4: image .*3.png.* cannot be read .*; .*set broken = "skip"'):
+        build(ImageText(path=str(path)))[3]
+    skipped = build(ImageText(path=str(path), broken="skip", max_broken=0.1))
+    row = skipped[3]
+    assert (row["labels"] == -100).all()
+    assert not row["patches"].any()
+    assert "pairs.jsonl:4 is left out" in caplog.text
+    skipped[3]  # once more: it counts once
+    with pytest.raises(DataError, match=r"1 of 12 documents have images that are broken, more than max_broken = 0.01"):
+        build(ImageText(path=str(path), broken="skip"))[3]
+
+
+def test_an_image_that_was_exchanged_for_one_of_another_size_is_noticed(build, tmp_path):
+    path = write_pairs(tmp_path, 2)
+    data = build(ImageText(path=str(path)), model=tiny_model(any_size=True, patches_per_sequence=12))
+    Image.new("RGB", (8, 8)).save(tmp_path / "images" / "1.png")
+    with pytest.raises(DataError, match=r"pairs.jsonl:2: its images have other sizes .*; touch .*pairs.jsonl"):
+        data[1]
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"path": "nowhere.jsonl"}, r"path: 'nowhere.jsonl' does not exist"),
+        ({"resize": "native"}, r"resize: 'native', but the encoder takes images of 8 x 48 pixels"),
+        ({"max_patches": 3}, "max_patches: 3, but all images of this encoder have one size; leave it out"),
+        ({"held_out_list": "none.txt"}, "held_out_list: 'none.txt' does not exist"),
+    ],
+)
+def test_keys_are_checked_with_the_job(make_job, tmp_path, keys, message):
+    path = str(write_pairs(tmp_path))
+    found = "\n".join(job_problems(make_job(ImageText(**{"path": path, **keys}))))
+    assert re.search(message, found), found

@@ -1,0 +1,198 @@
+"""Datasets `interleaved` and `image_chat`: images in their places, only answers learned."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from forge_core import JobError
+from forge_plugin_huggingface import Auto
+from forge_plugin_images import ImageChat, Interleaved
+from forge_plugin_images.testing import tiny_model
+from forge_plugin_vision import IMAGE
+from forge_testing import job_problems
+
+END = 256
+MODEL = tiny_model(8, 16, images_per_sequence=3)
+TEXTS_ONLY = (
+    "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"
+    "{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
+)
+WITH_IMAGES = (
+    "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\n' }}"
+    "{%- for part in message.content %}{{- '<|image|>' if part.type == 'image' else part.text }}{%- endfor %}"
+    "{{- '<|im_end|>\n' }}{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
+)
+
+
+def write(folder: Path, *records: dict[str, Any]) -> str:
+    for number in range(3):
+        Image.new("RGB", (16, 8), (50 * number + 50, 0, 0)).save(folder / f"{number}.png")
+    (folder / "records.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(folder / "records.jsonl")
+
+
+def reds(row) -> list[int]:
+    """The red of each image of a row."""
+    return [int(patch[0]) for patch in row["patches"][::2] if patch.any()]
+
+
+# --- interleaved ----------------------------------------------------------------------------------------------------
+
+CONTENTS = {
+    "a text with marks": {"content": "ab<image>c<image>", "images": ["0.png", "1.png"]},
+    "parallel lists, as in OBELICS": {"content": ["ab", None, "c", None], "images": [None, "0.png", None, "1.png"]},
+    "entries with their images": {
+        "content": [
+            "ab",
+            {"type": "image", "image": "0.png"},
+            "c",
+            {"type": "image_url", "image_url": {"url": "1.png"}},
+        ]
+    },
+    "entries, and a list": {
+        "content": [{"type": "text", "text": "ab"}, {"type": "image"}, "c<image>"],
+        "images": ["0.png", "1.png"],
+    },
+}
+
+
+@pytest.mark.parametrize("record", CONTENTS.values(), ids=list(CONTENTS))
+def test_images_stand_where_the_document_has_them_and_all_tokens_are_learned(build, tmp_path, record):
+    row = build(Interleaved(path=write(tmp_path, record)), model=MODEL)[0]
+    assert list(row["input_ids"][:7]) == [*b"ab", IMAGE, IMAGE, *b"c", IMAGE, IMAGE]
+    assert list(row["labels"][:8]) == [*b"b", -100, -100, *b"c", -100, -100, END, -100]
+    assert reds(row) == [50, 100]
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        (
+            {"content": "a<image>b<image>", "images": ["0.png"]},
+            "its texts refer to more images than the 1 of 'images'",
+        ),
+        ({"content": "a", "images": ["0.png"]}, ":1: 'images' lists 1 images, and its texts refer to 0; write <image>"),
+        ({"content": [7]}, ":1: '7' is neither a text nor a list"),
+        ({"content": [{"type": "video"}]}, ":1: .*video.* is no part of a content; known are type 'text'"),
+        ({"text": "a"}, ":1: no key 'content', but 'text'; set `content`"),
+    ],
+)
+def test_a_document_that_does_not_fit_its_images_is_named(build, tmp_path, record, message):
+    with pytest.raises(JobError, match=message):
+        build(Interleaved(path=write(tmp_path, record)), model=MODEL)
+
+
+def test_a_document_is_cut_before_an_image_that_does_not_fit(build, tmp_path):
+    path = write(tmp_path, {"content": "abcd<image>ef<image>gh", "images": ["0.png", "1.png"]})
+    row = build(Interleaved(path=path, too_long="cut"), model=MODEL, seq_len=8)[0]
+    assert list(row["input_ids"]) == [*b"abcd", IMAGE, IMAGE, *b"e", END]
+    assert reds(row) == [50]
+
+
+# --- chats ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tokenizer(tmp_path):
+    """(template) -> a tokenizer of bytes with it."""
+
+    def make(template: str) -> Auto:
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+        from transformers import PreTrainedTokenizerFast
+
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        inner = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(alphabet)}, merges=[]))
+        inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        inner.decoder = decoders.ByteLevel()
+        special = ["<|im_start|>", "<|im_end|>", "<|image|>"]
+        fast = PreTrainedTokenizerFast(
+            tokenizer_object=inner, eos_token="<|endoftext|>", additional_special_tokens=special
+        )
+        fast.chat_template = template
+        fast.save_pretrained(tmp_path / "tokenizer")
+        return Auto(path=str(tmp_path / "tokenizer"))
+
+    return make
+
+
+ASKED = "<image>\nand <image>?"
+CHATS = {
+    "messages with a list of images": {
+        "messages": [{"role": "user", "content": ASKED}, {"role": "assistant", "content": "red"}],
+        "images": ["0.png", "1.png"],
+    },
+    "LLaVA's": {
+        "messages": [{"from": "human", "value": ASKED}, {"from": "gpt", "value": "red"}],
+        "images": ["0.png", "1.png"],
+    },
+    "OpenAI's": {
+        "messages": [
+            {
+                "role": "user",
+                "content": [
+                    {"type": "image", "image": "0.png"},
+                    {"type": "text", "text": "\nand "},
+                    {"type": "image_url", "image_url": {"url": "1.png"}},
+                    {"type": "text", "text": "?"},
+                ],
+            },
+            {"role": "assistant", "content": [{"type": "text", "text": "red"}]},
+        ]
+    },
+}
+
+
+@pytest.mark.parametrize(("template", "token"), [(TEXTS_ONLY, ""), (WITH_IMAGES, "<|image|>")], ids=["texts", "images"])
+@pytest.mark.parametrize("record", CHATS.values(), ids=list(CHATS))
+def test_a_chat_is_the_templates_text_with_images_in_it_and_only_answers_are_learned(
+    build, tmp_path, tokenizer, template, token, record
+):
+    auto = tokenizer(template)
+    row = build(
+        ImageChat(path=write(tmp_path, record), image_token=token), model=MODEL, seq_len=64, data={"tokenizer": auto}
+    )[0]
+    encode = auto.build(None, None)._with_special_tokens.encode
+    asked, answer = encode("<|im_start|>user\n").ids, encode("red<|im_end|>").ids
+    between, after = encode("\nand ").ids, encode("?<|im_end|>\n<|im_start|>assistant\n").ids
+    expected = [*asked, IMAGE, IMAGE, *between, IMAGE, IMAGE, *after, *answer, *encode("\n").ids]
+    assert list(row["input_ids"][: len(expected)]) == expected
+    assert [label for label in row["labels"] if label >= 0] == answer
+    first = len(expected) - 1 - len(answer)
+    assert row["labels"][first - 1] == answer[0]  # the position before the answer predicts its first token
+    assert reds(row) == [50, 100]
+
+
+def test_an_answer_right_after_an_image_is_predicted_by_the_image(build, tmp_path, tokenizer):
+    template = "{% for message in messages %}{% generation %}{{ message.content }}{% endgeneration %}{% endfor %}"
+    record = {"messages": [{"role": "assistant", "content": "<image>red"}], "images": "0.png"}
+    keys = {"model": MODEL, "data": {"tokenizer": tokenizer(template)}}
+    row = build(ImageChat(path=write(tmp_path, record)), **keys)[0]
+    assert list(row["input_ids"][:2]) == [IMAGE, IMAGE]
+    assert row["labels"][0] == -100
+    assert (row["labels"][1:4] == row["input_ids"][2:5]).all()
+
+
+def test_chats_without_answers_are_left_out(build, tmp_path, tokenizer):
+    asks = {"messages": [{"role": "user", "content": "<image>?"}], "images": ["0.png"]}
+    path = write(tmp_path, asks, CHATS["LLaVA's"])
+    data = build(ImageChat(path=path), model=MODEL, seq_len=64, data={"tokenizer": tokenizer(TEXTS_ONLY)})
+    assert len(data) == 1
+    assert "1 without anything to learn and left out" in data.describe()
+
+
+def test_a_template_that_writes_another_number_of_images_is_refused(build, tmp_path, tokenizer):
+    keys = {"model": MODEL, "seq_len": 64, "data": {"tokenizer": tokenizer(WITH_IMAGES)}}
+    with pytest.raises(JobError, match=r"it has 2 images, and the chat template writes '<pad>' 0 times; set"):
+        build(ImageChat(path=write(tmp_path, CHATS["LLaVA's"]), image_token="<pad>"), **keys)
+
+
+def test_a_tokenizer_without_a_template_and_what_is_no_chat_are_refused(build, make_job, tmp_path, tokenizer):
+    path = write(tmp_path, {"messages": [{"text": "a"}]})
+    assert any("chats need a tokenizer with a template" in one for one in job_problems(make_job(ImageChat(path=path))))
+    with pytest.raises(JobError, match=":1: message 0 has 'text'; a message has 'role' and 'content'"):
+        build(ImageChat(path=path), model=MODEL, data={"tokenizer": tokenizer(TEXTS_ONLY)})

@@ -1,0 +1,144 @@
+"""Patches are those of the image processors of transformers, to the bit, and images are upright RGB."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from forge_plugin_images.decoding import BrokenImage, BytesImage, decode, size_of
+from forge_plugin_images.processing import ImageProcessor, native_size
+from forge_plugin_vision import ImageFormat
+
+SIZES = [(37, 61), (100, 33), (64, 64), (15, 200)]
+"""Heights and widths of images."""
+
+
+def photo(height: int, width: int, mode: str = "RGB") -> Image.Image:
+    """A smooth image with an edge and some noise."""
+    y, x = np.mgrid[:height, :width]
+    waves = [128 + 100 * np.sin(x / (3 + band) + y / (7 - band)) for band in range(3)]
+    noise = np.random.default_rng(0).normal(0, 6, (height, width, 3))
+    pixels = np.stack(waves, -1) + noise
+    pixels[height // 3 :, width // 2 :] *= 0.5
+    return Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).convert(mode)
+
+
+def encoded(image: Image.Image, format: str = "PNG", **options) -> BytesImage:
+    data = io.BytesIO()
+    image.save(data, format, **options)
+    return BytesImage("an image", data.getvalue())
+
+
+def whole(patches: np.ndarray, rows: int, columns: int, side: int) -> np.ndarray:
+    """Patches (n, V) -> pixels (3, height, width)."""
+    return patches.reshape(rows, columns, 3, side, side).transpose(2, 0, 3, 1, 4).reshape(3, rows * side, -1)
+
+
+def unscaled(pixels, processor) -> np.ndarray:
+    """Undo rescaling and normalisation: (3, height, width) -> levels of 255."""
+    mean, std = np.array(processor.image_mean)[:, None, None], np.array(processor.image_std)[:, None, None]
+    return np.asarray(pixels, np.float64) * std * 255 + mean * 255
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_stretched_images_are_those_of_siglip(size):
+    from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+
+    reference = SiglipImageProcessorPil(size={"height": 32, "width": 48}, resample=3)
+    ours = ImageProcessor(ImageFormat(patch=16, grid=(2, 3)), "stretch", 6)
+    expected = unscaled(reference(photo(*size))["pixel_values"][0], reference)
+    assert np.abs(whole(ours.patches(photo(*size)), 2, 3, 16) - expected).max() < 1e-4
+    assert ours.grid(size) == (1, 2, 3)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_cropped_images_are_those_of_clip(size):
+    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+    reference = CLIPImageProcessorPil(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
+    ours = ImageProcessor(ImageFormat(patch=8, grid=(4, 4)), "crop", 16)
+    expected = unscaled(reference(photo(*size))["pixel_values"][0], reference)
+    assert np.abs(whole(ours.patches(photo(*size)), 4, 4, 8) - expected).max() < 1e-4
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("least", "most"), [(4, 400), (4, 60), (60, 100)])
+def test_native_images_are_those_of_qwen(size, least, most):
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    pixels = {"shortest_edge": least * 16, "longest_edge": most * 16}
+    reference = Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, temporal_patch_size=2, size=pixels)
+    ours = ImageProcessor(ImageFormat(patch=4, frames=2, multiple=2), "native", most, least)
+    expected = reference(photo(*size))
+    grid = ours.grid(size)
+    assert list(grid) == expected["image_grid_thw"][0].tolist()
+    # Theirs has the patches of each 2 x 2 together, ours row by row.
+    _, rows, columns = grid
+    merged = np.asarray(expected["pixel_values"]).reshape(rows // 2, columns // 2, 2, 2, -1)
+    by_rows = merged.transpose(0, 2, 1, 3, 4).reshape(rows * columns, 3, -1)
+    mean, std = np.array(reference.image_mean)[:, None], np.array(reference.image_std)[:, None]
+    assert np.abs(ours.patches(photo(*size)).reshape(by_rows.shape) - (by_rows * std + mean) * 255).max() < 1e-4
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_filling_images_are_those_of_siglip_2(size):
+    from transformers.models.siglip2.image_processing_pil_siglip2 import Siglip2ImageProcessorPil
+
+    reference = Siglip2ImageProcessorPil(patch_size=8, max_num_patches=30)
+    ours = ImageProcessor(ImageFormat(patch=8, resample="bilinear"), "fill", 30)
+    expected = reference(photo(*size))
+    grid = ours.grid(size)
+    assert [grid.rows, grid.columns] == np.asarray(expected["spatial_shapes"])[0].tolist()
+    # A patch of theirs is in the order row, column, channel.
+    theirs = np.asarray(expected["pixel_values"])[0][: grid.patches].reshape(-1, 8, 8, 3).transpose(0, 3, 1, 2)
+    mean, std = np.array(reference.image_mean)[:, None, None], np.array(reference.image_std)[:, None, None]
+    assert np.abs(ours.patches(photo(*size)).reshape(theirs.shape) - (theirs * std + mean) * 255).max() < 1e-4
+
+
+def test_padded_images_are_those_of_llava():
+    """`expand2square` with the mean colour, as in LLaVA-1.5, then one size."""
+    image, form = photo(30, 60), ImageFormat(patch=8, grid=(4, 4), mean=(0.48, 0.46, 0.41))
+    square = Image.new("RGB", (60, 60), tuple(int(255 * mean) for mean in form.mean))
+    square.paste(image, (0, 15))
+    expected = np.asarray(square.resize((32, 32), Image.Resampling.BICUBIC)).transpose(2, 0, 1)
+    assert (whole(ImageProcessor(form, "pad", 16).patches(image), 4, 4, 8) == expected).all()
+
+
+@pytest.mark.parametrize("size", [(1, 5000), (5000, 1), (3, 3), (999, 1001)])
+def test_a_native_image_never_has_more_patches_than_allowed(size):
+    height, width = native_size(size, 8, 0, 64 * 20)
+    assert height * width <= 64 * 20
+    assert height % 8 == width % 8 == 0 < min(height, width)
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("format", ["JPEG", "PNG"])
+def test_images_are_upright_and_their_header_says_so(orientation, format):
+    from PIL import ImageOps
+
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    file = encoded(photo(20, 31), format, exif=exif)
+    expected = ImageOps.exif_transpose(Image.open(file.open())).convert("RGB")
+    assert (np.asarray(decode(file)) == np.asarray(expected)).all()
+    assert size_of(file) == (expected.height, expected.width)
+
+
+def test_greys_palettes_and_transparent_images_become_rgb():
+    assert (np.asarray(decode(encoded(photo(9, 9, "L"))))[..., 1] == np.asarray(photo(9, 9, "L"))).all()
+    palette = photo(9, 9).quantize(16)
+    assert (np.asarray(decode(encoded(palette))) == np.asarray(palette.convert("RGB"))).all()
+    transparent = Image.new("RGBA", (4, 4), (10, 20, 30, 0))
+    assert (np.asarray(decode(encoded(transparent))) == 255).all()
+    deep = Image.fromarray(np.arange(16, dtype=np.uint16).reshape(4, 4) * 4096)
+    assert np.asarray(decode(encoded(deep)))[..., 0].tolist() == (np.arange(16).reshape(4, 4) * 16).tolist()
+
+
+@pytest.mark.parametrize("kept", [0, 4, 60])
+def test_a_damaged_image_is_named(kept):
+    file = encoded(photo(40, 40), "JPEG")
+    with pytest.raises(BrokenImage, match="image 'half' cannot be read"):
+        decode(BytesImage("half", file.data[: len(file.data) * kept // 100]))

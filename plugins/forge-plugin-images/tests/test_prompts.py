@@ -1,0 +1,68 @@
+"""Prompts with images, and `forge-run generate --image`."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from forge_core import ForgeError, Trainer
+from forge_core.cli import main
+from forge_plugin_images import RenderedText
+from forge_plugin_images.prompts import prompts_with_images
+from forge_plugin_images.testing import tiny_model
+from forge_plugin_text import Bytes
+
+
+@pytest.fixture
+def files(tmp_path):
+    """Two images of 8 x 48 pixels: black, and white."""
+    paths = [str(tmp_path / name) for name in ("black.png", "white.png")]
+    for path, grey in zip(paths, (0, 255), strict=True):
+        Image.fromarray(np.full((8, 48, 3), grey, np.uint8)).save(path)
+    return paths
+
+
+@pytest.fixture
+def job(make_job):
+    words = RenderedText(held_out=2, length=(3, 3), text_size=(5, 5))
+    return make_job(words, model=tiny_model(images_per_sequence=2), seq_len=24, steps=1)
+
+
+@pytest.fixture
+def tokenizer():
+    return Bytes().build(None, list)
+
+
+def test_images_stand_where_the_prompts_say(job, tokenizer, files):
+    prompts = prompts_with_images(["a<image>b<image>", "c", "<image>"], [*files, files[0]], job, tokenizer)
+    image = [-1] * 6
+    assert prompts.ids == [[ord("a"), *image, ord("b"), *image], [ord("c")], image]
+    assert prompts.entries["grids"].tolist() == [[[1, 1, 6]] * 2, [[0, 0, 0]] * 2, [[1, 1, 6], [0, 0, 0]]]
+    greys = prompts.entries["patches"].float().mean(-1).tolist()
+    assert greys == [[0] * 6 + [255] * 6, [0] * 12, [0] * 12]
+
+
+def test_one_prompt_without_a_mark_follows_its_images(job, tokenizer, files):
+    assert prompts_with_images(["ab"], files, job, tokenizer).ids == [[-1] * 12 + [ord("a"), ord("b")]]
+
+
+def test_what_does_not_fit_is_refused(job, tokenizer, files):
+    with pytest.raises(ForgeError, match="the prompts have <image> 1 times, and there are 2 images"):
+        prompts_with_images(["<image>", "b"], files, job, tokenizer)
+    with pytest.raises(ForgeError, match="a prompt has 3 images with 18 patches, and the model was trained with 2"):
+        prompts_with_images(["a"], [*files, files[0]], job, tokenizer)
+    with pytest.raises(ForgeError, match=r"image 'nowhere\.png' cannot be read"):
+        prompts_with_images(["a"], ["nowhere.png"], job, tokenizer)
+
+
+def test_generate_takes_images(job, catalog, files, capsys):
+    folder = str(Trainer(job, catalog=catalog).run().folder)
+    capsys.readouterr()
+    said = []
+    for image in files:
+        assert main(["generate", folder, "--image", image, "--prompt", "x", "--max-tokens", "4"]) == 0
+        said.append(capsys.readouterr().out)
+    assert all(text.startswith("x") for text in said)
+    assert main(["generate", folder, "--image", "nowhere.png"]) != 0
+    assert "image 'nowhere.png' cannot be read" in capsys.readouterr().err

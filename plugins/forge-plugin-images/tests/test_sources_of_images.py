@@ -1,0 +1,186 @@
+"""Tar shards, loose files, Parquet and `save_to_disk` have the rows of JSON lines."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import re
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from forge_core import JobError
+from forge_plugin_images import ImageText, Interleaved
+from forge_plugin_images.testing import tiny_model
+from forge_testing import job_problems
+
+MODEL = tiny_model(8, 16, images_per_sequence=2)
+COUNT = 8
+
+
+def image(number: int) -> bytes:
+    data = io.BytesIO()
+    pixels = np.random.default_rng(number).integers(0, 256, (8, 16, 3), np.uint8)
+    Image.fromarray(pixels).save(data, "PNG")
+    return data.getvalue()
+
+
+def text(number: int) -> str:
+    return f"image {number}"
+
+
+def write_lines(folder: Path) -> str:
+    for number in range(COUNT):
+        (folder / f"{number}.png").write_bytes(image(number))
+    lines = [json.dumps({"image": f"{number}.png", "text": text(number)}) for number in range(COUNT)]
+    (folder / "pairs.jsonl").write_text("\n".join(lines))
+    return str(folder)  # the images beside the file of lines are what it refers to
+
+
+def write_files(folder: Path) -> str:
+    for number in range(COUNT):
+        (folder / f"my.photo {number}.PNG").write_bytes(image(number))
+        (folder / f"my.photo {number}.txt").write_text(text(number) + "\n")
+    (folder / "README.txt").write_text("no image")
+    return str(folder)
+
+
+def add(archive: tarfile.TarFile, name: str, data: bytes) -> None:
+    member = tarfile.TarInfo(name)
+    member.size = len(data)
+    archive.addfile(member, io.BytesIO(data))
+
+
+def write_shards(folder: Path) -> str:
+    for shard in range(2):
+        with tarfile.open(folder / f"shard-{shard}.tar", "w") as archive:
+            for number in range(shard * 4, shard * 4 + 4):
+                add(archive, f"a/{number:06}.png", image(number))
+                add(archive, f"a/{number:06}.txt", text(number).encode())
+    return f"{folder}/shard-*.tar"
+
+
+def write_shards_with_json(folder: Path) -> str:
+    with tarfile.open(folder / "shard.tar", "w") as archive:
+        for number in range(COUNT):
+            add(archive, f"{number}.json", json.dumps({"text": text(number)}).encode())
+            add(archive, f"{number}.png", image(number))
+    return str(folder / "shard.tar")
+
+
+def table():
+    import datasets
+
+    rows = {
+        "image": [{"bytes": image(number), "path": None} for number in range(COUNT)],
+        "text": [text(number) for number in range(COUNT)],
+    }
+    features = datasets.Features({"image": datasets.Image(), "text": datasets.Value("string")})
+    return datasets.Dataset.from_dict(rows, features=features)
+
+
+def write_parquet(folder: Path) -> str:
+    table().to_parquet(str(folder / "part.parquet"))
+    return str(folder)
+
+
+def write_saved(folder: Path) -> str:
+    table().save_to_disk(str(folder / "saved"))
+    return str(folder / "saved")
+
+
+SOURCES = [write_files, write_shards, write_shards_with_json, write_parquet, write_saved]
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch, tmp_path_factory):
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("datasets"))
+    datasets.disable_progress_bars()
+
+
+@pytest.mark.parametrize("write", SOURCES, ids=lambda write: write.__name__.removeprefix("write_"))
+def test_all_sources_have_the_same_rows_which_a_worker_reads_too(build, tmp_path, write):
+    folders = tmp_path / "lines", tmp_path / "other"
+    for folder in folders:
+        folder.mkdir()
+    expected = build(ImageText(path=write_lines(folders[0])), model=MODEL)
+    data = build(ImageText(path=write(folders[1]), held_out_every=4), model=MODEL)
+    assert (len(expected), len(data), len(data.held_out)) == (COUNT, 6, 2)
+    copy = pickle.loads(pickle.dumps(data))
+    for number, row in enumerate([1, 2, 3, 5, 6, 7]):
+        for name, entry in expected[row].items():
+            assert (data[number][name] == entry).all()
+            assert (copy[number][name] == entry).all()
+    assert data.bytes_per_token == expected.bytes_per_token
+    names = {data.where(number) for number in range(6)}
+    assert len(names) == 6
+
+
+def test_a_place_names_shard_and_group_and_holds_it_out(build, tmp_path):
+    pattern = write_shards(tmp_path)
+    data = build(ImageText(path=pattern), model=MODEL)
+    assert data.where(5) == f"{tmp_path}/shard-1.tar:a/000005"
+    (tmp_path / "held.txt").write_text(data.where(5))
+    assert build(ImageText(path=pattern, held_out_list=f"{tmp_path}/held.txt"), model=MODEL).held_out.where(
+        0
+    ) == data.where(5)
+
+
+def test_a_document_of_a_shard_names_its_images_by_their_endings(build, tmp_path):
+    with tarfile.open(tmp_path / "documents.tar", "w") as archive:
+        add(archive, "7.json", json.dumps({"content": "a<image>b<image>", "images": ["1.png", "7.0.png"]}).encode())
+        for number in range(2):
+            add(archive, f"7.{number}.png", image(number))
+    row = build(Interleaved(path=str(tmp_path / "documents.tar")), model=MODEL)[0]
+    first = np.asarray(Image.open(io.BytesIO(image(1))))
+    assert (row["patches"][0].reshape(3, 8, 8).transpose(1, 2, 0) == first[:, :8]).all()
+    assert list(row["input_ids"][:6]) == [*b"a", -1, -1, *b"b", -1, -1]
+
+
+def test_what_a_group_lacks_is_named(build, tmp_path):
+    with tarfile.open(tmp_path / "shard.tar", "w") as archive:
+        add(archive, "0.png", image(0))
+    with pytest.raises(JobError, match=r"shard.tar:0: no key 'text', but 'png', 'image'; set `text`"):
+        build(ImageText(path=str(tmp_path / "shard.tar")), model=MODEL)
+    records = ImageText(path=str(tmp_path / "shard.tar")).records()
+    with pytest.raises(JobError, match=r"shard.tar:0: 'jpg' is no file of this group, whose files end in 'png'"):
+        records.image(records[0], "jpg")
+
+
+def test_a_damaged_member_is_named(build, tmp_path):
+    with tarfile.open(tmp_path / "shard.tar", "w") as archive:
+        add(archive, "0.png", image(0)[:20])
+        add(archive, "0.txt", b"text")
+    with pytest.raises(JobError, match=r"image '.*shard.tar:0.png' cannot be read"):
+        build(ImageText(path=str(tmp_path / "shard.tar")), model=MODEL)
+
+
+@pytest.mark.parametrize(
+    ("files", "keys", "message"),
+    [
+        (["a.jsonl", "b.tar"], {}, r"has files of several formats \(.jsonl, .tar\); name those of one"),
+        (["a.csv"], {}, "none of 1 files of .* is of a known format"),
+        ([], {}, "is empty"),
+        (["a.jsonl"], {"split": "test"}, "split: 'test', but only tables have splits"),
+    ],
+)
+def test_files_that_cannot_be_a_source_are_refused_with_the_job(make_job, tmp_path, files, keys, message):
+    (tmp_path / "data").mkdir()
+    for file in files:
+        (tmp_path / "data" / file).write_text("{}")
+    job = make_job(ImageText(path=str(tmp_path / "data"), **keys))
+    found = "\n".join(job_problems(job))
+    assert re.search(message, found), found
+
+
+def test_a_compressed_shard_is_refused(build, tmp_path):
+    with tarfile.open(tmp_path / "shard.tar", "w:gz") as archive:
+        add(archive, "0.png", image(0))
+    with pytest.raises(JobError, match=r"cannot be read as tar .* without gzip"):
+        build(ImageText(path=str(tmp_path / "shard.tar")), model=MODEL)
