@@ -41,7 +41,9 @@ NEED_EXAMPLE = (ROOT / "docs" / "writing-a-plugin.md", ROOT / "docs" / "testing.
 """Pages on which the example plugin is installed."""
 
 TEN_MINUTES = ROOT / "docs" / "ten-minutes"
-RUN_ALL = (*sorted(TEN_MINUTES.glob("*.md")), ROOT / "docs" / "publishing.md")
+MAKES_DATA = ROOT / "docs" / "your-own-images.md"
+"""The page whose commands make the data of its job."""
+RUN_ALL = (*sorted(TEN_MINUTES.glob("*.md")), ROOT / "docs" / "publishing.md", MAKES_DATA)
 """Pages of which every command is run."""
 
 TRAINS = re.compile(r"forge-run \S+\.toml$")

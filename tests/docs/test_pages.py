@@ -12,7 +12,7 @@ from pathlib import Path
 
 import fences
 import pytest
-from fences import ALL, BROKEN, EXAMPLE, NEED_EXAMPLE, ROOT, TEN_MINUTES, Fence
+from fences import ALL, BROKEN, EXAMPLE, MAKES_DATA, NEED_EXAMPLE, ROOT, TEN_MINUTES, Fence
 
 from forge_core import Catalog, JobError, Problem, Trainer, load_job
 
@@ -21,9 +21,6 @@ REST_OF_A_JOB = """
 steps = 100000
 global_batch_size = 8
 seq_len = 64
-[model]
-type = "transformer"
-vocab_size = 320
 [optimizer]
 type = "forge_testing:TinyAdamW"
 [data.tokenizer]
@@ -31,12 +28,26 @@ type = "bytes"
 [[data.sources]]
 type = "forge_testing:Numbers"
 """
-"""What a fragment is layered over, to be checked like a job."""
+"""What a fragment is layered over, to be checked like a job; with a model, unless it gives another one."""
+
+PLAIN = """
+[model]
+type = "transformer"
+vocab_size = 320
+"""
+WITH_IMAGES = """
+[model]
+type = "vision_language"
+language = {type = "transformer", vocab_size = 320}
+[model.vision.encoder]
+type = "vit"
+size = [32, 32]
+"""
 
 ABSENT = re.compile(r"matches no file|does not exist|FileNotFoundError")
 """The README of a plugin may name data and files that are not here."""
 
-CHECKPOINTS = ("runs/base/checkpoints/step-1000",)
+CHECKPOINTS = ("runs/text", *(f"runs/{run}/checkpoints/step-1000" for run in ("base", "language", "encoder")))
 """What the pages load weights from; jobs are only checked, so that these need not hold any."""
 
 JOBS = [fence for fence in ALL if fence.is_job]
@@ -60,7 +71,6 @@ def visit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, catalog: Catalog) -> 
 
     def go(page: Path) -> Catalog:
         fences.write_files([fence for fence in ALL if fence.page == page], tmp_path)
-        (tmp_path / "rest.toml").write_text(REST_OF_A_JOB)
         for checkpoint in CHECKPOINTS:
             (tmp_path / checkpoint).mkdir(parents=True)
             (tmp_path / checkpoint / "manifest.json").touch()
@@ -73,6 +83,14 @@ def visit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, catalog: Catalog) -> 
         return catalog.with_components({"optimizer": {"signsgd": forge_plugin_signsgd.SignSGD}}, EXAMPLE.name)
 
     return go
+
+
+def rest_of_a_job(fence: Fence) -> str:
+    """What a fragment needs to be a job."""
+    own = fence.table.get("model", {}).get("type")
+    if own == "vision_language" or "vision." in fence.text or "[model.language." in fence.text:
+        return REST_OF_A_JOB + WITH_IMAGES
+    return REST_OF_A_JOB + (PLAIN if own in (None, "transformer") else "")
 
 
 def problems(files: list[str], catalog: Catalog, ranks: int = 1) -> list[Problem]:
@@ -93,9 +111,10 @@ def test_there_are_jobs_fragments_tiny_jobs_and_commands_to_check() -> None:
 def test_every_job_passes_the_check_and_every_fragment_as_part_of_one(fence: Fence, visit: Callable) -> None:
     catalog = visit(fence.page)
     Path("shown.toml").write_text(fence.text)
+    Path("rest.toml").write_text(rest_of_a_job(fence))
     files = ["shown.toml"] if fence.is_whole_job else ["rest.toml", "shown.toml"]
     found = [str(problem) for problem in problems(files, catalog, fence.ranks)]
-    may_lack_files = fence.page.is_relative_to(ROOT / "plugins")
+    may_lack_files = fence.page.is_relative_to(ROOT / "plugins") or fence.page == MAKES_DATA
     assert [problem for problem in found if not (may_lack_files and ABSENT.search(problem))] == []
 
 

@@ -56,9 +56,10 @@ def test_every_kind_is_in_the_reference_and_has_a_page_with_its_facts(kind: str,
         assert f"{kind}.md" in place.read_text(), f"{place} does not lead to the page of {kind}"
 
 
-def test_every_kind_has_a_template() -> None:
+def test_every_kind_has_a_template(catalog) -> None:
     assert kinds_with_template() == KINDS
-    assert {page.stem for page in TEN_MINUTES.glob("*.md")} == {*KINDS, "index"}
+    pages = {page.stem for page in TEN_MINUTES.glob("*.md")}
+    assert {*KINDS, "index"} <= pages <= {*catalog.kinds(), "index"}  # those of plugins may have a page too
 
 
 def test_every_suite_is_told_of_a_kind_and_listed() -> None:

@@ -393,16 +393,16 @@ class TestEditableInstalls:
 
 
 class TestKinds:
-    BASE = "from forge_core import Component\nclass Adapter(Component):\n    kind = 'adapter'\n"
+    BASE = "from forge_core import Component\nclass Probe(Component):\n    kind = 'probe'\n"
 
     def test_a_plugin_declares_a_kind_and_another_offers_a_component(self, install: Install) -> None:
-        imports = "from attrs import frozen\nfrom forge_adapter import Adapter\n"
-        adapter = imports + "@frozen(kw_only=True)\nclass Lora(Adapter):\n    rank: int = 8\n"
-        install("forge-plugin-adapter", {"kind": {"adapter": "forge_adapter:Adapter"}}, {"forge_adapter": self.BASE})
-        install("forge-plugin-lora", {"adapter": {"lora": "forge_lora:Lora"}}, {"forge_lora": adapter})
+        imports = "from attrs import frozen\nfrom forge_probe import Probe\n"
+        linear = imports + "@frozen(kw_only=True)\nclass Linear(Probe):\n    rank: int = 8\n"
+        install("forge-plugin-probe", {"kind": {"probe": "forge_probe:Probe"}}, {"forge_probe": self.BASE})
+        install("forge-plugin-linear", {"probe": {"linear": "forge_linear:Linear"}}, {"forge_linear": linear})
         catalog = Catalog.installed()
-        assert "adapter" in catalog.kinds()
-        assert catalog.load("adapter", "lora")().rank == 8
+        assert "probe" in catalog.kinds()
+        assert catalog.load("probe", "linear")().rank == 8
 
     def test_a_build_that_cannot_be_called_is_refused_when_it_is_named(self, install: Install) -> None:
         text = OPTIMIZER.format(name="Alone") + "    def build(self):\n        return None\n"
@@ -413,27 +413,27 @@ class TestKinds:
         )
 
     def test_two_owners_are_an_error_once_the_kind_is_needed(self, install: Install) -> None:
-        entry = {"kind": {"adapter": "forge_adapter:Adapter"}}
-        install("forge-plugin-adapter", entry, {"forge_adapter": self.BASE})
+        entry = {"kind": {"probe": "forge_probe:Probe"}}
+        install("forge-plugin-probe", entry, {"forge_probe": self.BASE})
         install("forge-plugin-rival", entry)
         catalog = Catalog.installed()
         assert catalog.load("loss", "cross_entropy", LossComponent)
         with pytest.raises(PluginError) as caught:
-            catalog.load("adapter", "lora", importlib.import_module("forge_adapter").Adapter)
+            catalog.load("probe", "linear", importlib.import_module("forge_probe").Probe)
         assert str(caught.value) == (
-            "kind 'adapter' is declared by forge-plugin-adapter 1.0 and forge-plugin-rival 1.0; uninstall one of them"
+            "kind 'probe' is declared by forge-plugin-probe 1.0 and forge-plugin-rival 1.0; uninstall one of them"
         )
 
     def test_an_undeclared_kind_is_told_with_those_there_are(self) -> None:
-        with pytest.raises(PluginError, match=r"^no installed distribution declares the kind 'adaptor'; there are "):
-            Catalog.installed().kind_base("adaptor")
+        with pytest.raises(PluginError, match=r"^no installed distribution declares the kind 'prob'; there are "):
+            Catalog.installed().kind_base("prob")
 
     def test_the_base_must_carry_its_kind(self, install: Install) -> None:
-        install("forge-plugin-adapter", {"kind": {"adaptor": "forge_adapter:Adapter"}}, {"forge_adapter": self.BASE})
+        install("forge-plugin-probe", {"kind": {"prob": "forge_probe:Probe"}}, {"forge_probe": self.BASE})
         with pytest.raises(PluginError) as caught:
-            Catalog.installed().kind_base("adaptor")
+            Catalog.installed().kind_base("prob")
         assert str(caught.value) == (
-            "forge_adapter:Adapter of forge-plugin-adapter 1.0 is not a base class with kind = 'adaptor'"
+            "forge_probe:Probe of forge-plugin-probe 1.0 is not a base class with kind = 'prob'"
         )
 
 

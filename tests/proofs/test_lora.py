@@ -122,7 +122,6 @@ def test_a_stage_that_cannot_split_them_says_so(job_of):
         job_of("tp", f"{text}\n[parallel.tp]\ndegree = 2\n", ranks=2)
 
 
-def test_a_pattern_that_fits_nothing_is_refused(job_of, build):
-    job = job_of("wrong", ADAPTED.replace("rank = 2", 'match = "blocks.*"'))
+def test_a_pattern_that_fits_nothing_is_refused_when_the_job_is_checked(job_of):
     with pytest.raises(JobError, match=r"'blocks\.\*' fits no matrix of the layers; there are layers\.0\.up"):
-        build(job)
+        job_of("wrong", ADAPTED.replace("rank = 2", 'match = "blocks.*"'))
