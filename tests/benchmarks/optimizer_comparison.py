@@ -3,9 +3,11 @@
     python tests/benchmarks/optimizer_comparison.py --out runs/optimizers
 
 Each has five learning rates to choose from, a factor of three apart around a usual one for small models, and all else
-at its defaults. The rate with the lowest held-out loss in one run then runs with three other seeds. All see the same
-tokens in the same order. Rates decay to a tenth along a cosine after a tenth of warm-up, but for the Schedule-Free
-optimizers, which have the same warm-up and no decay. The program continues where it was interrupted.
+at its defaults. Optimizers that leave embeddings and norms to AdamW then choose the rate of those, `adam_lr`,
+likewise, from three around AdamW's best one. The rates with the lowest held-out loss in one run then run with three
+other seeds. All see the same tokens in the same order. Rates decay to a tenth along a cosine after a tenth of warm-
+up, but for the Schedule-Free optimizers, which have the same warm-up and no decay. The program continues where it was
+interrupted.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 BASE = """\
@@ -61,7 +63,7 @@ OPTIMIZERS = {
     "AdamW + EMA": ('type = "adamw"\n[plugins.ema]\ndecay = 0.98', 3e-3, COSINE),
     "Lion": ('type = "lion"', 3e-3, COSINE),
     "Lion, cautious": ('type = "lion"\ncautious = true', 3e-3, COSINE),
-    "Muon": ('type = "muon"\nadam_lr = 3e-3', 2e-2, COSINE),
+    "Muon": ('type = "muon"', 2e-2, COSINE),
     "SOAP": ('type = "soap"', 3e-3, COSINE),
     "Schedule-Free AdamW": ('type = "schedule_free_adamw"\nwarmup_steps = 80', 1e-2, ""),
     "Schedule-Free SGD": ('type = "schedule_free_sgd"\nwarmup_steps = 80', 3.0, ""),
@@ -69,15 +71,20 @@ OPTIMIZERS = {
 """By name: its table, the middle one of its learning rates, and its schedule."""
 
 
+USE_ADAMW = ("Muon", "SOAP")
+ADAM_RATES = (1e-3, 3e-3, 9e-3)
+
+
 def rates(middle: float) -> Iterator[float]:
     """What is tried."""
     return (float(f"{middle * factor:.3g}") for factor in (1 / 9, 1 / 3, 1, 3, 9))
 
 
-def write_job(name: str, folder: Path, lr: float) -> Path:
+def write_job(name: str, folder: Path, lr: float, adam_lr: float | None = None) -> Path:
     table, _, schedule = OPTIMIZERS[name]
     path = folder / f"{name}.toml"
-    path.write_text(f"{BASE}\n{schedule}\n[optimizer]\nlr = {lr}\n{table}\n")
+    second = "" if adam_lr is None else f"adam_lr = {adam_lr}\n"
+    path.write_text(f"{BASE}\n{schedule}\n[optimizer]\nlr = {lr}\n{second}{table}\n")
     return path
 
 
@@ -88,25 +95,39 @@ def compare(out: Path, *arguments: object) -> list[str]:
     return [line for line in (out / "comparison.md").read_text().splitlines()[2:] if line.startswith("|")]
 
 
+def best_of(rows: list[str]) -> float:
+    """The value in the first row, which is the best one."""
+    return float(rows[0].split()[2])
+
+
+def marked(tried: Iterable[float], best: float) -> str:
+    return ", ".join(f"**{rate:g}**" if rate == best else f"{rate:g}" for rate in tried)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--only", nargs="+", default=list(OPTIMIZERS), choices=list(OPTIMIZERS))
     arguments = parser.parse_args()
-    jobs, found = arguments.out / "jobs", {}
+    jobs, chosen = arguments.out / "jobs", {}
     jobs.mkdir(parents=True, exist_ok=True)
     for name in arguments.only:
         tried = ",".join(map(str, rates(OPTIMIZERS[name][1])))
         folder = arguments.out / "tuning" / name
-        job = write_job(name, jobs, OPTIMIZERS[name][1])
-        best, *_ = compare(folder, job, f"--set=optimizer.lr={tried}", f"--job.seed={TUNING_SEED}")
-        found[name] = float(best.split()[2])
-    tuned = [write_job(name, jobs, lr) for name, lr in found.items()]
+        adam_lr = ADAM_RATES[1] if name in USE_ADAMW else None
+        job = write_job(name, jobs, OPTIMIZERS[name][1], adam_lr)
+        lr = best_of(compare(folder, job, f"--set=optimizer.lr={tried}", f"--job.seed={TUNING_SEED}"))
+        if name in USE_ADAMW:
+            job, tried = write_job(name, jobs, lr, adam_lr), ",".join(map(str, ADAM_RATES))
+            rows = compare(folder / "adam_lr", job, f"--set=optimizer.adam_lr={tried}", f"--job.seed={TUNING_SEED}")
+            adam_lr = best_of(rows)
+        chosen[name] = (lr, adam_lr)
+    tuned = [write_job(name, jobs, *both) for name, both in chosen.items()]
     compare(arguments.out / "best", *tuned, f"--set=job.seed={','.join(map(str, SEEDS))}")
     print("\n| | learning rates, the best one bold |\n|---|---|")
-    for name, lr in found.items():
-        tried = (f"**{rate:g}**" if rate == lr else f"{rate:g}" for rate in rates(OPTIMIZERS[name][1]))
-        print(f"| {name} | {', '.join(tried)} |")
+    for name, (lr, adam_lr) in chosen.items():
+        line = marked(rates(OPTIMIZERS[name][1]), lr)
+        print(f"| {name} | {line}{f'; adam_lr {marked(ADAM_RATES, adam_lr)}' if adam_lr else ''} |")
 
 
 if __name__ == "__main__":

@@ -19,8 +19,10 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
+import attrs
 import torch
 from attrs import frozen
+from images import FUSIONS, row
 from torch import Tensor
 
 from forge_core.checkpoint.tensors import stored_tensors
@@ -34,6 +36,8 @@ from forge_plugin_transformer import GroupedQueryAttention, Transformer
 from forge_testing import Numbers, tiny_job
 from forge_testing.processes import run_on_ranks
 
+DENSE, EXPERTS = "dense", "experts"
+"""Models besides the fusions of `images.FUSIONS`."""
 STEPS = 3
 """Under each of the two layouts."""
 
@@ -87,6 +91,14 @@ PAIRS_WITH_EXPERTS = [
     (FSDP4_EP4, FSDP2_PP2_EP2),
     (FSDP2_PP2_EP2, FSDP4_EP4),
 ]
+PAIRS_OF = {
+    DENSE: PAIRS,
+    EXPERTS: PAIRS_WITH_EXPERTS,
+    "joint": [(FSDP4, PP2), (PP2, FSDP2_TP2), (FSDP2_TP2, ONE)],
+    "cross_attention": [(PP2_ZBV, FSDP2_TP2), (TP2_CP2, FSDP2_PP2), (FSDP2_PP2, HSDP)],
+    "mot": [(TP2, FSDP4), (FSDP4, PP2_ZBV), (PP2, TP2_CP2)],
+    "moma": [(FSDP2_EP2, ONE), (FSDP2_TP2_EP2, FSDP2_PP2_EP2), (FSDP2_PP2_EP2, FSDP2_EP2)],
+}
 
 
 @frozen
@@ -99,39 +111,45 @@ class Difference:
     """Of weights and moments in the last checkpoint."""
 
 
-def train(folder: Path, layout: Layout, steps: int, experts: bool = False) -> None:
+def train(folder: Path, layout: Layout, steps: int, model: str = DENSE) -> None:
     """Train up to a step, going on from the folder's newest checkpoint. Says nothing."""
 
     def go_on(rank: int) -> None:
         with redirect_stdout(io.StringIO()):
-            Trainer(job(folder, layout, steps, experts), echo=len).run()
+            Trainer(job(folder, layout, steps, model), echo=len).run()
 
     run_on_ranks(layout.ranks, go_on)
 
 
-def job(folder: Path, layout: Layout, steps: int, experts: bool) -> Job:
+def job(folder: Path, layout: Layout, steps: int, model: str) -> Job:
+    if model in FUSIONS:
+        images = row(layout.name, layout.ranks, model, layout.stages, "", layers=4, micro_batch_size=2)
+        found = images.job(str(folder), steps=steps)
+        return attrs.evolve(found, eval=attrs.evolve(found.eval, interval=1))
     attention = GroupedQueryAttention(heads=4, kv_heads=4, qk_norm=True)
     sizes: dict[str, Any] = {"vocab_size": 32, "dim": 16, "layers": 4, "tie_embeddings": True}
-    if experts:
+    if model == EXPERTS:
         router = SigmoidTopK(bias_rate=0.01, batch_balance=1.0)
         sizes["ffn"] = MoE(experts=8, hidden=16, router=router, shared_experts=1, first_dense=1)
-    model = Transformer(attention=attention, **sizes)
+    language = Transformer(attention=attention, **sizes)
     settings: dict[str, Any] = {"steps": steps, "global_batch_size": 8, "seq_len": 16, "precision": "fp64"}
     settings |= {"micro_batch_size": 2, "grad_clip_norm": 0.5, "eval": {"interval": 1}}
     data = {"sources": (Numbers(ignored=5, held_out=5),)}
-    return tiny_job(str(folder), Catalog.installed(), model=model, data=data, parallel=dict(layout.stages), **settings)
+    return tiny_job(
+        str(folder), Catalog.installed(), model=language, data=data, parallel=dict(layout.stages), **settings
+    )
 
 
-def uninterrupted(folder: Path, experts: bool) -> Outcome:
+def uninterrupted(folder: Path, model: str) -> Outcome:
     """What one process comes to."""
-    train(folder, ONE, 2 * STEPS, experts)
+    train(folder, ONE, 2 * STEPS, model)
     return outcome(folder)
 
 
-def continued(folder: Path, first: Layout, second: Layout, experts: bool) -> Outcome:
+def continued(folder: Path, first: Layout, second: Layout, model: str) -> Outcome:
     """What two layouts come to, the second with the checkpoint of the first."""
-    train(folder, first, STEPS, experts)
-    train(folder, second, 2 * STEPS, experts)
+    train(folder, first, STEPS, model)
+    train(folder, second, 2 * STEPS, model)
     return outcome(folder)
 
 
@@ -156,14 +174,16 @@ def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     print(f"{time.strftime('%Y-%m-%d')}, torch {torch.__version__}, gloo on the CPU\n")
-    print("| saved under | continued under | losses and norms | weights and moments |\n|---|---|---|---|")
+    print("| model | saved under | continued under | losses and norms | weights and moments |\n|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as temporary:
-        for experts, pairs in ((False, PAIRS), (True, PAIRS_WITH_EXPERTS)):
-            expected = uninterrupted(Path(temporary) / f"{experts}", experts)
+        for model, pairs in PAIRS_OF.items():
+            expected = uninterrupted(Path(temporary) / model, model)
             for first, second in pairs:
                 folder = Path(tempfile.mkdtemp(dir=temporary))
-                found = compare(continued(folder, first, second, experts), expected)
-                print(f"| {first.name} | {second.name} | {found.numbers:.0e} | {found.state:.0e} |", flush=True)
+                found = compare(continued(folder, first, second, model), expected)
+                print(
+                    f"| {model} | {first.name} | {second.name} | {found.numbers:.0e} | {found.state:.0e} |", flush=True
+                )
 
 
 if __name__ == "__main__":

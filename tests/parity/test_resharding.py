@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
 from resharding import (
+    EXPERTS,
     FSDP2,
     FSDP2_EP2,
     FSDP2_PP2,
@@ -36,17 +38,40 @@ def test_a_run_goes_on_exactly_under_every_layout(tmp_path):
     assert difference.state < 1e-9, difference
 
 
-EXPERTS = [FSDP4_EP4, ONE, FSDP4_EP4, FSDP2_EP2, FSDP4_EP2, FSDP2_PP2_EP2, FSDP4_EP4, FSDP2_TP2_EP2, PP2, ONE]
+WITH_EXPERTS = [FSDP4_EP4, ONE, FSDP4_EP4, FSDP2_EP2, FSDP4_EP2, FSDP2_PP2_EP2, FSDP4_EP4, FSDP2_TP2_EP2, PP2, ONE]
 
 
 def test_experts_go_on_exactly_under_every_layout(tmp_path):
     """All of them, with their moments, the router's bias, and what the step before counted."""
-    for number, layout in enumerate(EXPERTS, 1):
-        train(tmp_path / "chain", layout, number, experts=True)
-    train(tmp_path / "one", ONE, len(EXPERTS), experts=True)
+    for number, layout in enumerate(WITH_EXPERTS, 1):
+        train(tmp_path / "chain", layout, number, model=EXPERTS)
+    train(tmp_path / "one", ONE, len(WITH_EXPERTS), model=EXPERTS)
     chain, one = outcome(tmp_path / "chain"), outcome(tmp_path / "one")
     difference = compare(chain, one)
     assert difference.numbers < 1e-9, difference
     assert difference.state < 1e-9, difference
     assert one[1]["model.layers.1.ffn.experts.up.weight"].shape == (8, 16, 16)
     assert one[1]["model.layers.1.ffn.router.bias"].abs().max() > 0.005
+
+
+WITH_IMAGES = {
+    "joint": [FSDP4, PP2, FSDP2_TP2, ONE],
+    "cross_attention": [PP2_ZBV, FSDP2_PP2, TP2_CP2, HSDP],
+    "mot": [TP2, FSDP4, PP2, TP2_CP2],
+    "moma": [FSDP2_EP2, FSDP2_PP2_EP2, FSDP2_TP2_EP2, ONE],
+}
+
+
+@pytest.mark.parametrize(
+    "fusion", [pytest.param(name, marks=() if name == "mot" else pytest.mark.thorough) for name in WITH_IMAGES]
+)
+def test_vision_language_models_go_on_exactly_under_every_layout(tmp_path, fusion):
+    """Tower, adapter and what the fusion adds, with their moments; some sequences have no image."""
+    for number, layout in enumerate(WITH_IMAGES[fusion], 1):
+        train(tmp_path / "chain", layout, number, fusion)
+    train(tmp_path / "one", ONE, len(WITH_IMAGES[fusion]), fusion)
+    chain, one = outcome(tmp_path / "chain"), outcome(tmp_path / "one")
+    difference = compare(chain, one)
+    assert difference.numbers < 1e-9, difference
+    assert difference.state < 1e-9, difference
+    assert any(name.startswith("model.vision.encoder.") for name in one[1])
