@@ -81,6 +81,11 @@ class CrossAttention(FusionComponent):
     def positions(self, grid: Grid, adapter: AdapterComponent) -> int:
         return 1
 
+    def tile_problem(self) -> str:
+        if self.sees != "last":
+            return ""
+        return 'with model.fusion.sees = "last" a position sees the last of them only; set it to "together" or "all"'
+
     def build(self, context: BuildContext, model: Model, vision: Vision) -> Model:
         from forge_core.contracts.model import Generates
         from forge_plugin_cross_attention.modules.model import CrossAttentionModel, GeneratingModel, add_blocks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -16,6 +17,8 @@ from forge_plugin_images.rows import Document, Needs, Tokens
 from forge_plugin_vision import Grid, ImageInput
 
 Part = Tokens | ImageFile
+Grids = tuple[Grid, ...]
+"""Those of an image: one, or several if it is cut into tiles."""
 
 
 class Layout(Protocol):
@@ -58,10 +61,12 @@ class ImageDocuments:
             BrokenImage: the header of an image cannot be read.
         """
         parts = self._parts(number)
-        sized = [part if isinstance(part, Tokens) else self.processor.grid(size_of(part)) for part in parts]
+        sized = [part if isinstance(part, Tokens) else self.processor.grids(size_of(part)) for part in parts]
         kept = sized if self.room is None else list(self._cut(sized, self.room))
-        document = Document.of(kept, {part: self._length(part) for part in kept if not isinstance(part, Tokens)})
-        images = [part for part in parts if not isinstance(part, Tokens)][: len(document.grids)]
+        images = [part for part in parts if not isinstance(part, Tokens)]
+        images = images[: sum(not isinstance(part, Tokens) for part in kept)]
+        single = list(chain.from_iterable([part] if isinstance(part, Tokens) else part for part in kept))
+        document = Document.of(single, {part: self.seen.positions(part) for part in single if isinstance(part, Grid)})
         is_cut = len(document.ids) < sum(map(self._length, sized))
         text_bytes = 0 if is_cut else sum(part.text_bytes for part in sized if isinstance(part, Tokens))
         return Measured(document, images, text_bytes, is_cut)
@@ -83,18 +88,18 @@ class ImageDocuments:
         runs = [part for part in parts if isinstance(part, Tokens)]
         return [*parts, Tokens([self.tokenizer.end_of_text], bool(runs) and runs[-1].learned)]
 
-    def _length(self, part: Tokens | Grid) -> int:
-        return len(part.ids) if isinstance(part, Tokens) else self.seen.positions(part)
+    def _length(self, part: Tokens | Grids) -> int:
+        return len(part.ids) if isinstance(part, Tokens) else sum(map(self.seen.positions, part))
 
-    def _cut(self, parts: Iterable[Tokens | Grid], room: Needs) -> Iterator[Tokens | Grid]:
-        """Yields the parts that fit, the last of them maybe shortened."""
+    def _cut(self, parts: Iterable[Tokens | Grids], room: Needs) -> Iterator[Tokens | Grids]:
+        """Yields the parts that fit, the last of them maybe shortened. An image has all of its tiles or is left out."""
         entries, patches, images = room.positions + 1, room.patches, room.images  # the last entry is only a label
         for part in parts:
             length = self._length(part)
             if isinstance(part, Tokens):
                 yield part._replace(ids=part.ids[:entries])
             else:
-                patches, images = patches - part.patches, images - 1
+                patches, images = patches - sum(grid.patches for grid in part), images - len(part)
                 if length >= entries or patches < 0 or images < 0:
                     return
                 yield part

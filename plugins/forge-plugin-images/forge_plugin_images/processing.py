@@ -13,13 +13,16 @@ from attrs import frozen
 from PIL import Image
 
 from forge_plugin_images.patches import grid_of, patches_of
+from forge_plugin_images.tiling import tile_grid, tiles_of
 
 if TYPE_CHECKING:
+    from forge_plugin_images.source import Overview
     from forge_plugin_vision import Grid, ImageFormat
 
-Policy = Literal["native", "fill", "stretch", "crop", "pad"]
+Policy = Literal["native", "fill", "stretch", "crop", "pad", "tiles"]
 """How an image gets the size of a grid. `native` (Qwen2-VL's `smart_resize`) and `fill` (SigLIP 2's NaFlex) keep its
-shape nearly; the others make images of one size, as SigLIP (`stretch`), CLIP (`crop`) and LLaVA-1.5 (`pad`) do."""
+shape nearly; the others make images of one size, as SigLIP (`stretch`), CLIP (`crop`) and LLaVA-1.5 (`pad`) do, or
+several of one size (`tiles`, LLaVA-NeXT)."""
 RESAMPLING = {
     "bilinear": Image.Resampling.BILINEAR,
     "bicubic": Image.Resampling.BICUBIC,
@@ -40,18 +43,37 @@ class ImageProcessor:
     """Of an image, for `native` and `fill`."""
     min_patches: int = 0
     """Of an image, for `native`: smaller ones are enlarged."""
+    max_tiles: int = 0
+    """Of an image, for `tiles`, without the overview."""
+    overview: Overview = "first"
+    """For `tiles`."""
 
     @property
     def step(self) -> int:
         """Pixels that sides are multiples of."""
         return self.form.patch * self.form.multiple
 
-    def grid(self, size: Size) -> Grid:
-        """Returns the grid of an image of this size."""
-        return grid_of(*self._target(size), self.form)
+    def grids(self, size: Size) -> tuple[Grid, ...]:
+        """Returns the grids of an image of this size: one, or with `tiles` one for each tile and the overview."""
+        count = 1
+        if self.policy == "tiles" and (tiles := math.prod(self._tiles(size))) > 1:
+            count = tiles + (self.overview != "none")
+        return (grid_of(*self._target(size), self.form),) * count
 
     def patches(self, image: Image.Image) -> np.ndarray:
-        """Returns the patches of an RGB image: (patches, V) uint8."""
+        """Returns the patches of an RGB image, one grid after the other: (patches, V) uint8."""
+        if self.policy != "tiles":
+            return self._resized(image)
+        rows, columns = self._tiles((image.height, image.width))
+        if rows * columns == 1:
+            return self._resized(image)
+        tiles = tiles_of(image, rows, columns, self._target((0, 0)), RESAMPLING[self.form.resample])
+        parts = [patches_of(np.asarray(tile), self.form) for tile in tiles]
+        overview = [] if self.overview == "none" else [self._resized(image)]
+        return np.concatenate([*overview, *parts] if self.overview == "first" else [*parts, *overview])
+
+    def _resized(self, image: Image.Image) -> np.ndarray:
+        """Returns the patches of the whole image as one: (patches, V) uint8."""
         size = image.height, image.width
         height, width = self._target(size)
         if self.policy == "pad":
@@ -66,7 +88,12 @@ class ImageProcessor:
         """Returns all that patches depend on, besides the image."""
         form = self.form
         shape = [form.patch, form.frames, form.channels, form.grid, form.multiple]
-        return [*shape, form.resample, form.mean, self.policy, self.max_patches, self.min_patches]
+        tiling = [self.max_tiles, self.overview] if self.policy == "tiles" else []
+        return [*shape, form.resample, form.mean, self.policy, self.max_patches, self.min_patches, *tiling]
+
+    def _tiles(self, size: Size) -> tuple[int, int]:
+        """Returns rows and columns of the tiles of an image of this size."""
+        return tile_grid(size, self._target(size), self.max_tiles)
 
     def _target(self, size: Size) -> Size:
         if self.policy == "native":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -75,20 +76,20 @@ def _row(
 ) -> tuple[list[int], dict[str, np.ndarray]]:
     """Returns the ids of a prompt, and its entries `patches` (P, V) and `grids` (N, 3)."""
     cut = [processor.patches(image) for image in images]
-    used = sum(len(patches) for patches in cut)
-    if used > seen.patches_per_sequence or len(images) > seen.images_per_sequence:
-        has = f"a prompt has {len(images)} images with {used} patches"
+    own = [processor.grids((image.height, image.width)) for image in images]
+    used, count = sum(len(patches) for patches in cut), sum(map(len, own))
+    if used > seen.patches_per_sequence or count > seen.images_per_sequence:
+        tiles = "" if count == len(images) else f" (in {count} tiles)"
+        has = f"a prompt has {len(images)} images{tiles} with {used} patches"
         most = f"{seen.images_per_sequence} images and {seen.patches_per_sequence} patches at most"
         raise ForgeError(f"{has}, and the model was trained with {most}; use fewer or smaller images")
     patches = np.zeros((seen.patches_per_sequence, seen.format.values), np.uint8)
     grids = np.zeros((seen.images_per_sequence, 3), np.int64)
     if cut:
-        patches[:used] = np.concatenate(cut)
+        patches[:used], grids[:count] = np.concatenate(cut), list(chain.from_iterable(own))
     ids: list[int] = []
     for number, part in enumerate(text.split(MARK)):
         if number:
-            grid = processor.grid((images[number - 1].height, images[number - 1].width))
-            grids[number - 1] = grid
-            ids += [IMAGE] * seen.positions(grid)
+            ids += [IMAGE] * sum(map(seen.positions, own[number - 1]))
         ids += tokenizer.encode(part)
     return ids or [tokenizer.end_of_text], {PATCHES: patches, GRIDS: grids}

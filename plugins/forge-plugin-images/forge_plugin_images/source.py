@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,6 +16,9 @@ from forge_core.contracts.errors import JobError, Problem
 from forge_plugin_images.listing import files_of, is_saved, open_records
 from forge_plugin_vision import image_input
 
+Overview = Literal["first", "last", "none"]
+"""Where the whole image stands among its tiles."""
+
 if TYPE_CHECKING:
     from forge_core.contracts.contexts import BuildContext
     from forge_core.contracts.data import Dataset, Tokenizer
@@ -25,7 +29,7 @@ if TYPE_CHECKING:
     from forge_plugin_images.records import Record, Records
     from forge_plugin_vision import ImageInput
 
-FIXED, FREE = ("stretch", "crop", "pad"), ("native", "fill")
+FIXED, FREE = ("stretch", "crop", "pad", "tiles"), ("native", "fill")
 """Policies of encoders with one size of images, and of those with any."""
 NO_TOKENIZER = 'texts need a tokenizer; add a table [data.tokenizer], for example with type = "bpe"'
 
@@ -64,10 +68,16 @@ class ImageDataset(DatasetComponent):
     """Of a table, Parquet or `save_to_disk`: the split to train on."""
     folder: str = ""
     """Where relative paths of images start; empty: beside the file that names them."""
-    resize: Literal["auto", "native", "fill", "stretch", "crop", "pad"] = "auto"
+    resize: Literal["auto", "native", "fill", "stretch", "crop", "pad", "tiles"] = "auto"
     """How images get their size. For encoders of any size `native` (nearest multiples, smaller only if `max_patches`
-    demands it) or `fill` (as large as `max_patches` allows); for those of one size `stretch`, `crop` (the middle) or
-    `pad` (bars of the mean colour). auto: `native` or `stretch`."""
+    demands it) or `fill` (as large as `max_patches` allows); for those of one size `stretch`, `crop` (the middle),
+    `pad` (bars of the mean colour) or `tiles` (any-res: several images of that size). auto: `native` or `stretch`."""
+    max_tiles: int = field(default=0, validator=ge(0))
+    """With `tiles`: tiles of an image at most, without the overview; 0: as many as a sequence has room for."""
+    overview: Overview = "first"
+    """With `tiles`: where the whole image stands, as one more image of the encoder's size. first: before its tiles, as
+    in LLaVA-NeXT; last: after them, as in Idefics3, SmolVLM and InternVL; none: nowhere, as in Llama 3.2 Vision. An
+    image that fits into one tile has no overview."""
     max_patches: int = field(default=0, validator=ge(0))
     """Patches of an image at most, for `native` and `fill`; 0: the model's for a sequence, shared by its images."""
     min_patches: int = field(default=0, validator=ge(0))
@@ -141,7 +151,15 @@ class ImageDataset(DatasetComponent):
 
         auto: Literal["stretch", "native"] = "stretch" if seen.format.grid else "native"
         most = self.max_patches or seen.patches_per_sequence // seen.images_per_sequence
-        return ImageProcessor(seen.format, auto if self.resize == "auto" else self.resize, most, self.min_patches)
+        policy = auto if self.resize == "auto" else self.resize
+        return ImageProcessor(seen.format, policy, most, self.min_patches, self._tiles(seen), self.overview)
+
+    def _tiles(self, seen: ImageInput) -> int:
+        """Returns how many tiles an image may have; 0 without `tiles`."""
+        if self.resize != "tiles" or seen.format.grid is None:
+            return 0
+        room = min(seen.images_per_sequence, seen.patches_per_sequence // math.prod(seen.format.grid))
+        return self.max_tiles or room - (self.overview != "none")
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
         if job.data.tokenizer is None:
@@ -191,6 +209,30 @@ class ImageDataset(DatasetComponent):
             yield Problem("max_patches", f"{most}, and a sequence has {room}; lower the one or raise the other")
         if self.min_patches > most:
             yield Problem("min_patches", f"{self.min_patches} is more than max_patches, which is {most}")
+        yield from self._tile_problems(seen)
+
+    def _tile_problems(self, seen: ImageInput) -> Iterator[Problem]:
+        if self.resize != "tiles":
+            for key, default in (("max_tiles", 0), ("overview", "first")):
+                if (value := getattr(self, key)) != default:
+                    yield Problem(key, f'{value!r} is for resize = "tiles"; set that, or leave it out')
+            return
+        if seen.format.grid is None:
+            return
+        if message := seen.fusion.tile_problem():
+            yield Problem("resize", f"'tiles' makes several images of one, and {message}")
+        tiles, whole = self._tiles(seen), int(self.overview != "none")
+        if tiles < 2:
+            hint = "take 2 or more, or leave it out" if self.max_tiles else "raise model.vision.images_per_sequence"
+            why = "an image needs at least 2" if self.max_tiles else "a sequence has room for no more"
+            yield Problem("max_tiles", f"{max(tiles, 0)}, and {why}; {hint}")
+            return
+        patches = math.prod(seen.format.grid)
+        for name, one in (("images_per_sequence", 1), ("patches_per_sequence", patches)):
+            if (needed := (tiles + whole) * one) > (room := getattr(seen, name)):
+                has = f"an image may become {tiles} tiles{' and an overview' if whole else ''}"
+                message = f"{has}, which need model.vision.{name} = {needed}, and it is {room}"
+                yield Problem("max_tiles", f"{message}; raise it, or lower max_tiles")
 
 
 def _names(path: str) -> frozenset[str]:

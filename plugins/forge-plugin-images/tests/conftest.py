@@ -11,6 +11,7 @@ from forge_core.contracts.components import DatasetComponent
 from forge_core.engine.build import build_context, build_datasets, build_tokenizer
 from forge_core.job import Job
 from forge_core.plugins.catalog import Catalog
+from forge_plugin_huggingface import Auto
 from forge_plugin_images.testing import tiny_model
 from forge_plugin_text import Bytes
 from forge_testing import tiny_job
@@ -50,5 +51,28 @@ def build(make_job: Callable[..., Job], catalog: Catalog) -> Callable[..., Any]:
         context = build_context(job, catalog, None)
         [built] = build_datasets(job, attrs.evolve(context, tokenizer=build_tokenizer(job, context)))
         return built
+
+    return make
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Callable[[str], Auto]:
+    """(template) -> a tokenizer of bytes with it."""
+
+    def make(template: str) -> Auto:
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+        from transformers import PreTrainedTokenizerFast
+
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        inner = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(alphabet)}, merges=[]))
+        inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        inner.decoder = decoders.ByteLevel()
+        special = ["<|im_start|>", "<|im_end|>", "<|image|>"]
+        fast = PreTrainedTokenizerFast(
+            tokenizer_object=inner, eos_token="<|endoftext|>", additional_special_tokens=special
+        )
+        fast.chat_template = template
+        fast.save_pretrained(tmp_path / "tokenizer")
+        return Auto(path=str(tmp_path / "tokenizer"))
 
     return make

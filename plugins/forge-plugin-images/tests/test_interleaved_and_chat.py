@@ -10,7 +10,6 @@ import pytest
 from PIL import Image
 
 from forge_core import JobError
-from forge_plugin_huggingface import Auto
 from forge_plugin_images import ImageChat, Interleaved
 from forge_plugin_images.testing import tiny_model
 from forge_plugin_vision import IMAGE
@@ -95,29 +94,6 @@ def test_a_document_is_cut_before_an_image_that_does_not_fit(build, tmp_path):
 
 
 # --- chats ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def tokenizer(tmp_path):
-    """(template) -> a tokenizer of bytes with it."""
-
-    def make(template: str) -> Auto:
-        from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-        from transformers import PreTrainedTokenizerFast
-
-        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-        inner = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(alphabet)}, merges=[]))
-        inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        inner.decoder = decoders.ByteLevel()
-        special = ["<|im_start|>", "<|im_end|>", "<|image|>"]
-        fast = PreTrainedTokenizerFast(
-            tokenizer_object=inner, eos_token="<|endoftext|>", additional_special_tokens=special
-        )
-        fast.chat_template = template
-        fast.save_pretrained(tmp_path / "tokenizer")
-        return Auto(path=str(tmp_path / "tokenizer"))
-
-    return make
 
 
 ASKED = "<image>\nand <image>?"

@@ -51,7 +51,7 @@ def test_stretched_images_are_those_of_siglip(size):
     ours = ImageProcessor(ImageFormat(patch=16, grid=(2, 3)), "stretch", 6)
     expected = unscaled(reference(photo(*size))["pixel_values"][0], reference)
     assert np.abs(whole(ours.patches(photo(*size)), 2, 3, 16) - expected).max() < 1e-4
-    assert ours.grid(size) == (1, 2, 3)
+    assert ours.grids(size) == ((1, 2, 3),)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -73,7 +73,7 @@ def test_native_images_are_those_of_qwen(size, least, most):
     reference = Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, temporal_patch_size=2, size=pixels)
     ours = ImageProcessor(ImageFormat(patch=4, frames=2, multiple=2), "native", most, least)
     expected = reference(photo(*size))
-    grid = ours.grid(size)
+    grid = ours.grids(size)[0]
     assert list(grid) == expected["image_grid_thw"][0].tolist()
     # Theirs has the patches of each 2 x 2 together, ours row by row.
     _, rows, columns = grid
@@ -90,7 +90,7 @@ def test_filling_images_are_those_of_siglip_2(size):
     reference = Siglip2ImageProcessorPil(patch_size=8, max_num_patches=30)
     ours = ImageProcessor(ImageFormat(patch=8, resample="bilinear"), "fill", 30)
     expected = reference(photo(*size))
-    grid = ours.grid(size)
+    grid = ours.grids(size)[0]
     assert [grid.rows, grid.columns] == np.asarray(expected["spatial_shapes"])[0].tolist()
     # A patch of theirs is in the order row, column, channel.
     theirs = np.asarray(expected["pixel_values"])[0][: grid.patches].reshape(-1, 8, 8, 3).transpose(0, 3, 1, 2)

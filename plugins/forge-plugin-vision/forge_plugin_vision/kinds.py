@@ -142,6 +142,14 @@ class FusionComponent(Component["Model"]):
         """Returns the positions of the sequence that an image takes: by default one for each of its features."""
         return adapter.positions(grid)
 
+    def tile_problem(self) -> str:
+        """Returns why an image must not be cut into tiles, which stand side by side; empty if it may be.
+
+        Each tile is an image of its own. A fusion whose positions attend to one image at a time would see one tile of
+        several.
+        """
+        return ""
+
     def build(self, context: BuildContext, model: Model, vision: Vision) -> Model:
         """Build it around the language model `model`; `vision` maps a batch to features (B, M, D)."""
         raise NotImplementedError

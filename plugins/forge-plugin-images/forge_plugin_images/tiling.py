@@ -1,0 +1,68 @@
+"""Tiles of an image (any-res): images of the encoder's size that together show it at a higher resolution."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import cache
+
+from PIL import Image
+
+PADDING = (0, 0, 0)
+"""Colour around an image that does not fill its tiles: black, as in LLaVA-NeXT."""
+
+
+@cache
+def tile_grids(most: int) -> tuple[tuple[int, int], ...]:
+    """Returns rows and columns of all grids of at most `most` tiles.
+
+    These are Llama 3.2 Vision's (`get_all_supported_aspect_ratios`), in its order, and among them all of LLaVA-NeXT's.
+    """
+    return tuple((rows, columns) for columns in range(1, most + 1) for rows in range(1, most // columns + 1))
+
+
+def tile_grid(size: tuple[int, int], tile: tuple[int, int], most: int) -> tuple[int, int]:
+    """Returns the rows and columns of tiles that keep most of an image's resolution, and among those waste least.
+
+    This is LLaVA-NeXT's `select_best_resolution` (Liu et al. 2024) over `tile_grids(most)`.
+
+    Args:
+        size: height and width of the image in pixels.
+        tile: height and width of a tile in pixels.
+        most: tiles at most.
+    """
+    (height, width), area = size, size[0] * size[1]
+
+    def merit(grid: tuple[int, int]) -> tuple[int, int]:
+        canvas = grid[0] * tile[0], grid[1] * tile[1]
+        scale = min(canvas[1] / width, canvas[0] / height)
+        shown = min(int(width * scale) * int(height * scale), area)  # enlarging adds no detail
+        return shown, shown - canvas[0] * canvas[1]
+
+    return max(tile_grids(most), key=merit)  # the first of equals
+
+
+def tiles_of(
+    image: Image.Image, rows: int, columns: int, tile: tuple[int, int], resampling: Image.Resampling
+) -> Iterator[Image.Image]:
+    """Yields the tiles of an image row by row: it is resized to fit into all of them together, in the middle of black.
+
+    Args:
+        image: the image, in RGB.
+        rows: tiles below each other.
+        columns: tiles beside each other.
+        tile: height and width of a tile in pixels.
+        resampling: how pixels are interpolated.
+    """
+    height, width = rows * tile[0], columns * tile[1]
+    across, down = width / image.width, height / image.height
+    # The longer side fits exactly; the other is rounded up, as in LLaVA-NeXT.
+    if across < down:
+        fitted = width, min(math.ceil(image.height * across), height)
+    else:
+        fitted = min(math.ceil(image.width * down), width), height
+    canvas = Image.new("RGB", (width, height), PADDING)
+    canvas.paste(image.resize(fitted, resampling), ((width - fitted[0]) // 2, (height - fitted[1]) // 2))
+    for top in range(0, height, tile[0]):
+        for left in range(0, width, tile[1]):
+            yield canvas.crop((left, top, left + tile[1], top + tile[0]))
