@@ -102,7 +102,8 @@ def _bits(rows: Sequence[Row], others: Sequence[Row], context: EvaluationContext
 
 def _losses(rows: Sequence[Row], context: EvaluationContext) -> torch.Tensor:
     """(rows,): the sum of the losses of each row's labels, in nats."""
-    batch = {name: tensor.to(context.build.device) for name, tensor in collate(rows).items()}
+    fields = context.job.model.batch_fields(context.job)
+    batch = {name: tensor.to(context.build.device) for name, tensor in collate(rows, fields).items()}
     sums, _ = context.executor.evaluate([batch]).per_sequence
     return sums.double().cpu()
 

@@ -103,7 +103,8 @@ class ImageRows:
     def __getitem__(self, index: int) -> Mapping[str, np.ndarray]:
         documents: list[Document] = []
         patches: list[np.ndarray] = []
-        for number in self._plan[range(len(self))[index]]:
+        numbers = self._plan[range(len(self))[index]]
+        for number in numbers:
             try:
                 document, own = self._documents.read(number)
             except BrokenImage as error:
@@ -112,7 +113,7 @@ class ImageRows:
             self._check_unchanged(number, document)
             documents.append(document)
             patches.extend(own)
-        return self._rows.row(documents, patches)
+        return self._rows.row(documents, patches, len(numbers) - len(documents))
 
     def where(self, index: int) -> str:
         """See `HasLocation`."""

@@ -13,7 +13,7 @@ import numpy as np
 from attrs import frozen
 
 from forge_core.contracts.data import IGNORED_LABEL
-from forge_plugin_vision import GRIDS, IMAGE, PATCHES
+from forge_plugin_vision import BROKEN, GRIDS, IMAGE, PATCHES
 
 if TYPE_CHECKING:
     from forge_plugin_vision import Grid
@@ -89,12 +89,15 @@ class RowFormat:
     def room(self) -> Needs:
         return Needs(self.length, self.patches, self.images)
 
-    def row(self, documents: Sequence[Document], patches: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
+    def row(
+        self, documents: Sequence[Document], patches: Sequence[np.ndarray], broken: int = 0
+    ) -> dict[str, np.ndarray]:
         """Put documents side by side; they fit.
 
         Args:
             documents: the documents of the row.
             patches: (patches, V) uint8 of all their images, in order.
+            broken: documents that the row lacks, as an image of them cannot be read.
         """
         inputs = np.full(self.length, self.filler, np.int64)
         labels = np.full(self.length, IGNORED_LABEL, np.int64)
@@ -106,6 +109,7 @@ class RowFormat:
             starts[start] = True
         starts[end : end + 1] = True  # positions that are left over
         row = {"input_ids": inputs, "labels": labels, **self._images(documents, patches)}
+        row[BROKEN] = np.array(broken, np.int64)
         return row | _places(starts) if self.keeps_apart else row
 
     def _images(self, documents: Sequence[Document], patches: Sequence[np.ndarray]) -> dict[str, np.ndarray]:

@@ -3,6 +3,7 @@
 from forge_plugin_vision.adapters import AttentionPool, AveragePool, LinearAdapter, MLPAdapter, Perceiver, PixelShuffle
 from forge_plugin_vision.encoders import ViT
 from forge_plugin_vision.kinds import (
+    BROKEN,
     GRIDS,
     IMAGE,
     PATCHES,
@@ -22,6 +23,7 @@ from forge_plugin_vision.qwen import Merger, QwenViT
 from forge_plugin_vision.vision import Joint, VisionLanguage, VisionPart
 
 __all__ = [
+    "BROKEN",
     "GRIDS",
     "IMAGE",
     "PATCHES",

@@ -11,7 +11,9 @@ model's width; a fusion says how the language model sees them. A batch has, besi
   it stands;
 - `patches` (B, P, V) uint8: patches of the row's images, one image after the other, each row by row; zeros at the end.
   The values of a patch are in the order channel, frame, row, column;
-- `grids` (B, N, 3) int64: frames, rows and columns of each image, in patches; zeros where there is no image.
+- `grids` (B, N, 3) int64: frames, rows and columns of each image, in patches; zeros where there is no image;
+- `broken_documents` (B,) int64: documents that the row would have, and that its dataset left out since an image of them
+  cannot be read. It is only counted, for the metric `vision/broken_documents`.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
 
 IMAGE, VIDEO = -1, -2
 """Entries of `input_ids` at positions that are no token."""
-PATCHES, GRIDS = "patches", "grids"
+PATCHES, GRIDS, BROKEN = "patches", "grids", "broken_documents"
 
 
 class Grid(NamedTuple):

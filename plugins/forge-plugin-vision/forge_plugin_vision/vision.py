@@ -12,6 +12,7 @@ from forge_core.contracts.components import ModelComponent, default_type
 from forge_core.contracts.data import BatchField
 from forge_core.contracts.errors import Problem
 from forge_plugin_vision.kinds import (
+    BROKEN,
     GRIDS,
     PATCHES,
     AdapterComponent,
@@ -72,6 +73,7 @@ class VisionLanguage(ModelComponent):
         return {
             PATCHES: BatchField((self._patches, self._format.values), "uint8"),
             GRIDS: BatchField((self.vision.images_per_sequence, 3), "int64"),
+            BROKEN: BatchField((), "int64"),
         }
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from forge_plugin_vision.kinds import GRIDS, PATCHES
+from forge_plugin_vision.kinds import BROKEN, GRIDS, PATCHES
 from forge_plugin_vision.modules.images import Images
 
 if TYPE_CHECKING:
@@ -59,6 +59,8 @@ class Vision(nn.Module):
         self.encoder, self.adapter = encoder, adapter
         self.image_input = image_input
         self._auxiliary = context.auxiliary
+        # Ranks that share the positions of a row (`cp`) all have its images, and what they count is summed.
+        self._counted_by = context.layout.token_ranks // context.layout.data_parallel
 
     def forward(self, batch: Batch) -> Tensor:
         self.count(batch)
@@ -72,7 +74,7 @@ class Vision(nn.Module):
         return (self.adapter(encoded, images),)
 
     def count(self, batch: Batch) -> None:
-        """Count the patches of a micro-batch for the metrics `vision/…`."""
+        """Count the patches of a micro-batch, and the documents that it lacks, for the metrics `vision/…`."""
         filled = batch[GRIDS].prod(-1).sum(1).double()
         metrics = {
             "vision/patches_per_sequence": filled.sum(),
@@ -80,7 +82,9 @@ class Vision(nn.Module):
             "vision/sequences_without_images": (filled == 0).sum().double(),
         }
         for name, value in metrics.items():
-            self._auxiliary.metric(name, value, "sequence")
+            self._auxiliary.metric(name, value / self._counted_by, "sequence")
+        if BROKEN in batch:
+            self._auxiliary.metric("vision/broken_documents", batch[BROKEN].sum().double() / self._counted_by)
 
     def flops(self) -> float:
         """Returns FLOPs of a row, forward and backward."""
