@@ -1,4 +1,4 @@
-"""Rows of one length: an image, a question that is not learned, and an answer, all random."""
+"""Rows of one length, all random: an image, a question that is not learned, and an answer; or no image."""
 
 from __future__ import annotations
 
@@ -38,3 +38,31 @@ class Rows:
         labels[: self.length - self.component.answer] = -100
         patches = generator.integers(0, 256, (self.grid.patches, self.values)).astype(np.uint8)
         return {"input_ids": tokens[:-1], "labels": labels, PATCHES: patches, GRIDS: np.array([self.grid])}
+
+
+@frozen(kw_only=True)
+class TextRows(DatasetComponent):
+    """Rows as long, of which as much is learned, without an image."""
+
+    vocab_size: int
+    sequences: int
+    answer: int
+
+    def build(self, context):
+        return PlainRows(self, context.job.train.seq_len)
+
+
+class PlainRows:
+    held_out = bytes_per_token = None
+
+    def __init__(self, component, length):
+        self.component, self.length = component, length
+
+    def __len__(self):
+        return self.component.sequences
+
+    def __getitem__(self, index):
+        tokens = np.random.default_rng(index).integers(0, self.component.vocab_size, self.length + 1)
+        labels = tokens[1:].copy()
+        labels[: self.length - self.component.answer] = -100
+        return {"input_ids": tokens[:-1], "labels": labels}

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from forge_core.contracts.errors import JobError, Problem
-from forge_plugin_vision.kinds import GRIDS, PATCHES
+from forge_plugin_vision.kinds import PATCHES
 from forge_plugin_vision.modules.grafting import derived
-from forge_plugin_vision.modules.images import Images
 from forge_plugin_vision.modules.joint import JointModel, PlacedVision
 from forge_plugin_vision.modules.vision import flops_of
 
@@ -34,8 +33,7 @@ class StackedVision(PlacedVision):
 
     def features(self, batch: Batch) -> Sequence[Tensor]:
         # As one tensor, so that ranks of tensor parallel sum all of them at once.
-        images = Images.of(batch[GRIDS], batch[PATCHES].shape[1])
-        encoded = self.encoder(self.normalise(batch[PATCHES]), images)
+        images, encoded = self.encode(batch)
         adapters = (self.adapter, *self.deepstack)
         return (torch.cat([adapter(x, images) for adapter, x in zip(adapters, encoded, strict=True)], -1),)
 

@@ -69,9 +69,16 @@ class Vision(nn.Module):
 
     def features(self, batch: Batch) -> Sequence[Tensor]:
         """Returns (B, M, D) of the encoder's features; a fusion with taps returns those of further adapters behind."""
-        images = Images.of(batch[GRIDS], batch[PATCHES].shape[1])
-        encoded, *_ = self.encoder(self.normalise(batch[PATCHES]), images)
+        images, (encoded, *_) = self.encode(batch)
         return (self.adapter(encoded, images),)
+
+    def encode(self, batch: Batch) -> tuple[Images, Sequence[Tensor]]:
+        """Returns the places of the patches, and (B, P, W) each: the encoder's features, then those of its taps.
+
+        All fusions call the encoder here, so a mixin that overrides this method may bring features from elsewhere.
+        """
+        images = Images.of(batch[GRIDS], batch[PATCHES].shape[1])
+        return images, self.encoder(self.normalise(batch[PATCHES]), images)
 
     def count(self, batch: Batch) -> None:
         """Count the patches of a micro-batch, and the documents that it lacks, for the metrics `vision/…`."""

@@ -1,0 +1,1 @@
+"""Modules that the plugin puts into a model."""

@@ -1,0 +1,28 @@
+"""`features` keeps the contracts of its kind."""
+
+from __future__ import annotations
+
+from attrs import evolve
+from kept_runs import FROZEN, model
+
+from forge_plugin_features import Features
+from forge_plugin_vision.testing import RandomImages
+from forge_testing.distribution import check_distribution
+from forge_testing.suites import HookSuite
+
+
+def test_the_distribution():
+    check_distribution("forge-plugin-features")
+
+
+class TestFeatures(HookSuite):
+    component = Features()
+    job = {
+        "model": model(),
+        "plugins": {"freeze": FROZEN},
+        "data": {"sources": (RandomImages(sequences=12, held_out=4),)},
+        "seq_len": 24,
+    }
+
+    def make(self, folder):
+        return evolve(self.component, path=str(folder / "features"))
