@@ -140,19 +140,18 @@ class HuggingFace(DatasetComponent):
 
     def _stream(self, corpus: DocumentSource, context: BuildContext) -> DocumentStream:
         from forge_plugin_huggingface.rows import stream_rows
-        from forge_plugin_huggingface.stream import LaneStream
+        from forge_plugin_huggingface.stream import LaneReader, LaneStream
 
         job, held_out = context.job, self.held_out_part()
         lanes = self.lanes or job.train.global_batch_size
         name = f"{self.path!r}, split {self.split!r}"
-        return LaneStream(
+        reader = LaneReader(
             stream_rows(corpus.source.stream(self.split), corpus.encoder.columns, name, lanes),
-            corpus.encoder,
-            corpus.end_of_text,
+            corpus.encoder.encode,
             data=corpus.source.fingerprint(self.split),
             lanes=lanes,
             shuffle=self.shuffle,
             seed=job.job.seed if job.data.seed is None else job.data.seed,
             held_out_every=self.held_out_every,
-            held_out=corpus.first_documents(held_out) if held_out else None,
         )
+        return LaneStream(reader, corpus.end_of_text, corpus.first_documents(held_out) if held_out else None)

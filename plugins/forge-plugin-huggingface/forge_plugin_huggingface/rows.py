@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 READ_ROWS = 256
 """Rows of a stream that are read at once."""
+RAW_ROWS = 16
+"""The same for rows that are not decoded, which may hold images."""
 
 
 class SourceRow(NamedTuple):
@@ -45,9 +47,13 @@ class StreamRows(Protocol):
 class TableRows:
     """The rows of a table on disk, with consecutive numbers. As a stream it is split into files of about equal size."""
 
-    def __init__(self, table: datasets.Dataset, columns: Sequence[str], name: str, files: int = 1) -> None:
-        """Raises `JobError` if the table lacks a column."""
-        self._table, self.name = _select(table, columns, name), name
+    def __init__(
+        self, table: datasets.Dataset, columns: Sequence[str], name: str, files: int = 1, *, decode: bool = True
+    ) -> None:
+        """Raises `JobError` if the table lacks a column. See `stream_rows` for `decode`."""
+        self._table, self.name, self._decode = _select(table, columns, name), name, decode
+        if not decode:
+            self._table = self._table.with_format("arrow")
         self.files = max(1, min(files, len(table)))
 
     def __len__(self) -> int:
@@ -56,27 +62,31 @@ class TableRows:
     def read(self, file: int, start: int = 0, wanted: Callable[[int], bool] = _all) -> Iterator[tuple[int, SourceRow]]:
         first, stop = (len(self) * bound // self.files for bound in (file, file + 1))
         numbers = filter(wanted, range(max(first, start), stop))
-        while batch := list(islice(numbers, READ_ROWS)):
+        while batch := list(islice(numbers, READ_ROWS if self._decode else RAW_ROWS)):
             yield from zip(batch, self.take(batch), strict=True)
 
     def take(self, numbers: Sequence[int]) -> list[SourceRow]:
         """Returns the rows with these numbers."""
-        values = _by_row(self._table[list(numbers)])
+        rows = self._table[list(numbers)]
+        values = _by_row(rows) if self._decode else rows.to_pylist()
         return [SourceRow(f"row {number} of {self.name}", value) for number, value in zip(numbers, values, strict=True)]
 
 
 class FileRows:
     """The rows of data files, numbered in each. A file is a shard of `datasets`, which is nearly always one file."""
 
-    def __init__(self, dataset: datasets.IterableDataset, columns: Sequence[str], name: str) -> None:
-        """Raises `JobError` if the dataset lacks a column."""
+    def __init__(
+        self, dataset: datasets.IterableDataset, columns: Sequence[str], name: str, *, decode: bool = True
+    ) -> None:
+        """Raises `JobError` if the dataset lacks a column. See `stream_rows` for `decode`."""
         self._dataset, self._columns, self.name = _select(dataset, columns, name), columns, name
+        self._decode = decode
         self.files: int = dataset.num_shards
 
     def read(self, file: int, start: int = 0, wanted: Callable[[int], bool] = _all) -> Iterator[tuple[int, SourceRow]]:
         one, first = self._dataset.shard(num_shards=self.files, index=file), 0
         # `iter` and not `for`, which in a DataLoader worker yields only the worker's share of this one file.
-        for table in one.with_format("arrow").iter(batch_size=READ_ROWS):
+        for table in one.with_format("arrow").iter(batch_size=READ_ROWS if self._decode else RAW_ROWS):
             chosen = filter(wanted, range(max(first, start), first + len(table)))
             numbers = np.fromiter(chosen, dtype=np.int64)
             values = self._values(table.take(numbers - first), one.features)
@@ -85,24 +95,41 @@ class FileRows:
             first += len(table)
 
     def _values(self, table: pyarrow.Table, features: datasets.Features | None) -> Iterator[Mapping[str, Any]]:
+        if not self._decode:
+            return iter(table.select([name for name in self._columns if name in table.column_names]).to_pylist())
         _check_columns(table.column_names, self._columns, self.name)
         columns = table.select(list(self._columns)).to_pydict()
         return _by_row(columns if features is None else features.decode_batch(columns))
 
 
 def stream_rows(
-    dataset: datasets.Dataset | datasets.IterableDataset, columns: Sequence[str], name: str, lanes: int = 1
+    dataset: datasets.Dataset | datasets.IterableDataset,
+    columns: Sequence[str],
+    name: str,
+    lanes: int = 1,
+    *,
+    decode: bool = True,
 ) -> StreamRows:
     """Returns the rows of a stream, in `lanes` files if the number can be chosen.
 
+    Args:
+        dataset: a table, or a stream.
+        columns: the columns to read.
+        name: the name of the dataset, for errors.
+        lanes: number of readers.
+        decode: whether values are what their features decode them to. If not, they are as stored: an image is
+            `{"bytes": …, "path": …}`; and rows may lack columns.
+
     Raises:
-        JobError: a column is missing.
+        JobError: a column is missing, and values are decoded.
     """
     import datasets
 
+    if not decode and dataset.column_names is not None:
+        columns = [column for column in columns if column in dataset.column_names]
     if isinstance(dataset, datasets.Dataset):
-        return TableRows(dataset, columns, name, files=lanes)
-    return FileRows(dataset, columns, name)
+        return TableRows(dataset, columns, name, files=lanes, decode=decode)
+    return FileRows(dataset, columns, name, decode=decode)
 
 
 def _select(dataset: Any, columns: Sequence[str], name: str) -> Any:

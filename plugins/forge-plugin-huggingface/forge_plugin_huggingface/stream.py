@@ -10,10 +10,10 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import attrs
 import numpy as np
@@ -22,13 +22,15 @@ from attrs import evolve, frozen
 from forge_core.contracts.data import StreamedDocument
 from forge_core.contracts.errors import JobError
 from forge_core.data.order import Permutation
-from forge_plugin_huggingface.encoding import Encoded, Encoder
+from forge_plugin_huggingface.encoding import Encoded
 from forge_plugin_huggingface.rows import SourceRow, StreamRows
 
 if TYPE_CHECKING:
     from forge_core.contracts.data import Documents
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 ENCODED_ROWS = 16
 """Rows that a lane encodes at once."""
@@ -78,41 +80,51 @@ class LanePosition:
 class LaneStream:
     """See `forge_core.contracts.data.DocumentStream`."""
 
+    def __init__(self, lanes: LaneReader[Encoded], end_of_text: int, held_out: Documents | None = None) -> None:
+        """Read the rows of lanes as documents, each ended by `end_of_text`."""
+        self._reader, self.lanes, self._end_of_text, self.held_out = lanes, lanes.lanes, end_of_text, held_out
+
+    def read(self, lane: int, position: Mapping[str, Any] | None) -> Iterator[StreamedDocument]:
+        """Yields the documents of a lane, epoch after epoch; raises as `LaneReader.read`."""
+        for document, place in self._reader.read(lane, position):
+            yield _finished(document, self._end_of_text, place)
+
+
+class LaneReader(Generic[T]):
+    """Reads the rows of files in lanes, each continued from any position, whatever is made of the rows."""
+
     def __init__(
         self,
         rows: StreamRows,
-        encoder: Encoder,
-        end_of_text: int,
+        encode: Callable[[Sequence[SourceRow]], Iterable[T | None]],
         *,
         data: str,
         lanes: int,
         shuffle: int = 0,
         seed: int = 0,
         held_out_every: int = 0,
-        held_out: Documents | None = None,
     ) -> None:
-        """Read the rows of files as documents.
+        """Set it up; nothing is read.
 
         Args:
             rows: the files.
-            encoder: turns a row into tokens.
-            end_of_text: id that ends a document.
+            encode: returns what each row is to be read as; None: the row is left out.
             data: fingerprint of the files.
             lanes: number of parallel streams that the files are dealt to.
             shuffle: rows of a block that are read together and then shuffled, as is the order of files; 0: in order.
             seed: seed of the shuffling.
             held_out_every: every n-th row of each file is left out, starting with the first; 0: none.
-            held_out: documents for evaluation, if any.
         """
-        self._rows, self._encoder, self._end_of_text = rows, encoder, end_of_text
+        self._rows, self._encode = rows, encode
         self.lanes, self._shuffle, self._seed, self._every = lanes, shuffle, seed, held_out_every
-        self.held_out = held_out
         self._layout = {"files": rows.files, "lanes": lanes, "shuffle": shuffle, "held_out_every": held_out_every}
         self._data, self._has_warned = data, False
         self._warn_of_shared_files()
 
-    def read(self, lane: int, position: Mapping[str, Any] | None) -> Iterator[StreamedDocument]:
-        """Yields the documents of a lane, epoch after epoch.
+    def read(self, lane: int, position: Mapping[str, Any] | None) -> Iterator[tuple[T, Mapping[str, Any]]]:
+        """Yields what the rows of a lane are read as, epoch after epoch, each with its position: plain JSON.
+
+        Reading from that position (None: from the start) yields the same again, and what follows it.
 
         Raises:
             JobError: there are none, or the position is of another number of files or lanes, or of other blocks.
@@ -140,7 +152,7 @@ class LaneStream:
             logger.warning("%s: %s; reading continues at the same positions in them", self._rows.name, message)
         return LanePosition(**{name: position[name] for name in attrs.fields_dict(LanePosition) if name in position})
 
-    def _epoch(self, lane: int, place: LanePosition) -> Iterator[StreamedDocument]:
+    def _epoch(self, lane: int, place: LanePosition) -> Iterator[tuple[T, Mapping[str, Any]]]:
         """Yields the rest of an epoch."""
         rows = self._rows_of(lane, place)
         block = list(islice(rows, self._shuffle or ENCODED_ROWS))
@@ -176,16 +188,17 @@ class LaneStream:
                 yield position, number, row
             start = 0
 
-    def _documents(self, lane: int, rows: Sequence[SourceRow], place: LanePosition) -> Iterator[StreamedDocument]:
+    def _documents(
+        self, lane: int, rows: Sequence[SourceRow], place: LanePosition
+    ) -> Iterator[tuple[T, Mapping[str, Any]]]:
         """Yields the documents of a block, from `place.index` on."""
         order = self._order(len(rows), f"{lane}:{place.epoch}:{place.block}")
         for start in range(place.index, len(rows), ENCODED_ROWS):
             chosen = range(start, min(start + ENCODED_ROWS, len(rows)))
-            encoded = self._encoder.encode([rows[order[index]] for index in chosen])
+            encoded = self._encode([rows[order[index]] for index in chosen])
             for index, document in zip(chosen, encoded, strict=True):
                 if document is not None:
-                    position = attrs.asdict(evolve(place, index=index)) | {"of": self._layout, "data": self._data}
-                    yield _finished(document, self._end_of_text, position)
+                    yield document, attrs.asdict(evolve(place, index=index)) | {"of": self._layout, "data": self._data}
 
     def _order(self, size: int, key: str) -> Permutation | range:
         return Permutation(size, f"{self._seed}:{key}") if self._shuffle else range(size)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+from attrs import frozen
 
 from forge_core.contracts.errors import JobError, Problem
 from forge_plugin_images.dataset import ImageRows, Selection, Tolerance
@@ -13,6 +14,7 @@ from forge_plugin_images.rows import Needs, RowFormat
 
 if TYPE_CHECKING:
     from forge_core.contracts.contexts import BuildContext
+    from forge_kit.cache import CachedFolder
     from forge_plugin_images.documents import ImageDocuments
     from forge_plugin_images.source import ImageDataset
 
@@ -23,9 +25,19 @@ def image_rows(keys: ImageDataset, context: BuildContext, documents: ImageDocume
     Raises:
         JobError: a record is not as the job says, or documents are broken or too long and must not be left out.
     """
-    index = stored_index(documents, keys.broken == "skip")
-    entries = entries_of(index.path)
-    rows = RowFormat(
+    measured = MeasuredDocuments.of(keys, context, documents)
+    is_held_out = _held_out(keys, documents)
+    return measured.part(~is_held_out, measured.part(is_held_out) if is_held_out.any() else None)
+
+
+def all_rows(keys: ImageDataset, context: BuildContext, documents: ImageDocuments) -> ImageRows:
+    """Returns rows of all documents; raises as `image_rows`."""
+    return MeasuredDocuments.of(keys, context, documents).part(np.ones(len(documents), bool))
+
+
+def row_format(context: BuildContext, documents: ImageDocuments) -> RowFormat:
+    """Returns the shape of the rows of a job."""
+    return RowFormat(
         length=context.job.train.seq_len,
         patches=documents.seen.patches_per_sequence,
         images=documents.seen.images_per_sequence,
@@ -33,15 +45,31 @@ def image_rows(keys: ImageDataset, context: BuildContext, documents: ImageDocume
         filler=documents.tokenizer.end_of_text,
         keeps_apart=context.job.data.packing.isolates,
     )
-    tolerance = Tolerance(keys.broken == "skip", keys.max_broken, len(entries))
-    _check_broken(keys, entries)
-    if keys.too_long == "stop":
-        _check_room(documents, entries, rows.room)
-    is_held_out = _held_out(keys, documents, len(entries))
-    held_out = None
-    if is_held_out.any():
-        held_out = ImageRows(documents, index, _select(entries, is_held_out, rows.room), rows, tolerance)
-    return ImageRows(documents, index, _select(entries, ~is_held_out, rows.room), rows, tolerance, held_out)
+
+
+@frozen
+class MeasuredDocuments:
+    """Documents, with all that makes rows of a part of them."""
+
+    documents: ImageDocuments
+    index: CachedFolder
+    rows: RowFormat
+    tolerance: Tolerance
+
+    @classmethod
+    def of(cls, keys: ImageDataset, context: BuildContext, documents: ImageDocuments) -> MeasuredDocuments:
+        """Measure documents, or take what is known of them from the cache; raises as `image_rows`."""
+        index, rows = stored_index(documents, keys.broken == "skip"), row_format(context, documents)
+        entries = entries_of(index.path)
+        _check_broken(keys, entries)
+        if keys.too_long == "stop":
+            _check_room(documents, entries, rows.room)
+        return cls(documents, index, rows, Tolerance(keys.broken == "skip", keys.max_broken, len(entries)))
+
+    def part(self, wanted: np.ndarray, held_out: ImageRows | None = None) -> ImageRows:
+        """Returns rows of the wanted documents, (documents,) bool."""
+        selection = _select(entries_of(self.index.path), wanted, self.rows.room)
+        return ImageRows(self.documents, self.index, selection, self.rows, self.tolerance, held_out)
 
 
 def _select(entries: np.ndarray, wanted: np.ndarray, room: Needs) -> Selection:
@@ -78,7 +106,7 @@ def _check_room(documents: ImageDocuments, entries: np.ndarray, room: Needs) -> 
         if entries[name].max() > most
     )
     message = f"{len(too_long)} of {len(entries)} documents do not fit into a row"
-    place = documents.records[number].place
+    place = documents.record(number).place
     hint = f'{_remedy(entries, room)}, or set too_long to "cut" or "skip"'
     raise JobError([Problem("too_long", f"{message}; {place} has {needs}; {hint}")])
 
@@ -92,14 +120,14 @@ def _remedy(entries: np.ndarray, room: Needs) -> str:
     return "raise " + " and ".join(keys[name] for name, most in room._asdict().items() if entries[name].max() > most)
 
 
-def _held_out(keys: ImageDataset, documents: ImageDocuments, count: int) -> np.ndarray:
+def _held_out(keys: ImageDataset, documents: ImageDocuments) -> np.ndarray:
     """Returns (documents,) bool."""
-    split = keys.held_out_split()
+    split, count = keys.split_of_documents(), len(documents)
     if not split.names:
         return np.array([split.holds_out(number) for number in range(count)], bool)
-    held_out = np.array([split.holds_out(number, documents.records[number]) for number in range(count)], bool)
+    held_out = np.array([split.holds_out(number, documents.record(number)) for number in range(count)], bool)
     if not held_out.any():
-        example = documents.records[0].place
+        example = documents.record(0).place
         message = f"none of the {len(split.names)} names in {keys.held_out_list!r} is there; they look like {example!r}"
         raise JobError([Problem("held_out_list", message)])
     return held_out

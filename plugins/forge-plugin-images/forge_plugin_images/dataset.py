@@ -142,13 +142,13 @@ class ImageRows:
         return self._identity
 
     def _place(self, number: int) -> str:
-        return self._documents.records[number].place
+        return self._documents.record(number).place
 
     def _check_unchanged(self, number: int, document: Document) -> None:
         """Stop if files of images were exchanged by others of another size: they may not fit into the planned row."""
         entry = self._entries[number]
         if document.needs != (entry["positions"], entry["patches"], entry["images"]):
-            record = self._documents.records[number]
+            record = self._documents.record(number)
             hint = f"touch {record.file}, so that they are measured again, and start again"
             raise DataError(f"{record.place}: its images have other sizes than when they were measured; {hint}")
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any, BinaryIO, Protocol
 
 import numpy as np
-from attrs import frozen
+from attrs import define, field, frozen
 from PIL import Image
 
 ORIENTATION = 0x0112
@@ -45,6 +45,22 @@ class FileImage:
 
     def open(self) -> BinaryIO:
         return open(self.name, "rb")
+
+
+@define
+class UrlImage:
+    """An image at a URL that fsspec opens, such as a file of a dataset on the hub. It is fetched once."""
+
+    name: str
+    _data: bytes | None = field(default=None, init=False)
+
+    def open(self) -> BinaryIO:
+        if self._data is None:
+            import fsspec  # comes with `datasets`, whose streams have such URLs
+
+            with fsspec.open(self.name, "rb") as stream:
+                self._data = stream.read()
+        return io.BytesIO(self._data)
 
 
 @frozen

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -12,7 +11,7 @@ from attrs import frozen
 from forge_core.contracts.data import Tokenizer
 from forge_plugin_images.decoding import ImageFile, decode, size_of
 from forge_plugin_images.processing import ImageProcessor
-from forge_plugin_images.records import Record, Records
+from forge_plugin_images.records import ImageSource, Record, Records
 from forge_plugin_images.rows import Document, Needs, Tokens
 from forge_plugin_vision import Grid, ImageInput
 
@@ -24,7 +23,7 @@ Grids = tuple[Grid, ...]
 class Layout(Protocol):
     """Says what a record's document consists of."""
 
-    def parts(self, record: Record, records: Records, tokenizer: Tokenizer) -> Iterable[Part]:
+    def parts(self, record: Record, records: ImageSource, tokenizer: Tokenizer) -> Iterable[Part]:
         """Yields runs of tokens and images, in order; raises `JobError` if the record has not what it needs."""
 
     def layout_key(self) -> list[object]:
@@ -43,9 +42,10 @@ class Measured(NamedTuple):
 
 @frozen
 class ImageDocuments:
-    """The documents of all records, one each."""
+    """The documents of records, one each: of all by number, or of single ones of a stream."""
 
-    records: Records
+    records: ImageSource
+    """`Records` if documents are asked for by number."""
     layout: Layout
     tokenizer: Tokenizer
     processor: ImageProcessor
@@ -53,19 +53,34 @@ class ImageDocuments:
     room: Needs | None = None
     """What does not fit into it is cut off, never within an image; None: nothing is."""
 
+    def __len__(self) -> int:
+        assert isinstance(self.records, Records)
+        return len(self.records)
+
     def measure(self, number: int) -> Measured:
-        """Returns a document by the headers of its images.
+        """Returns a document by the headers of its images; raises as `measure_record`."""
+        return self.measure_record(self.record(number))
+
+    def record(self, number: int) -> Record:
+        """Returns a record by its number."""
+        assert isinstance(self.records, Records)
+        return self.records[number]
+
+    def measure_record(self, record: Record) -> Measured:
+        """Returns the document of a record by the headers of its images.
 
         Raises:
             JobError: the record is not as the job says.
             BrokenImage: the header of an image cannot be read.
         """
-        parts = self._parts(number)
+        parts = self._parts(record)
         sized = [part if isinstance(part, Tokens) else self.processor.grids(size_of(part)) for part in parts]
         kept = sized if self.room is None else list(self._cut(sized, self.room))
         images = [part for part in parts if not isinstance(part, Tokens)]
         images = images[: sum(not isinstance(part, Tokens) for part in kept)]
-        single = list(chain.from_iterable([part] if isinstance(part, Tokens) else part for part in kept))
+        single: list[Tokens | Grid] = []
+        for part in kept:
+            single.extend([part] if isinstance(part, Tokens) else part)
         document = Document.of(single, {part: self.seen.positions(part) for part in single if isinstance(part, Grid)})
         is_cut = len(document.ids) < sum(map(self._length, sized))
         text_bytes = 0 if is_cut else sum(part.text_bytes for part in sized if isinstance(part, Tokens))
@@ -74,17 +89,22 @@ class ImageDocuments:
     def read(self, number: int) -> tuple[Document, list[np.ndarray]]:
         """Returns a document and the patches of its images; raises as `measure`."""
         measured = self.measure(number)
-        return measured.document, [self.processor.patches(decode(image)) for image in measured.images]
+        return measured.document, self.patches(measured)
+
+    def patches(self, measured: Measured) -> list[np.ndarray]:
+        """Returns the (patches, V) uint8 of each image of a document; raises `BrokenImage` if one cannot be decoded."""
+        return [self.processor.patches(decode(image)) for image in measured.images]
 
     def key(self) -> list[object]:
         """Returns all that documents depend on, but for the contents of image files."""
         tokenizer = [self.tokenizer.fingerprint(), self.tokenizer.end_of_text]
         positions = [repr(self.seen.adapter), repr(self.seen.fusion)]
         room = list(self.room) if self.room else None
+        assert isinstance(self.records, Records)
         return [self.records.identity(), self.layout.layout_key(), tokenizer, self.processor.key(), positions, room]
 
-    def _parts(self, number: int) -> list[Part]:
-        parts = list(self.layout.parts(self.records[number], self.records, self.tokenizer))
+    def _parts(self, record: Record) -> list[Part]:
+        parts = list(self.layout.parts(record, self.records, self.tokenizer))
         runs = [part for part in parts if isinstance(part, Tokens)]
         return [*parts, Tokens([self.tokenizer.end_of_text], bool(runs) and runs[-1].learned)]
 

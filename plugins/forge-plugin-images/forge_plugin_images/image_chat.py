@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from forge_core.job import Job
     from forge_plugin_images.content import Picture
     from forge_plugin_images.documents import Part
-    from forge_plugin_images.records import Record, Records
+    from forge_plugin_images.records import ImageSource, Record
     from forge_plugin_images.rows import Tokens
 
 PLACE = "\ufdd2"
@@ -45,7 +45,7 @@ class ImageChat(ImageDataset):
         if job.data.tokenizer is not None and not getattr(job.data.tokenizer, "chats", False):
             yield Problem("messages", NO_TEMPLATE)
 
-    def parts(self, record: Record, records: Records, tokenizer: Tokenizer) -> Iterator[Part]:
+    def parts(self, record: Record, records: ImageSource, tokenizer: Tokenizer) -> Iterator[Part]:
         from forge_plugin_huggingface.chat import PartedChatTokenizer
 
         if not isinstance(tokenizer, PartedChatTokenizer):
@@ -63,6 +63,9 @@ class ImageChat(ImageDataset):
             if number:
                 yield records.image(record, pictures[number - 1].value)
             yield from runs(part.ids, part.learned)
+
+    def columns(self) -> Mapping[str, str]:
+        return {"messages": self.messages, "images": self.images}
 
     def layout_key(self) -> list[object]:
         return ["image_chat", self.messages, self.images, self.image_token]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Literal
 
 from attrs import frozen
@@ -12,7 +12,7 @@ from forge_plugin_images.source import ImageDataset
 if TYPE_CHECKING:
     from forge_core.contracts.data import Tokenizer
     from forge_plugin_images.documents import Part
-    from forge_plugin_images.records import Record, Records
+    from forge_plugin_images.records import ImageSource, Record
 
 
 @frozen(kw_only=True)
@@ -35,7 +35,7 @@ class ImageText(ImageDataset):
         """Yields the texts of documents that are not held out."""
         return (record.text(self.text, "text") for record in self.training_records())
 
-    def parts(self, record: Record, records: Records, tokenizer: Tokenizer) -> Iterator[Part]:
+    def parts(self, record: Record, records: ImageSource, tokenizer: Tokenizer) -> Iterator[Part]:
         from forge_plugin_images.rows import Tokens
 
         value, text = record.value(self.image, "image"), record.text(self.text, "text")
@@ -48,6 +48,9 @@ class ImageText(ImageDataset):
             yield Tokens(tokenizer.encode(prompt), False)
         if self.caption == "after":
             yield caption
+
+    def columns(self) -> Mapping[str, str]:
+        return {"image": self.image, "text": self.text} | ({"prompt": self.prompt} if self.prompt else {})
 
     def layout_key(self) -> list[object]:
         return ["image_text", self.image, self.text, self.prompt, self.caption]

@@ -36,14 +36,14 @@ def stored_index(documents: ImageDocuments, allows_broken: bool) -> CachedFolder
     """
 
     def make(folder: Path) -> Mapping[str, Any]:
-        logger.info("measuring the images of %d documents", len(documents.records))
-        entries, broken = np.zeros(len(documents.records), ENTRY), []
+        logger.info("measuring the images of %d documents", len(documents))
+        entries, broken = np.zeros(len(documents), ENTRY), []
         for number in range(len(entries)):
             try:
                 entries[number] = _entry(documents, number)
             except BrokenImage as error:
                 entries[number]["broken"] = True
-                broken.append(f"{documents.records[number].place}: {error}")
+                broken.append(f"{documents.record(number).place}: {error}")
             if number % REPORT_EVERY == 0:
                 report_progress(f"{number:,} documents measured")  # other ranks wait for this one
         _report(broken, len(entries), allows_broken)

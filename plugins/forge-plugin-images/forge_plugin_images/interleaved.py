@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from attrs import frozen
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from forge_core.contracts.data import Tokenizer
     from forge_plugin_images.content import Picture
     from forge_plugin_images.documents import Part
-    from forge_plugin_images.records import Record, Records
+    from forge_plugin_images.records import ImageSource, Record
 
 
 @frozen(kw_only=True)
@@ -31,7 +31,7 @@ class Interleaved(ImageDataset):
         for record in self.training_records():
             yield from (piece for piece in self._pieces(record) if isinstance(piece, str))
 
-    def parts(self, record: Record, records: Records, tokenizer: Tokenizer) -> Iterator[Part]:
+    def parts(self, record: Record, records: ImageSource, tokenizer: Tokenizer) -> Iterator[Part]:
         from forge_plugin_images.rows import Tokens
 
         for piece in self._pieces(record):
@@ -39,6 +39,9 @@ class Interleaved(ImageDataset):
                 yield Tokens(tokenizer.encode(piece), True, len(piece.encode()))
             else:
                 yield records.image(record, piece.value)
+
+    def columns(self) -> Mapping[str, str]:
+        return {"content": self.content, "images": self.images}
 
     def layout_key(self) -> list[object]:
         return ["interleaved", self.content, self.images]

@@ -6,10 +6,10 @@ import base64
 import binascii
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from forge_core.contracts.errors import JobError
-from forge_plugin_images.decoding import BytesImage, ImageFile
+from forge_plugin_images.decoding import BytesImage, FileImage, ImageFile, UrlImage
 
 
 class Record(NamedTuple):
@@ -38,15 +38,20 @@ class Record(NamedTuple):
         raise JobError(f"{self.place}: {key!r} holds {str(value)[:60]!r}, which is not a text")
 
 
-class Records(Protocol):
+class ImageSource(Protocol):
+    """Finds the images of records."""
+
+    def image(self, record: Record, value: Any) -> ImageFile:
+        """Returns the image that a value refers to; raises `JobError` if it refers to none."""
+
+
+@runtime_checkable
+class Records(ImageSource, Protocol):
     """A source of records, which may be read in any order and in several processes."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, number: int) -> Record:
         """Returns a record; raises `JobError` if it cannot be read."""
-
-    def image(self, record: Record, value: Any) -> ImageFile:
-        """Returns the image that a value refers to; raises `JobError` if it refers to none."""
 
     def identity(self) -> str:
         """See `HasIdentity`."""
@@ -71,6 +76,11 @@ def embedded_image(record: Record, value: Any) -> ImageFile | str:
         hint = "download it first, since a run must not depend on other machines"
         raise JobError(f"{record.place}: {value[:80]!r} is on the network; {hint}")
     return value.removeprefix("file://")
+
+
+def file_at(folder: str, name: str) -> ImageFile:
+    """Returns the image that a table names: a file below `folder`, or a URL of fsspec (`hf://…`, `zip://a.png::b.zip`)."""
+    return UrlImage(name) if "://" in name else FileImage(os.path.join(folder, name))
 
 
 def _of_data_url(record: Record, url: str) -> BytesImage:

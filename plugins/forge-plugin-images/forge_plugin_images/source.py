@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import attrs
 from attrs import field, frozen
 from attrs.validators import and_, ge, lt
 
-from forge_core.contracts.components import DatasetComponent
+from forge_core.contracts.components import DatasetComponent, when_resumed
 from forge_core.contracts.errors import JobError, Problem
 from forge_plugin_images.listing import files_of, is_saved, open_records
+from forge_plugin_images.stream_problems import stream_problems
 from forge_plugin_vision import image_input
 
 Overview = Literal["first", "last", "none"]
@@ -21,12 +22,12 @@ Overview = Literal["first", "last", "none"]
 
 if TYPE_CHECKING:
     from forge_core.contracts.contexts import BuildContext
-    from forge_core.contracts.data import Dataset, Tokenizer
+    from forge_core.contracts.data import Dataset, Stream, Tokenizer
     from forge_core.contracts.layout import Layout
     from forge_core.job import Job
     from forge_plugin_images.documents import ImageDocuments, Part
     from forge_plugin_images.processing import ImageProcessor
-    from forge_plugin_images.records import Record, Records
+    from forge_plugin_images.records import ImageSource, Record, Records
     from forge_plugin_vision import ImageInput
 
 FIXED, FREE = ("stretch", "crop", "pad", "tiles"), ("native", "fill")
@@ -61,6 +62,9 @@ class ImageDataset(DatasetComponent):
     by positions, patches and images; otherwise each document has a row of its own.
     """
 
+    optional_columns: ClassVar[Collection[str]] = ("images",)
+    """Settings of `columns` whose keys a record may lack."""
+
     path: str | tuple[str, ...]
     """Files, folders and globs, one or a list: JSON lines, tar shards, Parquet, a folder of `save_to_disk`, or a folder
     of images with texts beside them."""
@@ -86,6 +90,25 @@ class ImageDataset(DatasetComponent):
     """Hold out every n-th document, starting with the first; 0: none."""
     held_out_list: str = ""
     """File that names the documents to hold out, one a line: `data/a.jsonl:17`, or a file for all in it."""
+    streaming: bool = False
+    """Whether to read the data during training, as the dataset `huggingface` does, instead of measuring it before.
+    `path` is then what that one's is: a folder, a name on the hub, or a format whose files `data_files` names."""
+    config: str = ""
+    """With `streaming`: configuration of the dataset, if it has several."""
+    revision: str = ""
+    """With `streaming`: branch, tag or commit on the hub; empty: its default branch."""
+    data_files: str | tuple[str, ...] | Mapping[str, str] = ()
+    """With `streaming`: files or globs, relative to `path`: one, a list, or one for each split."""
+    held_out_split: str = ""
+    """With `streaming`: the split to evaluate on; empty: none."""
+    held_out_documents: int = field(default=0, validator=ge(0))
+    """With `streaming`: held-out documents at most, which are kept in the cache; 0: all of `held_out_split`."""
+    lanes: int = field(default=0, validator=ge(0), metadata=when_resumed("impossible"))
+    """With `streaming`: readers, each with documents of its own, that fill the global batch; a divisor of its size, and
+    preferably of the number of files too. 0: `train.global_batch_size`."""
+    shuffle: int = field(default=0, validator=ge(0), metadata=when_resumed("impossible"))
+    """With `streaming`: documents that each lane reads ahead, images included, and shuffles, and its files too. 0:
+    documents in the order of the files."""
     too_long: Literal["stop", "cut", "skip"] = "stop"
     """Documents that a row has no room for: end the run before it starts, cut off what does not fit (never within an
     image), or leave them out."""
@@ -94,16 +117,20 @@ class ImageDataset(DatasetComponent):
     max_broken: float = field(default=0.01, validator=and_(ge(0.0), lt(1.0)))
     """With `broken = "skip"`: share of the documents above which the run ends all the same."""
 
-    def parts(self, record: Record, records: Records, tokenizer: Tokenizer) -> Iterable[Part]:
+    def parts(self, record: Record, records: ImageSource, tokenizer: Tokenizer) -> Iterable[Part]:
         """Yields runs of tokens and images of a record's document, in order, without the end-of-text."""
+        raise NotImplementedError
+
+    def columns(self) -> Mapping[str, str]:
+        """Returns the keys of a record that `parts` reads, by the settings that name them."""
         raise NotImplementedError
 
     def layout_key(self) -> list[object]:
         """Returns the keys that `parts` depends on."""
         raise NotImplementedError
 
-    def build(self, context: BuildContext) -> Dataset:
-        """Returns rows of documents, measured once and kept in the cache.
+    def build(self, context: BuildContext) -> Dataset | Stream:
+        """Returns rows of documents, measured once and kept in the cache, or a stream of them.
 
         Raises:
             JobError: the files cannot be read, or are not as the job says.
@@ -112,17 +139,21 @@ class ImageDataset(DatasetComponent):
 
         if context.tokenizer is None:
             raise JobError(NO_TOKENIZER)
-        return image_rows(self, context, self.image_documents(context, context.tokenizer))
+        if self.streaming:
+            from forge_plugin_images.streaming import image_stream
 
-    def image_documents(self, context: BuildContext, tokenizer: Tokenizer) -> ImageDocuments:
-        """Returns the documents of all records."""
+            return image_stream(self, context, context.tokenizer)
+        return image_rows(self, context, self.documents_of(context, context.tokenizer, self.records()))
+
+    def documents_of(self, context: BuildContext, tokenizer: Tokenizer, records: ImageSource) -> ImageDocuments:
+        """Returns the documents of records."""
         from forge_plugin_images.documents import ImageDocuments
         from forge_plugin_images.rows import Needs
 
         seen = image_input(context.job)
         room = Needs(context.job.train.seq_len, seen.patches_per_sequence, seen.images_per_sequence)
         return ImageDocuments(
-            records=self.records(),
+            records=records,
             layout=self,
             tokenizer=tokenizer,
             processor=self.processor(seen),
@@ -134,13 +165,18 @@ class ImageDataset(DatasetComponent):
         """Open the records; raises `JobError` if there are none."""
         return open_records(self._patterns, self.folder, self.split)
 
-    def held_out_split(self) -> Split:
+    def split_of_documents(self) -> Split:
         """Returns which documents are held out."""
         return Split(self.held_out_every, _names(self.held_out_list) if self.held_out_list else frozenset())
 
     def training_records(self) -> Iterator[Record]:
         """Yields the records that are not held out."""
-        records, split = self.records(), self.held_out_split()
+        if self.streaming:
+            from forge_plugin_images.streaming import training_records
+
+            yield from training_records(self)
+            return
+        records, split = self.records(), self.split_of_documents()
         for number in range(len(records)):
             if not split.holds_out(number, record := records[number]):
                 yield record
@@ -168,7 +204,9 @@ class ImageDataset(DatasetComponent):
             yield from self._size_problems(image_input(job))
         except JobError as error:
             yield Problem("", error.problems[0].message)
-        yield from self._path_problems()
+        yield from stream_problems(self, job)
+        if not self.streaming:
+            yield from self._path_problems()
         if self.held_out_list and self.held_out_every:
             yield Problem(
                 "held_out_list", f"held_out_every = {self.held_out_every} is set as well; keep one of the two"

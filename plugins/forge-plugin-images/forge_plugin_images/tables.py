@@ -9,8 +9,8 @@ from attrs import frozen
 
 from forge_core.contracts.errors import JobError, Problem
 from forge_kit.cache import digest_of
-from forge_plugin_images.decoding import FileImage, ImageFile
-from forge_plugin_images.records import Record, embedded_image
+from forge_plugin_images.decoding import ImageFile
+from forge_plugin_images.records import Record, embedded_image, file_at
 
 if TYPE_CHECKING:
     import datasets
@@ -60,7 +60,7 @@ class Table:
     def image(self, record: Record, value: Any) -> ImageFile:
         """See `Records`."""
         found = embedded_image(record, value)
-        return FileImage(os.path.join(self.folder, found)) if isinstance(found, str) else found
+        return file_at(self.folder, found) if isinstance(found, str) else found
 
     def identity(self) -> str:
         """See `Records`: by the sizes and times of the table's files."""
