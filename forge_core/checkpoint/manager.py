@@ -146,8 +146,7 @@ class Checkpoints:
             self.warn(f"could not delete an old checkpoint: {error}")
 
     def _commit(self, step: int, folder: Path, files: Mapping[str, Any], values: Mapping[str, Any]) -> None:
-        manifest = {"format": FORMAT, "step": step, "time": time.time(), "files": files, **values}
-        write_manifest(folder, manifest)
+        write_manifest(folder, {"format": FORMAT, "step": step, "time": time.time(), "files": files, **values})
         self.storage.commit(step)
         self.tidy(step)  # after the commit: until then the older ones are all that a crash would leave
 

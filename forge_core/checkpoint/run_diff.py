@@ -178,8 +178,7 @@ def _same(one: Any, other: Any) -> bool:
 
 def _without_folder(value: Any) -> Any:
     """A type that names a local file without the folder of the file; anything else as it is."""
-    is_file = isinstance(value, str) and value.rpartition(":")[0].endswith(".py")
-    return PurePath(value).name if is_file else value
+    return PurePath(value).name if isinstance(value, str) and value.rpartition(":")[0].endswith(".py") else value
 
 
 def _shown(value: Any) -> str:

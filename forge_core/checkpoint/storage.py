@@ -65,11 +65,9 @@ class LocalStorage:
     def commit(self, step: int) -> Path:
         # Named so that `clear` removes it after a death between the two renames
         final, replaced = self.path(step), self._folder / f"step-{step}-replaced{UNFINISHED}"
-        sync(self._unfinished(step))  # the files are on the disk by now; their names are entries of the folder
         if final.exists():  # a rename replaces a file, but no folder with files in it
             os.replace(final, replaced)
-        os.replace(self._unfinished(step), final)
-        sync(self._folder)  # a rename is lost in a power cut until its folder is flushed
+        publish(self._unfinished(step), final)
         shutil.rmtree(replaced, ignore_errors=True)
         return final
 
@@ -127,6 +125,13 @@ def _start_flush(file: BinaryIO, start: int, end: int) -> None:
     if hasattr(os, "posix_fadvise"):
         # Pages that are not needed are written at once, and kept until they are on the disk. `fdatasync` would wait
         os.posix_fadvise(file.fileno(), start, end - start, os.POSIX_FADV_DONTNEED)
+
+
+def publish(unfinished: Path, final: Path) -> None:
+    """Give a folder, whose files are complete and flushed, its name. Raises an `OSError` if that is a full folder's."""
+    sync(unfinished)  # the names of its files are entries of the folder
+    os.replace(unfinished, final)
+    sync(final.parent)  # a rename is lost in a power cut until its folder is flushed
 
 
 def sync(path: Path) -> None:

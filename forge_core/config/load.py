@@ -106,8 +106,7 @@ def load_component(
     root, problems = read_job(paths, overrides)
     nodes = list(root.along(table))
     if len(nodes) <= len(table.split(".")):
-        missing = Problem(table, "required table is missing; add it with a type", str(root.origin))
-        raise JobError([*problems, missing])
+        raise JobError([*problems, Problem(table, "required table is missing; add it with a type", str(root.origin))])
     return _structured(nodes[-1], table, base, catalog, problems)
 
 

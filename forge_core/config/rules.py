@@ -55,8 +55,7 @@ def _plan(job: Job, world_size: int) -> tuple[Layout, list[Problem]]:
 def _core_problems(job: Job, catalog: Catalog) -> Iterator[Problem]:
     owners = [name for name, stage in job.parallel.items() if stage.owns_reduction]
     for name in owners[1:]:
-        message = f"both this and parallel.{owners[0]} reduce the gradients; keep one of them"
-        yield Problem(f"parallel.{name}", message)
+        yield Problem(f"parallel.{name}", f"both this and parallel.{owners[0]} reduce the gradients; keep one of them")
     if job.checkpoint.keep_best and not job.eval.interval:
         message = "the best checkpoints are known by evaluations during the run, and there are none; set eval.interval"
         yield Problem("checkpoint.keep_best", message)
@@ -117,11 +116,11 @@ def _component_problems(path: str, component: Component, job: Job, layout: Layou
 
 
 def _model_problems(job: Job, layout: Layout, catalog: Catalog) -> list[Problem]:
-    """Problems of stages, optimizer and plugins with the model, which is built only if one of them looks at it."""
+    """Problems with the model, which is built only if it asks for that, or a stage, the optimizer or a plugin does."""
     bases = {*(type(stage).model_problems for stage in job.parallel.values()), type(job.optimizer).model_problems}
     asked = bases - {ParallelComponent.model_problems, OptimizerComponent.model_problems}
     changed = any("forge_build_model" in dir(plugin) for plugin in job.plugins.values())
-    if not asked and not changed and job.optimizer.further_roles is None:
+    if not (asked or changed or job.model.built_to_check or job.optimizer.further_roles is not None):
         return []
     from forge_core.parallel.initialise import fitting_problems  # late: imports torch
 

@@ -96,6 +96,8 @@ class ModelComponent(Component["Model"]):
 
     kind = "model"
     resumes_as = "impossible"
+    built_to_check: ClassVar[bool] = False
+    """Whether building the model shows mistakes that `problems` cannot, so that a check of the job builds it."""
 
     def batch_fields(self, job: Job) -> Mapping[str, BatchField]:
         """Entries of batches that the model takes besides tokens, by name. A row without one has zeros there."""

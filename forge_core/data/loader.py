@@ -154,8 +154,7 @@ def share_out(rows: Sequence[SampleRow], cost_of: Callable[[SampleRow], float | 
     The dearest row goes first, each to the part that costs least so far and has room (longest processing time first,
     Graham 1969). Rows whose cost is None keep their places.
     """
-    costs = enumerate(map(cost_of, rows))
-    free = {place: cost for place, cost in costs if cost is not None}
+    free = {place: cost for place, cost in enumerate(map(cost_of, rows)) if cost is not None}
     room = [[place for place in range(start, start + size) if place in free] for start in range(0, len(rows), size)]
     loads = [(0.0, number) for number, places in enumerate(room) if places]  # a heap
     shared = list(rows)

@@ -67,7 +67,7 @@ class HeldOut(EvaluationComponent):
 def evaluate(run: Run, step: int) -> dict[str, float]:
     """The metrics of all of `[evaluations]`, by the names under which they are logged. Collective."""
     context, metrics = _context(run, step), dict[str, float]()
-    with _evaluation_mode(run.model, run.optimizer):
+    with evaluation_mode(run.model, run.optimizer):
         for name, evaluation in run.job.evaluations.items():
             with named(f"evaluations.{name} ({run.context.type_of(evaluation)})"):
                 metrics |= _numbers(evaluation.evaluate(context))
@@ -110,17 +110,22 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 @contextmanager
-def _evaluation_mode(model: Model, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+def evaluation_mode(model: Model, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Model and optimizer in evaluation mode, without gradients; each module returns to its own mode afterwards."""
     import torch
 
     from forge_core.contracts.optimizer import HasEvaluationWeights
 
-    modes: list[Any] = [model, *([optimizer] if isinstance(optimizer, HasEvaluationWeights) else [])]
-    for each in modes:
-        each.eval()
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    swapped = optimizer if isinstance(optimizer, HasEvaluationWeights) else None
+    if swapped:
+        swapped.eval()
     try:
         with torch.no_grad():
             yield
     finally:
-        for each in reversed(modes):
-            each.train()
+        if swapped:
+            swapped.train()
+        for module in training:
+            module.training = True

@@ -52,8 +52,7 @@ def restore(start: Start, run: Run, provenance: Mapping[str, Any], echo: Callabl
     notes = [*_check_extras(start, own), *_check_sources(start, run)]
     manifest = {**start.manifest, "extras": start.extras}
     progress = restore_state(start.checkpoint, manifest, run.model, run.optimizer, own, run.outline.sizes)
-    context = CheckpointContext(**run.references, step=progress.step, path=start.checkpoint)
-    run.hooks("on_checkpoint_load", context)
+    run.hooks("on_checkpoint_load", CheckpointContext(**run.references, step=progress.step, path=start.checkpoint))
     lines = [f"continuing from {start.checkpoint}, step {progress.step}"]
     lines += [f"changed since then:\n{describe_changes(start.changes)}"] if start.changes else []
     if run.job.checkpoint.loads:

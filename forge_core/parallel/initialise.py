@@ -79,8 +79,7 @@ def fitting_problems(job: Job, layout: Layout, catalog: Catalog) -> list[Problem
             refused.append([Problem("model", f"{message}; a model is built on the meta device, without other ranks")])
         else:
             problems = [*role_problems(job.optimizer, roles), *job.optimizer.model_problems(model, layout)]
-            of_stages = model_problems(model, job.parallel, layout)
-            return [*of_stages, *(problem.below("optimizer") for problem in problems)]
+            return [*model_problems(model, job.parallel, layout), *(problem.below("optimizer") for problem in problems)]
     if job.data.tokenizer is not None and tokenizer is None:
         return []
     return [problem for problem in refused[0] if all(problem in others for others in refused)]
@@ -163,8 +162,7 @@ class SeededFill:
                 # The whole block, also where this rank holds a part of its rows or columns, and in float32 whatever the
                 # parameter's dtype: other shapes and dtypes would draw other numbers.
                 drawn = torch.empty((last - first, *whole_shape[1:]), dtype=torch.float32, device=self._device)
-                seed = _number(f"{self._seed}:{self._name}:{block}")
-                fill(drawn, torch.Generator(self._device).manual_seed(seed))
+                fill(drawn, torch.Generator(self._device).manual_seed(_number(f"{self._seed}:{self._name}:{block}")))
                 low, high = max(first, start), min(last, stop)
                 local[low - start : high - start].copy_(drawn[low - first : high - first][rest])
 

@@ -204,8 +204,7 @@ class Catalog:
         """Import what an entry point names; a `PluginError` names distribution, version, entry point and cause."""
         check_requirement(offer.distribution)
         try:
-            entry_point = metadata.EntryPoint(offer.type, offer.value, "")
-            target = entry_point.load() if offer.target is None else offer.target
+            target = metadata.EntryPoint(offer.type, offer.value, "").load() if offer.target is None else offer.target
         except Exception as error:
             entry = f"{offer.kind} {offer.type!r} from {offer.distribution} ({offer.value})"
             raise PluginError(f"cannot load {entry}: {type(error).__name__}: {error}") from error

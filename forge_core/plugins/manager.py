@@ -114,8 +114,7 @@ class Plugins:
 
     def _results(self, hook: str, **arguments: Any) -> list[Any]:
         with self._blame():  # around both: an implementation may be a generator, which runs only here
-            results = getattr(self._manager.hook, hook)(**arguments)
-            return [result for each in results for result in each]
+            return [result for each in getattr(self._manager.hook, hook)(**arguments) for result in each]
 
     def _register(self, name: str, plugin: Plugin) -> None:
         try:

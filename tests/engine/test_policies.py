@@ -10,10 +10,12 @@ from collections import Counter
 import pytest
 import torch
 from attrs import define, frozen
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from forge_core.contracts.components import OptimizerComponent, SchedulerComponent, TrainingHook
 from forge_core.contracts.errors import ExitCode, ForgeError, JobError, NonFiniteError
+from forge_core.engine.evaluation import evaluation_mode
 from forge_testing import Numbers, TinyAdamW, TinyModel
 
 
@@ -228,6 +230,13 @@ def test_optimizer_and_model_are_in_evaluation_mode_during_evaluation_only(make_
     job = make_job(steps=1, optimizer=SwitchingComponent(), evaluations={"held_out": Watched()})
     train(job, Watch())
     assert seen == [(False, False), ("train", True)]
+
+
+def test_modules_get_their_own_mode_back():
+    model = nn.Sequential(nn.Dropout().eval(), nn.Dropout())  # the first is frozen, say
+    with evaluation_mode(model, torch.optim.SGD([torch.zeros(1)])):
+        assert not any(module.training for module in model.modules())
+    assert [module.training for module in model.modules()] == [True, False, True]
 
 
 def test_the_first_update_has_a_rate_and_warmup_reaches_the_base(make_job, train, lines):

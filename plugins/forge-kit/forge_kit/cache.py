@@ -24,7 +24,7 @@ from typing import Any, BinaryIO, Literal
 import attrs
 from attrs import frozen
 
-from forge_core.checkpoint.storage import sync
+from forge_core.checkpoint.storage import publish, sync
 from forge_core.contracts.errors import ForgeError
 
 logger = logging.getLogger(__name__)
@@ -238,7 +238,6 @@ def _seal(folder: Path, key: str, info: Mapping[str, Any]) -> None:
     manifest = {"format": FORMAT, "key": key, "files": files, "info": info}
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1), "utf-8")
     sync(folder / MANIFEST)
-    sync(folder)
 
 
 def _publish(temporary: Path, folder: Path, verify: Verify) -> None:
@@ -251,11 +250,10 @@ def _publish(temporary: Path, folder: Path, verify: Verify) -> None:
             folder.rename(discarded)
             shutil.rmtree(discarded, ignore_errors=True)
     try:
-        temporary.rename(folder)
+        publish(temporary, folder)
     except OSError as error:
         if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
             raise
-    sync(folder.parent)
 
 
 def _temporary(path: Path) -> Path:

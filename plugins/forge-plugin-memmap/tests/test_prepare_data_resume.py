@@ -322,13 +322,17 @@ def test_a_full_disk_is_told_and_it_goes_on_when_there_is_room(
     assert json.loads(Path("data/manifest.json").read_text())["splits"] != {}
 
 
-def test_a_folder_that_cannot_be_written_is_told(forge_run: Callable[..., Any], begun: None) -> None:
-    Path("data/unfinished.json.tmp").mkdir()
+def test_a_folder_that_cannot_be_written_is_told(
+    forge_run: Callable[..., Any], begun: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read_only(path: Path, data: bytes) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    monkeypatch.setattr("forge_plugin_memmap.prepare.folder.write_atomically", read_only)
     code, _, err = forge_run("prepare-data", *ARGUMENTS, TOKENIZER, "--workers=1")
     assert code == 1
-    assert (
-        "cannot write to data/unfinished.json.tmp: Is a directory; correct that and run the same command again" in err
-    )
+    message = "cannot write to data/unfinished.json: Read-only file system"
+    assert f"{message}; correct that and run the same command again" in err
 
 
 def test_an_input_that_changes_while_it_is_read_is_told(forge_run: Callable[..., Any]) -> None:

@@ -73,9 +73,10 @@ class Samples(TrainingHook):
             self._sample(context)
 
     def _sample(self, context: TrainContext) -> None:
+        from forge_core.engine.evaluation import evaluation_mode
         from forge_core.parallel.mesh import global_rank
         from forge_plugin_samples.output import keep, show
-        from forge_plugin_samples.sampling import continuations, evaluation_mode
+        from forge_plugin_samples.sampling import continuations
 
         self.sampled_step = context.step
         with evaluation_mode(context.model, context.optimizer):  # on every rank: swapping weights may be collective

@@ -11,15 +11,14 @@ from typing import ClassVar
 import pytest
 import torch
 from attrs import define, field, frozen
-from torch import nn
 
 from forge_core.contracts.components import TokenizerComponent, TrainingHook
 from forge_core.contracts.errors import JobError
 from forge_core.contracts.layout import Layout
+from forge_core.engine.evaluation import evaluation_mode
 from forge_plugin_generate.generate import Sampling, generate
 from forge_plugin_samples import Samples
 from forge_plugin_samples.output import show, visible
-from forge_plugin_samples.sampling import evaluation_mode
 from forge_testing import Numbers, TinyModel
 from forge_testing.processes import run_on_ranks
 from forge_testing.tiny_model import TinyNetwork
@@ -99,21 +98,6 @@ def test_the_curve_is_the_same_to_the_bit_with_and_without_samples(make_writer_j
     with_samples = lines(train(make_writer_job(Samples(every_eval=True), job={"name": "with"}, **keys)))
     for name in ("loss", "grad_norm"):
         assert [record[name] for record in with_samples] == [record[name] for record in without]
-
-
-def test_modules_get_their_own_mode_back():
-    model = nn.Sequential(nn.Dropout().eval(), nn.Dropout())
-    with evaluation_mode(model, SimpleNamespace()):
-        assert not any(module.training for module in model.modules())
-    assert [module.training for module in model.modules()] == [True, False, True]
-
-
-def test_an_optimizer_that_has_an_evaluation_mode_is_in_it_meanwhile():
-    calls = []
-    optimizer = SimpleNamespace(eval=lambda: calls.append("eval"), train=lambda: calls.append("train"))
-    with evaluation_mode(nn.Linear(1, 1), optimizer):
-        calls.append("sample")
-    assert calls == ["eval", "sample", "train"]
 
 
 # --- what and when -------------------------------------------------------------------------------------------------

@@ -53,6 +53,8 @@ class VisionPart:
 class VisionLanguage(ModelComponent):
     """Adds images to a language model, whose parameters keep their names and initial values."""
 
+    built_to_check = True
+    """The demands of a fusion on the language model's layers show when it is built."""
     language: ModelComponent = default_type("forge-plugin-transformer/transformer")
     """`[model.language]`: any model with an `embedding`."""
     vision: VisionPart

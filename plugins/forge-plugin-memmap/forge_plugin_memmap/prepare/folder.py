@@ -14,6 +14,7 @@ from typing import Any
 from attrs import define, field
 
 from forge_core.contracts.errors import ForgeError, JobError
+from forge_kit.cache import write_atomically
 from forge_plugin_memmap.prepare.documents import Dropped
 from forge_plugin_memmap.prepare.inputs import InputPosition
 from forge_plugin_memmap.prepare.writing import Written
@@ -192,13 +193,8 @@ def room_to_write(folder: Path) -> Iterator[None]:
 
 
 def _replace(path: Path, content: Any) -> None:
-    """Write a file that appears whole or not at all."""
-    temporary = path.with_name(f"{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(json.dumps(content, indent=None if path.name == UNFINISHED else 1, ensure_ascii=False) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.rename(path)
+    text = json.dumps(content, indent=None if path.name == UNFINISHED else 1, ensure_ascii=False) + "\n"
+    write_atomically(path, text.encode())
 
 
 def _demand_same(folder: Path, before: Arguments, now: Arguments, inputs: Inputs) -> None:
