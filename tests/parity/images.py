@@ -51,6 +51,7 @@ class Open(CrossAttention):
 
 FUSIONS = {
     "joint": Joint(),
+    "bidirectional": Joint(bidirectional=True),
     "cross_attention": Open(every=2, heads=4, kv_heads=2, ffn=SwiGLU(hidden=24), qk_norm=True),
     "mot": MixtureOfTransformers(),
     "moma": Joint(),
@@ -62,7 +63,7 @@ class ImageRow(Row):
     """A layout of a vision-language model."""
 
     fusion: str
-    """One of `FUSIONS`; `moma` is `joint` with experts of each modality."""
+    """One of `FUSIONS`; `bidirectional` is `joint` with that key, `moma` is `joint` with experts of each modality."""
     image_every: int = 0
     """Only every so many-th sequence has images; 0: two of three have some."""
 
@@ -104,6 +105,7 @@ IMAGE_ROWS = [
     row("fsdp2", 2, "joint", FSDP2, FSDP_SCATTER, micro_batch_size=2, image_every=11),
     row("fsdp2, compiled, checkpointing", 2, "joint", {**FSDP2, "compile": TRACED, "activation_checkpointing": FULL},
         FSDP_SCATTER, thorough=True),
+    row("tp2, compiled", 2, "bidirectional", {"tp": tp(), "compile": TRACED}, TP_COMPLETION, thorough=True),
     row("tp2+sp+loss", 2, "mot", {"tp": tp()}, TP_COMPLETION, micro_batch_size=1, thorough=True),
     row("pp2, zero-bubble", 2, "cross_attention", {"pp": pp("zbv")}, NORM, layers=4, micro_batch_size=2,
         thorough=True),
@@ -116,6 +118,9 @@ IMAGE_ROWS = [
     row("fsdp2 x tp2", 4, "joint", {**FSDP2, "tp": tp()}, TP_COMPLETION, micro_batch_size=1, image_every=5,
         thorough=True),
     row("fsdp2 x pp2", 4, "joint", {**FSDP2, "pp": pp("1f1b")}, FSDP_SCATTER, micro_batch_size=1, image_every=5,
+        thorough=True),
+    row("fsdp2 x pp2, checkpointing", 4, "bidirectional",
+        {**FSDP2, "pp": pp("1f1b"), "activation_checkpointing": FULL}, FSDP_SCATTER, micro_batch_size=2, image_every=5,
         thorough=True),
     row("fsdp2 x cp2", 4, "cross_attention", {**FSDP2, "cp": cp("ring")}, FSDP_SCATTER, image_every=11),
     row("tp2 x pp2", 4, "mot", {"tp": tp(), "pp": pp("1f1b")}, TP_COMPLETION, micro_batch_size=2),

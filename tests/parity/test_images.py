@@ -47,7 +47,7 @@ def test_float8_under_fsdp_is_float8_of_one_process(tmp_path, fusion):
 
 
 def test_every_fusion_and_every_pair_of_stages_is_in_the_table():
-    assert {row.fusion for row in IMAGE_ROWS} == {"joint", "cross_attention", "mot", "moma"}
+    assert {row.fusion for row in IMAGE_ROWS} == {"joint", "bidirectional", "cross_attention", "mot", "moma"}
     pairs = {frozenset(row.stages) for row in IMAGE_ROWS if len(row.stages) == 2}
     for pair in (
         ("fsdp", "tp"),

@@ -64,7 +64,8 @@ class MixtureOfTransformers(FusionComponent):
             yield "weights of modalities", "copies of the text's", "model.fusion.warm_start, in a new run"
 
     def build(self, context: BuildContext, model: Model, vision: Vision) -> Model:
-        from forge_plugin_mot.modules.model import feature_count, untie
+        from forge_plugin_mot.modules.model import untie
+        from forge_plugin_vision.modules.vision import feature_count
 
         check_layers(model, self.untie)
         # Weights have shapes, roles and initial spread of the text's because the same components build them.

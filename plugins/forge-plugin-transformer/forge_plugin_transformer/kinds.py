@@ -11,7 +11,7 @@ matrices; the roles of one without roles follow from shapes.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from attrs import frozen
 
@@ -41,9 +41,14 @@ class AttentionComponent(Component):
     The module maps `(x (B, S, D), batch, cache=None) -> (B, S, D)`. It owns the position encoding and the mask: a
     position attends to itself and earlier ones, of its own document where the batch has `document_ids`. For generation
     it has `new_cache(batch_size, length)`, whose result is passed as `cache` with the next positions of each row.
+
+    A module with `attends_spans = True` further lets positions of a span (an image, say) attend to each other in both
+    directions, with a cache too, where the batch has spans: see `forge_plugin_transformer.modules.spans`.
     """
 
     kind = "attention"
+    attends_spans: ClassVar[bool] = False
+    """Whether the built module has `attends_spans = True`."""
 
     def width_problems(self, dim: int) -> Iterable[Problem]:
         """Yields problems that depend on the model's width; paths are relative to this component's table."""

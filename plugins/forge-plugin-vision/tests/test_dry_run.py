@@ -21,6 +21,7 @@ from forge_testing import tiny_job
 ANY_SIZE = ViT(dim=16, layers=1, heads=2, patch=2, size=(4, 4), position_interpolation="bilinear")
 ENCODERS = {
     "qwen_vit": MODEL,
+    "bidirectional": evolve(MODEL, fusion=evolve(MODEL.fusion, bidirectional=True)),
     "vit": evolve(MODEL, vision=evolve(MODEL.vision, encoder=ANY_SIZE, adapter=MLPAdapter()), fusion=Joint()),
 }
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
 from forge_core.contracts.model import Role
@@ -20,12 +19,10 @@ from forge_plugin_mot.modules.untied import (
     overlaid,
 )
 from forge_plugin_vision.modules.grafting import VisionLanguageModel, derived
-from forge_plugin_vision.modules.images import Images
 
 if TYPE_CHECKING:
     from forge_core.contracts.data import Batch
     from forge_core.contracts.model import Carry
-    from forge_plugin_vision.modules.vision import Vision
 
     Base = VisionLanguageModel
 else:
@@ -109,15 +106,6 @@ def _copies_of(name: str, untied: Mapping[str, Sequence[str]]) -> Iterator[str]:
 
 def _without_sum(way: Any) -> Any:
     return "partial_row" if way == "row" else way
-
-
-def feature_count(vision: Vision) -> int:
-    """Returns M, the features of a row, from shapes alone."""
-    sizes = vision.image_input
-    features = torch.empty(1, sizes.patches_per_sequence, vision.encoder.width, device="meta")  # type: ignore[call-overload]
-    grids = torch.empty(1, sizes.images_per_sequence, 3, dtype=torch.int64, device="meta")
-    adapted: Tensor = vision.adapter(features, Images.of(grids, sizes.patches_per_sequence))
-    return adapted.shape[1]
 
 
 def untie(model: Any, twins: Mapping[str, Any], parts: Collection[str], *, norm_after: bool) -> Any:

@@ -15,6 +15,7 @@ from forge_plugin_transformer.modules.attention_core import AttentionCore, torch
 from forge_plugin_transformer.modules.cache import Cache
 from forge_plugin_transformer.modules.norms import RootMeanSquareNorm
 from forge_plugin_transformer.modules.rotary import rotate, tables, with_tables
+from forge_plugin_transformer.modules.spans import attend_in_spans, see_spans, with_span_mask
 
 if TYPE_CHECKING:
     from forge_core.contracts.data import Batch
@@ -36,6 +37,8 @@ class KVCache(Cache):
 
 class GroupedAttention(nn.Module):
     """o(attention(q(x), k(x), v(x))): see `AttentionComponent` for the contract."""
+
+    attends_spans = True
 
     def __init__(
         self,
@@ -65,8 +68,8 @@ class GroupedAttention(nn.Module):
         self.core = core
 
     def prepare(self, batch: Batch) -> Batch:
-        """Adds the entries of the core, and the tables of the batch's positions if the encoding has a `key`."""
-        return self.core.prepare(with_tables(self.rotary, batch))
+        """Adds the entries of the core, a mask of spans, and the tables of positions if the encoding has a `key`."""
+        return self.core.prepare(with_span_mask(with_tables(self.rotary, batch)))
 
     def forward(self, x: Tensor, batch: Batch, cache: KVCache | None = None) -> Tensor:
         """(B, S, D) -> (B, S, D). `batch` may hold `positions` and `document_ids`, both (B, S)."""
@@ -75,7 +78,8 @@ class GroupedAttention(nn.Module):
             mixed = self._attend_cached(q, k, v, batch, cache)
         else:
             turns = tables(self.rotary, q.shape[1], batch)
-            mixed = self.core(rotate(q, *turns), rotate(k, *turns), v, batch)
+            q, k = rotate(q, *turns), rotate(k, *turns)
+            mixed = attend_in_spans(q, k, v, self.core(q, k, v, batch), batch)
         return self.output(mixed.flatten(2), batch)
 
     def project(self, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
@@ -94,7 +98,8 @@ class GroupedAttention(nn.Module):
         """Attend with a cache. Each row is one document here, so `document_ids` are ignored."""
         positions = cache.positions(q, batch)
         turns = tables(self.rotary, q.shape[1], {**batch, "positions": positions})
-        return torch_attention(rotate(q, *turns), *cache.extend(rotate(k, *turns), v, positions))
+        keys, values, mask = cache.extend(rotate(k, *turns), v, positions)
+        return torch_attention(rotate(q, *turns), keys, values, see_spans(mask, batch))
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.head_dim))

@@ -133,3 +133,12 @@ def flops_of(part: nn.Module, patches: int) -> float:
     if own is not None:
         return float(own(patches))
     return 6.0 * patches * sum(p.numel() for p in part.parameters() if p.ndim > 1)
+
+
+def feature_count(vision: Vision) -> int:
+    """Returns M, the features of a row, of a bare model: from shapes alone."""
+    sizes = vision.image_input
+    features = torch.empty(1, sizes.patches_per_sequence, vision.encoder.width, device="meta")  # type: ignore[call-overload]
+    grids = torch.empty(1, sizes.images_per_sequence, 3, dtype=torch.int64, device="meta")
+    adapted: Tensor = vision.adapter(features, Images.of(grids, sizes.patches_per_sequence))
+    return adapted.shape[1]
