@@ -138,7 +138,8 @@ class Model(nn.Module):
     def flops(self, seq_len: int) -> float | None:
         """Returns model FLOPs per token, forward and backward, at this sequence length; None: unknown.
 
-        6 for each weight that multiplies a token (no look-ups, no recomputation), plus the causal half of attention.
+        6 for each weight that multiplies a token (no look-ups, no recomputation), plus the causal half of attention. A
+        model that knows better while it trains logs the metric `flops_per_token`, of which MFU is then made.
         """
         return None
 

@@ -25,7 +25,7 @@ from forge_core.data.order import expected_draws, limits, phase_shares, sizes_of
 from forge_core.engine.build import Run
 from forge_core.engine.hooks import named
 from forge_core.engine.step import ABSENT, SOURCE_LOSS, Stepper, Sums, metrics
-from forge_core.metrics.flops import peak_flops
+from forge_core.metrics.flops import FLOPS_PER_TOKEN, peak_flops
 from forge_core.parallel.layout import micro_batches
 from forge_core.parallel.mesh import global_rank
 
@@ -144,11 +144,9 @@ class Recorder:
             stack.callback(self._loggers[name].close)
         self._on_line = on_line
         self._counts_interval = run.job.metrics.counts_interval
-        self._tracker = Tracker(self._deliver)
+        self._tracker, self.clock = Tracker(self._deliver), Clock()
         self.flush = self._tracker.flush
-        self.clock = Clock()
-        flops, peak = run.outline.flops, peak_flops(run.job, run.context.device)
-        self._mfu_per_speed = flops / peak / ranks if flops and peak else None
+        self._flops, self._peak = run.outline.flops, ranks * (peak_flops(run.job, run.context.device) or 0.0)
         self.last_loss: float | None = None
         self.last_evaluation: Mapping[str, float] = {}
 
@@ -167,11 +165,10 @@ class Recorder:
         seconds, speed = self.clock.tick(self._tokens)
         record: dict[str, Any] = {"step": context.step, "lr": rate, "tokens": tokens, "tokens_per_second": speed}
         record |= {"step_seconds": seconds, "data_wait": min(waited / seconds, 1.0)}
-        if self._mfu_per_speed:
-            record["mfu"] = speed * self._mfu_per_speed
-        if context.skipped:
-            record["skipped"] = 1.0
-        for name, value in context.logged.items():  # a tensor goes with the others: to read it now would wait for it
+        flops = scalars.get(FLOPS_PER_TOKEN, self._flops)
+        used = {"mfu": speed * flops / self._peak} if self._peak and flops is not None else {}
+        used |= {"skipped": 1.0} if context.skipped else {}
+        for name, value in {**used, **context.logged}.items():  # tensors with the others: to read one now would wait
             (scalars if isinstance(value, Tensor) else record)[name] = value
         self._tracker.put(record, scalars)
 

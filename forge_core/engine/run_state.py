@@ -82,9 +82,8 @@ def _has_state(holder: TrainingHook | Plugin) -> bool:
 
 def _check_sources(start: Start, run: Run) -> list[str]:
     sizes = dict(zip(source_names(run.job), sizes_of(run.datasets), strict=True))
-    identities = identities_of(run.job, run.datasets)
-    changes = source_changes(start.manifest["progress"]["samples"], sizes, identities)
-    if changes and not start.with_changes:
+    saved = start.manifest["progress"]["samples"]
+    if (changes := source_changes(saved, sizes, identities_of(run.job, run.datasets))) and not start.with_changes:
         hint = f"to continue all the same, run the same command with {FLAG}"
         raise CheckpointError(f"the data is not that of {start.checkpoint}: {'; '.join(changes)}; {hint}")
     return changes
@@ -111,8 +110,16 @@ def _take_weights(start: Start, run: Run, provenance: Mapping[str, Any]) -> Iter
         yield f"weights from {folder}, step {manifest['step']}:"
         fates = {"loaded": list(selection.loaded), **selection.others}
         yield from (f"  {len(names)} {title}: {listed(names)}" for title, names in fates.items() if names)
-        if manifest["provenance"].get("tokenizer") != provenance.get("tokenizer"):
+        same = manifest["provenance"].get("tokenizer") == provenance.get("tokenizer")
+        if not same and _has_rows_of_tokens(selection.loaded, run.outline):
             yield "  they were trained with another tokenizer: token ids mean other texts now"
+
+
+def _has_rows_of_tokens(names: Iterable[str], outline: Outline) -> bool:
+    """Whether any of these tensors has a row for each token; a table of positions is an embedding, too."""
+    shapes = outline.tensors
+    rows = {shapes[n][:1] for n, every in outline.names(shapes).items() if any(o.startswith("head.") for o in every)}
+    return any(outline.roles.get(n) in ("embedding", "head") and shapes[n][:1] in rows for n in names)
 
 
 @frozen
@@ -127,15 +134,13 @@ class _Selection:
 
 def _select(table: str, section: LoadSection, folder: Path, outline: Outline) -> _Selection:
     index = shared_index(folder)
-    entries = index.shapes
     # Weights as they are evaluated, where an optimizer trains others: those only serve the run that trained them.
-    where = evaluated_names(entries)
-    stored = {name: entries[full][0] for name, full in where.items()}
+    where = evaluated_names(index.shapes)
+    stored = {name: index.shapes[full][0] for name, full in where.items()}
     names = outline.names(outline.tensors)  # of the whole model: all ranks of a pipeline select, and refuse, the same
     _check_patterns(table, section, names, stored)
     wanted = {n for n, names_ in names.items() if fits(names_, section.include) and not fits(names_, section.exclude)}
-    selected = [name for name in names if name in wanted and name in stored]
-    missing = [name for name in names if name in wanted and name not in stored]
+    selected, missing = ([n for n in names if n in wanted and (n in stored) is there] for there in (True, False))
     _check_shapes(table, folder, selected, outline.tensors, stored)
     if missing and section.strict:
         raise CheckpointError(

@@ -10,6 +10,8 @@ if TYPE_CHECKING:
 
     from forge_core.job import Job
 
+FLOPS_PER_TOKEN = "flops_per_token"
+"""Metric of a model whose cost depends on its batches or on what trains, as counted; MFU goes by it."""
 DENSE_BF16_TFLOPS: Mapping[str, float] = {
     "H200": 989.0,
     "H100 PCIe": 756.0,
@@ -30,10 +32,8 @@ def peak_flops(job: Job, device: torch.device) -> float | None:
     """Peak FLOP/s of one device: `metrics.peak_tflops`, else the table's figure, else None."""
     if job.metrics.peak_tflops:
         return job.metrics.peak_tflops * 1e12
-    if device.type != "cuda":
-        return None
     import torch
 
-    name = torch.cuda.get_device_name(device)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     # None for other devices: an MFU by a guessed peak would be taken for a measurement.
     return next((tflops * 1e12 for part, tflops in DENSE_BF16_TFLOPS.items() if part in name), None)

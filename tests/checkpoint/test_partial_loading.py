@@ -238,6 +238,14 @@ def test_another_tokenizer_is_told(base, start, said, catalog):
     assert said[0].endswith("they were trained with another tokenizer: token ids mean other texts now")
 
 
+@pytest.mark.parametrize(("include", "told"), [("layers.*", False), ("embedding.*", True), ("head.*", True)])
+def test_another_tokenizer_is_told_of_weights_that_belong_to_tokens(base, start, said, catalog, include, told):
+    tokenizer = catalog.load("tokenizer", "forge-plugin-text/bytes")()
+    start({"include": (include,)}, data={"tokenizer": tokenizer})
+    assert said[0].startswith("weights from")
+    assert ("another tokenizer" in said[0]) is told
+
+
 def test_every_rank_gets_the_weights(base, tmp_path):
     def train_on(rank):
         kept = Weights()

@@ -20,11 +20,14 @@ from forge_plugin_vision import (
     PATCHES,
     AttentionPool,
     AveragePool,
+    MLPAdapter,
     Perceiver,
     PixelShuffle,
+    VisionLanguage,
     VisionPart,
     ViT,
 )
+from forge_plugin_vision.testing import RandomImages
 from forge_testing import TinyModel, job_problems
 
 TEXT = "abcdefgh"
@@ -233,6 +236,21 @@ def test_its_flops_are_those_of_text_and_of_features(make_model):
     assert model.flops(length) == pytest.approx(language.flops(length) + 2 * block + model.vision.flops() / length)
     own = zip(model.layer_flops(length), language.layer_flops(length), strict=True)
     assert [more - less for more, less in own] == pytest.approx([0, block, block, 0])
+
+
+def test_flops_of_a_step_are_those_of_the_features_that_there_are(make_job, build, train, lines):
+    """Of rows of 16 positions with one image of four features at most, which two blocks see."""
+    vision = VisionPart(encoder=ViT(dim=16, layers=1, heads=2, patch=2, size=(4, 4)), adapter=MLPAdapter(hidden=8))
+    model = VisionLanguage(language=LANGUAGE, vision=vision, fusion=CrossAttention(layers=(1, 2), **SMALL))
+    data = {"sources": (RandomImages(text_only=3, held_out=0),)}
+    first, *_ = lines(train(make_job(model=model, data=data, steps=1, seq_len=16, precision="fp64")))
+    images = first["vision/patches_per_sequence"] / 4
+    assert 0 < images < 1
+    tower = 6 * 4 * (12 * 16 + 4 * 16**2 + 2 * 16 * 64 + 16 * 8 + 8 * 16) + 12 * 16 * 4 * 4
+    of_image = tower / 16 + 2 * (6 * 2 * 16 * 8 * 4 / 16 + 12 * 16 * 4)
+    blocks = 2 * (6 * 2 * 16 * 16 + 6 * 3 * 16 * 24)
+    language = build(make_job(model=LANGUAGE, seq_len=16)).model.flops(16)
+    assert first["flops_per_token"] == pytest.approx(language + blocks + images * of_image, rel=1e-12)
 
 
 def test_float8_takes_what_multiplies_text(make_model):

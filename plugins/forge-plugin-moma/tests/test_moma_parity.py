@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from attrs import validators
 from moma_marked import VOCABULARY, Marked, Mixed
 
 from forge_plugin_moe import MoE
@@ -63,3 +64,14 @@ class TestExpertsChooseAmongImages(ParitySuite):
         router = MoMa(experts={"text": 3, "image": 3}, choose="experts", init_std=0.5, auxiliary_weight=10.0)
         model = VisionLanguage(language=language_of(router), vision=tiny_vision())
         return {"model": model, "data": {"sources": (RandomImages(held_out=5),)}, "seq_len": 24}
+
+
+class TestEqualScores(ParitySuite):
+    """Experts take the first positions of those with equal scores, whichever rank has them."""
+
+    layouts = ("cp2",)
+
+    def parity_changes(self, folder):
+        with validators.disabled():  # initial weights of zero, which a job cannot have: all scores are equal
+            router = MoMa(experts=GROUPS, choose="experts", init_std=0.0, capacity_factor=0.5)
+        return {"model": Marked(language=language_of(router)), "data": {"sources": (Mixed(),)}}

@@ -71,7 +71,8 @@ class ContextParallelStage(ParallelStage):
         """Divide the entries of a batch that have positions.
 
         Returns:
-            The batch with this rank's positions of each such entry, their `positions`, and document ids also whole.
+            The batch with this rank's positions of each such entry, their `positions` and `places` (B, s) in the
+            sequence, and document ids also whole.
 
         Raises:
             ForgeError: an entry may have a value for each position, and the model does not say whether it has.
@@ -83,8 +84,10 @@ class ContextParallelStage(ParallelStage):
         part: dict[str, Tensor] = {}
         for name, value in batch.items():
             part[name] = value.index_select(1, own) if self._is_divided(name, value, length) else value
-        # Positions in the sequence, which a rank can no longer derive from its own slice (rotary embeddings).
-        part.setdefault("positions", own.expand(rows, -1))
+        # Which positions these are, which a rank can no longer derive from its own slice: for rotary embeddings, unless
+        # documents count their own, and to compare positions of several ranks.
+        part["places"] = own.expand(rows, -1)
+        part.setdefault("positions", part["places"])
         if "document_ids" in batch:
             part[WHOLE + "document_ids"] = batch["document_ids"]
         return part

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import pipelining
 
+from forge_core.auxiliary import Recomputing
 from forge_core.contracts.errors import ForgeError
 from forge_core.contracts.runtime import LossOutput, StepOutput
 from forge_core.engine.executor import combine
@@ -24,6 +25,7 @@ from forge_plugin_parallel.cuts import Section
 from forge_plugin_parallel.pp import ONE_STAGE
 
 if TYPE_CHECKING:
+    from forge_core.contracts.contexts import BuildContext
     from forge_core.contracts.data import Batch
     from forge_core.contracts.model import Carry, Model
     from forge_core.contracts.runtime import LossFunction, ParallelStage
@@ -57,10 +59,11 @@ class PipelineExecutor:
         stages: Sequence[ParallelStage],
         pipeline: Pipeline,
         schedule: str,
-        device: torch.device,
+        context: BuildContext,
     ) -> None:
         self._model: Any = model
-        self._loss, self._stages, self._device = loss, stages, device
+        self._loss, self._stages, self._device = loss, stages, context.device
+        self._auxiliary = context.auxiliary
         self._pipeline, self._schedule = pipeline, schedule
         self._own = [number for number, owner in enumerate(pipeline.owners) if owner == pipeline.rank]
         self._last = pipeline.owners[-1]
@@ -163,7 +166,9 @@ class PipelineExecutor:
         if key not in self._carries:
             shapes: list[Any] = [None]
             if 0 in self._own:
-                with torch.no_grad(), around(self._stages, self._model, backward=False, last=True):
+                # Marked as a repetition: the micro-batch is fed once more for training, and its metrics count once.
+                repeated = Recomputing(self._auxiliary)
+                with repeated, torch.no_grad(), around(self._stages, self._model, backward=False, last=True):
                     carry = self._model(self._prepared(batch), (), Section((), first=True))
                 shapes = [tuple((tensor.shape, tensor.dtype) for tensor in carry)]
             dist.broadcast_object_list(shapes, group_src=self._pipeline.owners[0], group=self._pipeline.group)

@@ -89,7 +89,7 @@ class PipelineParallelStage(ParallelStage):
     def executor(self, model: Model, loss: LossFunction, stages: Sequence[ParallelStage]) -> Executor:
         from forge_plugin_parallel.pipeline_executor import PipelineExecutor
 
-        return PipelineExecutor(model, loss, stages, self._pipeline, self._component.schedule, self._context.device)
+        return PipelineExecutor(model, loss, stages, self._pipeline, self._component.schedule, self._context)
 
     def complete_gradients(self, model: Model) -> None:
         """Sum the gradients of parameters that several ranks hold."""

@@ -85,8 +85,9 @@ class VisionEncoderComponent(Component["nn.Module"]):
     The module maps `(patches (B, P, V), images)` to a tuple of (B, P, W): its features, then the hidden states after
     each block of `taps`. `patches` are normalised and in the compute dtype; `images` is a
     `forge_plugin_vision.modules.images.Images`. An image's features depend on its own patches only. The module has
-    `width`, and may have `flops(patches)` (of a row, forward and backward), `blocks` (an `nn.ModuleList`, whose entries
-    are recomputed, compiled and sharded one by one) and `parameter_roles` with names relative to itself.
+    `width`, and may have `flops(grid)` (of an image of that `Grid`, forward and backward; arithmetic that holds for a
+    `Grid` of float64 tensors, and 0 for one of zeros), `blocks` (an `nn.ModuleList`, whose entries are recomputed,
+    compiled and sharded one by one) and `parameter_roles` with names relative to itself.
     """
 
     kind = "vision_encoder"
@@ -106,7 +107,7 @@ class AdapterComponent(Component["nn.Module"]):
 
     It maps `(features (B, P, W), images)` to (B, M, D): first the features of the row's first image, as many as
     `positions(grid)`, then those of the next; the rest is arbitrary but finite. M follows from P and N alone. It may
-    have `flops(patches)` and `parameter_roles` as the encoder.
+    have `flops(grid)` and `parameter_roles` as the encoder.
     """
 
     kind = "adapter"

@@ -97,7 +97,7 @@ class VisionLanguage(ModelComponent):
         return self.vision.images_per_sequence * Grid(1, *self._format.grid).patches
 
     def build(self, context: BuildContext) -> Model:
-        from forge_plugin_vision.modules.grafting import embedding_width
+        from forge_plugin_vision.modules.grafting import count_costs, embedding_width
         from forge_plugin_vision.modules.vision import Vision
 
         model = context.build(self.language)
@@ -105,7 +105,7 @@ class VisionLanguage(ModelComponent):
         encoder = here.at("encoder").build(self.vision.encoder, taps=self.fusion.taps)
         adapter = here.at("adapter").build(self.vision.adapter, width=encoder.width, dim=embedding_width(model))
         vision = Vision(encoder, adapter, self.image_input(), context)
-        return context.build(self.fusion, model=model, vision=vision)
+        return count_costs(context.build(self.fusion, model=model, vision=vision), context)
 
 
 @frozen(kw_only=True)

@@ -234,7 +234,7 @@ def _resampled(module: Any, x: Tensor) -> Tensor:
     return module.norm(latents) @ module.project.weight.T
 
 
-@pytest.mark.parametrize("name", ["linear", "mlp", "pixel_shuffle", "average_pool", "perceiver"])
+@pytest.mark.parametrize("name", ["linear", "mlp", "pixel_shuffle", "average_pool", "attention_pool", "perceiver"])
 def test_flops_are_those_of_the_matrix_products(make, packed, name):
     from forge_plugin_vision.modules.vision import flops_of
 
@@ -242,7 +242,7 @@ def test_flops_are_those_of_the_matrix_products(make, packed, name):
     patches, grids = packed(images_of([[(6, 6)]]), 36, 1, WIDTH)
     with FlopCounterMode(display=False) as counter, torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         module(patches, Images.of(grids, 36))
-    assert flops_of(module, 36) == pytest.approx(3 * counter.get_total_flops())
+    assert flops_of(module, Grid(1, 6, 6)) == pytest.approx(3 * counter.get_total_flops())
 
 
 def _copy(module: Any, theirs: dict[str, Any]) -> None:

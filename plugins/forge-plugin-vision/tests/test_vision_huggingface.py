@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from attrs import evolve
 from torch import Tensor
 from transformers import (
     CLIPImageProcessorPil,
@@ -212,15 +213,16 @@ def test_weights_are_named_both_ways(case, randomised):
     assert all(torch.equal(back[name], state[name]) for name in state)
 
 
-def test_a_run_starts_from_the_weights_of_a_tower(make_job, train, randomised, tmp_path):
+def test_a_run_starts_from_the_weights_of_a_tower(make_job, train, catalog, randomised, tmp_path):
     tower = randomised(SiglipVisionModel(SiglipVisionConfig(**TOWER))).float()
     weights = names.from_huggingface({f"vision_model.{name}": tensor for name, tensor in tower.state_dict().items()})
     import_weights(weights, tmp_path / "siglip")
     vision = VisionPart(encoder=ViT(**OURS, select_layer=-2, norm=False), images_per_sequence=1)
     load = LoadSection(path=str(tmp_path / "siglip"), include=["vision.encoder.*"])
-    first, sources = First(), {"sources": (RandomImages(),)}
-    model = VisionLanguage(language=LANGUAGE, vision=vision)
-    train(make_job(model=model, data=sources, seq_len=40, checkpoint={"load": load}), first)
+    first, data = First(), {"sources": (RandomImages(),), "tokenizer": catalog.load("tokenizer", "bytes")()}
+    model, said = VisionLanguage(language=evolve(LANGUAGE, vocab_size=320), vision=vision), list[str]()
+    train(make_job(model=model, data=data, seq_len=40, checkpoint={"load": load}), first, echo=said.append)
+    assert "another tokenizer" not in said[0], "no weights of the tower belong to tokens"
     loaded = {name: tensor for name, tensor in first.weights.items() if name.startswith("vision.encoder.")}
     assert len(loaded) == 3 + 2 * 16
     assert all(torch.equal(tensor, weights[name]) for name, tensor in loaded.items())

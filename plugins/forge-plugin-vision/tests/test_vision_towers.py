@@ -22,7 +22,7 @@ from transformers import (
 from transformers.models.idefics3.configuration_idefics3 import Idefics3VisionConfig
 from transformers.models.idefics3.modeling_idefics3 import Idefics3VisionTransformer
 
-from forge_plugin_vision import ViT
+from forge_plugin_vision import Grid, ViT
 from forge_plugin_vision.huggingface_names import from_huggingface, to_huggingface
 from forge_plugin_vision.modules import positions
 from forge_plugin_vision.modules.images import Images
@@ -264,7 +264,7 @@ def test_flops_are_those_of_the_matrix_products(context, randomised, packed, key
     patches, grids = packed([[patches_of(pixels(5, 5, 0))] * 2], 50, 2, 3 * PATCH**2)
     with FlopCounterMode(display=False) as counter, torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         tower(patches, Images.of(grids, 50))
-    assert tower.flops(50) == pytest.approx(3 * counter.get_total_flops())
+    assert 2 * tower.flops(Grid(1, 5, 5)) == pytest.approx(3 * counter.get_total_flops())
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from forge_kit.modules import Linear
 from forge_plugin_cross_attention.modules.sight import MASK, SEEN
 from forge_plugin_transformer.modules.attention_core import torch_attention
 from forge_plugin_transformer.modules.norms import RootMeanSquareNorm
+from forge_plugin_vision.modules.cost import LayerCost
 
 if TYPE_CHECKING:
     from forge_core.contracts.data import Batch
@@ -74,9 +75,15 @@ class Attention(nn.Module):
 
     def flops(self, seq_len: int, features: int) -> float:
         """Returns FLOPs of a token, forward and backward, in rows of `seq_len` positions and `features` features."""
-        of_text = 6.0 * (self.q.weight.numel() + self.o.weight.numel())
-        of_features = 6.0 * (self.k.weight.numel() + self.v.weight.numel()) * features / seq_len
-        return of_text + of_features + 12.0 * self.q.out_features * features
+        cost = self.cost()
+        return cost.weights + cost.feature_weights * features / seq_len + cost.feature_attention * features
+
+    def cost(self) -> LayerCost:
+        """Counts 6 a weight, and 12 for each element of a query and feature of its row."""
+        of_text, of_features = (
+            6.0 * sum(part.weight.numel() for part in pair) for pair in ((self.q, self.o), (self.k, self.v))
+        )
+        return LayerCost(of_text, 0.0, of_features, 12.0 * self.q.out_features)
 
     def float8_exempt(self) -> Sequence[str]:
         # Products in float8 need a multiple of 16 rows, and nothing makes the number of features one.

@@ -21,6 +21,7 @@ from forge_plugin_cross_attention.modules.cache import ImageCache, LayerCache
 from forge_plugin_cross_attention.modules.sight import MASK, VISIBLE, Sight, features_of_row, visible_images
 from forge_plugin_transformer.modules import parts
 from forge_plugin_vision.kinds import GRIDS, IMAGE, PATCHES, VIDEO
+from forge_plugin_vision.modules.cost import LayerCost
 from forge_plugin_vision.modules.grafting import VisionLanguageModel, derived
 from forge_plugin_vision.modules.vision import SharedVision
 
@@ -172,6 +173,19 @@ class CrossAttentionModel(VisionLanguageModel):
         return [
             flops + self._block_flops(layer, seq_len) for flops, layer in zip(own, self.layers.values(), strict=True)
         ]
+
+    def layer_costs(self, seq_len: int) -> Sequence[LayerCost] | None:
+        costs = super().layer_costs(seq_len)
+        if costs is None:
+            return None
+        every = list(costs)
+        for number, layer in enumerate(self.layers.values()):
+            if (block := getattr(layer, BLOCK, None)) is not None:
+                place = number if len(every) > 1 else 0  # of a language model without `layer_flops` there is one
+                own = block.attention.cost()
+                own = own._replace(weights=own.weights + parts.flops(block.ffn, seq_len))
+                every[place] = LayerCost(*(sum(pair) for pair in zip(every[place], own, strict=True)))
+        return every
 
     def _block_flops(self, layer: nn.Module, seq_len: int) -> float:
         block: CrossAttentionBlock | None = getattr(layer, BLOCK, None)

@@ -35,22 +35,27 @@ def refuse_documents(batch: Batch) -> None:
         )
 
 
-def largest(scores: Tensor, count: int | Tensor, sequences: Sequences) -> Tensor:
+def largest(scores: Tensor, count: int | Tensor, sequences: Sequences, batch: Batch) -> Tensor:
     """(B, S, E), bool: for each sequence and expert, the `count` positions with the largest scores, none of -inf.
 
-    `count` is one number for all, or (B, E).
+    `count` is one number for all, or (B, E). Of equal scores, the first positions of the sequence are taken.
     """
-    everywhere = sequences.gather(scores)
-    # Stable: of equal scores the first positions are taken, on every layout alike.
+    everywhere = sequences.whole(scores, batch)
     best = everywhere.argsort(dim=1, descending=True, stable=True)
     among = torch.arange(best.shape[1], device=best.device).unsqueeze(-1)
     within = among < (count.unsqueeze(1) if isinstance(count, Tensor) else count)
     taken = torch.zeros_like(everywhere, dtype=torch.bool).scatter_(1, best, within.expand_as(best))
-    return sequences.own(taken & (everywhere > -math.inf))
+    return sequences.own(taken & (everywhere > -math.inf), batch)
 
 
 def within_capacity(
-    weights: Tensor, chosen: Tensor, factor: float, experts: int, sequences: Sequences, sets: Sequence[int] = ()
+    weights: Tensor,
+    chosen: Tensor,
+    factor: float,
+    experts: int,
+    sequences: Sequences,
+    batch: Batch,
+    sets: Sequence[int] = (),
 ) -> Tensor:
     """(B, S, K), bool: the choices that experts accept, which are those with the largest weights.
 
@@ -60,6 +65,7 @@ def within_capacity(
         factor: multiple of an even share, which is choices of a sequence / E; the product is rounded up.
         experts: E.
         sequences: the pieces of the sequences on other ranks.
+        batch: the micro-batch, with `places` where ranks share sequences.
         sets: sizes of the sets of consecutive experts whose even share is that of their own choices.
     """
     capacity: int | Tensor
@@ -71,5 +77,5 @@ def within_capacity(
         capacity = max(1, math.ceil(factor * length * weights.shape[2] / experts))
     wanted = torch.full((*weights.shape[:2], experts + 1), -math.inf, device=weights.device, dtype=weights.dtype)
     wanted.scatter_(2, chosen.where(chosen >= 0, experts), weights.detach())
-    taken = largest(wanted[..., :experts], capacity, sequences)
+    taken = largest(wanted[..., :experts], capacity, sequences, batch)
     return taken.gather(2, chosen.clamp(min=0)) & (chosen >= 0)

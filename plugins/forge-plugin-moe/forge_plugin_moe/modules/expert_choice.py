@@ -32,7 +32,8 @@ class ExpertChoiceRouter(LinearScores):
         logits = self.logits(x)
         probabilities = logits.softmax(-1)
         length, experts = x.shape[1] * self.sequences.pieces, logits.shape[-1]
-        taken = largest(probabilities, max(1, math.ceil(self._factor * length / experts)), self.sequences)
+        capacity = max(1, math.ceil(self._factor * length / experts))
+        taken = largest(probabilities, capacity, self.sequences, batch)
         ids = torch.arange(experts, device=x.device).expand_as(taken)
         weights = self.penalise(probabilities, logits)
         return weights.where(taken, 0), ids.where(taken, -1)

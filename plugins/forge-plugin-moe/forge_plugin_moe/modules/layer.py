@@ -63,7 +63,7 @@ class MoELayer(nn.Module):
         if self._capacity and self.training:
             refuse_documents(batch)
             sets = tuple(self._sets.values())
-            kept = within_capacity(weights, chosen, self._capacity, self._number, self._sequences, sets)
+            kept = within_capacity(weights, chosen, self._capacity, self._number, self._sequences, batch, sets)
             self._count_dropped(chosen, kept)
             chosen, rows = chosen.where(kept, -1), None
         # After capacity: the load is what experts compute, the router's own count is what was chosen.

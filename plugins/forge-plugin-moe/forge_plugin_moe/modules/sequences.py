@@ -14,6 +14,11 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from forge_core.contracts.contexts import BuildContext
+    from forge_core.contracts.data import Batch
+
+PLACES = "places"
+"""Batch entry (B, S), int64, where ranks share sequences: the place of each position in its sequence, from 0. Not
+`positions`, which may count each document by itself."""
 
 
 @frozen
@@ -37,19 +42,25 @@ class Sequences:
             dist.all_reduce(total, group=self._group)
         return total
 
-    def own(self, values: Tensor) -> Tensor:
-        """Returns this rank's (B, S, …) of values for whole sequences, such as `gather` returns."""
-        if self._group is None:
-            return values
-        return values.chunk(self.pieces, 1)[dist.get_rank(self._group)]
+    def own(self, values: Tensor, batch: Batch) -> Tensor:
+        """Returns this rank's (B, S, E) of values for whole sequences, such as `whole` returns."""
+        return values if self._group is None else values.gather(1, _index(batch, values))
 
-    def gather(self, values: Tensor) -> Tensor:
-        """(B, S, …) to those of all pieces, (B, pieces x S, …), in the order of ranks."""
+    def whole(self, values: Tensor, batch: Batch) -> Tensor:
+        """(B, S, E) to those of all pieces, (B, pieces x S, E), in the order of positions.
+
+        That of ranks is another, which depends on how many there are: each may hold a chunk from both ends.
+        """
         if self._group is None:
             return values.detach()
-        parts = [torch.empty_like(values) for _ in range(self.pieces)]
-        dist.all_gather(parts, values.detach().contiguous(), group=self._group)
-        return torch.cat(parts, 1)
+        whole = values.new_zeros(values.shape[0], self.pieces * values.shape[1], values.shape[2])
+        whole.scatter_(1, _index(batch, values), values.detach())
+        dist.all_reduce(whole, group=self._group)
+        return whole
+
+
+def _index(batch: Batch, values: Tensor) -> Tensor:
+    return batch[PLACES].unsqueeze(-1).expand(-1, -1, values.shape[-1])
 
 
 def tally(chosen: Tensor, experts: int) -> Tensor:

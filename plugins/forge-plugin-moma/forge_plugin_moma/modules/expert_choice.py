@@ -81,7 +81,7 @@ class ModalityExpertChoice(LinearScores):
             refuse_documents(batch)
             if self.noise is not None:
                 logits = logits + self.noise(batch, logits.dtype)
-            taken = self._choose(logits, closed)
+            taken = self._choose(logits, closed, batch)
             weights = self._learn(logits.sigmoid(), predicted, taken, closed)
         else:
             taken, weights = (predicted > 0) & ~closed, logits.sigmoid()
@@ -89,12 +89,12 @@ class ModalityExpertChoice(LinearScores):
         weights = self.penalise(weights, masked(logits, closed))
         return self._of_group(weights, taken, ids)
 
-    def _choose(self, logits: Tensor, closed: Tensor) -> Tensor:
+    def _choose(self, logits: Tensor, closed: Tensor, batch: Batch) -> Tensor:
         """Returns (B, S, E), bool: the positions that each expert takes, of those of its modality in a sequence."""
         members = self.sequences.add_up((~closed).sum(1)).double()
         shares = [(self._factor * part / part.shape[-1]).ceil() for part in self.groups.split(members)]
         # By logits, which order positions as their sigmoids do and, where these round to 1, still differ.
-        return largest(logits.masked_fill(closed, -torch.inf), torch.cat(shares, -1), self.sequences)
+        return largest(logits.masked_fill(closed, -torch.inf), torch.cat(shares, -1), self.sequences, batch)
 
     def _learn(self, weights: Tensor, predicted: Tensor, taken: Tensor, closed: Tensor) -> Tensor:
         """Returns the weights with the loss of the auxiliary routers attached."""

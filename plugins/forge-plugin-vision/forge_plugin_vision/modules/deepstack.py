@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from forge_core.contracts.errors import JobError, Problem
-from forge_plugin_vision.kinds import PATCHES
+from forge_plugin_vision.kinds import PATCHES, Grid
 from forge_plugin_vision.modules.grafting import derived
 from forge_plugin_vision.modules.joint import JointModel, PlacedVision
 from forge_plugin_vision.modules.vision import flops_of
@@ -37,9 +37,8 @@ class StackedVision(PlacedVision):
         adapters = (self.adapter, *self.deepstack)
         return (torch.cat([adapter(x, images) for adapter, x in zip(adapters, encoded, strict=True)], -1),)
 
-    def flops(self) -> float:
-        patches = self.image_input.patches_per_sequence
-        return super().flops() + sum(flops_of(adapter, patches) for adapter in self.deepstack)
+    def adapter_flops(self, grid: Grid) -> float:
+        return super().adapter_flops(grid) + sum(flops_of(adapter, grid) for adapter in self.deepstack)
 
 
 class DeepStackModel(JointModel):

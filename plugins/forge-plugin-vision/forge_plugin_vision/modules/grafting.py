@@ -17,9 +17,11 @@ from torch import Tensor, nn
 
 from forge_core.contracts.errors import JobError, Problem
 from forge_core.contracts.model import Model, Role
+from forge_plugin_vision.modules.cost import LayerCost, StepCost
 from forge_plugin_vision.modules.vision import Vision
 
 if TYPE_CHECKING:
+    from forge_core.contracts.contexts import BuildContext
     from forge_core.contracts.data import Batch
 
     Base = Model
@@ -36,6 +38,8 @@ class VisionLanguageModel(Base):
     """Mixin of a language model with `vision`: declares the tower's modules, and numbers the positions of images."""
 
     vision: Vision
+    step_cost: StepCost | None = None
+    """Counts the FLOPs of each step; None: those of the language model are unknown."""
 
     def prepare_sequences(self, batch: Batch) -> Batch:
         """Adds `PLACES`, while rows are whole: afterwards no rank knows how many features come before its part."""
@@ -50,6 +54,9 @@ class VisionLanguageModel(Base):
         return None if entries is None else [*entries, PLACES]
 
     def prepare(self, batch: Batch) -> Batch:
+        # Here and not in `embed`: each rank of a pipeline knows what trains of its own layers.
+        if self.step_cost is not None:
+            self.step_cost.count(self, batch)
         return super().prepare(self.prepare_sequences(batch))
 
     def decode(self, batch: Batch, cache: Any) -> Tensor:
@@ -64,6 +71,23 @@ class VisionLanguageModel(Base):
 
     def embed_flops(self, seq_len: int) -> float:
         return super().embed_flops(seq_len) + self.vision.flops() / seq_len
+
+    def layer_costs(self, seq_len: int) -> Sequence[LayerCost] | None:
+        """Returns the cost of each layer, and then that of all behind them; None: unknown.
+
+        Of a language model without `layer_flops`, that of the whole model alone. A fusion that adds to layers adds to
+        their costs.
+        """
+        language: Any = super()
+        lengths = (1, 2, seq_len)
+        flops = [language.flops(length) for length in lengths]
+        if None in flops:
+            return None
+        layers = [language.layer_flops(length) for length in lengths]
+        inside = [] if None in layers else [LayerCost.of(*each) for each in zip(*layers, strict=True)]
+        whole = LayerCost.of(*flops)
+        behind = (total - sum(part) for total, part in zip(whole, zip(*inside, strict=True), strict=True))
+        return [*inside, LayerCost(*behind) if inside else whole]
 
     def ends(self) -> tuple[Sequence[str], Sequence[str]] | None:
         ends = super().ends()
@@ -108,6 +132,14 @@ def graft(model: Model, mixin: Any, vision: Vision) -> Any:
     cls: Any = type(model)
     model.__class__ = derived(mixin, cls)
     model.vision = vision
+    return model
+
+
+def count_costs(model: Model, context: BuildContext) -> Model:
+    """Lets a model, with all that its fusion adds, count the FLOPs of each training step. Returns the model."""
+    if isinstance(model, VisionLanguageModel):
+        costs = model.layer_costs(context.job.train.seq_len)
+        model.step_cost = None if costs is None else StepCost(model, costs, context)
     return model
 
 

@@ -14,6 +14,7 @@ from forge_kit.modules import Linear
 from forge_plugin_vision.modules.pooling import Windows, taken
 
 if TYPE_CHECKING:
+    from forge_plugin_vision.kinds import Grid
     from forge_plugin_vision.modules.images import Images
 
 
@@ -35,5 +36,5 @@ class Merger(nn.Module):
         merged: Tensor = self.down(F.gelu(self.up(self.norm(blocks) if per_block else blocks)))
         return merged
 
-    def flops(self, patches: int) -> float:
-        return 6.0 * self.windows.most(patches) * (self.up.weight.numel() + self.down.weight.numel())
+    def flops(self, grid: Grid) -> float:
+        return 6.0 * self.windows.count(grid) * (self.up.weight.numel() + self.down.weight.numel())

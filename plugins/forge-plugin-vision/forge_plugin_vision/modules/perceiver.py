@@ -18,6 +18,7 @@ from forge_kit.modules import LayerNorm, Linear
 
 if TYPE_CHECKING:
     from forge_core.contracts.model import Fill
+    from forge_plugin_vision.kinds import Grid
     from forge_plugin_vision.modules.images import Images
 
 
@@ -78,12 +79,13 @@ class Resampler(nn.Module):
         projected: Tensor = self.project(self.norm(x))
         return projected
 
-    def flops(self, patches: int) -> float:
-        """Returns FLOPs of a row of one image, forward and backward."""
+    def flops(self, grid: Grid) -> float:
+        """Counts 6 a weight and position, and 12 a pair of positions that see each other and element."""
         each, keys = len(self.latents), self.blocks[0].k.weight.numel()
         matrices = sum(p.numel() for p in self.blocks.parameters() if p.ndim > 1) + self.project.weight.numel()
-        attention = each * (patches + each) * self.blocks[0].q.out_features
-        return 6.0 * (each * matrices + len(self.blocks) * 2 * (patches * keys + attention))
+        attention = each * (grid.patches + each) * self.blocks[0].q.out_features
+        flops = 6.0 * (each * matrices + len(self.blocks) * 2 * (grid.patches * keys + attention))
+        return flops * (grid.patches > 0)
 
     def parameter_roles(self) -> Mapping[str, Role]:
         return {"latents": "embedding"}

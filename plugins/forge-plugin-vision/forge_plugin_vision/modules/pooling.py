@@ -16,6 +16,7 @@ from forge_kit.modules import Linear
 from forge_plugin_vision.modules.images import Images
 
 if TYPE_CHECKING:
+    from forge_plugin_vision.kinds import Grid
     from forge_plugin_vision.modules.adapters import TwoLayers
 
 
@@ -31,6 +32,11 @@ class Windows(NamedTuple):
         """Returns M, the most windows that images of `patches` patches together can have."""
         # Ragged ones are as many as patches in a row of frames or images of a single patch.
         return patches if self.ragged else max(patches // self.side**2, 1)
+
+    def count(self, grid: Grid) -> int:
+        """Returns the number of windows of an image; of many for a `Grid` of tensors."""
+        more = self.side - 1 if self.ragged else 0
+        return grid.frames * ((grid.rows + more) // self.side) * ((grid.columns + more) // self.side)
 
     def members(self, images: Images) -> tuple[Tensor, Tensor]:
         """Returns numbers of the patches of each window (B, M, K), and which of them there are (B, M, K) bool."""
@@ -67,8 +73,8 @@ class ShuffledProjection(nn.Module):
         projected: Tensor = self.project(taken(features, *self.windows.members(images)).flatten(2))
         return projected
 
-    def flops(self, patches: int) -> float:
-        return 6.0 * self.windows.most(patches) * self.project.weight.numel()
+    def flops(self, grid: Grid) -> float:
+        return 6.0 * self.windows.count(grid) * self.project.weight.numel()
 
 
 class AveragedWindows(nn.Module):
@@ -82,8 +88,8 @@ class AveragedWindows(nn.Module):
         projected: Tensor = self.projection(means(features, *self.windows.members(images)), images)
         return projected
 
-    def flops(self, patches: int) -> float:
-        return 6.0 * patches / self.windows.side**2 * _matrices(self.projection)
+    def flops(self, grid: Grid) -> float:
+        return 6.0 * self.windows.count(grid) * _matrices(self.projection)
 
 
 class AttendedWindows(nn.Module):
@@ -108,9 +114,12 @@ class AttendedWindows(nn.Module):
         projected: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
         return projected
 
-    def flops(self, patches: int) -> float:
+    def flops(self, grid: Grid) -> float:
+        """Counts 6 a weight, and 12 for each element of a patch, which the query of its window sees."""
         of_patches = sum(part.weight.numel() for part in (self.k, self.v))
-        return 6.0 * patches * (of_patches + (_matrices(self) - of_patches) / self.windows.side**2)
+        of_windows = _matrices(self) - of_patches
+        seen = 12.0 * grid.patches * self.q.out_features
+        return 6.0 * (grid.patches * of_patches + self.windows.count(grid) * of_windows) + seen
 
 
 def means(features: Tensor, index: Tensor, there: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ most.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from forge_plugin_transformer.modules.rotary import rotate
 
 if TYPE_CHECKING:
     from forge_core.contracts.model import Fill
+    from forge_plugin_vision.kinds import Grid
     from forge_plugin_vision.modules.images import Images
     from forge_plugin_vision.modules.positions import PositionTable
 
@@ -198,12 +200,16 @@ class QwenVisionTransformer(nn.Module):
                 tapped.append(x)
         return (x, *tapped)
 
-    def flops(self, patches: int) -> float:
-        """Counts 6 a weight, and 12 for each element of a query and patch it sees, at most all of the row's."""
+    def flops(self, grid: Grid) -> float:
+        """Counts 6 a weight and patch, and 12 a pair of patches that see each other and element."""
         weights = sum(parameter.numel() for name, parameter in self._matrices())
         whole = len(self.full_attention) if self.window else len(self.blocks)
-        seen = whole * patches + (len(self.blocks) - whole) * self.window**2
-        return 6.0 * patches * weights + 12.0 * patches * seen * self.width
+        pairs = whole * (grid.rows * grid.columns) ** 2
+        if self.window:  # those at an image's edges are smaller
+            # Of windows of r x c patches the squares of r c are summed: the products of what is summed along each side.
+            along = ((n // self.window) * self.window**2 + (n % self.window) ** 2 for n in (grid.rows, grid.columns))
+            pairs = pairs + (len(self.blocks) - whole) * prod(along)
+        return 6.0 * grid.patches * weights + 12.0 * grid.frames * pairs * self.width
 
     def _matrices(self) -> list[tuple[str, nn.Parameter]]:
         """The parameters by which values of patches are multiplied."""

@@ -6,13 +6,14 @@ Shapes: B rows, N images of a row at most, P patches of a row, V values of a pat
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from math import isqrt
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from forge_plugin_vision.kinds import BROKEN, GRIDS, PATCHES
+from forge_plugin_vision.kinds import BROKEN, GRIDS, PATCHES, Grid
 from forge_plugin_vision.modules.images import Images
 
 if TYPE_CHECKING:
@@ -94,8 +95,22 @@ class Vision(nn.Module):
             self._auxiliary.metric("vision/broken_documents", batch[BROKEN].sum().double() / self._counted_by)
 
     def flops(self) -> float:
-        """Returns FLOPs of a row, forward and backward."""
-        return sum(flops_of(part, self.image_input.patches_per_sequence) for part in (self.encoder, self.adapter))
+        """Returns FLOPs of a row full of patches, forward and backward, if all trains.
+
+        Images have the size that the encoder states, or else are squares that share the room equally.
+        """
+        form, patches = self.image_input.format, self.image_input.patches_per_sequence
+        side = max(isqrt(patches // self.image_input.images_per_sequence) // form.multiple, 1) * form.multiple
+        image = Grid(1, *(form.grid or (side, side)))
+        return (self.encoder_flops(image) + self.adapter_flops(image)) * patches / image.patches
+
+    def encoder_flops(self, grid: Grid) -> float:
+        """Returns FLOPs of the encoder for an image, forward and backward; of many for a `Grid` of tensors."""
+        return flops_of(self.encoder, grid)
+
+    def adapter_flops(self, grid: Grid) -> float:
+        """Returns FLOPs of all adapters likewise."""
+        return flops_of(self.adapter, grid)
 
 
 class SharedVision(Vision):
@@ -127,12 +142,13 @@ class SharedVision(Vision):
         return F.pad(tensor, (*[0] * (2 * tensor.ndim - 2), before, after))
 
 
-def flops_of(part: nn.Module, patches: int) -> float:
-    """Returns a part's own count for `patches` patches, or 6 for each element of its matrices and patch."""
-    own = getattr(part, "flops", None)
+def flops_of(part: nn.Module, grid: Grid) -> float:
+    """Returns a part's own count for an image, or 6 for each element of its matrices and patch."""
+    own: Any = getattr(part, "flops", None)
     if own is not None:
-        return float(own(patches))
-    return 6.0 * patches * sum(p.numel() for p in part.parameters() if p.ndim > 1)
+        flops: float = own(grid)
+        return flops
+    return 6.0 * grid.patches * sum(p.numel() for p in part.parameters() if p.ndim > 1)
 
 
 def feature_count(vision: Vision) -> int:

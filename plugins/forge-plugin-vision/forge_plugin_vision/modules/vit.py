@@ -16,6 +16,7 @@ from forge_plugin_vision.modules.positions import PositionTable
 
 if TYPE_CHECKING:
     from forge_core.contracts.model import Fill
+    from forge_plugin_vision.kinds import Grid
     from forge_plugin_vision.modules.images import Images
 
 
@@ -203,13 +204,15 @@ class VisionTransformer(nn.Module):
             return None
         return self.class_token.to(dtype) + self.positions.weight[0].to(dtype)
 
-    def flops(self, patches: int) -> float:
-        """Returns FLOPs of `patches` patches, forward and backward; images are taken to have the table's grid."""
-        image = self.grid[0] * self.grid[1]
-        length = image + (self.class_token is not None)
+    def flops(self, grid: Grid) -> float:
+        """Counts 6 a weight and position, and 12 a pair of positions that see each other and element."""
+        # Frames are sequences of their own, unless images of any size have a class token.
+        apart = self.one_size or self.class_token is None
+        sequences = grid.frames if apart else (grid.patches > 0) * 1.0
+        length = grid.rows * grid.columns * (1 if apart else grid.frames) + (self.class_token is not None)
         matrices = sum(p.numel() for p in self.blocks.parameters() if p.ndim > 1)
-        of_position = 6 * matrices + 12 * self.width * min(length, patches) * len(self.blocks)
-        return patches * (6 * self.patch.weight.numel() + of_position * length / image)
+        of_position = 6 * matrices + 12 * self.width * len(self.blocks) * length
+        return 6 * self.patch.weight.numel() * grid.patches + sequences * length * of_position
 
     def parameter_roles(self) -> Mapping[str, Role]:
         return {"positions.weight": "embedding", **({} if self.class_token is None else {"class_token": "embedding"})}
