@@ -14,10 +14,13 @@ from attrs import frozen
 from staged import Outcome, StopAt, run, selected
 
 from forge_plugin_compile import Compile
+from forge_plugin_cross_attention import CrossAttention
+from forge_plugin_cross_attention.modules.block import Gate
 from forge_plugin_freeze import Stage
+from forge_plugin_mot import MixtureOfTransformers
 from forge_plugin_parallel import FSDP, ActivationCheckpointing, ContextParallel, PipelineParallel, TensorParallel
 from forge_plugin_transformer import GroupedQueryAttention, Transformer
-from forge_plugin_vision import Joint, VisionLanguage
+from forge_plugin_vision import FusionComponent, Joint, VisionLanguage
 from forge_plugin_vision.testing import RandomImages, tiny_language, tiny_vision
 from forge_testing import SplittableModel, TinyModel
 from forge_testing.processes import run_on_ranks
@@ -42,6 +45,32 @@ IMAGES = (  # the adapter, the language model too, the vision part, all
     Stage(train=("vision.*",), steps=1),
     Stage(),
 )
+
+
+class OpenGate(Gate):
+    """A gate that does not start at zero, where images would have no gradient until it trains."""
+
+    def init_parameter(self, name: str, fill: Any) -> None:
+        fill.constant(0.5)
+
+
+@frozen(kw_only=True)
+class Open(CrossAttention):
+    """Cross-attention with open gates."""
+
+    def build(self, context: Any, model: Any, vision: Any) -> Any:
+        built = super().build(context, model, vision)
+        for module in built.modules():
+            if type(module) is Gate:
+                module.__class__ = OpenGate
+        return built
+
+
+FUSIONS: dict[str, FusionComponent] = {
+    "vision": Joint(),
+    "cross-attention": Open(layers=(1,), heads=4, kv_heads=2),
+    "mot": MixtureOfTransformers(),
+}
 RUNS: dict[str, dict[str, Any]] = {
     "split": {"model": SplittableModel()},
     "both ends": {
@@ -49,11 +78,14 @@ RUNS: dict[str, dict[str, Any]] = {
         "stages": (Stage(train=("embedding.*", "head.*"), steps=3), Stage(freeze=("layers.0.*", "head.*"))),
     },
     "attention": {"model": SMALL},
-    "vision": {
-        "model": VisionLanguage(language=tiny_language(), vision=tiny_vision(), fusion=Joint()),
-        "stages": IMAGES,
-        "seq_len": 24,
-        "data": {"sources": (RandomImages(text_only=2, held_out=5, has_entries=False),)},
+    **{
+        name: {
+            "model": VisionLanguage(language=tiny_language(), vision=tiny_vision(), fusion=fusion),
+            "stages": IMAGES,
+            "seq_len": 24,
+            "data": {"sources": (RandomImages(text_only=2, held_out=5, has_entries=False),)},
+        }
+        for name, fusion in FUSIONS.items()
     },
 }
 ROWS = {
@@ -75,6 +107,10 @@ ROWS = {
     ),
     "pp2, idle-rank": Row(stages={"pp": PipelineParallel(degree=2)}, micro_batch_size=2),
     "pp2, vision": Row(stages={"pp": PipelineParallel(degree=2)}, micro_batch_size=2, run="vision"),
+    "fsdp2, cross-attention": Row(stages={"fsdp": FSDP()}, micro_batch_size=2, run="cross-attention"),
+    "pp2, cross-attention": Row(stages={"pp": PipelineParallel(degree=2)}, micro_batch_size=2, run="cross-attention"),
+    "fsdp2, mot": Row(stages={"fsdp": FSDP()}, micro_batch_size=2, run="mot"),
+    "tp2, mot": Row(stages={"tp": TP}, run="mot"),
     "cp2": Row(stages={"cp": ContextParallel(degree=2)}, run="attention"),
 }
 
@@ -126,8 +162,9 @@ def test_one_process_trains_what_the_stages_name():
     assert [step.changed for step in outcome.steps] == selected(outcome)
 
 
-def test_an_adapter_trains_first_and_the_encoder_last():
-    outcome = alone("vision")
+@pytest.mark.parametrize("fusion", FUSIONS)
+def test_an_adapter_trains_first_and_the_encoder_last(fusion):
+    outcome = alone(fusion)
     names = set(outcome.weights)
     vision = {name for name in names if name.startswith("vision.")}
     encoder = {name for name in vision if name.startswith("vision.encoder.")}

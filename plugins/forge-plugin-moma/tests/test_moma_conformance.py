@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from forge_plugin_moe import MoE
 from forge_plugin_moma import MoMa
+from forge_plugin_transformer import GroupedQueryAttention, Transformer
+from forge_plugin_vision import Joint, VisionLanguage
+from forge_plugin_vision.suite import VisionModelSuite
+from forge_plugin_vision.testing import tiny_vision
 from forge_testing.distribution import check_distribution
 from forge_testing.suites import RouterSuite
 
@@ -27,3 +32,21 @@ class TestExpertsChoose(RouterSuite):
 
 class TestExpertsChooseSeveral(RouterSuite):
     component = MoMa(experts={"text": 6, "image": 2}, choose="experts", capacity_factor=1.5, gumbel_noise=True)
+
+
+class TestImagesWithExpertsOfTheirOwn(VisionModelSuite):
+    """Fusion `joint`; `test_moma_parity` has its layouts."""
+
+    component = VisionLanguage(
+        language=Transformer(
+            vocab_size=32,
+            dim=16,
+            layers=2,
+            attention=GroupedQueryAttention(heads=4, kv_heads=2),
+            ffn=MoE(experts=4, hidden=16, router=MoMa(experts={"text": 2, "image": 2}, init_std=0.5)),
+        ),
+        vision=tiny_vision(),
+        fusion=Joint(),
+    )
+    rounding = 1e-12
+    layouts = ("fsdp2",)
