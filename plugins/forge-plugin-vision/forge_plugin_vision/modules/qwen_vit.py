@@ -20,6 +20,8 @@ from torch.nn import functional as F
 from forge_core.contracts.model import Role
 from forge_kit.modules import Linear
 from forge_plugin_transformer.modules.rotary import rotate
+from forge_plugin_vision.modules.vit import attend as apart
+from forge_plugin_vision.modules.vit import is_known
 
 if TYPE_CHECKING:
     from forge_core.contracts.model import Fill
@@ -81,8 +83,8 @@ def by_windows(images: Images, side: int) -> Order:
 
 
 def frames(images: Images) -> Tensor:
-    """Returns (B, P): the frame of each patch, by its first patch in the row."""
-    return _first_patches(images, images.row, images.column)
+    """Returns (B, P): the frame of each patch, by its first patch in the row; -1 for what fills it."""
+    return _first_patches(images, images.row, images.column).where(images.valid, -1)
 
 
 def _first_patches(images: Images, rows: Tensor, columns: Tensor) -> Tensor:
@@ -96,14 +98,20 @@ def _first_patches(images: Images, rows: Tensor, columns: Tensor) -> Tensor:
 class Sight(NamedTuple):
     """Which patches see each other in a block."""
 
-    mask: Tensor
-    """(B, 1, P, P) bool, or with windows (B P / K, 1, K, 3 K), of each K patches and those up to K further."""
+    mask: Tensor | None
+    """(B, 1, P, P) bool, or with windows (B P / K, 1, K, 3 K), of each K patches and those up to K further. None: as
+    `segments` say."""
     reach: int
     """K; 0: without windows."""
+    segments: Tensor | None = None
+    """(B, P): patches of the same number, which follow one another, see each other; -1 for what fills the row."""
 
 
 def whole_sight(segments: Tensor) -> Sight:
-    """Returns the sight of patches within equal `segments` (B, P)."""
+    """Returns the sight of patches within equal `segments` (B, P), those of one next to each other."""
+    # One by one where the host knows them: a mask has P x P elements, and attention with it computes all of them.
+    if is_known(segments):
+        return Sight(None, 0, segments)
     return Sight((segments.unsqueeze(2) == segments.unsqueeze(1)).unsqueeze(1), 0)
 
 
@@ -122,6 +130,8 @@ def _with_neighbours(x: Tensor, value: int) -> Tensor:
 
 def attend(q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> Tensor:
     """Attention among patches that see each other: (B, P, H, E) each -> (B, P, H, E)."""
+    if sight.mask is None:
+        return apart(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), sight.segments).transpose(1, 2)
     if not sight.reach:
         return _attention(q, k, v, sight.mask)
     patches, missing = q.shape[1], -q.shape[1] % sight.reach

@@ -99,13 +99,16 @@ def attend(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None) -> Tensor:
     """Attention of (B, H, P, E) in each segment; see `Arrangement.segments`."""
     if segments is None:
         return F.scaled_dot_product_attention(q, k, v)
-    # On a CPU the host knows the segments without waiting. A compiled block must not depend on their lengths, and fake
-    # tensors, of a step that is only planned, have none.
-    if q.device.type == "cpu" and type(segments) is Tensor and not torch.compiler.is_compiling():
+    if is_known(segments) and not torch.compiler.is_compiling():  # a compiled block must not depend on their lengths
         rows = zip(q.split(1), k.split(1), v.split(1), segments, strict=True)
         return torch.cat([_segment_by_segment(*row) for row in rows])
     mask = segments.unsqueeze(2) == segments.unsqueeze(1)
     return F.scaled_dot_product_attention(q, k, v, mask.unsqueeze(1))
+
+
+def is_known(segments: Tensor) -> bool:
+    """Whether the host knows the segments without waiting; fake tensors, of a step that is only planned, have none."""
+    return segments.device.type == "cpu" and type(segments) is Tensor
 
 
 def _segment_by_segment(q: Tensor, k: Tensor, v: Tensor, segments: Tensor) -> Tensor:
