@@ -37,6 +37,15 @@ def test_a_curve_is_the_same_to_the_bit(tmp_path, fusion, precision):
     assert not any(second.tower_rows)
 
 
+def test_the_tower_costs_nothing(tmp_path):
+    """Else it costs 2 of 6 FLOPs of four patches of 12 values in each image, as it is frozen."""
+    kept = Features(path=str(tmp_path / "features"))
+    plain, found = (run(tmp_path, name, features=each).lines[0] for name, each in (("plain", None), ("kept", kept)))
+    of_image = 6 * 4 * (12 * 16 + 4 * 16**2 + 2 * 16 * 64) + 12 * 16 * 4 * 4
+    saved = plain["flops_per_token"] - found["flops_per_token"]
+    assert saved == pytest.approx(plain["vision/patches_per_sequence"] / 4 * of_image / 3 / 24, rel=1e-5)
+
+
 ALL_SEE = {"data": {"sources": (RandomImages(sequences=EPOCH * ROWS, text_only=0, held_out=0),)}}
 
 

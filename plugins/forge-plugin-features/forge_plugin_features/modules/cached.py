@@ -20,7 +20,7 @@ from forge_core.auxiliary import Auxiliary
 from forge_plugin_features.eligibility import training
 from forge_plugin_features.files import FeatureFiles
 from forge_plugin_features.identity import ImageKey, describe_tower, digest_of_weights, image_keys, is_compiled
-from forge_plugin_vision import GRIDS, PATCHES, VisionLanguage
+from forge_plugin_vision import GRIDS, PATCHES, Grid, VisionLanguage
 from forge_plugin_vision.modules.grafting import derived
 from forge_plugin_vision.modules.images import Images
 from forge_plugin_vision.modules.vision import Vision
@@ -69,6 +69,10 @@ class CachedVision(Vision):
         self.groups, self.all_rows = _gathering_groups(self.encoder), is_compiled(self.encoder)
         known = {"compiled": self.all_rows, "weights": digest_of_weights(self.encoder)}
         self.files = FeatureFiles(root, {**self.tower.description, **known}, keep_free)
+
+    def encoder_flops(self, grid: Grid) -> float:
+        # None in a run, for `flops_per_token`: not of the images either for which the tower has to run once.
+        return super().encoder_flops(grid) * (self.files is None)
 
     def encode(self, batch: Batch) -> tuple[Images, Sequence[Tensor]]:
         if self.files is None:
