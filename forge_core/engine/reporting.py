@@ -25,7 +25,7 @@ from forge_core.data.order import expected_draws, limits, phase_shares, sizes_of
 from forge_core.engine.build import Run
 from forge_core.engine.hooks import named
 from forge_core.engine.step import ABSENT, SOURCE_LOSS, Stepper, Sums, metrics
-from forge_core.metrics.flops import FLOPS_PER_TOKEN, peak_flops
+from forge_core.metrics.flops import peak_flops
 from forge_core.parallel.layout import micro_batches
 from forge_core.parallel.mesh import global_rank
 
@@ -165,7 +165,7 @@ class Recorder:
         seconds, speed = self.clock.tick(self._tokens)
         record: dict[str, Any] = {"step": context.step, "lr": rate, "tokens": tokens, "tokens_per_second": speed}
         record |= {"step_seconds": seconds, "data_wait": min(waited / seconds, 1.0)}
-        flops = scalars.get(FLOPS_PER_TOKEN, self._flops)
+        flops = scalars.get("flops_per_token", self._flops)  # as the model counted, else as it states them
         used = {"mfu": speed * flops / self._peak} if self._peak and flops is not None else {}
         used |= {"skipped": 1.0} if context.skipped else {}
         for name, value in {**used, **context.logged}.items():  # tensors with the others: to read one now would wait

@@ -10,8 +10,6 @@ if TYPE_CHECKING:
 
     from forge_core.job import Job
 
-FLOPS_PER_TOKEN = "flops_per_token"
-"""Metric of a model whose cost depends on its batches or on what trains, as counted; MFU goes by it."""
 DENSE_BF16_TFLOPS: Mapping[str, float] = {
     "H200": 989.0,
     "H100 PCIe": 756.0,
