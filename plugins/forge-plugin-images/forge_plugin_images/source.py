@@ -69,7 +69,7 @@ class ImageDataset(DatasetComponent):
     """Files, folders and globs, one or a list: JSON lines, tar shards, Parquet, a folder of `save_to_disk`, or a folder
     of images with texts beside them."""
     split: str = "train"
-    """Of a table, Parquet or `save_to_disk`: the split to train on."""
+    """Of a stream or a table, Parquet or `save_to_disk`: the split to train on."""
     folder: str = ""
     """Where relative paths of images start; empty: beside the file that names them."""
     resize: Literal["auto", "native", "fill", "stretch", "crop", "pad", "tiles"] = "auto"
@@ -87,7 +87,7 @@ class ImageDataset(DatasetComponent):
     min_patches: int = field(default=0, validator=ge(0))
     """With `native`: smaller images are enlarged to as many patches."""
     held_out_every: int = field(default=0, validator=_off_or_at_least_two)
-    """Hold out every n-th document, starting with the first; 0: none."""
+    """Hold out every n-th document, starting with the first; in a stream, of every file. 0: none."""
     held_out_list: str = ""
     """File that names the documents to hold out, one a line: `data/a.jsonl:17`, or a file for all in it."""
     streaming: bool = False

@@ -6,6 +6,7 @@ its rows of the batch one after the other.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
-from attrs import define, frozen
+from attrs import define, evolve, frozen
 
 from forge_core.contracts.data import IGNORED_LABEL
 from forge_core.contracts.errors import DataError, JobError, Problem
@@ -40,6 +41,8 @@ logger = logging.getLogger(__name__)
 
 FORMAT = 1
 """Part of the key of held-out rows: increase it when the same rows are kept differently."""
+PLACES = "places.json"
+"""File with the places of held-out rows in their dataset."""
 JUDGED_FROM = 1000
 """Documents that a process reads before their share of broken ones is more than chance; taken as read before that."""
 
@@ -62,8 +65,7 @@ class StreamedRecords:
                 listed = ", ".join(map(repr, there)) or "none"
                 raise JobError([Problem(setting, f"{name} has no column {key!r}, but {listed}; name one of those")])
         rows = stream_rows(dataset, list(dict.fromkeys(columns.values())), name, lanes, decode=False)
-        own = str(Path(str(keys.path)).expanduser())
-        return cls(rows, keys.folder or (own if os.path.isdir(own) else ""))
+        return cls(rows, home_of(keys))
 
     def record(self, row: SourceRow) -> Record:
         """Returns a row as a record."""
@@ -262,17 +264,24 @@ def held_out_records(keys: ImageDataset, source: Source, part: SplitPart) -> Tab
 
     def make(folder: Path) -> Mapping[str, int]:
         records = StreamedRecords.open(keys, source, part.split)
-        rows = [dict(record.values) for record in records.of(part)]
+        rows = list(records.of(part))
         if not rows:
             raise JobError(f"{records.rows.name} has no rows to hold out")
-        datasets.Dataset.from_list(rows).save_to_disk(str(folder))
+        datasets.Dataset.from_list([dict(row.values) for row in rows]).save_to_disk(str(folder))
+        (folder / PLACES).write_text(json.dumps([row.place for row in rows]), "utf-8")
         return {"rows": len(rows)}
 
     columns = sorted(keys.columns().values())
     key = digest_of(FORMAT, source.fingerprint(part.split), part.key(), columns)
     stored = cached_folder("image-held-out", key, make)
-    home = StreamedRecords.open(keys, source, part.split).folder
-    return Table.open(str(stored.path), (), "train", home)
+    places = json.loads((stored.path / PLACES).read_text("utf-8"))
+    return evolve(Table.open(str(stored.path), (), "train", home_of(keys)), places=places)
+
+
+def home_of(keys: ImageDataset) -> str:
+    """Returns the folder where relative paths of images start; empty: the working directory."""
+    own = str(Path(str(keys.path)).expanduser())
+    return keys.folder or (own if os.path.isdir(own) else "")
 
 
 def training_records(keys: ImageDataset) -> Iterator[Record]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
@@ -27,6 +28,8 @@ class Table:
     rows: datasets.Dataset
     fingerprint: str
     folder: str
+    places: Sequence[str] = ()
+    """Places of the rows, if the table holds those of another dataset; empty: their numbers in this one."""
 
     @classmethod
     def open(cls, path: str, files: tuple[str, ...], split: str, folder: str) -> Table:
@@ -55,7 +58,7 @@ class Table:
 
     def __getitem__(self, number: int) -> Record:
         [values] = self.rows[[number]].to_pylist()
-        return Record(f"{self.path}:{number}", self.path, values)
+        return Record(self.places[number] if self.places else f"{self.path}:{number}", self.path, values)
 
     def image(self, record: Record, value: Any) -> ImageFile:
         """See `Records`."""

@@ -163,6 +163,15 @@ def test_lanes_have_the_rows_of_the_data_read_whole_each_once(build, tmp_path, w
             assert (row[name].dtype, row[name].shape) == (entry.dtype, entry.shape)
 
 
+def test_streamed_images_are_tiled_too(build, tmp_path):
+    keys, model = write_parquet(tmp_path), tiny_model(8, 8, images_per_sequence=3)
+    whole = build(ImageText(path=str(tmp_path), resize="tiles"), model=model, seq_len=30)
+    stream = build(ImageText(**keys, streaming=True, lanes=1, resize="tiles"), model=model, seq_len=30)
+    rows = epoch_of(stream, 0)
+    assert [int((row["grids"].prod(-1) > 0).sum()) for row in rows] == [3] * COUNT
+    assert all((row[name] == whole[number][name]).all() for number, row in enumerate(rows) for name in row)
+
+
 def test_a_file_in_an_archive_is_an_image_too(build, tmp_path):
     with zipfile.ZipFile(tmp_path / "images.zip", "w") as archive:
         archive.writestr("3.png", image(3))
@@ -288,6 +297,7 @@ def test_held_out_documents_are_kept_and_not_trained_on(build, tmp_path):
     stream = build(ImageText(**keys, held_out_every=3, held_out_documents=4), model=MODEL)
     held = [number_of(stream.held_out[row]) for row in range(len(stream.held_out))]
     assert held == [0, 3, 6, 7]
+    assert stream.held_out.where(3) == "row 0 of file 1 of 'parquet', split 'train'"
     assert not {*map(number_of, epoch_of(stream, 0))} & {0, 3, 6, 7, 10, 11, 14}
     assert stream.bytes_per_token == pytest.approx(
         sum(map(len, map(text, held))) / (sum(map(len, map(text, held))) + 4)
