@@ -11,7 +11,7 @@ matrices; the roles of one without roles follow from shapes.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from attrs import frozen
 
@@ -47,8 +47,6 @@ class AttentionComponent(Component):
     """
 
     kind = "attention"
-    attends_spans: ClassVar[bool] = False
-    """Whether the built module has `attends_spans = True`."""
 
     def width_problems(self, dim: int) -> Iterable[Problem]:
         """Yields problems that depend on the model's width; paths are relative to this component's table."""

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 class GroupedQueryAttention(AttentionComponent):
     """Causal attention in which groups of query heads share a key/value head (Ainslie et al. 2023)."""
 
-    attends_spans = True
-
     heads: int = field(default=8, validator=gt(0))
     """Query heads."""
     kv_heads: int = field(default=0, validator=ge(0))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from attrs import field, frozen
@@ -11,7 +11,6 @@ from attrs.validators import ge
 from forge_core.contracts.components import ModelComponent, default_type
 from forge_core.contracts.data import BatchField
 from forge_core.contracts.errors import Problem
-from forge_plugin_transformer import Transformer
 from forge_plugin_vision.kinds import (
     BROKEN,
     GRIDS,
@@ -127,8 +126,9 @@ class Joint(FusionComponent):
         return self.deepstack
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
-        if self.bidirectional:
-            yield from _bidirectional_problems(job, layout)
+        if self.bidirectional and layout.cp > 1:
+            message = f"cp of degree {layout.cp} divides sequences, and its attention is causal over the ranks"
+            yield Problem("bidirectional", f"{message}; leave [parallel.cp] out, or set bidirectional = false")
         if list(self.deepstack) != sorted({*self.deepstack}) or any(number < 0 for number in self.deepstack):
             yield Problem("deepstack", f"{list(self.deepstack)} are not numbers of blocks in ascending order from 0")
         if self.deepstack_adapter is None:
@@ -163,20 +163,3 @@ class Joint(FusionComponent):
         if self.bidirectional:
             add_image_spans(grafted)
         return grafted
-
-
-def _bidirectional_problems(job: Job, layout: Layout) -> Iterator[Problem]:
-    """Yields why a job's images cannot be seen in both directions; paths are relative to the fusion's table."""
-    if layout.cp > 1:
-        message = f"cp of degree {layout.cp} divides sequences, and its attention is causal over the ranks' positions"
-        yield Problem("bidirectional", f"{message}; leave [parallel.cp] out, or set bidirectional = false")
-    language = job.model.language if isinstance(job.model, VisionLanguage) else None
-    if not isinstance(language, Transformer):
-        return  # known once it is built
-    if not language.attention.attends_spans:
-        message = f"{type(language.attention).__name__}, the attention of the language model, is causal everywhere"
-        hint = 'take model.language.attention.type = "gqa", or bidirectional = false'
-        yield Problem("bidirectional", f"{message}; {hint}")
-    if language.mtp is not None:
-        message = "modules of model.language.mtp would see their own labels within images"
-        yield Problem("bidirectional", f"{message}; leave that table out, or set bidirectional = false")
