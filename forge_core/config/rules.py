@@ -36,8 +36,8 @@ def check_rules(job: Job, catalog: Catalog, world_size: int = 1, with_data: bool
         if with_data or not path.startswith(READS):
             problems += _component_problems(path, component, job, layout, catalog)
     wrong_plugins = _plugin_problems(job, layout, catalog)
-    # Last, since it may build the model, which takes a layout that can be planned and plugins that can be activated.
-    if planned and not wrong_plugins:
+    # Last: it may build the model, for which its tables must be right, the layout planned and the plugins activated.
+    if planned and not wrong_plugins and not any(problem.path.startswith("model") for problem in problems):
         problems += [problem for problem in _model_problems(job, layout, catalog) if problem not in problems]
     problems += wrong_plugins
     if with_data and not problems:

@@ -18,6 +18,17 @@ if TYPE_CHECKING:
     from forge_core.job import Job
 
 
+FAILS_IN_TORCH = (
+    '"full" fails inside compiled blocks under tp, where torch 2.13 takes the DeviceMesh for a tensor to keep; '
+    'set mode = "selective", or leave out parallel.compile'
+)
+
+
+def fails_in_torch(job: Job, layout: Layout) -> bool:
+    """Whether compiled blocks hold collectives of `tp`, which `full` cannot recompute there."""
+    return "compile" in job.parallel and layout.degree("tp") > 1
+
+
 @frozen(kw_only=True)
 class ActivationCheckpointing(ParallelComponent):
     """Activation checkpointing (Chen et al. 2016).
@@ -49,6 +60,8 @@ class ActivationCheckpointing(ParallelComponent):
             yield Problem("every", f"{self.every}, but the model has {layers} layers; lower it, or leave the stage out")
         if self.memory_gb is not None and self.mode != "auto":
             yield Problem("memory_gb", f'is for mode = "auto", but mode is "{self.mode}"; leave it out')
+        if self.mode == "full" and fails_in_torch(job, layout):
+            yield Problem("mode", FAILS_IN_TORCH)
 
     def build(self, context: BuildContext) -> ParallelStage:
         from forge_plugin_parallel.checkpointing_stage import CheckpointingStage

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from forge_core.contracts.errors import JobError, Problem
 from forge_core.contracts.runtime import ParallelStage
 from forge_kit.blocks import blocks_of
+from forge_plugin_parallel.activation_checkpointing import FAILS_IN_TORCH, fails_in_torch
 from forge_plugin_parallel.recomputation import Checkpointed, Contexts
 
 if TYPE_CHECKING:
@@ -31,6 +33,8 @@ class CheckpointingStage(ParallelStage):
 
             budget = Budget.of(model, self._component, self._context)
             mode, self._described = budget.mode, f"auto: {budget}"
+            if mode == "full" and fails_in_torch(self._context.job, self._context.layout):
+                raise JobError([Problem("parallel.activation_checkpointing.mode", f"auto takes {FAILS_IN_TORCH}")])
         if mode != "none":
             contexts = Contexts.of(mode, self._context)
             for number, block in enumerate(blocks_of(model)):

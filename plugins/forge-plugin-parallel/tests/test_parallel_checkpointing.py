@@ -12,8 +12,9 @@ from forge_core.contracts.errors import JobError
 from forge_core.contracts.layout import Layout
 from forge_core.data.loader import TrainLoader
 from forge_core.engine.step import Stepper
-from forge_plugin_parallel import ActivationCheckpointing
-from forge_testing import TinyModel
+from forge_plugin_compile import Compile
+from forge_plugin_parallel import ActivationCheckpointing, TensorParallel
+from forge_testing import SplittableModel, TinyModel, job_problems
 
 MODES = [ActivationCheckpointing(), ActivationCheckpointing(mode="selective"), ActivationCheckpointing(every=2)]
 
@@ -71,3 +72,14 @@ def test_more_than_there_are_layers_is_refused(make_job):
 def test_an_unknown_mode_is_refused(catalog):
     with pytest.raises(JobError, match="mode"):
         parse_component({"type": "activation_checkpointing", "mode": "ful"}, "x", ParallelComponent, catalog)
+
+
+@pytest.mark.parametrize(
+    ("mode", "degree", "refused"), [("full", 2, True), ("selective", 2, False), ("full", 1, False)]
+)
+def test_full_recomputation_of_compiled_blocks_under_tensor_parallel_is_refused(make_job, mode, degree, refused):
+    stages = {"activation_checkpointing": ActivationCheckpointing(mode=mode), "compile": Compile()}
+    stages["tp"] = TensorParallel(degree=degree)
+    problems = job_problems(make_job(model=SplittableModel(), parallel=stages), ranks=degree)
+    assert [problem for problem in problems if "activation_checkpointing.mode" in problem] == problems
+    assert bool(problems) == refused

@@ -16,6 +16,7 @@ from transformers.models.gemma3.modeling_gemma3 import get_block_sequence_ids_fo
 
 from forge_core.contracts.components import ModelComponent
 from forge_core.parallel.initialise import materialise
+from forge_core.parallel.layout import plan_layout
 from forge_plugin_mla import MultiHeadLatentAttention
 from forge_plugin_parallel import ContextParallel
 from forge_plugin_transformer import GroupedQueryAttention, MultiTokenPrediction, RMSNorm, SwiGLU, Transformer
@@ -240,10 +241,13 @@ def test_language_models_that_cannot_are_refused_when_the_job_is_checked(
 
 
 @pytest.mark.parametrize("method", ["ring", "all_gather", "ulysses"])
-def test_divided_sequences_are_refused(method: Any, make_job: Callable[..., Any]) -> None:
+def test_divided_sequences_are_refused(method: Any, make_job: Callable[..., Any], build: Callable[..., Any]) -> None:
     component = TestBidirectional.component
     parallel = {"cp": ContextParallel(degree=2, method=method)}
-    problem, stage = job_problems(make_job(model=component, parallel=parallel), ranks=2)
+    job = make_job(model=component, parallel=parallel)
+    (problem,) = job_problems(job, ranks=2)
     assert "model.fusion.bidirectional: cp of degree 2 divides sequences" in problem
-    assert "has no sequence_mixers(), so its sequences cannot be split" in stage  # of any fusion that does so
+    model = build(make_job(model=component)).model
+    (stage,) = parallel["cp"].model_problems(model, plan_layout(job, 2)[0])  # of any fusion that does so
+    assert "has no sequence_mixers(), so its sequences cannot be split" in str(stage)
     assert not job_problems(make_job(model=evolve(component, fusion=Joint()), parallel=parallel), ranks=2)
