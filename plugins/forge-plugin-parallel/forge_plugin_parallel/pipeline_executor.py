@@ -229,6 +229,11 @@ class _Stage(pipelining.PipelineStage):
         with self._on_meta():
             return super()._prepare_backward_infra(*args, **kwargs)
 
+    def _validate_fwd_outputs(self, outputs: tuple[Tensor, ...]) -> None:
+        # Only torch 2.11 and older call it, also on the last stage, whose outputs are no carry as `output_args` has it.
+        if not self.is_last:
+            super()._validate_fwd_outputs(outputs)  # type: ignore[misc]
+
     @contextmanager
     def _on_meta(self) -> Iterator[None]:
         device, self.device = self.device, torch.device("meta")
