@@ -49,10 +49,7 @@ class Dataset(Protocol):
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int) -> Mapping[str, np.ndarray]:
-        """Entries of a `Batch` without B, integers of any width; all sequences have the same, in shape and dtype too.
-
-        Only those that the model asks for (`BatchField`) may be absent.
-        """
+        """Entries of a `Batch` without B, equal in shape and dtype; integers of any width. A `BatchField` may lack."""
 
 
 # Optional methods stay protocols, asked by `isinstance`: a dataset is often a class of another library.
@@ -72,11 +69,10 @@ class HasDescription(Protocol):
 
 @runtime_checkable
 class HasIdentity(Protocol):
-    """A dataset, stream or documents whose exchange is noticed: checkpoints keep the identity of each source."""
+    """Data whose exchange is noticed: checkpoints keep the identity, and another one needs `--resume-with-changes`."""
 
-    def identity(self) -> str:
+    def identity(self) -> str:  # called at each save, so it must return quickly
         """Differs when the content does (sizes, digests, times of change), not when it is moved; empty: unknown."""
-        # Called at each save, so it must return quickly. With another one, a run needs `--resume-with-changes`.
 
 
 def identity_of(data: object) -> str:
@@ -89,8 +85,7 @@ class HasCost(Protocol):
     """A dataset whose sequences take unequal time, as those with more images do."""
 
     def cost(self, index: int) -> float:
-        """Returns the time that a sequence takes besides that of its tokens, in any unit, such as its image patches."""
-        # Of sizes alone, without decoding: every rank asks for all rows of a step.
+        """Returns the time besides that of its tokens, in any unit, by sizes alone: every rank asks for all rows."""
 
 
 @runtime_checkable
@@ -137,10 +132,7 @@ class Documents(Protocol):
         """Where these tokens come from, for errors: `tokens 0 to 9 of corpus.bin`."""
 
     def ends(self) -> np.ndarray:
-        """(documents,) int64, ascending: ends of documents, their end-of-text included; the last is T. May be mapped.
-
-        Where it is not known, raises a `JobError` that says how to provide it.
-        """
+        """(documents,) int64, ascending, perhaps mapped: ends, end-of-text included. Raises `JobError` if unknown."""
 
 
 class StreamedDocument(NamedTuple):
@@ -158,8 +150,7 @@ class StreamedDocument(NamedTuple):
 class DocumentStream(Protocol):
     """Documents that can only be read in order, in independent lanes whose number divides the global batch size."""
 
-    # Each row of the global batch belongs to one lane, whichever rank or worker loads it, so that a run continues on
-    # another number of ranks: a lane is a function of its number and position, and no document is in two lanes.
+    # A lane is a function of its number and position, whichever rank or worker reads it; no document is in two lanes.
 
     @property
     def held_out(self) -> Documents | None: ...
@@ -220,4 +211,16 @@ class Tokenizer(Protocol):
         """Write what `TokenizerComponent.load` needs into `folder`."""
 
     def fingerprint(self) -> str:
-        """SHA-256 (hex) that differs whenever an encoding could differ."""
+        """SHA-256 (hex) that differs whenever an encoding or `begin_of_text` could differ."""
+
+
+@runtime_checkable
+class BeginsText(Protocol):
+    """A tokenizer whose models expect certain ids, such as that of `<s>`, before every document and prompt."""
+
+    begin_of_text: Sequence[int]
+
+
+def begin_of_text(tokenizer: Tokenizer) -> list[int]:
+    """Ids to put before every document and prompt, see `BeginsText`; most tokenizers have none."""
+    return list(tokenizer.begin_of_text) if isinstance(tokenizer, BeginsText) else []

@@ -1,9 +1,10 @@
-"""`forge-run generate`: continue prompts with a trained model."""
+"""`forge-run generate`: continue prompts with a trained model, or chat with it."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -18,38 +19,69 @@ if TYPE_CHECKING:
 
 
 def command(argv: list[str]) -> int:
-    """Continue prompts with the model of a run or checkpoint."""
-    options = _parser().parse_args(argv)
+    """Continue prompts with the model of a run or checkpoint, or chat with it."""
+    options = _options(argv)
+    from forge_plugin_generate.chat import answer_once, talk
+    from forge_plugin_generate.prompts import stop_ids
+
+    trained = load_trained(options.path, options.device, options.run)
+    answer = partial(_continued, trained, options, stop_ids(trained.tokenizer, options.stop or ()))
+    if not options.chat:
+        _show(_continuations(trained, options, answer))
+    elif options.prompt:
+        _show(answer_once(trained.tokenizer, answer, options.system, options.prompt))
+    else:
+        talk(trained.tokenizer, answer, options.system)
+    return 0
+
+
+def _continuations(trained: Trained, options: argparse.Namespace, answer: Any) -> list[str]:
+    """Returns each prompt with its continuation."""
+    from forge_plugin_generate.prompts import prompt_ids
+
+    tokenizer, bos = trained.tokenizer, not options.no_bos
+    prompts: list[str] = options.prompt or [""]
+    if options.image:
+        rows = answer(*_with_images(prompts, options.image, trained.job, tokenizer, bos))
+    else:
+        rows = answer([prompt_ids(tokenizer, prompt, bos=bos) for prompt in prompts])
+    return [prompt + tokenizer.decode(row) for prompt, row in zip(prompts, rows, strict=True)]
+
+
+def _continued(
+    trained: Trained,
+    options: argparse.Namespace,
+    stop: Sequence[int],
+    ids: Sequence[Sequence[int]],
+    entries: Mapping[str, Tensor] | None = None,
+) -> list[list[int]]:
+    """Returns the ids that the model continues each prompt with, by the options of the command."""
     from forge_plugin_generate.generate import Sampling, generate
 
-    model, tokenizer, job = load_trained(options.path, options.device, options.run)
-    sampling = Sampling(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)
-    prompts = options.prompt or [""]
-    ids = [tokenizer.encode(prompt) or [tokenizer.end_of_text] for prompt in prompts]
-    entries: dict[str, Tensor] = {}
-    if options.image:
-        device = next(model.parameters()).device
-        ids, made = _with_images(prompts, options.image, job, tokenizer)
-        entries = {name: tensor.to(device) for name, tensor in made.items()}
-    rows = generate(
+    model, tokenizer, _ = trained
+    device = next(model.parameters()).device
+    return generate(
         model,
         ids,
         options.max_tokens,
         tokenizer.end_of_text,
-        sampling,
+        Sampling(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p),
+        stop=stop,
         seed=options.seed,
         use_cache=not options.no_cache,
-        entries=entries,
+        entries={name: tensor.to(device) for name, tensor in (entries or {}).items()},
     )
-    for prompt, row in zip(prompts, rows, strict=True):
-        print(prompt + tokenizer.decode(row))
-        if len(rows) > 1:
+
+
+def _show(texts: Sequence[str]) -> None:
+    for text in texts:
+        print(text)
+        if len(texts) > 1:
             print("-" * 40)
-    return 0
 
 
 def _with_images(
-    prompts: Sequence[str], files: Sequence[str], job: Job, tokenizer: Tokenizer
+    prompts: Sequence[str], files: Sequence[str], job: Job, tokenizer: Tokenizer, bos: bool
 ) -> tuple[list[list[int]], dict[str, Tensor]]:
     from forge_core.contracts.errors import ForgeError
 
@@ -57,7 +89,19 @@ def _with_images(
         from forge_plugin_images.prompts import prompts_with_images
     except ImportError as error:
         raise ForgeError("--image needs forge-plugin-images; pip install forge-plugin-images") from error
-    return prompts_with_images(prompts, files, job, tokenizer)
+    return prompts_with_images(prompts, files, job, tokenizer, bos=bos)
+
+
+def _options(argv: Sequence[str]) -> argparse.Namespace:
+    parser = _parser()
+    options = parser.parse_args(argv)
+    if options.system and not options.chat:
+        parser.error("--system is the first message of a chat: add --chat")
+    if options.chat and options.image:
+        parser.error("--chat knows texts only; leave --image out, or --chat")
+    if options.chat and options.no_bos:
+        parser.error("--no-bos is for plain prompts: a chat begins as its template says; leave one of the two out")
+    return options
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -65,11 +109,23 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "path", metavar="RUN_OR_CHECKPOINT", help="a run folder (its newest checkpoint) or a checkpoint"
     )
-    parser.add_argument("--prompt", action="append", help="text to continue; repeat it for a batch")
+    parser.add_argument(
+        "--prompt", action="append", help="text to continue, with --chat a message to answer; repeat it for a batch"
+    )
+    parser.add_argument(
+        "--chat", action="store_true", help="answer messages, by the chat template: lines of standard input, or prompts"
+    )
+    parser.add_argument("--system", default="", metavar="TEXT", help="with --chat: the system's message")
     parser.add_argument(
         "--image", action="append", metavar="FILE", help="image for the next <image> of the prompts; repeat it for more"
     )
     parser.add_argument("--max-tokens", type=positive, default=200, help="tokens to generate a prompt (200)")
+    parser.add_argument(
+        "--stop", action="append", metavar="TOKEN", help="a further token at which an answer ends; repeat it for more"
+    )
+    parser.add_argument(
+        "--no-bos", action="store_true", help="prompts without the tokenizer's beginning of text (begin_of_text)"
+    )
     parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token (0.8)")
     parser.add_argument("--top-k", type=int, default=0, help="only the k likeliest tokens; 0: all (0)")
     parser.add_argument("--top-p", type=float, default=0.95, help="only the likeliest with this probability (0.95)")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 
 import torch
 from attrs import field, frozen
@@ -56,11 +57,12 @@ def generate(
     end_of_text: int,
     sampling: Sampling | None = None,
     *,
+    stop: Sequence[int] = (),
     seed: int | None = None,
     use_cache: bool = True,
     entries: Mapping[str, Tensor] | None = None,
 ) -> list[list[int]]:
-    """Continue every prompt by up to `max_tokens` tokens; a row stops before its own end-of-text.
+    """Continue every prompt by up to `max_tokens` tokens; a row stops before its own end-of-text, or end of an answer.
 
     Args:
         model: a model with a cache, in evaluation mode.
@@ -69,6 +71,7 @@ def generate(
         max_tokens: upper bound of the tokens for each prompt.
         end_of_text: id that ends a document.
         sampling: settings of the draws; by default those of `Sampling`.
+        stop: further ids at which a row stops, such as the end of a turn in chats.
         seed: seed of the draws; None: torch's default generator.
         use_cache: False runs the whole model for every token. The tokens are the same, up to the rounding of logits.
         entries: further entries (B, …) of the prompts' batch, by name (`patches`).
@@ -85,6 +88,7 @@ def generate(
     generator = None if seed is None else torch.Generator(device).manual_seed(seed)
     ids, positions = _left_padded(prompts, end_of_text, device)
     cache = model.new_cache(len(prompts), ids.shape[1] + max_tokens)
+    stops = torch.tensor([end_of_text, *stop], device=device)
     done = torch.zeros(len(prompts), dtype=torch.bool, device=device)
     rows: list[Tensor] = []
     step_ids, step_positions, step_entries = ids, positions, dict(entries or {})
@@ -92,7 +96,7 @@ def generate(
         hidden = model.decode({"input_ids": step_ids, "positions": step_positions, **step_entries}, cache)
         token = sampling.draw(model.head.logits(hidden[:, -1:])[:, 0], generator)
         token = torch.where(done, end_of_text, token)
-        done |= token == end_of_text
+        done |= torch.isin(token, stops)
         rows.append(token)
         if bool(done.all()):
             break
@@ -103,7 +107,9 @@ def generate(
         else:
             step_ids, step_positions = ids, positions
             cache = model.new_cache(len(prompts), ids.shape[1])
-    return [_until(row, end_of_text) for row in torch.stack(rows, 1).tolist()] if rows else [[] for _ in prompts]
+    if not rows:
+        return [[] for _ in prompts]
+    return [list(takewhile(lambda id_: id_ not in (end_of_text, *stop), row)) for row in torch.stack(rows, 1).tolist()]
 
 
 def _left_padded(prompts: Sequence[Sequence[int]], pad: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -112,7 +118,3 @@ def _left_padded(prompts: Sequence[Sequence[int]], pad: int, device: torch.devic
     ids = [[pad] * (length - len(prompt)) + list(prompt) for prompt in prompts]
     positions = [[NO_POSITION] * (length - len(prompt)) + list(range(len(prompt))) for prompt in prompts]
     return torch.tensor(ids, device=device), torch.tensor(positions, device=device)
-
-
-def _until(row: list[int], end: int) -> list[int]:
-    return row[: row.index(end)] if end in row else row

@@ -96,3 +96,8 @@ def test_an_empty_prompt_is_refused():
 def test_a_model_without_a_cache_is_refused():
     with pytest.raises(ForgeError, match="Linear cannot generate: it has no new_cache and decode"):
         generate(nn.Linear(1, 1), [[1]], 3, END)
+
+
+def test_a_row_stops_before_any_of_several_ids():
+    rows = generate(Counts(), [[5], [1], [8]], 20, END, GREEDY, stop=[3, 7])
+    assert rows == [[6], [2], []]

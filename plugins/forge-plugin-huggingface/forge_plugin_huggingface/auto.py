@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from forge_core.contracts.contexts import BuildContext
     from forge_core.contracts.layout import Layout
     from forge_core.job import Job
-    from forge_plugin_huggingface.pretrained import PretrainedTokenizer
+    from forge_plugin_huggingface.pretrained import Loaded, PretrainedTokenizer
 
 GIVEN = (
     *("messages", "tools", "documents", "add_generation_prompt", "conversation", "chat_template", "tokenize"),
@@ -30,8 +30,8 @@ GIVEN = (
 class Auto(TokenizerComponent):
     """A tokenizer of Hugging Face's transformers, with its chat template.
 
-    Ids are those of its own files, without tokens added around a text; special tokens spelt out in a text stay text.
-    Code from the hub is never run.
+    Ids are those of its own files, without tokens added around a text, but for `begin_of_text`; special tokens spelt
+    out in a text stay text. Code from the hub is never run.
     """
 
     chats: ClassVar[bool] = True
@@ -44,6 +44,9 @@ class Auto(TokenizerComponent):
     end_of_text: str = ""
     """The token that ends a document; empty: the tokenizer's own (`eos_token`). Where that ends every turn of a chat,
     as in many chat models, name the one that the base model was trained with, such as `<|endoftext|>`."""
+    begin_of_text: str = ""
+    """The token before every document, chat and prompt, such as `<s>`; `auto`: those that its files put before a text,
+    as Llama 3's, Gemma's and Mistral's do. Empty: none. A chat whose template writes it gets no second one."""
     chat_template: str = ""
     """File with a Jinja template for chats, in place of the tokenizer's own."""
     chat_variables: Mapping[str, str | bool | int | float] = field(factory=dict)
@@ -72,14 +75,17 @@ class Auto(TokenizerComponent):
         template = _read(self.chat_template) if self.chat_template else None
         with explained(self.path):
             loaded = load_pretrained(expanded(self.path), self.revision or None, template)
-        return loaded.tokenizer(self.end_of_text, self.chat_variables)
+        return self._of(loaded)
 
     def load(self, context: BuildContext, folder: Path) -> PretrainedTokenizer:
         from forge_plugin_huggingface.pretrained import Loaded
 
         with explained(str(folder)):
             loaded = Loaded.of(folder)
-        return loaded.tokenizer(self.end_of_text, self.chat_variables)
+        return self._of(loaded)
+
+    def _of(self, loaded: Loaded) -> PretrainedTokenizer:
+        return loaded.tokenizer(self.end_of_text, self.chat_variables, self.begin_of_text)
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
         if message := local_problem(self.path):

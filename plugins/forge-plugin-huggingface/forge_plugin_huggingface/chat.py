@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 ASSISTANT = "assistant"
 BEGIN, END = "\ufdd0", "\ufdd1"
 """Marks around the assistant's parts while a template is rendered: code points that Unicode reserves internally."""
+PROBE = "\ufdd3"
+"""Stands for an answer when the end of turns is looked for."""
 GENERATION = re.compile(r"(\{%[-+]?)\s*generation\s*([-+]?%\})")
 END_GENERATION = re.compile(r"(\{%[-+]?)\s*endgeneration\s*([-+]?%\})")
 TODAY = "strftime_now"
@@ -65,7 +67,7 @@ class ChatTokenizer(Protocol):
         """Raise `JobError` if it cannot encode chats."""
 
     def chat(self, messages: Messages, tools: Tools = None) -> ChatTokens:
-        """Encode a conversation; raises `JobError` if it cannot be encoded."""
+        """Encode a conversation, with the beginning of text once; raises `JobError` if it cannot be encoded."""
         ...
 
 
@@ -105,6 +107,20 @@ class ChatTemplate:
         if GENERATION.search(template):
             return Rendered(text, self._marked_spans(text, _with_marks(template), messages, tools))
         return Rendered(text, list(self._spans_by_prefix(text, template, messages, tools)))
+
+    def prompt(self, messages: Messages, tools: Tools) -> str:
+        """Returns the text of a conversation with the beginning of an answer; raises `JobError` as `render`."""
+        return self._text(self._tokenizer.get_chat_template(None, tools), messages, tools, prompt=True)
+
+    def end_of_turn(self) -> str | None:
+        """Returns the special token that the template writes after an answer; None if it does not show one."""
+        messages = [{"role": "user", "content": "question"}, {"role": ASSISTANT, "content": PROBE}]
+        try:
+            text = self._text(self._tokenizer.get_chat_template(None, None), messages, None)
+        except (JobError, ValueError):  # it wants other messages, or tools, which the caller may have
+            return None
+        rest = text.rpartition(PROBE)[2].lstrip() if PROBE in text else ""
+        return max((token for token in self._special if rest.startswith(token)), key=len, default=None)
 
     def _text(self, template: str, messages: Messages, tools: Tools, prompt: bool = False) -> str:
         """Returns the text of messages; with `prompt` it ends with the beginning of an answer."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
+from forge_core.contracts.data import begin_of_text
 from forge_core.contracts.errors import JobError
 from forge_plugin_huggingface.chat import ChatTokenizer, Tools
 from forge_plugin_huggingface.rows import SourceRow
@@ -54,7 +55,7 @@ class TextEncoder:
     has_mask = False
 
     def __init__(self, tokenizer: Tokenizer, field: str) -> None:
-        self._tokenizer, self._field = tokenizer, field
+        self._tokenizer, self._field, self._begin = tokenizer, field, begin_of_text(tokenizer)
         self.columns: tuple[str, ...] = (field,)
 
     def key(self) -> Sequence[Any]:
@@ -63,7 +64,7 @@ class TextEncoder:
     def encode(self, rows: Sequence[SourceRow]) -> list[Encoded | None]:
         texts = [text_of(row, self._field) for row in rows]
         encoded = iter(self._tokenizer.encode_batch([text for text in texts if text]))
-        return [_encoded(text, next(encoded)) if text else None for text in texts]
+        return [_encoded(text, [*self._begin, *next(encoded)]) if text else None for text in texts]
 
 
 class ChatEncoder:
@@ -160,4 +161,4 @@ def _encoded(text: str, ids: Sequence[int]) -> Encoded:
 
 
 def _key_of(tokenizer: Tokenizer) -> Sequence[Any]:
-    return [tokenizer.fingerprint(), tokenizer.vocab_size, tokenizer.end_of_text]
+    return [tokenizer.fingerprint(), tokenizer.vocab_size, tokenizer.end_of_text, *begin_of_text(tokenizer)]

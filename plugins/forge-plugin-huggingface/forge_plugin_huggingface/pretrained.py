@@ -14,6 +14,7 @@ import transformers
 from attrs import frozen
 from tokenizers import AddedToken, Tokenizer
 from transformers import AutoTokenizer
+from transformers.utils.hub import cached_file
 
 from forge_core.contracts.errors import JobError, Problem
 from forge_kit.cache import digest_of
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
 FORMAT = 1
 """Part of the fingerprint: increase it when the same files encode differently."""
 TOKENIZER_JSON, CONFIG_JSON = "tokenizer.json", "tokenizer_config.json"
+GENERATION_JSON = "generation_config.json"
+"""The settings of generation that lie beside a model's tokenizer; `eos_token_id` lists where an answer ends."""
+OWN = "auto"
+"""As `begin_of_text`: the tokens that the tokenizer's files put before a text."""
 WHERE_IT_CAME_FROM = ("is_local", "local_files_only", "name_or_path")
 """Entries of `tokenizer_config.json` that do not affect encodings."""
 
@@ -48,18 +53,47 @@ class Loaded:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_bytes(content)
 
-    def tokenizer(self, end_of_text: str, variables: Mapping[str, Any]) -> PretrainedTokenizer:
-        """Returns the tokenizer; raises `JobError` if the end-of-text does not exist, or text could spell it."""
-        return PretrainedTokenizer(self, self._end_of_text(end_of_text), variables)
+    def tokenizer(self, end_of_text: str, variables: Mapping[str, Any], begin_of_text: str = "") -> PretrainedTokenizer:
+        """Returns the tokenizer.
+
+        Raises:
+            JobError: a token does not exist, text could spell it, or documents would begin with their end.
+        """
+        end = self._end_of_text(end_of_text)
+        return PretrainedTokenizer(self, end, variables, self._begin_of_text(begin_of_text, end))
 
     def _end_of_text(self, asked: str) -> str:
-        added = list(self.pretrained.get_added_vocab())
         token = asked or self.pretrained.eos_token
-        if token in added:
+        if token in self._added:
             return token
         message = f"{asked!r} is not an added token of this tokenizer" if asked else "this tokenizer has no eos_token"
-        candidates = ", ".join(map(repr, added)) or "it has none"
-        raise JobError([Problem("end_of_text", f"{message}; name the one that ends a document: {candidates}")])
+        hint = f"name the one that ends a document: {self._candidates()}"
+        raise JobError([Problem("end_of_text", f"{message}; {hint}")])
+
+    def _begin_of_text(self, asked: str, end: str) -> tuple[str, ...]:
+        if asked not in ("", OWN, *self._added):
+            hint = f'name the one that begins a document: {self._candidates()}; or "{OWN}", or leave the key out'
+            message = f"{asked!r} is not an added token of this tokenizer; {hint}"
+            raise JobError([Problem("begin_of_text", message)])
+        tokens = self._own_beginning() if asked == OWN else (asked,) * bool(asked)
+        if end in tokens:
+            message = f"{end!r} ends documents, and a document that began with it would be empty"
+            hint = "leave begin_of_text out: the end of each document stands before the next one"
+            raise JobError([Problem("begin_of_text", f"{message}; {hint}")])
+        return tokens
+
+    def _own_beginning(self) -> tuple[str, ...]:
+        """Returns the tokens that transformers puts before a text."""
+        whole, plain = (self.pretrained("a", add_special_tokens=added)["input_ids"] for added in (True, False))
+        before = next(n for n in range(len(whole)) if whole[n : n + len(plain)] == plain)
+        return tuple(self.pretrained.convert_ids_to_tokens(whole[:before]))
+
+    @property
+    def _added(self) -> list[str]:
+        return list(self.pretrained.get_added_vocab())
+
+    def _candidates(self) -> str:
+        return ", ".join(map(repr, self._added)) or "it has none"
 
 
 def load_pretrained(path: str, revision: str | None, chat_template: str | None) -> Loaded:
@@ -70,7 +104,16 @@ def load_pretrained(path: str, revision: str | None, chat_template: str | None) 
         pretrained.chat_template = chat_template
     with tempfile.TemporaryDirectory() as folder:
         pretrained.save_pretrained(folder)
+        if settings := _generation_settings(path, options):
+            Path(folder, GENERATION_JSON).write_bytes(Path(settings).read_bytes())
         return Loaded.of(Path(folder))
+
+
+def _generation_settings(path: str, options: Mapping[str, Any]) -> str | None:
+    """Returns the file with the settings of generation; None if there is none, or the hub cannot be reached."""
+    quiet = {f"_raise_exceptions_for_{reason}": False for reason in ("missing_entries", "connection_errors")}
+    found: str | None = cached_file(path, GENERATION_JSON, **quiet, **options)
+    return found
 
 
 class PretrainedTokenizer:
@@ -79,16 +122,22 @@ class PretrainedTokenizer:
     If there is a `tokenizer.json`, that file encodes, and other code of transformers' class is not used.
     """
 
-    def __init__(self, loaded: Loaded, end_of_text: str, variables: Mapping[str, Any]) -> None:
+    def __init__(
+        self, loaded: Loaded, end_of_text: str, variables: Mapping[str, Any], begin_of_text: Sequence[str] = ()
+    ) -> None:
         self._loaded, self._end_of_text, self._variables = loaded, end_of_text, dict(variables)
+        self._begin_of_text = tuple(begin_of_text)
         self._pretrained = loaded.pretrained
         vocabulary = self._pretrained.get_vocab()
         self.vocab_size = max(vocabulary.values()) + 1
         self.end_of_text = vocabulary[end_of_text]
-        self._check_end_of_text()
+        self.begin_of_text = [vocabulary[token] for token in self._begin_of_text]
+        self._check_unspellable("end_of_text", self._end_of_text, "that a document could end itself")
+        for token in self._begin_of_text:
+            self._check_unspellable("begin_of_text", token, "that a document could begin within another")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return PretrainedTokenizer, (self._loaded, self._end_of_text, self._variables)
+        return PretrainedTokenizer, (self._loaded, self._end_of_text, self._variables, self._begin_of_text)
 
     def encode(self, text: str) -> list[int]:
         return self.encode_batch([text])[0]
@@ -101,7 +150,7 @@ class PretrainedTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Returns the text, without special tokens."""
-        ids = [id_ for id_ in ids if id_ != self.end_of_text]
+        ids = [id_ for id_ in ids if id_ not in (self.end_of_text, *self.begin_of_text)]
         return str(self._pretrained.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     def save(self, folder: Path) -> None:
@@ -110,8 +159,29 @@ class PretrainedTokenizer:
     def fingerprint(self) -> str:
         # A tokenizer without tokenizer.json is code of transformers.
         code = "" if self._is_fast else f"{type(self._pretrained).__qualname__} {transformers.__version__}"
-        files = {name: _content(name, data) for name, data in self._loaded.files.items()}
-        return digest_of("huggingface", FORMAT, files, self._end_of_text, self._variables, code)
+        encoding = {name: data for name, data in self._loaded.files.items() if name != GENERATION_JSON}
+        files = {name: _content(name, data) for name, data in encoding.items()}
+        begin = [self.begin_of_text] * bool(self.begin_of_text)
+        return digest_of("huggingface", FORMAT, files, self._end_of_text, self._variables, code, *begin)
+
+    def token_id(self, token: str) -> int | None:
+        """Returns the id of a token by its name, such as `<|im_end|>`; None if it is not an added one."""
+        return self._pretrained.get_added_vocab().get(token)
+
+    def stop_ids(self) -> list[int]:
+        """Returns the ids at which generation stops.
+
+        They are the end-of-text, the tokenizer's own `eos_token`, those of `generation_config.json`, and the special
+        token that the chat template writes after an answer.
+        """
+        found = [self.end_of_text, self._pretrained.eos_token_id, *self._listed_ends()]
+        if self._pretrained.chat_template and (token := self._template.end_of_turn()):
+            found.append(self.token_id(token))
+        return sorted({id_ for id_ in found if id_ is not None})
+
+    def _listed_ends(self) -> list[int]:
+        listed = json.loads(self._loaded.files.get(GENERATION_JSON, b"{}")).get("eos_token_id")
+        return listed if isinstance(listed, list) else [listed]
 
     def check_chat(self) -> None:
         """Raise `JobError` if this tokenizer cannot encode chats."""
@@ -128,14 +198,19 @@ class PretrainedTokenizer:
             JobError: the template refuses the conversation, or does not show which part is the assistant's.
         """
         rendered = self._template.render(messages, tools)
-        return self._chat_tokens(rendered.text, rendered.spans)
+        return self._begun(self._chat_tokens(rendered.text, rendered.spans))
+
+    def chat_prompt(self, messages: Messages, tools: Tools = None) -> list[int]:
+        """Returns the ids of a conversation up to where the assistant's next answer begins; raises as `chat`."""
+        text = self._template.prompt(messages, tools)
+        return self._begun(self._chat_tokens(text, ())).ids.tolist()
 
     def chat_parts(self, messages: Messages, mark: str, tools: Tools = None) -> list[ChatTokens]:
         """See `forge_plugin_huggingface.chat.PartedChatTokenizer`; raises as `chat`."""
         rendered = self._template.render(messages, tools)
         token = self._with_special_tokens.token_to_id(mark)
         if token is not None:
-            whole = self._chat_tokens(rendered.text, rendered.spans)
+            whole = self._begun(self._chat_tokens(rendered.text, rendered.spans))
             at = np.flatnonzero(whole.ids == token)
             bounds = zip([0, *(at + 1)], [*at, len(whole.ids)], strict=True)
             return [ChatTokens(whole.ids[start:end], whole.learned[start:end]) for start, end in bounds]
@@ -143,11 +218,18 @@ class PretrainedTokenizer:
         for text in rendered.text.split(mark):
             parts.append(self._chat_tokens(text, clipped(rendered.spans, start, start + len(text))))
             start += len(text) + len(mark)
-        return parts
+        return [self._begun(parts[0]), *parts[1:]]
 
     def _chat_tokens(self, text: str, spans: Sequence[Span]) -> ChatTokens:
         encoding = self._with_special_tokens.encode(text, add_special_tokens=False)
         return ChatTokens(np.array(encoding.ids, np.int64), learned_tokens(encoding.offsets, spans))
+
+    def _begun(self, chat: ChatTokens) -> ChatTokens:
+        """Returns a chat that begins with the beginning of text, which its template may have written."""
+        begin = self.begin_of_text
+        if chat.ids[: len(begin)].tolist() == begin:
+            return chat
+        return ChatTokens(np.append(begin, chat.ids), np.append(np.zeros(len(begin), bool), chat.learned))
 
     @property
     def _is_fast(self) -> bool:
@@ -165,19 +247,20 @@ class PretrainedTokenizer:
     def _plain(self) -> Tokenizer:
         """The tokenizer that encodes special tokens in a text as plain characters."""
         tokenizer = _from_json(self._loaded.files[TOKENIZER_JSON])
-        tokenizer.add_special_tokens([AddedToken(self._end_of_text, special=True, normalized=False)])
+        around = [self._end_of_text, *self._begin_of_text]
+        tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in around])
         tokenizer.encode_special_tokens = True
         return tokenizer
 
     def _encode_slowly(self, text: str) -> list[int]:
         return self._pretrained(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
 
-    def _check_end_of_text(self) -> None:
-        text = self._end_of_text
-        if any(self.end_of_text in ids for ids in self.encode_batch([text, f"a{text}b", f" {text} "])):
+    def _check_unspellable(self, key: str, text: str, consequence: str) -> None:
+        id_ = self._pretrained.get_vocab()[text]
+        if any(id_ in ids for ids in self.encode_batch([text, f"a{text}b", f" {text} "])):
             raise JobError(
-                f"this tokenizer encodes the characters {text!r} in a text as its end-of-text, id {self.end_of_text}, "
-                "so that a document could end itself; set end_of_text to a token that text cannot spell"
+                f"this tokenizer encodes the characters {text!r} in a text as its {key.replace('_', '-')}, id {id_}, "
+                f"so {consequence}; set {key} to a token that text cannot spell"
             )
 
 

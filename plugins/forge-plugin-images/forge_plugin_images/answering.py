@@ -13,6 +13,7 @@ from attrs import frozen
 from forge_core.contracts.data import IGNORED_LABEL
 from forge_core.data.reading import collate
 from forge_plugin_generate.generate import Sampling, generate
+from forge_plugin_generate.prompts import stop_ids
 from forge_plugin_vision import GRIDS, PATCHES
 
 if TYPE_CHECKING:
@@ -72,13 +73,13 @@ def _texts(rows: Sequence[Row], settings: Answers, context: EvaluationContext) -
     """Returns the right text and the model's, for each row."""
     tokenizer = context.build.tokenizer
     assert tokenizer is not None
-    end = tokenizer.end_of_text
+    end, stop = tokenizer.end_of_text, stop_ids(tokenizer)
     firsts = [int(np.argmax(row["labels"] != IGNORED_LABEL)) for row in rows]
     prompts = [row["input_ids"][: first + 1].tolist() for row, first in zip(rows, firsts, strict=True)]
-    right = [list(_learned(row["labels"][first:], end)) for row, first in zip(rows, firsts, strict=True)]
+    right = [list(_learned(row["labels"][first:], stop)) for row, first in zip(rows, firsts, strict=True)]
     entries = {name: tensor.to(context.build.device) for name, tensor in _entries(rows).items()}
     greedy = Sampling(temperature=0)
-    said = generate(context.model, prompts, settings.max_tokens, end, greedy, entries=entries)
+    said = generate(context.model, prompts, settings.max_tokens, end, greedy, stop=stop, entries=entries)
     return [(tokenizer.decode(one), tokenizer.decode(other)) for one, other in zip(right, said, strict=True)]
 
 
@@ -86,10 +87,10 @@ def _entries(rows: Sequence[Row]) -> dict[str, torch.Tensor]:
     return collate([{name: row[name] for name in (PATCHES, GRIDS)} for row in rows])
 
 
-def _learned(labels: np.ndarray, end: int) -> Iterator[int]:
-    """Yields the first run of learned tokens, without its end-of-text."""
+def _learned(labels: np.ndarray, stop: Sequence[int]) -> Iterator[int]:
+    """Yields the first run of learned tokens, up to where generation would stop."""
     for label in labels.tolist():
-        if label in (IGNORED_LABEL, end):
+        if label in (IGNORED_LABEL, *stop):
             return
         yield label
 

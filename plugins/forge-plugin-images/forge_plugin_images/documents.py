@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from attrs import frozen
 
-from forge_core.contracts.data import Tokenizer
+from forge_core.contracts.data import Tokenizer, begin_of_text
 from forge_plugin_images.decoding import ImageFile, decode, size_of
 from forge_plugin_images.processing import ImageProcessor
 from forge_plugin_images.records import ImageSource, Record, Records
@@ -97,14 +97,18 @@ class ImageDocuments:
 
     def key(self) -> list[object]:
         """Returns all that documents depend on, but for the contents of image files."""
-        tokenizer = [self.tokenizer.fingerprint(), self.tokenizer.end_of_text]
+        around = self.tokenizer.end_of_text, *begin_of_text(self.tokenizer)
+        tokenizer = [self.tokenizer.fingerprint(), *around]
         positions = [repr(self.seen.adapter), repr(self.seen.fusion)]
         room = list(self.room) if self.room else None
         assert isinstance(self.records, Records)
         return [self.records.identity(), self.layout.layout_key(), tokenizer, self.processor.key(), positions, room]
 
     def _parts(self, record: Record) -> list[Part]:
-        parts = list(self.layout.parts(record, self.records, self.tokenizer))
+        parts, begin = list(self.layout.parts(record, self.records, self.tokenizer)), begin_of_text(self.tokenizer)
+        start = parts[0].ids[: len(begin)] if parts and isinstance(parts[0], Tokens) else ()
+        if list(start) != begin:  # a chat's template writes it itself
+            parts = [Tokens(begin, False), *parts]
         runs = [part for part in parts if isinstance(part, Tokens)]
         return [*parts, Tokens([self.tokenizer.end_of_text], bool(runs) and runs[-1].learned)]
 

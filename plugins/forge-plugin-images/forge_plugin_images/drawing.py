@@ -9,6 +9,7 @@ import numpy as np
 from attrs import frozen
 from PIL import Image, ImageDraw
 
+from forge_core.contracts.data import begin_of_text
 from forge_core.contracts.errors import JobError, Problem
 from forge_kit.cache import digest_of
 from forge_plugin_images.fonts import letter_width, load_font
@@ -107,7 +108,8 @@ class WordImages:
     def document(self, word: str) -> Document:
         """Returns the entries of a row."""
         ids = [*self._tokenizer.encode(word), self._tokenizer.end_of_text]
-        return Document.of([self._grid, Tokens(ids)], {self._grid: self.image_positions})
+        begin = Tokens(begin_of_text(self._tokenizer), False)
+        return Document.of([begin, self._grid, Tokens(ids)], {self._grid: self.image_positions})
 
     def where(self, index: int) -> str:
         """See `HasLocation`."""

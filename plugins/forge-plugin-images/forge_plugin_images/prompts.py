@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from forge_core.contracts.data import begin_of_text
 from forge_core.contracts.errors import ForgeError
 from forge_core.data.reading import collate
 from forge_plugin_images.content import MARK
@@ -34,10 +35,19 @@ class Prompts(NamedTuple):
     """`patches` (B, P, V) and `grids` (B, N, 3)."""
 
 
-def prompts_with_images(texts: Sequence[str], files: Sequence[str], job: Job, tokenizer: Tokenizer) -> Prompts:
+def prompts_with_images(
+    texts: Sequence[str], files: Sequence[str], job: Job, tokenizer: Tokenizer, *, bos: bool = True
+) -> Prompts:
     """Make prompts of texts, and of images in the order of `<image>` in them; a single text without it follows them.
 
     Images are resized as by the job's first source of images in files, or as such a source does by default.
+
+    Args:
+        texts: the texts of the prompts.
+        files: the images, in any format that Pillow reads.
+        job: the job of the model's training.
+        tokenizer: the tokenizer of the model.
+        bos: whether prompts begin with the tokenizer's beginning of text, as documents do in training.
 
     Raises:
         ForgeError: the texts refer to more or fewer images, an image cannot be read, or a prompt has too many.
@@ -51,7 +61,9 @@ def prompts_with_images(texts: Sequence[str], files: Sequence[str], job: Job, to
     seen = image_input(job)
     processor, images = _processor(job, seen), iter([_decoded(file) for file in files])
     rows = [_row(text, [next(images) for _ in range(text.count(MARK))], processor, seen, tokenizer) for text in texts]
-    return Prompts([ids for ids, _ in rows], collate([entries for _, entries in rows]))
+    begin = begin_of_text(tokenizer) if bos else []
+    prompts = [[*begin, *ids] or [tokenizer.end_of_text] for ids, _ in rows]
+    return Prompts(prompts, collate([entries for _, entries in rows]))
 
 
 def _processor(job: Job, seen: ImageInput) -> ImageProcessor:
@@ -92,4 +104,4 @@ def _row(
         if number:
             ids += [IMAGE] * sum(map(seen.positions, own[number - 1]))
         ids += tokenizer.encode(part)
-    return ids or [tokenizer.end_of_text], {PATCHES: patches, GRIDS: grids}
+    return ids, {PATCHES: patches, GRIDS: grids}

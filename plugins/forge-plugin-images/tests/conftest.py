@@ -56,10 +56,10 @@ def build(make_job: Callable[..., Job], catalog: Catalog) -> Callable[..., Any]:
 
 
 @pytest.fixture
-def tokenizer(tmp_path: Path) -> Callable[[str], Auto]:
-    """(template) -> a tokenizer of bytes with it."""
+def tokenizer(tmp_path: Path) -> Callable[..., Auto]:
+    """(template, further settings) -> a tokenizer of bytes with it."""
 
-    def make(template: str) -> Auto:
+    def make(template: str, **settings: Any) -> Auto:
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers
         from transformers import PreTrainedTokenizerFast
 
@@ -69,7 +69,7 @@ def tokenizer(tmp_path: Path) -> Callable[[str], Auto]:
         inner.decoder = decoders.ByteLevel()
         special = ["<|im_start|>", "<|im_end|>", "<|image|>"]
         fast = PreTrainedTokenizerFast(
-            tokenizer_object=inner, eos_token="<|endoftext|>", additional_special_tokens=special
+            tokenizer_object=inner, eos_token="<|endoftext|>", additional_special_tokens=special, **settings
         )
         fast.chat_template = template
         fast.save_pretrained(tmp_path / "tokenizer")

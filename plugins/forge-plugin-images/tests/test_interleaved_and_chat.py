@@ -6,12 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 from PIL import Image
 
 from forge_core import JobError
-from forge_plugin_images import ImageChat, Interleaved
+from forge_plugin_images import ImageChat, Interleaved, RenderedText
 from forge_plugin_images.testing import tiny_model
+from forge_plugin_text.bytes import ByteTokenizer
 from forge_plugin_vision import IMAGE
 from forge_testing import job_problems
 
@@ -172,3 +174,38 @@ def test_a_tokenizer_without_a_template_and_what_is_no_chat_are_refused(build, m
     assert any("chats need a tokenizer with a template" in one for one in job_problems(make_job(ImageChat(path=path))))
     with pytest.raises(JobError, match=":1: message 0 has 'text'; a message has 'role' and 'content'"):
         build(ImageChat(path=path), model=MODEL, data={"tokenizer": tokenizer(TEXTS_ONLY)})
+
+
+# --- the beginning of text -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def begins(monkeypatch) -> list[int]:
+    """The tokenizer `bytes` asks for two ids before every document."""
+    monkeypatch.setattr(ByteTokenizer, "begin_of_text", [7, 8], raising=False)
+    return [7, 8]
+
+
+def test_a_document_begins_as_the_tokenizer_asks_and_that_is_not_learned(build, tmp_path, begins):
+    row = build(Interleaved(path=write(tmp_path, {"content": "<image>ab", "images": ["0.png"]})), model=MODEL)[0]
+    assert list(row["input_ids"][:6]) == [*begins, IMAGE, IMAGE, *b"ab"]
+    assert list(row["labels"][:6]) == [-100, -100, -100, *b"ab", END]
+
+
+def test_a_drawn_word_begins_as_the_tokenizer_asks(build, begins):
+    words = RenderedText(held_out=2, length=(3, 3), text_size=(5, 5))
+    row = build(words, model=tiny_model(), seq_len=24)[0]
+    assert list(row["input_ids"][:3]) == [*begins, IMAGE]
+    assert row["labels"][0] == -100
+
+
+@pytest.mark.parametrize("template", [TEXTS_ONLY, "{{- bos_token }}" + TEXTS_ONLY], ids=["without it", "writes it"])
+def test_a_chat_begins_once(build, tmp_path, tokenizer, template):
+    messages = [{"role": "user", "content": "<image>a"}, {"role": "assistant", "content": "b"}]
+    auto = tokenizer(template, bos_token="<|image|>")
+    data = {"tokenizer": attrs.evolve(auto, begin_of_text="<|image|>")}
+    source = ImageChat(path=write(tmp_path, {"messages": messages, "images": ["0.png"]}))
+    row = build(source, model=tiny_model(8, 16, images_per_sequence=3), seq_len=64, data=data)[0]
+    begin = row["input_ids"][0]
+    assert (row["input_ids"] == begin).sum() == 1
+    assert row["labels"][0] == -100

@@ -66,3 +66,11 @@ def test_generate_takes_images(job, catalog, files, capsys):
     assert all(text.startswith("x") for text in said)
     assert main(["generate", folder, "--image", "nowhere.png"]) != 0
     assert "image 'nowhere.png' cannot be read" in capsys.readouterr().err
+
+
+def test_prompts_begin_as_documents_do(job, tokenizer, files):
+    tokenizer.begin_of_text = [7, 8]
+    image = [-1] * 6
+    begun = prompts_with_images(["<image>a", "<image>"], files, job, tokenizer)
+    assert begun.ids == [[7, 8, *image, ord("a")], [7, 8, *image]]
+    assert prompts_with_images(["", "<image><image>"], files, job, tokenizer, bos=False).ids == [[256], image * 2]

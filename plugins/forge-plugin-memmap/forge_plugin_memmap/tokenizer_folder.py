@@ -39,6 +39,10 @@ class KeptTokenizer:
     def __init__(self, tokenizer: Tokenizer, table: Mapping[str, Any]) -> None:
         self.tokenizer, self.table = tokenizer, table
         self.vocab_size, self.end_of_text = tokenizer.vocab_size, tokenizer.end_of_text
+        # What a tokenizer has besides (a beginning of text, chats) is asked for by protocols of plugins not known here.
+        for name in dir(tokenizer):
+            if not name.startswith("_") and not hasattr(self, name):
+                setattr(self, name, getattr(tokenizer, name))
 
     def encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from attrs import define, field
@@ -13,6 +13,7 @@ from forge_core.contracts.errors import JobError, Problem
 
 if TYPE_CHECKING:
     from forge_core.contracts.contexts import StepContext, TrainContext
+    from forge_core.contracts.data import Tokenizer
     from forge_core.contracts.layout import Layout
     from forge_core.job import Job
 
@@ -27,9 +28,11 @@ class Samples(TrainingHook):
     resumes_as = "safe"
 
     prompts: tuple[str, ...] = field(default=("",), validator=min_len(1))
-    """Texts to continue; an empty one starts a new document."""
+    """Texts to continue; an empty one starts a new document. Each begins with the tokenizer's beginning of text."""
     max_tokens: int = field(default=120, validator=gt(0))
-    """Upper bound of the tokens to write; fewer where the model ends its document."""
+    """Upper bound of the tokens to write; fewer where the model ends its document, or its turn of a chat."""
+    stop: tuple[str, ...] = ()
+    """Further tokens at which a text ends, by name (`<|im_end|>`) or as the text of a single token."""
     temperature: float = field(default=0.8, validator=ge(0))
     """Divides the logits; 0 takes the most likely token."""
     top_k: int = field(default=0, validator=ge(0))
@@ -57,12 +60,21 @@ class Samples(TrainingHook):
         from forge_core.parallel.mesh import world_size
 
         layout, _ = plan_layout(context.job, world_size())
-        problems = list(self.problems(context.job, layout))
+        problems = [*self.problems(context.job, layout), *self._stop_problems(context.tokenizer)]
         if not isinstance(context.model, Generates):
             name = type(context.model).__name__
             problems.append(Problem("model", f"{name} has no new_cache and decode, so it cannot generate samples"))
         if problems:
             raise JobError(problems)
+
+    def _stop_problems(self, tokenizer: Tokenizer | None) -> Iterator[Problem]:
+        from forge_plugin_generate.prompts import stop_ids
+
+        try:
+            if tokenizer is not None:
+                stop_ids(tokenizer, self.stop)
+        except JobError as error:
+            yield Problem("stop", str(error))
 
     def on_eval_end(self, context: StepContext, metrics: Mapping[str, float]) -> None:
         if self.every_eval:

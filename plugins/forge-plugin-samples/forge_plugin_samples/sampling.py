@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from forge_plugin_generate.generate import Sampling, generate
+from forge_plugin_generate.prompts import prompt_ids, stop_ids
 
 if TYPE_CHECKING:
     from forge_core.contracts.contexts import TrainContext
@@ -15,7 +16,9 @@ def continuations(settings: Samples, context: TrainContext) -> list[str]:
     """Returns a continuation of each prompt by the model, drawn with a generator of its own."""
     tokenizer = context.tokenizer
     assert tokenizer is not None
-    ids = [tokenizer.encode(prompt) or [tokenizer.end_of_text] for prompt in settings.prompts]
+    ids = [prompt_ids(tokenizer, prompt) for prompt in settings.prompts]
+    stop = stop_ids(tokenizer, settings.stop)
     sampling = Sampling(temperature=settings.temperature, top_k=settings.top_k, top_p=settings.top_p)
-    rows = generate(context.model, ids, settings.max_tokens, tokenizer.end_of_text, sampling, seed=settings.seed)
+    end = tokenizer.end_of_text
+    rows = generate(context.model, ids, settings.max_tokens, end, sampling, stop=stop, seed=settings.seed)
     return [tokenizer.decode(row) for row in rows]

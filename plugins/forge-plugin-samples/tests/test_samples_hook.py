@@ -249,3 +249,44 @@ def test_sampling_leaves_the_generator_of_torch_alone(make_writer_job, build):
     before = torch.get_rng_state()
     Samples(max_tokens=5).on_train_end(context)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+# --- how texts begin and end ---------------------------------------------------------------------------------------
+
+
+@frozen
+class BeginningLetters(Letters):
+    begin_of_text: ClassVar[tuple[int, ...]] = (7,)
+
+    def stop_ids(self):
+        return [0, 20]
+
+
+@frozen(kw_only=True)
+class BeginningLettersComponent(LettersComponent):
+    def build(self, context, documents):
+        return BeginningLetters()
+
+
+def test_texts_begin_and_end_as_the_tokenizer_says_and_at_further_tokens(make_writer_job, train):
+    expected = []
+
+    @define(kw_only=True, slots=False)
+    class Writes(TrainingHook):
+        def on_train_end(self, context):
+            with evaluation_mode(context.model, context.optimizer):
+                prompts, stop = [[7, 3], [7]], [20, Letters().encode("e")[0]]
+                rows = generate(context.model, prompts, 60, 0, Sampling(temperature=0.9, top_p=0.95), stop=stop, seed=1)
+            expected.extend(Letters().decode(row) for row in rows)
+
+    data = {"sources": (Numbers(),), "tokenizer": BeginningLettersComponent()}
+    hook = Samples(prompts=("c", ""), max_tokens=60, temperature=0.9, seed=1, stop=("e",))
+    folder = train(make_writer_job(hook, data=data), Writes()).folder
+    texts = "\n".join([f"c{visible(expected[0])}", "-" * 40, visible(expected[1])])
+    assert kept(folder) == [(4, texts.rstrip("\n"))]
+    assert not any("e" in text or ALPHABET[20] in text for text in expected)
+
+
+def test_a_stop_of_several_tokens_is_refused_before_the_first_step(make_writer_job, train):
+    with pytest.raises(JobError, match="stop: 'two' is 3 tokens of this tokenizer"):
+        train(make_writer_job(Samples(stop=("two",))))

@@ -48,6 +48,10 @@ class JsonTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)
 
+    def token_id(self, token: str) -> int | None:
+        """Returns the id of a token by its name, such as `<|im_end|>`; None if there is none."""
+        return self._tokenizer.token_to_id(token)
+
     def save(self, folder: Path) -> None:
         (folder / FILE_NAME).write_bytes(self._content.encode())
 

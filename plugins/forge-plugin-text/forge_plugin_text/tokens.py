@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from forge_core import report_progress
+from forge_core.contracts.data import begin_of_text
 from forge_core.contracts.errors import JobError
 from forge_kit.cache import CachedFolder, Progress, Verify, cached_folder, digest_of
 from forge_kit.token_file import Header, TokenFile, TokenFileWriter
@@ -36,6 +37,7 @@ class TextPart(NamedTuple):
     held_out: bool
     is_last: bool
     document: str
+    is_first: bool = True
 
 
 def cached_tokens(corpus: TextCorpus, tokenizer: Tokenizer, verify: Verify) -> CachedFolder:
@@ -45,7 +47,8 @@ def cached_tokens(corpus: TextCorpus, tokenizer: Tokenizer, verify: Verify) -> C
         JobError: the corpus cannot be read, or changes while it is.
     """
     fingerprint = corpus.fingerprint()
-    key = digest_of(FORMAT, fingerprint, tokenizer.fingerprint(), tokenizer.vocab_size, tokenizer.end_of_text)
+    around = tokenizer.end_of_text, *begin_of_text(tokenizer)
+    key = digest_of(FORMAT, fingerprint, tokenizer.fingerprint(), tokenizer.vocab_size, *around)
 
     def make(folder: Path) -> dict[str, Any]:
         logger.info("tokenising %s", corpus)
@@ -77,7 +80,7 @@ def write_tokens(folder: Path, corpus: TextCorpus, tokenizer: Tokenizer) -> dict
     Returns:
         The counts of both splits.
     """
-    vocabulary = tokenizer.vocab_size, tokenizer.end_of_text
+    vocabulary, begin = (tokenizer.vocab_size, tokenizer.end_of_text), begin_of_text(tokenizer)
     progress = Progress(folder)
     done: int = progress.state.get("parts", 0)
     with (
@@ -87,7 +90,8 @@ def write_tokens(folder: Path, corpus: TextCorpus, tokenizer: Tokenizer) -> dict
         for batch in batches(islice(text_parts(corpus.documents()), done, None)):
             for part, ids in zip(batch, tokenizer.encode_batch([part.text for part in batch]), strict=True):
                 writer = held_out if part.held_out else train
-                writer.add(part.document, ids, text_bytes=len(part.text.encode()), is_last=part.is_last)
+                whole = [*begin, *ids] if part.is_first else ids
+                writer.add(part.document, whole, text_bytes=len(part.text.encode()), is_last=part.is_last)
             done += len(batch)
             report_progress(f"{done:,} documents tokenised")  # other ranks wait for this one
             if progress.is_due:
@@ -106,7 +110,7 @@ def text_parts(documents: Iterable[tuple[Document, bool]]) -> Iterator[TextPart]
         start, length = 0, len(document.text)
         while start < length:
             end = _part_end(document.text, start)
-            yield TextPart(document.text[start:end], held_out, end == length, document.name)
+            yield TextPart(document.text[start:end], held_out, end == length, document.name, start == 0)
             start = end
 
 

@@ -16,6 +16,7 @@ import pytest
 from forge_core.contracts.errors import ForgeError, JobError
 from forge_kit import cache
 from forge_plugin_text import Text, corpus
+from forge_plugin_text import tokens as token_files
 from forge_plugin_text.bytes import ByteTokenizer
 from forge_testing.processes import HANG_S
 
@@ -330,3 +331,34 @@ def test_a_cache_that_cannot_be_written_is_an_error_with_the_way_out(
         f"cannot write the cache: {here}/file/locks: Not a directory; "
         "free space, or set FORGE_CACHE to a folder that can be written"
     )
+
+
+# --- the beginning of text -------------------------------------------------------------------------------------------
+
+
+class BeginningTokenizer(CountingTokenizer):
+    """Asks for the ids 1 and 2 before every document."""
+
+    begin_of_text = (1, 2)
+
+
+def test_every_document_begins_as_the_tokenizer_asks(build) -> None:
+    end = ByteTokenizer.end_of_text
+    documents, _ = build(BeginningTokenizer(), held_out_every=2)
+    assert content(documents) == [1, 2, *b"second document", end]
+    assert content(documents.held_out) == [1, 2, *b"first document", end]
+
+
+def test_a_document_in_parts_begins_once(build, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_files, "PART_CHARACTERS", 4)
+    documents, encoded = build(BeginningTokenizer())
+    assert encoded > 6
+    assert content(documents).count(1) == content(documents).count(2) == 2
+
+
+def test_tokens_that_were_cached_without_a_beginning_are_not_taken(build) -> None:
+    # With the same fingerprint, which a tokenizer may have forgotten to change.
+    order = CountingTokenizer, BeginningTokenizer, CountingTokenizer
+    plain, begun, again = (build(tokenizer())[0] for tokenizer in order)
+    assert len(begun) == len(plain) + 4
+    assert content(again) == content(plain)

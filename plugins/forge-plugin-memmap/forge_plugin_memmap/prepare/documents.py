@@ -28,6 +28,8 @@ class Text(NamedTuple):
     """Bytes in UTF-8."""
     is_last: bool = True
     """Whether the document ends with it."""
+    is_first: bool = True
+    """Whether the document begins with it."""
 
 
 class Drop(NamedTuple):

@@ -20,7 +20,7 @@ from typing import ClassVar, NamedTuple, Protocol
 
 import numpy as np
 
-from forge_core.contracts.data import Tokenizer
+from forge_core.contracts.data import Tokenizer, begin_of_text
 from forge_core.contracts.errors import ForgeError, JobError
 from forge_plugin_memmap.prepare.documents import PIECE_CHARACTERS, Drop, Dropped, Item, Text, pieces, utf8_size
 from forge_plugin_memmap.prepare.inputs import Chunk
@@ -66,7 +66,7 @@ class Encoder:
     def __init__(self, tokenizer: Tokenizer, strict: bool) -> None:
         """If `strict`, an input that yields no document is an error unless it is empty."""
         self._tokenizer, self._strict = tokenizer, strict
-        self._dtype = id_dtype(tokenizer.vocab_size)
+        self._dtype, self._begin = id_dtype(tokenizer.vocab_size), begin_of_text(tokenizer)
 
     def encode(self, items: Iterable[Item]) -> Encoded:
         """Returns the ids of the documents of a chunk.
@@ -80,7 +80,7 @@ class Encoder:
         names: list[str] = []
         for batch in _batches(self._texts(items, dropped)):
             for text, encoded in zip(batch, self._tokenizer.encode_batch([text.text for text in batch]), strict=True):
-                ids.fromlist(encoded)
+                ids.fromlist([*self._begin, *encoded] if text.is_first else encoded)
                 sizes[-1] += text.size
                 if len(names) == len(ends):
                     names.append(text.where)
@@ -132,8 +132,8 @@ def _in_pieces(text: Text) -> Iterator[Text]:
     if len(text.text) <= PIECE_CHARACTERS:
         yield text
         return
-    for piece, is_last in pieces([text.text]):
-        yield Text(text.where, piece, utf8_size(piece), is_last)
+    for number, (piece, is_last) in enumerate(pieces([text.text])):
+        yield Text(text.where, piece, utf8_size(piece), is_last, is_first=number == 0)
 
 
 def _batches(texts: Iterable[Text]) -> Iterator[list[Text]]:

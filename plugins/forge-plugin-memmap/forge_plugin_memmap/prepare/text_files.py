@@ -106,7 +106,8 @@ def read_text(path: str, field: str, at: Mapping[str, int]) -> Iterator[Read]:
             if place >= start:
                 text = piece if place else piece.removeprefix(BYTE_ORDER_MARK)
                 size = utf8_size(text)
-                yield Read({"character": place}, passed, Ready(Text(path, text, size, is_last)), size)
+                item = Ready(Text(path, text, size, is_last, is_first=place == 0))
+                yield Read({"character": place}, passed, item, size)
             place, passed = place + len(piece), stream.passed()
 
 
