@@ -41,8 +41,8 @@ class MixtureOfTransformers(FusionComponent):
     """Parts that each modality has its own of. `attention`: the four projections, and the norms of queries and keys.
     `ffn`: the feed-forward part. `norm`: the norms of layers, and the last one."""
     norm: Literal["before", "after"] = "before"
-    """Where a layer normalises: the input of attention and feed-forward part (before), or their output (after), as
-    the paper's code and Chameleon do."""
+    """Where a layer normalises: as the language model does, by default the input of attention and feed-forward part
+    (before), or their output (after), as the paper's code and Chameleon do."""
     modalities: tuple[Modality, ...] = field(default=("image",), validator=min_len(1))
     """Modalities with weights of their own, besides text. Positions of others go through the text's."""
     warm_start: bool = field(default=True, metadata=when_resumed("safe"))
@@ -54,7 +54,7 @@ class MixtureOfTransformers(FusionComponent):
             if len({*listed}) < len(listed):
                 yield Problem(key, f"{list(listed)} names one twice; leave it out")
         if isinstance(job.model, VisionLanguage):
-            yield from component_problems(job.model.language, self.untie)
+            yield from component_problems(job.model.language, self.untie, norm_after=self.norm == "after")
 
     def training_hooks(self, job: Job) -> Iterable[TrainingHook]:
         return [WarmStart()] if self.warm_start else []
@@ -67,7 +67,7 @@ class MixtureOfTransformers(FusionComponent):
         from forge_plugin_mot.modules.model import untie
         from forge_plugin_vision.modules.vision import feature_count
 
-        check_layers(model, self.untie)
+        check_layers(model, self.untie, norm_after=self.norm == "after")
         # Weights have shapes, roles and initial spread of the text's because the same components build them.
         twins: dict[str, Model] = {name: self._twin(context) for name in self.modalities}
         placed = context.build(Joint(), model=model, vision=vision)

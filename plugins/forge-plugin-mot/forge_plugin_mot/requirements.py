@@ -19,13 +19,15 @@ ATTENTION = ("q", "k", "v", "o", "q_norm", "k_norm", "rotary", "core")
 """Children of attention: the weights of others would not be untied."""
 
 
-def component_problems(language: ModelComponent, parts: Collection[str]) -> Iterator[Problem]:
+def component_problems(language: ModelComponent, parts: Collection[str], *, norm_after: bool) -> Iterator[Problem]:
     """Yields why `parts` of the layers of a `transformer` cannot have weights for each modality.
 
-    Paths are relative to the fusion's table.
+    Paths are relative to the fusion's table. `norm_after`: whether layers shall have their norms after their parts.
     """
     if not isinstance(language, Transformer):
         return  # known once it is built
+    if norm_after and language.norm_placement != "pre":
+        yield _norms_after()
     if language.mtp is not None:
         yield _predictions()
     if "attention" in parts and not isinstance(language.attention, GroupedQueryAttention):
@@ -37,13 +39,13 @@ def component_problems(language: ModelComponent, parts: Collection[str]) -> Iter
         yield _experts(type(language.ffn).__name__)
 
 
-def check_layers(model: Model, parts: Collection[str]) -> None:
+def check_layers(model: Model, parts: Collection[str], *, norm_after: bool) -> None:
     """Raises a JobError unless `parts` of all layers can have weights for each modality."""
-    if problems := list(_model_problems(model, parts)):
+    if problems := list(_model_problems(model, parts, norm_after)):
         raise JobError(problem.below("model.fusion") for problem in problems)
 
 
-def _model_problems(model: Model, parts: Collection[str]) -> Iterator[Problem]:
+def _model_problems(model: Model, parts: Collection[str], norm_after: bool) -> Iterator[Problem]:
     """Yields problems; only the first of equal layers."""
     from forge_plugin_transformer.modules.block import Block
 
@@ -58,14 +60,16 @@ def _model_problems(model: Model, parts: Collection[str]) -> Iterator[Problem]:
             hint = 'take model.language.type = "transformer", or another fusion'
             yield Problem("", f"{message} forge-plugin-transformer, whose parts could be untied; {hint}")
             return
-        if problem := next(_layer_problems(layer, parts), None):
+        if problem := next(_layer_problems(layer, parts, norm_after), None):
             yield problem
             return
 
 
-def _layer_problems(layer: Any, parts: Collection[str]) -> Iterator[Problem]:
+def _layer_problems(layer: Any, parts: Collection[str], norm_after: bool) -> Iterator[Problem]:
     from forge_plugin_transformer.modules.attention import GroupedAttention
 
+    if norm_after and [*layer.attention_post_norm.parameters(), *layer.ffn_post_norm.parameters()]:
+        yield _norms_after()
     attention, ffn = layer.attention, layer.ffn
     others = [key for key, _ in attention.named_children() if key not in ATTENTION]
     if "attention" in parts and (others or not isinstance(attention, GroupedAttention)):
@@ -77,6 +81,11 @@ def _layer_problems(layer: Any, parts: Collection[str]) -> Iterator[Problem]:
 def _predictions() -> Problem:
     message = "model.language.mtp predicts further tokens by weights for text only"
     return Problem("", f'{message}; leave that table out, or take type = "joint"')
+
+
+def _norms_after() -> Problem:
+    message = '"after" moves the norms before the parts of a layer, and the language model has others after them'
+    return Problem("norm", f'{message}; take norm = "before", or model.language.norm_placement = "pre"')
 
 
 def _attention(kind: str) -> Problem:

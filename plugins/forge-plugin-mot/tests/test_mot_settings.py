@@ -8,6 +8,7 @@ from typing import Any
 
 import attrs
 import pytest
+import torch
 from attrs import frozen
 
 from forge_core.contracts.components import ModelComponent
@@ -15,15 +16,22 @@ from forge_core.contracts.errors import JobError
 from forge_plugin_mla import MultiHeadLatentAttention
 from forge_plugin_moe import MoE
 from forge_plugin_mot import MixtureOfTransformers
-from forge_plugin_transformer import GELU, LayerNorm, MultiTokenPrediction, Transformer
+from forge_plugin_transformer import GELU, GroupedQueryAttention, LayerNorm, MultiTokenPrediction, Transformer
 from forge_testing import TinyModel, job_problems
 
 MLA = MultiHeadLatentAttention(heads=4, kv_lora_rank=6, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5)
+ALL_HEADS = GroupedQueryAttention(heads=4, kv_heads=2, qk_norm="all")
+AFTER = MixtureOfTransformers(norm="after")
 EXPERTS = MoE(experts=2, hidden=8)
 UNFIT = {
     "mtp": (MixtureOfTransformers(), {"mtp": MultiTokenPrediction()}, "model.fusion: model.language.mtp predicts"),
     "mla": (MixtureOfTransformers(), {"attention": MLA}, "model.fusion.untie: MultiHeadLatentAttention, the attention"),
     "moe": (MixtureOfTransformers(), {"ffn": EXPERTS}, "model.fusion.untie: the router of MoE would count"),
+    "norms": (
+        AFTER,
+        {"norm_placement": "both"},
+        'model.fusion.norm: "after" moves the norms before the parts of a layer',
+    ),
     "twice": (MixtureOfTransformers(untie=("ffn", "ffn")), {}, "model.fusion.untie: ['ffn', 'ffn'] names one twice"),
 }
 
@@ -58,6 +66,12 @@ UNFIT_WHEN_BUILT = {
 }
 
 
+def test_norms_that_a_component_of_ones_own_has_after_parts_are_not_moved(bare: Callable[..., Any]) -> None:
+    language = Transformer(vocab_size=32, dim=16, norm_placement="post")
+    with pytest.raises(JobError, match=r'model.fusion.norm: "after" moves the norms before'):
+        bare(AFTER, Wrapped(inner=language))
+
+
 @pytest.mark.parametrize("name", UNFIT_WHEN_BUILT)
 def test_what_a_component_of_ones_own_builds_is_refused(name: str, bare: Callable[..., Any]) -> None:
     language, message = UNFIT_WHEN_BUILT[name]
@@ -66,6 +80,7 @@ def test_what_a_component_of_ones_own_builds_is_refused(name: str, bare: Callabl
 
 
 FIT = {
+    "blocks": (MixtureOfTransformers(), {"attention": ALL_HEADS, "norm_placement": "both", "residual": "parallel"}),
     "mla": (MixtureOfTransformers(untie=("ffn", "norm")), {"attention": MLA}),
     "moe": (MixtureOfTransformers(untie=("attention", "norm")), {"ffn": EXPERTS}),
     "others": (MixtureOfTransformers(), {"ffn": GELU(bias=True), "norm": LayerNorm(), "tie_embeddings": True}),
@@ -78,3 +93,16 @@ def test_what_is_shared_may_be_anything(name: str, bare: Callable[..., Any], lan
     model = bare(fusion, attrs.evolve(language, **changes))
     model(batch).sum().backward()
     assert all(p.grad is not None for name, p in model.named_parameters() if "modalities" in name)
+
+
+def test_norms_of_each_modality_stand_where_the_language_model_has_them(
+    make_model: Callable[..., Any], language: Any, batch: Any
+) -> None:
+    moved, own = make_model(AFTER), make_model(language=attrs.evolve(language, norm_placement="post"))
+    state = {
+        re.sub(r"^(layers\.\d+\.(attention|ffn))_norm", r"\1_post_norm", name): tensor
+        for name, tensor in moved.state_dict().items()
+    }
+    assert own.state_dict().keys() == state.keys()
+    own.load_state_dict(state)
+    assert torch.equal(own(batch), moved(batch))

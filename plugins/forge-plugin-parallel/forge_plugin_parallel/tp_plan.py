@@ -39,6 +39,7 @@ def plan_problems(model: Model, ranks: int) -> Iterator[Problem]:
     ways = {name: way for name, way in named.items() if isinstance(way, Way)}
     if unknown := {way if isinstance(way, str) else repr(way) for way in named.values() if not isinstance(way, Way)}:
         yield Problem("", f"the plan of {kind} has {', '.join(sorted(unknown))}; there are {', '.join(WAYS)}")
+    yield from _method_problems(model, ways)
     problems: dict[str, Problem] = {}
     for name, parameter in model.named_parameters():
         module, _, key = name.rpartition(".")
@@ -54,6 +55,18 @@ def plan_problems(model: Model, ranks: int) -> Iterator[Problem]:
             problems.setdefault(NUMBER.sub("*", name), Problem("degree", message))
     yield from problems.values()
     yield from _pair_problems(kind, ways)
+
+
+def _method_problems(model: Model, ways: Mapping[str, Way]) -> Iterator[Problem]:
+    """Yields modules without the method that their way extends; one problem for names alike."""
+    problems: dict[str, Problem] = {}
+    for name, way in ways.items():
+        module = model.get_submodule(name)
+        if way.method and not hasattr(module, way.method):
+            message = f"the plan of {type(model).__name__} has {way.name} for {name!r}, and {type(module).__name__} has"
+            hint = f"no {way.method}, which that way needs; give it one, or take another way"
+            problems.setdefault(NUMBER.sub("*", name), Problem("", f"{message} {hint}"))
+    yield from problems.values()
 
 
 def _pair_problems(kind: str, ways: Mapping[str, Way]) -> Iterator[Problem]:

@@ -138,6 +138,15 @@ class PartialOutputModule(SplitModule):
         return self.tp_ranks.leave_partial(super(SplitModule, self).forward(*args, **kwargs))
 
 
+class SplitFeaturesModule(SplitModule):
+    """Computes with some of the features of its input; what its `sum_features` returns is summed over the ranks."""
+
+    def sum_features(self, x: Tensor) -> Tensor:
+        own = super().sum_features(x)  # type: ignore[misc]
+        # Each rank goes on with features of its own: the sum's gradients differ by rank, and are summed, too.
+        return fan_out(all_reduce(own, self.tp_ranks.group), self.tp_ranks.group)
+
+
 NEVER, ALWAYS, AT_REST = "never", "always", "with sequence parallel"
 
 
@@ -169,6 +178,8 @@ class Way:
     """Whether its module is the head with some rows of the vocabulary on each rank."""
     needs_parameters: bool = field(default=True, kw_only=True)
     """Whether a module without parameters is left as it is."""
+    method: str = field(default="", kw_only=True)
+    """Method that its module must have, as the mixin extends it; empty: none but `forward`."""
 
 
 WAYS: Mapping[str, Way] = {
@@ -185,6 +196,7 @@ WAYS: Mapping[str, Way] = {
         Way("partial", partial=ALWAYS),  # it computes a part of a sum that a module around it makes
         Way("whole_input", WholeInputModule, holder=True, needs_parameters=False),
         Way("partial_output", PartialOutputModule, needs_parameters=False),
+        Way("split_features", SplitFeaturesModule, split={"weight": 0}, inside=True, method="sum_features"),
     )
 }
 """Ways by name.
@@ -195,6 +207,8 @@ partial_output: sums its output over the ranks. whole_input: a module around suc
 with all positions. vocab_embedding, vocab_head: rows, one per id. sequence: whole weights, on some positions (a norm
 between such pairs). replicate: whole weights, on split features (a norm of each head).
 partial: whole weights, of whose use each rank computes a part (an encoder of some of the images, in `partial_output`).
+split_features: a weight for each feature, on split features; the module's `sum_features(x)`, its sum over the last
+dimension, becomes that over the features of all ranks (a norm of all heads together).
 """
 
 

@@ -242,7 +242,8 @@ class TestWhatIsRefused:
         found = job_problems(job(tmp_path, TP2, model=BadlyPlannedModel()), 2)
         assert found == [
             "parallel.tp: the plan of SplittableNetwork has diagonal; there are column, row, partial_row, "
-            "column_stack, vocab_embedding, vocab_head, sequence, replicate, partial, whole_input, partial_output",
+            "column_stack, vocab_embedding, vocab_head, sequence, replicate, partial, whole_input, partial_output, "
+            "split_features",
             "parallel.tp: the plan of SplittableNetwork does not name 'layers.0.pair.up', which has parameters",
             "parallel.tp: the plan of SplittableNetwork does not name 'layers.0.pair.down', which has parameters",
             "parallel.tp: the plan of SplittableNetwork does not name 'norm', which has parameters",

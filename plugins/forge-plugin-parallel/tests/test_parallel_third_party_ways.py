@@ -60,6 +60,12 @@ class Twice(ScaledNetwork):
     way = Way("at_rest", partial="with sequence parallel")
 
 
+class Unsummed(ScaledNetwork):
+    """Its way sums what the module does not compute."""
+
+    way = "split_features"
+
+
 @frozen(kw_only=True)
 class Scaled(SplittableModel):
     network: str = "ScaledNetwork"
@@ -100,4 +106,11 @@ def test_it_is_checked_like_the_ways_of_the_stage(tmp_path):
     assert problems(tmp_path, "Twice") == [
         "parallel.tp: the plan of Twice has at_rest for 'layers.0.pair.scale', inside 'layers.0.pair', which has all "
         "positions; take replicate"
+    ]
+
+
+def test_a_way_is_refused_for_a_module_without_the_method_that_it_extends(tmp_path):
+    assert problems(tmp_path, "Unsummed") == [
+        "parallel.tp: the plan of Unsummed has split_features for 'layers.0.pair.scale', and Scale has no "
+        "sum_features, which that way needs; give it one, or take another way"
     ]

@@ -1,11 +1,20 @@
 """Decoder-only transformers with attention, feed-forward, norm and position encoding as components."""
 
 from forge_plugin_transformer.kinds import AttentionComponent, FFNComponent, InitStd, NormComponent, RopeComponent
-from forge_plugin_transformer.layer_parts import GELU, GroupedQueryAttention, LayerNorm, RMSNorm, SwiGLU, default_hidden
+from forge_plugin_transformer.layer_parts import (
+    GEGLU,
+    GELU,
+    GroupedQueryAttention,
+    LayerNorm,
+    RMSNorm,
+    SwiGLU,
+    default_hidden,
+)
 from forge_plugin_transformer.rope import LinearRope, Llama3Rope, PlainRope, YarnRope
 from forge_plugin_transformer.transformer import MultiTokenPrediction, Transformer
 
 __all__ = [
+    "GEGLU",
     "GELU",
     "AttentionComponent",
     "FFNComponent",

@@ -1,4 +1,4 @@
-"""The components `gqa`, `swiglu`, `gelu`, `rmsnorm` and `layernorm`, of which layers are made."""
+"""The components `gqa`, `swiglu`, `geglu`, `gelu`, `rmsnorm` and `layernorm`, of which layers are made."""
 
 from __future__ import annotations
 
@@ -34,10 +34,13 @@ class GroupedQueryAttention(AttentionComponent):
     """Width of a head, even; 0: `dim / heads`."""
     rope: RopeComponent = default_type("forge-plugin-transformer/plain")
     """`[model.attention.rope]`: position encoding, and how it is stretched to longer sequences."""
-    qk_norm: bool = False
-    """Whether queries and keys are RMS-normalised per head before the position encoding, with a learned gain."""
+    qk_norm: bool | Literal["head", "all"] = False
+    """Whether queries and keys are RMS-normalised before the position encoding, with a learned gain. head or true: each
+    head by itself (Qwen3). all: the features of all heads together (OLMo 2)."""
     qk_norm_eps: float = field(default=1e-6, validator=gt(0), metadata=when_resumed("flag"))
     """Added to the mean square in that normalisation."""
+    qk_norm_offset: Literal[0, 1] = 0
+    """Added to the learned gain of that normalisation, as `offset` of `rmsnorm`; 1 in Gemma 3."""
     bias: bool = False
     """Whether the four projections have biases."""
     output_bias: bool = True
@@ -58,6 +61,10 @@ class GroupedQueryAttention(AttentionComponent):
             yield Problem("kv_heads", f"{kv_heads} does not divide by the tensor-parallel degree {layout.tp}")
         if self.head_dim % 2:
             yield Problem("head_dim", f"{self.head_dim} is odd; the position encoding pairs dimensions")
+        if self.qk_norm_offset and not self.qk_norm:
+            yield Problem(
+                "qk_norm_offset", f"{self.qk_norm_offset} has no effect without qk_norm; set that, or leave it out"
+            )
         yield from kernel_problems(self.backend, self.documents, job)
 
     def width_problems(self, dim: int) -> Iterable[Problem]:
@@ -73,21 +80,33 @@ class GroupedQueryAttention(AttentionComponent):
         from forge_plugin_transformer.modules import attention
         from forge_plugin_transformer.modules.attention_core import AttentionCore
 
-        head_dim = self.head_dim or dim // self.heads
+        head_dim, kv_heads = self.head_dim or dim // self.heads, self.kv_heads or self.heads
         kernel = choose_backend(self.backend, context, head_dim)
         documents = choose_documents(self.documents, kernel.kernel, context, head_dim)
         return attention.GroupedAttention(
             dim,
             heads=self.heads,
-            kv_heads=self.kv_heads or self.heads,
+            kv_heads=kv_heads,
             head_dim=head_dim,
             rotary=context.at("rope").build(self.rope, head_dim=head_dim),
             core=AttentionCore(kernel, documents),
-            qk_norm_eps=self.qk_norm_eps if self.qk_norm else None,
+            q_norm=self._norm(self.heads, head_dim),
+            k_norm=self._norm(kv_heads, head_dim),
+            norm_all_heads=self.qk_norm == "all",
             bias=self.bias,
             output_bias=self.bias and self.output_bias,
             init=init,
         )
+
+    def _norm(self, heads: int, head_dim: int) -> nn.Module | None:
+        from forge_plugin_transformer.modules import norms
+
+        if not self.qk_norm:
+            return None
+        eps, offset = self.qk_norm_eps, self.qk_norm_offset
+        if self.qk_norm == "all":
+            return norms.SplitRootMeanSquareNorm(heads * head_dim, eps=eps, offset=offset)
+        return norms.RootMeanSquareNorm(head_dim, eps=eps, offset=offset)
 
 
 ROUNDING = 256
@@ -115,6 +134,24 @@ def default_hidden(dim: int) -> int:
 
 
 @frozen(kw_only=True)
+class GEGLU(FFNComponent):
+    """down(gelu(gate(x)) * up(x)) (Shazeer 2020), as in Gemma."""
+
+    hidden: int = field(default=0, validator=ge(0))
+    """Width between the matrices; 0: 8/3 of `dim`, rounded up to a multiple of 256."""
+    bias: bool = False
+    """Whether the three matrices have biases."""
+    approximate: Literal["tanh", "none"] = "tanh"
+    """The activation by its tanh approximation (Gemma), or exactly."""
+
+    def build(self, context: BuildContext, dim: int, init: InitStd) -> nn.Module:
+        from forge_plugin_transformer.modules import feed_forward
+
+        hidden = self.hidden or default_hidden(dim)
+        return feed_forward.GELUGatedFeedForward(dim, hidden, bias=self.bias, approximate=self.approximate, init=init)
+
+
+@frozen(kw_only=True)
 class GELU(FFNComponent):
     """down(gelu(up(x))), as in GPT-2."""
 
@@ -138,11 +175,13 @@ class RMSNorm(NormComponent):
 
     eps: float = field(default=1e-5, validator=gt(0), metadata=when_resumed("flag"))
     """Added to the mean square."""
+    offset: Literal[0, 1] = 0
+    """Added to the learned gain, which starts at 1 - offset. With 1 (Gemma), weight decay draws the gain to one."""
 
     def build(self, context: BuildContext, dim: int) -> nn.Module:
         from forge_plugin_transformer.modules import norms
 
-        return norms.RootMeanSquareNorm(dim, eps=self.eps)
+        return norms.RootMeanSquareNorm(dim, eps=self.eps, offset=self.offset)
 
 
 @frozen(kw_only=True)

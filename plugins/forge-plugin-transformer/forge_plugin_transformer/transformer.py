@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, cast
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Literal, cast
 
 import attrs
 from attrs import define, field, frozen
@@ -26,8 +26,17 @@ if TYPE_CHECKING:
     from forge_core.contracts.layout import Layout
     from forge_core.contracts.model import Model
     from forge_core.job import Job
+    from forge_kit.modules import Embedding, LinearHead
     from forge_plugin_transformer.modules.block import Block
     from forge_plugin_transformer.modules.multi_token import PredictionBlock, Predictions
+
+
+NORMS: Mapping[str, Sequence[str]] = {
+    "pre": ("attention_norm", "ffn_norm"),
+    "post": ("attention_post_norm", "ffn_post_norm"),
+    "both": ("attention_norm", "attention_post_norm", "ffn_norm", "ffn_post_norm"),
+}
+"""Norms of a block by `norm_placement`."""
 
 
 def _weight(_instance: object, _attribute: object, value: float | SchedulerComponent) -> None:
@@ -83,7 +92,7 @@ class PredictionWeight(TrainingHook):
 
 @frozen(kw_only=True)
 class Transformer(ModelComponent):
-    """Decoder-only transformer with pre-normalised residual blocks, as Llama, Qwen and Mistral are."""
+    """Decoder-only transformer of residual blocks; by default normalised before each part, as Llama, Qwen, Mistral."""
 
     dim: int = field(default=256, validator=gt(0))
     """Width of the residual stream."""
@@ -96,7 +105,22 @@ class Transformer(ModelComponent):
     ffn: FFNComponent = default_type("forge-plugin-transformer/swiglu")
     """`[model.ffn]`: transforms each position separately."""
     norm: NormComponent = default_type("forge-plugin-transformer/rmsnorm")
-    """`[model.norm]`: before attention, before the feed-forward part, and before the head."""
+    """`[model.norm]`: of attention, of the feed-forward part, and before the head."""
+    norm_placement: Literal["pre", "post", "both"] = "pre"
+    """Where a block normalises attention and feed-forward part. pre: their input. post: their output, before it is
+    added to the residual stream (OLMo 2). both: each has a norm before and one after it (Gemma 2 and 3)."""
+    residual: Literal["sequential", "parallel"] = "sequential"
+    """Whether the feed-forward part of a block reads what attention has been added to, or, parallel, what attention
+    reads, so that both are added at once (GPT-NeoX, Pythia)."""
+    learned_positions: int = field(default=0, validator=ge(0))
+    """Rows of a table of position embeddings, added to those of tokens (GPT-2): the longest sequence. 0: there is
+    none. The position encoding of attention is another matter."""
+    embedding_scale: float = field(default=1.0, validator=gt(0), metadata=when_resumed("flag"))
+    """Factor on the embeddings of tokens, rounded to the compute dtype; the square root of `dim` in Gemma."""
+    logit_scale: float = field(default=1.0, validator=gt(0), metadata=when_resumed("flag"))
+    """Factor on the logits."""
+    logit_soft_cap: float = field(default=0.0, validator=ge(0), metadata=when_resumed("flag"))
+    """Bound c of the logits l, which become c tanh(l / c); 30 in Gemma 2. 0: they are unbounded."""
     tie_embeddings: bool = False
     """Whether the head is the embedding table, as one parameter."""
     init_std: float = field(default=0.02, validator=gt(0), metadata=when_resumed("safe"))
@@ -110,6 +134,9 @@ class Transformer(ModelComponent):
         if not self.vocab_size and job.data.tokenizer is None:
             message = "0 takes the tokenizer's size, but there is no [data.tokenizer]; add one or give the number"
             yield Problem("vocab_size", message)
+        if 0 < self.learned_positions < job.train.seq_len:
+            message = f"{self.learned_positions} are fewer than train.seq_len = {job.train.seq_len}"
+            yield Problem("learned_positions", f"{message}; raise it, or shorten the sequences")
         for problem in self.attention.width_problems(self.dim):
             yield problem.below("attention")
         if self.mtp is not None:
@@ -120,21 +147,38 @@ class Transformer(ModelComponent):
         return [PredictionWeight()] if scheduled else []
 
     def build(self, context: BuildContext) -> Model:
-        from forge_kit.modules import Embedding, LinearHead
+        from forge_plugin_transformer.modules.ends import PositionTable
         from forge_plugin_transformer.modules.model import TransformerModel
 
-        vocab_size = self._vocab_size(context)
+        vocab_size, rows = self._vocab_size(context), self.learned_positions
         model = TransformerModel(
-            embedding=Embedding(vocab_size, self.dim, dtype=context.dtype, std=self.init_std),
+            embedding=self._build_embedding(context, vocab_size),
+            positions=PositionTable(rows, self.dim, dtype=context.dtype, std=self.init_std) if rows else None,
             layers={str(number): self._build_layer(context, number) for number in range(self.layers)},
             norm=context.at("norm").build(self.norm, dim=self.dim),
-            head=LinearHead(self.dim, vocab_size, std=self.init_std),
+            head=self._build_head(vocab_size),
             tied=self.tie_embeddings,
             mtp=None if self.mtp is None else self._build_predictions(self.mtp, context),
         )
         return cast(
             "Model", model
         )  # its head is a subclass of the type that an assignable protocol member must have exactly
+
+    def _build_embedding(self, context: BuildContext, vocab_size: int) -> Embedding:
+        from forge_kit.modules import Embedding
+        from forge_plugin_transformer.modules.ends import ScaledEmbedding
+
+        if self.embedding_scale == 1:
+            return Embedding(vocab_size, self.dim, dtype=context.dtype, std=self.init_std)
+        return ScaledEmbedding(vocab_size, self.dim, scale=self.embedding_scale, dtype=context.dtype, std=self.init_std)
+
+    def _build_head(self, vocab_size: int) -> LinearHead:
+        from forge_kit.modules import LinearHead
+        from forge_plugin_transformer.modules.ends import BoundedHead
+
+        if self.logit_scale == 1 and not self.logit_soft_cap:  # losses have a faster way for this very class
+            return LinearHead(self.dim, vocab_size, std=self.init_std)
+        return BoundedHead(self.dim, vocab_size, scale=self.logit_scale, cap=self.logit_soft_cap, std=self.init_std)
 
     def _build_layer(self, context: BuildContext, number: int) -> Block:
         return self._build_block(context.at(f"layers.{number}", layer=number))
@@ -144,10 +188,10 @@ class Transformer(ModelComponent):
 
         init = InitStd(self.init_std, self.init_std / math.sqrt(2 * self.layers if self.depth_scaled_init else 1))
         return Block(
-            attention_norm=here.at("attention_norm").build(self.norm, dim=self.dim),
             attention=here.at("attention").build(self.attention, dim=self.dim, init=init),
-            ffn_norm=here.at("ffn_norm").build(self.norm, dim=self.dim),
             ffn=here.at("ffn").build(self.ffn, dim=self.dim, init=init),
+            parallel=self.residual == "parallel",
+            **{name: here.at(name).build(self.norm, dim=self.dim) for name in NORMS[self.norm_placement]},
         )
 
     def _build_predictions(self, component: MultiTokenPrediction, context: BuildContext) -> Predictions:

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from forge_plugin_transformer import GELU, GroupedQueryAttention, LayerNorm, MultiTokenPrediction, Transformer
+from forge_plugin_transformer import (
+    GEGLU,
+    GELU,
+    GroupedQueryAttention,
+    LayerNorm,
+    MultiTokenPrediction,
+    RMSNorm,
+    Transformer,
+)
 from forge_testing.distribution import check_distribution
 from forge_testing.suites import ModelSuite
 
@@ -33,3 +41,44 @@ class TestTransformerThatPredictsFurther(ModelSuite):
         mtp=MultiTokenPrediction(depth=2),
     )  # fmt: skip
     layouts = ()
+
+
+class TestTransformerLikeOlmo(ModelSuite):
+    """Norms after the parts; queries and keys are normalised over all heads, which tp divides."""
+
+    component = Transformer(
+        vocab_size=32, dim=16, layers=2, norm_placement="post",
+        attention=GroupedQueryAttention(heads=4, kv_heads=2, qk_norm="all"),
+    )  # fmt: skip
+    layouts = ("fsdp2", "tp2", "tp2_whole_sequences", "pp2", "cp2", "checkpointing2", "compiled")
+    loss_tolerance = 1e-10  # of gradient norms, which are large behind norms of small outputs; losses: 1e-14
+
+
+class TestTransformerLikeGemma(ModelSuite):
+    """Factors at both ends, one table for them, and bounded logits."""
+
+    component = Transformer(
+        vocab_size=32, dim=16, layers=2, norm_placement="both", norm=RMSNorm(offset=1), ffn=GEGLU(hidden=32),
+        embedding_scale=4.0, logit_scale=0.5, logit_soft_cap=3.0, tie_embeddings=True,
+        attention=GroupedQueryAttention(heads=4, kv_heads=2, qk_norm=True, qk_norm_offset=1),
+    )  # fmt: skip
+    layouts = ("fsdp2", "tp2", "tp2_whole_sequences", "pp2", "compiled")
+
+
+class TestTransformerLikeGPT(ModelSuite):
+    """Learned positions, and both parts of a block at once."""
+
+    component = Transformer(
+        vocab_size=32, dim=16, layers=2, residual="parallel", learned_positions=64, norm=LayerNorm(),
+        ffn=GELU(bias=True), attention=GroupedQueryAttention(heads=4, bias=True),
+    )  # fmt: skip
+    layouts = ("fsdp2", "tp2", "tp2_whole_sequences", "pp2", "cp2", "compiled")
+
+
+class TestTransformerWithEveryOptionThatPredictsFurther(ModelSuite):
+    component = Transformer(
+        vocab_size=32, dim=16, layers=2, norm_placement="both", residual="parallel", learned_positions=64,
+        embedding_scale=4.0, logit_soft_cap=3.0, mtp=MultiTokenPrediction(),
+        attention=GroupedQueryAttention(heads=4, kv_heads=2, qk_norm="all", qk_norm_offset=1),
+    )  # fmt: skip
+    layouts = ("tp2", "pp2")

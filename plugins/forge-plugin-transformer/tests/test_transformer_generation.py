@@ -9,14 +9,20 @@ import pytest
 import torch
 from torch import Tensor
 
+from forge_core.contracts.errors import ForgeError
 from forge_plugin_transformer import GroupedQueryAttention, YarnRope
 from forge_plugin_transformer.modules.attention import KVCache
 
 MakeModel = Callable[..., Any]
 
 
-@pytest.fixture(params=["gemm", "flash", "qk_norm and yarn"])
+@pytest.fixture(params=["gemm", "flash", "qk_norm and yarn", "post-norms", "learned positions"])
 def model(request: pytest.FixtureRequest, make_model: MakeModel) -> Any:
+    attention = GroupedQueryAttention(heads=4, kv_heads=2, qk_norm="all")
+    if request.param == "post-norms":
+        return make_model(attention=attention, norm_placement="both").eval().requires_grad_(False)
+    if request.param == "learned positions":
+        return make_model(learned_positions=20, residual="parallel").eval().requires_grad_(False)
     stretched = {"qk_norm": True, "rope": YarnRope(factor=4.0, original_max_position_embeddings=8)}
     keys = {"backend": request.param} if request.param in ("gemm", "flash") else stretched
     return make_model(attention=GroupedQueryAttention(heads=4, kv_heads=2, **keys)).eval().requires_grad_(False)
@@ -79,3 +85,8 @@ def test_bf16_caches_in_bf16(make_model: MakeModel, ids: Tensor) -> None:
 def test_a_full_cache_says_so(model: Any, ids: Tensor) -> None:
     with pytest.raises(ValueError, match="holds 15 positions; 10 are used, 6 more do not fit"):
         decode(model, ids, torch.arange(16).expand(2, -1), [10, 6], length=15)
+
+
+def test_more_positions_than_the_table_has_are_refused(make_model: MakeModel) -> None:
+    with pytest.raises(ForgeError, match=r"21 positions .* more than model.learned_positions = 20; generate fewer"):
+        make_model(learned_positions=20).new_cache(2, 21)

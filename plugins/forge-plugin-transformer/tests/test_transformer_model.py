@@ -93,12 +93,72 @@ def test_recomputed_blocks_give_the_same_gradients(make_model: MakeModel, ids: T
     assert all(g is None or torch.equal(g, h) for g, h in zip(*gradients, strict=True))
 
 
-def test_a_compiled_block_has_no_graph_break(make_model: MakeModel, ids: Tensor) -> None:
-    model, batch = make_model(), {"input_ids": ids}
+@pytest.mark.parametrize("keys", [{}, {"norm_placement": "both", "residual": "parallel"}])
+def test_a_compiled_block_has_no_graph_break(make_model: MakeModel, ids: Tensor, keys: dict[str, str]) -> None:
+    model, batch = make_model(**keys), {"input_ids": ids}
     expected = model(batch)
     for layer in model.layers.values():
         layer.compile(backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(model(batch), expected)
+
+
+# --- how a block combines its parts ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("placement", ["pre", "post", "both"])
+@pytest.mark.parametrize("residual", ["sequential", "parallel"])
+def test_norms_stand_before_and_after_parts(make_model: MakeModel, ids: Tensor, placement: str, residual: str) -> None:
+    model = make_model(norm_placement=placement, residual=residual)
+    block, x = model.layers["1"], model.embed({"input_ids": ids})[0]
+    for parameter in block.parameters():
+        if parameter.ndim == 1:
+            parameter.data.uniform_(0.5, 1.5)
+    before, after = placement in ("pre", "both"), placement in ("post", "both")
+    norms = {name for name, child in block.named_children() if name.endswith("norm") and [*child.parameters()]}
+    assert norms == {
+        *(["attention_norm", "ffn_norm"] if before else []),
+        *(["attention_post_norm", "ffn_post_norm"] if after else []),
+    }
+
+    def update(name: str, x: Tensor) -> Tensor:
+        x = getattr(block, f"{name}_norm")(x) if before else x
+        x = getattr(block, name)(x, {})
+        return getattr(block, f"{name}_post_norm")(x) if after else x
+
+    middle = x + update("attention", x)
+    expected = middle + update("ffn", x if residual == "parallel" else middle)
+    torch.testing.assert_close(block((x,), {})[0], expected)
+
+
+def test_norm_of_all_heads_is_over_the_whole_projection(make_model: MakeModel, ids: Tensor) -> None:
+    model = make_model(attention=GroupedQueryAttention(heads=4, kv_heads=2, qk_norm="all", qk_norm_eps=1e-3))
+    attention = model.layers["0"].attention
+    attention.q_norm.weight.data.uniform_(0.5, 1.5)
+    x = torch.randn(2, 16, 32)
+    q, k, _ = attention.project(x, {})
+    plain = x @ attention.q.weight.mT
+    expected = plain / (plain.square().mean(-1, keepdim=True) + 1e-3).sqrt() * attention.q_norm.weight
+    torch.testing.assert_close(q.flatten(2), expected)
+    assert (q.shape, k.shape) == ((2, 16, 4, 8), (2, 16, 2, 8))
+    assert (attention.q_norm.weight.shape, attention.k_norm.weight.shape) == ((32,), (16,))
+
+
+def test_learned_positions_are_added_to_embeddings(make_model: MakeModel, ids: Tensor) -> None:
+    model = make_model(learned_positions=16)
+    positions = torch.arange(16).flip(0).expand(2, -1)
+    for batch, numbers in (({}, torch.arange(16)), ({"positions": positions}, positions)):
+        (x,) = model.embed({"input_ids": ids, **batch})
+        torch.testing.assert_close(x, model.embedding.weight[ids] + model.positions.weight[numbers])
+    assert model.parameter_roles()["positions.weight"] == "embedding"
+    assert model.fsdp_units()[0] == ["embedding", "positions"]
+
+
+@pytest.mark.parametrize("cap", [0.0, 2.0])
+def test_logits_are_scaled_and_then_bounded(make_model: MakeModel, ids: Tensor, cap: float) -> None:
+    model = make_model(logit_scale=0.3, logit_soft_cap=cap)
+    hidden = model({"input_ids": ids})
+    plain = 0.3 * hidden @ model.head.weight.mT
+    torch.testing.assert_close(model.head.logits(hidden), cap * torch.tanh(plain / cap) if cap else plain)
 
 
 # --- how it starts -------------------------------------------------------------------------------------------------

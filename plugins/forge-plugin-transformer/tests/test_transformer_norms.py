@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import functional as F
+from transformers import Gemma3TextConfig
+from transformers.models.gemma3.modeling_gemma3 import Gemma3MLP, Gemma3RMSNorm, Gemma3TextScaledWordEmbedding
 
-from forge_plugin_transformer import GELU, InitStd, LayerNorm, RMSNorm, SwiGLU
+from forge_plugin_transformer import GEGLU, GELU, InitStd, LayerNorm, RMSNorm, SwiGLU
+from forge_plugin_transformer.modules.ends import ScaledEmbedding
 
 INIT = InitStd(0.3, 0.1)
 
@@ -79,3 +82,49 @@ def test_hidden_width_of_swiglu_follows_dim(make_part: Callable[..., Any], dim: 
     with torch.device("meta"):
         module = SwiGLU().build(None, dim=dim, init=INIT)
     assert module.up.out_features == hidden
+
+
+# --- of Gemma --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rms_norm_with_an_offset_equals_gemmas(make_part: Callable[..., Any], dtype: torch.dtype) -> None:
+    norm, reference = make_part(RMSNorm(eps=1e-6, offset=1), dim=64), Gemma3RMSNorm(64)
+    assert torch.equal(norm.weight, reference.weight)
+    weight = torch.randn(64, generator=torch.Generator().manual_seed(2)).to(dtype)
+    norm.weight.data.copy_(weight)
+    reference.weight.data = weight
+    x = torch.randn(16, 64, generator=torch.Generator().manual_seed(3)).to(dtype)
+    digits = {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 2**-8, "atol": 0.0}
+    torch.testing.assert_close(norm(x), reference(x), **digits)
+
+
+def test_gradients_of_rms_norm_with_an_offset_equal_numerical_ones(make_part: Callable[..., Any]) -> None:
+    norm = randomise(make_part(RMSNorm(offset=1), dim=6, dtype=torch.float64))
+    x = torch.randn(3, 2, 6, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x, _: norm(x), (x, norm.weight))
+
+
+def test_geglu_equals_gemmas(make_part: Callable[..., Any]) -> None:
+    config = Gemma3TextConfig(hidden_size=16, intermediate_size=20, hidden_activation="gelu_pytorch_tanh")
+    ffn, reference = randomise(make_part(GEGLU(hidden=20), dim=16, init=INIT)), Gemma3MLP(config)
+    reference.load_state_dict({name.replace(".", "_proj."): tensor for name, tensor in ffn.state_dict().items()})
+    x = torch.randn(2, 3, 16)
+    torch.testing.assert_close(ffn(x, {}), reference(x))
+
+
+def test_geglu_may_be_exact(make_part: Callable[..., Any]) -> None:
+    ffn = randomise(make_part(GEGLU(hidden=20, approximate="none", bias=True), dim=12, init=INIT, dtype=torch.float64))
+    x = torch.randn(2, 3, 12, dtype=torch.float64)
+    gate, up = (F.linear(x, part.weight, part.bias) for part in (ffn.gate, ffn.up))
+    normal = torch.distributions.Normal(torch.zeros((), dtype=torch.float64), 1)
+    torch.testing.assert_close(ffn(x, {}), F.linear(gate * normal.cdf(gate) * up, ffn.down.weight, ffn.down.bias))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_scaled_embedding_equals_gemmas_to_the_bit(dtype: torch.dtype) -> None:
+    embedding = ScaledEmbedding(11, 48, scale=48**0.5, dtype=dtype, std=1.0)
+    reference = Gemma3TextScaledWordEmbedding(11, 48, None, 48**0.5).to(dtype)
+    reference.embed_scale = torch.tensor(48**0.5)
+    embedding.weight.data.copy_(reference.weight)
+    assert torch.equal(embedding(torch.arange(11)), reference(torch.arange(11)))

@@ -13,7 +13,15 @@ import pytest
 import torch
 
 from forge_core import Job, JobError, load_job
-from forge_plugin_transformer import GroupedQueryAttention, Llama3Rope, RMSNorm, SwiGLU, Transformer, document_backends
+from forge_plugin_transformer import (
+    GEGLU,
+    GroupedQueryAttention,
+    Llama3Rope,
+    RMSNorm,
+    SwiGLU,
+    Transformer,
+    document_backends,
+)
 from forge_plugin_transformer.attention_backends import Measurement, Table, committed_table
 from forge_plugin_transformer.document_backends import DocumentMeasurement, DocumentTable
 
@@ -64,6 +72,33 @@ def test_nested_tables(load_model: LoadModel) -> None:
     assert model.attention == GroupedQueryAttention(heads=4, kv_heads=2, rope=Llama3Rope(theta=5e5))
 
 
+def test_blocks_of_published_models(load_model: LoadModel) -> None:
+    model = load_model(
+        """
+        vocab_size = 32
+        norm_placement = "both"
+        residual = "parallel"
+        learned_positions = 16
+        embedding_scale = 16.0
+        logit_scale = 0.5
+        logit_soft_cap = 30.0
+        [model.attention]
+        qk_norm = "all"
+        qk_norm_offset = 1
+        [model.norm]
+        type = "rmsnorm"
+        offset = 1
+        [model.ffn]
+        type = "geglu"
+        approximate = "none"
+        """
+    )
+    assert (model.norm_placement, model.residual, model.learned_positions) == ("both", "parallel", 16)
+    assert (model.embedding_scale, model.logit_scale, model.logit_soft_cap) == (16.0, 0.5, 30.0)
+    assert (model.attention.qk_norm, model.attention.qk_norm_offset) == ("all", 1)
+    assert (model.norm, model.ffn) == (RMSNorm(offset=1), GEGLU(approximate="none"))
+
+
 @pytest.mark.parametrize(
     ("toml", "message"),
     [
@@ -72,6 +107,19 @@ def test_nested_tables(load_model: LoadModel) -> None:
         ("vocab_size = 8\ndim = 24", "model.attention.heads: dim / heads = 24 / 8 = 3 is odd"),
         ("vocab_size = 8\nattention.kv_heads = 3", "model.attention.kv_heads: 3 does not divide heads, which is 8"),
         ("vocab_size = 8\nattention.head_dim = 7", "model.attention.head_dim: 7 is odd"),
+        (
+            "vocab_size = 8\nattention.qk_norm_offset = 1",
+            "model.attention.qk_norm_offset: 1 has no effect without qk_norm; set that, or leave it out",
+        ),
+        (
+            "vocab_size = 8\nlearned_positions = 15",
+            "model.learned_positions: 15 are fewer than train.seq_len = 16; raise it, or shorten the sequences",
+        ),
+        (
+            'vocab_size = 8\nattention.qk_norm = "every"',
+            "model.attention.qk_norm: expected bool or one of 'head', 'all', got str 'every'",
+        ),
+        ("vocab_size = 8\nnorm.offset = 2", "model.norm.offset: expected one of 0, 1, got int 2"),
         (
             'vocab_size = 8\nattention.documents = "varlen"',
             "model.attention.documents: varlen does not go with the kernel torch on cpu in",

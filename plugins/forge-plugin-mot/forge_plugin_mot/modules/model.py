@@ -18,6 +18,7 @@ from forge_plugin_mot.modules.untied import (
     copies,
     overlaid,
 )
+from forge_plugin_transformer.modules.block import PARTS as BLOCK
 from forge_plugin_vision.modules.grafting import VisionLanguageModel, derived
 
 if TYPE_CHECKING:
@@ -114,16 +115,21 @@ def untie(model: Any, twins: Mapping[str, Any], parts: Collection[str], *, norm_
     for name, layer in model.layers.items():
         _mix(layer, UntiedBlock)
         layer.norm_after = norm_after
-        for part in _part_names(parts):
+        for part in _part_names(layer, parts):
             _untie_part(layer, part, {modality: getattr(twin.layers[name], part) for modality, twin in twins.items()})
     if "norm" in parts:
         model.norm.modalities = nn.ModuleDict({modality: twin.norm for modality, twin in twins.items()})
     return model
 
 
-def _part_names(parts: Iterable[str]) -> Iterator[str]:
+def _part_names(layer: nn.Module, parts: Iterable[str]) -> Iterator[str]:
+    """Yields the parts of a layer by name, all of its norms for `norm`."""
     for part in parts:
-        yield from ("attention_norm", "ffn_norm") if part == "norm" else (part,)
+        if part != "norm":
+            yield part
+            continue
+        norms = (name for name in BLOCK if name.endswith("norm"))
+        yield from (name for name in norms if next(getattr(layer, name).parameters(), None) is not None)
 
 
 def _untie_part(layer: nn.Module, name: str, others: Mapping[str, nn.Module]) -> None:

@@ -14,7 +14,6 @@ from forge_plugin_mot.modules.routing import Route, route_in, tokens_of
 
 if TYPE_CHECKING:
     from forge_core.contracts.data import Batch
-    from forge_core.contracts.model import Carry
 
 MODALITIES = "modalities"
 """Name of a part's child with the parts of other modalities."""
@@ -42,21 +41,19 @@ def overlaid(part: nn.Module, x: Tensor, own: Tensor, batch: Batch) -> Tensor:
 
 
 class UntiedBlock(nn.Module):
-    """Mixin of a layer (`Block`): the norm of each position's modality, before or after each part."""
+    """Mixin of a layer (`Block`): the norms of each position's modality, all after their parts if `norm_after`."""
 
     norm_after: bool
 
-    def forward(self, carry: Carry, batch: Batch, cache: Any = None) -> Carry:
-        (x,) = carry
-        x = x + self._update("attention", x, batch, cache)
-        return (x + self._update("ffn", x, batch),)
-
-    def _update(self, name: str, x: Tensor, batch: Batch, *cache: Any) -> Tensor:
-        part, norm = getattr(self, name), getattr(self, f"{name}_norm")
+    def update(self, name: str, x: Tensor, batch: Batch, *cache: Any) -> Tensor:
         if not self.norm_after:
-            x = overlaid(norm, x, norm(x), batch)
-        x = part(x, batch, *cache)
-        return overlaid(norm, x, norm(x), batch) if self.norm_after else x
+            updated: Tensor = super().update(name, x, batch, *cache)  # type: ignore[misc]
+            return updated
+        return self.normalise(f"{name}_norm", getattr(self, name)(x, batch, *cache), batch)
+
+    def normalise(self, name: str, x: Tensor, batch: Batch) -> Tensor:
+        norm = getattr(self, name)
+        return overlaid(norm, x, norm(x), batch)
 
 
 class Merge(nn.Module):

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from forge_kit.modules import Linear
 from forge_plugin_transformer.modules.attention_core import AttentionCore, torch_attention
 from forge_plugin_transformer.modules.cache import Cache
-from forge_plugin_transformer.modules.norms import RootMeanSquareNorm
 from forge_plugin_transformer.modules.rotary import rotate, tables, with_tables
 from forge_plugin_transformer.modules.spans import attend_in_spans, see_spans, with_span_mask
 
@@ -49,21 +48,36 @@ class GroupedAttention(nn.Module):
         head_dim: int,
         rotary: nn.Module,
         core: AttentionCore,
-        qk_norm_eps: float | None,
+        q_norm: nn.Module | None,
+        k_norm: nn.Module | None,
+        norm_all_heads: bool,
         bias: bool,
         output_bias: bool,
         init: InitStd,
     ) -> None:
+        """Set up the layer.
+
+        Args:
+            dim: D.
+            heads: H.
+            kv_heads: K.
+            head_dim: E.
+            rotary: position encoding.
+            core: what mixes positions.
+            q_norm: norm of queries, over E features or all H x E; None: there is none.
+            k_norm: that of keys, over E or K x E.
+            norm_all_heads: whether both norms are over the features of all heads.
+            bias: whether q, k and v have biases.
+            output_bias: whether o has one.
+            init: deviations of matrices.
+        """
         super().__init__()
-        self.head_dim = head_dim
+        self.head_dim, self.norm_all_heads = head_dim, norm_all_heads
         self.q = Linear(dim, heads * head_dim, bias=bias, std=init.inner)
         self.k = Linear(dim, kv_heads * head_dim, bias=bias, std=init.inner)
         self.v = Linear(dim, kv_heads * head_dim, bias=bias, std=init.inner)
         self.o = Linear(heads * head_dim, dim, bias=output_bias, std=init.residual)
-        self.q_norm, self.k_norm = (
-            RootMeanSquareNorm(head_dim, eps=qk_norm_eps) if qk_norm_eps is not None else nn.Identity()
-            for _ in range(2)
-        )
+        self.q_norm, self.k_norm = q_norm or nn.Identity(), k_norm or nn.Identity()
         self.rotary = rotary
         self.core = core
 
@@ -87,8 +101,8 @@ class GroupedAttention(nn.Module):
 
         With `output`, all that this layer learns: a derived class may compute both from other weights by position.
         """
-        q, k, v = (self._heads(projection(x)) for projection in (self.q, self.k, self.v))
-        return self.q_norm(q), self.k_norm(k), v
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        return self._normed_heads(self.q_norm, q), self._normed_heads(self.k_norm, k), self._heads(v)
 
     def output(self, mixed: Tensor, batch: Batch) -> Tensor:
         """The mixed values of all heads (B, S, H x E) -> (B, S, D)."""
@@ -100,6 +114,9 @@ class GroupedAttention(nn.Module):
         turns = tables(self.rotary, q.shape[1], {**batch, "positions": positions})
         keys, values, mask = cache.extend(rotate(k, *turns), v, positions)
         return torch_attention(rotate(q, *turns), keys, values, see_spans(mask, batch))
+
+    def _normed_heads(self, norm: nn.Module, x: Tensor) -> Tensor:
+        return self._heads(norm(x)) if self.norm_all_heads else norm(self._heads(x))
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.head_dim))
@@ -114,8 +131,8 @@ class GroupedAttention(nn.Module):
 
     def tensor_parallel_plan(self) -> Mapping[str, str]:
         plan = {"": "whole_input", "q": "column", "k": "column", "v": "column", "o": "row"}
-        normed = isinstance(self.q_norm, RootMeanSquareNorm)
-        return plan | ({"q_norm": "replicate", "k_norm": "replicate"} if normed else {})
+        way = "split_features" if self.norm_all_heads else "replicate"
+        return plan | {name: way for name in ("q_norm", "k_norm") if [*getattr(self, name).parameters()]}
 
     def sequence_mixers(self) -> Mapping[str, int]:
         return {"core": self.k.out_features // self.head_dim}

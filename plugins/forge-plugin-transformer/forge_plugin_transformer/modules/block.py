@@ -4,27 +4,55 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from forge_core.contracts.data import Batch
     from forge_core.contracts.model import Carry
 
-PARTS = ("attention_norm", "attention", "ffn_norm", "ffn")
-"""Parts of a block, in the order of its forward pass."""
+PARTS = ("attention_norm", "attention", "attention_post_norm", "ffn_norm", "ffn", "ffn_post_norm")
+"""Parts of a block, in the order of its forward pass. A norm that the block does not have is an `nn.Identity`."""
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + ffn(norm(x)). The carry is (x (B, S, D),)."""
+    """x + attention(x), then x + ffn(x), each with a norm before it, after it, or both. The carry is (x (B, S, D),).
 
-    def __init__(self, *, attention_norm: nn.Module, attention: nn.Module, ffn_norm: nn.Module, ffn: nn.Module) -> None:
+    Args:
+        parallel: whether both parts read the same x: x + attention(x) + ffn(x).
+    """
+
+    def __init__(
+        self,
+        *,
+        attention: nn.Module,
+        ffn: nn.Module,
+        attention_norm: nn.Module | None = None,
+        attention_post_norm: nn.Module | None = None,
+        ffn_norm: nn.Module | None = None,
+        ffn_post_norm: nn.Module | None = None,
+        parallel: bool = False,
+    ) -> None:
         super().__init__()
-        self.attention_norm = attention_norm
+        self.parallel = parallel
+        self.attention_norm = attention_norm or nn.Identity()
         self.attention = attention
-        self.ffn_norm = ffn_norm
+        self.attention_post_norm = attention_post_norm or nn.Identity()
+        self.ffn_norm = ffn_norm or nn.Identity()
         self.ffn = ffn
+        self.ffn_post_norm = ffn_post_norm or nn.Identity()
 
     def forward(self, carry: Carry, batch: Batch, cache: Any = None) -> Carry:
         (x,) = carry
-        x = x + self.attention(self.attention_norm(x), batch, cache)
-        return (x + self.ffn(self.ffn_norm(x), batch),)
+        after = x + self.update("attention", x, batch, cache)
+        return (after + self.update("ffn", x if self.parallel else after, batch),)
+
+    def update(self, name: str, x: Tensor, batch: Batch, *cache: Any) -> Tensor:
+        """Returns what the part `name` adds to x (B, S, D), its norms included."""
+        x = self.normalise(f"{name}_norm", x, batch)
+        x = getattr(self, name)(x, batch, *cache)
+        return self.normalise(f"{name}_post_norm", x, batch)
+
+    def normalise(self, name: str, x: Tensor, batch: Batch) -> Tensor:
+        """Returns the norm `name` of x (B, S, D); a derived class may have others by position."""
+        normalised: Tensor = getattr(self, name)(x)
+        return normalised

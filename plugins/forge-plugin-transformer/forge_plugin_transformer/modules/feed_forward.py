@@ -25,10 +25,25 @@ class GatedFeedForward(nn.Module):
         self.down = Linear(hidden, dim, bias=bias, std=init.residual)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
+        return self.down(self.activation(self.gate(x)) * self.up(x))
+
+    def activation(self, gate: Tensor) -> Tensor:
+        """Returns the factors on `up(x)`, from `gate(x)`."""
+        return F.silu(gate)
 
     def tensor_parallel_plan(self) -> Mapping[str, str]:
         return {"": "whole_input", "gate": "column", "up": "column", "down": "row"}
+
+
+class GELUGatedFeedForward(GatedFeedForward):
+    """down(gelu(gate(x)) * up(x))."""
+
+    def __init__(self, dim: int, hidden: int, *, bias: bool, approximate: str, init: InitStd) -> None:
+        super().__init__(dim, hidden, bias=bias, init=init)
+        self.approximate = approximate
+
+    def activation(self, gate: Tensor) -> Tensor:
+        return F.gelu(gate, approximate=self.approximate)
 
 
 class PlainFeedForward(nn.Module):

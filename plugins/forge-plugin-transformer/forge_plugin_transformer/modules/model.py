@@ -6,17 +6,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from forge_core.contracts.model import Model, Role
 from forge_kit.modules import Embedding, LinearHead
 from forge_plugin_transformer.modules import parts
 from forge_plugin_transformer.modules.block import PARTS, Block
+from forge_plugin_transformer.modules.ends import PositionCount, PositionTable
 from forge_plugin_transformer.modules.multi_token import IDS, LABELS, PredictionBlock, Predictions
 
 if TYPE_CHECKING:
     from forge_core.contracts.data import Batch
     from forge_core.contracts.model import Carry
+
+POSITIONS = "positions"
+"""Name of the table of learned positions, and of their count in a cache."""
 
 
 class TransformerModel(Model):
@@ -35,9 +40,11 @@ class TransformerModel(Model):
         head: LinearHead,
         tied: bool,
         mtp: Predictions | None = None,
+        positions: PositionTable | None = None,
     ) -> None:
         super().__init__()
         self.embedding = embedding
+        self.positions = positions
         self.layers = nn.ModuleDict(layers)
         self.norm = norm
         self.head = head
@@ -60,7 +67,12 @@ class TransformerModel(Model):
         return batch
 
     def embed(self, batch: Batch) -> Carry:
-        return (self.embedding(batch["input_ids"]),)
+        ids = batch["input_ids"]
+        x = self.embedding(ids)
+        if self.positions is None:
+            return (x,)
+        numbers = batch["positions"] if "positions" in batch else torch.arange(ids.shape[1], device=ids.device)[None]
+        return (x + self.positions(numbers),)
 
     def finish(self, carry: Carry, batch: Batch) -> Tensor:
         hidden = self.norm(carry[0])
@@ -74,9 +86,12 @@ class TransformerModel(Model):
     def new_cache(self, batch_size: int, length: int) -> dict[str, Any]:
         """Creates each layer's own cache, by the layer's name."""
         layers: dict[str, Any] = dict(self.layers.items())
-        return {name: layer.attention.new_cache(batch_size, length) for name, layer in layers.items()}
+        caches = {name: layer.attention.new_cache(batch_size, length) for name, layer in layers.items()}
+        return caches if self.positions is None else {POSITIONS: PositionCount(self.positions, length), **caches}
 
     def decode(self, batch: Batch, cache: Mapping[str, Any]) -> Tensor:
+        if POSITIONS in cache:
+            batch = cache[POSITIONS].numbered(batch)
         carry = self.embed(batch)
         for name, layer in self.layers.items():
             carry = layer(carry, batch, cache[name])
@@ -92,7 +107,7 @@ class TransformerModel(Model):
         return [sum(parts.flops(getattr(layer, name), seq_len) for name in PARTS) for layer in self.layers.values()]
 
     def parameter_roles(self) -> Mapping[str, Role]:
-        roles: dict[str, Role] = {"embedding.weight": "embedding"}
+        roles: dict[str, Role] = {f"{name}.weight": "embedding" for name in self._tables()}
         for name, part in (*self._parts(), ("norm", self.norm)):
             roles |= parts.roles(name, part)
         return roles if self.tied else roles | {"head.weight": "head"}
@@ -101,10 +116,10 @@ class TransformerModel(Model):
         return {"head.weight": "embedding.weight"} if self.tied else {}
 
     def tensor_parallel_plan(self) -> Mapping[str, Any]:
-        plan: dict[str, Any] = {"embedding": "vocab_embedding"}
+        plan: dict[str, Any] = dict.fromkeys(self._tables(), "vocab_embedding")
         for name, part in self._parts():
             plan |= parts.tensor_parallel_plan(name, part)
-            if name.endswith(("norm", "projection")):
+            if name.endswith(("norm", "projection")) and next(part.parameters(), None) is not None:
                 plan[name] = "sequence"
         objective = {} if self.mtp is None else {"mtp.objective": "whole_input"}
         return plan | objective | {"norm": "sequence", "head": "vocab_head"}
@@ -116,12 +131,13 @@ class TransformerModel(Model):
         return list(chain.from_iterable(parts.expert_stacks(name, part) for name, part in self._parts()))
 
     def ends(self) -> tuple[Sequence[str], Sequence[str]]:
-        return ["embedding"], ["norm", "head", *(["embedding", "mtp"] if self.mtp is not None else [])]
+        return self._tables(), ["norm", "head", *(["embedding", "mtp"] if self.mtp is not None else [])]
 
     def fsdp_units(self) -> Sequence[Sequence[str]]:
         """Units of FSDP. A table used at both ends belongs to the head's unit and stays gathered throughout."""
         both = self.tied or self.mtp is not None
-        ends = [["embedding", "norm", "head"]] if both else [["embedding"], ["norm", "head"]]
+        tables = self._tables()
+        ends = [[*tables, "norm", "head"]] if both else [tables, ["norm", "head"]]
         blocks = [f"layers.{name}" for name in self.layers] + self._prediction_blocks()
         return [ends[0], *([name] for name in blocks), *ends[1:]]
 
@@ -137,6 +153,10 @@ class TransformerModel(Model):
         """Returns the kernels for sequences of this length, as (what, choice, why), each once."""
         choices = (parts.backend_choices(part, seq_len) for _, part in self._parts())
         return list(dict.fromkeys(chain.from_iterable(choices)))
+
+    def _tables(self) -> list[str]:
+        """Names of the tables that `embed` looks up."""
+        return ["embedding"] if self.positions is None else ["embedding", POSITIONS]
 
     def _parts(self) -> Iterator[tuple[str, nn.Module]]:
         """Yields each block's parts with their names, in order."""

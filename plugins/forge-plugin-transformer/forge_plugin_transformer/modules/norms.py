@@ -14,26 +14,55 @@ if TYPE_CHECKING:
 
 
 class RootMeanSquareNorm(nn.Module):
-    """x / sqrt(mean(x²) + eps) * weight, in the dtype of x; `weight` starts at one."""
+    """x / sqrt(mean(x²) + eps) * (offset + weight), in the dtype of x; starts as the plain normalisation."""
 
-    def __init__(self, dim: int, *, eps: float) -> None:
+    def __init__(self, dim: int, *, eps: float, offset: int = 0) -> None:
         super().__init__()
-        self.eps = eps
+        self.eps, self.offset = eps, offset
         self.weight = nn.Parameter(torch.empty(dim))
 
     def init_parameter(self, name: str, fill: Fill) -> None:
-        fill.constant(1.0)
+        fill.constant(1.0 - self.offset)
 
     def init_buffers(self, device: torch.device) -> None:
         """There are none."""
 
     def forward(self, x: Tensor) -> Tensor:
+        gain = self.gain(x.dtype)
         if x.device.type == "cpu":
-            return _CPUNorm.apply(x, self.weight.to(x.dtype), self.eps)  # type: ignore[no-untyped-call]
-        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
+            return _CPUNorm.apply(x, gain, self.eps)  # type: ignore[no-untyped-call]
+        # torch's fused kernel takes one dtype, so a wide gain needs a wide x.
+        return F.rms_norm(x.to(gain.dtype), gain.shape, gain, self.eps).to(x.dtype)
+
+    def gain(self, dtype: torch.dtype) -> Tensor:
+        """Returns the factor on each feature: for x in `dtype`, in that or wider."""
+        weight = self.weight.to(dtype)
+        if not self.offset:
+            return weight
+        # 1 + weight has fewer digits of a small weight than weight itself: Gemma adds and multiplies in float32.
+        return weight.to(torch.promote_types(dtype, torch.float32)) + self.offset
 
     def extra_repr(self) -> str:
-        return f"{self.weight.numel()}, eps={self.eps}"
+        return f"{self.weight.numel()}, eps={self.eps}" + (f", offset={self.offset}" if self.offset else "")
+
+
+class SplitRootMeanSquareNorm(RootMeanSquareNorm):
+    """The same for features that tensor-parallel ranks may share: each then has the weights of its own."""
+
+    def __init__(self, dim: int, *, eps: float, offset: int = 0) -> None:
+        super().__init__(dim, eps=eps, offset=offset)
+        self.dim = dim
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[-1] == self.dim:
+            return super().forward(x)
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        mean = self.sum_features(wide.square()) / self.dim
+        return (wide * (mean + self.eps).rsqrt() * self.gain(x.dtype)).to(x.dtype)
+
+    def sum_features(self, x: Tensor) -> Tensor:
+        """Returns the sum over all features of x (…, this rank's): (…, 1). The way `split_features` adds the ranks'."""
+        return x.sum(-1, keepdim=True)
 
 
 class CentredNorm(nn.Module):

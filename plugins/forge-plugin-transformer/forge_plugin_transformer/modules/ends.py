@@ -1,0 +1,66 @@
+"""What comes before a transformer's layers and after them. Shapes: B sequences, S positions, D model width, V words."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from forge_core.contracts.data import Batch
+from forge_core.contracts.errors import ForgeError
+from forge_kit.modules import Embedding, LinearHead
+
+
+class ScaledEmbedding(Embedding):
+    """Rows of a table times `scale`, both rounded to `dtype` first (Gemma)."""
+
+    # Not in the model's `embed`: features of images, which take the places of these rows, have no such factor.
+
+    def __init__(self, vocab_size: int, dim: int, *, scale: float, dtype: torch.dtype, std: float) -> None:
+        super().__init__(vocab_size, dim, dtype=dtype, std=std)
+        self.scale = scale
+
+    def forward(self, ids: Tensor) -> Tensor:
+        rows = super().forward(ids)
+        return rows * rows.new_full((), self.scale)
+
+
+class BoundedHead(LinearHead):
+    """cap tanh(scale h Wᵀ / cap); without a cap (0), scale h Wᵀ."""
+
+    def __init__(self, dim: int, vocab_size: int, *, scale: float, cap: float, std: float) -> None:
+        super().__init__(dim, vocab_size, std=std)
+        self.scale, self.cap = scale, cap
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        logits = super().logits(hidden) * self.scale
+        return (logits / self.cap).tanh() * self.cap if self.cap else logits
+
+
+class PositionTable(Embedding):
+    """A learned vector for each position, (B, S) int64 to (B, S, D)."""
+
+    def forward(self, positions: Tensor) -> Tensor:
+        # Padding on the left has negative positions, and nothing reads what it becomes.
+        return super().forward(positions.clamp(min=0))
+
+
+class PositionCount:
+    """Number of the next position, in a cache for generation."""
+
+    def __init__(self, table: PositionTable, length: int) -> None:
+        """Set up the count.
+
+        Raises:
+            ForgeError: the table has fewer rows than `length` positions.
+        """
+        rows = len(table.weight)
+        if length > rows:
+            message = f"{length} positions of prompt and continuation are more than model.learned_positions = {rows}"
+            raise ForgeError(f"{message}; generate fewer tokens (--max-tokens), or shorten the prompt")
+        self._next = 0
+
+    def numbered(self, batch: Batch) -> Batch:
+        """Returns the batch with `positions`, by default those after the ones before."""
+        ids = batch["input_ids"]
+        start, self._next = self._next, self._next + ids.shape[1]
+        return {"positions": torch.arange(start, self._next, device=ids.device).expand(len(ids), -1), **batch}
