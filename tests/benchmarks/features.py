@@ -11,11 +11,7 @@ written. `second`: each image has been seen. Engines run in turn, each in a proc
 from __future__ import annotations
 
 import argparse
-import contextlib
-import io
-import os
 import sys
-import tempfile
 from pathlib import Path
 
 import step_time
@@ -41,38 +37,13 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     options = arguments()
     if options.engine is None:
-        os.environ["OMP_WAIT_POLICY"] = "passive"
-        os.environ["OMP_NUM_THREADS"] = str(options.threads)
         step_time.compare(options, __file__, "text")
         return
     sys.path.insert(0, str(HERE))
     import torch
 
     torch.set_num_threads(options.threads)
-    run(options, step_time.Meter(options))
-
-
-def run(options: argparse.Namespace, meter: step_time.Meter) -> None:
-    from attrs import define
-
-    from forge_core import TrainingHook, load_job
-    from forge_core.engine.trainer import Trainer
-
-    @define(kw_only=True, slots=False)
-    class Tick(TrainingHook):
-        def on_step_end(self, context) -> None:
-            meter.tick()
-
-        def on_train_end(self, context) -> None:
-            self.params = sum(p.numel() for p in context.model.parameters())
-
-    with tempfile.TemporaryDirectory() as folder:
-        job_file = Path(folder) / "job.toml"
-        job_file.write_text(job_text(options, folder))
-        tick = Tick()
-        with contextlib.redirect_stdout(io.StringIO()):
-            summary = Trainer(load_job(job_file), hooks=[tick]).run()
-    meter.report(options.engine, summary.loss or 0.0, tick.params)
+    step_time.train_job(options, step_time.Meter(options), job_text)
 
 
 def job_text(options: argparse.Namespace, folder: str) -> str:

@@ -40,26 +40,7 @@ def arguments() -> argparse.Namespace:
 
 
 def forge(options: argparse.Namespace, meter: step_time.Meter) -> None:
-    from attrs import define
-
-    from forge_core import TrainingHook, load_job
-    from forge_core.engine.trainer import Trainer
-
-    @define(kw_only=True, slots=False)
-    class Tick(TrainingHook):
-        def on_step_end(self, context) -> None:
-            meter.tick()
-
-        def on_train_end(self, context) -> None:
-            self.params = sum(p.numel() for p in context.model.parameters())
-
-    with tempfile.TemporaryDirectory() as folder:
-        job_file = Path(folder) / "job.toml"
-        job_file.write_text(job_text(options, folder))
-        tick = Tick()
-        with contextlib.redirect_stdout(io.StringIO()):
-            summary = Trainer(load_job(job_file), hooks=[tick]).run()
-    meter.report("forge", summary.loss or 0.0, tick.params)
+    step_time.train_job(options, meter, job_text)
 
 
 def job_text(options: argparse.Namespace, folder: str) -> str:
@@ -210,8 +191,6 @@ ENGINES = {"forge": forge, "loop": loop, "trainer": trainer}
 def main() -> None:
     options = arguments()
     if options.engine is None:
-        os.environ["OMP_WAIT_POLICY"] = "passive"
-        os.environ["OMP_NUM_THREADS"] = str(options.threads)
         step_time.compare(options, __file__, "loop")
         return
     os.environ.setdefault("OMP_NUM_THREADS", str(options.threads))

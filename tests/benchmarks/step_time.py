@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -114,6 +115,11 @@ def token_batches(options: argparse.Namespace):
 
 
 def forge(options: argparse.Namespace, meter: Meter) -> None:
+    train_job(options, meter, job_text, overrides=[f"--{o}" for o in options.set])
+
+
+def train_job(options: argparse.Namespace, meter: Meter, job_text, overrides: Sequence[str] = ()) -> None:
+    """Run the job `job_text(options, folder)`, and report its steps."""
     from attrs import define
 
     from forge_core import TrainingHook, load_job
@@ -132,7 +138,7 @@ def forge(options: argparse.Namespace, meter: Meter) -> None:
         job_file.write_text(job_text(options, folder))
         tick = Tick()
         with contextlib.redirect_stdout(io.StringIO()):
-            summary = Trainer(load_job(job_file, overrides=[f"--{o}" for o in options.set]), hooks=[tick]).run()
+            summary = Trainer(load_job(job_file, overrides=list(overrides)), hooks=[tick]).run()
     meter.report(options.engine, summary.loss or 0.0, tick.params)
 
 
@@ -218,6 +224,8 @@ def run_one(script: str, name: str, argv: list[str]) -> dict[str, float]:
 
 def compare(options: argparse.Namespace, script: str = __file__, reference: str = "plain") -> None:
     """Run the engines of a script in turn and print medians, with their ratio to the reference."""
+    os.environ["OMP_WAIT_POLICY"] = "passive"
+    os.environ["OMP_NUM_THREADS"] = str(options.threads)
     rows: dict[str, list[dict[str, float]]] = {name: [] for name in options.engines}
     for _ in range(options.rounds):
         for name in options.engines:
@@ -238,8 +246,6 @@ def compare(options: argparse.Namespace, script: str = __file__, reference: str 
 def main() -> None:
     options = arguments()
     if options.engine is None:
-        os.environ["OMP_WAIT_POLICY"] = "passive"
-        os.environ["OMP_NUM_THREADS"] = str(options.threads)
         compare(options)
         return
     os.environ.setdefault("OMP_NUM_THREADS", str(options.threads))

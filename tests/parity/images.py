@@ -11,48 +11,26 @@ from attrs import frozen
 from layouts import FSDP_ALL_REDUCE, FSDP_SCATTER, NORM, SUM, TP_COMPLETION, TRACED, Row, cp, ep, pp, tp
 
 from forge_core.contracts.components import ModelComponent
-from forge_core.contracts.contexts import BuildContext
-from forge_core.contracts.model import Fill, Model
 from forge_core.job import Job
 from forge_core.parallel.replicate import Replicate
 from forge_core.plugins.catalog import Catalog
 from forge_plugin_cross_attention import CrossAttention
-from forge_plugin_cross_attention.modules.block import Gate
 from forge_plugin_moe import MoE
 from forge_plugin_mot import MixtureOfTransformers
 from forge_plugin_parallel import FSDP, ActivationCheckpointing, PipelineParallel
 from forge_plugin_transformer import GroupedQueryAttention, SwiGLU, Transformer
 from forge_plugin_vision import Joint, VisionLanguage
-from forge_plugin_vision.modules.vision import Vision
 from forge_plugin_vision.testing import RandomImages, tiny_vision
 from forge_testing import tiny_job
 
 SEQ_LEN = 24
 
-
-class OpenGate(Gate):
-    """A gate that does not start at zero, where it would hide what is behind it."""
-
-    def init_parameter(self, name: str, fill: Fill) -> None:
-        fill.constant(0.5)
-
-
-@frozen(kw_only=True)
-class Open(CrossAttention):
-    """Cross-attention with open gates."""
-
-    def build(self, context: BuildContext, model: Model, vision: Vision) -> Model:
-        built: Any = super().build(context, model, vision)
-        for module in built.modules():
-            if type(module) is Gate:
-                module.__class__ = OpenGate
-        return built
-
-
 FUSIONS = {
     "joint": Joint(),
     "bidirectional": Joint(bidirectional=True),
-    "cross_attention": Open(every=2, heads=4, kv_heads=2, ffn=SwiGLU(hidden=24), qk_norm=True),
+    "cross_attention": CrossAttention(
+        gate_start=0.5, every=2, heads=4, kv_heads=2, ffn=SwiGLU(hidden=24), qk_norm=True
+    ),
     "mot": MixtureOfTransformers(),
     "moma": Joint(),
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from importlib.metadata import version
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from attrs import frozen
@@ -19,11 +18,6 @@ if TYPE_CHECKING:
 
 MODULES = "it changes linear layers, and the changed ones must be compiled"
 HOOKS = "its hooks inside the blocks must be there when they are traced"
-
-
-EXACT_SINCE = (2, 13)
-"""The release of torch from which compiled blocks are known to have the gradients of eager ones; in 2.11, tracing an
-`autograd.Function` that writes in place, or returns a conversion that does nothing, loses those of its inputs."""
 
 
 @frozen(kw_only=True)
@@ -55,10 +49,6 @@ class Compile(ParallelComponent):
     """Whether a block that does not fit into one graph is an error with the reason; false runs the rest eagerly."""
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
-        release = version("torch")
-        if tuple(int(part) for part in release.split(".")[:2]) < EXACT_SINCE:
-            message = f"torch {release} loses gradients of compiled blocks: those of norms on a CPU are zero"
-            yield Problem("", f"{message}; install torch 2.13 or newer, or leave the stage out")
         if self.mode is not None and self.backend != "inductor":
             message = f"{self.mode!r} is a mode of the inductor, but backend is {self.backend!r}; leave it out"
             yield Problem("mode", message)

@@ -47,9 +47,12 @@ class CrossAttention(FusionComponent):
     together: the last one and those that stand right before that, with no token between (Llama 3.2 Vision). all: all
     of them."""
     gate: Literal["tanh", "none"] = "tanh"
-    """tanh: both parts of a block are multiplied by the tanh of a learned number that starts at 0. none: they are not,
-    and the matrices that write into the residual stream start at 0. Either way training starts from the language model
-    as it is."""
+    """tanh: both parts of a block are multiplied by the tanh of a learned number, `gate_start` at first. none: they are
+    not, and the matrices that write into the residual stream start at 0. Either way training starts, by default, from
+    the language model as it is."""
+    gate_start: float = 0.0
+    """Initial value of those numbers. Other than 0, images have an influence, and all of a block a gradient, from the
+    first step."""
     heads: int = field(default=8, validator=gt(0))
     """Query heads."""
     kv_heads: int = field(default=0, validator=ge(0))
@@ -73,6 +76,8 @@ class CrossAttention(FusionComponent):
             yield Problem("kv_heads", f"{kv_heads} does not divide heads, which is {self.heads}")
         elif kv_heads % layout.tp:
             yield Problem("kv_heads", f"{kv_heads} does not divide by the tensor-parallel degree {layout.tp}")
+        if self.gate == "none" and self.gate_start:
+            yield Problem("gate_start", 'there are no gates; leave it out, or set gate = "tanh"')
         if self.layers and self.every is not None:
             yield Problem("layers", "it names the layers that `every` would choose; leave one of them out")
         if min(self.layers, default=0) < 0 or len({*self.layers}) < len(self.layers):
@@ -134,5 +139,5 @@ class CrossAttention(FusionComponent):
             attention=attention,
             ffn_norm=here.at("ffn_norm").build(self.norm, dim=dim),
             ffn=here.at("ffn").build(self.ffn, dim=dim, init=init),
-            gated=self.gate == "tanh",
+            gate_start=self.gate_start if self.gate == "tanh" else None,
         )

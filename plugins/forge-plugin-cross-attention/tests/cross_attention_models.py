@@ -2,38 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
-from attrs import frozen
 from torch import Tensor, nn
 
 from forge_plugin_cross_attention import CrossAttention
-from forge_plugin_cross_attention.modules.block import Gate
 from forge_plugin_transformer import GroupedQueryAttention, SwiGLU, Transformer
 from forge_plugin_vision import LinearAdapter, VisionLanguage, VisionPart, ViT
 
-
-class OpenGate(Gate):
-    """A gate that does not start at zero, where it would hide what is behind it."""
-
-    def init_parameter(self, name: str, fill: Any) -> None:
-        fill.constant(0.5)
-
-
-@frozen(kw_only=True)
-class Open(CrossAttention):
-    """Cross-attention with open gates."""
-
-    def build(self, context: Any, model: Any, vision: Any) -> Any:
-        built = super().build(context, model, vision)
-        for module in built.modules():
-            if type(module) is Gate:
-                module.__class__ = OpenGate
-        return built
-
-
 PATCHES_OF_IMAGE = 6
+Open = partial(CrossAttention, gate_start=0.5)
+"""Gates that start at zero would hide what is behind them."""
 SMALL: dict[str, Any] = {"heads": 4, "kv_heads": 2, "ffn": SwiGLU(hidden=24)}
 LANGUAGE = Transformer(
     vocab_size=32, dim=16, layers=4, ffn=SwiGLU(hidden=24),

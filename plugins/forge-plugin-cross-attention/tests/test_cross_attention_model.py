@@ -67,7 +67,7 @@ def test_rows_without_images_add_zero_exactly_whatever_the_gates_and_patches(mak
 @pytest.mark.parametrize("place", ["before", "after"])
 @pytest.mark.parametrize("sees", ["last", "together", "all"])
 def test_another_image_changes_what_follows_it_in_its_document_only(make_model, sees, place):
-    model = make_model(model_of(Open(layers=(1,), sees=sees, place=place, gate="none", **SMALL)))
+    model = make_model(model_of(CrossAttention(layers=(1,), sees=sees, place=place, gate="none", **SMALL)))
     for parameter in model.layers["1"].cross_attention.parameters():
         parameter.data.normal_(std=0.3, generator=torch.Generator().manual_seed(1))
     batch = rows("abicdief", "abcdefgh")
@@ -290,6 +290,7 @@ def test_sizes_that_do_not_fit_the_language_model_are_refused_when_the_job_is_ch
         ({"heads": 4, "kv_heads": 3}, "model.fusion.kv_heads", "3 does not divide heads, which is 4"),
         ({"every": 2, "layers": (1,)}, "model.fusion.layers", "leave one of them out"),
         ({"layers": (1, 1)}, "model.fusion.layers", "each once"),
+        ({"gate": "none", "gate_start": 0.5}, "model.fusion.gate_start", "there are no gates"),
     ],
 )
 def test_wrong_keys_are_refused(make_job, keys, where, message):

@@ -14,7 +14,6 @@ from forge_core import Catalog, Trainer, TrainingHook
 from forge_core.contracts.components import ModelComponent
 from forge_core.job import Job
 from forge_plugin_cross_attention import CrossAttention
-from forge_plugin_cross_attention.modules.block import Gate
 from forge_plugin_features import Features
 from forge_plugin_freeze import Freeze, Stage
 from forge_plugin_mot import MixtureOfTransformers
@@ -26,25 +25,6 @@ from forge_testing import tiny_job
 FROZEN = Freeze(stages=(Stage(freeze=("vision.encoder.*",)),))
 EPOCH, ROWS = 3, 4
 """Steps of an epoch, and rows of a step; every third row has no image."""
-
-
-class OpenGate(Gate):
-    """A gate that does not start at zero, where it would hide what is behind it."""
-
-    def init_parameter(self, name: str, fill: Any) -> None:
-        fill.constant(0.5)
-
-
-@frozen(kw_only=True)
-class Open(CrossAttention):
-    """Cross-attention with open gates."""
-
-    def build(self, context: Any, model: Any, vision: Any) -> Any:
-        built: Any = super().build(context, model, vision)
-        for module in built.modules():
-            if type(module) is Gate:
-                module.__class__ = OpenGate
-        return built
 
 
 def model(fusion: str = "joint") -> VisionLanguage:
@@ -59,7 +39,9 @@ def model(fusion: str = "joint") -> VisionLanguage:
         return VisionLanguage(language=language, vision=vision)
     fusions = {
         "joint": Joint(),
-        "cross_attention": Open(every=2, heads=4, kv_heads=2, ffn=SwiGLU(hidden=24), qk_norm=True),
+        "cross_attention": CrossAttention(
+            gate_start=0.5, every=2, heads=4, kv_heads=2, ffn=SwiGLU(hidden=24), qk_norm=True
+        ),
         "mot": MixtureOfTransformers(),
     }
     return VisionLanguage(language=language, vision=tiny_vision(), fusion=fusions[fusion])

@@ -15,7 +15,6 @@ from staged import Outcome, StopAt, run, selected
 
 from forge_plugin_compile import Compile
 from forge_plugin_cross_attention import CrossAttention
-from forge_plugin_cross_attention.modules.block import Gate
 from forge_plugin_freeze import Stage
 from forge_plugin_mot import MixtureOfTransformers
 from forge_plugin_parallel import FSDP, ActivationCheckpointing, ContextParallel, PipelineParallel, TensorParallel
@@ -46,29 +45,9 @@ IMAGES = (  # the adapter, the language model too, the vision part, all
     Stage(),
 )
 
-
-class OpenGate(Gate):
-    """A gate that does not start at zero, where images would have no gradient until it trains."""
-
-    def init_parameter(self, name: str, fill: Any) -> None:
-        fill.constant(0.5)
-
-
-@frozen(kw_only=True)
-class Open(CrossAttention):
-    """Cross-attention with open gates."""
-
-    def build(self, context: Any, model: Any, vision: Any) -> Any:
-        built = super().build(context, model, vision)
-        for module in built.modules():
-            if type(module) is Gate:
-                module.__class__ = OpenGate
-        return built
-
-
 FUSIONS: dict[str, FusionComponent] = {
     "vision": Joint(),
-    "cross-attention": Open(layers=(1,), heads=4, kv_heads=2),
+    "cross-attention": CrossAttention(gate_start=0.5, layers=(1,), heads=4, kv_heads=2),
     "mot": MixtureOfTransformers(),
 }
 RUNS: dict[str, dict[str, Any]] = {

@@ -16,7 +16,7 @@ from attrs import frozen
 from forge_core.contracts.errors import JobError, Problem
 from forge_kit.cache import cached_folder, digest_of
 from forge_plugin_images.decoding import FileImage, ImageFile, SectionImage
-from forge_plugin_images.json_lines import LINE, lines_of
+from forge_plugin_images.json_lines import LINE, json_object, lines_of
 from forge_plugin_images.listing import IMAGES
 from forge_plugin_images.records import Record, embedded_image, stamps
 
@@ -96,7 +96,7 @@ def _values(place: str, members: Mapping[str, Any]) -> Iterator[tuple[str, Any]]
             text = _decoded(place, ending, _bytes(member))
             yield from ((key, text) for key in ("text", ending))
         elif f".{ending}".endswith(JSON):
-            yield from _object(place, ending, _bytes(member)).items()
+            yield from json_object(_bytes(member), f"{place}.{ending}").items()
     images = [ending for ending in members if f".{ending}".endswith(IMAGES)]
     yield from ((ending, ending) for ending in images)
     if images:
@@ -115,16 +115,6 @@ def _decoded(place: str, ending: str, data: bytes) -> str:
         return data.decode().strip()
     except UnicodeDecodeError as error:
         raise JobError(f"{place}.{ending}: byte {error.start} is not UTF-8 ({error.reason}); convert it") from error
-
-
-def _object(place: str, ending: str, data: bytes) -> Mapping[str, Any]:
-    try:
-        value = json.loads(data)
-    except ValueError as error:
-        raise JobError(f"{place}.{ending}: not JSON ({error})") from error
-    if not isinstance(value, dict):
-        raise JobError(f"{place}.{ending}: {str(value)[:60]!r} is not an object")
-    return value
 
 
 def _stored(files: Sequence[str], groups: Iterable[Group]) -> Path:

@@ -45,7 +45,7 @@ class JsonLines:
         with open(path, "rb") as stream:
             stream.seek(start)
             data = stream.read(length)
-        return Record(f"{path}:{line}", path, _object(data, f"{path}:{line}"))
+        return Record(f"{path}:{line}", path, json_object(data, f"{path}:{line}"))
 
     def image(self, record: Record, value: Any) -> ImageFile:
         """See `Records`."""
@@ -87,11 +87,12 @@ def _lines(files: Sequence[str], file: int) -> Iterator[tuple[int, int, int, int
             start += len(line)
 
 
-def _object(data: bytes, place: str) -> Mapping[str, Any]:
+def json_object(data: bytes, place: str) -> Mapping[str, Any]:
+    """Returns the object that `data` is; `place` is where it stands, for errors."""
     try:
         record = json.loads(data)
     except ValueError as error:
-        raise JobError(f"{place}: not JSON ({error}); every line must be one object") from error
+        raise JobError(f"{place}: not JSON ({error}); one object is expected") from error
     if not isinstance(record, dict):
-        raise JobError(f"{place}: {str(record)[:60]!r} is not an object; every line must be one")
+        raise JobError(f"{place}: {str(record)[:60]!r} is not an object")
     return record

@@ -120,7 +120,10 @@ class _Collective(torch.autograd.Function):
         ctx: Any, x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]
     ) -> Tensor:
         ctx.undo = backward
-        return forward(x)
+        result = forward(x)
+        # Compiled by torch 2.11, a function loses the gradient of its input if its last operation returns its own
+        # argument, as collectives and conversions without effect do. A view is another tensor.
+        return result.view_as(result) if torch.compiler.is_compiling() else result
 
     @staticmethod
     @once_differentiable

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from importlib.metadata import version
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from attrs import field, frozen
@@ -29,6 +30,9 @@ V_SHAPED = ("zbv", "dualpipe_v")
 """Schedules in which each rank has two stages; the two of the last rank are neighbours."""
 SPLIT_BACKWARD = ("interleaved_zero_bubble", "zbv", "dualpipe_v")
 """Schedules that compute gradients of activations and of weights separately."""
+SPLITS_SINCE = (2, 13)
+"""The release of torch from which these are known to work; 2.11 cannot divide the backward pass of a model with an
+`autograd.Function`, which embeddings and norms are here."""
 
 
 @frozen(kw_only=True)
@@ -98,6 +102,10 @@ class PipelineParallel(ParallelComponent):
         if wanted and self.stages_per_rank not in (0, wanted):
             message = f"{self.stages_per_rank}, but {self.schedule} has {wanted} a rank"
             yield Problem("stages_per_rank", f"{message}; leave it out, or take another schedule")
+        release = version("torch")
+        if self.splits_backward and tuple(int(part) for part in release.split(".")[:2]) < SPLITS_SINCE:
+            message = f"{self.schedule} divides the backward pass, which torch {release} cannot do with this model"
+            yield Problem("schedule", f"{message}; install torch 2.13 or newer, or take another schedule")
         if self.splits_backward and job.optimizer.parameter_dtype == "bf16":
             message = (
                 f"{self.schedule} accumulates gradients itself, and with parameters in bf16 it would do so in bf16"

@@ -324,6 +324,12 @@ class TestWhatIsRefused:
         [problem] = stage.problems(job(tmp_path, {}, global_batch_size=10), Layout(pp=2))
         assert "5 micro-batches cannot be run in 2 equal rounds, as interleaved_1f1b does" in str(problem)
 
+    def test_a_torch_that_cannot_divide_the_backward_pass(self, tmp_path, monkeypatch):
+        monkeypatch.setattr("forge_plugin_parallel.pp.version", lambda name: "2.11.0+cu130")
+        assert not job_problems(job(tmp_path, pp("1f1b")), 2)
+        [problem] = job_problems(job(tmp_path, pp("zbv")), 2)
+        assert problem.startswith("parallel.pp.schedule: zbv divides the backward pass, which torch 2.11.0+cu130")
+
     def test_resharding_between_the_two_parts_of_a_backward_pass(self, tmp_path):
         fsdp, layout = FSDP(reshard_after_forward=True), Layout(pp=2, shard=2)
         [problem] = fsdp.problems(job(tmp_path, pp("zbv")), layout)

@@ -26,14 +26,15 @@ if TYPE_CHECKING:
 
 
 class Gate(nn.Module):
-    """tanh(weight) x; `weight` (1,) starts at zero."""
+    """tanh(weight) x; `weight` (1,) is `start` at first."""
 
-    def __init__(self) -> None:
+    def __init__(self, start: float) -> None:
         super().__init__()
+        self.start = start
         self.weight = nn.Parameter(torch.empty(1))
 
     def init_parameter(self, name: str, fill: Fill) -> None:
-        fill.constant(0.0)
+        fill.constant(self.start)
 
     def init_buffers(self, device: torch.device) -> None:
         """There are none."""
@@ -101,13 +102,21 @@ class CrossAttentionBlock(nn.Module):
     PARTS = ("attention_norm", "attention", "attention_gate", "ffn_norm", "ffn", "ffn_gate")
 
     def __init__(
-        self, *, attention_norm: nn.Module, attention: Attention, ffn_norm: nn.Module, ffn: nn.Module, gated: bool
+        self,
+        *,
+        attention_norm: nn.Module,
+        attention: Attention,
+        ffn_norm: nn.Module,
+        ffn: nn.Module,
+        gate_start: float | None,
     ) -> None:
+        """Args: `gate_start`, the initial value of both gates; None: there are none."""
         super().__init__()
         self.attention_norm, self.attention = attention_norm, attention
-        self.attention_gate = Gate() if gated else nn.Identity()
         self.ffn_norm, self.ffn = ffn_norm, ffn
-        self.ffn_gate = Gate() if gated else nn.Identity()
+        self.attention_gate, self.ffn_gate = (
+            nn.Identity() if gate_start is None else Gate(gate_start) for _ in range(2)
+        )
 
     def forward(self, x: Tensor, features: Tensor | None, batch: Batch, cache: LayerCache | None = None) -> Tensor:
         """(B, S, D), and features (B, M, D) if there are new ones, to (B, S, D)."""
