@@ -43,7 +43,8 @@ NEED_EXAMPLE = (ROOT / "docs" / "writing-a-plugin.md", ROOT / "docs" / "testing.
 TEN_MINUTES = ROOT / "docs" / "ten-minutes"
 MAKES_DATA = ROOT / "docs" / "your-own-images.md"
 """The page whose commands make the data of its job."""
-RUN_ALL = (*sorted(TEN_MINUTES.glob("*.md")), ROOT / "docs" / "publishing.md", MAKES_DATA)
+EVALUATES = ROOT / "docs" / "evaluate.md"
+RUN_ALL = (*sorted(TEN_MINUTES.glob("*.md")), ROOT / "docs" / "publishing.md", MAKES_DATA, EVALUATES)
 """Pages of which every command is run."""
 
 TRAINS = re.compile(r"forge-run \S+\.toml$")

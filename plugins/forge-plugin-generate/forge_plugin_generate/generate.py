@@ -12,6 +12,7 @@ from torch import Tensor
 
 from forge_core.contracts.errors import ForgeError
 from forge_core.contracts.model import Generates, Model
+from forge_kit.generation import joint_generation
 
 NO_POSITION = -1
 """Position of left padding."""
@@ -64,6 +65,10 @@ def generate(
 ) -> list[list[int]]:
     """Continue every prompt by up to `max_tokens` tokens; a row stops before its own end-of-text, or end of an answer.
 
+    Of a model that stages have split, every rank calls this, with an equal `max_tokens`. Ranks of `tp`, `pp` and `cp`
+    pass the same prompts and seed, and return the same rows; those of `fsdp` have prompts of their own, at least one,
+    and go on until the rows of all of them have ended.
+
     Args:
         model: a model with a cache, in evaluation mode.
         prompts: token ids, none empty; they may differ in length. Negative ones stand for what `entries` has, such as
@@ -72,18 +77,23 @@ def generate(
         end_of_text: id that ends a document.
         sampling: settings of the draws; by default those of `Sampling`.
         stop: further ids at which a row stops, such as the end of a turn in chats.
-        seed: seed of the draws; None: torch's default generator.
+        seed: seed of the draws; None: torch's default generator, where no ranks must draw alike.
         use_cache: False runs the whole model for every token. The tokens are the same, up to the rounding of logits.
         entries: further entries (B, …) of the prompts' batch, by name (`patches`).
 
     Raises:
-        ForgeError: a prompt is empty, or the model has no cache (`forge_core.contracts.model.Generates`).
+        ForgeError: there is no prompt, or an empty one; the model has no cache (it is no
+            `forge_core.contracts.model.Generates`); or several ranks share the rows, and there is no seed.
     """
+    if not prompts:
+        raise ForgeError("there is no prompt; pass at least one on every rank")
     if not all(prompts):
         raise ForgeError("a prompt is empty; pass at least one token")
     if not isinstance(model, Generates):
         raise ForgeError(f"{type(model).__name__} cannot generate: it has no new_cache and decode")
-    sampling = sampling or Sampling()
+    sampling, joint = sampling or Sampling(), joint_generation(model)
+    if joint.same_rows and seed is None and sampling.temperature:
+        raise ForgeError("ranks that share a model draw the same tokens only with a seed; pass one")
     device = next(model.parameters()).device
     generator = None if seed is None else torch.Generator(device).manual_seed(seed)
     ids, positions = _left_padded(prompts, end_of_text, device)
@@ -93,12 +103,12 @@ def generate(
     rows: list[Tensor] = []
     step_ids, step_positions, step_entries = ids, positions, dict(entries or {})
     for _ in range(max_tokens):
-        hidden = model.decode({"input_ids": step_ids, "positions": step_positions, **step_entries}, cache)
-        token = sampling.draw(model.head.logits(hidden[:, -1:])[:, 0], generator)
+        logits = joint.next_logits({"input_ids": step_ids, "positions": step_positions, **step_entries}, cache)
+        token = sampling.draw(logits, generator)
         token = torch.where(done, end_of_text, token)
         done |= torch.isin(token, stops)
         rows.append(token)
-        if bool(done.all()):
+        if joint.all_done(bool(done.all())):
             break
         following = positions[:, -1:] + 1
         ids, positions = torch.cat([ids, token[:, None]], 1), torch.cat([positions, following], 1)

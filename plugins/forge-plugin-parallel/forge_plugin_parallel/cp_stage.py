@@ -14,9 +14,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from forge_core.contracts.errors import ForgeError
-from forge_core.contracts.model import Model
+from forge_core.contracts.model import Generates, Model
 from forge_core.contracts.runtime import ParallelStage
+from forge_kit.generation import join
 from forge_plugin_parallel.collectives import all_gather, all_to_all
+from forge_plugin_parallel.generation import SameRows
 from forge_plugin_parallel.ring import RankPositions, attend, ring_attention
 
 if TYPE_CHECKING:
@@ -65,6 +67,8 @@ class ContextParallelStage(ParallelStage):
             mixer = model.get_submodule(name)
             replacement = Exchange(mixer, self._group) if self._method == "ulysses" else self._over_ranks()
             setattr(model.get_submodule(parent), key, replacement)
+        if isinstance(model, Generates):
+            join(model, SameRows(model))
         return model
 
     def split(self, batch: Batch) -> Batch:

@@ -22,6 +22,8 @@ from torch.distributed.pipelining import PipelineStage
 from forge_core.contracts.model import Generates
 from forge_core.contracts.runtime import ParallelStage
 from forge_kit.blocks import further_blocks
+from forge_kit.generation import join
+from forge_plugin_parallel.generation import ShardedGeneration
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -66,6 +68,7 @@ class FSDPStage(ParallelStage):
         # FSDP gathers around `forward` only, and generation calls `decode`.
         if isinstance(model, Generates):
             register_fsdp_forward_method(model, "decode")
+            join(model, ShardedGeneration(model, self._units, self._mesh.get_group(self._mesh.ndim - 1)))
         return model
 
     def describe(self) -> str:

@@ -15,7 +15,9 @@ from forge_core.contracts.model import Generates
 from forge_core.contracts.runtime import ParallelStage
 from forge_core.parallel.initialise import ties
 from forge_core.parallel.mesh import group_timeout, sum_gradients
+from forge_kit.generation import join
 from forge_plugin_parallel.cuts import Section, balance, ranks_of, sections
+from forge_plugin_parallel.generation import PipelinedGeneration, SectionDecode
 from forge_plugin_parallel.pp import V_SHAPED
 
 if TYPE_CHECKING:
@@ -79,7 +81,9 @@ class PipelineParallelStage(ParallelStage):
         model.forward = SectionForward(model)  # type: ignore[method-assign, assignment]
         _keep_roles(model)
         if isinstance(model, Generates):
-            model.decode = _refuse_decoding  # type: ignore[assignment]
+            decode = SectionDecode(model, model.decode)
+            model.decode = decode  # type: ignore[method-assign]
+            join(model, PipelinedGeneration(model, self._pipeline, decode))
         return model
 
     def describe(self) -> str:
@@ -205,7 +209,3 @@ def _keep_roles(model: Model) -> None:
 def _weights(module: nn.Module) -> float:
     """Number of weights that multiply a token."""
     return sum(parameter.numel() for parameter in module.parameters() if parameter.ndim > 1)
-
-
-def _refuse_decoding(*_args: Any, **_kwargs: Any) -> NoReturn:
-    raise ForgeError("no rank of a pipeline has the whole model, so it cannot generate; generate from a checkpoint")

@@ -20,11 +20,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from forge_core.contracts.model import VocabShard
+from forge_core.contracts.model import Generates, VocabShard
 from forge_core.contracts.runtime import ParallelStage
 from forge_core.parallel.initialise import ties
 from forge_core.parallel.mesh import local_part, sum_gradients
+from forge_kit.generation import join
 from forge_kit.modules import MatrixShard
+from forge_plugin_parallel.generation import SameRows, WholeSequences
 from forge_plugin_parallel.tp_plan import ways_of
 from forge_plugin_parallel.tp_ways import AT_REST, NEVER, Ranks, Way, give_class
 
@@ -66,6 +68,9 @@ class TensorParallelStage(ParallelStage):
             if name in ways and not (ways[name].needs_parameters and next(module.parameters(), None) is None):
                 self._run_split(module, ways[name])
         model.finish = _Finish(model.finish, self._ranks)  # type: ignore[method-assign]
+        if isinstance(model, Generates):
+            model.decode = WholeSequences(model.decode, self._ranks)  # type: ignore[method-assign]
+            join(model, SameRows(model))
         return model
 
     def complete_gradients(self, model: Model) -> None:

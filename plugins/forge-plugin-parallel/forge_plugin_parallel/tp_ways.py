@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from attrs import field, frozen
+from attrs import define, field, frozen
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -27,13 +27,14 @@ SEQUENCE = 1
 """Dimension of the sequence in activations (B, S, D)."""
 
 
-@frozen
+@define(eq=False)
 class Ranks:
     """The tensor-parallel ranks of a run, and their collectives on activations. All modules share one object."""
 
     group: dist.ProcessGroup
     rank: int
     sequence_parallel: bool
+    """Whether positions are divided over the ranks; off while a model decodes."""
     loss_parallel: bool
 
     def enter(self, x: Tensor) -> Tensor:

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 class Samples(TrainingHook):
     """Lets the model continue some texts, prints them, and appends them to `samples.txt` in the run folder.
 
-    Training is the same with and without it. Rank 0 samples alone, so layouts that split the model are refused.
+    Training is the same with and without it. Where a layout splits the model, its ranks generate together; otherwise
+    rank 0 samples alone.
     """
 
     resumes_as = "safe"
@@ -49,21 +50,22 @@ class Samples(TrainingHook):
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
         if job.data.tokenizer is None:
             yield Problem("", "sampling text needs a tokenizer; add [data.tokenizer], or leave the hook out")
-        if layout.replicate != layout.world_size:
-            message = f"sampling needs the whole model on one rank, and the layout ({layout}) splits it"
-            yield Problem("", f"{message}; leave the hook out, and run forge-run generate afterwards")
 
     def on_train_begin(self, context: TrainContext) -> None:
         """Refuse before the first step what only shows now; hooks passed from Python have not been checked at all."""
         from forge_core.contracts.model import Generates
         from forge_core.parallel.layout import plan_layout
         from forge_core.parallel.mesh import world_size
+        from forge_kit.generation import generates_jointly
 
         layout, _ = plan_layout(context.job, world_size())
         problems = [*self.problems(context.job, layout), *self._stop_problems(context.tokenizer)]
         if not isinstance(context.model, Generates):
             name = type(context.model).__name__
             problems.append(Problem("model", f"{name} has no new_cache and decode, so it cannot generate samples"))
+        elif layout.replicate != layout.world_size and not generates_jointly(context.model):
+            message = f"no stage of the layout ({layout}) lets its ranks generate together (forge_kit.generation)"
+            problems.append(Problem("", f"{message}; leave the hook out, and run forge-run generate afterwards"))
         if problems:
             raise JobError(problems)
 
@@ -87,14 +89,17 @@ class Samples(TrainingHook):
     def _sample(self, context: TrainContext) -> None:
         from forge_core.engine.evaluation import evaluation_mode
         from forge_core.parallel.mesh import global_rank
+        from forge_kit.generation import generates_jointly
         from forge_plugin_samples.output import keep, show
         from forge_plugin_samples.sampling import continuations
 
         self.sampled_step = context.step
         with evaluation_mode(context.model, context.optimizer):  # on every rank: swapping weights may be collective
-            if global_rank() != 0:
+            if global_rank() != 0 and not generates_jointly(context.model):
                 return
             samples = list(zip(self.prompts, continuations(self, context), strict=True))
+        if global_rank() != 0:
+            return
         show(context.step, samples)
         if context.folder is not None:
             keep(context.folder / "samples.txt", context.step, samples)

@@ -12,14 +12,18 @@ import pytest
 import torch
 from attrs import define, field, frozen
 
-from forge_core.contracts.components import TokenizerComponent, TrainingHook
+from forge_core.contracts.components import ParallelComponent, TokenizerComponent, TrainingHook
 from forge_core.contracts.errors import JobError
 from forge_core.contracts.layout import Layout
+from forge_core.contracts.runtime import ParallelStage
 from forge_core.engine.evaluation import evaluation_mode
 from forge_plugin_generate.generate import Sampling, generate
 from forge_plugin_samples import Samples
 from forge_plugin_samples.output import show, visible
+from forge_plugin_text import Bytes
+from forge_plugin_transformer import GroupedQueryAttention, Transformer
 from forge_testing import Numbers, TinyModel
+from forge_testing.layouts import LAYOUTS
 from forge_testing.processes import run_on_ranks
 from forge_testing.tiny_model import TinyNetwork
 
@@ -176,12 +180,41 @@ def test_a_job_without_a_tokenizer_is_a_problem(make_job, make_writer_job):
     assert problems(make_writer_job()) == []
 
 
-@pytest.mark.parametrize("split", [{"shard": 2}, {"tp": 2}, {"pp": 2}, {"cp": 2}])
-def test_a_layout_that_splits_the_model_is_a_problem(make_writer_job, split):
-    (message,) = problems(make_writer_job(), Layout(replicate=2, **split))
-    assert message.startswith("sampling needs the whole model on one rank, and the layout (")
-    assert f"{min(split)} 2" in message
-    assert problems(make_writer_job(), Layout(replicate=4)) == []
+@frozen(kw_only=True)
+class Splits(ParallelComponent):
+    """A stage of a third party that says nothing of generation."""
+
+    def degrees(self):
+        return {"shard": 2}
+
+    def build(self, context):
+        return ParallelStage()
+
+
+def test_a_layout_whose_stage_says_nothing_of_generation_is_refused(make_writer_job, train):
+    def rank(number):
+        with pytest.raises(JobError, match=r"no stage of the layout \(shard 2\) lets its ranks generate together"):
+            train(make_writer_job(Samples(), parallel={"splits": Splits()}))
+
+    run_on_ranks(2, rank)
+
+
+@pytest.mark.parametrize("name", ["fsdp2", "tp2", "pp2", "cp2"])
+def test_ranks_that_share_a_model_write_what_one_process_does(name, make_job, train, catalog):
+    model = Transformer(dim=16, layers=2, attention=GroupedQueryAttention(heads=2), init_std=0.5, vocab_size=258)
+    data = {"sources": (Numbers(),), "tokenizer": Bytes()}
+    hook = Samples(every_eval=True, prompts=("some", "a longer text"), max_tokens=12, temperature=1.0)
+    changes = {"model": model, "data": data, "hooks": {"samples": hook}, "precision": "fp64", "eval": {"interval": 2}}
+    changes |= {"global_batch_size": 8, "micro_batch_size": LAYOUTS[name].micro_batch_size}
+    one = train(make_job(**changes, job={"name": "one"}))
+    jobs = [make_job(**changes, job={"name": name}, parallel=LAYOUTS[name].stages(catalog))]
+
+    def rank(number):
+        return train(jobs[0]).folder
+
+    folder, _ = run_on_ranks(2, rank)
+    assert kept(folder) == kept(one.folder)
+    assert len(set(kept(folder))) == 2
 
 
 @define(kw_only=True, slots=False)

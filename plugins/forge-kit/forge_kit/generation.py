@@ -1,0 +1,104 @@
+"""Generation by ranks that share a model: what stages tell the code that generates.
+
+A stage that splits a model puts a `JointGeneration` on it, around that of the stages before it, so that code which
+generates knows no stage, and a stage of a third party joins in.
+
+Shapes: B rows, S new positions of each, V the whole vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+if TYPE_CHECKING:
+    from forge_core.contracts.data import Batch
+    from forge_core.contracts.model import Model
+
+ATTRIBUTE = "joint_generation"
+
+
+class JointGeneration:
+    """How the ranks of one model generate together. Stages derive from it and override what they change.
+
+    Every rank of a group calls its methods equally often, whether its own rows have ended or not: each call may hold a
+    collective of the group. Passing through to `inner`, that of the stages before, is the default.
+    """
+
+    shares_rows = False
+    """Whether several ranks generate the same rows together, and so must draw the same tokens."""
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        self.inner = joint_generation(model)
+
+    @property
+    def same_rows(self) -> bool:
+        """Whether this stage or one before it has ranks generate the same rows together."""
+        return self.shares_rows or self.inner.same_rows
+
+    def next_logits(self, batch: Batch, cache: Any) -> Tensor:
+        """Run the model on the next positions of each row.
+
+        Args:
+            batch: `input_ids` and `positions` (B, S), and further entries; see `Generates.decode`.
+            cache: from the model's `new_cache`, extended in place.
+
+        Returns:
+            Logits (B, V) after the last position; bit-equal on all ranks that generate the same rows.
+        """
+        return self.inner.next_logits(batch, cache)
+
+    def all_done(self, done: bool) -> bool:
+        """Returns whether the rows of every rank have ended that takes part in this rank's calls."""
+        return self.inner.all_done(done)
+
+
+class WholeModel(JointGeneration):
+    """Generation by a model that no stage has split, or of which each call of `decode` computes all that it returns."""
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+
+    @property
+    def same_rows(self) -> bool:
+        return False
+
+    def next_logits(self, batch: Batch, cache: Any) -> Tensor:
+        model: Any = self.model
+        return whole_logits(model.head, model.decode(batch, cache)[:, -1:])[:, 0]
+
+    def all_done(self, done: bool) -> bool:
+        return done
+
+
+def joint_generation(model: Any) -> JointGeneration:
+    """Returns what the stages of a model have put on it; `WholeModel` if none has."""
+    joint = vars(model).get(ATTRIBUTE)
+    return WholeModel(model) if joint is None else joint
+
+
+def generates_jointly(model: Any) -> bool:
+    """Returns whether a stage says how the ranks of this model generate together."""
+    return ATTRIBUTE in vars(model)
+
+
+def join(model: Any, joint: JointGeneration) -> None:
+    """Put a stage's `JointGeneration` on a model, around those of earlier stages."""
+    setattr(model, ATTRIBUTE, joint)
+
+
+def whole_logits(head: Any, hidden: Tensor) -> Tensor:
+    """Returns logits (…, V) of hidden states (…, D), gathered from ranks that share the vocabulary. Collective there.
+
+    Not differentiable.
+    """
+    logits, shard = head.logits(hidden), getattr(head, "vocab_shard", None)
+    if shard is None:
+        return logits  # type: ignore[no-any-return]
+    slices = [torch.empty_like(logits) for _ in range(dist.get_world_size(shard.group))]
+    dist.all_gather(slices, logits.contiguous(), group=shard.group)
+    return torch.cat(slices, -1)

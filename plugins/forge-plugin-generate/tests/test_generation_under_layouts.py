@@ -1,0 +1,168 @@
+"""Ranks that share a model generate the tokens of one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from forge_core.contracts.errors import ForgeError
+from forge_core.plugins.catalog import Catalog
+from forge_kit.generation import joint_generation
+from forge_plugin_generate.generate import Sampling, generate
+from forge_plugin_mla import MultiHeadLatentAttention
+from forge_plugin_moe import MoE
+from forge_plugin_transformer import GroupedQueryAttention, Transformer
+from forge_testing.layouts import LayoutCase
+from forge_testing.processes import run_on_ranks
+from forge_testing.runs import advance, tiny_run
+
+VOCABULARY, END = 32, 31
+PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9]]
+GREEDY, DRAWN = Sampling(temperature=0), Sampling(temperature=1.0, top_k=12, top_p=0.95)
+MODEL = {"dim": 16, "vocab_size": VOCABULARY, "init_std": 0.5}
+LAYOUTS = {
+    "fsdp": {"fsdp": {}},
+    "fsdp, units kept": {"fsdp": {"reshard_after_forward": False}},
+    "tp": {"tp": {"degree": 2}},
+    "tp, whole": {"tp": {"degree": 2, "sequence_parallel": False, "loss_parallel": False}},
+    "pp": {"pp": {"degree": 2}},
+    "pp, interleaved": {"pp": {"degree": 2, "schedule": "interleaved_1f1b"}},
+    "pp, in a V": {"pp": {"degree": 2, "schedule": "zbv"}},
+    "cp, ring": {"cp": {"degree": 2}},
+    "cp, ulysses": {"cp": {"degree": 2, "method": "ulysses"}},
+    "compiled fsdp": {"fsdp": {}, "compile": {"backend": "eager"}},
+    "compiled pp": {"pp": {"degree": 2}, "compile": {"backend": "eager"}},
+}
+TWO_BY_TWO = {
+    "fsdp x tp": {"fsdp": {}, "tp": {"degree": 2}},
+    "fsdp x pp": {"fsdp": {}, "pp": {"degree": 2}},
+    "tp x pp": {"tp": {"degree": 2}, "pp": {"degree": 2}},
+    "fsdp x ep": {"fsdp": {}, "ep": {"degree": 2}},
+}
+
+
+def model(**parts):
+    return Transformer(**MODEL | {"layers": 4, "attention": GroupedQueryAttention(heads=4, kv_heads=2)} | parts)
+
+
+def built(folder, parallel=None, **changes):
+    keys = {"model": model(), "precision": "fp64", "global_batch_size": 8, "micro_batch_size": 1}
+    stages = LayoutCase(ranks=2, parallel=parallel or {})
+    run = tiny_run(folder, **keys | changes, parallel=stages.stages(Catalog.installed()))
+    run.model.eval()
+    return run
+
+
+def rows(network, prompts=PROMPTS, **options):
+    return [generate(network, prompts, 12, END, sampling, seed=5, **options) for sampling in (GREEDY, DRAWN)]
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    return rows(built(tmp_path_factory.mktemp("one")).model)
+
+
+def test_rows_end_at_different_times(expected):
+    assert len({len(row) for row in expected[1]}) > 1
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_two_ranks(name, tmp_path, expected):
+    def rank(number):
+        network = built(tmp_path, LAYOUTS[name]).model
+        return rows(network), rows(network, use_cache=False)
+
+    for cached, plain in run_on_ranks(2, rank):
+        assert cached == expected
+        assert plain == expected
+
+
+@pytest.mark.parametrize("name", TWO_BY_TWO)
+def test_four_ranks(name, tmp_path, expected):
+    parts = {"model": model(ffn=MoE(experts=4))} if "ep" in name else {}
+    expected = rows(built(tmp_path, **parts).model) if parts else expected
+    for found in run_on_ranks(4, lambda rank: rows(built(tmp_path, TWO_BY_TWO[name], **parts).model)):
+        assert found == expected
+
+
+@pytest.mark.parametrize("name", ["tp", "pp", "cp, ring"])
+def test_latent_attention(name, tmp_path):
+    parts = {"model": model(attention=MultiHeadLatentAttention(heads=4))}
+    expected = rows(built(tmp_path, **parts).model)
+    assert run_on_ranks(2, lambda rank: rows(built(tmp_path, LAYOUTS[name], **parts).model)) == [expected] * 2
+
+
+def test_ranks_of_fsdp_have_rows_of_their_own_that_end_at_different_times(tmp_path):
+    prompts = [[[1, 2, 3]], [[4], [5, 6, 7, 8, 9]]]
+    network = built(tmp_path).model
+    expected = [rows(network, own) for own in prompts]
+    # One rank's row ends after a token, the other's never do: the first rank goes on with it.
+    never = next(end for end in range(VOCABULARY) if {*map(len, rows_until(network, prompts[1], end))} == {12})
+    tokens = (rows_until(network, prompts[0], never)[0][1], never)
+    ends = [rows_until(network, own, token) for own, token in zip(prompts, tokens, strict=True)]
+
+    def rank(number):
+        network = built(tmp_path, {"fsdp": {}}).model
+        return rows(network, prompts[number]), rows_until(network, prompts[number], tokens[number])
+
+    assert run_on_ranks(2, rank) == list(zip(expected, ends, strict=True))
+    assert [len(row) for own in ends for row in own] == [1, 12, 12]
+
+
+def rows_until(network, prompts, end):
+    return generate(network, prompts, 12, end, GREEDY)
+
+
+def test_training_goes_on_with_fresh_weights_after_a_generation(tmp_path):
+    def losses(parallel, generates):
+        run = built(tmp_path, parallel)
+        if generates:
+            generate(run.model, PROMPTS, 4, END, GREEDY)
+        run.model.train()
+        advance(run, 2)
+        return [parameter.sum().item() for parameter in map(local, run.model.parameters())]
+
+    def local(parameter):
+        return parameter.to_local() if hasattr(parameter, "to_local") else parameter
+
+    for parallel in ({"fsdp": {"reshard_after_forward": False}}, {"tp": {"degree": 2}}, {"pp": {"degree": 2}}):
+
+        def rank(number, parallel=parallel):
+            return losses(parallel, False), losses(parallel, True)
+
+        for without, after in run_on_ranks(2, rank):
+            assert after == without
+
+
+def test_draws_without_a_seed_are_refused_where_ranks_must_draw_alike(tmp_path):
+    def rank(number):
+        network = built(tmp_path, {"tp": {"degree": 2}}).model
+        with pytest.raises(ForgeError, match="draw the same tokens only with a seed; pass one"):
+            generate(network, PROMPTS, 4, END, DRAWN)
+        return generate(network, PROMPTS, 12, END, GREEDY)  # nothing is drawn
+
+    one, other = run_on_ranks(2, rank)
+    assert one == other
+
+
+def test_a_pipeline_refuses_what_only_its_first_rank_could_read(tmp_path):
+    def rank(number):
+        network = built(tmp_path, {"pp": {"degree": 2}}).model
+        entries = {"patches": torch.zeros(3, 1)}
+        with pytest.raises(ForgeError, match=r"parallel\.pp: a pipeline generates from tokens alone, .* have patches"):
+            generate(network, PROMPTS, 4, END, GREEDY, entries=entries)
+
+    run_on_ranks(2, rank)
+
+
+def test_logits_are_those_of_the_whole_vocabulary_on_every_rank(tmp_path):
+    batch = {"input_ids": torch.tensor([[1, 2, 3]]), "positions": torch.arange(3)[None]}
+
+    def logits(network):
+        with torch.no_grad():
+            return joint_generation(network).next_logits(batch, network.new_cache(1, 3))
+
+    whole = logits(built(tmp_path).model)
+    for name in ("tp", "pp"):
+        for found in run_on_ranks(2, lambda rank, name=name: logits(built(tmp_path, LAYOUTS[name]).model)):
+            torch.testing.assert_close(found, whole, rtol=1e-9, atol=1e-12)

@@ -1,0 +1,25 @@
+"""Downstream tasks during training: type `tasks` of kind `evaluation`, and the kind `task` of what it asks.
+
+`file` reads items from a file; `copy`, `induction`, `recall`, `arithmetic` and `brackets` are made of random letters
+and numbers; `modules` and `signatures` of Python's standard library.
+"""
+
+from forge_plugin_tasks.file import File
+from forge_plugin_tasks.kinds import Item, TaskComponent
+from forge_plugin_tasks.library import Modules, Signatures
+from forge_plugin_tasks.synthetic import Arithmetic, Brackets, Copy, Induction, Recall
+from forge_plugin_tasks.tasks import Tasks
+
+__all__ = [
+    "Arithmetic",
+    "Brackets",
+    "Copy",
+    "File",
+    "Induction",
+    "Item",
+    "Modules",
+    "Recall",
+    "Signatures",
+    "TaskComponent",
+    "Tasks",
+]
