@@ -9,12 +9,13 @@ from attrs import define, field
 from attrs.validators import and_, ge, gt, le, min_len
 
 from forge_core.contracts.components import TrainingHook
-from forge_core.contracts.errors import JobError, Problem
+from forge_core.contracts.errors import ForgeError, JobError, Problem
 
 if TYPE_CHECKING:
     from forge_core.contracts.contexts import StepContext, TrainContext
     from forge_core.contracts.data import Tokenizer
     from forge_core.contracts.layout import Layout
+    from forge_core.contracts.model import Generates
     from forge_core.job import Job
 
 
@@ -66,8 +67,20 @@ class Samples(TrainingHook):
         elif layout.replicate != layout.world_size and not generates_jointly(context.model):
             message = f"no stage of the layout ({layout}) lets its ranks generate together (forge_kit.generation)"
             problems.append(Problem("", f"{message}; leave the hook out, and run forge-run generate afterwards"))
+        elif context.tokenizer is not None:
+            problems += self._length_problems(context.model, context.tokenizer)
         if problems:
             raise JobError(problems)
+
+    def _length_problems(self, model: Generates, tokenizer: Tokenizer) -> Iterator[Problem]:
+        """Yields a problem if prompt and continuation may be longer than the model can see (learned positions)."""
+        from forge_plugin_generate.prompts import prompt_ids
+
+        longest = max(len(prompt_ids(tokenizer, prompt)) for prompt in self.prompts)
+        try:
+            model.new_cache(1, longest + self.max_tokens)
+        except ForgeError as error:
+            yield Problem("max_tokens", str(error))
 
     def _stop_problems(self, tokenizer: Tokenizer | None) -> Iterator[Problem]:
         from forge_plugin_generate.prompts import stop_ids

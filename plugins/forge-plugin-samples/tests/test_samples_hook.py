@@ -232,6 +232,13 @@ def test_a_model_that_cannot_generate_is_refused_before_the_first_step(make_writ
     assert steps.count == 0
 
 
+def test_a_model_with_too_few_positions_is_refused_before_the_first_step(make_writer_job, train):
+    steps, model = Steps(), Transformer(vocab_size=32, dim=16, layers=1, learned_positions=64)
+    with pytest.raises(JobError, match=r"max_tokens: 123 positions .* more than model.learned_positions = 64"):
+        train(make_writer_job(Samples(prompts=("abc",)), model=model), steps)
+    assert steps.count == 0
+
+
 def test_a_hook_given_from_python_is_checked_too(make_job, train):
     with pytest.raises(JobError, match="needs a tokenizer"):
         train(make_job(model=WriterModel()), Samples())
