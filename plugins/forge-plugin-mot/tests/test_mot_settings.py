@@ -98,7 +98,9 @@ def test_what_is_shared_may_be_anything(name: str, bare: Callable[..., Any], lan
 def test_norms_of_each_modality_stand_where_the_language_model_has_them(
     make_model: Callable[..., Any], language: Any, batch: Any
 ) -> None:
-    moved, own = make_model(AFTER), make_model(language=attrs.evolve(language, norm_placement="post"))
+    language = attrs.evolve(language, residual="parallel", residual_scale=0.5)
+    moved = make_model(AFTER, language)
+    own = make_model(language=attrs.evolve(language, norm_placement="post"))
     state = {
         re.sub(r"^(layers\.\d+\.(attention|ffn))_norm", r"\1_post_norm", name): tensor
         for name, tensor in moved.state_dict().items()

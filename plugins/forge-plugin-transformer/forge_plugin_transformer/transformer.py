@@ -112,6 +112,8 @@ class Transformer(ModelComponent):
     residual: Literal["sequential", "parallel"] = "sequential"
     """Whether the feed-forward part of a block reads what attention has been added to, or, parallel, what attention
     reads, so that both are added at once (GPT-NeoX, Pythia)."""
+    residual_scale: float = field(default=1.0, validator=gt(0), metadata=when_resumed("flag"))
+    """Factor on what attention and feed-forward part add to the residual stream; in Granite, 0.22 and the like."""
     learned_positions: int = field(default=0, validator=ge(0))
     """Rows of a table of position embeddings, added to those of tokens (GPT-2): the longest sequence. 0: there is
     none. The position encoding of attention is another matter."""
@@ -191,6 +193,7 @@ class Transformer(ModelComponent):
             attention=here.at("attention").build(self.attention, dim=self.dim, init=init),
             ffn=here.at("ffn").build(self.ffn, dim=self.dim, init=init),
             parallel=self.residual == "parallel",
+            scale=self.residual_scale,
             **{name: here.at(name).build(self.norm, dim=self.dim) for name in NORMS[self.norm_placement]},
         )
 

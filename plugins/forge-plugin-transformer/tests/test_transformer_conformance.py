@@ -78,7 +78,7 @@ class TestTransformerLikeGPT(ModelSuite):
 class TestTransformerWithEveryOptionThatPredictsFurther(ModelSuite):
     component = Transformer(
         vocab_size=32, dim=16, layers=2, norm_placement="both", residual="parallel", learned_positions=64,
-        embedding_scale=4.0, logit_soft_cap=3.0, mtp=MultiTokenPrediction(),
+        embedding_scale=4.0, residual_scale=0.5, logit_soft_cap=3.0, mtp=MultiTokenPrediction(),
         attention=GroupedQueryAttention(heads=4, kv_heads=2, qk_norm="all", qk_norm_offset=1),
     )  # fmt: skip
     layouts = ("tp2", "pp2")

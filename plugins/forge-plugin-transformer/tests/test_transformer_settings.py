@@ -78,6 +78,7 @@ def test_blocks_of_published_models(load_model: LoadModel) -> None:
         vocab_size = 32
         norm_placement = "both"
         residual = "parallel"
+        residual_scale = 0.22
         learned_positions = 16
         embedding_scale = 16.0
         logit_scale = 0.5
@@ -94,7 +95,8 @@ def test_blocks_of_published_models(load_model: LoadModel) -> None:
         """
     )
     assert (model.norm_placement, model.residual, model.learned_positions) == ("both", "parallel", 16)
-    assert (model.embedding_scale, model.logit_scale, model.logit_soft_cap) == (16.0, 0.5, 30.0)
+    factors = (model.embedding_scale, model.residual_scale, model.logit_scale, model.logit_soft_cap)
+    assert factors == (16.0, 0.22, 0.5, 30.0)
     assert (model.attention.qk_norm, model.attention.qk_norm_offset) == ("all", 1)
     assert (model.norm, model.ffn) == (RMSNorm(offset=1), GEGLU(approximate="none"))
 

@@ -19,6 +19,7 @@ class Block(nn.Module):
 
     Args:
         parallel: whether both parts read the same x: x + attention(x) + ffn(x).
+        scale: factor on what each part adds.
     """
 
     def __init__(
@@ -31,9 +32,10 @@ class Block(nn.Module):
         ffn_norm: nn.Module | None = None,
         ffn_post_norm: nn.Module | None = None,
         parallel: bool = False,
+        scale: float = 1.0,
     ) -> None:
         super().__init__()
-        self.parallel = parallel
+        self.parallel, self.scale = parallel, scale
         self.attention_norm = attention_norm or nn.Identity()
         self.attention = attention
         self.attention_post_norm = attention_post_norm or nn.Identity()
@@ -43,11 +45,11 @@ class Block(nn.Module):
 
     def forward(self, carry: Carry, batch: Batch, cache: Any = None) -> Carry:
         (x,) = carry
-        after = x + self.update("attention", x, batch, cache)
-        return (after + self.update("ffn", x if self.parallel else after, batch),)
+        after = x + self._scaled(self.update("attention", x, batch, cache))
+        return (after + self._scaled(self.update("ffn", x if self.parallel else after, batch)),)
 
     def update(self, name: str, x: Tensor, batch: Batch, *cache: Any) -> Tensor:
-        """Returns what the part `name` adds to x (B, S, D), its norms included."""
+        """Returns what the part `name` makes of x (B, S, D), its norms included."""
         x = self.normalise(f"{name}_norm", x, batch)
         x = getattr(self, name)(x, batch, *cache)
         return self.normalise(f"{name}_post_norm", x, batch)
@@ -56,3 +58,6 @@ class Block(nn.Module):
         """Returns the norm `name` of x (B, S, D); a derived class may have others by position."""
         normalised: Tensor = getattr(self, name)(x)
         return normalised
+
+    def _scaled(self, x: Tensor) -> Tensor:
+        return x if self.scale == 1 else x * self.scale
