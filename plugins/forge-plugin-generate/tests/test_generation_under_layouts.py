@@ -92,6 +92,15 @@ def test_latent_attention(name, tmp_path):
     assert run_on_ranks(2, lambda rank: rows(built(tmp_path, LAYOUTS[name], **parts).model)) == [expected] * 2
 
 
+@pytest.mark.parametrize("name", ["fsdp", "tp", "pp, interleaved", "cp, ring"])
+def test_learned_positions_and_norms_over_all_heads(name, tmp_path):
+    attention = GroupedQueryAttention(heads=4, kv_heads=2, qk_norm="all")
+    keys = {"norm_placement": "both", "residual": "parallel", "learned_positions": 32, "logit_soft_cap": 5.0}
+    parts = {"model": model(attention=attention, **keys)}
+    expected = rows(built(tmp_path, **parts).model)
+    assert run_on_ranks(2, lambda rank: rows(built(tmp_path, LAYOUTS[name], **parts).model)) == [expected] * 2
+
+
 def test_ranks_of_fsdp_have_rows_of_their_own_that_end_at_different_times(tmp_path):
     prompts = [[[1, 2, 3]], [[4], [5, 6, 7, 8, 9]]]
     network = built(tmp_path).model

@@ -47,13 +47,12 @@ class PositionTable(Embedding):
 class PositionCount:
     """Number of the next position, in a cache for generation."""
 
-    def __init__(self, table: PositionTable, length: int) -> None:
+    def __init__(self, rows: int, length: int) -> None:
         """Set up the count.
 
         Raises:
-            ForgeError: the table has fewer rows than `length` positions.
+            ForgeError: a table of `rows` has no `length` positions.
         """
-        rows = len(table.weight)
         if length > rows:
             message = f"{length} positions of prompt and continuation are more than model.learned_positions = {rows}"
             raise ForgeError(f"{message}; generate fewer tokens (--max-tokens), or shorten the prompt")

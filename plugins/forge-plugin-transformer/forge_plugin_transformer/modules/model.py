@@ -45,6 +45,8 @@ class TransformerModel(Model):
         super().__init__()
         self.embedding = embedding
         self.positions = positions
+        self.longest = 0 if positions is None else len(positions.weight)
+        """Learned positions, also where another pipeline rank has their table; 0: there are none."""
         self.layers = nn.ModuleDict(layers)
         self.norm = norm
         self.head = head
@@ -87,7 +89,7 @@ class TransformerModel(Model):
         """Creates each layer's own cache, by the layer's name."""
         layers: dict[str, Any] = dict(self.layers.items())
         caches = {name: layer.attention.new_cache(batch_size, length) for name, layer in layers.items()}
-        return caches if self.positions is None else {POSITIONS: PositionCount(self.positions, length), **caches}
+        return {POSITIONS: PositionCount(self.longest, length), **caches} if self.longest else caches
 
     def decode(self, batch: Batch, cache: Mapping[str, Any]) -> Tensor:
         if POSITIONS in cache:
@@ -156,7 +158,7 @@ class TransformerModel(Model):
 
     def _tables(self) -> list[str]:
         """Names of the tables that `embed` looks up."""
-        return ["embedding"] if self.positions is None else ["embedding", POSITIONS]
+        return ["embedding", POSITIONS] if self.longest else ["embedding"]
 
     def _parts(self) -> Iterator[tuple[str, nn.Module]]:
         """Yields each block's parts with their names, in order."""
