@@ -24,6 +24,20 @@ MODELS: dict[str, dict[str, Any]] = {
     "smoothing, z-loss": {"loss": {"type": "chunked_cross_entropy", "label_smoothing": 0.1, "z_loss": 1e-3}},
     "recomputed": {"parallel": {"activation_checkpointing": {}}},
     "multi-token": {"model": {"mtp": {}}},
+    "like Gemma": {
+        "model": {
+            "norm_placement": "both",
+            "norm": {"offset": 1},
+            "ffn": {"type": "geglu"},
+            "tie_embeddings": True,
+            "embedding_scale": 16.0,
+            "logit_soft_cap": 30.0,
+            "attention": {"qk_norm_offset": 1},
+        }
+    },
+    "like OLMo, learned positions": {
+        "model": {"norm_placement": "post", "attention": {"qk_norm": "all"}, "learned_positions": 512}
+    },
     "8 experts": {"model": {"ffn": experts(8, 2, 64)}},
 }
 
