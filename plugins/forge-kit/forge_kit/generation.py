@@ -8,7 +8,8 @@ Shapes: B rows, S new positions of each, V the whole vocabulary.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -19,6 +20,16 @@ if TYPE_CHECKING:
     from forge_core.contracts.model import Model
 
 ATTRIBUTE = "joint_generation"
+
+
+@runtime_checkable
+class VoidsCache(Protocol):
+    """A module of a model whose caches are void once a row is longer than certain lengths.
+
+    Encodings of positions are such that rotate all positions of a long sequence otherwise.
+    """
+
+    cache_limits: Sequence[int]
 
 
 class JointGeneration:
@@ -56,6 +67,10 @@ class JointGeneration:
         """Returns whether the rows of every rank have ended that takes part in this rank's calls."""
         return self.inner.all_done(done)
 
+    def cache_limits(self) -> set[int]:
+        """Returns the lengths of a row beyond which caches are void, of all parts of the model: see `VoidsCache`."""
+        return self.inner.cache_limits()
+
 
 class WholeModel(JointGeneration):
     """Generation by a model that no stage has split, or of which each call of `decode` computes all that it returns."""
@@ -73,6 +88,10 @@ class WholeModel(JointGeneration):
 
     def all_done(self, done: bool) -> bool:
         return done
+
+    def cache_limits(self) -> set[int]:
+        modules = self.model.modules()
+        return {limit for module in modules if isinstance(module, VoidsCache) for limit in module.cache_limits}
 
 
 def joint_generation(model: Any) -> JointGeneration:

@@ -78,7 +78,8 @@ def generate(
         sampling: settings of the draws; by default those of `Sampling`.
         stop: further ids at which a row stops, such as the end of a turn in chats.
         seed: seed of the draws; None: torch's default generator, where no ranks must draw alike.
-        use_cache: False runs the whole model for every token. The tokens are the same, up to the rounding of logits.
+        use_cache: False runs the whole model for every token. The tokens are the same, up to the rounding of logits,
+            but for encodings of positions whose cached keys stay as they were (`dynamic`).
         entries: further entries (B, …) of the prompts' batch, by name (`patches`).
 
     Raises:
@@ -97,7 +98,8 @@ def generate(
     device = next(model.parameters()).device
     generator = None if seed is None else torch.Generator(device).manual_seed(seed)
     ids, positions = _left_padded(prompts, end_of_text, device)
-    cache = model.new_cache(len(prompts), ids.shape[1] + max_tokens)
+    room, limits = ids.shape[1] + max_tokens, joint.cache_limits()
+    cache = model.new_cache(len(prompts), room)
     stops = torch.tensor([end_of_text, *stop], device=device)
     done = torch.zeros(len(prompts), dtype=torch.bool, device=device)
     rows: list[Tensor] = []
@@ -112,11 +114,12 @@ def generate(
             break
         following = positions[:, -1:] + 1
         ids, positions = torch.cat([ids, token[:, None]], 1), torch.cat([positions, following], 1)
-        if use_cache:  # it has what the entries brought
+        is_void = any(bool((following == limit).any()) for limit in limits)  # a row exceeds it by this token
+        if use_cache and not is_void:  # it has what the entries brought
             step_ids, step_positions, step_entries = token[:, None], following, {}
         else:
-            step_ids, step_positions = ids, positions
-            cache = model.new_cache(len(prompts), ids.shape[1])
+            step_ids, step_positions, step_entries = ids, positions, dict(entries or {})
+            cache = model.new_cache(len(prompts), room if use_cache else ids.shape[1])
     if not rows:
         return [[] for _ in prompts]
     return [list(takewhile(lambda id_: id_ not in (end_of_text, *stop), row)) for row in torch.stack(rows, 1).tolist()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from attrs import frozen
 
 from forge_core.contracts.errors import ForgeError
 from forge_core.plugins.catalog import Catalog
@@ -11,7 +12,7 @@ from forge_kit.generation import joint_generation
 from forge_plugin_generate.generate import Sampling, generate
 from forge_plugin_mla import MultiHeadLatentAttention
 from forge_plugin_moe import MoE
-from forge_plugin_transformer import GroupedQueryAttention, Transformer
+from forge_plugin_transformer import GroupedQueryAttention, LongRope, NoRope, Transformer
 from forge_testing.layouts import LayoutCase
 from forge_testing.processes import run_on_ranks
 from forge_testing.runs import advance, tiny_run
@@ -98,6 +99,26 @@ def test_learned_positions_and_norms_over_all_heads(name, tmp_path):
     keys = {"norm_placement": "both", "residual": "parallel", "learned_positions": 32, "logit_soft_cap": 5.0}
     parts = {"model": model(attention=attention, **keys)}
     expected = rows(built(tmp_path, **parts).model)
+    assert run_on_ranks(2, lambda rank: rows(built(tmp_path, LAYOUTS[name], **parts).model)) == [expected] * 2
+
+
+@frozen(kw_only=True)
+class LongInFirstLayers(LongRope):
+    """The layers of the second half have no encoding."""
+
+    def build(self, context, head_dim):
+        return super().build(context, head_dim) if context.layer < 2 else NoRope().build(context, head_dim)
+
+
+@pytest.mark.parametrize("name", ["fsdp", "tp", "pp", "cp, ring"])
+def test_rows_that_become_long_whichever_layers_know_it(name, tmp_path):
+    rope = LongInFirstLayers(
+        short_factor=(1.0, 1.5), long_factor=(2.0, 9.0), original_max_position_embeddings=8, factor=2.0
+    )
+    parts = {"model": model(attention=GroupedQueryAttention(heads=4, kv_heads=2, rope=rope))}
+    network = built(tmp_path, **parts).model
+    expected = rows(network)
+    assert expected == rows(network, use_cache=False)
     assert run_on_ranks(2, lambda rank: rows(built(tmp_path, LAYOUTS[name], **parts).model)) == [expected] * 2
 
 

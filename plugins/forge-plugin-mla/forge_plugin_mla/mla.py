@@ -67,6 +67,9 @@ class MultiHeadLatentAttention(AttentionComponent):
             yield Problem("v_head_dim", f"{message} = {self._head_dim}; {hint}")
         yield from kernel_problems(self.backend, self.documents, job)
 
+    def width_problems(self, dim: int) -> Iterable[Problem]:
+        return (problem.below("rope") for problem in self.rope.width_problems(self.qk_rope_head_dim))
+
     @property
     def _head_dim(self) -> int:
         """Width of a head's queries and keys."""

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import attrs
 import pytest
 import torch
 from torch import Tensor
 
+from forge_plugin_generate.generate import Sampling, generate
 from forge_plugin_mla import MultiHeadLatentAttention
 from forge_plugin_mla.modules import latent_attention
 from forge_plugin_mla.modules.latent_attention import Widths
 from forge_plugin_mla.modules.latent_cache import absorbs
-from forge_plugin_transformer import GroupedQueryAttention, YarnRope
+from forge_plugin_transformer import GroupedQueryAttention, LongRope, NoRope, PlainRope, YarnRope
 
 MakeModel = Callable[..., Any]
 HEADS, C, N, P, V = 4, 20, 12, 8, 10
@@ -120,3 +122,34 @@ def test_what_wraps_the_up_projection_counts_in_both_ways(one_way: bool, model: 
 def test_a_full_cache_says_so(model: Any, ids: Tensor) -> None:
     with pytest.raises(ValueError, match="holds 20 positions; 10 are used, 14 more do not fit"):
         decode(model, ids, torch.arange(24).expand(2, -1), [10, 14], length=20)
+
+
+@pytest.mark.parametrize("interleave", [False, True])
+def test_an_encoding_may_rotate_a_part_of_the_part_for_positions(make_model: MakeModel, interleave: bool) -> None:
+    """In pairs of neighbours, or of dimensions half the rotated width apart; the other dimensions pass."""
+    for share in (0.5, 0.0):
+        rope = PlainRope(partial_rotary_factor=share) if share else NoRope()
+        attention = make_model(attrs.evolve(ATTENTION, rope=rope, rope_interleave=interleave)).layers["0"].attention
+        x = torch.randn(1, 7, 1, P)
+        turned, half = attention._turned(x, attention.rotary(7)), int(P * share) // 2
+        assert torch.equal(turned[..., 2 * half :], x[..., 2 * half :])
+        real, imaginary = (
+            x[..., n : 2 * half : 2] if interleave else x[..., n * half : (n + 1) * half] for n in (0, 1)
+        )
+        angles = torch.arange(7)[:, None, None] * torch.tensor([1e4 ** (-pair / max(half, 1)) for pair in range(half)])
+        expected = torch.complex(real, imaginary) * torch.polar(torch.ones_like(angles), angles)
+        torch.testing.assert_close(turned[..., : 2 * half], torch.cat([expected.real, expected.imag], -1))
+
+
+def test_the_cache_is_computed_anew_where_a_sequence_becomes_long(make_model: MakeModel, ids: Tensor) -> None:
+    rope = LongRope(
+        short_factor=(1.0, 1.1, 1.2, 1.5),
+        long_factor=(1.0, 4.0, 9.0, 30.0),
+        original_max_position_embeddings=12,
+        factor=4.0,
+    )
+    model = make_model(attrs.evolve(ATTENTION, rope=rope), precision="fp64")
+    prompts = [ids[0, :8].tolist(), ids[1, :3].tolist()]
+    said = [generate(model, prompts, 12, 0, Sampling(temperature=0), use_cache=cache) for cache in (True, False)]
+    assert said[0] == said[1]
+    assert min(map(len, said[0])) > 5

@@ -124,6 +124,12 @@ class PipelinedGeneration(JointGeneration):
                 self._send(number + 1, shape, state)
         return self._shared(state, shape)
 
+    def cache_limits(self) -> set[int]:
+        # Sections may have layers of another kind: all begin anew at the same token, as they pass equal shapes on.
+        everyones: list[Any] = [None] * dist.get_world_size(self._pipeline.group)
+        dist.all_gather_object(everyones, self.inner.cache_limits(), group=self._pipeline.group)
+        return set().union(*everyones)
+
     def _section(self, section: Section, batch: Batch, cache: Any, carry: Carry) -> Any:
         decode, model = self._decode, self.model
         decode.section, decode.carry = section, carry

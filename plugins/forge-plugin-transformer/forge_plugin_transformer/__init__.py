@@ -10,20 +10,31 @@ from forge_plugin_transformer.layer_parts import (
     SwiGLU,
     default_hidden,
 )
-from forge_plugin_transformer.rope import LinearRope, Llama3Rope, PlainRope, YarnRope
+from forge_plugin_transformer.rope import (
+    DynamicRope,
+    LinearRope,
+    Llama3Rope,
+    LongRope,
+    NoRope,
+    PlainRope,
+    YarnRope,
+)
 from forge_plugin_transformer.transformer import MultiTokenPrediction, Transformer
 
 __all__ = [
     "GEGLU",
     "GELU",
     "AttentionComponent",
+    "DynamicRope",
     "FFNComponent",
     "GroupedQueryAttention",
     "InitStd",
     "LayerNorm",
     "LinearRope",
     "Llama3Rope",
+    "LongRope",
     "MultiTokenPrediction",
+    "NoRope",
     "NormComponent",
     "PlainRope",
     "RMSNorm",

@@ -84,10 +84,16 @@ class RopeComponent(Component):
     """Builds a rotary position encoding for heads of one width.
 
     The module maps `(length, positions=None) -> (cos, sin)` for positions 0 to `length` - 1, or for `positions`
-    (B, S). Both tables broadcast against (B, S, heads, E) and are float32 or wider; `sin` carries the sign of the
-    half-split rotation, so that `rotate(x, cos, sin)` of `forge_plugin_transformer.modules.rotary` applies them. A
-    module may have a string `key` that is equal where the tables are: layers then share those of a batch's positions.
-    It may have a string `entry`: the batch entry (B, S, …) of that name is passed as `positions` where there is one.
+    (B, S). Both tables broadcast against (B, S, heads, E), or against the first dimensions of heads where these alone
+    are rotated, and are float32 or wider; `sin` carries the sign of the half-split rotation, so that
+    `rotate(x, cos, sin)` of `forge_plugin_transformer.modules.rotary` applies them. A module may have a string `key`
+    that is equal where the tables are: layers then share those of a batch's positions. It may have a string `entry`:
+    the batch entry (B, S, …) of that name is passed as `positions` where there is one.
+
+    A module whose tables depend on the length of a sequence has `at_lengths(positions, lengths)`: it is called in
+    generation with a cache, `lengths` (B,) being the positions that each row has by now. Where keys in the cache are
+    void beyond a length, `cache_limits` has that length, and `generate` computes the cache anew (see `VoidsCache` of
+    `forge_kit.generation`).
     """
 
     kind = "rope"
@@ -96,9 +102,13 @@ class RopeComponent(Component):
     def score_factor(self) -> float:
         """Returns the factor on attention scores that the tables do not contain.
 
-        Only attention that rotates a part of each head uses it, as its tables affect a part of each score.
+        Only attention with a part of its own for positions (`mla`) uses it, as its tables affect a part of each score.
         """
         return 1.0
+
+    def width_problems(self, head_dim: int) -> Iterable[Problem]:
+        """Yields problems that depend on the width of a head; paths are relative to this component's table."""
+        return ()
 
     def build(self, context: BuildContext, head_dim: int) -> nn.Module:
         """Args: `head_dim`, the width E of a head; even."""

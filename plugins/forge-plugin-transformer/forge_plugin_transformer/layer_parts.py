@@ -68,6 +68,8 @@ class GroupedQueryAttention(AttentionComponent):
         yield from kernel_problems(self.backend, self.documents, job)
 
     def width_problems(self, dim: int) -> Iterable[Problem]:
+        head_dim = self.head_dim or dim // self.heads
+        yield from (problem.below("rope") for problem in self.rope.width_problems(head_dim))
         if self.head_dim:
             return
         if dim % self.heads:

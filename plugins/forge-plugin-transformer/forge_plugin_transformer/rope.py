@@ -1,23 +1,24 @@
-"""Position encodings `plain`, `linear`, `llama3` and `yarn`: rotary embeddings, and ways to extend their range.
+"""Position encodings: rotary embeddings (`plain`), ways to extend their range, and none (`none`).
 
-Each returns the angular frequency of every pair of dimensions: pair i of a head of width E turns by `frequency[i]`
-radians a position. Keys are named as in `rope_parameters` of Hugging Face configurations.
+Each returns the angular frequency of every pair of dimensions: pair i of the R rotated dimensions of a head turns by
+`frequency[i]` radians a position. Keys are named as in `rope_parameters` of Hugging Face configurations.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from attrs import field, frozen
-from attrs.validators import ge, gt
+from attrs.validators import deep_iterable, ge, gt, le
 
 from forge_core.contracts.errors import Problem
 from forge_plugin_transformer.kinds import RopeComponent
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
     from forge_core.contracts.contexts import BuildContext
     from forge_core.contracts.layout import Layout
@@ -26,24 +27,39 @@ if TYPE_CHECKING:
 
 @frozen(kw_only=True)
 class PlainRope(RopeComponent):
-    """Rotary position embedding (Su et al. 2021), dimension i paired with i + E/2."""
+    """Rotary position embedding (Su et al. 2021), dimension i paired with i + R/2 of the R that are rotated."""
 
     theta: float = field(default=10000.0, validator=gt(1))
     """Base of the geometric series of wavelengths."""
+    partial_rotary_factor: float = field(default=1.0, validator=[gt(0), le(1)])
+    """Share of a head's dimensions that is rotated, the first ones; the others do not depend on the position (0.25 in
+    GPT-NeoX and Pythia, 0.4 in Phi-2, 0.75 in Phi-4-mini). Rounded down to whole dimensions, which must be even."""
+
+    def rotated(self, head_dim: int) -> int:
+        """Returns R, the number of rotated dimensions of a head."""
+        return int(head_dim * self.partial_rotary_factor)
+
+    def width_problems(self, head_dim: int) -> Iterable[Problem]:
+        rotated = self.rotated(head_dim)
+        if self.partial_rotary_factor < 1 and (rotated < 2 or rotated % 2):
+            message = f"{self.partial_rotary_factor} of {head_dim} dimensions are {rotated}, which are no pairs"
+            yield Problem("partial_rotary_factor", f"{message}; take a share that is an even number of dimensions")
 
     def frequencies(self, head_dim: int) -> list[float]:
-        """Radians a position for each of the `head_dim / 2` pairs, fastest first."""
+        """Radians a position for each of the `head_dim / 2` pairs, fastest first; `head_dim` is the rotated width R."""
         return [self.theta ** (-pair / head_dim) for pair in range(0, head_dim, 2)]
 
     def amplitude(self) -> float:
-        """Factor on cosine and sine; its square multiplies every attention score."""
+        """Factor on cosine and sine; its square multiplies the rotated dimensions' part of every attention score."""
         return 1.0
 
     def build(self, context: BuildContext, head_dim: int) -> nn.Module:
+        return self._tables(context, self.rotated(head_dim))
+
+    def _tables(self, context: BuildContext, rotated: int) -> nn.Module:
         from forge_plugin_transformer.modules.rotary import Rotary
 
-        frequencies = self.frequencies(head_dim)
-        return Rotary(frequencies, amplitude=self.amplitude(), length=context.job.train.seq_len, dtype=context.dtype)
+        return Rotary(self.frequencies(rotated), amplitude=self.amplitude(), **_of_job(context))
 
 
 @frozen(kw_only=True)
@@ -101,8 +117,8 @@ class YarnRope(PlainRope):
     mscale: float = field(default=0.0, validator=ge(0))
     """Weight of ln(factor) in the numerator of the derived attention factor; 0: 1, without a denominator."""
     mscale_all_dim: float = field(default=0.0, validator=ge(0))
-    """Weight of ln(factor) in the denominator of the derived attention factor; 0: no denominator. Attention that
-    rotates a part of each head (`mla`) compensates for the denominator: there (0.1 mscale_all_dim ln(factor) + 1)²
+    """Weight of ln(factor) in the denominator of the derived attention factor; 0: no denominator. Attention with a part
+    of its own for positions (`mla`) compensates for the denominator: there (0.1 mscale_all_dim ln(factor) + 1)²
     multiplies all scores."""
     truncate: bool = True
     """Whether the bounds of the ramp between kept and divided pairs are rounded outwards to whole pairs."""
@@ -142,6 +158,111 @@ class YarnRope(PlainRope):
         """Returns the (fractional) number of the pair that makes `turns` turns within the original length."""
         wavelength = self.original_max_position_embeddings / (2 * math.pi * turns)
         return head_dim * math.log(wavelength) / (2 * math.log(self.theta))
+
+
+@frozen(kw_only=True)
+class LongRope(PlainRope):
+    """Every frequency divided by a factor of its own, by another one in long sequences (Ding et al. 2024, LongRoPE).
+
+    A sequence of more than `original_max_position_embeddings` positions is long, all of it. In training that is
+    `train.seq_len`, whatever the lengths of packed documents; in generation it is what a row has reached, and the cache
+    is computed anew when it becomes long, as in Phi-3.
+    """
+
+    short_factor: tuple[float, ...] = field(validator=deep_iterable(gt(0)))
+    """Divisor of each pair's frequency in short sequences, fastest pair first: as many as there are pairs."""
+    long_factor: tuple[float, ...] = field(validator=deep_iterable(gt(0)))
+    """The same for long sequences."""
+    original_max_position_embeddings: int = field(validator=gt(1))
+    """Sequence length, in tokens, that the model was first trained on; longer sequences are long."""
+    factor: float = field(validator=ge(1))
+    """Ratio of the extended length to the original length: `max_position_embeddings` divided by
+    `original_max_position_embeddings` of Phi-3's configurations."""
+    attention_factor: float = field(default=0.0, validator=ge(0))
+    """Factor on cosine and sine at any length; 0: sqrt(1 + ln(factor) / ln(original length))."""
+
+    def width_problems(self, head_dim: int) -> Iterable[Problem]:
+        yield from super().width_problems(head_dim)
+        pairs = self.rotated(head_dim) // 2
+        for key in ("short_factor", "long_factor"):
+            if (count := len(getattr(self, key))) != pairs:
+                message = f"has {count} factors, but {2 * pairs} rotated dimensions of {head_dim} are {pairs} pairs"
+                yield Problem(key, f"{message}; give one for each pair")
+
+    def frequencies(self, head_dim: int, length: int = 0) -> list[float]:
+        """As `PlainRope.frequencies`, for sequences of `length` positions; 0: short ones."""
+        factors = self.long_factor if length > self.original_max_position_embeddings else self.short_factor
+        return [plain / factor for plain, factor in zip(super().frequencies(head_dim), factors, strict=True)]
+
+    def amplitude(self) -> float:
+        if self.attention_factor:
+            return self.attention_factor
+        return math.sqrt(1 + math.log(self.factor) / math.log(self.original_max_position_embeddings))
+
+    def _tables(self, context: BuildContext, rotated: int) -> nn.Module:
+        from forge_plugin_transformer.modules.rotary import TwoRangeRotary
+
+        limit, at = self.original_max_position_embeddings, partial(self.frequencies, rotated)
+        return TwoRangeRotary(at, limit=limit, amplitude=self.amplitude(), **_of_job(context))
+
+
+@frozen(kw_only=True)
+class DynamicRope(PlainRope):
+    """Wavelengths whose base grows with the length of a sequence beyond the original one (dynamic NTK scaling).
+
+    In training the length is `train.seq_len`, whatever the lengths of packed documents. In generation it is what a row
+    has reached; as in transformers, keys in the cache keep the base that they were computed with.
+    """
+
+    factor: float = field(validator=ge(1))
+    """How fast the base grows: a sequence n times as long as the original one has the base
+    theta x (factor n - (factor - 1)) ^ (R / (R - 2))."""
+    original_max_position_embeddings: int = field(validator=gt(0))
+    """Sequence length, in tokens, that the model was trained on: `max_position_embeddings` of configurations. Shorter
+    sequences are encoded as by `plain`."""
+
+    def width_problems(self, head_dim: int) -> Iterable[Problem]:
+        yield from super().width_problems(head_dim)
+        if self.rotated(head_dim) <= 2:
+            message = f"{self.rotated(head_dim)} rotated dimensions have one wavelength, which no base changes"
+            yield Problem("", f"{message}; use plain, or wider heads")
+
+    def frequencies(self, head_dim: int, length: int = 0) -> list[float]:
+        """As `PlainRope.frequencies`, for sequences of `length` positions; 0: short ones."""
+        base = self._base(head_dim, max(length, self.original_max_position_embeddings))
+        return [base ** (-pair / head_dim) for pair in range(0, head_dim, 2)]
+
+    def base_at(self, head_dim: int, lengths: Tensor) -> Tensor:
+        """Returns the base for sequences of `lengths` (B,) positions."""
+        return self._base(head_dim, lengths.clamp(min=self.original_max_position_embeddings))
+
+    def _base(self, head_dim: int, length: Any) -> Any:
+        stretch = self.factor * length / self.original_max_position_embeddings - (self.factor - 1)
+        return self.theta * stretch ** (head_dim / (head_dim - 2))
+
+    def _tables(self, context: BuildContext, rotated: int) -> nn.Module:
+        from forge_plugin_transformer.modules.rotary import GrowingBaseRotary
+
+        at, base_at = partial(self.frequencies, rotated), partial(self.base_at, rotated)
+        return GrowingBaseRotary(at, base_at, **_of_job(context))
+
+
+@frozen(kw_only=True)
+class NoRope(RopeComponent):
+    """No encoding: attention knows the order of positions by the causal mask alone (NoPE, Kazemnejad et al. 2023).
+
+    For models with learned positions, and for single layers, as every fourth of SmolLM3.
+    """
+
+    def build(self, context: BuildContext, head_dim: int) -> nn.Module:
+        from forge_plugin_transformer.modules.rotary import Rotary
+
+        return Rotary((), amplitude=1.0, **_of_job(context))
+
+
+def _of_job(context: BuildContext) -> dict[str, Any]:
+    """Returns the arguments of `Rotary` that are those of the job."""
+    return {"length": context.job.train.seq_len, "dtype": context.dtype}
 
 
 def _interpolate(frequency: float, factor: float, kept: float) -> float:

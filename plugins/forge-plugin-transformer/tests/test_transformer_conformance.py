@@ -5,18 +5,25 @@ from __future__ import annotations
 from forge_plugin_transformer import (
     GEGLU,
     GELU,
+    DynamicRope,
     GroupedQueryAttention,
     LayerNorm,
+    LongRope,
     MultiTokenPrediction,
+    NoRope,
+    PlainRope,
     RMSNorm,
+    RopeComponent,
     Transformer,
 )
 from forge_testing.distribution import check_distribution
 from forge_testing.suites import ModelSuite
+from forge_testing.suites.parity import ParitySuite
 
 
 def test_the_distribution():
-    check_distribution("forge-plugin-transformer")
+    factors = {"short_factor": [1.0], "long_factor": [2.0], "original_max_position_embeddings": 8, "factor": 2.0}
+    check_distribution("forge-plugin-transformer", {"longrope": factors})
 
 
 class TestTransformer(ModelSuite):
@@ -82,3 +89,41 @@ class TestTransformerWithEveryOptionThatPredictsFurther(ModelSuite):
         attention=GroupedQueryAttention(heads=4, kv_heads=2, qk_norm="all", qk_norm_offset=1),
     )  # fmt: skip
     layouts = ("tp2", "pp2")
+
+
+class TestTransformerThatRotatesAPart(ModelSuite):
+    component = Transformer(
+        vocab_size=32, dim=32, layers=2,
+        attention=GroupedQueryAttention(heads=4, kv_heads=2, rope=PlainRope(partial_rotary_factor=0.25)),
+    )  # fmt: skip
+    layouts = ("tp2", "cp2")
+
+
+class TestTransformerWithoutPositions(ModelSuite):
+    component = Transformer(
+        vocab_size=32, dim=16, layers=2, attention=GroupedQueryAttention(heads=4, kv_heads=2, rope=NoRope())
+    )
+    layouts = ("tp2", "cp2")
+
+
+class RopesOfTheLengthOfTheJob(ParitySuite):
+    """Sequences are long, which a rank of `cp` cannot see by the positions that it has."""
+
+    rope: RopeComponent
+    layouts = ("tp2", "cp2", "pp2")
+
+    def parity_changes(self, folder):
+        attention = GroupedQueryAttention(heads=2, rope=self.rope)
+        return {"model": Transformer(vocab_size=32, dim=16, layers=2, attention=attention)}
+
+
+class TestLongRope(RopesOfTheLengthOfTheJob):
+    rope = LongRope(
+        short_factor=(1.0, 1.5), long_factor=(2.0, 9.0), original_max_position_embeddings=8, factor=2.0,
+        partial_rotary_factor=0.5,
+    )  # fmt: skip
+
+
+class TestDynamicRope(RopesOfTheLengthOfTheJob):
+    rope = DynamicRope(factor=4.0, original_max_position_embeddings=8)
+    layouts = ("tp2", "cp2")

@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from attrs import frozen
-from torch import Tensor, nn
+from torch import Tensor
 
 from forge_plugin_transformer import (
     GEGLU,
     GELU,
     GroupedQueryAttention,
     LayerNorm,
+    NoRope,
+    PlainRope,
     RMSNorm,
-    RopeComponent,
     SwiGLU,
 )
 
@@ -121,9 +121,9 @@ def gemma2() -> Reference:
     return reference, keys, lambda state: renamed(state, GEMMA_PARTS)
 
 
-def gpt_neox() -> Reference:
+def gpt_neox(share: float = 1.0) -> Reference:
     config = transformers.GPTNeoXConfig(
-        **SIZES, rope_parameters={**ROPE, "partial_rotary_factor": 1.0}, layer_norm_eps=EPS, hidden_act="gelu"
+        **SIZES, rope_parameters={**ROPE, "partial_rotary_factor": share}, layer_norm_eps=EPS, hidden_act="gelu"
     )
     reference = transformers.GPTNeoXForCausalLM(config)
     parts = {
@@ -140,29 +140,12 @@ def gpt_neox() -> Reference:
             apart |= {name.replace("query_key_value", key): rows[:, n].flatten(0, 1) for n, key in enumerate("qkv")}
         return renamed(apart, parts, "gpt_neox.layers", ends)
 
+    rope = PlainRope(partial_rotary_factor=share)
     keys = {
-        "attention": GroupedQueryAttention(heads=HEADS, bias=True), "residual": "parallel",
+        "attention": GroupedQueryAttention(heads=HEADS, bias=True, rope=rope), "residual": "parallel",
         "norm": LayerNorm(eps=EPS), "ffn": GELU(hidden=80, bias=True, approximate="none"),
     }  # fmt: skip
     return reference, keys, converted
-
-
-@frozen(kw_only=True)
-class NoRotation(RopeComponent):
-    """Leaves queries and keys as they are."""
-
-    def build(self, context: Any, head_dim: int) -> nn.Module:
-        return NoRotationModule(head_dim, context.dtype)
-
-
-class NoRotationModule(nn.Module):
-    def __init__(self, head_dim: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.head_dim, self.dtype = head_dim, dtype
-
-    def forward(self, length: int, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        ones = torch.ones(1, 1, self.head_dim, dtype=self.dtype)
-        return ones, torch.zeros_like(ones)
 
 
 def gpt2() -> Reference:
@@ -186,7 +169,7 @@ def gpt2() -> Reference:
         return renamed(apart, parts, "transformer.h", ends)
 
     keys = {
-        "attention": GroupedQueryAttention(heads=HEADS, bias=True, rope=NoRotation()), "learned_positions": 64,
+        "attention": GroupedQueryAttention(heads=HEADS, bias=True, rope=NoRope()), "learned_positions": 64,
         "norm": LayerNorm(eps=EPS), "ffn": GELU(hidden=80, bias=True), "tie_embeddings": True,
     }  # fmt: skip
     return reference, keys, converted
@@ -198,6 +181,7 @@ ARCHITECTURES: Mapping[str, Callable[[], Reference]] = {
     "Gemma 3": gemma3,
     "Gemma 2": gemma2,
     "GPT-NeoX": gpt_neox,
+    "Pythia": lambda: gpt_neox(share=0.5),
     "GPT-2": gpt2,
 }
 
@@ -258,6 +242,7 @@ def test_logits_equal_the_references(
         ("Granite", {"logit_scale": 1.0}),
         ("Granite", {"residual_scale": 1.0}),
         ("GPT-NeoX", {"residual": "sequential"}),
+        ("Pythia", {"attention": GroupedQueryAttention(heads=HEADS, bias=True)}),
     ],
 )
 def test_another_key_would_not_pass(

@@ -28,8 +28,8 @@ class MultimodalRope(PlainRope):
     """
 
     sections: tuple[int, int, int] = field(default=(16, 24, 24), validator=deep_iterable(ge(0)))
-    """Pairs of dimensions that turn with frame, row and column; together half the width of a head. `mrope_section` of
-    Hugging Face configurations."""
+    """Pairs of dimensions that turn with frame, row and column; together half the rotated width of a head.
+    `mrope_section` of Hugging Face configurations."""
     interleaved: bool = False
     """Whether the pairs of the coordinates take turns (Qwen3-VL) or follow one another (Qwen2-VL, Qwen2.5-VL)."""
     frame_interval: float = field(default=1.0, validator=gt(0))
@@ -45,12 +45,13 @@ class MultimodalRope(PlainRope):
     def build(self, context: BuildContext, head_dim: int) -> nn.Module:
         from forge_plugin_vision.modules.mrope import MultimodalRotary, axes
 
-        if sum(self.sections) != head_dim // 2:
+        rotated = self.rotated(head_dim)
+        if sum(self.sections) != rotated // 2:
             message = f"{list(self.sections)} has {sum(self.sections)} pairs, but heads of {head_dim} have"
-            problem = Problem("attention.rope.sections", f"{message} {head_dim // 2}; give as many")
+            problem = Problem("attention.rope.sections", f"{message} {rotated // 2}; give as many")
             raise JobError([problem.below("language").below("model")])
         return MultimodalRotary(
-            self.frequencies(head_dim),
+            self.frequencies(rotated),
             axes(self.sections, self.interleaved),
             frame_interval=self.frame_interval,
             amplitude=self.amplitude(),

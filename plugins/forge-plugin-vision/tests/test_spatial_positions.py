@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,9 @@ from transformers import Qwen2_5_VLConfig, Qwen3VLConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
 
-from forge_plugin_vision import GRIDS, IMAGE, VIDEO
+from forge_core.contracts.errors import JobError
+from forge_plugin_transformer import PlainRope
+from forge_plugin_vision import GRIDS, IMAGE, VIDEO, MultimodalRope
 from forge_plugin_vision.modules.mrope import MultimodalRotary, axes
 from forge_plugin_vision.modules.spatial_positions import SpatialPositions
 
@@ -140,3 +143,20 @@ def test_equal_coordinates_turn_as_one_position_does() -> None:
     positions = torch.randint(100, (2, 8), generator=torch.Generator().manual_seed(0))
     for ours, plain in zip(rotary(8, positions.unsqueeze(-1).expand(-1, -1, 3)), rotary(8, positions), strict=True):
         assert torch.equal(ours, plain)
+
+
+def test_a_part_of_each_head_may_be_rotated() -> None:
+    """Text is encoded as by `plain` with that share."""
+    context = SimpleNamespace(job=SimpleNamespace(train=SimpleNamespace(seq_len=6)), dtype=torch.float32)
+    built = []
+    for rope in (MultimodalRope(sections=(2, 1, 1), partial_rotary_factor=0.5), PlainRope(partial_rotary_factor=0.5)):
+        rotary = rope.build(context, head_dim=16)
+        rotary.init_buffers(torch.device("cpu"))
+        built.append(rotary)
+    spatial, plain = built
+    equal = torch.arange(6)[None, :, None].expand(1, 6, 3)
+    for actual, expected in zip(spatial(6, equal), plain(6, torch.arange(6)[None]), strict=True):
+        assert actual.shape[-1] == 8
+        assert torch.equal(actual, expected)
+    with pytest.raises(JobError, match="3 pairs, but heads of 16 have 4"):
+        MultimodalRope(sections=(1, 1, 1), partial_rotary_factor=0.5).build(context, head_dim=16)

@@ -20,7 +20,7 @@ from forge_plugin_mla.modules.latent_cache import LatentCache, absorbs
 from forge_plugin_transformer.modules.attention_core import AttentionCore, torch_attention
 from forge_plugin_transformer.modules.narrow_values import NARROW
 from forge_plugin_transformer.modules.norms import RootMeanSquareNorm
-from forge_plugin_transformer.modules.rotary import rotate, tables, with_tables
+from forge_plugin_transformer.modules.rotary import generation_tables, rotate, tables, with_tables
 
 if TYPE_CHECKING:
     from forge_core.contracts.data import Batch
@@ -126,8 +126,10 @@ class LatentAttention(nn.Module):
     def _turned(self, x: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
         """(B, S, heads, P), rotated to the positions of the tables."""
         cos, sin = turns
-        if self.interleaved:  # queries and keys are reordered alike, so their products are the same
-            x = x.unflatten(-1, (-1, 2)).mT.flatten(-2)
+        width = cos.shape[-1]  # an encoding may rotate the first dimensions only, or none
+        if self.interleaved and width:  # queries and keys are reordered alike, so their products are the same
+            turned = x[..., :width].unflatten(-1, (-1, 2)).mT.flatten(-2)
+            x = turned if width == x.shape[-1] else torch.cat([turned, x[..., width:]], -1)
         return rotate(x, cos, sin)
 
     # --- generation ----------------------------------------------------------------------------------------------
@@ -138,7 +140,7 @@ class LatentAttention(nn.Module):
     def _attend_cached(self, x: Tensor, batch: Batch, cache: LatentCache) -> Tensor:
         """(B, S, D) -> (B, S, H, V). Each row is one document here: `document_ids` play no part."""
         positions = cache.positions(x, batch)
-        turns = tables(self.rotary, x.shape[1], {**batch, "positions": positions})
+        turns = generation_tables(self.rotary, positions, batch)
         cached, mask = cache.extend(*self._compressed(x, turns), positions)
         q = self._queries(x, turns)
         if absorbs(q.shape[1], cached.shape[1], self.widths):

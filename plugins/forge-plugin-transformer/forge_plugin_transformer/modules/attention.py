@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from forge_kit.modules import Linear
 from forge_plugin_transformer.modules.attention_core import AttentionCore, torch_attention
 from forge_plugin_transformer.modules.cache import Cache
-from forge_plugin_transformer.modules.rotary import rotate, tables, with_tables
+from forge_plugin_transformer.modules.rotary import generation_tables, rotate, tables, with_tables
 from forge_plugin_transformer.modules.spans import attend_in_spans, see_spans, with_span_mask
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ class GroupedAttention(nn.Module):
     def _attend_cached(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, cache: KVCache) -> Tensor:
         """Attend with a cache. Each row is one document here, so `document_ids` are ignored."""
         positions = cache.positions(q, batch)
-        turns = tables(self.rotary, q.shape[1], {**batch, "positions": positions})
+        turns = generation_tables(self.rotary, positions, batch)
         keys, values, mask = cache.extend(rotate(k, *turns), v, positions)
         return torch_attention(rotate(q, *turns), keys, values, see_spans(mask, batch))
 

@@ -1,9 +1,12 @@
-"""Rotary position encoding: tables of cosine and sine, and their application."""
+"""Rotary position encoding: tables of cosine and sine, and their application.
+
+Shapes: B sequences, S positions, E width of a head, R its rotated dimensions (E, or the first of them).
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -16,12 +19,16 @@ if TYPE_CHECKING:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate each pair (x[i], x[i + E/2]) by its angle: (B, S, heads, E) -> the same, in the dtype of x.
+    """Rotate each pair (x[i], x[i + R/2]) by its angle: (B, S, heads, E) -> the same, in the dtype of x.
 
-    Computed in the tables' precision and rounded once. `sin` is negative in its first half, see `Rotary`.
+    The tables' width is R; dimensions beyond it pass. Computed in the tables' precision and rounded once. `sin` is
+    negative in its first half, see `Rotary`.
     """
+    width = cos.shape[-1]
+    if width < x.shape[-1]:
+        return torch.cat([rotate(x[..., :width], cos, sin), x[..., width:]], -1) if width else x
     wide = x.to(cos.dtype)
-    return torch.addcmul(wide * cos, wide.roll(x.shape[-1] // 2, -1), sin).to(x.dtype)
+    return torch.addcmul(wide * cos, wide.roll(width // 2, -1), sin).to(x.dtype)
 
 
 def positions_of(rotary: nn.Module, batch: Batch) -> Tensor | None:
@@ -47,6 +54,20 @@ def tables(rotary: nn.Module, length: int, batch: Batch) -> tuple[Tensor, Tensor
     return rotary(length, positions_of(rotary, batch))
 
 
+def generation_tables(rotary: nn.Module, positions: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Returns cosine and sine of the newest `positions` (B, S) of rows that are generated with a cache.
+
+    Negative positions are padding. An encoding whose frequencies depend on the length of a sequence (`at_lengths`)
+    learns how long each row is by now.
+    """
+    own = positions_of(rotary, {**batch, "positions": positions})
+    assert own is not None
+    at_lengths: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = getattr(rotary, "at_lengths", None)
+    if at_lengths is None:
+        return rotary(positions.shape[1], own)
+    return at_lengths(own, positions.amax(1) + 1)
+
+
 class Rotary(nn.Module):
     """Computes the tables that `rotate` applies.
 
@@ -61,7 +82,7 @@ class Rotary(nn.Module):
         """Set up the tables.
 
         Args:
-            frequencies: radians a position for each of the E / 2 pairs.
+            frequencies: radians a position for each of the R / 2 pairs; none: nothing is rotated.
             amplitude: factor on both tables.
             length: positions of the cached table; a longer one is computed when needed.
             dtype: the model's compute dtype.
@@ -83,7 +104,7 @@ class Rotary(nn.Module):
         self.cos, self.sin = _shared_tables(self.frequencies, self.amplitude, len(self.cos), self.dtype, device)
 
     def forward(self, length: int, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Returns (cos, sin) of positions 0 to `length` - 1, (length, 1, E), or of `positions` (B, S): (B, S, 1, E)."""
+        """Returns (cos, sin) of positions 0 to `length` - 1, (length, 1, R), or of `positions` (B, S): (B, S, 1, R)."""
         if positions is not None:
             return _tables(self.angles(positions), self.amplitude, self.dtype)
         if length > len(self.cos):
@@ -91,15 +112,99 @@ class Rotary(nn.Module):
         return self.cos[:length], self.sin[:length]
 
     def angles(self, positions: Tensor) -> Tensor:
-        """Returns the angle of each pair in radians: (B, S) -> (B, S, 1, E / 2), float64."""
+        """Returns the angle of each pair in radians: (B, S) -> (B, S, 1, R / 2), float64."""
         return positions[..., None, None].to(torch.float64) * self.rates(positions.device)
 
     def rates(self, device: torch.device) -> Tensor:
-        """Returns radians a position for each pair, (E / 2,) float64."""
+        """Returns radians a position for each pair, (R / 2,) float64."""
         return _angle_rates(self.frequencies, device)
 
     def extra_repr(self) -> str:
-        return f"head_dim={2 * len(self.frequencies)}, length={len(self.cos)}"
+        return f"rotated={2 * len(self.frequencies)}, length={len(self.cos)}"
+
+
+class LengthRotary(Rotary):
+    """Base of encodings whose frequencies depend on the length of a sequence.
+
+    A sequence without positions is as long as the call says, which in training is `train.seq_len`. Positions that are
+    given, of packed documents or of a rank's share of a sequence, do not show its length: the job's counts. In
+    generation each row has the length that it has by now.
+    """
+
+    cache_limits: Sequence[int] = ()
+    """Lengths beyond which a row's cached keys are void, since all its positions are rotated otherwise."""
+
+    def __init__(
+        self, frequencies_at: Callable[[int], Sequence[float]], *, amplitude: float, length: int, dtype: torch.dtype
+    ) -> None:
+        """Set up the tables as `Rotary` does.
+
+        Args:
+            frequencies_at: returns the frequencies of a length.
+            amplitude: factor on both tables.
+            length: the job's sequence length.
+            dtype: the model's compute dtype.
+        """
+        super().__init__(frequencies_at(length), amplitude=amplitude, length=length, dtype=dtype)
+        self.frequencies_at, self.length = frequencies_at, length
+
+    def forward(self, length: int, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        if positions is not None or length == self.length:
+            return super().forward(length, positions)
+        frequencies = tuple(self.frequencies_at(length))
+        return _shared_tables(frequencies, self.amplitude, length, self.dtype, self.cos.device)
+
+    def at_lengths(self, positions: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns (cos, sin) (B, S, 1, R) of positions (B, S) in rows of `lengths` (B,) positions."""
+        rates = self.rates_at(lengths)[:, None, None]
+        return _tables(positions[..., None, None].to(torch.float64) * rates, self.amplitude, self.dtype)
+
+    def rates_at(self, lengths: Tensor) -> Tensor:
+        """Returns radians a position for each pair in rows of `lengths` (B,): (B, R / 2) float64."""
+        raise NotImplementedError
+
+
+class TwoRangeRotary(LengthRotary):
+    """One set of frequencies up to a length, another beyond it."""
+
+    def __init__(
+        self,
+        frequencies_at: Callable[[int], Sequence[float]],
+        *,
+        limit: int,
+        amplitude: float,
+        length: int,
+        dtype: torch.dtype,
+    ) -> None:
+        """As `LengthRotary`; `limit` is the greatest length of the first set."""
+        super().__init__(frequencies_at, amplitude=amplitude, length=length, dtype=dtype)
+        self.limit, self.cache_limits = limit, (limit,)
+        self._short, self._long = (tuple(frequencies_at(longest)) for longest in (limit, limit + 1))
+
+    def rates_at(self, lengths: Tensor) -> Tensor:
+        short, long = (_angle_rates(frequencies, lengths.device) for frequencies in (self._short, self._long))
+        return torch.where((lengths > self.limit)[:, None], long, short)
+
+
+class GrowingBaseRotary(LengthRotary):
+    """The base of the wavelengths grows with the length."""
+
+    def __init__(
+        self,
+        frequencies_at: Callable[[int], Sequence[float]],
+        base_at: Callable[[Tensor], Tensor],
+        *,
+        length: int,
+        dtype: torch.dtype,
+    ) -> None:
+        """As `LengthRotary`; `base_at` returns the bases (B,) of lengths (B,), float64 both."""
+        super().__init__(frequencies_at, amplitude=1.0, length=length, dtype=dtype)
+        self.base_at = base_at
+
+    def rates_at(self, lengths: Tensor) -> Tensor:
+        pairs = len(self.frequencies)
+        exponents = torch.arange(pairs, dtype=torch.float64, device=lengths.device) / -pairs
+        return self.base_at(lengths.to(torch.float64))[:, None] ** exponents
 
 
 def _shared_tables(
@@ -124,13 +229,13 @@ def _tables_of_range(
 
 
 def _tables(angles: Tensor, amplitude: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Returns tables of angles (…, 1, E / 2): (…, 1, E); the dimension of size 1 is for the heads."""
+    """Returns tables of angles (…, 1, R / 2): (…, 1, R); the dimension of size 1 is for the heads."""
     cos, sin = angles.cos() * amplitude, angles.sin() * amplitude
     return torch.cat([cos, cos], -1).to(dtype), torch.cat([-sin, sin], -1).to(dtype)
 
 
 def _angle_rates(frequencies: tuple[float, ...], device: torch.device) -> Tensor:
-    """Returns (E / 2,) float64; cached, since the host waits when it sends numbers to a GPU."""
+    """Returns (R / 2,) float64; cached, since the host waits when it sends numbers to a GPU."""
     return _sent(frequencies, device, getattr(torch.empty(0), "fake_mode", None))
 
 
