@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from forge_core.contracts.components import ModelComponent
     from forge_core.contracts.model import Model
 
-ATTENTION = ("q", "k", "v", "o", "q_norm", "k_norm", "rotary", "core")
+ATTENTION = ("q", "k", "v", "o", "q_norm", "k_norm", "rotary", "sinks", "core")
 """Children of attention: the weights of others would not be untied."""
 
 
@@ -30,8 +30,9 @@ def component_problems(language: ModelComponent, parts: Collection[str], *, norm
         yield _norms_after()
     if language.mtp is not None:
         yield _predictions()
-    if "attention" in parts and not isinstance(language.attention, GroupedQueryAttention):
-        yield _attention(type(language.attention).__name__)
+    others = (type(a).__name__ for a in language.attention.of_layers() if not isinstance(a, GroupedQueryAttention))
+    if "attention" in parts and (kind := next(others, None)):
+        yield _attention(kind)
     routers = [
         f for f in attrs.fields(type(language.ffn)) if isinstance(getattr(language.ffn, f.name), RouterComponent)
     ]

@@ -159,7 +159,8 @@ def _own(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 
 
 def _exchanged(x: Tensor, split: int, join: int, group: dist.ProcessGroup) -> Tensor:
-    sent = torch.stack(x.chunk(dist.get_world_size(group), split))
+    # Contiguous: `stack` may keep the order in memory of a gradient that is laid out as "channels last".
+    sent = torch.stack(x.chunk(dist.get_world_size(group), split)).contiguous()
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
     return torch.cat(received.unbind(), join)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from attrs import field, frozen
 from attrs.validators import ge
@@ -28,6 +28,21 @@ def _unmixed(model: Model) -> Iterator[str]:
     for name in [*(f"layers.{key}" for key in model.layers), *further]:
         if not any(_within(mixer, name) for mixer in mixers):
             yield name
+
+
+MIXING = frozenset({"window", "scale", "soft_cap", "sinks"})
+"""What `ring` and `all_gather` compute besides plain causal attention, by the names of `mixing_of`."""
+
+
+def mixing_of(mixer: Any) -> Mapping[str, float]:
+    """Returns what differs from plain causal attention in a module of `sequence_mixers()`, by name.
+
+    It says so by a method `mixing()`: `window` (positions that one sees at most, itself included), `scale` (factor on
+    products of queries and keys), `soft_cap` (of scores), `sinks` (a further argument of each call, (H,), scores
+    without a value), or anything else, which only `ulysses` leaves to the module. Without the method nothing does.
+    """
+    declared = getattr(mixer, "mixing", None)
+    return {} if declared is None else dict(declared())
 
 
 def _within(name: str, module: str) -> bool:
@@ -82,9 +97,18 @@ class ContextParallel(ParallelComponent):
             why = "each position would see those of its own rank only"
             yield Problem("", f"{message}, so {why}; name what mixes positions there, or leave the stage out")
             return  # one message for all blocks: the others differ in their number only
-        if self.method == "ulysses":
+        if self.method != "ulysses":
+            yield from self._mixing_problems(model)
+        else:
             for heads in dict.fromkeys(model.sequence_mixers().values()):
                 yield from self._heads_problems(heads, layout)
+
+    def _mixing_problems(self, model: Model) -> Iterator[Problem]:
+        unknown = {(key, name) for name in model.sequence_mixers() for key in mixing_of(model.get_submodule(name))}
+        for key, name in sorted((key, name) for key, name in unknown if key not in MIXING):
+            message = f"{self.method} does not compute {key}, which {name} says that it does"
+            yield Problem("method", f'{message}; take "ulysses", or leave the stage out')
+            return  # one message for all layers
 
     def _heads_problems(self, heads: int, layout: Layout) -> Iterable[Problem]:
         left = heads // layout.tp

@@ -18,8 +18,9 @@ from forge_core.contracts.model import Generates, Model
 from forge_core.contracts.runtime import ParallelStage
 from forge_kit.generation import join
 from forge_plugin_parallel.collectives import all_gather, all_to_all
+from forge_plugin_parallel.cp import mixing_of
 from forge_plugin_parallel.generation import SameRows
-from forge_plugin_parallel.ring import RankPositions, attend, ring_attention
+from forge_plugin_parallel.ring import PLAIN, Mixing, RankPositions, attend, ring_attention
 
 if TYPE_CHECKING:
     from forge_core.contracts.contexts import BuildContext
@@ -65,7 +66,7 @@ class ContextParallelStage(ParallelStage):
         for name in model.sequence_mixers():
             parent, _, key = name.rpartition(".")
             mixer = model.get_submodule(name)
-            replacement = Exchange(mixer, self._group) if self._method == "ulysses" else self._over_ranks()
+            replacement = Exchange(mixer, self._group) if self._method == "ulysses" else self._over_ranks(mixer)
             setattr(model.get_submodule(parent), key, replacement)
         if isinstance(model, Generates):
             join(model, SameRows(model))
@@ -106,8 +107,9 @@ class ContextParallelStage(ParallelStage):
             raise ForgeError(f"parallel.cp: {message}; the model's sequence_entries() must say which")
         return True  # before there was `sequence_entries`, models with `prepare_sequences` were promised this
 
-    def _over_ranks(self) -> nn.Module:
-        return Ring(self._group) if self._method == "ring" else Gathered(self._group)
+    def _over_ranks(self, mixer: nn.Module) -> nn.Module:
+        mixing = Mixing(**mixing_of(mixer))  # type: ignore[arg-type]
+        return Ring(self._group, mixing) if self._method == "ring" else Gathered(self._group, mixing)
 
 
 def rank_positions(ranks: int, length: int, balanced: bool, device: torch.device) -> Tensor:
@@ -129,9 +131,9 @@ def rank_positions(ranks: int, length: int, balanced: bool, device: torch.device
 class _Mixer(nn.Module):
     """Replaces a sequence mixer: q (B, s, H, E), k (B, s, K, E), v (B, s, K, V) -> (B, s, H, V)."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, mixing: Mixing = PLAIN) -> None:
         super().__init__()
-        self.group = group
+        self.group, self.mixing = group, mixing
         self.ranks, self.rank = dist.get_world_size(group), dist.get_rank(group)
 
     def prepare(self, batch: Batch) -> Batch:
@@ -158,17 +160,17 @@ def _numbered(document_ids: Tensor) -> Tensor:
 class Ring(_Mixer):
     """Attention with keys and values sent around the ring of ranks; see `ring_attention`."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
-        return ring_attention(q, k, v, self._positions(batch), self.group)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, sinks: Tensor | None = None) -> Tensor:
+        return ring_attention(q, k, v, self._positions(batch), self.group, self.mixing, sinks)
 
 
 class Gathered(_Mixer):
     """Attention with the keys and values of all ranks gathered on each."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, sinks: Tensor | None = None) -> Tensor:
         positions = self._positions(batch)
         k, v = (all_gather(tensor, 1, self.group) for tensor in (k, v))
-        return attend(q, k, v, positions[self.rank], RankPositions.concatenate(positions))
+        return attend(q, k, v, positions[self.rank], RankPositions.concatenate(positions), self.mixing, sinks)
 
 
 class Exchange(nn.Module):
@@ -181,9 +183,11 @@ class Exchange(nn.Module):
     def prepare(self, batch: Batch) -> Batch:
         return batch
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, sinks: Tensor | None = None) -> Tensor:
         q, k, v = (all_to_all(tensor, 2, 1, self.group) for tensor in (q, k, v))
-        return all_to_all(self.mixer(q, k, v, _whole(batch)), 1, 2, self.group)
+        # Those of this rank's heads; the other heads' gradients are those of other ranks.
+        own = [] if sinks is None else [sinks.chunk(dist.get_world_size(self.group))[dist.get_rank(self.group)]]
+        return all_to_all(self.mixer(q, k, v, _whole(batch), *own), 1, 2, self.group)
 
 
 def _whole(batch: Batch) -> Mapping[str, Tensor]:

@@ -19,6 +19,27 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 
+class Mixing(NamedTuple):
+    """What `ring` and `all_gather` compute besides causal attention, by the names of a mixer's `mixing()`."""
+
+    window: int = 0
+    """Positions that one sees at most, itself included; 0: all before it."""
+    scale: float = 0.0
+    """Factor on products of queries and keys; 0: 1 / sqrt(E)."""
+    soft_cap: float = 0.0
+    """c > 0: scores are c tanh(score / c)."""
+    sinks: bool = False
+    """Whether each query head has a score that takes part in the softmax and has no value."""
+
+    def scores(self, products: Tensor, width: int) -> Tensor:
+        """Scores of products of queries and keys of this width, before any is masked; changes `products`."""
+        scores = products.mul_(self.scale or width**-0.5)
+        return scores.div_(self.soft_cap).tanh_() * self.soft_cap if self.soft_cap else scores
+
+
+PLAIN = Mixing()
+
+
 class RankPositions(NamedTuple):
     """Positions that a rank holds, in its order."""
 
@@ -38,15 +59,28 @@ class RankPositions(NamedTuple):
         return cls(torch.cat([part.positions for part in parts]), torch.cat(documents, 1) if documents else None)
 
 
-def visible(queries: RankPositions, keys: RankPositions) -> Tensor:
-    """Returns a mask (B or 1, 1, s, t), true where a query sees a key: none after it, none of another document."""
+def visible(queries: RankPositions, keys: RankPositions, window: int = 0) -> Tensor:
+    """Returns a mask (B or 1, 1, s, t), true where a query sees a key.
+
+    It sees none after it, none before its window if that is not 0, and none of another document.
+    """
     mask = (queries.positions[:, None] >= keys.positions)[None, None]
+    if window:
+        mask = mask & (queries.positions[:, None] - window < keys.positions)
     if queries.documents is None or keys.documents is None:
         return mask
     return mask & (queries.documents[:, None, :, None] == keys.documents[:, None, None, :])
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, queries: RankPositions, keys: RankPositions) -> Tensor:
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    queries: RankPositions,
+    keys: RankPositions,
+    mixing: Mixing = PLAIN,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Causal attention of a rank's queries over keys and values that are all on this rank.
 
     Args:
@@ -55,20 +89,49 @@ def attend(q: Tensor, k: Tensor, v: Tensor, queries: RankPositions, keys: RankPo
         v: values (B, t, K, V).
         queries: positions of `q`.
         keys: positions of `k` and `v`.
+        mixing: what else there is to compute.
+        sinks: (H,), with `mixing.sinks`.
 
     Returns:
         (B, s, H, V), in the dtype of `q`.
     """
+    mask = visible(queries, keys, mixing.window)
+    if mixing.soft_cap or sinks is not None:
+        return _by_definition(q, k, v, mask, mixing, sinks)
     width = v.shape[-1]
     if width < k.shape[-1]:  # torch's fast kernels require values as wide as keys
         v = F.pad(v, (0, k.shape[-1] - width))
     q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
     if q.shape[1] != k.shape[1]:
         k, v = (tensor.repeat_interleave(q.shape[1] // tensor.shape[1], 1) for tensor in (k, v))
-    return F.scaled_dot_product_attention(q, k, v, visible(queries, keys))[..., :width].transpose(1, 2)
+    scale = mixing.scale or None
+    return F.scaled_dot_product_attention(q, k, v, mask, scale=scale)[..., :width].transpose(1, 2)
 
 
-def ring_attention(q: Tensor, k: Tensor, v: Tensor, ranks: Sequence[RankPositions], group: dist.ProcessGroup) -> Tensor:
+def _by_definition(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, mixing: Mixing, sinks: Tensor | None) -> Tensor:
+    """`attend` for what torch's kernels do not compute."""
+    keys, values = (tensor.transpose(1, 2).unsqueeze(2) for tensor in (k, v))
+    block = _Block(_grouped(q, k.shape[2]), keys, values, mask.unsqueeze(2), mixing)
+    scores = block.masked(block.scores())
+    columns = [] if sinks is None else [_by_group(sinks, k.shape[2], scores.dtype).expand(*scores.shape[:-1], 1)]
+    weights = torch.cat([scores, *columns], -1).softmax(-1)[..., : k.shape[1]]
+    return _ungrouped(weights.to(v.dtype) @ block.v)
+
+
+def _by_group(sinks: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
+    """Sinks (K R,) -> (1, K, R, 1, 1)."""
+    return sinks.to(dtype).view(1, groups, -1, 1, 1)
+
+
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ranks: Sequence[RankPositions],
+    group: dist.ProcessGroup,
+    mixing: Mixing = PLAIN,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Causal attention of this rank's queries over the keys and values of all ranks. Collective.
 
     Keys and values are sent around the ring of ranks; the next block is received while one is computed. The backward
@@ -80,17 +143,26 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, ranks: Sequence[RankPosition
         v: this rank's values (B, s, K, V).
         ranks: positions of each rank of `group`, laid out as `_block` expects.
         group: the ranks that share the sequence.
+        mixing: what else there is to compute.
+        sinks: (H,), with `mixing.sinks`; their gradient is that of this rank's queries.
 
     Returns:
         (B, s, H, V), in the dtype of `q`.
     """
-    return _Ring.apply(q, k, v, list(ranks), group)  # type: ignore[no-untyped-call]
+    return _Ring.apply(q, k, v, sinks, list(ranks), group, mixing)  # type: ignore[no-untyped-call]
 
 
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, positions: list[RankPositions], group: dist.ProcessGroup
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        positions: list[RankPositions],
+        group: dist.ProcessGroup,
+        mixing: Mixing,
     ) -> Tensor:
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
         queries = _grouped(q, k.shape[2])
@@ -101,18 +173,21 @@ class _Ring(torch.autograd.Function):
         for turn in range(ranks):
             # Sent before the block is computed, so that communication overlaps; the last turn needs no other block.
             coming = _Shift(here, group) if turn < ranks - 1 else None
-            rows, block = _block(queries, here, positions, rank, (rank - turn) % ranks)
+            rows, block = _block(queries, here, positions, rank, (rank - turn) % ranks, mixing)
             combined = _combined(out[..., rows, :], logsumexp[..., rows], *block.forward())
             out[..., rows, :], logsumexp[..., rows] = combined
             here = coming.arrived() if coming is not None else here
-        ctx.save_for_backward(q, k, v, out, logsumexp)
-        ctx.positions, ctx.group = positions, group
+        if sinks is not None:  # as one more block, of values 0
+            column = _by_group(sinks, k.shape[2], wide).squeeze(-1).expand_as(logsumexp)
+            out, logsumexp = _combined(out, logsumexp, torch.zeros_like(out), column)
+        ctx.save_for_backward(q, k, v, out, logsumexp, sinks)
+        ctx.positions, ctx.group, ctx.mixing = positions, group, mixing
         return _ungrouped(out).to(q.dtype)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        q, k, v, out, logsumexp = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, logsumexp, sinks = ctx.saved_tensors
         positions, group = ctx.positions, ctx.group
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
         queries, grad = _grouped(q, k.shape[2]), _grouped(grad, k.shape[2]).to(out.dtype)
@@ -121,7 +196,7 @@ class _Ring(torch.autograd.Function):
         to_here = torch.zeros_like(here, dtype=out.dtype)
         for turn in range(ranks):
             coming = _Shift(here, group) if turn < ranks - 1 else None
-            rows, block = _block(queries, here, positions, rank, (rank - turn) % ranks)
+            rows, block = _block(queries, here, positions, rank, (rank - turn) % ranks, ctx.mixing)
             parts = block.backward(grad[..., rows, :], logsumexp[..., rows], weighted[..., rows])
             to_q[..., rows, :] += parts[0]
             to_here[:, : block.k.shape[-2]] += torch.cat(parts[1:], -1)
@@ -129,7 +204,14 @@ class _Ring(torch.autograd.Function):
             to_here = _Shift(to_here, group).arrived()
             here = coming.arrived() if coming is not None else here
         to_k, to_v = to_here.to(k.dtype).split([k.shape[-1], v.shape[-1]], -1)
-        return _ungrouped(to_q).to(q.dtype), to_k, to_v, None, None
+        to_sinks = None if sinks is None else _sinks_gradient(sinks, logsumexp, weighted)
+        return _ungrouped(to_q).to(q.dtype), to_k, to_v, to_sinks, None, None, None
+
+
+def _sinks_gradient(sinks: Tensor, logsumexp: Tensor, weighted: Tensor) -> Tensor:
+    """Gradient (H,) of sinks, from `logsumexp` and `weighted` (B, K, R, s), see `_Block.backward`."""
+    share = (_by_group(sinks, logsumexp.shape[1], logsumexp.dtype).squeeze(-1) - logsumexp).exp_()
+    return -(share * weighted).sum((0, 3)).flatten().to(sinks.dtype)
 
 
 class _Block(NamedTuple):
@@ -143,10 +225,11 @@ class _Block(NamedTuple):
     """(B, K, 1, t, V)."""
     mask: Tensor
     """(B or 1, 1, 1, s, t) bool."""
+    mixing: Mixing = PLAIN
 
     def forward(self) -> tuple[Tensor, Tensor]:
         """Returns the result (B, K, R, s, V) and logsumexp (B, K, R, s): -inf where a query sees no key of it."""
-        scores = self._scores()
+        scores = self.masked(self.scores())
         logsumexp = scores.logsumexp(-1)
         return (scores - _finite(logsumexp)[..., None]).exp_().to(self.v.dtype) @ self.v, logsumexp
 
@@ -158,21 +241,31 @@ class _Block(NamedTuple):
             logsumexp: (B, K, R, s), over the keys of all blocks.
             weighted: (B, K, R, s), sum over V of gradient x result of all blocks.
         """
-        share = (self._scores() - logsumexp[..., None]).exp_()
+        scores, cap = self.scores(), self.mixing.soft_cap
+        slope = 1 - (scores / cap).square_() if cap else None
+        share = (self.masked(scores) - logsumexp[..., None]).exp_()
         wide = share.dtype
         to_v = (share.mT @ grad).sum(2)
-        to_scores = share.mul_(grad @ self.v.to(wide).mT - weighted[..., None]).mul_(self.q.shape[-1] ** -0.5)
+        to_scores = share.mul_(grad @ self.v.to(wide).mT - weighted[..., None])
+        to_scores.mul_(self.mixing.scale or self.q.shape[-1] ** -0.5)
+        if slope is not None:
+            to_scores.mul_(slope)
         to_q, to_k = to_scores @ self.k.to(wide), (to_scores.mT @ self.q.to(wide)).sum(2)
         return to_q, to_k.transpose(1, 2), to_v.transpose(1, 2)
 
-    def _scores(self) -> Tensor:
-        """(B, K, R, s, t) in float32 or wider, -inf where a query does not see a key."""
+    def scores(self) -> Tensor:
+        """(B, K, R, s, t) in float32 or wider, of all pairs."""
         wide = torch.promote_types(self.q.dtype, torch.float32)
-        scores = (self.q @ self.k.mT).to(wide).mul_(self.q.shape[-1] ** -0.5)
+        return self.mixing.scores((self.q @ self.k.mT).to(wide), self.q.shape[-1])
+
+    def masked(self, scores: Tensor) -> Tensor:
+        """The same with -inf where a query does not see a key, in place."""
         return scores.masked_fill_(~self.mask, -torch.inf)
 
 
-def _block(q: Tensor, kv: Tensor, positions: Sequence[RankPositions], rank: int, other: int) -> tuple[slice, _Block]:
+def _block(
+    q: Tensor, kv: Tensor, positions: Sequence[RankPositions], rank: int, other: int, mixing: Mixing
+) -> tuple[slice, _Block]:
     """Returns the rows of the queries in a block, and the block, without halves that causality masks.
 
     The block has queries (B, K, R, s, E) of `rank` and keys and values (B, s, K, E + V) of `other`.
@@ -185,8 +278,8 @@ def _block(q: Tensor, kv: Tensor, positions: Sequence[RankPositions], rank: int,
     columns = slice(length // 2 if other < rank else length)
     width = q.shape[-1]
     k, v = kv[:, columns].transpose(1, 2).unsqueeze(2).split([width, kv.shape[-1] - width], -1)
-    mask = visible(positions[rank].part(rows), positions[other].part(columns)).unsqueeze(2)
-    return rows, _Block(q[..., rows, :], k, v, mask)
+    mask = visible(positions[rank].part(rows), positions[other].part(columns), mixing.window).unsqueeze(2)
+    return rows, _Block(q[..., rows, :], k, v, mask, mixing)
 
 
 def _combined(out: Tensor, logsumexp: Tensor, more: Tensor, more_logsumexp: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,7 @@ from forge_plugin_transformer.layer_parts import (
     SwiGLU,
     default_hidden,
 )
+from forge_plugin_transformer.pattern import AttentionPattern
 from forge_plugin_transformer.rope import (
     DynamicRope,
     LinearRope,
@@ -25,6 +26,7 @@ __all__ = [
     "GEGLU",
     "GELU",
     "AttentionComponent",
+    "AttentionPattern",
     "DynamicRope",
     "FFNComponent",
     "GroupedQueryAttention",

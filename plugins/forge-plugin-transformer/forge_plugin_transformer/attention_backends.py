@@ -12,9 +12,11 @@ from functools import cache
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any, Literal
 
+import attrs
 from attrs import frozen
 
 from forge_core.contracts.errors import JobError, Problem
+from forge_plugin_transformer.scoring import PLAIN, Scoring
 
 if TYPE_CHECKING:
     from forge_core.contracts.contexts import BuildContext
@@ -33,6 +35,17 @@ SUPPORTED: Mapping[str, Mapping[str, frozenset[str]]] = {
     "cuda": {"flash": HALF, "cudnn": HALF, "efficient": HALF | {"float32"}, "math": FLOATS, "gemm": FLOATS},
 }
 """Dtypes that each backend supports, by device."""
+WITH_SINKS: Mapping[str, Sequence[Kernel]] = {"cpu": ("flash", "gemm", "math"), "cuda": ("gemm", "math")}
+"""Kernels that compute sinks, by device, the one to prefer without measurements first."""
+WITH_SOFT_CAP: Sequence[Kernel] = ("gemm", "math")
+"""Kernels that cap scores, likewise."""
+
+
+def scoring_kernels(device: str, scoring: Scoring) -> Sequence[Kernel] | None:
+    """Returns the kernels that compute such scores on a device, the one to prefer first; None: all of them."""
+    if scoring.soft_cap:
+        return WITH_SOFT_CAP
+    return WITH_SINKS.get(device, ("math",)) if scoring.sinks else None
 
 
 @frozen
@@ -58,6 +71,12 @@ class Measurement:
     def fastest(self) -> Kernel:
         return min(self.milliseconds, key=self.milliseconds.__getitem__)
 
+    def among(self, kernels: Sequence[Kernel] | None) -> Measurement:
+        """Returns the measurements of these kernels alone; None: of all."""
+        if kernels is None:
+            return self
+        return attrs.evolve(self, milliseconds={k: time for k, time in self.milliseconds.items() if k in kernels})
+
 
 @frozen
 class Table:
@@ -67,12 +86,25 @@ class Table:
     """Date and machine."""
     rows: Sequence[Measurement]
 
-    def choose(self, device: str, dtype: str, seq_len: int, head_dim: int, products: str = "") -> Choice:
-        """Returns the fastest kernel at the nearest measured shape; `torch` for an unmeasured device or dtype."""
+    def choose(
+        self,
+        device: str,
+        dtype: str,
+        seq_len: int,
+        head_dim: int,
+        products: str = "",
+        among: Sequence[Kernel] | None = None,
+    ) -> Choice:
+        """Returns the fastest kernel at the nearest measured shape; `torch` for an unmeasured device or dtype.
+
+        `among` are the kernels to choose from, if not all will do; without measurements the first of them is returned.
+        """
         of_dtype = [row for row in self.rows if (row.device, row.dtype) == (device, dtype)]
-        rows = [row for row in of_dtype if row.products in ("", products)]
+        rows = [row.among(among) for row in of_dtype if row.products in ("", products)]
+        rows = [row for row in rows if row.milliseconds]
         if not rows:
-            return Choice("torch", f"torch chooses: nothing is measured for {dtype} on {device}")
+            unmeasured = f"nothing is measured for {dtype} on {device}"
+            return Choice(among[0], unmeasured) if among else Choice("torch", f"torch chooses: {unmeasured}")
         nearest = min(rows, key=lambda row: distance((row.seq_len, row.head_dim), (seq_len, head_dim)))
         kernel = nearest.fastest()
         times = ", ".join(f"{name} {time:g} ms" for name, time in nearest.milliseconds.items())
@@ -93,8 +125,8 @@ def committed_table() -> Table:
     return Table(f"{content['date']}, {content['machine']}", rows)
 
 
-def choose_backend(backend: Backend, context: BuildContext, head_dim: int) -> Choice:
-    """Choose the kernel for the sequence length of the job.
+def choose_backend(backend: Backend, context: BuildContext, head_dim: int, scoring: Scoring = PLAIN) -> Choice:
+    """Choose the kernel for the sequence length of the job, among those that compute such scores.
 
     Raises:
         JobError: the job sets a kernel that cannot run there.
@@ -104,16 +136,21 @@ def choose_backend(backend: Backend, context: BuildContext, head_dim: int) -> Ch
     device, dtype = context.device.type, str(context.dtype).removeprefix("torch.")
     if backend == "auto":
         products = multiplied_by(context.dtype)
-        return committed_table().choose(device, dtype, context.job.train.seq_len, head_dim, products)
-    if problem := backend_problem(backend, device, dtype):
+        among = scoring_kernels(device, scoring)
+        return committed_table().choose(device, dtype, context.job.train.seq_len, head_dim, products, among)
+    if problem := backend_problem(backend, device, dtype, scoring):
         raise JobError([Problem("model.attention.backend", f"{problem} (building {context.path})")])
     return Choice(backend, "set by the job")
 
 
-def backend_problem(backend: Backend, device: str, dtype: str) -> str | None:
+def backend_problem(backend: Backend, device: str, dtype: str, scoring: Scoring = PLAIN) -> str | None:
     """Returns why a backend cannot run on a device in a dtype, with those that can; None if it can."""
-    supported = SUPPORTED.get(device, {})
-    if backend == "auto" or dtype in supported.get(backend, ()):
+    supported, among = SUPPORTED.get(device, {}), scoring_kernels(device, scoring)
+    runs = [name for name, dtypes in supported.items() if dtype in dtypes]
+    able = [name for name in runs if among is None or name in among]
+    if backend == "auto" or backend in able:
         return None
-    able = [name for name, dtypes in supported.items() if dtype in dtypes]
-    return f"{backend} does not run on {device} in {dtype}; there are {', '.join(('auto', *able))}"
+    if backend not in runs:
+        return f"{backend} does not run on {device} in {dtype}; there are {', '.join(('auto', *able))}"
+    lacks = "soft_cap" if scoring.soft_cap else "sinks"
+    return f"{backend} does not compute {lacks} on {device}; there are {', '.join(('auto', *able))}"

@@ -15,7 +15,16 @@ import attrs
 from attrs import frozen
 
 from forge_core.contracts.errors import JobError, Problem
-from forge_plugin_transformer.attention_backends import DTYPES, HALF, Backend, Kernel, backend_problem, distance
+from forge_plugin_transformer.attention_backends import (
+    DTYPES,
+    HALF,
+    Backend,
+    Kernel,
+    backend_problem,
+    distance,
+    scoring_kernels,
+)
+from forge_plugin_transformer.scoring import PLAIN, Scoring
 
 if TYPE_CHECKING:
     from forge_core.contracts.contexts import BuildContext
@@ -85,7 +94,7 @@ class DocumentTable:
         """Returns the fastest way at the nearest measured shape; if none is measured, the one that computes least."""
         rows = [row for row in self.rows if (row.device, row.dtype, row.kernel) == (device, dtype, kernel)]
         if not rows:
-            return _unmeasured(device, dtype, kernel)
+            return unmeasured(device, dtype, kernel)
         nearest = min(rows, key=lambda row: distance((row.seq_len, row.head_dim), (seq_len, head_dim)))
         times = ", ".join(f"{way} {nearest.mean(way):.3g} ms" for way in nearest.milliseconds)
         shape = f"length {nearest.seq_len}, head_dim {nearest.head_dim}"
@@ -94,11 +103,13 @@ class DocumentTable:
         return DocumentChoice(nearest.fastest(), why)
 
 
-def _unmeasured(device: str, dtype: str, kernel: Kernel) -> DocumentChoice:
-    least, *others = able(device, dtype, kernel)
+def unmeasured(device: str, dtype: str, kernel: Kernel, scoring: Scoring = PLAIN) -> DocumentChoice:
+    """Returns the way that computes least."""
+    least, *others = able(device, dtype, kernel, scoring)
     if not others:
-        return DocumentChoice(least, f"the only way with the kernel {kernel}")
-    message = f"nothing is measured for {dtype} on {device} with the kernel {kernel}"
+        return DocumentChoice(least, f"the only way with the kernel {kernel}{' and sinks' if scoring.sinks else ''}")
+    window = " and a window" if scoring.window else ""
+    message = f"nothing is measured for {dtype} on {device} with the kernel {kernel}{window}"
     return DocumentChoice(least, f"computes less than {', '.join(others)}; {message}")
 
 
@@ -110,8 +121,10 @@ def committed_table() -> DocumentTable:
     return DocumentTable(f"{content['date']}, {content['machine']}", content["documents"], rows)
 
 
-def choose_documents(documents: WayOrAuto, kernel: Kernel, context: BuildContext, head_dim: int) -> DocumentChoice:
-    """Choose the way for the sequence length of the job.
+def choose_documents(
+    documents: WayOrAuto, kernel: Kernel, context: BuildContext, head_dim: int, scoring: Scoring = PLAIN
+) -> DocumentChoice:
+    """Choose the way for the sequence length of the job. With a window or sinks, nothing is measured.
 
     Raises:
         JobError: the job sets a way that the kernel does not support there.
@@ -119,14 +132,18 @@ def choose_documents(documents: WayOrAuto, kernel: Kernel, context: BuildContext
     device, dtype = context.device.type, str(context.dtype).removeprefix("torch.")
     matters = context.job.data.packing.needs_boundaries
     if documents == "auto":
-        choice = committed_table().choose(device, dtype, kernel, context.job.train.seq_len, head_dim)
+        length = context.job.train.seq_len
+        if scoring.window_in(length) or scoring.sinks:
+            choice = unmeasured(device, dtype, kernel, scoring)
+        else:
+            choice = committed_table().choose(device, dtype, kernel, length, head_dim)
         return attrs.evolve(choice, matters=matters)
-    if problem := documents_problem(documents, device, dtype, kernel):
+    if problem := documents_problem(documents, device, dtype, kernel, scoring):
         raise JobError([Problem("model.attention.documents", f"{problem} (building {context.path})")])
     return DocumentChoice(documents, "set by the job", matters)
 
 
-def kernel_problems(backend: Backend, documents: WayOrAuto, job: Job) -> Iterator[Problem]:
+def kernel_problems(backend: Backend, documents: WayOrAuto, job: Job, scoring: Scoring = PLAIN) -> Iterator[Problem]:
     """Yields problems with the keys `backend` and `documents` of an attention, if the job names its device.
 
     Otherwise building it raises.
@@ -134,24 +151,31 @@ def kernel_problems(backend: Backend, documents: WayOrAuto, job: Job) -> Iterato
     if job.train.device == "auto":
         return
     device, dtype = job.train.device, DTYPES[job.train.precision]
-    if problem := backend_problem(backend, device, dtype):
+    if problem := backend_problem(backend, device, dtype, scoring):
         yield Problem("backend", problem)
         return
-    kernel: Kernel = "torch" if backend == "auto" else backend
-    if problem := documents_problem(documents, device, dtype, kernel):
+    among: Sequence[Kernel] = scoring_kernels(device, scoring) or ("torch",)
+    if problem := documents_problem(documents, device, dtype, among[0] if backend == "auto" else backend, scoring):
         yield Problem("documents", problem)
 
 
-def documents_problem(documents: WayOrAuto, device: str, dtype: str, kernel: Kernel) -> str | None:
+def documents_problem(
+    documents: WayOrAuto, device: str, dtype: str, kernel: Kernel, scoring: Scoring = PLAIN
+) -> str | None:
     """Returns why a kernel does not support a way on a device in a dtype, with those it does; None if it does."""
-    ways = able(device, dtype, kernel)
+    ways = able(device, dtype, kernel, scoring)
     if documents == "auto" or documents in ways:
         return None
-    message = f"{documents} does not go with the kernel {kernel} on {device} in {dtype}"
+    sinks = " with sinks" if scoring.sinks else ""
+    message = f"{documents} does not go with the kernel {kernel}{sinks} on {device} in {dtype}"
     return f"{message}; there are {', '.join(('auto', *ways))}"
 
 
-def able(device: str, dtype: str, kernel: Kernel) -> list[Way]:
+def able(device: str, dtype: str, kernel: Kernel, scoring: Scoring = PLAIN) -> list[Way]:
     """Returns the ways that a kernel supports, the one with the least computation first."""
-    ways = SUPPORTED[device]
-    return [way for way, kernels in ways.items() if kernel in kernels and (way != "varlen" or dtype in HALF)]
+    ways = [way for way, kernels in SUPPORTED[device].items() if kernel in kernels]
+    if dtype not in HALF:
+        ways = [way for way in ways if way != "varlen"]
+    # With a mask, torch returns no normalisers, which sinks are computed from.
+    by_torch = scoring.sinks and kernel in ("torch", "flash")
+    return [way for way in ways if not (by_torch and way == "mask")]

@@ -52,6 +52,14 @@ class AttentionComponent(Component):
         """Yields problems that depend on the model's width; paths are relative to this component's table."""
         return ()
 
+    def depth_problems(self, layers: int) -> Iterable[Problem]:
+        """Yields problems that depend on the model's number of layers; paths are relative to this component's table."""
+        return ()
+
+    def of_layers(self) -> Iterable[AttentionComponent]:
+        """Yields the components whose modules the layers have: this one, unless it chooses among others."""
+        yield self
+
     def build(self, context: BuildContext, dim: int, init: InitStd) -> nn.Module:
         """Build with the model's width D and the deviations of matrices; `context.layer` is the layer's number."""
         raise NotImplementedError

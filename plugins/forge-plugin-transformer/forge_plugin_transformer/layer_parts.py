@@ -13,6 +13,7 @@ from forge_core.contracts.errors import Problem
 from forge_plugin_transformer.attention_backends import Backend, choose_backend
 from forge_plugin_transformer.document_backends import WayOrAuto, choose_documents, kernel_problems
 from forge_plugin_transformer.kinds import AttentionComponent, FFNComponent, InitStd, NormComponent, RopeComponent
+from forge_plugin_transformer.scoring import Scoring
 
 if TYPE_CHECKING:
     from torch import nn
@@ -45,6 +46,19 @@ class GroupedQueryAttention(AttentionComponent):
     """Whether the four projections have biases."""
     output_bias: bool = True
     """Whether the last of the four has one too where `bias` is set; false in Qwen2 and Qwen2.5."""
+    window: int = field(default=0, validator=ge(0), metadata=when_resumed("flag"))
+    """Positions that one sees at most: itself and the `window` - 1 before it, of its document (Mistral, Gemma); 0: all
+    before it. It counts as `sliding_window` of Hugging Face configurations."""
+    scale: float = field(default=0.0, validator=ge(0), metadata=when_resumed("flag"))
+    """Factor on the products of queries and keys; 0: 1 / sqrt(width of a head). Gemma 2 and 3 have
+    1 / sqrt(`query_pre_attn_scalar`)."""
+    soft_cap: float = field(default=0.0, validator=ge(0), metadata=when_resumed("flag"))
+    """c > 0: scaled scores are capped, c tanh(score / c), as in Gemma 2 (`attn_logit_softcapping`); 0: they are not.
+    Kernels `gemm` and `math` only."""
+    sinks: bool = False
+    """Whether each query head has a learned score that takes part in the softmax and has no value, so that a head may
+    attend to nothing (gpt-oss). On CUDA with kernels `gemm` and `math` only; on a CPU, `flash` computes them except
+    with `documents = "mask"`."""
     backend: Backend = field(default="auto", metadata=when_resumed("safe"))
     """Kernel. auto: the fastest by the committed measurements, torch's own choice where there are none. flash,
     efficient, math and cudnn are torch's; gemm is blocks of plain matrix products."""
@@ -65,7 +79,11 @@ class GroupedQueryAttention(AttentionComponent):
             yield Problem(
                 "qk_norm_offset", f"{self.qk_norm_offset} has no effect without qk_norm; set that, or leave it out"
             )
-        yield from kernel_problems(self.backend, self.documents, job)
+        yield from kernel_problems(self.backend, self.documents, job, self._scoring)
+
+    @property
+    def _scoring(self) -> Scoring:
+        return Scoring(self.window, self.scale, self.soft_cap, self.sinks)
 
     def width_problems(self, dim: int) -> Iterable[Problem]:
         head_dim = self.head_dim or dim // self.heads
@@ -83,15 +101,15 @@ class GroupedQueryAttention(AttentionComponent):
         from forge_plugin_transformer.modules.attention_core import AttentionCore
 
         head_dim, kv_heads = self.head_dim or dim // self.heads, self.kv_heads or self.heads
-        kernel = choose_backend(self.backend, context, head_dim)
-        documents = choose_documents(self.documents, kernel.kernel, context, head_dim)
+        kernel = choose_backend(self.backend, context, head_dim, self._scoring)
+        documents = choose_documents(self.documents, kernel.kernel, context, head_dim, self._scoring)
         return attention.GroupedAttention(
             dim,
             heads=self.heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
             rotary=context.at("rope").build(self.rope, head_dim=head_dim),
-            core=AttentionCore(kernel, documents),
+            core=AttentionCore(kernel, documents, self._scoring),
             q_norm=self._norm(self.heads, head_dim),
             k_norm=self._norm(kv_heads, head_dim),
             norm_all_heads=self.qk_norm == "all",

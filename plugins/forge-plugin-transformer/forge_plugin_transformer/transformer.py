@@ -139,7 +139,7 @@ class Transformer(ModelComponent):
         if 0 < self.learned_positions < job.train.seq_len:
             message = f"{self.learned_positions} are fewer than train.seq_len = {job.train.seq_len}"
             yield Problem("learned_positions", f"{message}; raise it, or shorten the sequences")
-        for problem in self.attention.width_problems(self.dim):
+        for problem in (*self.attention.width_problems(self.dim), *self.attention.depth_problems(self.layers)):
             yield problem.below("attention")
         if self.mtp is not None:
             yield from (problem.below("mtp") for problem in self.mtp.problems(job))

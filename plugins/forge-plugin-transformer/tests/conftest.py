@@ -56,8 +56,14 @@ def with_defaults(component: Any) -> Any:
     """Put components in place of defaults named by type, as reading a job does."""
     values = {f.name: getattr(component, f.name) for f in attrs.fields(type(component))}
     filled = {name: DEFAULTS[v.type]() if isinstance(v, DefaultType) else v for name, v in values.items()}
-    nested = {name: with_defaults(v) if isinstance(v, Component) else v for name, v in filled.items()}
+    nested = {name: _nested(value) for name, value in filled.items()}
     return attrs.evolve(component, **nested)
+
+
+def _nested(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _nested(item) for name, item in value.items()}
+    return with_defaults(value) if isinstance(value, Component) else value
 
 
 def build(component: Any, context: FakeContext, **inputs: Any) -> Any:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from forge_plugin_transformer import GroupedQueryAttention, InitStd
 from forge_plugin_transformer.modules.rotary import rotate
+from forge_plugin_transformer.modules.softmax_attention import softmax_attention
 from forge_plugin_transformer.modules.spans import SPAN_POSITIONS, with_spans
 
 S = 12
@@ -20,6 +21,8 @@ SPANS = [
 ]
 DOCUMENTS = [[0] * 5 + [1] * 7, [0] * 6 + [1] * 6, [0] * 4 + [1] * 8]
 """Bounds within spans, too."""
+WINDOW = 3
+"""Shorter than the longest span."""
 WAYS = [("flash", "mask"), ("flash", "segments"), ("gemm", "mask"), ("gemm", "segments"), ("math", "mask")]
 
 
@@ -43,8 +46,8 @@ def by_softmax(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 
 @pytest.fixture
 def make(make_part: Any) -> Any:
-    def build(backend: str = "math", way: str = "mask", dtype: torch.dtype = torch.float64) -> Any:
-        component = GroupedQueryAttention(heads=4, kv_heads=2, backend=backend, documents=way)
+    def build(backend: str = "math", way: str = "mask", dtype: torch.dtype = torch.float64, window: int = 0) -> Any:
+        component = GroupedQueryAttention(heads=4, kv_heads=2, backend=backend, documents=way, window=window)
         return make_part(component, dtype=dtype, seq_len=S, dim=16, init=InitStd(0.5, 0.5))
 
     return build
@@ -101,9 +104,10 @@ def test_without_a_span_gradients_are_those_without_spans_to_the_bit(make: Any) 
     assert all(torch.equal(*pair) for pair in zip(*grads, strict=True))
 
 
-def test_a_cache_sees_spans(make: Any) -> None:
+@pytest.mark.parametrize("window", [0, WINDOW])
+def test_a_cache_sees_spans(make: Any, window: int) -> None:
     """A prompt at once, in rows that are padded on the left, then the rest."""
-    attention, prompt = make(), 8
+    attention, prompt = make(window=window), 8
     x = torch.randn(3, S, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     spans = torch.tensor(SPANS)
     spans[:, prompt:] = -1
@@ -120,6 +124,35 @@ def test_a_cache_sees_spans(make: Any) -> None:
     hidden = torch.cat(parts, 1)
     for row, skipped in enumerate(padding.tolist()):
         assert (hidden[row, skipped : skipped + S] - expected[row]).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("options", [{}, {"sinks": True, "scale": 0.4}], ids=["", "sinks"])
+@pytest.mark.parametrize(("backend", "way"), [("flash", "segments"), ("gemm", "mask"), ("math", "mask")])
+def test_a_span_is_seen_whole_and_else_the_window(
+    make_part: Any, backend: str, way: str, options: dict[str, Any], documents: bool
+) -> None:
+    """As in Gemma 3: the images' mask is joined to that of the window."""
+    keys = {"heads": 4, "kv_heads": 2, "backend": backend, "documents": way, "window": WINDOW}
+    attention = make_part(
+        GroupedQueryAttention(**keys, **options), dtype=torch.float64, seq_len=S, dim=16, init=InitStd(0.5, 0.5)
+    )
+    x = torch.randn(3, S, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    out = attention(x, attention.prepare(batch_of(torch.tensor(SPANS), documents)))
+    q, k, v = attention.project(x, {})
+    cos, sin = attention.rotary(S)
+    mask = torch.tensor([may_attend(row, documents) for row in range(3)])
+    mask &= torch.ones(S, S, dtype=torch.bool).triu(1 - WINDOW) | torch.tensor(
+        [[[SPANS[row][i] >= 0 and SPANS[row][i] == SPANS[row][j] and together(row, i, j) for j in range(S)]
+          for i in range(S)] for row in range(3)]
+    )  # fmt: skip
+    sinks = attention.sinks(torch.float64) if options else None
+    mixed = softmax_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, mask[:, None], attention.scoring, sinks)
+    assert (out - attention.o(mixed.flatten(2))).abs().max() < 1e-12
+
+
+def together(row: int, i: int, j: int) -> bool:
+    return all(SPANS[row][n] == SPANS[row][i] for n in range(min(i, j), max(i, j) + 1))
 
 
 def test_positions_in_spans_come_first_and_none_twice() -> None:

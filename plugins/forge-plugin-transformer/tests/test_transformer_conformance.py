@@ -5,6 +5,7 @@ from __future__ import annotations
 from forge_plugin_transformer import (
     GEGLU,
     GELU,
+    AttentionPattern,
     DynamicRope,
     GroupedQueryAttention,
     LayerNorm,
@@ -23,7 +24,8 @@ from forge_testing.suites.parity import ParitySuite
 
 def test_the_distribution():
     factors = {"short_factor": [1.0], "long_factor": [2.0], "original_max_position_embeddings": 8, "factor": 2.0}
-    check_distribution("forge-plugin-transformer", {"longrope": factors})
+    pattern = {"layers": ["full"], "kinds": {"full": {"type": "gqa"}}}
+    check_distribution("forge-plugin-transformer", {"longrope": factors, "pattern": pattern})
 
 
 class TestTransformer(ModelSuite):
@@ -127,3 +129,22 @@ class TestLongRope(RopesOfTheLengthOfTheJob):
 class TestDynamicRope(RopesOfTheLengthOfTheJob):
     rope = DynamicRope(factor=4.0, original_max_position_embeddings=8)
     layouts = ("tp2", "cp2")
+
+
+HEADS = {"heads": 4, "kv_heads": 2}
+
+
+class TestTransformerOfSeveralAttentions(ModelSuite):
+    """A window, sinks and a scale by one kernel, a cap by another, and neither."""
+
+    component = Transformer(
+        vocab_size=32, dim=16, layers=3,
+        attention=AttentionPattern(
+            layers=("window", "capped", "full"),
+            kinds={
+                "window": GroupedQueryAttention(**HEADS, window=3, sinks=True, scale=0.4, backend="flash"),
+                "capped": GroupedQueryAttention(**HEADS, window=5, sinks=True, soft_cap=0.5, backend="gemm"),
+                "full": GroupedQueryAttention(**HEADS),
+            },
+        ),
+    )  # fmt: skip

@@ -10,21 +10,31 @@ import torch
 from torch import Tensor
 
 from forge_core.contracts.errors import ForgeError
-from forge_plugin_transformer import GroupedQueryAttention, YarnRope
+from forge_plugin_transformer import AttentionPattern, GroupedQueryAttention, YarnRope
+from forge_plugin_transformer.modules import cache as cache_module
 from forge_plugin_transformer.modules.attention import KVCache
 
 MakeModel = Callable[..., Any]
 
 
-@pytest.fixture(params=["gemm", "flash", "qk_norm and yarn", "post-norms", "learned positions"])
-def model(request: pytest.FixtureRequest, make_model: MakeModel) -> Any:
+WINDOWS = {
+    "window": {"window": 3},
+    "window of one": {"window": 1},
+    "window and sinks": {"window": 5, "sinks": True, "scale": 0.4},
+    "window and soft_cap": {"window": 4, "soft_cap": 0.5, "backend": "gemm"},
+}
+
+
+@pytest.fixture(params=["gemm", "flash", "qk_norm and yarn", "post-norms", "learned positions", *WINDOWS])
+def model(request: pytest.FixtureRequest, make_model: MakeModel, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(cache_module, "SPARE", 2)  # so that windows are moved
     attention = GroupedQueryAttention(heads=4, kv_heads=2, qk_norm="all")
     if request.param == "post-norms":
         return make_model(attention=attention, norm_placement="both").eval().requires_grad_(False)
     if request.param == "learned positions":
         return make_model(learned_positions=20, residual="parallel").eval().requires_grad_(False)
     stretched = {"qk_norm": True, "rope": YarnRope(factor=4.0, original_max_position_embeddings=8)}
-    keys = {"backend": request.param} if request.param in ("gemm", "flash") else stretched
+    keys = {"backend": request.param} if request.param in ("gemm", "flash") else WINDOWS.get(request.param, stretched)
     return make_model(attention=GroupedQueryAttention(heads=4, kv_heads=2, **keys)).eval().requires_grad_(False)
 
 
@@ -90,3 +100,40 @@ def test_a_full_cache_says_so(model: Any, ids: Tensor) -> None:
 def test_more_positions_than_the_table_has_are_refused(make_model: MakeModel) -> None:
     with pytest.raises(ForgeError, match=r"21 positions .* more than model.learned_positions = 20; generate fewer"):
         make_model(learned_positions=20).new_cache(2, 21)
+
+
+@pytest.mark.parametrize("backend", ["flash", "gemm"])
+def test_greedy_tokens_are_those_without_a_cache_far_beyond_the_window(make_model: MakeModel, backend: str) -> None:
+    kinds = {
+        "near": GroupedQueryAttention(heads=4, kv_heads=2, window=6, sinks=True, backend=backend),
+        "full": GroupedQueryAttention(heads=4, kv_heads=2, backend=backend),
+    }
+    model = make_model(attention=AttentionPattern(layers=("near", "full"), kinds=kinds)).eval().requires_grad_(False)
+    ids = torch.randint(61, (3, 4), generator=torch.Generator().manual_seed(0))
+    cache, step, cached, plain = model.new_cache(3, 200), ids, ids, ids
+    for _ in range(196):
+        step = model.head.logits(model.decode({"input_ids": step}, cache)[:, -1:]).argmax(-1)
+        cached = torch.cat([cached, step], 1)
+    for _ in range(196):
+        plain = torch.cat([plain, model.head.logits(model({"input_ids": plain})[:, -1:]).argmax(-1)], 1)
+    assert torch.equal(cached, plain)
+
+
+def test_the_memory_of_a_window_does_not_grow_with_the_length() -> None:
+    heads, position = torch.zeros(2, 1, 2, 8), torch.zeros(2, 1, dtype=torch.int64)
+    sizes = {}
+    for length in (1000, 100_000):
+        cache = KVCache(2, length, window=32)
+        for number in range(500):
+            keys, _, mask = cache.extend(heads, heads, position + number)
+            assert keys.shape[1] == mask.shape[3] == min(number + 1, 32)
+        sizes[length] = cache.nbytes
+    assert sizes[1000] == sizes[100_000] == 2 * (31 + cache_module.SPARE) * (2 * 2 * 8 * 4 + 8)
+
+
+def test_a_window_beyond_the_length_keeps_everything(ids: Tensor) -> None:
+    heads = torch.zeros(1, 3, 2, 8)
+    windows = [KVCache(1, 4, window) for window in (0, 4, 5)]
+    masks = [cache.extend(heads, heads, torch.arange(3)[None])[2] for cache in windows]
+    assert all(torch.equal(mask, masks[0]) for mask in masks)
+    assert len({cache.nbytes for cache in windows}) == 1

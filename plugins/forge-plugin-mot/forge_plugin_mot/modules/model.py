@@ -30,7 +30,8 @@ else:
     # As for `VisionLanguageModel`: the class that this is put before has all of its methods.
     Base = object
 
-ATTENTION_WITHOUT_WEIGHTS = ("rotary", "core")
+SHARED_IN_ATTENTION = ("rotary", "sinks", "core")
+"""Children of attention that are those of the text for all modalities; not every attention has all."""
 MIXINS: Mapping[str, Any] = {"attention": UntiedAttention, "ffn": UntiedFeedForward}
 
 
@@ -140,8 +141,9 @@ def _untie_part(layer: nn.Module, name: str, others: Mapping[str, nn.Module]) ->
     _mix(part, MIXINS[name])
     part.merge = Merge()
     for other in others.values() if name == "attention" else ():
-        for key in ATTENTION_WITHOUT_WEIGHTS:  # positions of all modalities meet in the text's
-            delattr(other, key)
+        for key in SHARED_IN_ATTENTION:  # positions of all modalities meet in the text's
+            if hasattr(other, key):
+                delattr(other, key)
 
 
 def _mix(module: Any, mixin: Any) -> None:

@@ -14,10 +14,12 @@ from forge_kit.modules import Linear
 from forge_plugin_transformer.modules.attention_core import AttentionCore, torch_attention
 from forge_plugin_transformer.modules.cache import Cache
 from forge_plugin_transformer.modules.rotary import generation_tables, rotate, tables, with_tables
+from forge_plugin_transformer.modules.sinks import HeadSinks
 from forge_plugin_transformer.modules.spans import attend_in_spans, see_spans, with_span_mask
 
 if TYPE_CHECKING:
     from forge_core.contracts.data import Batch
+    from forge_core.contracts.model import Role
     from forge_plugin_transformer.kinds import InitStd
 
 
@@ -80,10 +82,13 @@ class GroupedAttention(nn.Module):
         self.q_norm, self.k_norm = q_norm or nn.Identity(), k_norm or nn.Identity()
         self.rotary = rotary
         self.core = core
+        self.scoring = core.scoring
+        if self.scoring.sinks:
+            self.sinks = HeadSinks(heads, init.inner)
 
     def prepare(self, batch: Batch) -> Batch:
         """Adds the entries of the core, a mask of spans, and the tables of positions if the encoding has a `key`."""
-        return self.core.prepare(with_span_mask(with_tables(self.rotary, batch)))
+        return self.core.prepare(with_span_mask(with_tables(self.rotary, batch), self.scoring))
 
     def forward(self, x: Tensor, batch: Batch, cache: KVCache | None = None) -> Tensor:
         """(B, S, D) -> (B, S, D). `batch` may hold `positions` and `document_ids`, both (B, S)."""
@@ -93,7 +98,9 @@ class GroupedAttention(nn.Module):
         else:
             turns = tables(self.rotary, q.shape[1], batch)
             q, k = rotate(q, *turns), rotate(k, *turns)
-            mixed = attend_in_spans(q, k, v, self.core(q, k, v, batch), batch)
+            sinks = self._sinks(q)
+            mixed = self.core(q, k, v, batch) if sinks is None else self.core(q, k, v, batch, sinks)
+            mixed = attend_in_spans(q, k, v, mixed, batch, self.scoring, sinks)
         return self.output(mixed.flatten(2), batch)
 
     def project(self, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
@@ -113,7 +120,12 @@ class GroupedAttention(nn.Module):
         positions = cache.positions(q, batch)
         turns = generation_tables(self.rotary, positions, batch)
         keys, values, mask = cache.extend(rotate(k, *turns), v, positions)
-        return torch_attention(rotate(q, *turns), keys, values, see_spans(mask, batch))
+        mask = see_spans(mask, batch)
+        return torch_attention(rotate(q, *turns), keys, values, mask, scoring=self.scoring, sinks=self._sinks(q))
+
+    def _sinks(self, q: Tensor) -> Tensor | None:
+        """The sinks of the heads of queries q (B, S, H, E), if the layer has any: (H,)."""
+        return self.sinks(q.dtype) if self.scoring.sinks else None
 
     def _normed_heads(self, norm: nn.Module, x: Tensor) -> Tensor:
         return self._heads(norm(x)) if self.norm_all_heads else norm(self._heads(x))
@@ -122,17 +134,25 @@ class GroupedAttention(nn.Module):
         return x.unflatten(-1, (-1, self.head_dim))
 
     def new_cache(self, batch_size: int, length: int) -> KVCache:
-        return KVCache(batch_size, length)
+        return KVCache(batch_size, length, self.scoring.window)
 
     def flops(self, seq_len: int) -> float:
-        """Counts 6 a weight, and 2 x 2 x 3 / 2 a key and head element for the causal half of scores and mixing."""
+        """Counts 6 a weight, and 2 x 2 x 3 a visible key and head element for scores and mixing.
+
+        Half of a sequence's positions are visible on average, or of a window W the W - W² / 2S.
+        """
         weights = sum(projection.weight.numel() for projection in (self.q, self.k, self.v, self.o))
-        return 6.0 * weights + 6.0 * self.q.out_features * seq_len
+        window = self.scoring.window_in(seq_len) or seq_len
+        return 6.0 * weights + 6.0 * self.q.out_features * (2 * window - window * window / seq_len)
 
     def tensor_parallel_plan(self) -> Mapping[str, str]:
         plan = {"": "whole_input", "q": "column", "k": "column", "v": "column", "o": "row"}
         way = "split_features" if self.norm_all_heads else "replicate"
-        return plan | {name: way for name in ("q_norm", "k_norm") if [*getattr(self, name).parameters()]}
+        plan |= {name: way for name in ("q_norm", "k_norm") if [*getattr(self, name).parameters()]}
+        return plan | ({"sinks": "column"} if self.scoring.sinks else {})
+
+    def parameter_roles(self) -> Mapping[str, Role]:
+        return {"sinks.weight": "bias"} if self.scoring.sinks else {}
 
     def sequence_mixers(self) -> Mapping[str, int]:
         return {"core": self.k.out_features // self.head_dim}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
@@ -17,10 +18,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from forge_plugin_transformer.attention_backends import Choice, Kernel
 from forge_plugin_transformer.document_backends import DocumentChoice, Way
-from forge_plugin_transformer.modules.documents import document_bounds, document_mask
+from forge_plugin_transformer.modules.documents import document_bounds, document_mask, window_mask
 from forge_plugin_transformer.modules.gemm_attention import gemm_attention
 from forge_plugin_transformer.modules.narrow_values import narrowed, padded
 from forge_plugin_transformer.modules.segment_attention import segment_attention
+from forge_plugin_transformer.modules.softmax_attention import softmax_attention
+from forge_plugin_transformer.scoring import PLAIN, Scoring
 
 if TYPE_CHECKING:
     from forge_core.contracts.data import Batch
@@ -56,52 +59,102 @@ class AttentionCore(nn.Module):
     """Causal attention, within documents where the batch has `document_ids`, by the chosen kernel.
 
     q (B, S, H, E), k (B, S, K, E), v (B, S, K, V) -> (B, S, H, V). A module of its own, so that a stage that
-    splits the sequence can replace it.
+    splits the sequence can replace it; `mixing` says what the replacement must do besides plain attention.
     """
 
-    def __init__(self, choice: Choice, documents: DocumentChoice) -> None:
+    def __init__(self, choice: Choice, documents: DocumentChoice, scoring: Scoring = PLAIN) -> None:
         super().__init__()
         self.choice = choice
         self.documents = documents
+        self.scoring = scoring
+
+    def mixing(self) -> Mapping[str, float]:
+        """Returns what differs from plain causal attention, by name: `window`, `scale`, `soft_cap`, `sinks`."""
+        return self.scoring.options()
 
     def prepare(self, batch: Batch) -> Batch:
         """Returns the batch with the entry that `forward` derives from documents, unless it is there already."""
-        want = PREPARED.get(self.documents.way)
-        if want is None or "document_ids" not in batch or want.key in batch:
+        if "document_ids" not in batch:
+            return batch
+        want = self._wanted(batch["document_ids"].shape[1])
+        if want is None or want.key in batch:
             return batch
         return {**batch, want.key: want.make(batch["document_ids"])}
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
-        """`batch` is the result of `prepare`; otherwise every call prepares its own."""
+    def _wanted(self, length: int) -> Prepared | None:
+        """Returns the entry for sequences of this length. Layers with another window have another mask."""
+        want, window = PREPARED.get(self.documents.way), self.scoring.window_in(length)
+        if self.documents.way != "mask" or want is None or not window:
+            return want
+        return Prepared(f"{want.key} within {window}", partial(document_mask, window=window))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, sinks: Tensor | None = None) -> Tensor:
+        """`batch` is the result of `prepare`; otherwise every call prepares its own. `sinks` are the heads' (H,)."""
         if "document_ids" not in batch:
-            return self._attend(q, k, v, None)
+            return self._attend_rows(q, k, v, sinks)
         batch = self.prepare(batch)
         if self.documents.way == "segments":
-            kernel: Literal["flash", "gemm"] = "gemm" if self.choice.kernel == "gemm" else "flash"
-            return segment_attention(q, k, v, batch["document_ids"], kernel)
+            return self._attend_segments(q, k, v, batch["document_ids"], sinks)
         if self.documents.way == "varlen":
-            from forge_plugin_transformer.modules.varlen_attention import varlen_attention  # brings torch's compiler
+            return self._attend_bounds(q, k, v, batch["document_bounds"])
+        want = self._wanted(q.shape[1])
+        assert want is not None
+        return self._attend(q, k, v, batch[want.key], sinks)
 
-            return varlen_attention(q, k, v, batch["document_bounds"])
-        return self._attend(q, k, v, batch["document_mask"])
+    def _attend_rows(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+        """Attend within rows, each one document: without a mask of all pairs, where the kernel can."""
+        length, scoring, kernel = q.shape[1], self.scoring, self.choice.kernel
+        window = scoring.window_in(length)
+        if kernel in ("torch", "flash") and not scoring.soft_cap and (window or scoring.sinks):
+            if q.device.type == "cpu":
+                return self._attend_segments(q, k, v, None, sinks)
+            if q.dtype in FLASH_ON_CUDA and not scoring.sinks:
+                bounds = torch.arange(0, q.shape[0] * length + 1, length, dtype=torch.int32, device=q.device)
+                return self._attend_bounds(q, k, v, bounds)
+        mask = window_mask(length, window, q.device) if window and kernel != "gemm" else None
+        return self._attend(q, k, v, mask, sinks)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    def _attend_segments(
+        self, q: Tensor, k: Tensor, v: Tensor, document_ids: Tensor | None, sinks: Tensor | None
+    ) -> Tensor:
+        kernel: Literal["flash", "gemm"] = "gemm" if self.choice.kernel == "gemm" else "flash"
+        return segment_attention(q, k, v, document_ids, kernel, self.scoring, sinks)
+
+    def _attend_bounds(self, q: Tensor, k: Tensor, v: Tensor, bounds: Tensor) -> Tensor:
+        from forge_plugin_transformer.modules.varlen_attention import varlen_attention  # brings torch's compiler
+
+        return varlen_attention(q, k, v, bounds, self.scoring)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None) -> Tensor:
         if self.choice.kernel == "gemm":
-            return gemm_attention(q, k, v, mask)
-        return torch_attention(q, k, v, mask, self.choice.kernel)
+            return gemm_attention(q, k, v, mask, self.scoring, sinks)
+        return torch_attention(q, k, v, mask, self.choice.kernel, self.scoring, sinks)
 
     def extra_repr(self) -> str:
-        return f"{self.choice.kernel}, documents={self.documents.way}"
+        options = (f"{name}={value}" for name, value in self.mixing().items())
+        return ", ".join((f"{self.choice.kernel}, documents={self.documents.way}", *options))
 
 
-def torch_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kernel: Kernel = "torch") -> Tensor:
+def torch_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    kernel: Kernel = "torch",
+    scoring: Scoring = PLAIN,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """`scaled_dot_product_attention`, by one of its kernels or (`torch`) the one it chooses.
 
     q (B, S, H, E), k (B, T, K, E), v (B, T, K, V), mask (B, 1, S, T) or None for causal with S = T -> (B, S, H, V).
+    The mask has the window. Sinks and a cap, which those kernels do not have, are computed as they are defined,
+    whatever the kernel.
 
     Raises:
         ValueError: the flash kernel is set, and it cannot take a mask on this device.
     """
+    if not scoring.plain_softmax:
+        return softmax_attention(q, k, v, mask, scoring, sinks)
     width, v = v.shape[-1], padded(v, k, kernel)
     on_cuda = q.device.type == "cuda"
     if kernel == "flash" and mask is not None and on_cuda:
@@ -113,7 +166,8 @@ def torch_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kernel
     q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
     with _only(kernel):
         grouped = q.shape[1] != k.shape[1]
-        out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=grouped)
+        how = {"is_causal": mask is None, "scale": scoring.given_scale, "enable_gqa": grouped}
+        out = F.scaled_dot_product_attention(q, k, v, mask, **how)  # type: ignore[arg-type]
     return narrowed(out.transpose(1, 2), width)
 
 

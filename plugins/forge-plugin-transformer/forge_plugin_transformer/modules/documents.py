@@ -8,6 +8,7 @@ Shapes: B sequences, S positions.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -20,14 +21,23 @@ def document_starts(document_ids: Tensor) -> Tensor:
     return F.pad(document_ids[:, 1:] != document_ids[:, :-1], (1, 0), value=True)
 
 
-def document_mask(document_ids: Tensor) -> Tensor:
-    """Mask within documents: a position attends to its own document up to itself. (B, S) -> (B, 1, S, S) bool."""
-    return mask_of(document_starts(document_ids).cumsum(1))[:, None]
+def document_mask(document_ids: Tensor, window: int = 0) -> Tensor:
+    """Mask within documents: a position attends to its own document up to itself. (B, S) -> (B, 1, S, S) bool.
+
+    With a window, it attends to itself and the `window` - 1 positions before it at most.
+    """
+    return mask_of(document_starts(document_ids).cumsum(1), window)[:, None]
 
 
-def mask_of(numbers: Tensor) -> Tensor:
+def mask_of(numbers: Tensor, window: int = 0) -> Tensor:
     """Like `document_mask`, from the number of each position's document: (…, S) -> (…, S, S) bool."""
-    return (numbers[..., :, None] == numbers[..., None, :]).tril_()
+    mask = (numbers[..., :, None] == numbers[..., None, :]).tril_()
+    return mask.triu_(1 - window) if window else mask
+
+
+def window_mask(length: int, window: int, device: torch.device) -> Tensor:
+    """Mask within one document: (1, 1, S, S) bool."""
+    return torch.ones(1, 1, length, length, dtype=torch.bool, device=device).tril_().triu_(1 - window)
 
 
 def document_bounds(document_ids: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from forge_plugin_transformer.modules.attention_core import torch_attention
 from forge_plugin_transformer.modules.documents import document_starts
+from forge_plugin_transformer.scoring import PLAIN, Scoring
 
 if TYPE_CHECKING:
     from forge_core.contracts.data import Batch
@@ -29,7 +30,7 @@ SPANS = "attention_spans"
 SPAN_POSITIONS = "attention_span_positions"
 """Batch entry (B, M) int64: the positions in spans, then any others, each once."""
 SPAN_MASK = "attention_span_mask"
-"""Batch entry (B, 1, M, S) bool, true where a position of `SPAN_POSITIONS` may attend."""
+"""Batch entry (B, 1, M, S) bool, true where a position of `SPAN_POSITIONS` may attend; see `_mask_entry`."""
 
 
 def with_spans(batch: Batch, spans: Tensor, at_most: int) -> Batch:
@@ -48,21 +49,42 @@ def with_spans(batch: Batch, spans: Tensor, at_most: int) -> Batch:
     return {**batch, SPANS: spans, SPAN_POSITIONS: first[:, :at_most]}
 
 
-def with_span_mask(batch: Batch) -> Batch:
-    """Returns the batch with the mask of its spans, made once for all layers; unchanged if it has no spans."""
-    if SPANS not in batch or SPAN_MASK in batch:
+def _mask_entry(window: int) -> str:
+    """Returns the name of the mask of layers with this window."""
+    return f"{SPAN_MASK} within {window}" if window else SPAN_MASK
+
+
+def with_span_mask(batch: Batch, scoring: Scoring = PLAIN) -> Batch:
+    """Returns the batch with the mask of its spans, made once for all layers; unchanged if it has no spans.
+
+    A position of a span sees all of it, also what is outside of its window, as in Gemma 3.
+    """
+    if SPANS not in batch:
+        return batch
+    window = scoring.window_in(batch[SPANS].shape[1])
+    if _mask_entry(window) in batch:
         return batch
     rows, numbers = batch[SPAN_POSITIONS], _numbers(batch)
     index = torch.arange(numbers.shape[1], device=numbers.device)
     causal = index <= rows.unsqueeze(2)
+    if window:
+        causal &= index > rows.unsqueeze(2) - window
     if "document_ids" in batch:
         documents = document_starts(batch["document_ids"]).cumsum(1)
         causal &= documents.gather(1, rows).unsqueeze(2) == documents.unsqueeze(1)
     within = numbers.gather(1, rows).unsqueeze(2) == numbers.unsqueeze(1)  # rows of no span are computed, not used
-    return {**batch, SPAN_MASK: (causal | within).unsqueeze(1)}
+    return {**batch, _mask_entry(window): (causal | within).unsqueeze(1)}
 
 
-def attend_in_spans(q: Tensor, k: Tensor, v: Tensor, mixed: Tensor, batch: Batch) -> Tensor:
+def attend_in_spans(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mixed: Tensor,
+    batch: Batch,
+    scoring: Scoring = PLAIN,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Replace the mixed values of positions in spans; returns `mixed` if the batch has none.
 
     Args:
@@ -71,15 +93,18 @@ def attend_in_spans(q: Tensor, k: Tensor, v: Tensor, mixed: Tensor, batch: Batch
         v: values (B, S, K, E).
         mixed: (B, S, H, E) of causal attention.
         batch: with or without spans.
+        scoring: that of causal attention.
+        sinks: (H,), if there are any.
     """
     if SPANS not in batch:
         return mixed
-    batch = with_span_mask(batch)
+    batch = with_span_mask(batch, scoring)
+    mask = batch[_mask_entry(scoring.window_in(q.shape[1]))]
     rows = batch[SPAN_POSITIONS]
     is_within = batch[SPANS].gather(1, rows) >= 0
     index = rows[..., None, None].expand(-1, -1, *q.shape[2:])
     # Not with the kernel of causal attention, which may take no mask, or as many queries as keys only.
-    both = torch_attention(q.gather(1, index), k, v, batch[SPAN_MASK])
+    both = torch_attention(q.gather(1, index), k, v, mask, scoring=scoring, sinks=sinks)
     return mixed.scatter(1, index, both.where(is_within[..., None, None], mixed.gather(1, index)))
 
 

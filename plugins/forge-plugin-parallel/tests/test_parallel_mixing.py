@@ -1,0 +1,109 @@
+"""Windows, scales, caps and sinks over the positions of several ranks: as on one rank, gradients included."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from forge_core.contracts.layout import Layout
+from forge_plugin_parallel import ContextParallel
+from forge_plugin_parallel.cp_stage import WHOLE, Exchange, Gathered, Ring, rank_positions
+from forge_plugin_parallel.ring import Mixing
+from forge_plugin_transformer.attention_backends import Choice
+from forge_plugin_transformer.document_backends import DocumentChoice
+from forge_plugin_transformer.modules.attention_core import AttentionCore
+from forge_plugin_transformer.scoring import Scoring
+from forge_testing.processes import run_on_ranks
+from forge_testing.tiny_model import TinyNetwork
+
+RANKS, ROWS, LENGTH, HEADS, GROUPS, WIDTH = 2, 2, 16, 4, 2, 6
+METHODS = ("ring", "all_gather", "ulysses")
+OPTIONS: Mapping[str, Mapping[str, Any]] = {
+    "window of one": {"window": 1},
+    "window": {"window": 3},
+    "window of more than a chunk": {"window": 7, "scale": 0.3},
+    "sinks": {"sinks": True},
+    "window and sinks": {"window": 5, "sinks": True, "scale": 0.7},
+    "everything": {"window": 6, "sinks": True, "scale": 0.7, "soft_cap": 1.5},
+}
+DOCUMENTS = torch.tensor([[0] * 7 + [1] * 9, [0] * 3 + [1] * 2 + [2] * 11])
+
+
+def one(scoring: Scoring) -> AttentionCore:
+    return AttentionCore(Choice("math", ""), DocumentChoice("mask", ""), scoring)
+
+
+def mixer(method: str, options: Mapping[str, Any]) -> torch.nn.Module:
+    if method == "ulysses":
+        return Exchange(one(Scoring(**options)), dist.group.WORLD)
+    return (Ring if method == "ring" else Gathered)(dist.group.WORLD, Mixing(**options))
+
+
+def inputs() -> tuple[list[Tensor], Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(ROWS, LENGTH, heads, WIDTH) for heads in (HEADS, GROUPS, GROUPS, HEADS)] + [(HEADS,)]
+    *tensors, grad, sinks = (torch.randn(shape, dtype=torch.float64, generator=generator) for shape in shapes)
+    return [tensor.requires_grad_() for tensor in (*tensors, sinks)], grad
+
+
+def entries(own: Tensor, documents: bool) -> dict[str, Tensor]:
+    batch = {"positions": own.expand(ROWS, -1)}
+    return batch | ({"document_ids": DOCUMENTS[:, own], WHOLE + "document_ids": DOCUMENTS} if documents else {})
+
+
+CASES = [(method, name, documents) for method in METHODS for name in OPTIONS for documents in (False, True)]
+
+
+def test_forward_and_backward_equal_those_of_one_rank() -> None:
+    """All cases in the same processes."""
+
+    def part(rank: int) -> list[list[Tensor]]:
+        found = []
+        for method, name, documents in CASES:
+            (*tensors, sinks), grad = inputs()
+            own = rank_positions(RANKS, LENGTH, method != "ulysses", torch.device("cpu"))[rank]
+            mine = [tensor.detach()[:, own].requires_grad_() for tensor in tensors]
+            given = [sinks] if OPTIONS[name].get("sinks") else []
+            out = mixer(method, OPTIONS[name])(*mine, entries(own, documents), *given)
+            found.append([t.detach() for t in (out, *torch.autograd.grad(out, [*mine, *given], grad[:, own]))])
+        return found
+
+    parts = run_on_ranks(RANKS, part)
+    for (method, name, documents), *found in zip(CASES, *parts, strict=True):
+        (*tensors, sinks), grad = inputs()
+        given = [sinks] if OPTIONS[name].get("sinks") else []
+        expected = one(Scoring(**OPTIONS[name]))(*tensors, {"document_ids": DOCUMENTS} if documents else {}, *given)
+        wanted = [expected, *torch.autograd.grad(expected, [*tensors, *given], grad)]
+        order = rank_positions(RANKS, LENGTH, method != "ulysses", torch.device("cpu")).flatten()
+        for key, whole, *pieces in zip(("out", "q", "k", "v", "sinks"), wanted, *found, strict=False):
+            place = f"{method}, {name}, documents {documents}: {key}"
+            joined, whole = (sum(pieces), whole) if key == "sinks" else (torch.cat(pieces, 1), whole[:, order])
+            torch.testing.assert_close(joined, whole, msg=lambda text, place=place: f"{place}: {text}")
+
+
+class Strange(torch.nn.Module):
+    """A mixer that does what no stage knows of."""
+
+    def mixing(self) -> dict[str, float]:
+        return {"window": 4, "decay": 0.5}
+
+
+class StrangeNetwork(TinyNetwork):
+    def sequence_mixers(self) -> dict[str, int]:
+        return {f"layers.{name}.mixer": 2 for name in self.layers}
+
+
+@pytest.mark.parametrize(("method", "count"), [("ring", 1), ("all_gather", 1), ("ulysses", 0)])
+def test_what_a_method_does_not_compute_is_refused_by_name(method: Any, count: int) -> None:
+    model = StrangeNetwork(4, 2, 0.0, 8, torch.float32)
+    for layer in model.layers.values():
+        layer.mixer = Strange()
+    problems = list(ContextParallel(degree=2, method=method).model_problems(model, Layout(cp=2)))
+    message = f"{method} does not compute decay, which layers.0.mixer says that it does"
+    expected = f'{message}; take "ulysses", or leave the stage out'
+    assert [(p.path, p.message) for p in problems] == [("method", expected)] * count

@@ -1,0 +1,62 @@
+"""The component `pattern`: another attention in each layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from attrs import field, frozen
+from attrs.validators import min_len
+
+from forge_core.contracts.errors import Problem, did_you_mean
+from forge_plugin_transformer.kinds import AttentionComponent, InitStd
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from forge_core.contracts.contexts import BuildContext
+    from forge_core.contracts.layout import Layout
+    from forge_core.job import Job
+
+
+@frozen(kw_only=True)
+class AttentionPattern(AttentionComponent):
+    """Attention that differs between layers, each kind in a table of its own, in an order that repeats.
+
+    For layers with and without a window (Gemma 2 and 3, OLMo 3, gpt-oss), with other encodings of positions or without
+    one, or attention of another type.
+    """
+
+    layers: tuple[str, ...] = field(validator=min_len(1))
+    """Names in `kinds`, one for each layer: `["window", "window", "full"]` is repeated until all layers have one, and
+    into the modules of multi-token prediction. At most as many as the model has layers."""
+    kinds: Mapping[str, AttentionComponent] = field(validator=min_len(1))
+    """`[model.attention.kinds.NAME]`: an attention of any `type`, with a name for `layers`."""
+
+    def of_layers(self) -> Iterable[AttentionComponent]:
+        for kind in self.kinds.values():
+            yield from kind.of_layers()
+
+    def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        for name in dict.fromkeys(self.layers):
+            if name not in self.kinds:
+                message = f"there is no [model.attention.kinds.{name}]{did_you_mean(name, list(self.kinds))}"
+                yield Problem("layers", f"{message}; there are {', '.join(self.kinds)}")
+        for name in self.kinds:
+            if name not in self.layers:
+                yield Problem(f"kinds.{name}", "no layer has it; name it in `layers`, or leave the table out")
+
+    def width_problems(self, dim: int) -> Iterable[Problem]:
+        for name, kind in self.kinds.items():
+            yield from (problem.below(f"kinds.{name}") for problem in kind.width_problems(dim))
+
+    def depth_problems(self, layers: int) -> Iterable[Problem]:
+        if len(self.layers) > layers:
+            message = f"names the attention of {len(self.layers)} layers, and the model has {layers}"
+            yield Problem("layers", f"{message}; list as many or fewer, which are repeated")
+        for name, kind in self.kinds.items():
+            yield from (problem.below(f"kinds.{name}") for problem in kind.depth_problems(layers))
+
+    def build(self, context: BuildContext, dim: int, init: InitStd) -> nn.Module:
+        name = self.layers[(context.layer or 0) % len(self.layers)]
+        return context.build(self.kinds[name], dim=dim, init=init)

@@ -1,0 +1,217 @@
+"""Keys of windows, patterns, sinks and caps: which attention they make, what it costs, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from forge_core import JobError, load_job
+from forge_core.contracts.layout import Layout
+from forge_plugin_transformer import AttentionPattern, GroupedQueryAttention, MultiTokenPrediction, PlainRope
+from forge_plugin_transformer.attention_backends import Measurement, Table, committed_table
+
+REST = """
+[train]
+steps = 1
+global_batch_size = 2
+seq_len = 16
+device = "cpu"
+[optimizer]
+type = "forge_testing.tiny:TinyAdamW"
+[[data.sources]]
+type = "forge_testing.tiny:Numbers"
+"""
+PATTERN = """
+[model.attention]
+type = "pattern"
+layers = ["near", "near", "full"]
+[model.attention.kinds.near]
+type = "gqa"
+heads = 4
+window = 8
+rope.theta = 1e4
+[model.attention.kinds.full]
+type = "gqa"
+heads = 4
+rope.theta = 1e6
+"""
+
+
+@pytest.fixture
+def load_model(tmp_path: Path) -> Callable[..., Any]:
+    def load(model: str, keys: str = "") -> Any:
+        path = tmp_path / "job.toml"
+        path.write_text(f'[model]\ntype = "transformer"\nvocab_size = 8\n{keys}\n{model}\n{REST}')
+        return load_job(path).model
+
+    return load
+
+
+def test_a_pattern_of_a_job_file(load_model: Callable[..., Any], make_model: Callable[..., Any]) -> None:
+    attention = load_model(PATTERN).attention
+    near = GroupedQueryAttention(heads=4, window=8, rope=PlainRope(theta=1e4))
+    full = GroupedQueryAttention(heads=4, rope=PlainRope(theta=1e6))
+    assert attention == AttentionPattern(layers=("near", "near", "full"), kinds={"near": near, "full": full})
+    assert list(attention.of_layers()) == [near, full]
+    model = make_model(attention=attention, layers=5)
+    assert [layer.attention.scoring.window for layer in model.layers.values()] == [8, 8, 0, 8, 8]
+    rates = [layer.attention.rotary.frequencies[1] for layer in model.layers.values()]
+    assert [round(rate ** -(8 / 2)) for rate in rates] == [10**4, 10**4, 10**6, 10**4, 10**4]
+
+
+def test_a_pattern_goes_on_in_the_modules_of_multi_token_prediction() -> None:
+    """A list as long as the model begins again there."""
+    kinds = {"near": GroupedQueryAttention(window=3), "full": GroupedQueryAttention()}
+    component = AttentionPattern(layers=("near", "full", "full"), kinds=kinds)
+
+    class Context:
+        def __init__(self, layer: int) -> None:
+            self.layer = layer
+
+        def build(self, part: GroupedQueryAttention, **_: Any) -> int:
+            return part.window
+
+    assert [component.build(Context(layer), dim=8, init=None) for layer in range(5)] == [3, 0, 0, 3, 0]  # type: ignore[arg-type]
+
+
+def test_a_pattern_with_multi_token_prediction_trains(make_model: Callable[..., Any]) -> None:
+    kinds = {"near": GroupedQueryAttention(heads=4, window=3), "full": GroupedQueryAttention(heads=4)}
+    attention = AttentionPattern(layers=("near", "full"), kinds=kinds)
+    assert MultiTokenPrediction(depth=1).depth == 1
+    model = make_model(attention=attention, layers=4)
+    windows = [layer.attention.scoring.window for layer in model.layers.values()]
+    assert windows == [3, 0, 3, 0]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("near", "nears"), "model.attention.layers: there is no [model.attention.kinds.near]; did you mean 'nears'?"),
+        (('"full"]', '"near"]'), "model.attention.kinds.full: no layer has it; name it in `layers`, or leave"),
+        (
+            ("heads = 4\nwindow", "heads = 3\nwindow"),
+            "model.attention.kinds.near.heads: 3 does not divide dim, which is",
+        ),
+        (("window = 8", "window = -1"), "model.attention.kinds.near.window: must be >= 0"),
+        (("window = 8", "kv_heads = 3"), "model.attention.kinds.near.kv_heads: 3 does not divide heads"),
+        (("window = 8", "widow = 8"), "model.attention.kinds.near.widow: unknown key; did you mean 'window'"),
+        (
+            ("window = 8", 'soft_cap = 5.0\nbackend = "flash"'),
+            "model.attention.kinds.near.backend: flash does not compute",
+        ),
+        (('layers = ["near", "near", "full"]', "layers = []"), "model.attention.layers: "),
+        (
+            ('type = "gqa"\nheads = 4\nwindow', "heads = 4\nwindow"),
+            "model.attention.kinds.near: no attention 'near' is installed",
+        ),
+    ],
+)
+def test_mistakes_in_a_pattern_are_named_with_their_path(
+    load_model: Callable[..., Any], change: tuple[str, str], message: str
+) -> None:
+    text = PATTERN.replace(*change) if change[0] != "near" else PATTERN.replace("kinds.near", "kinds.nears")
+    with pytest.raises(JobError) as found:
+        load_model(text)
+    assert message in str(found.value)
+
+
+def test_a_list_longer_than_the_model_is_refused(load_model: Callable[..., Any]) -> None:
+    with pytest.raises(JobError, match=r"model.attention.layers: names the attention of 3 layers, and the model has 2"):
+        load_model(PATTERN, "layers = 2")
+    assert load_model(PATTERN, "layers = 3").layers == 3
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (
+            'soft_cap = 2.0\nbackend = "flash"',
+            "backend: flash does not compute soft_cap on cpu; there are auto, math, gemm",
+        ),
+        (
+            'sinks = true\nbackend = "flash"\ndocuments = "mask"',
+            "documents: mask does not go with the kernel flash with",
+        ),
+        (
+            'soft_cap = 2.0\ndocuments = "varlen"',
+            "documents: varlen does not go with the kernel gemm on cpu in float32",
+        ),
+        ("scale = -1.0", "scale: must be >= 0"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(load_model: Callable[..., Any], keys: str, message: str) -> None:
+    with pytest.raises(JobError) as found:
+        load_model(f"[model.attention]\n{keys}")
+    assert f"model.attention.{message}" in str(found.value)
+
+
+@pytest.mark.parametrize("backend", ["flash", "efficient", "cudnn"])
+def test_sinks_on_cuda_are_for_two_kernels(
+    make_model: Callable[..., Any], make_context: Callable[..., Any], backend: str
+) -> None:
+    context = make_context(device=torch.device("cuda"), dtype=torch.bfloat16)
+    attention = GroupedQueryAttention(heads=4, sinks=True, backend=backend)  # type: ignore[arg-type]
+    with pytest.raises(JobError, match=f"{backend} does not compute sinks on cuda; there are auto, math, gemm"):
+        make_model(context, attention=attention)
+
+
+TABLE = Table("today", [Measurement("cpu", "float32", 512, 32, {"flash": 1.0, "math": 2.0, "gemm": 3.0})])
+
+
+def test_auto_takes_the_fastest_that_can() -> None:
+    assert TABLE.choose("cpu", "float32", 512, 32, among=("gemm", "math")).kernel == "math"
+    assert TABLE.choose("cpu", "float32", 512, 32).kernel == "flash"
+    assert TABLE.choose("cpu", "float64", 512, 32, among=("gemm", "math")).kernel == "gemm"
+    assert committed_table().choose("cpu", "bfloat16", 2048, 64, among=("math", "flash")).kernel in ("math", "flash")
+
+
+@pytest.mark.parametrize(
+    ("keys", "kernels", "ways"),
+    [
+        ({"window": 8}, {"torch"}, {"segments"}),
+        ({"window": 32}, {"torch"}, {"segments"}),
+        ({"sinks": True}, {"flash"}, {"segments"}),
+        ({"soft_cap": 1.0}, {"gemm"}, {"segments"}),
+    ],
+)
+def test_auto_without_measurements(
+    make_model: Callable[..., Any], keys: dict[str, Any], kernels: set[str], ways: set[str]
+) -> None:
+    model = make_model(attention=GroupedQueryAttention(heads=4, **keys), dtype=torch.float64)
+    for layer in model.layers.values():
+        assert {layer.attention.core.choice.kernel} == kernels
+        assert {layer.attention.core.documents.way} == ways
+
+
+def test_flops_count_what_the_window_leaves(make_model: Callable[..., Any]) -> None:
+    """12 a visible pair and element: of scores and mixing, a multiplication and an addition, thrice."""
+
+    def pairs(window: int, length: int) -> float:
+        attention = make_model(attention=GroupedQueryAttention(heads=4, window=window)).layers["0"].attention
+        weights = sum(parameter.numel() for parameter in attention.parameters())
+        return float(attention.flops(length) - 6 * weights) / (12 * 32) * length
+
+    for window, length in ((8, 64), (16, 64), (63, 64)):
+        visible = sum(min(i + 1, window) for i in range(length))
+        assert pairs(window, length) == pytest.approx(visible - min(window, length) / 2)  # half of the diagonal
+    assert pairs(64, 64) == pairs(100, 64) == pairs(0, 64) == 64 * 64 / 2
+
+
+def test_a_window_is_told_by_the_module(make_model: Callable[..., Any]) -> None:
+    keys = {"window": 8, "scale": 0.5, "soft_cap": 2.0, "sinks": True}
+    attention = make_model(attention=GroupedQueryAttention(heads=4, **keys)).layers["0"].attention
+    assert attention.core.mixing() == keys
+    assert repr(attention.core).endswith("window=8, scale=0.5, soft_cap=2.0, sinks=True)")
+    plain = make_model(attention=GroupedQueryAttention(heads=4)).layers["0"].attention
+    assert plain.core.mixing() == {}
+    assert Layout().cp == 1
+
+
+def test_sinks_are_as_biases_to_the_optimizer(make_model: Callable[..., Any]) -> None:
+    model = make_model(attention=GroupedQueryAttention(heads=4, sinks=True))
+    assert model.parameter_roles()["layers.0.attention.sinks.weight"] == "bias"
+    assert model.layers["0"].attention.sinks.weight.shape == (4,)
