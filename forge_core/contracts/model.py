@@ -167,8 +167,8 @@ class Model(nn.Module):
     def sequence_mixers(self) -> Mapping[str, int]:
         """Returns {name: K, key/value heads over all ranks} of the only modules in which positions attend to others.
 
-        Each maps queries (B, S, H, E), keys (B, S, K, E), values (B, S, K, V) with V at most E, and the batch to
-        (B, S, H, V), causally and within documents where the batch has `document_ids`; a stage may replace it.
+        Each maps queries (B, S, H, E), keys (B, S, K, E), values (B, S, K, V at most E), and the batch to (B, S, H, V),
+        causally and within documents where the batch has `document_ids`; a stage may replace it, by its `mixing()`.
         """
         return {}
 

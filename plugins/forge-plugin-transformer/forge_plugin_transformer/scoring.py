@@ -44,5 +44,14 @@ class Scoring:
         return {name: value for name, value in values.items() if value}
 
 
+def visible_pairs(length: int, window: int = 0) -> float:
+    """Returns how many pairs of positions of a sequence see each other, with half of each position's own.
+
+    Without a window these are half of all pairs.
+    """
+    window = min(window or length, length)
+    return window * length - window * window / 2
+
+
 PLAIN = Scoring()
 """Scores scaled by 1 / sqrt(E), and every earlier position seen."""

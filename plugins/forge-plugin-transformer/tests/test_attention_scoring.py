@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from forge_plugin_transformer.attention_backends import Choice
 from forge_plugin_transformer.document_backends import DocumentChoice
@@ -191,6 +192,19 @@ def test_operators_are_what_they_declare(sinks: bool) -> None:
     torch.library.opcheck(gemm_attention._attend, (q, k, v, None, False, *options[:3], 2.0))
     for document_ids in (None, ids_of("several")["document_ids"]):
         torch.library.opcheck(segment_attention._attend, (q, k, v, document_ids, "flash", True, *options))
+
+
+@pytest.mark.parametrize("window", [0, 6])
+@pytest.mark.parametrize(("kernel", "way"), [("flash", "segments"), ("gemm", "segments"), ("gemm", "mask")])
+def test_torch_counts_the_flops_of_operators(kernel: str, way: str, window: int) -> None:
+    tensors, batch = inputs(torch.float32), ids_of("several")
+    with FlopCounterMode(display=False) as counter:
+        out = attend(kernel, way, Scoring(window=window), tensors, batch)
+        forward = counter.get_total_flops()
+        out.sum().backward()
+    pairs = S * (window or S) - (window or S) ** 2 / 2
+    assert forward == 2 * 6 * pairs * 2 * 2 * 4  # rows, heads, scores and mixing, a product and a sum, width
+    assert counter.get_total_flops() == 3.5 * forward
 
 
 @pytest.mark.parametrize("name", ["window", "sinks"])

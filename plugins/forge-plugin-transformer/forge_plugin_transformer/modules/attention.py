@@ -16,6 +16,7 @@ from forge_plugin_transformer.modules.cache import Cache
 from forge_plugin_transformer.modules.rotary import generation_tables, rotate, tables, with_tables
 from forge_plugin_transformer.modules.sinks import HeadSinks
 from forge_plugin_transformer.modules.spans import attend_in_spans, see_spans, with_span_mask
+from forge_plugin_transformer.scoring import visible_pairs
 
 if TYPE_CHECKING:
     from forge_core.contracts.data import Batch
@@ -142,8 +143,8 @@ class GroupedAttention(nn.Module):
         Half of a sequence's positions are visible on average, or of a window W the W - W² / 2S.
         """
         weights = sum(projection.weight.numel() for projection in (self.q, self.k, self.v, self.o))
-        window = self.scoring.window_in(seq_len) or seq_len
-        return 6.0 * weights + 6.0 * self.q.out_features * (2 * window - window * window / seq_len)
+        pairs = visible_pairs(seq_len, self.scoring.window)
+        return 6.0 * weights + 6.0 * self.q.out_features * (2 * pairs / seq_len)
 
     def tensor_parallel_plan(self) -> Mapping[str, str]:
         plan = {"": "whole_input", "q": "column", "k": "column", "v": "column", "o": "row"}

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from forge_plugin_transformer.modules.operator_flops import count_operator
 from forge_plugin_transformer.modules.sinks import empty_normalisers, sinks_gradient
 from forge_plugin_transformer.scoring import PLAIN, Scoring
 
@@ -193,6 +194,9 @@ def _differentiate(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | No
 
 
 _attend.register_autograd(_differentiate, setup_context=_save)
+count_operator(
+    torch.ops.forge_transformer.gemm_attention, torch.ops.forge_transformer.gemm_attention_backward, windows_at=(6, 7)
+)
 
 
 class _Block(NamedTuple):

@@ -23,6 +23,7 @@ from torch import Tensor
 from forge_plugin_transformer.modules import gemm_attention
 from forge_plugin_transformer.modules.documents import document_starts, mask_of
 from forge_plugin_transformer.modules.narrow_values import narrowed, padded
+from forge_plugin_transformer.modules.operator_flops import count_operator
 from forge_plugin_transformer.modules.sinks import add_sinks, empty_normalisers, sinks_gradient
 from forge_plugin_transformer.scoring import PLAIN, Scoring
 
@@ -381,3 +382,8 @@ def _differentiate(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | No
 
 
 _attend.register_autograd(_differentiate, setup_context=_save)
+count_operator(
+    torch.ops.forge_transformer.segment_attention,
+    torch.ops.forge_transformer.segment_attention_backward,
+    windows_at=(7, 9),
+)
