@@ -1,0 +1,139 @@
+"""DeepSeek-V3, V3.1 and R1, Kimi-K2, Moonlight: latent attention, sigmoid routing, multi-token prediction."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from attrs import frozen
+
+from forge_plugin_transformer.layer_parts import default_hidden
+from forge_plugin_weights.architectures.dense import ENDS, FFN, NORMS, TRANSFORMER, shape_fields, tied_head
+from forge_plugin_weights.architectures.experts import MATRICES, MOE, expert_rules
+from forge_plugin_weights.fields import Choice, Fixed, Key, Only, Rope
+from forge_plugin_weights.kinds import ArchitectureComponent, Config, Field, Flat, Rule
+from forge_plugin_weights.rules import Repeated, Same, Stack
+
+ATTENTION: Mapping[str, str] = {
+    "q": "q_proj",
+    "q_down": "q_a_proj",
+    "q_norm": "q_a_layernorm",
+    "q_up": "q_b_proj",
+    "kv_down": "kv_a_proj_with_mqa",
+    "kv_norm": "kv_a_layernorm",
+    "kv_up": "kv_b_proj",
+    "o": "o_proj",
+}
+"""Modules of latent attention, by our names."""
+PREDICTION: Mapping[str, str] = {
+    "embedding_norm": "enorm",
+    "hidden_norm": "hnorm",
+    "projection": "eh_proj",
+    "norm": "shared_head.norm",
+}
+"""Modules of multi-token prediction besides those of a layer."""
+LAYER = "model.layers.{layer}"
+
+
+def layer_rules() -> Sequence[Rule]:
+    """Returns the rules of a layer's parts, whose names begin with `layers.{layer}`."""
+    attention = [
+        Same(f"layers.{{layer}}.attention.{ours}.{{tensor}}", f"{LAYER}.self_attn.{theirs}.{{tensor}}")
+        for ours, theirs in ATTENTION.items()
+    ]
+    shared = [
+        Same(f"layers.{{layer}}.ffn.shared.{ours}.weight", f"{LAYER}.mlp.shared_experts.{theirs}.weight")
+        for ours, theirs in MATRICES.items()
+    ]
+    router = [
+        Same("layers.{layer}.ffn.router.weight", f"{LAYER}.mlp.gate.weight"),
+        Same("layers.{layer}.ffn.router.bias", f"{LAYER}.mlp.gate.e_score_correction_bias"),
+    ]
+    return (*NORMS, *attention, *FFN, *expert_rules(f"{LAYER}.mlp"), *shared, *router)
+
+
+def prediction_rules(block: int, number: int) -> Sequence[Rule]:
+    """Returns the rules of a block of multi-token prediction, which is layer `number` in their files."""
+    own = f"mtp.blocks.{block}"
+    rules: list[Rule] = [
+        Same(f"{own}.{ours}.weight", f"model.layers.{number}.{theirs}.weight") for ours, theirs in PREDICTION.items()
+    ]
+    for rule in layer_rules():
+        assert isinstance(rule, Same | Stack)
+        names = rule.ours.replace("layers.{layer}", own), rule.theirs.replace("{layer}", str(number))
+        rules.append(type(rule)(*names))
+    copies = {"embedding.weight": "embed_tokens.weight", "head.weight": "shared_head.head.weight"}
+    return [*rules, *(Repeated(o, f"model.layers.{number}.{t}", written=True) for o, t in copies.items())]
+
+
+@frozen
+class Predictions:
+    """Modules of multi-token prediction: a table of ours that is there or not."""
+
+    keys: Sequence[str] = ("num_nextn_predict_layers",)
+
+    def read(self, config: Config) -> Flat:
+        depth = config.get(self.keys[0]) or 0
+        return {"mtp.depth": depth} if depth else {}
+
+    def write(self, model: Flat) -> Config:
+        return {self.keys[0]: model.get("mtp.depth", 0)}
+
+    def resolve(self, model: Flat) -> Flat:
+        return {}
+
+
+@frozen(kw_only=True)
+class DeepSeekV3(ArchitectureComponent):
+    """DeepSeek-V3 (arXiv 2412.19437) and models of its architecture."""
+
+    name = "DeepseekV3ForCausalLM"
+    # The key/value heads of latent attention are its heads; the rest names implementations, or is derived.
+    harmless = (
+        *("num_key_value_heads", "pretraining_tp", "qk_head_dim", "head_dim", "ep_size", "output_router_logits"),
+        *("aux_loss_alpha", "seq_aux", "auto_map"),
+    )
+    training_only = ("ffn.router.*balance", "ffn.router.z_loss", "ffn.router.bias_rate", "ffn.capacity_factor", "mtp.*")
+
+    def fields(self) -> Sequence[Field]:
+        return (
+            *shape_fields(),
+            Fixed({"attention.type": "forge-plugin-mla/mla"}),
+            Key("num_attention_heads", "attention.heads"),
+            Key("q_lora_rank", "attention.q_lora_rank", 0),
+            *(Key(name, f"attention.{name}") for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim")),
+            Key("v_head_dim", "attention.v_head_dim"),
+            Key("rope_interleave", "attention.rope_interleave", True),
+            Only("attention_bias", False, "mla has no biases"),
+            Only("attention_dropout", 0.0, "attention has no dropout"),
+            Rope(),
+            *moe_fields(),
+            Key("rms_norm_eps", "norm.eps", 1e-6),
+            Fixed({"attention.norm_eps": 1e-6}),
+            Predictions(),
+        )
+
+    def rules(self, model: Flat) -> Sequence[Rule]:
+        layers = model["layers"]
+        predicted = (prediction_rules(block, layers + block) for block in range(model.get("mtp.depth", 0)))
+        return (*ENDS, *layer_rules(), *(rule for block in predicted for rule in block), *tied_head(model))
+
+
+def moe_fields() -> Sequence[Field]:
+    """Returns the keys of experts that a sigmoid chooses."""
+    return (
+        Choice("hidden_act", {"silu": {"ffn.type": f"{MOE}/moe"}}, "silu", "experts are gated by silu"),
+        Fixed({"ffn.dense.type": f"{TRANSFORMER}/swiglu", "ffn.router.type": f"{MOE}/sigmoid_topk"}),
+        Key("intermediate_size", "ffn.dense.hidden", derived=lambda model: default_hidden(model["dim"])),
+        Key("moe_intermediate_size", "ffn.hidden", derived=lambda model: default_hidden(model["dim"])),
+        Key("n_routed_experts", "ffn.experts"),
+        Key("n_shared_experts", "ffn.shared_experts", 0),
+        Key("first_k_dense_replace", "ffn.first_dense", 0),
+        Key("moe_layer_freq", "ffn.every", 1),
+        Key("num_experts_per_tok", "ffn.router.top_k"),
+        Key("routed_scaling_factor", "ffn.router.scaling", 1.0),
+        Key("n_group", "ffn.router.groups", 1),
+        Key("topk_group", "ffn.router.top_groups", 1),
+        Key("norm_topk_prob", "ffn.router.normalise", True),
+        Only("scoring_func", "sigmoid", "the router is sigmoid_topk"),
+        Only("topk_method", "noaux_tc", "groups are chosen by their two largest scores"),
+    )

@@ -1,0 +1,186 @@
+"""Llama, Mistral, Qwen2, Qwen2.5 and Qwen3, and all that publish their weights as one of these."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from attrs import frozen
+
+from forge_plugin_transformer.layer_parts import default_hidden
+from forge_plugin_weights.fields import All, Choice, Fixed, Irrelevant, Key, Only, Rope
+from forge_plugin_weights.kinds import ArchitectureComponent, Field, Flat, Rule
+from forge_plugin_weights.rules import Repeated, Same
+
+TRANSFORMER = "forge-plugin-transformer"
+NO_WINDOW = "sliding windows are not supported"
+
+ENDS: Sequence[Rule] = (
+    Same("embedding.weight", "model.embed_tokens.weight"),
+    Same("norm.weight", "model.norm.weight"),
+    Same("head.weight", "lm_head.weight"),
+)
+NORMS: Sequence[Rule] = (
+    Same("layers.{layer}.attention_norm.weight", "model.layers.{layer}.input_layernorm.weight"),
+    Same("layers.{layer}.ffn_norm.weight", "model.layers.{layer}.post_attention_layernorm.weight"),
+)
+ATTENTION: Sequence[Rule] = tuple(
+    Same(f"layers.{{layer}}.attention.{ours}.{{tensor}}", f"model.layers.{{layer}}.self_attn.{ours}_proj.{{tensor}}")
+    for ours in "qkvo"
+)
+QK_NORM: Sequence[Rule] = tuple(
+    Same(f"layers.{{layer}}.attention.{ours}.weight", f"model.layers.{{layer}}.self_attn.{ours}.weight")
+    for ours in ("q_norm", "k_norm")
+)
+FFN: Sequence[Rule] = tuple(
+    Same(f"layers.{{layer}}.ffn.{ours}.{{tensor}}", f"model.layers.{{layer}}.mlp.{ours}_proj.{{tensor}}")
+    for ours in ("gate", "up", "down")
+)
+
+
+def tied_head(model: Flat) -> Sequence[Rule]:
+    """Returns the rule by which files may repeat the embedding as the head of a model that ties the two."""
+    return [Repeated("embedding.weight", "lm_head.weight")] if model["tie_embeddings"] else []
+
+
+def shape_fields() -> Sequence[Field]:
+    """Returns the keys of width, depth, vocabulary and head that all of them have."""
+    return (
+        Fixed({"type": f"{TRANSFORMER}/transformer", "norm.type": f"{TRANSFORMER}/rmsnorm"}),
+        Key("hidden_size", "dim"),
+        Key("num_hidden_layers", "layers"),
+        Key("vocab_size", "vocab_size"),
+        Key("tie_word_embeddings", "tie_embeddings", False),
+    )
+
+
+def attention_fields(*, theta: float = 10000.0, head_dim: object = None) -> Sequence[Field]:
+    """Returns the keys of grouped-query attention; `head_dim` is its default, None: the width by heads."""
+    by_width = lambda config: config["hidden_size"] // config["num_attention_heads"]  # noqa: E731
+    return (
+        Fixed({"attention.type": f"{TRANSFORMER}/gqa"}),
+        Key("num_attention_heads", "attention.heads"),
+        Key(
+            "num_key_value_heads",
+            "attention.kv_heads",
+            default=lambda config: config["num_attention_heads"],
+            derived=lambda model: model["attention.heads"],
+        ),
+        Key(
+            "head_dim",
+            "attention.head_dim",
+            default=by_width if head_dim is None else head_dim,
+            derived=lambda model: model["dim"] // model["attention.heads"],
+        ),
+        Irrelevant("attention.output_bias", True, {"attention.bias": False}),
+        Irrelevant("attention.qk_norm_eps", 1e-6, {"attention.qk_norm": False}),
+        Only("attention_dropout", 0.0, "attention has no dropout"),
+        Rope(theta=theta),
+    )
+
+
+def swiglu_fields(path: str = "ffn") -> Sequence[Field]:
+    """Returns the keys of a gated feed-forward part at `path`."""
+    return (
+        Choice("hidden_act", {"silu": {f"{path}.type": f"{TRANSFORMER}/swiglu"}}, "silu", "swiglu"),
+        Key("intermediate_size", f"{path}.hidden", derived=lambda model: default_hidden(model["dim"])),
+    )
+
+
+def all_biases() -> Field:
+    """Returns the key `attention_bias`: all four projections, or none."""
+    settings: dict[bool, Flat] = {
+        False: {"attention.bias": False},
+        True: {"attention.bias": True, "attention.output_bias": True},
+    }
+    return Choice("attention_bias", settings, False)
+
+
+def no_window() -> Sequence[Field]:
+    """Returns the keys of Qwen's sliding windows, which are off."""
+    return (
+        Only("use_sliding_window", False, NO_WINDOW),
+        All("layer_types", "full_attention", NO_WINDOW, write_it=False),
+    )
+
+
+@frozen(kw_only=True)
+class Llama(ArchitectureComponent):
+    """Llama 1 to 3.3, and what is published as such: SmolLM, SmolLM2, TinyLlama, Yi, DeepSeek's first models."""
+
+    name = "LlamaForCausalLM"
+    harmless = ("pretraining_tp",)
+
+    def fields(self) -> Sequence[Field]:
+        return (
+            *shape_fields(),
+            *attention_fields(),
+            all_biases(),
+            Key("mlp_bias", "ffn.bias", False),
+            *swiglu_fields(),
+            Key("rms_norm_eps", "norm.eps", 1e-6),
+        )
+
+    def rules(self, model: Flat) -> Sequence[Rule]:
+        return (*ENDS, *NORMS, *ATTENTION, *FFN, *tied_head(model))
+
+
+@frozen(kw_only=True)
+class Mistral(ArchitectureComponent):
+    """Mistral 7B from version 0.2 on, Mistral Nemo, Mistral Small."""
+
+    name = "MistralForCausalLM"
+
+    def fields(self) -> Sequence[Field]:
+        return (
+            *shape_fields(),
+            *attention_fields(),
+            *swiglu_fields(),
+            Key("rms_norm_eps", "norm.eps", 1e-6),
+            Only("sliding_window", None, NO_WINDOW, default=4096),
+        )
+
+    def rules(self, model: Flat) -> Sequence[Rule]:
+        return (*ENDS, *NORMS, *ATTENTION, *FFN, *tied_head(model))
+
+
+@frozen(kw_only=True)
+class Qwen2(ArchitectureComponent):
+    """Qwen2 and Qwen2.5: biases of queries, keys and values."""
+
+    name = "Qwen2ForCausalLM"
+    harmless = ("sliding_window", "max_window_layers")
+
+    def fields(self) -> Sequence[Field]:
+        return (
+            *shape_fields(),
+            *attention_fields(),
+            *no_window(),
+            Fixed({"attention.bias": True, "attention.output_bias": False}),
+            *swiglu_fields(),
+            Key("rms_norm_eps", "norm.eps", 1e-6),
+        )
+
+    def rules(self, model: Flat) -> Sequence[Rule]:
+        return (*ENDS, *NORMS, *ATTENTION, *FFN, *tied_head(model))
+
+
+@frozen(kw_only=True)
+class Qwen3(ArchitectureComponent):
+    """Qwen3: queries and keys are normalised per head."""
+
+    name = "Qwen3ForCausalLM"
+    harmless = ("sliding_window", "max_window_layers")
+
+    def fields(self) -> Sequence[Field]:
+        return (
+            *shape_fields(),
+            *attention_fields(head_dim=128),
+            *no_window(),
+            all_biases(),
+            Fixed({"attention.qk_norm": True}),
+            *swiglu_fields(),
+            Key("rms_norm_eps", ("norm.eps", "attention.qk_norm_eps"), 1e-6),
+        )
+
+    def rules(self, model: Flat) -> Sequence[Rule]:
+        return (*ENDS, *NORMS, *ATTENTION, *QK_NORM, *FFN, *tied_head(model))

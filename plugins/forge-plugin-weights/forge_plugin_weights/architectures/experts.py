@@ -1,0 +1,178 @@
+"""Mixtral, Qwen2-MoE and Qwen3-MoE."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from attrs import frozen
+
+from forge_plugin_transformer.layer_parts import default_hidden
+from forge_plugin_weights.architectures.dense import (
+    ATTENTION,
+    ENDS,
+    FFN,
+    NO_WINDOW,
+    NORMS,
+    QK_NORM,
+    TRANSFORMER,
+    all_biases,
+    attention_fields,
+    no_window,
+    shape_fields,
+    tied_head,
+)
+from forge_plugin_weights.fields import REQUIRED, Choice, Fixed, Irrelevant, Key, Only, value_of
+from forge_plugin_weights.kinds import ArchitectureComponent, Config, Field, Flat, Rule, Unsupported
+from forge_plugin_weights.rules import Same, Stack
+
+MOE = "forge-plugin-moe"
+MATRICES: Mapping[str, str] = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+MIXTRAL: Mapping[str, str] = {"gate": "w1", "up": "w3", "down": "w2"}
+"""Matrices of an expert: our name, Mixtral's."""
+BALANCE = ("ffn.router.*balance", "ffn.router.z_loss", "ffn.capacity_factor")
+"""Losses of routers, and the capacity, which exist in training only."""
+
+
+def expert_rules(layer: str, matrices: Mapping[str, str] = MATRICES) -> Sequence[Rule]:
+    """Returns the rules of routed experts below the name of their layer's part."""
+    return [
+        Stack(f"layers.{{layer}}.ffn.experts.{ours}.weight", f"{layer}.experts.{{expert}}.{theirs}.weight")
+        for ours, theirs in matrices.items()
+    ]
+
+
+def dense_layers() -> Sequence[Field]:
+    """Returns the keys that say which layers have experts, as Qwen's have them."""
+    return (
+        Key("decoder_sparse_step", "ffn.every", 1),
+        Only("mlp_only_layers", [], "every n-th layer may lack experts by decoder_sparse_step only"),
+        Fixed({"ffn.dense.type": f"{TRANSFORMER}/swiglu"}),
+        Key("intermediate_size", "ffn.dense.hidden", derived=lambda model: default_hidden(model["dim"])),
+    )
+
+
+@frozen(kw_only=True)
+class Mixtral(ArchitectureComponent):
+    """Mixtral 8x7B and 8x22B: weights of the chosen experts add up to 1."""
+
+    name = "MixtralForCausalLM"
+    harmless = ("output_router_logits", "router_aux_loss_coef")
+    training_only = BALANCE
+
+    def fields(self) -> Sequence[Field]:
+        router = {"ffn.router.type": f"{MOE}/softmax_topk", "ffn.router.normalise": "after"}
+        return (
+            *shape_fields(),
+            *attention_fields(theta=1e6),
+            Choice("hidden_act", {"silu": {"ffn.type": f"{MOE}/moe"}}, "silu", "experts are gated by silu"),
+            Fixed(router),
+            Key("num_local_experts", "ffn.experts", 8),
+            Key("num_experts_per_tok", "ffn.router.top_k", 2),
+            Key("intermediate_size", "ffn.hidden", derived=lambda model: default_hidden(model["dim"])),
+            Irrelevant("ffn.dense.hidden", 0, {"ffn.first_dense": 0, "ffn.every": 1}),
+            Key("rms_norm_eps", "norm.eps", 1e-5),
+            Only("sliding_window", None, NO_WINDOW),
+            Only("router_jitter_noise", 0.0, "routers add no noise of this kind"),
+        )
+
+    def rules(self, model: Flat) -> Sequence[Rule]:
+        layer = "model.layers.{layer}.block_sparse_moe"
+        router = Same("layers.{layer}.ffn.router.weight", f"{layer}.gate.weight")
+        return (*ENDS, *NORMS, *ATTENTION, router, *expert_rules(layer, MIXTRAL), *tied_head(model))
+
+
+@frozen(kw_only=True)
+class Qwen2MoE(ArchitectureComponent):
+    """Qwen1.5-MoE and Qwen2-MoE: shared experts behind a gate of their own."""
+
+    name = "Qwen2MoeForCausalLM"
+    harmless = ("sliding_window", "max_window_layers", "output_router_logits", "router_aux_loss_coef")
+    training_only = BALANCE
+
+    def fields(self) -> Sequence[Field]:
+        biases: dict[bool, Flat] = {
+            True: {"attention.bias": True, "attention.output_bias": False},
+            False: {"attention.bias": False},
+        }
+        return (
+            *shape_fields(),
+            *attention_fields(),
+            *no_window(),
+            Choice("qkv_bias", biases, True),
+            *dense_layers(),
+            *router_fields(),
+            Fixed({"ffn.shared_gate": True}),
+            SharedWidth(),
+            Key("rms_norm_eps", "norm.eps", 1e-6),
+        )
+
+    def rules(self, model: Flat) -> Sequence[Rule]:
+        layer = "model.layers.{layer}.mlp"
+        shared = [
+            Same(f"layers.{{layer}}.ffn.shared.{ours}.weight", f"{layer}.shared_expert.{theirs}.weight")
+            for ours, theirs in MATRICES.items()
+        ]
+        gate = Same("layers.{layer}.ffn.shared_gate.weight", f"{layer}.shared_expert_gate.weight")
+        router = Same("layers.{layer}.ffn.router.weight", f"{layer}.gate.weight")
+        experts = expert_rules(layer)
+        return (*ENDS, *NORMS, *ATTENTION, *FFN, router, *experts, *shared, gate, *tied_head(model))
+
+
+@frozen(kw_only=True)
+class Qwen3MoE(ArchitectureComponent):
+    """Qwen3-30B-A3B, Qwen3-235B-A22B and their like."""
+
+    name = "Qwen3MoeForCausalLM"
+    harmless = ("sliding_window", "max_window_layers", "output_router_logits", "router_aux_loss_coef")
+    training_only = BALANCE
+
+    def fields(self) -> Sequence[Field]:
+        return (
+            *shape_fields(),
+            *attention_fields(head_dim=lambda config: config["hidden_size"] // config["num_attention_heads"]),
+            *no_window(),
+            all_biases(),
+            Fixed({"attention.qk_norm": True}),
+            *dense_layers(),
+            *router_fields(),
+            Key("rms_norm_eps", ("norm.eps", "attention.qk_norm_eps"), 1e-6),
+        )
+
+    def rules(self, model: Flat) -> Sequence[Rule]:
+        layer = "model.layers.{layer}.mlp"
+        router = Same("layers.{layer}.ffn.router.weight", f"{layer}.gate.weight")
+        return (*ENDS, *NORMS, *ATTENTION, *QK_NORM, *FFN, router, *expert_rules(layer), *tied_head(model))
+
+
+def router_fields() -> Sequence[Field]:
+    """Returns the keys of experts that a softmax chooses, as Qwen's have them."""
+    normalised: dict[bool, Flat] = {
+        value: {"ffn.router.type": f"{MOE}/softmax_topk", "ffn.router.normalise": name}
+        for value, name in ((False, "before"), (True, "after"))
+    }
+    return (
+        Choice("hidden_act", {"silu": {"ffn.type": f"{MOE}/moe"}}, "silu", "experts are gated by silu"),
+        Choice("norm_topk_prob", normalised, False),
+        Key("num_experts", "ffn.experts", other_names=("num_local_experts",)),
+        Key("num_experts_per_tok", "ffn.router.top_k"),
+        Key("moe_intermediate_size", "ffn.hidden", derived=lambda model: default_hidden(model["dim"])),
+    )
+
+
+@frozen
+class SharedWidth:
+    """The width of the shared experts, which here is a multiple of that of a routed one."""
+
+    keys: Sequence[str] = ("shared_expert_intermediate_size",)
+
+    def read(self, config: Config) -> Flat:
+        width, one = (value_of(config, key, REQUIRED) for key in (*self.keys, "moe_intermediate_size"))
+        if width % one:
+            raise Unsupported(f"{self.keys[0]} = {width}; a multiple of {one}, the width of a routed expert, works")
+        return {"ffn.shared_experts": width // one}
+
+    def write(self, model: Flat) -> Config:
+        return {"shared_expert_intermediate_size": model["ffn.shared_experts"] * model["ffn.hidden"]}
+
+    def resolve(self, model: Flat) -> Flat:
+        return {}

@@ -1,0 +1,239 @@
+"""A run's weights become a folder that `transformers` and vLLM load."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from attrs import frozen
+
+from forge_core.checkpoint.resume import locate
+from forge_core.checkpoint.run_folder import TOKENIZER
+from forge_core.checkpoint.state import evaluated_names
+from forge_core.checkpoint.storage import publish
+from forge_core.checkpoint.tensors import stored_tensors
+from forge_core.config.load import parse_job, to_toml
+from forge_core.contracts.errors import JobError
+from forge_core.plugins.catalog import Catalog
+from forge_kit.whole_tensors import read_whole
+from forge_plugin_weights.files import INDEX, Writer, create, index_json, plan_files
+from forge_plugin_weights.importing import CONFIG, GENERATION
+from forge_plugin_weights.kinds import ArchitectureComponent
+from forge_plugin_weights.matching import Match, match_names
+from forge_plugin_weights.tables import fitting_architectures, flattened, load_architecture, resolved, write_config
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from forge_core.job import Job
+
+SHARD_BYTES = 5 * 10**9
+PROVENANCE = "forge"
+"""Folder, in an export, with the job and where the weights come from."""
+
+
+@frozen(kw_only=True)
+class Target:
+    """The published form of a job's model."""
+
+    model_type: str
+    architecture: ArchitectureComponent
+    config: Mapping[str, Any]
+    """The keys that describe the model."""
+    match: Match
+
+
+def find_target(job: Job, shapes: Mapping[str, tuple[int, ...]], catalog: Catalog, architecture: str = "") -> Target:
+    """Returns the published form of a model.
+
+    Args:
+        job: whose `[model]` it is.
+        shapes: of its tensors, by Forge's names.
+        catalog: which architectures there are.
+        architecture: the one to take; needed where a model is of several.
+
+    Raises:
+        JobError: the model is of no installed architecture; names the keys that have no counterpart.
+        JobError: it is of several.
+    """
+    model = _with_vocabulary(job, shapes)
+    if architecture:
+        fitting = {architecture: load_architecture(architecture, catalog)}
+    else:
+        fitting = dict(fitting_architectures(model, catalog))
+    name = next(iter(fitting)) if len(fitting) == 1 else _preferred(fitting)
+    chosen = fitting[name]
+    config = write_config(chosen, model, catalog)
+    flat = resolved(chosen, flattened(to_toml(model, catalog)))
+    return Target(model_type=name, architecture=chosen, config=config, match=match_names(chosen, flat, shapes))
+
+
+def _with_vocabulary(job: Job, shapes: Mapping[str, tuple[int, ...]]) -> Any:
+    """The model's component, with the size of the vocabulary that it took from its tokenizer."""
+    import attrs
+
+    rows = shapes.get("embedding.weight")
+    if rows and getattr(job.model, "vocab_size", None) == 0:
+        return attrs.evolve(job.model, vocab_size=rows[0])
+    return job.model
+
+
+def _preferred(fitting: Mapping[str, ArchitectureComponent]) -> str:
+    """The architecture that most programs know, among those that are the same model."""
+    if "llama" in fitting:
+        return "llama"
+    names = ", ".join(fitting)
+    raise JobError(f"the model is {names}; say which one it is to be: --architecture {next(iter(fitting))}")
+
+
+def export_run(
+    path: Path,
+    output: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    architecture: str = "",
+    catalog: Catalog | None = None,
+) -> Path:
+    """Write the weights of a run or checkpoint as a published model.
+
+    The folder has the weights in safetensors files, `config.json`, `generation_config.json`, the tokenizer, and in
+    `forge/` the job and where the weights come from. One tensor is in memory at a time.
+
+    Args:
+        path: a run folder, whose newest checkpoint is taken, or a checkpoint.
+        output: the folder to make; it must not exist.
+        dtype: of the weights; by default as they are stored.
+        shard_bytes: of each file at most.
+        architecture: `model_type` to export as; needed where a model is of several.
+        catalog: which architectures there are; by default those that are installed.
+
+    Returns:
+        The folder.
+
+    Raises:
+        JobError: the model has no published form, or something cannot be read. Nothing is left then.
+    """
+    if output.exists():
+        raise JobError(f"{output} exists already; choose another --output, or remove it")
+    catalog = catalog or Catalog.installed()
+    checkpoint, manifest = locate(path, "full")
+    job = parse_job(manifest["job"], str(checkpoint / "manifest.json"), catalog)
+    stored = stored_tensors(checkpoint)
+    names = {name.partition(".")[2]: name for name in evaluated_names(stored).values()}
+    target = find_target(job, {own: tuple(stored[name][0]) for own, name in names.items()}, catalog, architecture)
+    unfinished = output.with_name(f"{output.name}.tmp")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    try:
+        run = _run_folder(path, checkpoint)
+        dtypes = {own: dtype or stored[name][1] for own, name in names.items()}
+        _write_tensors(unfinished, checkpoint, target.match, names, dtypes, shard_bytes)
+        write_extras(unfinished, target, job, dtypes, run)
+        write_provenance(unfinished, checkpoint, manifest, run)
+        publish(unfinished, output)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+    return output
+
+
+def _run_folder(path: Path, checkpoint: Path) -> Path | None:
+    """The run folder, which has the tokenizer; None if the checkpoint lies elsewhere."""
+    return next((folder for folder in (path, checkpoint.parent.parent) if (folder / TOKENIZER).is_dir()), None)
+
+
+def tensor_plan(match: Match, dtypes: Mapping[str, torch.dtype]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Returns shape and dtype of each tensor of the export, by its name there."""
+    return {part.theirs: (part.shape, dtypes[part.ours]) for part in match.all_parts() if part.written}
+
+
+def _write_tensors(
+    folder: Path,
+    checkpoint: Path,
+    match: Match,
+    names: Mapping[str, str],
+    dtypes: Mapping[str, torch.dtype],
+    shard_bytes: int,
+) -> None:
+    files = plan_files(folder, tensor_plan(match, dtypes), shard_bytes)
+    create(folder, files)
+    writer = Writer(files)
+    stored = stored_tensors(checkpoint)
+    for own, name in names.items():
+        tensor = read_whole(checkpoint, [name], stored)[name]
+        for part in match.parts[own]:
+            if part.written:
+                part.of_theirs(writer.tensor(part.theirs)).copy_(part.of_ours(tensor))
+    writer.flush()
+    (folder / INDEX).write_text(index_json(files))
+
+
+def write_extras(folder: Path, target: Target, job: Job, dtypes: Mapping[str, torch.dtype], run: Path | None) -> None:
+    """Write `config.json`, `generation_config.json` and the tokenizer."""
+    ids = _special_ids(run)
+    config = {
+        "architectures": [target.architecture.name],
+        "model_type": target.model_type,
+        **target.config,
+        "max_position_embeddings": job.train.seq_len,
+        "torch_dtype": str(_common(list(dtypes.values()))).removeprefix("torch."),
+        "use_cache": True,
+        **{name: value for name, value in ids.items() if not isinstance(value, list)},
+    }
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    if run is not None:
+        shutil.copytree(run / TOKENIZER, folder, dirs_exist_ok=True)
+    if ids and not (folder / GENERATION).is_file():
+        (folder / GENERATION).write_text(json.dumps(ids, indent=2) + "\n")
+
+
+def _common(dtypes: Sequence[torch.dtype]) -> torch.dtype:
+    """The dtype of most tensors."""
+    return max(set(dtypes), key=dtypes.count)
+
+
+def _special_ids(run: Path | None) -> dict[str, Any]:
+    """Ids of the tokens that begin, end and fill texts, as the tokenizer's files say."""
+    if run is None:
+        return {}
+    folder = run / TOKENIZER
+    if (folder / GENERATION).is_file():
+        known = json.loads((folder / GENERATION).read_text())
+        return {name: known[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in known}
+    try:
+        settings = json.loads((folder / "tokenizer_config.json").read_text())
+        tokens = json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
+    except (OSError, LookupError, ValueError):
+        return {}
+    ids = {token["content"]: token["id"] for token in tokens}
+    found = {}
+    for name in ("bos", "eos", "pad"):
+        token = settings.get(f"{name}_token")
+        content = token.get("content") if isinstance(token, dict) else token
+        if content in ids:
+            found[f"{name}_token_id"] = ids[content]
+    return found
+
+
+def write_provenance(folder: Path, checkpoint: Path, manifest: Mapping[str, Any], run: Path | None) -> None:
+    """Write the job and where the weights come from."""
+    own = folder / PROVENANCE
+    own.mkdir()
+    (own / "job.toml").write_text(manifest["job"])
+    record = {
+        "checkpoint": checkpoint.name,
+        "step": manifest["step"],
+        "tokens": manifest["tokens"],
+        "evaluation": manifest["evaluation"],
+        "provenance": manifest["provenance"],
+        "files": {name: entry["sha256"] for name, entry in manifest["files"].items()},
+    }
+    (own / "provenance.json").write_text(json.dumps(record, indent=1) + "\n")
+    origin = run / "origin.json" if run is not None else None
+    if origin is not None and origin.is_file():
+        shutil.copyfile(origin, own / "origin.json")

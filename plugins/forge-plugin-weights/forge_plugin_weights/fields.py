@@ -1,0 +1,287 @@
+"""Fields of which architectures are made; see `forge_plugin_weights.kinds.Field`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from attrs import field, frozen
+
+from forge_plugin_weights.kinds import Config, Flat, Unsupported
+
+REQUIRED = object()
+"""The default of a key that must be there."""
+
+
+def _default(default: Any, config: Config) -> Any:
+    return default(config) if callable(default) else default
+
+
+def value_of(config: Config, key: str, default: Any) -> Any:
+    """Returns the value of a key, or its default, which may be a function of the configuration.
+
+    Raises:
+        Unsupported: the key is missing, and has no default.
+    """
+    if config.get(key) is not None:
+        return config[key]
+    if default is REQUIRED:
+        raise Unsupported(f"{key} is missing")
+    return _default(default, config)
+
+
+@frozen
+class Key:
+    """A key that both sides have."""
+
+    theirs: str
+    ours: str | tuple[str, ...]
+    """Several paths have the same value."""
+    default: Any = REQUIRED
+    """The value where the configuration has none, or null; a function of it if it follows from others."""
+    derived: Callable[[Flat], Any] | None = None
+    """Returns the value that 0 or None stands for on our side."""
+    other_names: Sequence[str] = ()
+    """Names of the key in other versions of `transformers`."""
+
+    @property
+    def keys(self) -> Collection[str]:
+        return (self.theirs, *self.other_names)
+
+    @property
+    def paths(self) -> Sequence[str]:
+        return (self.ours,) if isinstance(self.ours, str) else self.ours
+
+    def read(self, config: Config) -> Flat:
+        name = next((name for name in self.other_names if name in config), self.theirs)
+        return dict.fromkeys(self.paths, value_of(config, name, self.default))
+
+    def write(self, model: Flat) -> Config:
+        values = {path: model[path] for path in self.paths if path in model}
+        if len(set(values.values())) > 1:
+            settings = ", ".join(f"{path} = {value!r}" for path, value in values.items())
+            raise Unsupported(f"{settings} are both {self.theirs}")
+        return dict.fromkeys([self.theirs] if values else [], next(iter(values.values()), None))
+
+    def resolve(self, model: Flat) -> Flat:
+        if self.derived is None:
+            return {}
+        return {path: self.derived(model) for path in self.paths if path in model and not model[path]}
+
+
+@frozen
+class Choice:
+    """A key of theirs whose values stand for settings of ours."""
+
+    theirs: str
+    options: Mapping[Any, Flat]
+    default: Any = REQUIRED
+    why: str = ""
+    """Which option of Forge other values would need."""
+
+    @property
+    def keys(self) -> Collection[str]:
+        return (self.theirs,)
+
+    def read(self, config: Config) -> Flat:
+        value = value_of(config, self.theirs, self.default)
+        if value not in self.options:
+            known = ", ".join(map(repr, self.options))
+            raise Unsupported(f"{self.theirs} = {value!r}; Forge has {known}{f': {self.why}' if self.why else ''}")
+        return self.options[value]
+
+    def write(self, model: Flat) -> Config:
+        for value, settings in self.options.items():
+            if all(model.get(path) == setting for path, setting in settings.items()):
+                return {self.theirs: value}
+        paths = sorted({path for settings in self.options.values() for path in settings})
+        raise Unsupported(", ".join(f"{path} = {model.get(path)!r}" for path in paths) + f" has no {self.theirs}")
+
+    def resolve(self, model: Flat) -> Flat:
+        return {}
+
+
+@frozen
+class Irrelevant:
+    """A key of ours that means nothing while others have certain values; it counts as having its default then."""
+
+    path: str
+    default: Any
+    when: Flat
+    keys: Collection[str] = ()
+
+    def read(self, config: Config) -> Flat:
+        return {}
+
+    def write(self, model: Flat) -> Config:
+        return {}
+
+    def resolve(self, model: Flat) -> Flat:
+        meaningless = self.path in model and all(model.get(path) == value for path, value in self.when.items())
+        return {self.path: self.default} if meaningless else {}
+
+
+@frozen
+class All:
+    """A list of theirs, with an entry a layer, that Forge supports where all entries are alike."""
+
+    theirs: str
+    value: Any
+    why: str
+    write_it: bool = True
+
+    @property
+    def keys(self) -> Collection[str]:
+        return (self.theirs,)
+
+    def read(self, config: Config) -> Flat:
+        if others := {entry for entry in config.get(self.theirs) or () if entry != self.value}:
+            raise Unsupported(f"{self.theirs} has {', '.join(map(repr, sorted(others)))}; {self.why}")
+        return {}
+
+    def write(self, model: Flat) -> Config:
+        return {self.theirs: [self.value] * model["layers"]} if self.write_it else {}
+
+    def resolve(self, model: Flat) -> Flat:
+        return {}
+
+
+@frozen
+class Fixed:
+    """Settings of ours that the architecture always has, and no key says."""
+
+    settings: Flat
+    keys: Collection[str] = ()
+
+    def read(self, config: Config) -> Flat:
+        return self.settings
+
+    def write(self, model: Flat) -> Config:
+        for path, setting in self.settings.items():
+            if model.get(path) != setting:
+                raise Unsupported(f"{path} = {model.get(path)!r}, where it has {setting!r} always")
+        return {}
+
+    def resolve(self, model: Flat) -> Flat:
+        return {}
+
+
+@frozen
+class Only:
+    """A key that Forge supports at one value (the default, where it is missing), which is written."""
+
+    theirs: str
+    value: Any
+    why: str
+    """Which option is missing for others."""
+    also: Sequence[Any] = ()
+    """Values of the same meaning."""
+    default: Any = None
+    """Where the key is missing; None: `value`."""
+    write_it: bool = True
+
+    @property
+    def keys(self) -> Collection[str]:
+        return (self.theirs,)
+
+    def read(self, config: Config) -> Flat:
+        value = value_of(config, self.theirs, self.value if self.default is None else self.default)
+        if value != self.value and value not in self.also:
+            raise Unsupported(f"{self.theirs} = {value!r}; {self.why}")
+        return {}
+
+    def write(self, model: Flat) -> Config:
+        return {self.theirs: self.value} if self.write_it else {}
+
+    def resolve(self, model: Flat) -> Flat:
+        return {}
+
+
+ROPES: Mapping[str, tuple[str, Mapping[str, str], Mapping[str, Any]]] = {
+    "default": ("forge-plugin-transformer/plain", {}, {}),
+    "linear": ("forge-plugin-transformer/linear", {"factor": "factor"}, {}),
+    "llama3": (
+        "forge-plugin-transformer/llama3",
+        {name: name for name in ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")},
+        {},
+    ),
+    "yarn": (
+        "forge-plugin-transformer/yarn",
+        {
+            **{name: name for name in ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow")},
+            **{name: name for name in ("attention_factor", "mscale", "mscale_all_dim", "truncate")},
+        },
+        {"beta_fast": 32.0, "beta_slow": 1.0, "attention_factor": 0.0, "mscale": 0.0, "mscale_all_dim": 0.0}
+        | {"truncate": True},
+    ),
+}
+"""By `rope_type`: type of the component, its keys by theirs, and values that stand for their absence."""
+
+
+@frozen
+class Rope:
+    """The position encoding: `rope_theta` and `rope_scaling` (transformers 4), or `rope_parameters` (5).
+
+    Both are read, and must agree where both are there. Both are written, since programs know one of them.
+    """
+
+    path: str = "attention.rope"
+    """Path of the component's table."""
+    theta: float = 10000.0
+    """Where the configuration has none."""
+    keys: Collection[str] = ("rope_theta", "rope_scaling", "rope_parameters")
+    types: Mapping[str, tuple[str, Mapping[str, str], Mapping[str, Any]]] = field(default=ROPES, repr=False)
+
+    def read(self, config: Config) -> Flat:
+        forms = [form for form in (self._first_form(config), self._second_form(config)) if form is not None]
+        if len(forms) == 2 and forms[0] != forms[1]:
+            raise Unsupported(f"rope_parameters = {forms[1]} and rope_theta, rope_scaling = {forms[0]} disagree")
+        form = dict(forms[-1]) if forms else {"rope_theta": self.theta, "rope_type": "default"}
+        type_ = form.pop("rope_type")
+        if type_ not in self.types:
+            raise Unsupported(f"rope_type = {type_!r}; Forge has {', '.join(self.types)}")
+        component, names, absent = self.types[type_]
+        theta = form.pop("rope_theta")
+        if "original_max_position_embeddings" in names:
+            form.setdefault("original_max_position_embeddings", config.get("max_position_embeddings"))
+        if unknown := [name for name in form if name not in names]:
+            raise Unsupported(
+                f"{', '.join(unknown)} of rope_type {type_!r} {'has' if len(unknown) == 1 else 'have'} no counterpart"
+            )
+        own = {f"{self.path}.{ours}": form.get(theirs, absent.get(theirs)) for theirs, ours in names.items()}
+        missing = [path for path, value in own.items() if value is None]
+        if missing:
+            raise Unsupported(f"rope_type {type_!r} without {', '.join(path.rpartition('.')[2] for path in missing)}")
+        return {f"{self.path}.type": component, f"{self.path}.theta": theta, **own}
+
+    def _first_form(self, config: Config) -> dict[str, Any] | None:
+        scaling = config.get("rope_scaling") or {}
+        if "rope_theta" not in config and not scaling:
+            return None
+        form = {name: value for name, value in scaling.items() if name != "type" and value is not None}
+        form.setdefault("rope_type", scaling.get("type", "default"))
+        form.setdefault("rope_theta", config.get("rope_theta", self.theta))
+        return form
+
+    def _second_form(self, config: Config) -> dict[str, Any] | None:
+        if not config.get("rope_parameters"):
+            return None
+        form = {name: value for name, value in config["rope_parameters"].items() if value is not None}
+        form.setdefault("rope_theta", config.get("rope_theta", self.theta))
+        form.setdefault("rope_type", form.pop("type", "default"))
+        return form
+
+    def write(self, model: Flat) -> Config:
+        component, theta = model.get(f"{self.path}.type"), model.get(f"{self.path}.theta")
+        for type_, (known, names, absent) in self.types.items():
+            if known != component:
+                continue
+            values = {theirs: model[f"{self.path}.{ours}"] for theirs, ours in names.items()}
+            values = {theirs: value for theirs, value in values.items() if absent.get(theirs) != value}
+            scaling = {"rope_type": type_, **values} if type_ != "default" else None
+            parameters = {"rope_type": type_, "rope_theta": theta, **values}
+            return {"rope_theta": theta, "rope_scaling": scaling, "rope_parameters": parameters}
+        raise Unsupported(f"{self.path}.type = {component!r} has no rope_type")
+
+    def resolve(self, model: Flat) -> Flat:
+        return {}

@@ -1,0 +1,78 @@
+"""Which of a published model's tensors are which of Forge's, by the rules of an architecture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from attrs import frozen
+
+from forge_core.contracts.errors import JobError
+from forge_plugin_weights.kinds import ArchitectureComponent, Flat, Part, Shape, Shapes
+from forge_plugin_weights.tables import fits_any
+
+SHOWN = 5
+"""Names that an error lists."""
+
+
+@frozen
+class Match:
+    """The parts of all tensors."""
+
+    parts: Mapping[str, Sequence[Part]]
+    """By Forge's names."""
+
+    def theirs(self) -> dict[str, Shape]:
+        """Returns the shapes of the published tensors that an export has, in the order of ours."""
+        return {part.theirs: part.shape for parts in self.parts.values() for part in parts if part.written}
+
+    def all_parts(self) -> Iterable[Part]:
+        """Yields every part."""
+        return (part for parts in self.parts.values() for part in parts)
+
+
+def match_names(architecture: ArchitectureComponent, model: Flat, shapes: Shapes) -> Match:
+    """Returns the published model's tensors for each of Forge's.
+
+    Args:
+        architecture: whose rules are applied.
+        model: the table `[model]`, flat and complete.
+        shapes: of Forge's parameters and persistent buffers.
+
+    Raises:
+        JobError: the architecture has no tensor for one of Forge's.
+    """
+    rules = architecture.rules(model)
+    parts = {name: [part for rule in rules for part in rule.parts(name, shapes)] for name in shapes}
+    if lost := [name for name, own in parts.items() if not any(not part.copy for part in own)]:
+        raise JobError(f"{architecture.name} has no tensor for {listed(lost)}")
+    return Match(parts)
+
+
+def check_tensors(architecture: ArchitectureComponent, match: Match, found: Shapes, folder: object) -> None:
+    """Compare the tensors that a folder has with those that the model needs.
+
+    Raises:
+        JobError: some are missing, are left over, or have another shape; lists them.
+    """
+    wanted = {part.theirs: part for part in match.all_parts()}
+    needed = [name for name, part in wanted.items() if not part.copy]
+    missing = [name for name in needed if name not in found]
+    extra = [name for name in found if name not in wanted and not fits_any(name, architecture.ignored)]
+    reshaped = [
+        f"{name} ({list(found[name])}, where config.json describes {list(part.shape)})"
+        for name, part in wanted.items()
+        if name in found and tuple(found[name]) != tuple(part.shape)
+    ]
+    faults = [
+        f"{title} {listed(names)}"
+        for title, names in (("it lacks", missing), ("it also has", extra), ("other shapes have", reshaped))
+        if names
+    ]
+    if faults:
+        raise JobError(f"the tensors in {folder} are not those of its config.json: {'; '.join(faults)}")
+
+
+def listed(names: Sequence[str]) -> str:
+    """Returns the first of some names, and how many more there are."""
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more

@@ -1,0 +1,162 @@
+"""Rules of which architectures are made; see `forge_plugin_weights.kinds.Rule`.
+
+A name may have placeholders: `{layer}` and `{expert}` stand for numbers, `{tensor}` for `weight` or `bias`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import TYPE_CHECKING
+
+from attrs import frozen
+
+from forge_plugin_weights.kinds import Part, Shapes
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+PLACEHOLDERS: Mapping[str, str] = {"layer": r"\d+", "expert": r"\d+", "tensor": "weight|bias"}
+
+
+@cache
+def pattern(template: str) -> re.Pattern[str]:
+    """Returns the pattern of the names that a template stands for."""
+    parts = re.split(r"\{(\w+)\}", template)
+    named = (
+        f"(?P<{part}>{PLACEHOLDERS[part]})" if number % 2 else re.escape(part) for number, part in enumerate(parts)
+    )
+    return re.compile("".join(named))
+
+
+def match(template: str, name: str) -> dict[str, str] | None:
+    """Returns what the placeholders stand for, or None if the name is not of the template."""
+    found = pattern(template).fullmatch(name)
+    return found.groupdict() if found else None
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Returns the tensor."""
+    return tensor
+
+
+@frozen
+class Same:
+    """A tensor that both sides have."""
+
+    ours: str
+    theirs: str
+
+    def parts(self, name: str, shapes: Shapes) -> Sequence[Part]:
+        groups = match(self.ours, name)
+        if groups is None:
+            return ()
+        shape = shapes[name]
+        return [same(name, self.theirs.format(**groups), shape)]
+
+
+def same(ours: str, theirs: str, shape: tuple[int, ...], *, copy: bool = False, written: bool = True) -> Part:
+    """Returns a part that is the whole of both tensors."""
+    return Part(
+        ours=ours,
+        theirs=theirs,
+        shape=shape,
+        offsets=(0,) * len(shape),
+        sizes=shape,
+        of_ours=whole,
+        of_theirs=whole,
+        copy=copy,
+        written=written,
+    )
+
+
+@frozen
+class Repeated:
+    """A tensor that their files hold once more, or may hold, such as a tied head."""
+
+    ours: str
+    theirs: str
+    written: bool = False
+
+    def parts(self, name: str, shapes: Shapes) -> Sequence[Part]:
+        if name != self.ours:
+            return ()
+        return [same(name, self.theirs, shapes[name], copy=True, written=self.written)]
+
+
+@frozen
+class Rows:
+    """Several of our tensors, one below the other in one of theirs."""
+
+    ours: Sequence[str]
+    theirs: str
+
+    def parts(self, name: str, shapes: Shapes) -> Sequence[Part]:
+        for number, template in enumerate(self.ours):
+            if (groups := match(template, name)) is not None:
+                lengths = [shapes[other.format(**groups)][0] for other in self.ours]
+                return [self._part(name, self.theirs.format(**groups), lengths, number, shapes[name])]
+        return ()
+
+    def _part(self, ours: str, theirs: str, lengths: Sequence[int], number: int, shape: tuple[int, ...]) -> Part:
+        start = sum(lengths[:number])
+        return Part(
+            ours=ours,
+            theirs=theirs,
+            shape=(sum(lengths), *shape[1:]),
+            offsets=(0,) * len(shape),
+            sizes=shape,
+            row=start,
+            of_ours=whole,
+            of_theirs=lambda tensor: tensor[start : start + lengths[number]],
+        )
+
+
+@frozen
+class Stack:
+    """A stack of ours, (E, ...), each slice of which is a tensor of theirs; `{expert}` is its number."""
+
+    ours: str
+    theirs: str
+
+    def parts(self, name: str, shapes: Shapes) -> Sequence[Part]:
+        groups = match(self.ours, name)
+        if groups is None:
+            return ()
+        count, *inner = shapes[name]
+        return [self._part(name, self.theirs.format(expert=n, **groups), n, tuple(inner)) for n in range(count)]
+
+    def _part(self, ours: str, theirs: str, number: int, shape: tuple[int, ...]) -> Part:
+        return Part(
+            ours=ours,
+            theirs=theirs,
+            shape=shape,
+            offsets=(number, *(0 for _ in shape)),
+            sizes=(1, *shape),
+            of_ours=lambda tensor: tensor[number],
+            of_theirs=whole,
+        )
+
+
+@frozen
+class Transposed:
+    """A matrix, or a stack of them, that theirs hold by columns."""
+
+    ours: str
+    theirs: str
+
+    def parts(self, name: str, shapes: Shapes) -> Sequence[Part]:
+        groups = match(self.ours, name)
+        if groups is None:
+            return ()
+        *outer, rows, columns = shapes[name]
+        return [
+            Part(
+                ours=name,
+                theirs=self.theirs.format(**groups),
+                shape=(*outer, columns, rows),
+                of_ours=whole,
+                of_theirs=lambda tensor: tensor.mT,
+            )
+        ]

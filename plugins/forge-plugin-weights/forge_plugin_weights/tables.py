@@ -1,0 +1,172 @@
+"""From a `config.json` to the table `[model]` and back, by the fields of an architecture."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+from attrs import fields
+
+from forge_core.config.keys import walk_components
+from forge_core.config.load import parse_component, to_toml
+from forge_core.contracts.components import ModelComponent
+from forge_core.contracts.errors import JobError, Problem
+from forge_core.plugins.catalog import Catalog
+from forge_plugin_weights.kinds import ArchitectureComponent, Config, Flat, Unsupported
+
+HARMLESS = frozenset(
+    (
+        *("architectures", "model_type", "_name_or_path", "transformers_version", "torch_dtype", "dtype"),
+        *("use_cache", "initializer_range", "max_position_embeddings"),
+        *("bos_token_id", "eos_token_id", "pad_token_id", "is_encoder_decoder", "return_dict", "problem_type"),
+        *("output_attentions", "output_hidden_states", "chunk_size_feed_forward", "id2label", "label2id"),
+    )
+)
+"""Keys of every configuration that say nothing about what the model computes."""
+
+
+def read_config(architecture: ArchitectureComponent, config: Config) -> dict[str, Any]:
+    """Returns the table `[model]` that a configuration describes.
+
+    Raises:
+        JobError: it has keys that Forge does not know, or values that it cannot compute; lists each of them.
+    """
+    known = {key for field in architecture.fields() for key in field.keys} | HARMLESS | set(architecture.harmless)
+    problems = [Problem(key, f"{config[key]!r} is not known to Forge") for key in config if key not in known]
+    flat: dict[str, Any] = {}
+    for field in architecture.fields():
+        try:
+            flat |= field.read(config)
+        except Unsupported as error:
+            problems.append(Problem("", str(error)))
+    if problems:
+        raise JobError(problems)
+    return nested(flat)
+
+
+def write_config(architecture: ArchitectureComponent, model: ModelComponent, catalog: Catalog) -> dict[str, Any]:
+    """Returns the keys of a configuration that describe a model.
+
+    Raises:
+        JobError: the model is not of the architecture; names the keys of `[model]` that it lacks.
+    """
+    flat = resolved(architecture, flattened(to_toml(model, catalog)))
+    config: dict[str, Any] = {}
+    problems = []
+    for field in architecture.fields():
+        try:
+            config |= field.write(flat)
+        except Unsupported as error:
+            problems.append(Problem("", str(error)))
+    problems = problems or list(_lost(architecture, config, flat, model, catalog))
+    if problems:
+        raise JobError(problems)
+    return config
+
+
+def _lost(
+    architecture: ArchitectureComponent, config: Config, flat: Flat, model: ModelComponent, catalog: Catalog
+) -> Iterator[Problem]:
+    """Yields keys of the model whose values would be others if the configuration was read again."""
+    table = read_config(architecture, config)
+    again = parse_component(table, "config.json", ModelComponent, catalog)
+    other = resolved(architecture, flattened(to_toml(again, catalog)))
+    free = {*_safe_keys(model), *_safe_keys(again)}
+    for path in sorted({*flat, *other} - free):
+        if flat.get(path) != other.get(path) and not fits_any(path, architecture.training_only):
+            there = f"it is {other[path]!r} there" if path in other else "there is no such key"
+            yield Problem(f"model.{path}", f"{flat.get(path)!r} has no counterpart in {architecture.name}: {there}")
+
+
+def _safe_keys(model: ModelComponent) -> Iterator[str]:
+    """Yields paths of keys that do not change what a model computes: kernels, and how initial weights are drawn."""
+    for path, component in walk_components(model):
+        for field in fields(type(component)):
+            if field.metadata.get("when_resumed") == "safe" or field.name == "init_std":
+                yield f"{path}.{field.name}" if path else field.name
+
+
+def resolved(architecture: ArchitectureComponent, flat: Flat) -> Flat:
+    """Returns a model's table with the values that keys such as a width of 0 stand for."""
+    for field in architecture.fields():
+        flat = {**flat, **field.resolve(flat)}
+    return flat
+
+
+def flattened(table: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    """Returns nested tables as one, with keys joined by dots."""
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        here = f"{path}{key}"
+        flat |= flattened(value, f"{here}.") if isinstance(value, Mapping) and value else {here: value}
+    return flat
+
+
+def nested(flat: Flat) -> dict[str, Any]:
+    """Returns the tables that `flattened` has made one."""
+    table: dict[str, Any] = {}
+    for path, value in flat.items():
+        *parents, key = path.split(".")
+        inner = table
+        for parent in parents:
+            inner = inner.setdefault(parent, {})
+        inner[key] = value
+    return table
+
+
+def fits_any(name: str, patterns: Iterable[str]) -> bool:
+    """Whether a name fits one of several patterns."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def architecture_of(config: Config, catalog: Catalog) -> tuple[str, ArchitectureComponent]:
+    """Returns the architecture of a configuration, with its name.
+
+    Raises:
+        JobError: none that is installed has its `model_type`; lists those there are.
+    """
+    name = config.get("model_type")
+    if not isinstance(name, str):
+        raise JobError([Problem("model_type", "it is missing, so nothing says which architecture this is")])
+    known = architectures(catalog)
+    if name not in known:
+        raise JobError([Problem("model_type", f"{name!r} is none of the installed ones: {', '.join(sorted(known))}")])
+    return name, known[name]
+
+
+def architectures(catalog: Catalog) -> dict[str, ArchitectureComponent]:
+    """Returns all installed architectures by `model_type`."""
+    offers = catalog.offers(ArchitectureComponent.kind)
+    return {offer.type: load_architecture(offer.qualified, catalog) for offer in offers}
+
+
+def load_architecture(type_: str, catalog: Catalog) -> ArchitectureComponent:
+    """Returns an architecture by its name, or by the place of its class, such as `./mine.py:Mine`."""
+    cls: Any = catalog.load(ArchitectureComponent.kind, type_, ArchitectureComponent)
+    architecture: ArchitectureComponent = cls()
+    return architecture
+
+
+def fitting_architectures(model: ModelComponent, catalog: Catalog) -> Mapping[str, ArchitectureComponent]:
+    """Returns the architectures that a model is of, by `model_type`; most have one.
+
+    Raises:
+        JobError: there is none; names the keys that the nearest lacks.
+    """
+    refused: dict[str, Sequence[Problem]] = {}
+    fitting = {}
+    for name, architecture in architectures(catalog).items():
+        try:
+            write_config(architecture, model, catalog)
+        except JobError as error:
+            refused[name] = error.problems
+        else:
+            fitting[name] = architecture
+    if not fitting:
+        nearest = min(refused, key=lambda name: (len(refused[name]), name), default="")
+        reasons = refused.get(nearest, ())
+        known: Collection[str] = sorted(refused)
+        message = f"this model is none of {', '.join(known)}; the nearest is {nearest}, but"
+        raise JobError([Problem("model", message), *reasons])
+    return fitting
