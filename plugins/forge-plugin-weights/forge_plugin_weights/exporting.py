@@ -12,7 +12,7 @@ import torch
 from attrs import frozen
 
 from forge_core.checkpoint.resume import locate
-from forge_core.checkpoint.run_folder import TOKENIZER
+from forge_core.checkpoint.run_folder import JOB, TOKENIZER
 from forge_core.checkpoint.state import evaluated_names
 from forge_core.checkpoint.storage import publish
 from forge_core.checkpoint.tensors import stored_tensors
@@ -21,7 +21,7 @@ from forge_core.contracts.errors import JobError
 from forge_core.plugins.catalog import Catalog
 from forge_kit.whole_tensors import read_whole
 from forge_plugin_weights.files import INDEX, Writer, create, index_json, plan_files
-from forge_plugin_weights.importing import CONFIG, GENERATION
+from forge_plugin_weights.importing import CONFIG, GENERATION, ORIGIN, read_json
 from forge_plugin_weights.kinds import ArchitectureComponent
 from forge_plugin_weights.matching import Match, match_names
 from forge_plugin_weights.tables import fitting_architectures, flattened, load_architecture, resolved, write_config
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from forge_core.job import Job
 
 SHARD_BYTES = 5 * 10**9
+KEPT = ("max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
+"""Keys that an imported model has again, though they mean nothing to Forge."""
 PROVENANCE = "forge"
 """Folder, in an export, with the job and where the weights come from."""
 
@@ -47,7 +49,9 @@ class Target:
     match: Match
 
 
-def find_target(job: Job, shapes: Mapping[str, tuple[int, ...]], catalog: Catalog, architecture: str = "") -> Target:
+def find_target(
+    job: Job, shapes: Mapping[str, tuple[int, ...]], catalog: Catalog, architecture: str = "", origin: str = ""
+) -> Target:
     """Returns the published form of a model.
 
     Args:
@@ -55,17 +59,18 @@ def find_target(job: Job, shapes: Mapping[str, tuple[int, ...]], catalog: Catalo
         shapes: of its tensors, by Forge's names.
         catalog: which architectures there are.
         architecture: the one to take; needed where a model is of several.
+        origin: the one that it was imported as, which is taken where the model is still of it.
 
     Raises:
-        JobError: the model is of no installed architecture; names the keys that have no counterpart.
-        JobError: it is of several.
+        JobError: the model is of no installed architecture, and the keys are named that have no counterpart; or it is
+            of several.
     """
     model = _with_vocabulary(job, shapes)
     if architecture:
         fitting = {architecture: load_architecture(architecture, catalog)}
     else:
         fitting = dict(fitting_architectures(model, catalog))
-    name = next(iter(fitting)) if len(fitting) == 1 else _preferred(fitting)
+    name = origin if origin in fitting else _preferred(fitting)
     chosen = fitting[name]
     config = write_config(chosen, model, catalog)
     flat = resolved(chosen, flattened(to_toml(model, catalog)))
@@ -78,14 +83,15 @@ def _with_vocabulary(job: Job, shapes: Mapping[str, tuple[int, ...]]) -> Any:
 
     rows = shapes.get("embedding.weight")
     if rows and getattr(job.model, "vocab_size", None) == 0:
-        return attrs.evolve(job.model, vocab_size=rows[0])
+        model: Any = job.model
+        return attrs.evolve(model, vocab_size=rows[0])
     return job.model
 
 
 def _preferred(fitting: Mapping[str, ArchitectureComponent]) -> str:
     """The architecture that most programs know, among those that are the same model."""
-    if "llama" in fitting:
-        return "llama"
+    if len(fitting) == 1 or "llama" in fitting:
+        return next(iter(fitting)) if len(fitting) == 1 else "llama"
     names = ", ".join(fitting)
     raise JobError(f"the model is {names}; say which one it is to be: --architecture {next(iter(fitting))}")
 
@@ -125,12 +131,13 @@ def export_run(
     job = parse_job(manifest["job"], str(checkpoint / "manifest.json"), catalog)
     stored = stored_tensors(checkpoint)
     names = {name.partition(".")[2]: name for name in evaluated_names(stored).values()}
-    target = find_target(job, {own: tuple(stored[name][0]) for own, name in names.items()}, catalog, architecture)
+    shapes = {own: tuple(stored[name][0]) for own, name in names.items()}
+    run = _run_folder(path, checkpoint)
+    target = find_target(job, shapes, catalog, architecture, _origin(run).get("model_type", ""))
     unfinished = output.with_name(f"{output.name}.tmp")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
     try:
-        run = _run_folder(path, checkpoint)
         dtypes = {own: dtype or stored[name][1] for own, name in names.items()}
         _write_tensors(unfinished, checkpoint, target.match, names, dtypes, shard_bytes)
         write_extras(unfinished, target, job, dtypes, run)
@@ -143,8 +150,13 @@ def export_run(
 
 
 def _run_folder(path: Path, checkpoint: Path) -> Path | None:
-    """The run folder, which has the tokenizer; None if the checkpoint lies elsewhere."""
-    return next((folder for folder in (path, checkpoint.parent.parent) if (folder / TOKENIZER).is_dir()), None)
+    """The run folder, which may have a tokenizer; None if the checkpoint lies elsewhere."""
+    return next((folder for folder in (path, checkpoint.parent.parent) if (folder / JOB).is_file()), None)
+
+
+def _origin(run: Path | None) -> Mapping[str, Any]:
+    """What an imported run folder was made of; empty for any other."""
+    return read_json(run / ORIGIN) if run is not None and (run / ORIGIN).is_file() else {}
 
 
 def tensor_plan(match: Match, dtypes: Mapping[str, torch.dtype]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -181,12 +193,13 @@ def write_extras(folder: Path, target: Target, job: Job, dtypes: Mapping[str, to
         "model_type": target.model_type,
         **target.config,
         "max_position_embeddings": job.train.seq_len,
+        **{key: value for key, value in _origin(run).get("config", {}).items() if key in KEPT},
         "torch_dtype": str(_common(list(dtypes.values()))).removeprefix("torch."),
         "use_cache": True,
         **{name: value for name, value in ids.items() if not isinstance(value, list)},
     }
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-    if run is not None:
+    if run is not None and (run / TOKENIZER).is_dir():
         shutil.copytree(run / TOKENIZER, folder, dirs_exist_ok=True)
     if ids and not (folder / GENERATION).is_file():
         (folder / GENERATION).write_text(json.dumps(ids, indent=2) + "\n")
@@ -234,6 +247,5 @@ def write_provenance(folder: Path, checkpoint: Path, manifest: Mapping[str, Any]
         "files": {name: entry["sha256"] for name, entry in manifest["files"].items()},
     }
     (own / "provenance.json").write_text(json.dumps(record, indent=1) + "\n")
-    origin = run / "origin.json" if run is not None else None
-    if origin is not None and origin.is_file():
-        shutil.copyfile(origin, own / "origin.json")
+    if origin := _origin(run):
+        (own / ORIGIN).write_text(json.dumps(origin, indent=1) + "\n")

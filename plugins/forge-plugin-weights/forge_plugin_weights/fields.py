@@ -7,7 +7,7 @@ from typing import Any
 
 from attrs import field, frozen
 
-from forge_plugin_weights.kinds import Config, Flat, Unsupported
+from forge_plugin_weights.kinds import Config, Field, Flat, Unsupported
 
 REQUIRED = object()
 """The default of a key that must be there."""
@@ -30,8 +30,15 @@ def value_of(config: Config, key: str, default: Any) -> Any:
     return _default(default, config)
 
 
+def setting(model: Flat, path: str) -> Any:
+    """Returns the value of a key of the model; raises `Unsupported` if there is none."""
+    if path not in model:
+        raise Unsupported(f"there is no model.{path}")
+    return model[path]
+
+
 @frozen
-class Key:
+class Key(Field):
     """A key that both sides have."""
 
     theirs: str
@@ -70,7 +77,7 @@ class Key:
 
 
 @frozen
-class Choice:
+class Choice(Field):
     """A key of theirs whose values stand for settings of ours."""
 
     theirs: str
@@ -97,24 +104,14 @@ class Choice:
         paths = sorted({path for settings in self.options.values() for path in settings})
         raise Unsupported(", ".join(f"{path} = {model.get(path)!r}" for path in paths) + f" has no {self.theirs}")
 
-    def resolve(self, model: Flat) -> Flat:
-        return {}
-
 
 @frozen
-class Irrelevant:
+class Irrelevant(Field):
     """A key of ours that means nothing while others have certain values; it counts as having its default then."""
 
     path: str
     default: Any
     when: Flat
-    keys: Collection[str] = ()
-
-    def read(self, config: Config) -> Flat:
-        return {}
-
-    def write(self, model: Flat) -> Config:
-        return {}
 
     def resolve(self, model: Flat) -> Flat:
         meaningless = self.path in model and all(model.get(path) == value for path, value in self.when.items())
@@ -122,7 +119,7 @@ class Irrelevant:
 
 
 @frozen
-class All:
+class All(Field):
     """A list of theirs, with an entry a layer, that Forge supports where all entries are alike."""
 
     theirs: str
@@ -142,16 +139,12 @@ class All:
     def write(self, model: Flat) -> Config:
         return {self.theirs: [self.value] * model["layers"]} if self.write_it else {}
 
-    def resolve(self, model: Flat) -> Flat:
-        return {}
-
 
 @frozen
-class Fixed:
+class Fixed(Field):
     """Settings of ours that the architecture always has, and no key says."""
 
     settings: Flat
-    keys: Collection[str] = ()
 
     def read(self, config: Config) -> Flat:
         return self.settings
@@ -162,12 +155,9 @@ class Fixed:
                 raise Unsupported(f"{path} = {model.get(path)!r}, where it has {setting!r} always")
         return {}
 
-    def resolve(self, model: Flat) -> Flat:
-        return {}
-
 
 @frozen
-class Only:
+class Only(Field):
     """A key that Forge supports at one value (the default, where it is missing), which is written."""
 
     theirs: str
@@ -185,16 +175,14 @@ class Only:
         return (self.theirs,)
 
     def read(self, config: Config) -> Flat:
-        value = value_of(config, self.theirs, self.value if self.default is None else self.default)
+        missing = self.value if self.default is None else self.default
+        value = config.get(self.theirs, missing)
         if value != self.value and value not in self.also:
             raise Unsupported(f"{self.theirs} = {value!r}; {self.why}")
         return {}
 
     def write(self, model: Flat) -> Config:
         return {self.theirs: self.value} if self.write_it else {}
-
-    def resolve(self, model: Flat) -> Flat:
-        return {}
 
 
 ROPES: Mapping[str, tuple[str, Mapping[str, str], Mapping[str, Any]]] = {
@@ -219,7 +207,7 @@ ROPES: Mapping[str, tuple[str, Mapping[str, str], Mapping[str, Any]]] = {
 
 
 @frozen
-class Rope:
+class Rope(Field):
     """The position encoding: `rope_theta` and `rope_scaling` (transformers 4), or `rope_parameters` (5).
 
     Both are read, and must agree where both are there. Both are written, since programs know one of them.
@@ -229,14 +217,17 @@ class Rope:
     """Path of the component's table."""
     theta: float = 10000.0
     """Where the configuration has none."""
-    keys: Collection[str] = ("rope_theta", "rope_scaling", "rope_parameters")
     types: Mapping[str, tuple[str, Mapping[str, str], Mapping[str, Any]]] = field(default=ROPES, repr=False)
+
+    @property
+    def keys(self) -> Collection[str]:
+        return "rope_theta", "rope_scaling", "rope_parameters"
 
     def read(self, config: Config) -> Flat:
         forms = [form for form in (self._first_form(config), self._second_form(config)) if form is not None]
         if len(forms) == 2 and forms[0] != forms[1]:
             raise Unsupported(f"rope_parameters = {forms[1]} and rope_theta, rope_scaling = {forms[0]} disagree")
-        form = dict(forms[-1]) if forms else {"rope_theta": self.theta, "rope_type": "default"}
+        form: dict[str, Any] = dict(forms[-1]) if forms else {"rope_theta": self.theta, "rope_type": "default"}
         type_ = form.pop("rope_type")
         if type_ not in self.types:
             raise Unsupported(f"rope_type = {type_!r}; Forge has {', '.join(self.types)}")
@@ -282,6 +273,3 @@ class Rope:
             parameters = {"rope_type": type_, "rope_theta": theta, **values}
             return {"rope_theta": theta, "rope_scaling": scaling, "rope_parameters": parameters}
         raise Unsupported(f"{self.path}.type = {component!r} has no rope_type")
-
-    def resolve(self, model: Flat) -> Flat:
-        return {}

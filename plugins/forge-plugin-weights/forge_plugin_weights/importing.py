@@ -219,7 +219,14 @@ def _write_run(folder: Path, source: Source, job: Job, match: Match, catalog: Ca
         files |= _hashes(checkpoint, [COMPUTED])
     files[INDEX] = write_file(checkpoint / INDEX, [json.dumps(index).encode()])
     text, provenance = dump_job(job, catalog), collect_provenance(job, catalog, tokenizer)
-    progress = {"step": 0, "tokens": 0, "skipped": 0, "skipped_in_a_row": 0, "schedule": None, "samples": {}}
+    progress: dict[str, Any] = {
+        "step": 0,
+        "tokens": 0,
+        "skipped": 0,
+        "skipped_in_a_row": 0,
+        "schedule": None,
+        "samples": {},
+    }
     values = {"tokens": 0, "job": text, "provenance": provenance, "evaluation": {}, "extras": {}}
     state = {"progress": progress, "optimizer": {"scalars": {}, "groups": []}}
     write_manifest(checkpoint, {"format": FORMAT, "step": 0, "time": time.time(), "files": files, **values, **state})

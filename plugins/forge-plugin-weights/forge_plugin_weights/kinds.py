@@ -30,20 +30,25 @@ class Unsupported(Exception):
     """A key that has no counterpart on the other side; the message says which, and what there is."""
 
 
-class Field(Protocol):
-    """Keys of a configuration, and the keys of `[model]` that they stand for."""
+class Field:
+    """Keys of a configuration, and the keys of `[model]` that they stand for. A base with defaults."""
 
-    keys: Collection[str]
-    """Keys of the configuration that it reads."""
+    @property
+    def keys(self) -> Collection[str]:
+        """Keys of the configuration that it reads."""
+        return ()
 
     def read(self, config: Config) -> Flat:
         """Returns keys of `[model]`; raises `Unsupported` for a value that Forge's components cannot express."""
+        return {}
 
     def write(self, model: Flat) -> Config:
         """Returns keys of the configuration; raises `Unsupported` for what it cannot express."""
+        return {}
 
     def resolve(self, model: Flat) -> Flat:
         """Returns the values of keys of `[model]` whose value there means "derive it", such as a width of 0."""
+        return {}
 
 
 @frozen(kw_only=True)

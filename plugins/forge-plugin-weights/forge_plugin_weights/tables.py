@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, cast
 
-from attrs import fields
+from attrs import fields, frozen
 
 from forge_core.config.keys import walk_components
 from forge_core.config.load import parse_component, to_toml
@@ -51,18 +51,42 @@ def write_config(architecture: ArchitectureComponent, model: ModelComponent, cat
     Raises:
         JobError: the model is not of the architecture; names the keys of `[model]` that it lacks.
     """
+    form = _form(architecture, model, catalog)
+    if form.problems:
+        raise JobError(form.problems)
+    return form.config
+
+
+@frozen
+class _Form:
+    """A model as an architecture describes it."""
+
+    config: dict[str, Any]
+    contradicted: Sequence[Problem]
+    """Keys of the model that are of another architecture."""
+    lost: Sequence[Problem]
+    """Keys that the configuration would lose."""
+
+    @property
+    def problems(self) -> Sequence[Problem]:
+        return self.contradicted or self.lost
+
+    def distance(self) -> tuple[int, int, int]:
+        """How far the model is from the architecture, for the message about one that is of none."""
+        return len(self.contradicted), len(self.lost), -len(self.config)
+
+
+def _form(architecture: ArchitectureComponent, model: ModelComponent, catalog: Catalog) -> _Form:
     flat = resolved(architecture, flattened(to_toml(model, catalog)))
     config: dict[str, Any] = {}
-    problems = []
+    contradicted = []
     for field in architecture.fields():
         try:
             config |= field.write(flat)
         except Unsupported as error:
-            problems.append(Problem("", str(error)))
-    problems = problems or list(_lost(architecture, config, flat, model, catalog))
-    if problems:
-        raise JobError(problems)
-    return config
+            contradicted.append(Problem("", str(error)))
+    lost = () if contradicted else list(_lost(architecture, config, flat, model, catalog))
+    return _Form(config, contradicted, lost)
 
 
 def _lost(
@@ -82,7 +106,7 @@ def _lost(
 def _safe_keys(model: ModelComponent) -> Iterator[str]:
     """Yields paths of keys that do not change what a model computes: kernels, and how initial weights are drawn."""
     for path, component in walk_components(model):
-        for field in fields(type(component)):
+        for field in fields(cast("Any", type(component))):
             if field.metadata.get("when_resumed") == "safe" or field.name == "init_std":
                 yield f"{path}.{field.name}" if path else field.name
 
@@ -154,19 +178,10 @@ def fitting_architectures(model: ModelComponent, catalog: Catalog) -> Mapping[st
     Raises:
         JobError: there is none; names the keys that the nearest lacks.
     """
-    refused: dict[str, Sequence[Problem]] = {}
-    fitting = {}
-    for name, architecture in architectures(catalog).items():
-        try:
-            write_config(architecture, model, catalog)
-        except JobError as error:
-            refused[name] = error.problems
-        else:
-            fitting[name] = architecture
-    if not fitting:
-        nearest = min(refused, key=lambda name: (len(refused[name]), name), default="")
-        reasons = refused.get(nearest, ())
-        known: Collection[str] = sorted(refused)
-        message = f"this model is none of {', '.join(known)}; the nearest is {nearest}, but"
-        raise JobError([Problem("model", message), *reasons])
-    return fitting
+    known = architectures(catalog)
+    forms = {name: _form(architecture, model, catalog) for name, architecture in known.items()}
+    if fitting := {name: known[name] for name, form in forms.items() if not form.problems}:
+        return fitting
+    nearest = min(forms, key=lambda name: (*forms[name].distance(), name))
+    message = f"this model is none of {', '.join(sorted(known))}; the nearest is {nearest}, but"
+    raise JobError([Problem("model", message), *forms[nearest].problems])

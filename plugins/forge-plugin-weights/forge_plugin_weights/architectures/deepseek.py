@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from attrs import frozen
 
@@ -32,6 +32,7 @@ PREDICTION: Mapping[str, str] = {
 }
 """Modules of multi-token prediction besides those of a layer."""
 LAYER = "model.layers.{layer}"
+PREDICTED = "num_nextn_predict_layers"
 
 
 def layer_rules() -> Sequence[Rule]:
@@ -66,20 +67,19 @@ def prediction_rules(block: int, number: int) -> Sequence[Rule]:
 
 
 @frozen
-class Predictions:
+class Predictions(Field):
     """Modules of multi-token prediction: a table of ours that is there or not."""
 
-    keys: Sequence[str] = ("num_nextn_predict_layers",)
+    @property
+    def keys(self) -> Collection[str]:
+        return (PREDICTED,)
 
     def read(self, config: Config) -> Flat:
-        depth = config.get(self.keys[0]) or 0
+        depth = config.get(PREDICTED) or 0
         return {"mtp.depth": depth} if depth else {}
 
     def write(self, model: Flat) -> Config:
-        return {self.keys[0]: model.get("mtp.depth", 0)}
-
-    def resolve(self, model: Flat) -> Flat:
-        return {}
+        return {PREDICTED: model.get("mtp.depth", 0)}
 
 
 @frozen(kw_only=True)

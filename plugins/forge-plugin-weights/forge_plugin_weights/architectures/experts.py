@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from attrs import frozen
 
@@ -21,7 +21,7 @@ from forge_plugin_weights.architectures.dense import (
     shape_fields,
     tied_head,
 )
-from forge_plugin_weights.fields import REQUIRED, Choice, Fixed, Irrelevant, Key, Only, value_of
+from forge_plugin_weights.fields import REQUIRED, Choice, Fixed, Irrelevant, Key, Only, setting, value_of
 from forge_plugin_weights.kinds import ArchitectureComponent, Config, Field, Flat, Rule, Unsupported
 from forge_plugin_weights.rules import Same, Stack
 
@@ -29,6 +29,7 @@ MOE = "forge-plugin-moe"
 MATRICES: Mapping[str, str] = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 MIXTRAL: Mapping[str, str] = {"gate": "w1", "up": "w3", "down": "w2"}
 """Matrices of an expert: our name, Mixtral's."""
+WIDTH = "shared_expert_intermediate_size"
 BALANCE = ("ffn.router.*balance", "ffn.router.z_loss", "ffn.capacity_factor")
 """Losses of routers, and the capacity, which exist in training only."""
 
@@ -160,19 +161,18 @@ def router_fields() -> Sequence[Field]:
 
 
 @frozen
-class SharedWidth:
+class SharedWidth(Field):
     """The width of the shared experts, which here is a multiple of that of a routed one."""
 
-    keys: Sequence[str] = ("shared_expert_intermediate_size",)
+    @property
+    def keys(self) -> Collection[str]:
+        return (WIDTH,)
 
     def read(self, config: Config) -> Flat:
-        width, one = (value_of(config, key, REQUIRED) for key in (*self.keys, "moe_intermediate_size"))
+        width, one = (value_of(config, key, REQUIRED) for key in (WIDTH, "moe_intermediate_size"))
         if width % one:
-            raise Unsupported(f"{self.keys[0]} = {width}; a multiple of {one}, the width of a routed expert, works")
+            raise Unsupported(f"{WIDTH} = {width}; a multiple of {one}, the width of a routed expert, works")
         return {"ffn.shared_experts": width // one}
 
     def write(self, model: Flat) -> Config:
-        return {"shared_expert_intermediate_size": model["ffn.shared_experts"] * model["ffn.hidden"]}
-
-    def resolve(self, model: Flat) -> Flat:
-        return {}
+        return {WIDTH: setting(model, "ffn.shared_experts") * setting(model, "ffn.hidden")}

@@ -1,0 +1,147 @@
+"""Tiny published models with random norms and biases, written as `transformers` writes them, and Forge's of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import torch
+import transformers
+from attrs import frozen
+from torch import Tensor, nn
+
+from forge_core.checkpoint.resume import locate
+from forge_core.checkpoint.state import load_model
+from forge_core.config.load import parse_job
+from forge_core.engine.build import build_context, build_model
+from forge_core.plugins.catalog import Catalog
+
+VOCABULARY = 64
+SIZES: Mapping[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+EXPERTS: Mapping[str, Any] = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
+LLAMA3: Mapping[str, Any] = {
+    "rope_type": "llama3",
+    "rope_theta": 50000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN: Mapping[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.7,
+}
+LATENT: Mapping[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 8,
+    "n_group": 2,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "num_nextn_predict_layers": 0,
+}
+
+
+@frozen
+class Published:
+    """A class of `transformers`, and the keys of its configuration beside `SIZES`."""
+
+    name: str
+    """`Llama` of `LlamaForCausalLM`."""
+    keys: Mapping[str, Any] = attrs.field(factory=dict)
+
+    def model(self, dtype: torch.dtype = torch.float32) -> Any:
+        """Returns a model whose parameters and buffers, norms and biases too, are random."""
+        config = getattr(transformers, f"{self.name}Config")(**{**SIZES, **self.keys})
+        torch.manual_seed(0)
+        model = getattr(transformers, f"{self.name}ForCausalLM")(config).eval()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
+            for name, buffer in model.named_buffers():
+                if name.endswith("bias"):
+                    buffer.normal_(std=0.1)
+        return model.to(dtype)
+
+    def write(self, folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+        """Write the model to a folder, in several files; returns it."""
+        model = self.model(dtype)
+        model.save_pretrained(folder, max_shard_size="40KB")
+        return model
+
+
+MODELS: Mapping[str, Published] = {
+    "llama": Published("Llama", {"attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3}),
+    "llama, tied": Published("Llama", {"tie_word_embeddings": True, "head_dim": 16}),
+    "mistral": Published("Mistral", {"sliding_window": None}),
+    "qwen2": Published("Qwen2", {"tie_word_embeddings": True}),
+    "qwen3": Published("Qwen3", {"head_dim": 16}),
+    "mixtral": Published("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen2_moe": Published("Qwen2Moe", {**EXPERTS, "shared_expert_intermediate_size": 32}),
+    "qwen3_moe": Published("Qwen3Moe", {**EXPERTS, "norm_topk_prob": True, "decoder_sparse_step": 2, "head_dim": 8}),
+    "deepseek_v3": Published("DeepseekV3", {**LATENT, "rope_parameters": YARN}),
+}
+
+
+def ours(run: Path, precision: str = "fp32") -> nn.Module:
+    """Returns the model of a run folder, in evaluation mode."""
+    catalog = Catalog.installed()
+    checkpoint, manifest = locate(run, "full")
+    job = parse_job(manifest["job"], "manifest.json", catalog)
+    job = attrs.evolve(job, train=attrs.evolve(job.train, precision=precision))
+    context = build_context(job, catalog, run)
+    model: Any = build_model(job, context).model
+    load_model(checkpoint, model)
+    return model.eval()
+
+
+@torch.no_grad()
+def logits(model: Any, ids: Tensor) -> Tensor:
+    """Returns the logits of Forge's model."""
+    return model.head(model({"input_ids": ids}))
+
+
+@contextmanager
+def lifted() -> Iterator[None]:
+    """Where the code of `transformers` names float32 whatever its dtype, it gets float64."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "float32", torch.float64)
+        patch.setattr(torch, "float", torch.float64)
+        patch.setattr(torch.Tensor, "float", torch.Tensor.double)
+        yield
+
+
+def wide_logits(published: Any, ids: Tensor) -> Tensor:
+    """Returns the logits of a published model, all of it computed in float64."""
+    with torch.no_grad(), lifted():
+        model = type(published)(published.config).double()  # its tables of positions, too
+        model.set_experts_implementation("eager")  # others have no kernel for float64
+        model.load_state_dict(published.state_dict())
+        return model.eval()(ids).logits
+
+
+def ids_of(seed: int = 0, length: int = 24) -> Tensor:
+    """Returns two rows of tokens."""
+    return torch.randint(0, VOCABULARY, (2, length), generator=torch.Generator().manual_seed(seed))

@@ -1,0 +1,129 @@
+"""Published models, from their files and back: logits, bytes, tokens, configurations."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from published_models import MODELS, ids_of, logits, ours, wide_logits
+from safetensors.torch import load_file
+
+from forge_core.checkpoint.resume import locate
+from forge_core.plugins.catalog import Catalog
+from forge_plugin_weights.exporting import export_run
+from forge_plugin_weights.importing import COMPUTED, import_folder
+from forge_plugin_weights.tables import HARMLESS, architecture_of, read_config
+from forge_testing.distribution import check_distribution
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def test_the_distribution():
+    check_distribution("forge-plugin-weights")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_comes_in_and_goes_out(tmp_path, name):
+    theirs = MODELS[name].write(tmp_path / "published")
+    run = import_folder(tmp_path / "published", tmp_path / "run", tokenizer=False)
+    ids = ids_of()
+    with torch.no_grad():
+        expected = theirs(ids).logits
+    assert expected.std() > 0.1
+    assert (logits(ours(run), ids) - expected).abs().max() < 1e-4
+    assert (logits(ours(run, "fp64"), ids) - wide_logits(theirs, ids)).abs().max() < 1e-9
+
+    out = export_run(run, tmp_path / "out")
+    before, after = tensors_of(tmp_path / "published"), tensors_of(out)
+    assert after.keys() == before.keys()
+    assert all(bytes_of(after[key]) == bytes_of(before[key]) for key in before)
+    again, loading = transformers.AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    assert not any(loading.values())
+    assert type(again) is type(theirs)
+    models, prompt = (theirs, again), ids[:, :8]
+    first, second = (m.generate(prompt, do_sample=False, max_new_tokens=8, pad_token_id=0) for m in models)
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_configuration_is_written_as_it_was_read(tmp_path, name):
+    MODELS[name].write(tmp_path / "published")
+    run = import_folder(tmp_path / "published", tmp_path / "run", tokenizer=False)
+    folders = tmp_path / "published", export_run(run, tmp_path / "out")
+    before, after = (json.loads((folder / "config.json").read_text()) for folder in folders)
+    _, architecture = architecture_of(before, Catalog.installed())
+    meaningless = HARMLESS | set(architecture.harmless)
+    if name == "qwen3_moe":  # transformers 5 writes another name than published files have
+        before["num_experts"] = before.pop("num_local_experts")
+    compared = {key: value for key, value in before.items() if key not in meaningless and value is not None}
+    compared.pop("layer_types", None)  # left out where all layers are alike
+    assert {key: after.get(key) for key in compared} == compared
+    assert read_config(architecture, after) == read_config(architecture, before)
+
+
+def test_files_are_linked_and_their_bytes_used(tmp_path):
+    MODELS["mixtral"].write(tmp_path / "published")
+    run = import_folder(tmp_path / "published", tmp_path / "run", tokenizer=False)
+    checkpoint, manifest = locate(run, "full")
+    files = sorted((tmp_path / "published").glob("*.safetensors"))
+    assert len(files) > 3
+    assert all((checkpoint / file.name).samefile(file) for file in files)
+    assert COMPUTED not in manifest["files"]
+    index = json.loads((checkpoint / "index.json").read_text())
+    assert len(index["model.layers.0.ffn.experts.up.weight"]["chunks"]) == 4
+
+
+def test_a_copy_has_files_of_its_own(tmp_path):
+    MODELS["qwen3"].write(tmp_path / "published")
+    run = import_folder(tmp_path / "published", tmp_path / "run", tokenizer=False, copy=True)
+    checkpoint, _ = locate(run, "full")
+    for file in (tmp_path / "published").glob("*.safetensors"):
+        assert not (checkpoint / file.name).samefile(file)
+        assert (checkpoint / file.name).read_bytes() == file.read_bytes()
+
+
+def test_half_precision_goes_through_unchanged(tmp_path):
+    MODELS["qwen2"].write(tmp_path / "published", torch.bfloat16)
+    run = import_folder(tmp_path / "published", tmp_path / "run", tokenizer=False)
+    before, after = tensors_of(tmp_path / "published"), tensors_of(export_run(run, tmp_path / "out"))
+    assert all(torch.equal(after[name], tensor) and tensor.dtype == torch.bfloat16 for name, tensor in before.items())
+    narrow = tensors_of(export_run(run, tmp_path / "narrow", dtype=torch.float16))
+    assert all(torch.equal(narrow[name], tensor.half()) for name, tensor in before.items())
+
+
+def test_an_export_is_divided_into_files(tmp_path):
+    MODELS["llama"].write(tmp_path / "published")
+    run = import_folder(tmp_path / "published", tmp_path / "run", tokenizer=False)
+    out = export_run(run, tmp_path / "out", shard_bytes=30_000)
+    files = sorted(out.glob("*.safetensors"))
+    assert len(files) > 3
+    assert all(len(load_file(file)) == 1 or file.stat().st_size < 40_000 for file in files)
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors_of(out).values())
+    assert set(index["weight_map"].values()) == {file.name for file in files}
+
+
+@pytest.mark.parametrize("spelling", ["rope_scaling", "rope_parameters", "both"])
+def test_both_spellings_of_the_position_encoding_are_read(tmp_path, spelling):
+    theirs = MODELS["llama"].write(tmp_path / "published")
+    path = tmp_path / "published/config.json"
+    config = json.loads(path.read_text())
+    parameters = config.pop("rope_parameters")
+    scaling = {key: value for key, value in parameters.items() if key != "rope_theta"}
+    if spelling != "rope_parameters":
+        config |= {"rope_theta": parameters["rope_theta"], "rope_scaling": scaling}
+    if spelling != "rope_scaling":
+        config["rope_parameters"] = parameters
+    path.write_text(json.dumps(config))
+    run = import_folder(tmp_path / "published", tmp_path / "run", tokenizer=False)
+    with torch.no_grad():
+        assert (logits(ours(run), ids_of()) - theirs(ids_of()).logits).abs().max() < 1e-4

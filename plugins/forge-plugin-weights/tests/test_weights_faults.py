@@ -1,0 +1,203 @@
+"""Whatever is wrong with a published model is named, with exit code 2, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from published_models import MODELS
+from safetensors.torch import load_file, save_file
+
+from forge_core.cli import main
+from forge_core.contracts.errors import CheckpointError
+from forge_plugin_weights.importing import import_folder
+
+
+@pytest.fixture
+def published(tmp_path: Path) -> Path:
+    folder = tmp_path / "published"
+    MODELS["llama, tied"].write(folder)
+    return folder
+
+
+def tensor_file(folder: Path, name: str) -> Path:
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    return folder / index["weight_map"][name]
+
+
+def change(path: Path, **keys: object) -> None:
+    config = json.loads(path.read_text()) | keys
+    path.write_text(json.dumps({key: value for key, value in config.items() if value is not ...}))
+
+
+def rewritten(path: Path, function) -> None:
+    tensors = load_file(path)
+    function(tensors)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, {"format": "pt"})
+
+
+NORM = "model.norm.weight"
+
+
+def truncate(folder: Path) -> None:
+    path = tensor_file(folder, NORM)
+    path.write_bytes(path.read_bytes()[:-4])
+
+
+def rename_a_file(folder: Path) -> None:
+    path = tensor_file(folder, NORM)
+    path.rename(path.with_name("other.safetensors"))
+
+
+def exchange_two_files(folder: Path) -> None:
+    first, second = tensor_file(folder, NORM), tensor_file(folder, "model.layers.0.mlp.up_proj.weight")
+    content = first.read_bytes()
+    first.write_bytes(second.read_bytes())
+    second.write_bytes(content)
+
+
+def rename_a_tensor(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").unlink()
+    path = next(path for path in folder.glob("*.safetensors") if NORM in load_file(path))
+    rewritten(path, lambda tensors: tensors.update({"model.nrom.weight": tensors.pop(NORM)}))
+
+
+def other_config(folder: Path) -> None:
+    change(folder / "config.json", hidden_size=64)
+
+
+def other_head(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").unlink()
+    path = next(path for path in folder.glob("*.safetensors") if NORM in load_file(path))
+    rewritten(path, lambda tensors: tensors.update({"lm_head.weight": torch.randn(64, 32)}))
+
+
+def untied_without_head(folder: Path) -> None:
+    change(folder / "config.json", tie_word_embeddings=False)
+
+
+def unknown_key(folder: Path) -> None:
+    change(folder / "config.json", attention_chunk_size=8)
+
+
+def unknown_model(folder: Path) -> None:
+    change(folder / "config.json", model_type="llamma")
+
+
+def two_ropes(folder: Path) -> None:
+    change(folder / "config.json", rope_theta=5.0)
+
+
+def no_header(folder: Path) -> None:
+    tensor_file(folder, NORM).write_bytes(b"\0" * 100)
+
+
+def pickles(folder: Path) -> None:
+    for path in folder.glob("*.safetensors*"):
+        path.unlink()
+    (folder / "pytorch_model.bin").touch()
+
+
+FAULTS = {
+    truncate: "it is truncated or damaged",
+    rename_a_file: "cannot be read: No such file",
+    exchange_two_files: "is in model-0",
+    rename_a_tensor: f"it lacks {NORM}; it also has model.nrom.weight",
+    other_config: "other shapes have model.embed_tokens.weight ([64, 32], where config.json describes [64, 64])",
+    other_head: "lm_head.weight and model.embed_tokens.weight are one tensor by config.json, and differ in the files",
+    untied_without_head: "it lacks lm_head.weight",
+    unknown_key: "attention_chunk_size: 8 is not known to Forge",
+    unknown_model: "model_type: 'llamma' is none of the installed ones: deepseek_v3",
+    two_ropes: "disagree",
+    no_header: "is no safetensors file, or is truncated",
+    pickles: "pytorch_model.bin is a pickle",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_a_fault_is_named_and_nothing_is_left(published, tmp_path, capsys, fault):
+    fault(published)
+    assert main(["weights", "import", str(published), "--output", str(tmp_path / "run"), "--no-tokenizer"]) == 2
+    assert FAULTS[fault] in capsys.readouterr().err
+    assert {path.name for path in tmp_path.iterdir()} == {"published"}
+
+
+def test_a_folder_without_a_tokenizer_is_named(published, tmp_path, capsys):
+    assert main(["weights", "import", str(published), "--output", str(tmp_path / "run")]) == 2
+    assert "has no tokenizer (tokenizer_config.json is missing)" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_bit_that_flips_after_the_import_is_found(published, tmp_path):
+    run = import_folder(published, tmp_path / "run", tokenizer=False, copy=True)
+    path = next((run / "checkpoints/step-0").glob("*.safetensors"))
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    from forge_core.checkpoint.resume import locate
+
+    with pytest.raises(CheckpointError, match="SHA-256 is not the manifest's"):
+        locate(run, "full")
+
+
+def test_a_folder_that_exists_is_not_overwritten(published, tmp_path, capsys):
+    (tmp_path / "run").mkdir()
+    assert main(["weights", "import", str(published), "--output", str(tmp_path / "run"), "--no-tokenizer"]) == 2
+    assert "exists already" in capsys.readouterr().err
+    run = import_folder(published, tmp_path / "other", tokenizer=False)
+    assert main(["weights", "export", str(run), "--output", str(tmp_path / "run")]) == 2
+    assert "exists already" in capsys.readouterr().err
+
+
+def test_another_file_system_needs_a_copy(published, tmp_path, monkeypatch, capsys):
+    import errno
+    import os
+
+    def refuse(*_args):
+        raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+    monkeypatch.setattr(os, "link", refuse)
+    assert main(["weights", "import", str(published), "--output", str(tmp_path / "run"), "--no-tokenizer"]) == 2
+    assert "copy it with --copy" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+JOB = """
+[train]
+steps = 1
+global_batch_size = 2
+seq_len = 8
+[model]
+type = "transformer"
+dim = 32
+layers = 2
+vocab_size = 64
+attention.heads = 4
+{keys}
+[[data.sources]]
+type = "forge_testing:Numbers"
+[optimizer]
+type = "adamw"
+"""
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ('ffn = { type = "moe", experts = 4, router.type = "hash" }', "ffn.router.type = 'forge-plugin-moe/hash', wh"),
+        ('norm.type = "layernorm"', "norm.type = 'forge-plugin-transformer/layernorm', where it has"),
+        ("mtp.depth = 1", "model.mtp.depth: 1 has no counterpart in LlamaForCausalLM"),
+    ],
+)
+def test_a_model_without_a_published_form_is_refused_by_its_keys(tmp_path, monkeypatch, capsys, keys, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "job.toml").write_text(JOB.format(keys=keys))
+    assert main(["run", "job.toml"]) == 0, capsys.readouterr().err
+    capsys.readouterr()
+    assert main(["weights", "export", "runs/run", "--output", "out"]) == 2
+    error = capsys.readouterr().err
+    assert "this model is none of" in error
+    assert message in error
+    assert not (tmp_path / "out").exists()
