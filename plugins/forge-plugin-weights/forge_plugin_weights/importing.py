@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import tomli_w
 import torch
-from attrs import evolve, frozen
+from attrs import frozen
 
 from forge_core.checkpoint.run_diff import collect_provenance
 from forge_core.checkpoint.run_folder import TOKENIZER, save_tokenizer, write_record
@@ -29,8 +29,7 @@ from forge_core.checkpoint.storage import FORMAT, LocalStorage, publish, threads
 from forge_core.checkpoint.tensors import INDEX
 from forge_core.config.load import dump_job, parse_job, to_toml
 from forge_core.contracts.errors import JobError
-from forge_core.contracts.layout import Layout
-from forge_core.parallel.initialise import bare_context, bare_model
+from forge_core.engine.build import build_bare_model, build_context, build_tokenizer
 from forge_core.plugins.catalog import Catalog
 from forge_plugin_weights.files import Place, places_in
 from forge_plugin_weights.kinds import ArchitectureComponent, Part, Shapes
@@ -188,7 +187,7 @@ def match_model(source: Source, job: Job, catalog: Catalog) -> Match:
 
 def model_shapes(job: Job, catalog: Catalog) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of a job's parameters and persistent buffers by name, tied ones once."""
-    model = bare_model(job, bare_context(job, Layout(), catalog, torch.device("cpu")))
+    model, _ = build_bare_model(job, build_context(job, catalog, None))
     return {name: tuple(tensor.shape) for name, tensor in model_tensors(model).items()}
 
 
@@ -246,8 +245,8 @@ def _tokenizer(job: Job, catalog: Catalog, folder: Path) -> Tokenizer | None:
     """Keep the tokenizer in the run folder, with what says when its model ends a text."""
     if job.data.tokenizer is None:
         return None
-    context: Any = evolve(bare_context(job, Layout(), catalog, torch.device("cpu")), folder=folder)
-    tokenizer: Tokenizer = context.build(job.data.tokenizer, documents=lambda: ())
+    tokenizer = build_tokenizer(job, build_context(job, catalog, folder))
+    assert tokenizer is not None
     save_tokenizer(folder, tokenizer)
     generation = Path(getattr(job.data.tokenizer, "path", "")) / GENERATION
     if generation.is_file():
