@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from attrs import evolve
+
 from forge_plugin_transformer import (
     GEGLU,
     GELU,
@@ -63,13 +65,17 @@ class TestTransformerLikeOlmo(ModelSuite):
     loss_tolerance = 1e-10  # of gradient norms, which are large behind norms of small outputs; losses: 1e-14
 
 
+HEADS = {"heads": 4, "kv_heads": 2}
+GEMMA = GroupedQueryAttention(**HEADS, qk_norm=True, qk_norm_offset=1, scale=0.4)
+
+
 class TestTransformerLikeGemma(ModelSuite):
-    """Factors at both ends, one table for them, and bounded logits."""
+    """Factors at both ends, one table for them, bounded logits, and a window in every other layer."""
 
     component = Transformer(
         vocab_size=32, dim=16, layers=2, norm_placement="both", norm=RMSNorm(offset=1), ffn=GEGLU(hidden=32),
         embedding_scale=4.0, logit_scale=0.5, logit_soft_cap=3.0, tie_embeddings=True,
-        attention=GroupedQueryAttention(heads=4, kv_heads=2, qk_norm=True, qk_norm_offset=1),
+        attention=AttentionPattern(layers=("near", "full"), kinds={"near": evolve(GEMMA, window=5), "full": GEMMA}),
     )  # fmt: skip
     layouts = ("fsdp2", "tp2", "tp2_whole_sequences", "pp2", "compiled")
 
@@ -129,9 +135,6 @@ class TestLongRope(RopesOfTheLengthOfTheJob):
 class TestDynamicRope(RopesOfTheLengthOfTheJob):
     rope = DynamicRope(factor=4.0, original_max_position_embeddings=8)
     layouts = ("tp2", "cp2")
-
-
-HEADS = {"heads": 4, "kv_heads": 2}
 
 
 class TestTransformerOfSeveralAttentions(ModelSuite):

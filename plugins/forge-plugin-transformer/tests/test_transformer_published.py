@@ -13,13 +13,16 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from attrs import evolve
 from torch import Tensor
 
 from forge_plugin_transformer import (
     GEGLU,
     GELU,
+    AttentionPattern,
     GroupedQueryAttention,
     LayerNorm,
+    LinearRope,
     NoRope,
     PlainRope,
     RMSNorm,
@@ -38,6 +41,8 @@ SIZES = {
 }
 ROPE = {"rope_type": "default", "rope_theta": 1e4}
 EPS = 1e-5
+WINDOW, PRE_ATTENTION, SCORE_CAP = 9, 20, 1.5
+MIXED = {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "sliding_window": WINDOW}
 
 Reference = tuple[Any, dict[str, Any], Callable[[Mapping[str, Tensor]], dict[str, Tensor]]]
 """The reference, the keys of our model, and a function from its state to ours."""
@@ -58,31 +63,48 @@ def renamed(
     return {names[module + dot] + key: tensor for module, dot, key, tensor in triples}
 
 
+def windows(attention: GroupedQueryAttention, **full: Any) -> AttentionPattern:
+    """The attention of `MIXED`; `full`: keys of the layers without a window that differ."""
+    kinds = {"near": evolve(attention, window=WINDOW), "full": evolve(attention, **full)}
+    return AttentionPattern(layers=("near", "near", "full"), kinds=kinds)
+
+
+OLMO_PARTS = {
+    **PROJECTIONS, **GATED, **QK_NORMS,
+    "attention_post_norm": "post_attention_layernorm", "ffn_post_norm": "post_feedforward_layernorm",
+}  # fmt: skip
+OLMO_KEYS = {"norm_placement": "post", "norm": RMSNorm(eps=EPS), "ffn": SwiGLU(hidden=80)}
+OLMO_ATTENTION = GroupedQueryAttention(heads=HEADS, kv_heads=KV_HEADS, qk_norm="all", qk_norm_eps=EPS)
+
+
 def olmo2() -> Reference:
-    reference = transformers.Olmo2ForCausalLM(
-        transformers.Olmo2Config(**SIZES, num_key_value_heads=KV_HEADS, rope_parameters=ROPE, rms_norm_eps=EPS)
+    config = transformers.Olmo2Config(**SIZES, num_key_value_heads=KV_HEADS, rope_parameters=ROPE, rms_norm_eps=EPS)
+    keys = {**OLMO_KEYS, "attention": OLMO_ATTENTION}
+    return transformers.Olmo2ForCausalLM(config), keys, lambda state: renamed(state, OLMO_PARTS)
+
+
+def olmo3() -> Reference:
+    ropes = {"full_attention": ROPE, "sliding_attention": ROPE}
+    config = transformers.Olmo3Config(
+        **SIZES, **MIXED, num_key_value_heads=KV_HEADS, rope_parameters=ropes, rms_norm_eps=EPS
     )
-    parts = {
-        **PROJECTIONS, **GATED, **QK_NORMS,
-        "attention_post_norm": "post_attention_layernorm", "ffn_post_norm": "post_feedforward_layernorm",
-    }  # fmt: skip
-    attention = GroupedQueryAttention(heads=HEADS, kv_heads=KV_HEADS, qk_norm="all", qk_norm_eps=EPS)
-    keys = {"attention": attention, "norm_placement": "post", "norm": RMSNorm(eps=EPS), "ffn": SwiGLU(hidden=80)}
-    return reference, keys, lambda state: renamed(state, parts)
+    keys = {**OLMO_KEYS, "attention": windows(OLMO_ATTENTION)}
+    return transformers.Olmo3ForCausalLM(config), keys, lambda state: renamed(state, OLMO_PARTS)
 
 
 def granite() -> Reference:
     config = transformers.GraniteConfig(
         **SIZES, num_key_value_heads=KV_HEADS, rope_parameters=ROPE, rms_norm_eps=EPS, attention_bias=True,
-        embedding_multiplier=12.0, residual_multiplier=0.22, logits_scaling=8.0, attention_multiplier=WIDTH**-0.5,
+        embedding_multiplier=12.0, residual_multiplier=0.22, logits_scaling=8.0, attention_multiplier=0.2,
         tie_word_embeddings=False,
     )  # fmt: skip
     parts = {
         **PROJECTIONS, **GATED, "attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
     }  # fmt: skip
     keys = {
-        "attention": GroupedQueryAttention(heads=HEADS, kv_heads=KV_HEADS, bias=True), "norm": RMSNorm(eps=EPS),
-        "ffn": SwiGLU(hidden=80), "embedding_scale": 12.0, "residual_scale": 0.22, "logit_scale": 1 / 8,
+        "attention": GroupedQueryAttention(heads=HEADS, kv_heads=KV_HEADS, bias=True, scale=0.2),
+        "norm": RMSNorm(eps=EPS), "ffn": SwiGLU(hidden=80),
+        "embedding_scale": 12.0, "residual_scale": 0.22, "logit_scale": 1 / 8,
     }  # fmt: skip
     return transformers.GraniteForCausalLM(config), keys, lambda state: renamed(state, parts)
 
@@ -92,32 +114,29 @@ GEMMA_PARTS = {
     "ffn_norm": "pre_feedforward_layernorm", "ffn_post_norm": "post_feedforward_layernorm",
 }  # fmt: skip
 GEMMA_SIZES = {
-    **SIZES, "num_key_value_heads": KV_HEADS, "head_dim": WIDTH, "query_pre_attn_scalar": WIDTH, "rms_norm_eps": EPS,
-    "layer_types": ["full_attention"] * LAYERS,
+    **SIZES, **MIXED, "num_key_value_heads": KV_HEADS, "head_dim": WIDTH, "query_pre_attn_scalar": PRE_ATTENTION,
+    "rms_norm_eps": EPS,
 }  # fmt: skip
 GEMMA_KEYS = {
     "norm_placement": "both", "norm": RMSNorm(eps=EPS, offset=1), "ffn": GEGLU(hidden=80), "embedding_scale": DIM**0.5,
     "tie_embeddings": True,
 }  # fmt: skip
+GEMMA_ATTENTION = GroupedQueryAttention(heads=HEADS, kv_heads=KV_HEADS, head_dim=WIDTH, scale=PRE_ATTENTION**-0.5)
 
 
 def gemma3() -> Reference:
-    config = transformers.Gemma3TextConfig(**GEMMA_SIZES, rope_parameters={"full_attention": ROPE})
-    reference = transformers.Gemma3ForCausalLM(config)
-    attention = GroupedQueryAttention(
-        heads=HEADS, kv_heads=KV_HEADS, head_dim=WIDTH, qk_norm="head", qk_norm_eps=EPS, qk_norm_offset=1
-    )
-    return reference, {**GEMMA_KEYS, "attention": attention}, lambda state: renamed(state, GEMMA_PARTS | QK_NORMS)
+    far = {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}
+    ropes = {"sliding_attention": ROPE, "full_attention": far}
+    reference = transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**GEMMA_SIZES, rope_parameters=ropes))
+    attention = evolve(GEMMA_ATTENTION, qk_norm="head", qk_norm_eps=EPS, qk_norm_offset=1)
+    keys = {**GEMMA_KEYS, "attention": windows(attention, rope=LinearRope(theta=1e6, factor=8.0))}
+    return reference, keys, lambda state: renamed(state, GEMMA_PARTS | QK_NORMS)
 
 
 def gemma2() -> Reference:
-    """Without the bound of scores, which is attention's."""
-    config = transformers.Gemma2Config(
-        **GEMMA_SIZES, rope_parameters=ROPE, attn_logit_softcapping=None, final_logit_softcapping=2.0
-    )
-    reference = transformers.Gemma2ForCausalLM(config)
-    attention = GroupedQueryAttention(heads=HEADS, kv_heads=KV_HEADS, head_dim=WIDTH)
-    keys = {**GEMMA_KEYS, "attention": attention, "logit_soft_cap": 2.0}
+    caps = {"attn_logit_softcapping": SCORE_CAP, "final_logit_softcapping": 2.0, "attn_implementation": "eager"}
+    reference = transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**GEMMA_SIZES, **caps, rope_parameters=ROPE))
+    keys = {**GEMMA_KEYS, "attention": windows(evolve(GEMMA_ATTENTION, soft_cap=SCORE_CAP)), "logit_soft_cap": 2.0}
     return reference, keys, lambda state: renamed(state, GEMMA_PARTS)
 
 
@@ -177,6 +196,7 @@ def gpt2() -> Reference:
 
 ARCHITECTURES: Mapping[str, Callable[[], Reference]] = {
     "OLMo 2": olmo2,
+    "OLMo 3": olmo3,
     "Granite": granite,
     "Gemma 3": gemma3,
     "Gemma 2": gemma2,
@@ -239,6 +259,8 @@ def test_logits_equal_the_references(
         ("Gemma 3", {"embedding_scale": 1.0}),
         ("Gemma 3", {"ffn": SwiGLU(hidden=80)}),
         ("Gemma 2", {"logit_soft_cap": 0.0}),
+        ("Gemma 2", {"attention": windows(GEMMA_ATTENTION)}),
+        ("OLMo 3", {"attention": OLMO_ATTENTION}),
         ("Granite", {"logit_scale": 1.0}),
         ("Granite", {"residual_scale": 1.0}),
         ("GPT-NeoX", {"residual": "sequential"}),
