@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
 
 import torch
@@ -59,6 +59,7 @@ def generate(
     sampling: Sampling | None = None,
     *,
     stop: Sequence[int] = (),
+    until: Callable[[Sequence[int]], bool] | None = None,
     seed: int | None = None,
     use_cache: bool = True,
     entries: Mapping[str, Tensor] | None = None,
@@ -77,6 +78,7 @@ def generate(
         end_of_text: id that ends a document.
         sampling: settings of the draws; by default those of `Sampling`.
         stop: further ids at which a row stops, such as the end of a turn in chats.
+        until: is called with the new tokens of a row after each, and returns whether it ends with them.
         seed: seed of the draws; None: torch's default generator, where no ranks must draw alike.
         use_cache: False runs the whole model for every token. The tokens are the same, up to the rounding of logits,
             but for encodings of positions whose cached keys stay as they were (`dynamic`).
@@ -110,6 +112,8 @@ def generate(
         token = torch.where(done, end_of_text, token)
         done |= torch.isin(token, stops)
         rows.append(token)
+        if until is not None:
+            done |= _ended(until, rows, done)
         if joint.all_done(bool(done.all())):
             break
         following = positions[:, -1:] + 1
@@ -123,6 +127,13 @@ def generate(
     if not rows:
         return [[] for _ in prompts]
     return [list(takewhile(lambda id_: id_ not in (end_of_text, *stop), row)) for row in torch.stack(rows, 1).tolist()]
+
+
+def _ended(until: Callable[[Sequence[int]], bool], rows: Sequence[Tensor], done: Tensor) -> Tensor:
+    """Returns which rows (B,) have ended, asking of those that had not."""
+    written = torch.stack(list(rows), 1).tolist()
+    ended = [over or until(row) for row, over in zip(written, done.tolist(), strict=True)]
+    return torch.tensor(ended, device=done.device)
 
 
 def _left_padded(prompts: Sequence[Sequence[int]], pad: int, device: torch.device) -> tuple[Tensor, Tensor]:

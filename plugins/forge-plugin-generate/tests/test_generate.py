@@ -98,6 +98,17 @@ def test_a_model_without_a_cache_is_refused():
         generate(nn.Linear(1, 1), [[1]], 3, END)
 
 
+def test_a_row_ends_with_the_tokens_that_a_caller_waits_for():
+    asked = []
+
+    def until(row):
+        asked.append(tuple(row))
+        return row[-2:] in ([7, 8], [3, 4])
+
+    assert generate(Counts(), [[5], [1], [6]], 20, END, GREEDY, until=until) == [[6, 7, 8], [2, 3, 4], [7, 8]]
+    assert (7, 8, 9) not in asked  # a row that has ended is not asked again
+
+
 def test_a_row_stops_before_any_of_several_ids():
     rows = generate(Counts(), [[5], [1], [8]], 20, END, GREEDY, stop=[3, 7])
     assert rows == [[6], [2], []]

@@ -108,9 +108,13 @@ class ChatTemplate:
             return Rendered(text, self._marked_spans(text, _with_marks(template), messages, tools))
         return Rendered(text, list(self._spans_by_prefix(text, template, messages, tools)))
 
-    def prompt(self, messages: Messages, tools: Tools) -> str:
-        """Returns the text of a conversation with the beginning of an answer; raises `JobError` as `render`."""
-        return self._text(self._tokenizer.get_chat_template(None, tools), messages, tools, prompt=True)
+    def prompt(self, messages: Messages, tools: Tools, *, goes_on: bool = False) -> str:
+        """Returns the text of a conversation with the beginning of an answer; raises `JobError` as `render`.
+
+        With `goes_on`, the answer continues the last message, at whose text the conversation ends.
+        """
+        template = self._tokenizer.get_chat_template(None, tools)
+        return self._text(template, messages, tools, prompt=not goes_on, goes_on=goes_on)
 
     def end_of_turn(self) -> str | None:
         """Returns the special token that the template writes after an answer; None if it does not show one."""
@@ -122,12 +126,15 @@ class ChatTemplate:
         rest = text.rpartition(PROBE)[2].lstrip() if PROBE in text else ""
         return max((token for token in self._special if rest.startswith(token)), key=len, default=None)
 
-    def _text(self, template: str, messages: Messages, tools: Tools, prompt: bool = False) -> str:
+    def _text(
+        self, template: str, messages: Messages, tools: Tools, prompt: bool = False, goes_on: bool = False
+    ) -> str:
         """Returns the text of messages; with `prompt` it ends with the beginning of an answer."""
         from jinja2 import TemplateError
 
         guard = NO_TODAY if TODAY in template else ""
         options: dict[str, Any] = {"tools": tools, "add_generation_prompt": prompt, **self._variables}
+        options |= {"continue_final_message": True} if goes_on else {}
         chat: Any = list(messages)
         try:
             return str(

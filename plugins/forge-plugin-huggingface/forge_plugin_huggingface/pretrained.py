@@ -205,6 +205,25 @@ class PretrainedTokenizer:
         text = self._template.prompt(messages, tools)
         return self._begun(self._chat_tokens(text, ())).ids.tolist()
 
+    @property
+    def chat_template(self) -> str:
+        """The template of conversations; empty if there is none."""
+        return str(self._pretrained.chat_template or "")
+
+    def chat_text(self, messages: Messages, tools: Tools = None, *, goes_on: bool = False) -> str:
+        """Returns the text of a conversation up to where the assistant's next answer begins; raises as `chat`.
+
+        Args:
+            messages: the conversation.
+            tools: as in `chat`.
+            goes_on: whether the answer continues the last message instead.
+        """
+        return self._template.prompt(messages, tools, goes_on=goes_on)
+
+    def encode_special(self, text: str) -> list[int]:
+        """Encode a text whose special tokens, spelt out, are special tokens, such as one of `chat_text`."""
+        return self._chat_tokens(text, ()).ids.tolist()
+
     def chat_parts(self, messages: Messages, mark: str, tools: Tools = None) -> list[ChatTokens]:
         """See `forge_plugin_huggingface.chat.PartedChatTokenizer`; raises as `chat`."""
         rendered = self._template.render(messages, tools)

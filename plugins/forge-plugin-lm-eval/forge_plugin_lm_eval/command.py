@@ -1,0 +1,121 @@
+"""`forge-run evaluate`: tasks of lm-evaluation-harness on a trained model."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from forge_core.cli.command_line import positive
+
+if TYPE_CHECKING:
+    from forge_plugin_lm_eval.model import ForgeLM
+
+
+def command(argv: list[str]) -> int:
+    """Evaluate the model of a run or checkpoint on tasks of lm-evaluation-harness."""
+    options = _parser().parse_args(argv)
+    from lm_eval import simple_evaluate
+    from lm_eval.utils import make_table
+
+    manager, tasks = _tasks(options.tasks, options.include)
+    lm = _load(options)
+    results = simple_evaluate(
+        model=lm,
+        tasks=tasks,
+        task_manager=manager,
+        num_fewshot=options.few_shot,
+        batch_size=options.batch_size,
+        limit=options.limit,
+        gen_kwargs=options.gen_kwargs,
+        system_instruction=options.system or None,
+        apply_chat_template=options.chat,
+        log_samples=options.items,
+        bootstrap_iters=options.bootstrap,
+        confirm_run_unsafe_code=options.unsafe_code,
+    )
+    print(make_table(results))
+    if results.get("groups"):
+        print(make_table(results, "groups"))
+    if options.output:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        options.output.write_text(json.dumps(results, indent=1, default=str, ensure_ascii=False) + "\n", "utf-8")
+    return 0
+
+
+def _tasks(names: str, folders: Sequence[Path]) -> tuple[Any, list[str]]:
+    """Returns the harness' manager of tasks, and the tasks that names and globs mean.
+
+    Raises:
+        JobError: there is no such task, or no such folder.
+    """
+    from lm_eval.tasks import TaskManager
+
+    from forge_core.contracts.errors import JobError, Problem, did_you_mean
+
+    if missing := [folder for folder in folders if not folder.is_dir()]:
+        raise JobError([Problem("--include", f"{folder} is not a folder") for folder in missing])
+    manager = TaskManager(include_path=[str(folder) for folder in folders] or None)
+    found: dict[str, None] = {}
+    problems = []
+    for name in filter(None, map(str.strip, names.split(","))):
+        matches = manager.match_tasks([name])
+        found |= dict.fromkeys(matches)
+        if not matches:
+            message = f"there is no task {name!r} (your own are in a folder named by --include)"
+            problems.append(Problem("--tasks", message + did_you_mean(name, manager.all_tasks)))
+    if problems or not found:
+        raise JobError(problems or "--tasks names none")
+    return manager, list(found)
+
+
+def _load(options: argparse.Namespace) -> ForgeLM:
+    from forge_core.checkpoint.resume import locate
+    from forge_plugin_generate.command import load_trained
+    from forge_plugin_lm_eval.model import ForgeLM
+
+    trained = load_trained(options.path, options.device, options.run)
+    checkpoint, manifest = locate(Path(options.path), "sizes")
+    return ForgeLM(
+        trained.model,
+        trained.tokenizer,
+        max_length=options.max_length or trained.job.train.seq_len,
+        batch_size=options.batch_size,
+        chat=options.chat,
+        seed=options.seed,
+        info={"checkpoint": str(checkpoint), "step": manifest["step"], "precision": trained.job.train.precision},
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="forge-run evaluate", description=command.__doc__)
+    parser.add_argument(
+        "path", metavar="RUN_OR_CHECKPOINT", help="a run folder (its newest checkpoint) or a checkpoint"
+    )
+    parser.add_argument("--tasks", required=True, metavar="NAMES", help="tasks or groups, with commas; globs too")
+    parser.add_argument(
+        "--include", action="append", type=Path, default=[], metavar="FOLDER", help="folder with tasks of your own"
+    )
+    parser.add_argument("--few-shot", type=int, metavar="N", help="worked examples before each question (the task's)")
+    parser.add_argument("--limit", type=float, metavar="N", help="first N items of each task; below 1: this share")
+    parser.add_argument("--batch-size", type=positive, default=8, metavar="N", help="rows computed together (8)")
+    parser.add_argument(
+        "--max-length", type=positive, metavar="N", help="positions of a row; longer ones are cut (train.seq_len)"
+    )
+    parser.add_argument("--chat", action="store_true", help="ask by the chat template")
+    parser.add_argument("--system", default="", metavar="TEXT", help="the system's message, or a text before each")
+    parser.add_argument(
+        "--gen-kwargs", metavar="K=V,…", help="settings of tasks that generate: max_gen_toks=64,temperature=0.7"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of tasks that sample (0)")
+    parser.add_argument("--bootstrap", type=int, default=1000, metavar="N", help="draws for standard errors (1000)")
+    parser.add_argument("--unsafe-code", action="store_true", help="allow tasks that run the code that a model writes")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write all results there, as JSON")
+    parser.add_argument("--items", action="store_true", help="with --output: every question and answer too")
+    parser.add_argument(
+        "--run", type=Path, metavar="FOLDER", help="run folder with the tokenizer, if the checkpoint is elsewhere"
+    )
+    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    return parser
