@@ -13,6 +13,7 @@ from forge_plugin_images import Answers, RenderedText
 from forge_plugin_images.answering import Answer, edit_distance
 from forge_plugin_images.gallery import pixels_of
 from forge_plugin_images.patches import patches_of
+from forge_plugin_text.bytes import ByteTokenizer
 from forge_plugin_vision import ImageFormat
 from forge_testing import job_problems, tiny_job
 
@@ -43,6 +44,16 @@ def test_a_run_logs_how_many_are_right_and_draws_them(make_job, catalog):
     assert 0 <= last["answers/exact"] <= last["answers/letters"] <= 1
     with Image.open(folder / "answers.png") as picture:
         assert picture.width > 900
+
+
+def test_an_answer_ends_where_the_tokenizer_says_that_one_ends(make_job, catalog, monkeypatch):
+    """Here before its first token, so that every right answer is empty, as is what the model says."""
+    monkeypatch.setattr(ByteTokenizer, "stop_ids", lambda self: range(257), raising=False)
+    evaluations = {"answers": Answers(sequences=5, shown=0, max_tokens=4)}
+    job = make_job(RenderedText(held_out=6, length=(3, 4), text_size=(5, 5)), evaluations=evaluations, steps=1)
+    folder = Trainer(job, catalog=catalog).run().folder
+    [last] = [line for line in map(json.loads, (folder / "metrics.jsonl").open()) if "answers/exact" in line]
+    assert last["answers/exact"] == 1
 
 
 def test_a_job_that_cannot_have_it_is_refused(tmp_path, catalog):

@@ -18,19 +18,27 @@ if TYPE_CHECKING:
     from forge_core.job import Job
     from forge_plugin_text.tokenizer_json import JsonTokenizer
 
+OWN = "auto"
+"""As `begin_of_text`: the tokens that the file puts before a text."""
 USUAL_END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "<｜end▁of▁sentence｜>", "<eos>", "</s>")
 """Tokens that end a document in well-known families (GPT and Qwen, Llama 3, DeepSeek, Gemma, Llama 2 and Mistral)."""
 
 
 @frozen(kw_only=True)
 class TokenizerFile(TokenizerComponent):
-    """A tokenizer in Hugging Face's format. Ids are those of the file, without tokens added around a text."""
+    """A tokenizer in Hugging Face's format.
+
+    Ids are those of the file, without tokens added around a text, but for `begin_of_text`.
+    """
 
     path: str = field(metadata=when_resumed("safe"))
     """The `tokenizer.json`. A relative path starts at the current directory."""
     end_of_text: str = ""
     """The special token that ends a document; empty: the first of `<|endoftext|>`, `<|end_of_text|>`,
     `<｜end▁of▁sentence｜>`, `<eos>` and `</s>` that the file has."""
+    begin_of_text: str = ""
+    """The special token before every document and prompt, such as `<s>`; `auto`: those that the file puts before a
+    text, as those of Llama 3, Gemma and Mistral do. Empty: none."""
 
     def build(self, context: BuildContext, documents: Callable[[], Iterable[str]]) -> JsonTokenizer:
         """Load the tokenizer.
@@ -52,16 +60,32 @@ class TokenizerFile(TokenizerComponent):
             return None
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
-        try:
-            self._end_of_text(Path(self.path), _read(Path(self.path)))
-        except JobError as error:
-            yield from error.problems
+        path = Path(self.path)
+        for token_of in (self._end_of_text, self._begin_of_text):
+            try:
+                token_of(path, _read(path))
+            except JobError as error:
+                yield from error.problems
+                return
 
     def _open(self, path: Path) -> JsonTokenizer:
         from forge_plugin_text.tokenizer_json import JsonTokenizer
 
         content = _read(path)
-        return JsonTokenizer(content, self._end_of_text(path, content))
+        begin, end = self._begin_of_text(path, content), self._end_of_text(path, content)
+        tokens = JsonTokenizer.own_beginning(content) if begin == OWN else (begin,) * bool(begin)
+        return JsonTokenizer(content, end, tokens)
+
+    def _begin_of_text(self, path: Path, content: str) -> str:
+        """Returns the key's value, if it is `auto` or a token that may begin a document."""
+        tokens = added_tokens(path, content)
+        if self.begin_of_text not in ("", OWN, *tokens):
+            message = (
+                f"{self.begin_of_text!r} is not an added token of {str(path)!r}; name the one that begins a document"
+            )
+            hint = f'{", ".join(map(repr, tokens)) or "it has none"}; or "{OWN}", or leave the key out'
+            raise JobError([Problem("begin_of_text", f"{message}: {hint}")])
+        return self.begin_of_text
 
     def _end_of_text(self, path: Path, content: str) -> str:
         tokens = added_tokens(path, content)

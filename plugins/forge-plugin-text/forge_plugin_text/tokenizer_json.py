@@ -9,7 +9,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
-from forge_core.contracts.errors import JobError
+from forge_core.contracts.errors import JobError, Problem
 
 FILE_NAME = "tokenizer.json"
 
@@ -21,22 +21,40 @@ class JsonTokenizer:
     out in a text are encoded as their characters. `decode` leaves special tokens out.
     """
 
-    def __init__(self, content: str, end_of_text: str) -> None:
-        """Parse the file's `content`; `end_of_text` is one of its added tokens.
+    def __init__(self, content: str, end_of_text: str, begin_of_text: Sequence[str] = ()) -> None:
+        """Parse the file's `content`; `end_of_text` and `begin_of_text` are added tokens of it.
 
         Raises:
-            JobError: the file cannot be used.
+            JobError: the file cannot be used, or a document would begin with its end.
         """
-        self._content, self._end_of_text = content, end_of_text
+        self._content, self._end_of_text, self._begin_of_text = content, end_of_text, tuple(begin_of_text)
+        if end_of_text in self._begin_of_text:
+            message = f"{end_of_text!r} ends documents, and a document that began with it would be empty"
+            hint = "leave begin_of_text out: the end of each document stands before the next one"
+            raise JobError([Problem("begin_of_text", f"{message}; {hint}")])
         self._tokenizer = _from_json(content)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._tokenizer.add_special_tokens([AddedToken(end_of_text, special=True, normalized=False)])
+        around = [end_of_text, *self._begin_of_text]
+        self._tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in around])
         self._tokenizer.encode_special_tokens = True
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values()) + 1
         self.end_of_text = vocabulary[end_of_text]
-        self._check_end_of_text()
+        self.begin_of_text = [vocabulary[token] for token in self._begin_of_text]
+        self._check_unspellable("end_of_text", end_of_text, "that a document could end itself")
+        for token in self._begin_of_text:
+            self._check_unspellable("begin_of_text", token, "that a document could begin within another")
+
+    @staticmethod
+    def own_beginning(content: str) -> tuple[str, ...]:
+        """Returns the tokens that the file's post-processor puts before a text; raises `JobError` as the class."""
+        tokenizer = _from_json(content)
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        whole, plain = (tokenizer.encode("a", add_special_tokens=added) for added in (True, False))
+        before = next(n for n in range(len(whole.ids)) if whole.ids[n : n + len(plain.ids)] == plain.ids)
+        return tuple(whole.tokens[:before])
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
@@ -56,19 +74,20 @@ class JsonTokenizer:
         (folder / FILE_NAME).write_bytes(self._content.encode())
 
     def fingerprint(self) -> str:
-        return hashlib.sha256(f"{self._end_of_text}\0{self._content}".encode()).hexdigest()
+        begin = "".join(f"{token}\0" for token in self._begin_of_text)
+        return hashlib.sha256(f"{begin}{self._end_of_text}\0{self._content}".encode()).hexdigest()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Rebuild in another process: a pickled `tokenizers.Tokenizer` loses `encode_special_tokens`."""
-        return JsonTokenizer, (self._content, self._end_of_text)
+        return JsonTokenizer, (self._content, self._end_of_text, self._begin_of_text)
 
-    def _check_end_of_text(self) -> None:
-        """Raise if text can spell it: some models (Unigram) have special tokens as ordinary pieces."""
-        text = self._end_of_text
-        if any(self.end_of_text in ids for ids in self.encode_batch([text, f"a{text}b", f" {text} "])):
+    def _check_unspellable(self, key: str, text: str, consequence: str) -> None:
+        """Raise if text can spell a token: some models (Unigram) have special tokens as ordinary pieces."""
+        id_ = self._tokenizer.token_to_id(text)
+        if any(id_ in ids for ids in self.encode_batch([text, f"a{text}b", f" {text} "])):
             raise JobError(
-                f"this tokenizer encodes the characters {text!r} in a text as its end-of-text, id {self.end_of_text}, "
-                "so that a document could end itself; set end_of_text to a token that text cannot spell"
+                f"this tokenizer encodes the characters {text!r} in a text as its {key.replace('_', '-')}, id {id_}, "
+                f"so {consequence}; set {key} to a token that text cannot spell"
             )
 
 

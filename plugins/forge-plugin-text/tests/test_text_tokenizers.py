@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from forge_core import protocols
+from forge_core.contracts.data import begin_of_text
 from forge_core.contracts.errors import JobError
 from forge_plugin_text import BPE, Bytes, TokenizerFile
 from forge_plugin_text.tokenizer_json import JsonTokenizer
@@ -323,3 +324,47 @@ def test_a_file_that_tokenizers_cannot_use_is_an_error(tmp_path: Path) -> None:
 def test_a_tokenizer_sent_to_another_process_still_reads_special_tokens_as_text(bpe: JsonTokenizer) -> None:
     text = "before <|endoftext|> after"
     assert pickle.loads(pickle.dumps(bpe)).encode(text) == bpe.encode(text)
+
+
+# --- the beginning of text -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> str:
+    """A tokenizer.json that puts `<|user|>` before a text, as Llama 3's puts a token of its own."""
+    tokenizer = train_bpe(iter(DOCUMENTS), 320, 2, SPECIAL)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|user|> $A <|endoftext|>", special_tokens=[("<|user|>", 1), ("<|endoftext|>", 0)]
+    )
+    tokenizer.save(str(tmp_path / "llama.json"))
+    return str(tmp_path / "llama.json")
+
+
+@pytest.mark.parametrize("asked", ["auto", "<|user|>"])
+def test_the_beginning_of_text_is_what_the_file_puts_before_one(llama: str, tmp_path: Path, asked: str) -> None:
+    component = TokenizerFile(path=llama, begin_of_text=asked)
+    tokenizer, plain = component.build(NOWHERE, documents), TokenizerFile(path=llama).build(NOWHERE, documents)
+    reference = Tokenizer.from_file(llama).encode("hello")
+    assert [*tokenizer.begin_of_text, *tokenizer.encode("hello"), tokenizer.end_of_text] == reference.ids
+    assert plain.begin_of_text == []
+    assert plain.fingerprint() != tokenizer.fingerprint()
+    assert tokenizer.decode([1, *tokenizer.encode("hello <|user|>")]) == "hello <|user|>"
+    tokenizer.save(tmp_path)
+    for copy in (component.load(NOWHERE, tmp_path), pickle.loads(pickle.dumps(tokenizer))):
+        assert (copy.begin_of_text, copy.fingerprint()) == ([1], tokenizer.fingerprint())
+
+
+@pytest.mark.parametrize(
+    ("token", "message"),
+    [
+        ("<s>", r"begin_of_text: '<s>' is not an added token of .*'<\|user\|>'; or \"auto\", or leave the key out"),
+        ("<|endoftext|>", r"begin_of_text: '<\|endoftext\|>' ends documents.*leave begin_of_text out"),
+    ],
+)
+def test_a_beginning_that_is_no_token_or_the_end_is_refused(llama: str, token: str, message: str) -> None:
+    with pytest.raises(JobError, match=message):
+        TokenizerFile(path=llama, begin_of_text=token).build(NOWHERE, documents)
+
+
+def test_bytes_and_a_trained_bpe_have_no_beginning(bpe: JsonTokenizer) -> None:
+    assert begin_of_text(bpe) == begin_of_text(Bytes().build(NOWHERE, documents)) == []

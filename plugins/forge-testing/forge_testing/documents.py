@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from attrs import field, frozen
 from attrs.validators import ge
 
 from forge_core.contracts.components import DatasetComponent
+from forge_core.contracts.data import begin_of_text
 from forge_core.contracts.errors import JobError
 from forge_testing.tiny import VOCABULARY
 
@@ -104,8 +105,12 @@ class Sentences(DatasetComponent):
         if tokenizer is None:
             raise JobError("Sentences is text, and the job has no tokenizer; give it a table [data.tokenizer]")
         held = [sentence(number) for number in range(self.count, self.count + self.held_out)]
-        held_out = ListedDocuments(tokenizer.encode_batch(held), tokenizer.end_of_text) if held else None
-        return ListedDocuments(tokenizer.encode_batch(self.documents()), tokenizer.end_of_text, held_out=held_out)
+
+        def encoded(texts: Iterable[str]) -> list[list[int]]:
+            return [[*begin_of_text(tokenizer), *ids] for ids in tokenizer.encode_batch(list(texts))]
+
+        held_out = ListedDocuments(encoded(held), tokenizer.end_of_text) if held else None
+        return ListedDocuments(encoded(self.documents()), tokenizer.end_of_text, held_out=held_out)
 
 
 WHO, WHAT, WHERE = ("a hen", "the fox", "one owl"), ("sits", "sings", "waits", "naps"), ("here", "at home", "on top")
