@@ -31,6 +31,7 @@ from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXAttention, GPT
 
 from forge_plugin_generate.generate import Sampling, generate
 from forge_plugin_transformer import (
+    AttentionPattern,
     DynamicRope,
     GroupedQueryAttention,
     InitStd,
@@ -238,12 +239,13 @@ def difference(reference: Any, model: Any, length: int, dtype: torch.dtype) -> f
         return (model.head.logits(model({"input_ids": ids})) - expected).abs().max().item()
 
 
-def phi3(rope: dict[str, Any], dtype: torch.dtype) -> Phi3ForCausalLM:
+def phi3(rope: dict[str, Any], dtype: torch.dtype, window: int = 0) -> Phi3ForCausalLM:
     torch.manual_seed(0)
     positions = {"max_position_embeddings": 4 * ORIGINAL, "original_max_position_embeddings": ORIGINAL}
     ids = {"bos_token_id": 1, "eos_token_id": END, "pad_token_id": 0}
     with lifted(dtype):
-        config = Phi3Config(**SIZES, **positions, **ids, rope_parameters=rope, attn_implementation="eager")
+        further = {"rope_parameters": rope, "sliding_window": window or None, "attn_implementation": "eager"}
+        config = Phi3Config(**SIZES, **positions, **ids, **further)
         return randomised(Phi3ForCausalLM(config), dtype)
 
 
@@ -264,7 +266,8 @@ def phi3_weights(reference: Any) -> dict[str, Tensor]:
 
 
 def our_phi3(make_model: MakeModel, make_context: Any, reference: Any, rope: Any, dtype: Any, seq_len: int) -> Any:
-    attention = GroupedQueryAttention(heads=HEADS, kv_heads=KV_HEADS, rope=rope)
+    window = reference.config.sliding_window or 0
+    attention = GroupedQueryAttention(heads=HEADS, kv_heads=KV_HEADS, rope=rope, window=window)
     context = make_context(dtype=dtype, seq_len=seq_len)
     model = make_model(context=context, attention=attention, norm=RMSNorm(eps=1e-5), **KEYS)
     load(model, phi3_weights(reference))
@@ -365,20 +368,26 @@ def test_logits_equal_llama_with_dynamic_scaling(make_model, make_context, lengt
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_logits_equal_smollm3_whose_layers_have_no_encoding(make_model, make_context, precision: str) -> None:
+@pytest.mark.parametrize("rotates", [[0, 0], [1, 0]], ids=["no layer rotates", "every other layer rotates"])
+def test_logits_equal_smollm3(make_model, make_context, rotates: list[int], precision: str) -> None:
     dtype, tolerance = PRECISIONS[precision]
     torch.manual_seed(0)
     with lifted(dtype):
         config = SmolLM3Config(
             **SIZES,
-            no_rope_layers=[0, 0],
+            no_rope_layers=rotates,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e4},
             pad_token_id=0,
             rms_norm_eps=1e-5,
             tie_word_embeddings=False,
             attn_implementation="eager",
         )
         reference = randomised(SmolLM3ForCausalLM(config), dtype)
-    model = our_llama(make_model, make_context(dtype=dtype), reference, NoRope())
+    none, plain = (GroupedQueryAttention(heads=HEADS, kv_heads=KV_HEADS, rope=rope) for rope in (NoRope(), PlainRope()))
+    some = AttentionPattern(layers=("plain", "none"), kinds={"plain": plain, "none": none})
+    attention = some if any(rotates) else none
+    model = make_model(context=make_context(dtype=dtype), attention=attention, norm=RMSNorm(eps=1e-5), **KEYS)
+    load(model, {name: parameter.data for name, parameter in reference.named_parameters()})
     assert difference(reference, model, 30, dtype) < tolerance
 
 
@@ -425,6 +434,14 @@ def test_phi3_goes_on_into_long_sequences_with_a_cache_that_is_computed_anew(
     # Each row by its own length: as alone, whatever the others are.
     other = tokens(5, rows=1)[0].tolist()
     assert ours(model, [prompt, other], 16) == [expected, greedy(reference, other, 16)]
+
+
+def test_so_it_does_where_the_cache_keeps_the_positions_of_a_window_only(make_model, make_context) -> None:
+    reference = phi3({"rope_type": "longrope", **LONG_ROPE, **PARTIAL}, torch.float64, window=10)
+    model = our_phi3(make_model, make_context, reference, long_rope(), torch.float64, seq_len=SHORT)
+    assert difference(reference, model, SHORT, torch.float64) < 1e-9
+    prompts = [tokens(length, rows=1)[0].tolist() for length in (ORIGINAL - 6, 4)]
+    assert ours(model, prompts, 14) == [greedy(reference, prompt, 14) for prompt in prompts]
 
 
 def test_long_prompts_and_short_ones_are_encoded_by_their_length(make_model, make_context) -> None:
