@@ -44,7 +44,9 @@ TEN_MINUTES = ROOT / "docs" / "ten-minutes"
 MAKES_DATA = ROOT / "docs" / "your-own-images.md"
 """The page whose commands make the data of its job."""
 EVALUATES = ROOT / "docs" / "evaluate.md"
-RUN_ALL = (*sorted(TEN_MINUTES.glob("*.md")), ROOT / "docs" / "publishing.md", MAKES_DATA, EVALUATES)
+IMPORTS = ROOT / "docs" / "bring-a-model.md"
+"""The page whose commands make the model of its job."""
+RUN_ALL = (*sorted(TEN_MINUTES.glob("*.md")), ROOT / "docs" / "publishing.md", MAKES_DATA, EVALUATES, IMPORTS)
 """Pages of which every command is run."""
 
 TRAINS = re.compile(r"forge-run \S+\.toml$")

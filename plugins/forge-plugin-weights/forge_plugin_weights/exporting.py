@@ -193,10 +193,10 @@ def write_extras(folder: Path, target: Target, job: Job, dtypes: Mapping[str, to
         "model_type": target.model_type,
         **target.config,
         "max_position_embeddings": job.train.seq_len,
-        **{key: value for key, value in _origin(run).get("config", {}).items() if key in KEPT},
         "torch_dtype": str(_common(list(dtypes.values()))).removeprefix("torch."),
         "use_cache": True,
         **{name: value for name, value in ids.items() if not isinstance(value, list)},
+        **{key: value for key, value in _origin(run).get("config", {}).items() if key in KEPT},
     }
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     if run is not None and (run / TOKENIZER).is_dir():

@@ -1,0 +1,117 @@
+"""The command as a user calls it, with a tokenizer, and a job of `configs/` that goes on from there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import transformers
+from published_models import MODELS, SIZES
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from forge_core.cli import main
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory) -> Path:
+    """A tiny Llama with a tokenizer of bytes, which begins texts with a token."""
+    folder = tmp_path_factory.mktemp("weights") / "published"
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = ["<s>", "</s>", "<|end_of_turn|>"]
+    letters = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator([], trainers.BpeTrainer(initial_alphabet=letters, special_tokens=special))
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", chat_template="{{ messages[0]['content'] }}"
+    ).save_pretrained(folder)
+    config = transformers.LlamaConfig(**{**SIZES, "vocab_size": tokenizer.get_vocab_size()})
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    (folder / "generation_config.json").write_text(json.dumps({"bos_token_id": 0, "eos_token_id": [1, 2]}))
+    return folder
+
+
+def test_a_published_model_is_trained_further_and_taken_out(published, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["weights", "import", str(published), "--output", "runs/theirs"]) == 0
+    assert "train it: forge-run runs/theirs/start.toml JOB.toml" in capsys.readouterr().out
+    job = ["runs/theirs/start.toml", str(ROOT / "configs/continue-smollm2.toml")]
+    small = ["--train.steps=2", "--train.seq_len=64", "--train.global_batch_size=2", "--train.precision=fp32"]
+    data = ["--data.sources.0.type=text", f"--data.sources.0.path={ROOT}/forge_core/data/*.py", "--eval.at_start=false"]
+    assert main(["run", *job, *small, *data, "--scheduler.warmup_steps=1"]) == 0, capsys.readouterr().err
+    assert main(["generate", "runs/smollm2-python", "--prompt", "import", "--max-tokens=2"]) == 0
+    capsys.readouterr()
+    export = ["weights", "export", "runs/smollm2-python", "--output", "out", "--dtype=bfloat16"]
+    assert main(export) == 0
+    assert "out/config.json\n" in capsys.readouterr().out
+
+    model, loading = transformers.AutoModelForCausalLM.from_pretrained("out", output_loading_info=True)
+    assert not any(loading.values())
+    assert str(model.dtype) == "torch.bfloat16"
+    config = json.loads(Path("out/config.json").read_text())
+    assert config["torch_dtype"] == "bfloat16"
+    assert config["max_position_embeddings"] == 64, "of the training"
+    assert json.loads(Path("out/generation_config.json").read_text())["eos_token_id"] == [1, 2]
+    before, after = (transformers.AutoTokenizer.from_pretrained(folder) for folder in (published, "out"))
+    assert after("def go(): é")["input_ids"] == before("def go(): é")["input_ids"]
+    assert after.chat_template == before.chat_template
+    record = json.loads(Path("out/forge/provenance.json").read_text())
+    assert record["step"] == 2
+    assert 'name = "smollm2-python"' in Path("out/forge/job.toml").read_text()
+
+    assert main(export) == 2
+    assert "out exists already" in capsys.readouterr().err
+
+
+def test_an_import_comes_out_as_it_was(published, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["weights", "import", str(published), "--output", "runs/theirs"]) == 0
+    assert main(["weights", "export", "runs/theirs", "--output", "out"]) == 0
+    before, after = (json.loads((folder / "config.json").read_text()) for folder in (published, Path("out")))
+    assert after["max_position_embeddings"] == before["max_position_embeddings"]
+    assert (after["bos_token_id"], after["eos_token_id"]) == (before["bos_token_id"], before["eos_token_id"])
+    origin = json.loads(Path("out/forge/origin.json").read_text())
+    assert origin["model_type"] == "llama"
+    assert set(origin["files"]) == {path.name for path in published.glob("*.safetensors")}
+
+
+def test_a_configuration_is_shown_key_by_key(tmp_path, capsys):
+    MODELS["qwen3_moe"].write(tmp_path)
+    assert main(["weights", "inspect", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "model.dim = 32" in out
+    assert "NOT" not in out
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"mlp_only_layers": [1], "novelty": 3}))
+    assert main(["weights", "inspect", str(tmp_path)]) == 2
+    out = capsys.readouterr().out
+    assert "NOT SUPPORTED: mlp_only_layers = [1]; every n-th layer may lack experts by decoder_sparse_step only" in out
+    assert any("novelty" in line and "NOT KNOWN" in line for line in out.splitlines())
+
+
+def test_an_architecture_of_a_stranger_comes_from_a_file(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    MODELS["llama, tied"].write(Path("published"))
+    readme = (ROOT / "plugins/forge-plugin-weights/README.md").read_text()
+    Path("mine.py").write_text(readme.split("```python\n# mine.py\n")[1].split("```")[0])
+    config = json.loads(Path("published/config.json").read_text())
+    config |= {"model_type": "mine", "norm_epsilon": config.pop("rms_norm_eps"), "tie_word_embeddings": False}
+    for key in ("attention_bias", "mlp_bias", "pretraining_tp"):
+        config.pop(key, None)
+    Path("published/config.json").write_text(json.dumps(config))
+    arguments = ["published", "--output", "runs/mine", "--no-tokenizer"]
+    assert main(["weights", "import", *arguments]) == 2
+    assert "model_type: 'mine' is none of the installed ones" in capsys.readouterr().err
+    mine = ["--architecture", "./mine.py:Mine"]
+    assert main(["weights", "import", *arguments, *mine]) == 2
+    assert "it lacks lm_head.weight" in capsys.readouterr().err, "it is tied in the files"
+    config["tie_word_embeddings"] = True
+    Path("published/config.json").write_text(json.dumps(config))
+    assert main(["weights", "import", *arguments, *mine]) == 0
+    assert main(["weights", "export", "runs/mine", "--output", "out", *mine]) == 0
+    written = json.loads(Path("out/config.json").read_text())
+    assert written["architectures"] == ["MineForCausalLM"]
+    assert written["norm_epsilon"] == 1e-6
