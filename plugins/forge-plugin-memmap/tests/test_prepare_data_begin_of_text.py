@@ -56,3 +56,18 @@ def test_the_tokenizer_of_the_folder_knows_what_its_own_knows(prepare) -> None:
     kept = load_kept(Path("out", "tokenizer"))
     assert begin_of_text(kept) == BEGIN
     assert kept.stop_ids() == [0, 7]
+
+
+def test_a_folder_from_before_a_tokenizer_had_a_key_is_finished_still(prepare, forge_run) -> None:
+    """With the key's default; another value is another tokenizer."""
+    Path("a.txt").write_text("one")
+    arguments = ["a.txt", "--output=out"]
+    prepare(*arguments)
+    manifest = json.loads(Path("out", "manifest.json").read_text())
+    del manifest["arguments"]["tokenizer"]["seconds"]
+    Path("out", "manifest.json").write_text(json.dumps(manifest))
+    prepare(*arguments)
+    tokenizer = ["--workers=1", "--tokenizer=./letters.py:Letters", "--tokenizer.seconds=0.5"]
+    code, _, err = forge_run("prepare-data", *arguments, *tokenizer)
+    assert code == 2
+    assert "was begun with other arguments" in err

@@ -13,7 +13,10 @@ from typing import Any
 
 from attrs import define, field
 
+from forge_core.config.load import parse_component, to_toml
+from forge_core.contracts.components import TokenizerComponent
 from forge_core.contracts.errors import ForgeError, JobError
+from forge_core.plugins.catalog import Catalog
 from forge_kit.cache import write_atomically
 from forge_plugin_memmap.prepare.documents import Dropped
 from forge_plugin_memmap.prepare.inputs import InputPosition
@@ -159,7 +162,15 @@ def _demand_empty(folder: Path) -> None:
 
 
 def _comparable(before: Arguments, now: Arguments) -> Arguments:
-    """Returns earlier arguments with the present `errors` if they were strict: unfailed, strict has skipped nothing."""
+    """Returns earlier arguments as they would be written now.
+
+    Strict `errors` are the present ones: unfailed, strict has skipped nothing. Keys that the tokenizer's component has
+    got since have their defaults.
+    """
+    if before["tokenizer"].keys() < now["tokenizer"].keys():
+        catalog = Catalog.installed()
+        component = parse_component(before["tokenizer"], MANIFEST, TokenizerComponent, catalog)
+        before = {**before, "tokenizer": to_toml(component, catalog)}
     return {**before, "errors": now["errors"]} if before["errors"] == "strict" else before
 
 
