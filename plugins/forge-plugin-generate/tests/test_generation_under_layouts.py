@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import MethodType
+
 import pytest
 import torch
 from attrs import frozen
@@ -12,7 +14,8 @@ from forge_kit.generation import joint_generation
 from forge_plugin_generate.generate import Sampling, generate
 from forge_plugin_mla import MultiHeadLatentAttention
 from forge_plugin_moe import MoE
-from forge_plugin_transformer import GroupedQueryAttention, LongRope, NoRope, Transformer
+from forge_plugin_transformer import AttentionPattern, GroupedQueryAttention, LongRope, NoRope, Transformer
+from forge_plugin_transformer.modules.rotary import rotate
 from forge_testing.layouts import LayoutCase
 from forge_testing.processes import run_on_ranks
 from forge_testing.runs import advance, tiny_run
@@ -120,6 +123,47 @@ def test_rows_that_become_long_whichever_layers_know_it(name, tmp_path):
     expected = rows(network)
     assert expected == rows(network, use_cache=False)
     assert run_on_ranks(2, lambda rank: rows(built(tmp_path, LAYOUTS[name], **parts).model)) == [expected] * 2
+
+
+@pytest.mark.parametrize("name", ["fsdp", "tp", "pp", "cp, ring"])
+def test_windows_patterns_sinks_and_other_blocks(name, tmp_path):
+    full, window = (GroupedQueryAttention(heads=4, kv_heads=2, sinks=True, window=window) for window in (0, 4))
+    pattern = AttentionPattern(layers=("full", "window"), kinds={"full": full, "window": window})
+    blocks = {"norm_placement": "both", "embedding_scale": 4.0, "logit_soft_cap": 5.0}
+    parts = {"model": model(attention=pattern, **blocks)}
+    expected = rows(built(tmp_path, **parts).model)
+    assert run_on_ranks(2, lambda rank: rows(built(tmp_path, LAYOUTS[name], **parts).model)) == [expected] * 2
+
+
+def attend_by_the_mixer(network):
+    """Let attention decode by its mixer, over all positions so far, as one of a third party may."""
+
+    def attend(self, q, k, v, batch, cache):
+        positions = torch.arange(cache.used, cache.used + q.shape[1]).expand(len(q), -1)
+        turns = self.rotary(q.shape[1], positions)
+        new = (rotate(q, *turns), rotate(k, *turns), v)
+        cache.used += q.shape[1]
+        before = vars(cache).get("all", [part[:, :0] for part in new])
+        cache.all = [torch.cat(pair, 1) for pair in zip(before, new, strict=True)]
+        return self.core(*cache.all, {})[:, -q.shape[1] :]
+
+    for layer in network.layers.values():
+        layer.attention._attend_cached = MethodType(attend, layer.attention)
+    return network
+
+
+@pytest.mark.parametrize("name", ["cp, ring", "cp, ulysses"])
+def test_attention_that_decodes_by_its_mixer(name, tmp_path):
+    prompts = [[5, 6, 7, 8]]
+    expected = rows(built(tmp_path).model, prompts, use_cache=False)
+
+    def rank(number):
+        network = attend_by_the_mixer(built(tmp_path, LAYOUTS[name]).model)
+        replaced = network.layers["0"].attention.core
+        written = rows(network, prompts, use_cache=False)
+        return written, network.layers["0"].attention.core is replaced
+
+    assert run_on_ranks(2, rank) == [(expected, True)] * 2
 
 
 def test_ranks_of_fsdp_have_rows_of_their_own_that_end_at_different_times(tmp_path):

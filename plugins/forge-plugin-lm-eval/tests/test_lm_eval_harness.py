@@ -227,6 +227,20 @@ def test_scores_equal_those_of_the_harness(both, runs, options):
     assert all(math.isfinite(value) and value < 0 for value in likeliest)
 
 
+@pytest.mark.parametrize("name", ["plain", "chat"])
+def test_scores_equal_those_of_the_exported_folder(name, runs, monkeypatch, tmp_path):
+    monkeypatch.chdir(runs)
+    folder = str(tmp_path / "exported")
+    assert main(["weights", "export", f"runs/{name}", "--output", folder]) == 0
+    trained = load_trained(f"runs/{name}", "cpu")
+    lm = ForgeLM(trained.model, trained.tokenizer, max_length=LENGTH, batch_size=4)
+    ours = answers(scores(lm, runs))
+    theirs = answers(scores(HFLM(pretrained=folder, batch_size=4, max_length=LENGTH, device="cpu"), runs))
+    for task, given in theirs.items():
+        for mine, other in zip(flat(ours[task]), flat(given), strict=True):
+            assert mine == (pytest.approx(other, rel=1e-4) if isinstance(other, float) else other), task
+
+
 def test_the_size_of_a_batch_changes_nothing(runs, monkeypatch):
     monkeypatch.chdir(runs)
     trained = load_trained("runs/plain", "cpu")

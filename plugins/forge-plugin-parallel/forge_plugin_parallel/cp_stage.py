@@ -19,7 +19,7 @@ from forge_core.contracts.runtime import ParallelStage
 from forge_kit.generation import join
 from forge_plugin_parallel.collectives import all_gather, all_to_all
 from forge_plugin_parallel.cp import mixing_of
-from forge_plugin_parallel.generation import SameRows
+from forge_plugin_parallel.generation import OwnMixers, SameRows
 from forge_plugin_parallel.ring import PLAIN, Mixing, RankPositions, attend, ring_attention
 
 if TYPE_CHECKING:
@@ -63,12 +63,14 @@ class ContextParallelStage(ParallelStage):
             self._divided = {*TOKENS, *entries}
         else:
             self._by_shape = type(model).prepare_sequences is not Model.prepare_sequences
+        own: dict[tuple[nn.Module, str], nn.Module] = {}
         for name in model.sequence_mixers():
             parent, _, key = name.rpartition(".")
-            mixer = model.get_submodule(name)
+            mixer = own[model.get_submodule(parent), key] = model.get_submodule(name)
             replacement = Exchange(mixer, self._group) if self._method == "ulysses" else self._over_ranks(mixer)
             setattr(model.get_submodule(parent), key, replacement)
         if isinstance(model, Generates):
+            model.decode = OwnMixers(model.decode, own)  # type: ignore[method-assign]
             join(model, SameRows(model))
         return model
 

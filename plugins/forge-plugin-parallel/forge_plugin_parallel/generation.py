@@ -5,7 +5,7 @@ Shapes: B rows, S new positions of each, D model width, V the whole vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -72,6 +72,27 @@ class WholeSequences:
             return self._decode(batch, cache)
         finally:
             self._ranks.sequence_parallel = divided
+
+
+class OwnMixers:
+    """Replaces `Model.decode` under context parallel: with the model's own mixers, as every rank has all positions."""
+
+    def __init__(self, decode: Callable[[Batch, Any], Tensor], own: Mapping[tuple[nn.Module, str], nn.Module]) -> None:
+        """`own`: the mixers that the stage has replaced, by the module that holds each, and its name there."""
+        self._decode, self._own = decode, dict(own)
+
+    def __call__(self, batch: Batch, cache: Any) -> Tensor:
+        replaced = {place: getattr(*place) for place in self._own}
+        _put(self._own)
+        try:
+            return self._decode(batch, cache)
+        finally:
+            _put(replaced)
+
+
+def _put(modules: Mapping[tuple[nn.Module, str], nn.Module]) -> None:
+    for (parent, key), module in modules.items():
+        setattr(parent, key, module)
 
 
 class SectionDecode:
