@@ -116,7 +116,7 @@ def _weight_map(folder: Path) -> Mapping[str, str]:
     except (ValueError, LookupError, TypeError) as error:
         raise JobError(f"{path} is no index of tensors: {type(error).__name__}: {error}") from error
     for name in names.values():
-        if "/" in name or name.startswith("."):
+        if name.startswith(".") or "/" in name:
             raise JobError(f"{path} names a file outside of its folder: {name!r}")
     return names
 
