@@ -17,6 +17,7 @@ from forge_core.checkpoint.state import evaluated_names
 from forge_core.checkpoint.storage import publish
 from forge_core.checkpoint.tensors import stored_tensors
 from forge_core.config.load import parse_job, to_toml
+from forge_core.contracts.components import ModelComponent
 from forge_core.contracts.errors import JobError
 from forge_core.plugins.catalog import Catalog
 from forge_kit.whole_tensors import read_whole
@@ -66,15 +67,23 @@ def find_target(
             of several.
     """
     model = _with_vocabulary(job, shapes)
-    if architecture:
-        fitting = {architecture: load_architecture(architecture, catalog)}
-    else:
-        fitting = dict(fitting_architectures(model, catalog))
-    name = origin if origin in fitting else _preferred(fitting)
-    chosen = fitting[name]
+    name, chosen = find_form(model, catalog, architecture, origin)
     config = write_config(chosen, model, catalog)
     flat = resolved(chosen, flattened(to_toml(model, catalog)))
     return Target(model_type=name, architecture=chosen, config=config, match=match_names(chosen, flat, shapes))
+
+
+def find_form(
+    model: ModelComponent, catalog: Catalog, architecture: str = "", origin: str = ""
+) -> tuple[str, ArchitectureComponent]:
+    """Returns the architecture of a model, with its `model_type`; see `find_target` for arguments and errors."""
+    if architecture:
+        chosen = load_architecture(architecture, catalog)
+        write_config(chosen, model, catalog)
+        return architecture, chosen
+    fitting = fitting_architectures(model, catalog)
+    name = origin if origin in fitting else _preferred(fitting)
+    return name, fitting[name]
 
 
 def _with_vocabulary(job: Job, shapes: Mapping[str, tuple[int, ...]]) -> Any:

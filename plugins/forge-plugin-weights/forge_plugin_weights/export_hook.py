@@ -1,0 +1,84 @@
+"""The hook `export`."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from attrs import define, field
+from attrs.validators import ge, gt
+
+from forge_core.contracts.components import TrainingHook
+from forge_core.contracts.errors import JobError, Problem
+
+if TYPE_CHECKING:
+    from forge_core.contracts.contexts import StepContext, TrainContext
+    from forge_core.contracts.layout import Layout
+    from forge_core.job import Job
+
+FOLDER = "exports"
+
+
+@define(kw_only=True, slots=False)
+class Export(TrainingHook):
+    """Writes the weights as a published model, which `transformers` and vLLM load, during the run and at its end.
+
+    To `exports/step-N` in the run folder; all ranks write, each its own part. Optimizers that evaluate other weights
+    than they train export those.
+    """
+
+    resumes_as = "safe"
+
+    every: int = field(default=0, validator=ge(0))
+    """Steps between exports; 0: only at the end of the run."""
+    keep: int = field(default=0, validator=ge(0))
+    """The newest exports to keep; 0: all."""
+    dtype: Literal["", "float32", "bfloat16", "float16"] = ""
+    """Of the weights; empty: as they are trained, float32."""
+    shard_size: float = field(default=5.0, validator=gt(0))
+    """Of each file at most, in GB."""
+    architecture: str = ""
+    """`model_type` to export as, such as `llama`; empty: the one that the model is of."""
+
+    exported_step = -1  # of this process, and not state
+
+    def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        from forge_core.plugins.catalog import Catalog
+        from forge_plugin_weights.exporting import find_form
+
+        try:
+            find_form(job.model, Catalog.installed(), self.architecture)
+        except JobError as error:
+            yield from error.problems
+
+    def on_step_end(self, context: StepContext) -> None:
+        if self.every and context.step % self.every == 0:
+            self._export(context)
+
+    def on_train_end(self, context: TrainContext) -> None:
+        if self.exported_step != context.step:
+            self._export(context)
+
+    def _export(self, context: TrainContext) -> None:
+        import torch
+
+        from forge_core.parallel.mesh import global_rank
+        from forge_plugin_weights.parallel_export import export_training
+
+        if context.folder is None:
+            return
+        self.exported_step = context.step
+        folder = context.folder / FOLDER / f"step-{context.step}"
+        if global_rank() == 0:  # a run that continues from an earlier step exports some steps again
+            shutil.rmtree(folder, ignore_errors=True)
+        dtype = getattr(torch, self.dtype) if self.dtype else None
+        export_training(context, folder, dtype, round(self.shard_size * 1e9), self.architecture)
+        if global_rank() == 0:
+            self._prune(folder.parent)
+
+    def _prune(self, folder: Path) -> None:
+        steps = sorted(int(path.name.removeprefix("step-")) for path in folder.glob("step-*") if path.suffix != ".tmp")
+        for step in steps[: -self.keep] if self.keep else []:
+            shutil.rmtree(folder / f"step-{step}")
