@@ -15,7 +15,7 @@ from forge_plugin_moe import MoE
 from forge_plugin_moma import MoMa
 from forge_plugin_mot import MixtureOfTransformers
 from forge_plugin_mot.modules.routing import Route
-from forge_plugin_transformer import GELU, FFNComponent, GroupedQueryAttention, LayerNorm
+from forge_plugin_transformer import GELU, AttentionPattern, FFNComponent, GroupedQueryAttention, LayerNorm
 from forge_plugin_vision import GRIDS, IMAGE, PATCHES, Joint
 from forge_plugin_vision.testing import RandomImages
 from forge_testing.curves import Difference, train
@@ -120,6 +120,10 @@ BIASED = {
     "ffn": GELU(hidden=24, bias=True),
     "norm": LayerNorm(),
 }
+SINKING = GroupedQueryAttention(heads=4, kv_heads=2, window=5, sinks=True)
+WINDOWS = {
+    "attention": AttentionPattern(layers=("near", "full"), kinds={"near": SINKING, "full": BIASED["attention"]}),
+}
 FURTHER: list[tuple[MixtureOfTransformers, dict[str, Any], dict[str, Any]]] = [
     (MixtureOfTransformers(), {}, {"tp": {"degree": 2, "sequence_parallel": False}}),
     (MixtureOfTransformers(norm="after", modalities=("image", "video")), BIASED, {"tp": {"degree": 2}}),
@@ -129,6 +133,7 @@ FURTHER: list[tuple[MixtureOfTransformers, dict[str, Any], dict[str, Any]]] = [
         {"fsdp": {}, "ep": {"degree": 2}, "activation_checkpointing": {}},
     ),
     (MixtureOfTransformers(untie=("ffn",)), {}, {"cp": {"degree": 2, "method": "ulysses"}}),
+    (MixtureOfTransformers(), WINDOWS, {"tp": {"degree": 2}}),
 ]
 
 

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from forge_core import JobError, load_job
-from forge_core.contracts.layout import Layout
-from forge_plugin_transformer import AttentionPattern, GroupedQueryAttention, MultiTokenPrediction, PlainRope
+from forge_plugin_transformer import AttentionPattern, GroupedQueryAttention, PlainRope
 from forge_plugin_transformer.attention_backends import Measurement, Table, committed_table
 
 REST = """
@@ -76,15 +75,6 @@ def test_a_pattern_goes_on_in_the_modules_of_multi_token_prediction() -> None:
             return part.window
 
     assert [component.build(Context(layer), dim=8, init=None) for layer in range(5)] == [3, 0, 0, 3, 0]  # type: ignore[arg-type]
-
-
-def test_a_pattern_with_multi_token_prediction_trains(make_model: Callable[..., Any]) -> None:
-    kinds = {"near": GroupedQueryAttention(heads=4, window=3), "full": GroupedQueryAttention(heads=4)}
-    attention = AttentionPattern(layers=("near", "full"), kinds=kinds)
-    assert MultiTokenPrediction(depth=1).depth == 1
-    model = make_model(attention=attention, layers=4)
-    windows = [layer.attention.scoring.window for layer in model.layers.values()]
-    assert windows == [3, 0, 3, 0]
 
 
 @pytest.mark.parametrize(
@@ -208,7 +198,6 @@ def test_a_window_is_told_by_the_module(make_model: Callable[..., Any]) -> None:
     assert repr(attention.core).endswith("window=8, scale=0.5, soft_cap=2.0, sinks=True)")
     plain = make_model(attention=GroupedQueryAttention(heads=4)).layers["0"].attention
     assert plain.core.mixing() == {}
-    assert Layout().cp == 1
 
 
 def test_sinks_are_as_biases_to_the_optimizer(make_model: Callable[..., Any]) -> None:

@@ -151,3 +151,19 @@ class TestTransformerOfSeveralAttentions(ModelSuite):
             },
         ),
     )  # fmt: skip
+
+
+class TestPatternThatPredictsFurther(ModelSuite):
+    """The pattern goes on in the modules of multi-token prediction."""
+
+    component = Transformer(
+        vocab_size=32, dim=16, layers=2, mtp=MultiTokenPrediction(depth=1),
+        attention=AttentionPattern(
+            layers=("window", "full"),
+            kinds={
+                "window": GroupedQueryAttention(**HEADS, window=4, sinks=True),
+                "full": GroupedQueryAttention(**HEADS),
+            },
+        ),
+    )  # fmt: skip
+    layouts = ("tp2", "pp2")

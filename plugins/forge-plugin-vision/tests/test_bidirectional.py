@@ -19,7 +19,14 @@ from forge_core.parallel.initialise import materialise
 from forge_core.parallel.layout import plan_layout
 from forge_plugin_mla import MultiHeadLatentAttention
 from forge_plugin_parallel import ContextParallel
-from forge_plugin_transformer import GroupedQueryAttention, MultiTokenPrediction, RMSNorm, SwiGLU, Transformer
+from forge_plugin_transformer import (
+    AttentionPattern,
+    GroupedQueryAttention,
+    MultiTokenPrediction,
+    RMSNorm,
+    SwiGLU,
+    Transformer,
+)
 from forge_plugin_transformer.huggingface_names import to_huggingface
 from forge_plugin_vision import GRIDS, IMAGE, PATCHES, Joint, VisionLanguage
 from forge_plugin_vision.suite import VisionModelSuite
@@ -50,6 +57,23 @@ BLOCKS = {
 
 class TestBidirectional(VisionModelSuite):
     component = VisionLanguage(language=tiny_language(), vision=tiny_vision(), fusion=Joint(bidirectional=True))
+
+
+WINDOWS = AttentionPattern(
+    layers=("near", "full"),
+    kinds={
+        "near": GroupedQueryAttention(heads=4, kv_heads=2, window=3, sinks=True),
+        "full": GroupedQueryAttention(heads=4, kv_heads=2),
+    },
+)
+"""Images are longer than the window."""
+
+
+class TestBidirectionalWithWindows(VisionModelSuite):
+    component = VisionLanguage(
+        language=evolve(LANGUAGE, attention=WINDOWS), vision=tiny_vision(), fusion=Joint(bidirectional=True)
+    )
+    layouts = ("tp2", "compiled")
 
 
 @pytest.fixture

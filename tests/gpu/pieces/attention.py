@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -11,19 +12,23 @@ from forge_plugin_transformer.attention_backends import SUPPORTED, Choice, Kerne
 from forge_plugin_transformer.document_backends import DocumentChoice, able
 from forge_plugin_transformer.modules.attention_core import AttentionCore, torch_attention
 from forge_plugin_transformer.modules.documents import document_mask
+from forge_plugin_transformer.scoring import Scoring, visible_pairs
 from gpu.bench import Bench, piece, relative_error
 
 DTYPES = {"bfloat16": 2e-2, "float32": 2e-4}
 """And the largest error of result and gradients."""
 
 
-@piece("attention", "flash, cuDNN, memory-efficient, plain and GEMM attention against float64, causal and by document")
+@piece(
+    "attention",
+    "flash, cuDNN, memory-efficient, plain and GEMM attention against float64: causal, in windows, by document",
+)
 def attention(bench: Bench) -> None:
     for dtype, limit in DTYPES.items():
-        for documents in (False, True):
-            reference = _Reference(bench, documents)
+        for documents, window in product((False, True), (0, bench.size(100, 10))):
+            reference = _Reference(bench, documents, window)
             for kernel, way in _ways(bench.device.type, dtype, documents):
-                with bench.case(f"{kernel}, {dtype}, documents {way}"):
+                with bench.case(f"{kernel}, {dtype}, documents {way}, window {window}"):
                     _try(bench, kernel, way, dtype, limit, reference)
 
 
@@ -40,7 +45,8 @@ def _ways(device: str, dtype: str, documents: bool) -> Iterator[tuple[Kernel, st
 class _Reference:
     """Inputs, and what comes of them in float64 on the CPU."""
 
-    def __init__(self, bench: Bench, documents: bool) -> None:
+    def __init__(self, bench: Bench, documents: bool, window: int) -> None:
+        self.scoring = Scoring(window=window)
         generator = torch.Generator().manual_seed(0)
         length, heads = bench.size(512, 64), 4
         shapes = [(2, length, heads, 64), (2, length, heads // 2, 64), (2, length, heads // 2, 64)]
@@ -50,13 +56,14 @@ class _Reference:
         ids = torch.searchsorted(bounds, torch.arange(length), right=True).expand(2, -1)
         self.batch = {"document_ids": ids.contiguous()} if documents else {}
         q, k, v = (tensor.clone().requires_grad_() for tensor in self.inputs)
-        mask = document_mask(ids) if documents else None
+        mask = document_mask(ids if documents else torch.zeros_like(ids), window) if documents or window else None
         self.result = torch_attention(q, k, v, mask, "math")
         self.gradients = torch.autograd.grad(self.result, (q, k, v), self.grad)
 
 
 def _try(bench: Bench, kernel: Kernel, way: str | None, dtype: str, limit: float, reference: _Reference) -> None:
-    core = AttentionCore(Choice(kernel, ""), DocumentChoice(way or "mask", ""))  # type: ignore[arg-type]
+    documents = DocumentChoice(way or "mask", "")  # type: ignore[arg-type]
+    core = AttentionCore(Choice(kernel, ""), documents, reference.scoring)
     kind, device = getattr(torch, dtype), bench.device
     batch = {name: tensor.to(device) for name, tensor in reference.batch.items()}
     q, k, v = (tensor.to(device, kind).requires_grad_() for tensor in reference.inputs)
@@ -64,7 +71,7 @@ def _try(bench: Bench, kernel: Kernel, way: str | None, dtype: str, limit: float
     gradients = torch.autograd.grad(out, (q, k, v), reference.grad.to(device, kind))
     pairs = zip((out, *gradients), (reference.result, *reference.gradients), strict=True)
     error = max(relative_error(value, expected) for value, expected in pairs)
-    cells = {"kernel": kernel, "dtype": dtype, "documents": way or "none"}
+    cells = {"kernel": kernel, "dtype": dtype, "documents": way or "none", "window": reference.scoring.window}
     bench.within("error against float64", error, limit, **cells)
     bench.row("milliseconds forward and backward", **cells, **_time(bench, core, kind, bool(reference.batch)))
 
@@ -81,7 +88,8 @@ def _time(bench: Bench, core: AttentionCore, dtype: torch.dtype, documents: bool
         return torch.autograd.grad(core(q, k, v, batch), (q, k, v), grad)
 
     milliseconds = bench.milliseconds(both)
-    operations = 3.5 * 4 * length * length * heads * width / 2  # backward: five products for the two of forward
+    pairs = visible_pairs(length, core.scoring.window)
+    operations = 3.5 * 4 * pairs * heads * width  # backward: five products for the two of forward
     return {"ms": milliseconds, "tflops": None if documents else operations / milliseconds / 1e9}  # type: ignore[dict-item]
 
 

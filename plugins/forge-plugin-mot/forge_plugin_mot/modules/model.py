@@ -69,9 +69,13 @@ class UntiedModel(Base):
         return {name: list(own) for name, own in parts if own}
 
     def text_names(self, names: Iterable[str]) -> dict[str, str]:
-        """Returns {name for another modality: name}, for the names of the text's modules, parameters or buffers."""
+        """Returns {name for another modality: name}, for the names of the text's modules, parameters or buffers.
+
+        Of what all modalities share, such as the sinks of attention, there is no other name.
+        """
         untied = self.untied()
-        return {copy: name for name in names for copy in _copies_of(name, untied)}
+        copied = {copy: name for name in names for copy in _copies_of(name, untied)}
+        return {copy: name for copy, name in copied.items() if "*" in copy or _has(self, copy)}
 
     # --- queries of the engine and the stages --------------------------------------------------------------------
 
@@ -96,6 +100,14 @@ class UntiedModel(Base):
         inner = {name: _without_sum(way) if whole else way for name, way in own.items() if name != part or not whole}
         inner |= {copy: inner[name] for copy, name in self.text_names(inner).items()}
         return {**inner, f"{part}.merge": "partial_output"} if whole else inner
+
+
+def _has(model: nn.Module, name: str) -> bool:
+    """Whether there is a module, parameter or buffer of this name."""
+    part: Any = model
+    for key in name.split("."):
+        part = getattr(part, key, None)
+    return part is not None
 
 
 def _copies_of(name: str, untied: Mapping[str, Sequence[str]]) -> Iterator[str]:

@@ -6,10 +6,29 @@ its values.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from forge_plugin_transformer.scoring import Scoring
+
+
+class _ContiguousGradient(torch.autograd.Function):
+    """The same tensor, whose gradient is contiguous.
+
+    That of keys, (B, T, K, E), comes from a product transposed twice, and is "channels last" to torch. `roll`, with
+    which positions are encoded, keeps that order, but its fake implementation does not (torch 2.13), so that a compiled
+    graph fails with "view size is not compatible".
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.contiguous()
 
 
 def softmax_attention(
@@ -25,10 +44,13 @@ def softmax_attention(
         scoring: scale and cap of scores.
         sinks: (H,) scores without a value, see `forge_plugin_transformer.modules.sinks`.
     """
-    groups, factor = k.shape[2], scoring.factor(q.shape[-1])
-    q = q.unflatten(2, (groups, -1)).movedim(1, 3)  # (B, K, R, S, E)
-    k, v = (tensor.transpose(1, 2).unsqueeze(2) for tensor in (k, v))  # (B, K, 1, T, E)
-    scores = (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32)) * factor
+    groups, repeats, length = k.shape[2], q.shape[2] // k.shape[2], q.shape[1]
+    q, k, v = (_ContiguousGradient.apply(tensor) for tensor in (q, k, v))  # type: ignore[no-untyped-call]
+    # The heads of a group are rows of one product, (B, K, R S, E) with (B, K, T, E), so that no key is repeated.
+    rows = q.unflatten(2, (groups, repeats)).movedim(1, 3).flatten(2, 3)
+    k, v = (tensor.transpose(1, 2) for tensor in (k, v))
+    products = (rows @ k.mT).unflatten(2, (repeats, length))
+    scores = products.to(torch.promote_types(q.dtype, torch.float32)) * scoring.factor(q.shape[-1])
     if scoring.soft_cap:
         scores = (scores / scoring.soft_cap).tanh() * scoring.soft_cap
     if mask is None:
@@ -40,4 +62,4 @@ def softmax_attention(
         column = sinks.to(scores.dtype).view(1, groups, -1, 1, 1).expand(*scores.shape[:-1], 1)
         scores = torch.cat([scores, column], -1)
     weights = scores.softmax(-1)[..., : k.shape[-2]].to(v.dtype)
-    return (weights @ v).movedim(3, 1).flatten(2, 3)
+    return (weights.flatten(2, 3) @ v).unflatten(2, (repeats, length)).movedim(3, 1).flatten(2, 3)
