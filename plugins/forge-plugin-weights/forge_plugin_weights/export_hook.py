@@ -53,6 +53,9 @@ class Export(TrainingHook):
         except JobError as error:
             yield from error.problems
 
+    def on_train_begin(self, context: TrainContext) -> None:
+        self.exported_step = -1
+
     def on_step_end(self, context: StepContext) -> None:
         if self.every and context.step % self.every == 0:
             self._export(context)

@@ -169,8 +169,14 @@ def _origin(run: Path | None) -> Mapping[str, Any]:
 
 
 def tensor_plan(match: Match, dtypes: Mapping[str, torch.dtype]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Returns shape and dtype of each tensor of the export, by its name there."""
-    return {part.theirs: (part.shape, dtypes[part.ours]) for part in match.all_parts() if part.written}
+    """Returns shape and dtype of each tensor of the export, by its name there: layer by layer, in one order always."""
+    tensors = {part.theirs: (part.shape, dtypes[part.ours]) for part in match.all_parts() if part.written}
+    return {name: tensors[name] for name in sorted(tensors, key=_by_number)}
+
+
+def _by_number(name: str) -> list[tuple[int, str]]:
+    """A key that sorts layer 10 behind layer 9."""
+    return [(int(part), "") if part.isdecimal() else (0, part) for part in name.split(".")]
 
 
 def _write_tensors(
