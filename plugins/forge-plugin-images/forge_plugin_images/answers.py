@@ -10,7 +10,7 @@ from attrs.validators import ge, gt
 
 from forge_core.contracts.components import EvaluationComponent
 from forge_core.contracts.contexts import EvaluationContext
-from forge_core.contracts.errors import Problem
+from forge_core.contracts.errors import ForgeError, Problem
 from forge_plugin_images.rendered_text import NO_TOKENIZER
 from forge_plugin_vision import HasImageInput, image_input
 
@@ -45,15 +45,21 @@ class Answers(EvaluationComponent):
             yield Problem("", f"{type(job.model).__name__} sees no images; leave this evaluation out")
         if job.data.tokenizer is None:
             yield Problem("", NO_TOKENIZER)
-        if layout.replicate != layout.world_size:
-            message = f"generation needs the whole model on one rank, and the layout ({layout}) splits it"
-            yield Problem("", f"{message}; leave this evaluation out; `looking` works under every layout")
+        for dimension, size in layout.sizes:
+            # Images reach the first rank of a pipeline alone, and the bits of a row are not summed over its parts.
+            if size > 1 and (dimension.layers or (dimension.tokens and not dimension.samples)):
+                message = f"images cannot be answered where {dimension.name} divides layers or sequences ({layout})"
+                yield Problem("", f"{message}; leave this evaluation out; `looking` works under every layout")
 
     def evaluate(self, context: EvaluationContext) -> Mapping[str, float]:
         from forge_core.parallel.mesh import global_rank
+        from forge_kit.generation import generates_jointly
         from forge_plugin_images.answering import answered
         from forge_plugin_images.gallery import draw_answers
 
+        layout = context.build.layout
+        if layout.replicate != layout.world_size and not generates_jointly(context.model):
+            raise ForgeError(f"no stage of the layout ({layout}) lets its ranks generate together; leave `answers` out")
         answers = answered(self, context)
         if not answers:
             return {}
