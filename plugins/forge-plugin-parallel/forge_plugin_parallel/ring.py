@@ -173,9 +173,11 @@ class _Ring(torch.autograd.Function):
         for turn in range(ranks):
             # Sent before the block is computed, so that communication overlaps; the last turn needs no other block.
             coming = _Shift(here, group) if turn < ranks - 1 else None
-            rows, block = _block(queries, here, positions, rank, (rank - turn) % ranks, mixing)
-            combined = _combined(out[..., rows, :], logsumexp[..., rows], *block.forward())
-            out[..., rows, :], logsumexp[..., rows] = combined
+            other = (rank - turn) % ranks
+            if _is_seen(rank, other, ranks, q.shape[1] // 2, mixing.window):
+                rows, block = _block(queries, here, positions, rank, other, mixing)
+                combined = _combined(out[..., rows, :], logsumexp[..., rows], *block.forward())
+                out[..., rows, :], logsumexp[..., rows] = combined
             here = coming.arrived() if coming is not None else here
         if sinks is not None:  # as one more block, of values 0
             column = _by_group(sinks, k.shape[2], wide).squeeze(-1).expand_as(logsumexp)
@@ -196,10 +198,12 @@ class _Ring(torch.autograd.Function):
         to_here = torch.zeros_like(here, dtype=out.dtype)
         for turn in range(ranks):
             coming = _Shift(here, group) if turn < ranks - 1 else None
-            rows, block = _block(queries, here, positions, rank, (rank - turn) % ranks, ctx.mixing)
-            parts = block.backward(grad[..., rows, :], logsumexp[..., rows], weighted[..., rows])
-            to_q[..., rows, :] += parts[0]
-            to_here[:, : block.k.shape[-2]] += torch.cat(parts[1:], -1)
+            other = (rank - turn) % ranks
+            if _is_seen(rank, other, ranks, q.shape[1] // 2, ctx.mixing.window):
+                rows, block = _block(queries, here, positions, rank, other, ctx.mixing)
+                parts = block.backward(grad[..., rows, :], logsumexp[..., rows], weighted[..., rows])
+                to_q[..., rows, :] += parts[0]
+                to_here[:, : block.k.shape[-2]] += torch.cat(parts[1:], -1)
             # Moves with its keys, and once more in the last turn, so that it ends on the rank they came from.
             to_here = _Shift(to_here, group).arrived()
             here = coming.arrived() if coming is not None else here
@@ -261,6 +265,16 @@ class _Block(NamedTuple):
     def masked(self, scores: Tensor) -> Tensor:
         """The same with -inf where a query does not see a key, in place."""
         return scores.masked_fill_(~self.mask, -torch.inf)
+
+
+def _is_seen(rank: int, other: int, ranks: int, length: int, window: int) -> bool:
+    """Whether a query of `rank` has a key of `other` in its window; each has two chunks of `length` positions."""
+    if not window:
+        return True
+    queries, keys = ((chunk, 2 * ranks - 1 - chunk) for chunk in (rank, other))
+    # From the first query of a chunk to the last key of an earlier one.
+    nearest = [(q - k - 1) * length + 1 for q in queries for k in keys if q > k]
+    return rank == other or any(distance < window for distance in nearest)
 
 
 def _block(

@@ -13,7 +13,7 @@ from torch import Tensor
 from forge_core.contracts.layout import Layout
 from forge_plugin_parallel import ContextParallel
 from forge_plugin_parallel.cp_stage import WHOLE, Exchange, Gathered, Ring, rank_positions
-from forge_plugin_parallel.ring import Mixing
+from forge_plugin_parallel.ring import Mixing, _Block
 from forge_plugin_transformer.attention_backends import Choice
 from forge_plugin_transformer.document_backends import DocumentChoice
 from forge_plugin_transformer.modules.attention_core import AttentionCore
@@ -84,6 +84,29 @@ def test_forward_and_backward_equal_those_of_one_rank() -> None:
             place = f"{method}, {name}, documents {documents}: {key}"
             joined, whole = (sum(pieces), whole) if key == "sinks" else (torch.cat(pieces, 1), whole[:, order])
             torch.testing.assert_close(joined, whole, msg=lambda text, place=place: f"{place}: {text}")
+
+
+@pytest.mark.parametrize(("window", "turns"), [(1, [1] * 4), (2, [2, 3, 3, 2]), (4, [3, 4, 4, 3]), (0, [4] * 4)])
+def test_a_ring_computes_no_block_outside_of_all_windows(window: int, turns: list[int]) -> None:
+    """Ranks have the chunks 0 and 7, 1 and 6, 2 and 5, 3 and 4, of two positions each."""
+    ranks, computed = 4, _Block.forward
+    (*tensors, sinks), grad = inputs()
+    order = rank_positions(ranks, LENGTH, True, torch.device("cpu"))
+
+    def part(rank: int) -> tuple[list[Tensor], int]:
+        blocks: list[_Block] = []
+        _Block.forward = lambda block: (blocks.append(block), computed(block))[1]  # in this process alone
+        mine = [tensor.detach()[:, order[rank]].requires_grad_() for tensor in tensors]
+        ring = Ring(dist.group.WORLD, Mixing(window=window, sinks=True))
+        out = ring(*mine, {"positions": order[rank].expand(ROWS, -1)}, sinks.detach())
+        return [t.detach() for t in (out, *torch.autograd.grad(out, mine, grad[:, order[rank]]))], len(blocks)
+
+    found, counts = zip(*run_on_ranks(ranks, part), strict=True)
+    expected = one(Scoring(window=window, sinks=True))(*tensors, {}, sinks)
+    wanted = [expected, *torch.autograd.grad(expected, tensors, grad)]
+    for whole, *pieces in zip(wanted, *found, strict=True):
+        torch.testing.assert_close(torch.cat(pieces, 1), whole[:, order.flatten()])
+    assert list(counts) == turns
 
 
 class Strange(torch.nn.Module):

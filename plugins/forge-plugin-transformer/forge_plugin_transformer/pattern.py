@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from attrs import field, frozen
 from attrs.validators import min_len
 
-from forge_core.contracts.errors import Problem, did_you_mean
+from forge_core.contracts.errors import JobError, Problem, did_you_mean
 from forge_plugin_transformer.kinds import AttentionComponent, InitStd
 
 if TYPE_CHECKING:
@@ -59,4 +59,14 @@ class AttentionPattern(AttentionComponent):
 
     def build(self, context: BuildContext, dim: int, init: InitStd) -> nn.Module:
         name = self.layers[(context.layer or 0) % len(self.layers)]
-        return context.build(self.kinds[name], dim=dim, init=init)
+        try:
+            return context.build(self.kinds[name], dim=dim, init=init)
+        except JobError as error:  # a kernel that cannot run on the device, say, found by a part that knows no names
+            raise type(error)(_below_kind(problem, name) for problem in error.problems) from error
+
+
+def _below_kind(problem: Problem, name: str) -> Problem:
+    """The problem of an attention, as one of the kind of this name."""
+    before, attention, key = problem.path.partition("attention.")
+    path = f"{before}{attention}kinds.{name}.{key}" if attention else problem.path
+    return Problem(path, problem.message, problem.origin)

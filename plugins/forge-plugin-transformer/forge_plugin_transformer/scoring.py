@@ -39,7 +39,7 @@ class Scoring:
         return not (self.soft_cap or self.sinks)
 
     def options(self) -> Mapping[str, float]:
-        """Returns what differs from plain attention, by name: see `sequence_mixers` in docs/writing-a-plugin.md."""
+        """Returns what differs from plain causal attention, by name, as a module of `sequence_mixers()` says it."""
         values = {"window": self.window, "scale": self.scale, "soft_cap": self.soft_cap, "sinks": self.sinks}
         return {name: value for name, value in values.items() if value}
 

@@ -149,6 +149,18 @@ def test_sinks_on_cuda_are_for_two_kernels(
         make_model(context, attention=attention)
 
 
+def test_what_only_building_shows_is_named_with_the_kind(
+    make_model: Callable[..., Any], make_context: Callable[..., Any]
+) -> None:
+    kinds = {"near": GroupedQueryAttention(heads=4, backend="flash", window=4), "full": GroupedQueryAttention(heads=4)}
+    context, attention = (
+        make_context(device=torch.device("cuda")),
+        AttentionPattern(layers=("full", "near"), kinds=kinds),
+    )
+    with pytest.raises(JobError, match=r"^model.attention.kinds.near.backend: flash does not run on cuda in float32"):
+        make_model(context, attention=attention)
+
+
 TABLE = Table("today", [Measurement("cpu", "float32", 512, 32, {"flash": 1.0, "math": 2.0, "gemm": 3.0})])
 
 
