@@ -1,0 +1,128 @@
+"""Evaluation of a checkpoint: forge-plugin-lm-eval beside the `hf` model of lm-evaluation-harness, with equal weights.
+
+python tests/benchmarks/evaluation.py --rounds 5
+
+Requests are made of random words of a vocabulary of 32,000; the best of the rounds counts, in turns in one process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import tempfile
+import time
+from types import SimpleNamespace
+
+import torch
+from lm_eval.models.huggingface import HFLM
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from forge_plugin_lm_eval.model import ForgeLM
+from forge_plugin_transformer import GroupedQueryAttention, SwiGLU, Transformer
+from forge_plugin_transformer.huggingface_names import to_huggingface
+from forge_testing.runs import tiny_run
+
+VOCABULARY, END, LENGTH = 32_000, "<end>", 256
+
+
+class Words:
+    """See `forge_core.contracts.data.Tokenizer`: a token is a word."""
+
+    vocab_size, end_of_text = VOCABULARY, 0
+
+    def __init__(self):
+        names = {END: 0, **{f"w{number}": number for number in range(1, VOCABULARY)}}
+        self.inner = Tokenizer(models.WordLevel(names, unk_token=END))
+        self.inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+
+    def encode(self, text):
+        return self.inner.encode(text).ids
+
+    def encode_batch(self, texts):
+        return [encoding.ids for encoding in self.inner.encode_batch(texts)]
+
+    def decode(self, ids):
+        return " ".join(f"w{number}" for number in ids if number)
+
+    def fingerprint(self):
+        return "words"
+
+
+def both(options):
+    """Returns the two models, by name."""
+    heads, hidden = options.dim // 64, options.dim * 8 // 3
+    attention = GroupedQueryAttention(heads=heads, kv_heads=heads)
+    sizes = {"dim": options.dim, "layers": options.layers, "vocab_size": VOCABULARY}
+    with tempfile.TemporaryDirectory() as folder:
+        network = tiny_run(folder, model=Transformer(attention=attention, ffn=SwiGLU(hidden=hidden), **sizes)).model
+    reference = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=options.dim,
+            intermediate_size=hidden,
+            num_hidden_layers=options.layers,
+            num_attention_heads=heads,
+            num_key_value_heads=heads,
+            rms_norm_eps=network.norm.eps,
+            max_position_embeddings=LENGTH,
+            bos_token_id=None,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+    )
+    reference.load_state_dict({to_huggingface(name): value for name, value in network.named_parameters()})
+    words = Words()
+    theirs = PreTrainedTokenizerFast(tokenizer_object=words.inner, eos_token=END, pad_token=END)
+    ours = {"max_length": LENGTH, "batch_size": options.batch}
+    return {
+        "forge": ForgeLM(network.eval(), words, **ours),
+        "hf": HFLM(pretrained=reference.eval(), tokenizer=theirs, **ours),
+    }
+
+
+def requests():
+    """Returns (name, method, requests) of each kind of task."""
+    draw = random.Random(0)
+
+    def words(least, most):
+        return " ".join(f"w{draw.randrange(1, VOCABULARY)}" for _ in range(draw.randint(least, most)))
+
+    def request(*arguments):
+        return SimpleNamespace(args=arguments)
+
+    contexts = [words(40, 120) for _ in range(24)]
+    given = {"until": ["w5 w5"], "max_gen_toks": 48, "do_sample": False}
+    choices = [request(context, f" {words(8, 30)}") for context in contexts for _ in range(4)]
+    letters = [request(context, f" w{number}") for context in contexts for number in range(1, 5)]
+    return (
+        ("choices of 8 to 30 tokens", "loglikelihood", choices),
+        ("choices of one token", "loglikelihood", letters),
+        ("whole texts of 600 tokens", "loglikelihood_rolling", [request(words(600, 600)) for _ in range(4)]),
+        ("48 tokens, likeliest", "generate_until", [request(context, given) for context in contexts]),
+    )
+
+
+def measure(options):
+    lms = both(options)
+    print("| task | forge s | hf s | times as fast |\n|---|---|---|---|")
+    for name, method, asked in requests():
+        best = dict.fromkeys(lms, float("inf"))
+        for _ in range(options.rounds):
+            for which, lm in lms.items():
+                started = time.perf_counter()
+                getattr(lm, method)(asked, disable_tqdm=True)
+                best[which] = min(best[which], time.perf_counter() - started)
+        print(f"| {name} | {best['forge']:.2f} | {best['hf']:.2f} | {best['hf'] / best['forge']:.2f} |")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--dim", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=1)
+    settings = parser.parse_args()
+    torch.set_num_threads(settings.threads)
+    measure(settings)
