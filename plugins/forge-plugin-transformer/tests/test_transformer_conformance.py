@@ -151,6 +151,7 @@ class TestTransformerOfSeveralAttentions(ModelSuite):
             },
         ),
     )  # fmt: skip
+    layouts = (*ModelSuite.layouts, "tp2_whole_sequences", "compiled")
 
 
 class TestPatternThatPredictsFurther(ModelSuite):
