@@ -8,6 +8,7 @@ from typing import Any
 from attrs import field, frozen
 
 from forge_plugin_weights.kinds import Config, Field, Flat, Unsupported
+from forge_plugin_weights.layered import PerLayer
 
 REQUIRED = object()
 """The default of a key that must be there."""
@@ -77,6 +78,87 @@ class Key(Field):
 
 
 @frozen
+class OrNone(Field):
+    """A key whose null is our 0, as of a bound or a window that there is not."""
+
+    theirs: str
+    ours: str
+    default: Any = None
+    """The value where the configuration has no such key."""
+
+    @property
+    def keys(self) -> Collection[str]:
+        return (self.theirs,)
+
+    def read(self, config: Config) -> Flat:
+        return {self.ours: config.get(self.theirs, self.default) or 0}
+
+    def write(self, model: Flat) -> Config:
+        return {self.theirs: setting(model, self.ours) or None}
+
+
+@frozen
+class Converted(Field):
+    """A number that both sides have, each in its own terms."""
+
+    theirs: str
+    ours: str
+    to_ours: Callable[[Any], Any]
+    to_theirs: Callable[[Any], Any]
+    default: Any = REQUIRED
+    derived: Callable[[Flat], Any] | None = None
+    """Returns the value that 0 stands for on our side."""
+
+    @property
+    def keys(self) -> Collection[str]:
+        return (self.theirs,)
+
+    def read(self, config: Config) -> Flat:
+        return {self.ours: self.to_ours(value_of(config, self.theirs, self.default))}
+
+    def write(self, model: Flat) -> Config:
+        ours = setting(model, self.ours)
+        if isinstance(ours, PerLayer):
+            return {self.theirs: ours}
+        exact = self.to_theirs(ours)
+        # Without the error of rounding, where that is the number which was meant: 256 for 1 / 0.0625**2.
+        candidates = round(exact), float(f"{exact:.12g}")
+        return {self.theirs: next((value for value in candidates if value and self.to_ours(value) == ours), exact)}
+
+    def resolve(self, model: Flat) -> Flat:
+        return {self.ours: self.derived(model)} if self.derived is not None and not model.get(self.ours, 1) else {}
+
+
+@frozen
+class Follows(Field):
+    """A key of ours that no key of theirs says: it follows from others."""
+
+    ours: str
+    of_theirs: Callable[[Config], Any]
+    of_ours: Callable[[Flat], Any]
+
+    def read(self, config: Config) -> Flat:
+        return {self.ours: self.of_theirs(config)}
+
+    def write(self, model: Flat) -> Config:
+        if model.get(self.ours) != (needed := self.of_ours(model)):
+            raise Unsupported(f"{self.ours} = {model.get(self.ours)!r}, where it has {needed!r} always")
+        return {}
+
+
+@frozen
+class Synonym(Field):
+    """A value of one of our keys that means the same as another."""
+
+    path: str
+    value: Any
+    means: Any
+
+    def resolve(self, model: Flat) -> Flat:
+        return {self.path: self.means} if model.get(self.path) == self.value else {}
+
+
+@frozen
 class Choice(Field):
     """A key of theirs whose values stand for settings of ours."""
 
@@ -116,28 +198,6 @@ class Irrelevant(Field):
     def resolve(self, model: Flat) -> Flat:
         meaningless = self.path in model and all(model.get(path) == value for path, value in self.when.items())
         return {self.path: self.default} if meaningless else {}
-
-
-@frozen
-class All(Field):
-    """A list of theirs, with an entry a layer, that Forge supports where all entries are alike."""
-
-    theirs: str
-    value: Any
-    why: str
-    write_it: bool = True
-
-    @property
-    def keys(self) -> Collection[str]:
-        return (self.theirs,)
-
-    def read(self, config: Config) -> Flat:
-        if others := {entry for entry in config.get(self.theirs) or () if entry != self.value}:
-            raise Unsupported(f"{self.theirs} has {', '.join(map(repr, sorted(others)))}; {self.why}")
-        return {}
-
-    def write(self, model: Flat) -> Config:
-        return {self.theirs: [self.value] * model["layers"]} if self.write_it else {}
 
 
 @frozen

@@ -6,14 +6,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, cast
 
-from attrs import fields, frozen
+import attrs
+from attrs import frozen
 
 from forge_core.config.keys import walk_components
 from forge_core.config.load import parse_component, to_toml
 from forge_core.contracts.components import ModelComponent
 from forge_core.contracts.errors import JobError, Problem
 from forge_core.plugins.catalog import Catalog
-from forge_plugin_weights.kinds import ArchitectureComponent, Config, Flat, Unsupported
+from forge_plugin_weights.kinds import ArchitectureComponent, Config, Field, Flat, Unsupported
+from forge_plugin_weights.layered import PerLayer, differs, merged, outside_kinds, with_pattern, without_pattern
 
 HARMLESS = frozenset(
     (
@@ -42,7 +44,7 @@ def read_config(architecture: ArchitectureComponent, config: Config) -> dict[str
             problems.append(Problem("", str(error)))
     if problems:
         raise JobError(problems)
-    return nested(flat)
+    return nested(with_pattern(flat))
 
 
 def write_config(architecture: ArchitectureComponent, model: ModelComponent, catalog: Catalog) -> dict[str, Any]:
@@ -66,6 +68,8 @@ class _Form:
     """Keys of the model that are of another architecture."""
     lost: Sequence[Problem]
     """Keys that the configuration would lose."""
+    unsaid: int
+    """How many keys of the architecture's configurations the model says nothing about."""
 
     @property
     def problems(self) -> Sequence[Problem]:
@@ -73,7 +77,7 @@ class _Form:
 
     def distance(self) -> tuple[int, int, int]:
         """How far the model is from the architecture, for the message about one that is of none."""
-        return len(self.contradicted), len(self.lost), -len(self.config)
+        return len(self.contradicted), len(self.lost), self.unsaid
 
 
 def _form(architecture: ArchitectureComponent, model: ModelComponent, catalog: Catalog) -> _Form:
@@ -82,11 +86,17 @@ def _form(architecture: ArchitectureComponent, model: ModelComponent, catalog: C
     contradicted = []
     for field in architecture.fields():
         try:
-            config |= field.write(flat)
+            written = field.write(flat)
         except Unsupported as error:
             contradicted.append(Problem("", str(error)))
+            continue
+        by_layer = [key for key, value in written.items() if isinstance(value, PerLayer)]
+        by_layer = by_layer or [key for key, value in written.items() if differs(value)]
+        contradicted += [Problem("", f"{key} is one for all layers, not {written[key]}") for key in by_layer]
+        config |= written
     lost = () if contradicted else list(_lost(architecture, config, flat, model, catalog))
-    return _Form(config, contradicted, lost)
+    unsaid = {key for field in architecture.fields() for key in field.keys} - {*config}
+    return _Form(config, contradicted, lost, len(unsaid))
 
 
 def _lost(
@@ -96,7 +106,7 @@ def _lost(
     table = read_config(architecture, config)
     again = parse_component(table, "config.json", ModelComponent, catalog)
     other = resolved(architecture, flattened(to_toml(again, catalog)))
-    free = {*_safe_keys(model), *_safe_keys(again)}
+    free = {*outside_kinds(_safe_keys(model)), *outside_kinds(_safe_keys(again))}
     for path in sorted({*flat, *other} - free):
         if flat.get(path) != other.get(path) and not fits_any(path, architecture.training_only):
             there = f"it is {other[path]!r} there" if path in other else "there is no such key"
@@ -106,14 +116,22 @@ def _lost(
 def _safe_keys(model: ModelComponent) -> Iterator[str]:
     """Yields paths of keys that do not change what a model computes: kernels, and how initial weights are drawn."""
     for path, component in walk_components(model):
-        for field in fields(cast("Any", type(component))):
+        for field in attrs.fields(cast("Any", type(component))):
             if field.metadata.get("when_resumed") == "safe" or field.name == "init_std":
                 yield f"{path}.{field.name}" if path else field.name
 
 
 def resolved(architecture: ArchitectureComponent, flat: Flat) -> Flat:
-    """Returns a model's table with the values that keys such as a width of 0 stand for."""
-    for field in architecture.fields():
+    """Returns a model's keys as fields see them.
+
+    Keys have the values that a width of 0 and the like stand for, and those that differ between layers are `PerLayer`.
+    """
+    fields = architecture.fields()
+    return merged([_resolved(fields, layer) for layer in without_pattern(flat)])
+
+
+def _resolved(fields: Sequence[Field], flat: Flat) -> Flat:
+    for field in fields:
         flat = {**flat, **field.resolve(flat)}
     return flat
 
@@ -182,6 +200,6 @@ def fitting_architectures(model: ModelComponent, catalog: Catalog) -> Mapping[st
     forms = {name: _form(architecture, model, catalog) for name, architecture in known.items()}
     if fitting := {name: known[name] for name, form in forms.items() if not form.problems}:
         return fitting
-    nearest = min(forms, key=lambda name: (*forms[name].distance(), name))
+    nearest = min(forms, key=lambda name: (*forms[name].distance(), name != "llama", name))
     message = f"this model is none of {', '.join(sorted(known))}; the nearest is {nearest}, but"
     raise JobError([Problem("model", message), *forms[nearest].problems])

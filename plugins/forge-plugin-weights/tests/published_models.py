@@ -64,6 +64,42 @@ LATENT: Mapping[str, Any] = {
 }
 
 
+WINDOWS: Mapping[str, Any] = {"sliding_window": 6}
+"""Short beside the sequences of the tests, so that logits depend on it."""
+QWEN_WINDOWS: Mapping[str, Any] = {**WINDOWS, "use_sliding_window": True, "max_window_layers": 1}
+GEMMA: Mapping[str, Any] = {**WINDOWS, "head_dim": 16, "query_pre_attn_scalar": 20, "num_hidden_layers": 4}
+
+
+GRANITE: Mapping[str, Any] = {
+    "embedding_multiplier": 12.0,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 7.0,
+    "attention_bias": True,
+    "mlp_bias": True,
+    "tie_word_embeddings": True,
+}
+YARN_OF_OLMO3: Mapping[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 16,
+    "attention_factor": 1.2,
+}
+LONG_OLMO3: Mapping[str, Any] = {
+    "full_attention": YARN_OF_OLMO3,
+    "sliding_attention": {"rope_type": "default", "rope_theta": 500000.0},
+}
+LONG_GEMMA3: Mapping[str, Any] = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+
+
+SPECIAL: Mapping[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+"""Within the vocabulary, where a class has larger ones by default."""
+
+
 @frozen
 class Published:
     """A class of `transformers`, and the keys of its configuration beside `SIZES`."""
@@ -71,10 +107,12 @@ class Published:
     name: str
     """`Llama` of `LlamaForCausalLM`."""
     keys: Mapping[str, Any] = attrs.field(factory=dict)
+    config: str = ""
+    """The name of the configuration's class, where it is another."""
 
     def model(self, dtype: torch.dtype = torch.float32) -> Any:
         """Returns a model whose parameters and buffers, norms and biases too, are random."""
-        config = getattr(transformers, f"{self.name}Config")(**{**SIZES, **self.keys})
+        config = getattr(transformers, f"{self.config or self.name}Config")(**{**SIZES, **self.keys})
         torch.manual_seed(0)
         model = getattr(transformers, f"{self.name}ForCausalLM")(config).eval()
         with torch.no_grad():
@@ -96,10 +134,24 @@ MODELS: Mapping[str, Published] = {
     "llama": Published("Llama", {"attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3}),
     "llama, tied": Published("Llama", {"tie_word_embeddings": True, "head_dim": 16}),
     "mistral": Published("Mistral", {"sliding_window": None}),
+    "mistral, window": Published("Mistral", WINDOWS),
     "qwen2": Published("Qwen2", {"tie_word_embeddings": True}),
     "qwen3": Published("Qwen3", {"head_dim": 16}),
-    "mixtral": Published("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3, window": Published("Qwen3", {"head_dim": 16, **QWEN_WINDOWS}),
+    "olmo2": Published("Olmo2"),
+    "olmo3": Published("Olmo3", {**WINDOWS, "num_hidden_layers": 4, "rope_parameters": LONG_OLMO3}),
+    "granite": Published("Granite", GRANITE),
+    "smollm3": Published("SmolLM3", {"num_hidden_layers": 5, **SPECIAL}),
+    "smollm3, window": Published(
+        "SmolLM3", {**WINDOWS, "use_sliding_window": True, "no_rope_layers": [1, 0, 1], **SPECIAL}
+    ),
+    "gemma2": Published("Gemma2", {**GEMMA, "attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0}),
+    "gemma3_text": Published(
+        "Gemma3", {**GEMMA, "sliding_window_pattern": 3, "rope_parameters": LONG_GEMMA3}, "Gemma3Text"
+    ),
+    "mixtral": Published("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, **WINDOWS}),
     "qwen2_moe": Published("Qwen2Moe", {**EXPERTS, "shared_expert_intermediate_size": 32}),
+    "qwen2_moe, window": Published("Qwen2Moe", {**EXPERTS, **QWEN_WINDOWS, "shared_expert_intermediate_size": 32}),
     "qwen3_moe": Published("Qwen3Moe", {**EXPERTS, "norm_topk_prob": True, "decoder_sparse_step": 2, "head_dim": 8}),
     "deepseek_v3": Published("DeepseekV3", {**LATENT, "rope_parameters": YARN}),
 }
@@ -120,17 +172,22 @@ def ours(run: Path, precision: str = "fp32") -> nn.Module:
 @torch.no_grad()
 def logits(model: Any, ids: Tensor) -> Tensor:
     """Returns the logits of Forge's model."""
-    return model.head(model({"input_ids": ids}))
+    return model.head.logits(model({"input_ids": ids}))
 
 
 @contextmanager
 def lifted() -> Iterator[None]:
-    """Where the code of `transformers` names float32 whatever its dtype, it gets float64."""
+    """Where the code of `transformers` names float32 whatever its dtype, or none, it gets float64."""
+    default = torch.get_default_dtype()
     with pytest.MonkeyPatch.context() as patch:
+        torch.set_default_dtype(torch.float64)
         patch.setattr(torch, "float32", torch.float64)
         patch.setattr(torch, "float", torch.float64)
         patch.setattr(torch.Tensor, "float", torch.Tensor.double)
-        yield
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(default)
 
 
 def wide_logits(published: Any, ids: Tensor) -> Tensor:

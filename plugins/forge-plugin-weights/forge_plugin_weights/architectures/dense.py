@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from attrs import frozen
 
 from forge_plugin_transformer.layer_parts import default_hidden
-from forge_plugin_weights.fields import All, Choice, Fixed, Irrelevant, Key, Only, Rope
-from forge_plugin_weights.kinds import ArchitectureComponent, Field, Flat, Rule
+from forge_plugin_weights.fields import Choice, Fixed, Irrelevant, Key, Only, Rope, Synonym
+from forge_plugin_weights.kinds import ArchitectureComponent, Config, Field, Flat, Rule
+from forge_plugin_weights.layer_fields import LayerWindows, Window, depth
 from forge_plugin_weights.rules import Repeated, Same
 
 TRANSFORMER = "forge-plugin-transformer"
-NO_WINDOW = "sliding windows are not supported"
 
 ENDS: Sequence[Rule] = (
     Same("embedding.weight", "model.embed_tokens.weight"),
@@ -42,19 +42,25 @@ def tied_head(model: Flat) -> Sequence[Rule]:
     return [Repeated("embedding.weight", "lm_head.weight")] if model["tie_embeddings"] else []
 
 
-def shape_fields() -> Sequence[Field]:
-    """Returns the keys of width, depth, vocabulary and head that all of them have."""
+def shape_fields(*, tied: bool = False) -> Sequence[Field]:
+    """Returns the keys of width, depth, vocabulary and head that all of them have; `tied` is the default."""
     return (
         Fixed({"type": f"{TRANSFORMER}/transformer", "norm.type": f"{TRANSFORMER}/rmsnorm"}),
         Key("hidden_size", "dim"),
         Key("num_hidden_layers", "layers"),
         Key("vocab_size", "vocab_size"),
-        Key("tie_word_embeddings", "tie_embeddings", False),
+        Key("tie_word_embeddings", "tie_embeddings", tied),
     )
 
 
-def attention_fields(*, theta: float = 10000.0, head_dim: object = None) -> Sequence[Field]:
-    """Returns the keys of grouped-query attention; `head_dim` is its default, None: the width by heads."""
+def attention_fields(*, theta: float = 10000.0, head_dim: object = None, rope: Field | None = None) -> Sequence[Field]:
+    """Returns the keys of grouped-query attention.
+
+    Args:
+        theta: base of the position encoding where no key says it.
+        head_dim: the default of the key; None: the width by heads.
+        rope: the position encoding, where it is not one for all layers.
+    """
     by_width = lambda config: config["hidden_size"] // config["num_attention_heads"]  # noqa: E731
     return (
         Fixed({"attention.type": f"{TRANSFORMER}/gqa"}),
@@ -73,8 +79,9 @@ def attention_fields(*, theta: float = 10000.0, head_dim: object = None) -> Sequ
         ),
         Irrelevant("attention.output_bias", True, {"attention.bias": False}),
         Irrelevant("attention.qk_norm_eps", 1e-6, {"attention.qk_norm": False}),
+        Synonym("attention.qk_norm", "head", True),
         Only("attention_dropout", 0.0, "attention has no dropout"),
-        Rope(theta=theta),
+        rope or Rope(theta=theta),
     )
 
 
@@ -95,12 +102,13 @@ def all_biases() -> Field:
     return Choice("attention_bias", settings, False)
 
 
-def no_window() -> Sequence[Field]:
-    """Returns the keys of Qwen's sliding windows, which are off."""
-    return (
-        Only("use_sliding_window", False, NO_WINDOW),
-        All("layer_types", "full_attention", NO_WINDOW, write_it=False),
-    )
+def late_windows(config: Config) -> Sequence[bool]:
+    """Returns which layers have a window in Qwen2 and Qwen3, where no list says it: those from a number on."""
+    first = config.get("max_window_layers", 28)
+    return [layer >= first for layer in range(depth(config))]
+
+
+QWEN_WINDOWS = LayerWindows(default=4096, switched=True, rule=late_windows, further=("max_window_layers",))
 
 
 @frozen(kw_only=True)
@@ -126,7 +134,7 @@ class Llama(ArchitectureComponent):
 
 @frozen(kw_only=True)
 class Mistral(ArchitectureComponent):
-    """Mistral 7B from version 0.2 on, Mistral Nemo, Mistral Small."""
+    """Mistral 7B, Mistral Nemo, Mistral Small."""
 
     name = "MistralForCausalLM"
 
@@ -136,7 +144,7 @@ class Mistral(ArchitectureComponent):
             *attention_fields(),
             *swiglu_fields(),
             Key("rms_norm_eps", "norm.eps", 1e-6),
-            Only("sliding_window", None, NO_WINDOW, default=4096),
+            Window(default=4096),
         )
 
     def rules(self, model: Flat) -> Sequence[Rule]:
@@ -148,13 +156,12 @@ class Qwen2(ArchitectureComponent):
     """Qwen2 and Qwen2.5: biases of queries, keys and values."""
 
     name = "Qwen2ForCausalLM"
-    harmless = ("sliding_window", "max_window_layers")
 
     def fields(self) -> Sequence[Field]:
         return (
             *shape_fields(),
             *attention_fields(),
-            *no_window(),
+            QWEN_WINDOWS,
             Fixed({"attention.bias": True, "attention.output_bias": False}),
             *swiglu_fields(),
             Key("rms_norm_eps", "norm.eps", 1e-6),
@@ -169,13 +176,12 @@ class Qwen3(ArchitectureComponent):
     """Qwen3: queries and keys are normalised per head."""
 
     name = "Qwen3ForCausalLM"
-    harmless = ("sliding_window", "max_window_layers")
 
     def fields(self) -> Sequence[Field]:
         return (
             *shape_fields(),
             *attention_fields(head_dim=128),
-            *no_window(),
+            QWEN_WINDOWS,
             all_biases(),
             Fixed({"attention.qk_norm": True}),
             *swiglu_fields(),

@@ -11,18 +11,17 @@ from forge_plugin_weights.architectures.dense import (
     ATTENTION,
     ENDS,
     FFN,
-    NO_WINDOW,
     NORMS,
     QK_NORM,
     TRANSFORMER,
     all_biases,
     attention_fields,
-    no_window,
     shape_fields,
     tied_head,
 )
 from forge_plugin_weights.fields import REQUIRED, Choice, Fixed, Irrelevant, Key, Only, setting, value_of
 from forge_plugin_weights.kinds import ArchitectureComponent, Config, Field, Flat, Rule, Unsupported
+from forge_plugin_weights.layer_fields import LayerWindows, Window, depth
 from forge_plugin_weights.rules import Same, Stack
 
 MOE = "forge-plugin-moe"
@@ -52,6 +51,12 @@ def dense_layers() -> Sequence[Field]:
     )
 
 
+def odd_windows(config: Config) -> Sequence[bool]:
+    """Returns which layers of Qwen2-MoE have a window, where no list says it: every other one before a number."""
+    end = config.get("max_window_layers", 28)
+    return [layer % 2 == 0 and layer < end for layer in range(depth(config))]
+
+
 @frozen(kw_only=True)
 class Mixtral(ArchitectureComponent):
     """Mixtral 8x7B and 8x22B: weights of the chosen experts add up to 1."""
@@ -72,7 +77,7 @@ class Mixtral(ArchitectureComponent):
             Key("intermediate_size", "ffn.hidden", derived=lambda model: default_hidden(model["dim"])),
             Irrelevant("ffn.dense.hidden", 0, {"ffn.first_dense": 0, "ffn.every": 1}),
             Key("rms_norm_eps", "norm.eps", 1e-5),
-            Only("sliding_window", None, NO_WINDOW),
+            Window(),
             Only("router_jitter_noise", 0.0, "routers add no noise of this kind"),
         )
 
@@ -87,7 +92,7 @@ class Qwen2MoE(ArchitectureComponent):
     """Qwen1.5-MoE and Qwen2-MoE: shared experts behind a gate of their own."""
 
     name = "Qwen2MoeForCausalLM"
-    harmless = ("sliding_window", "max_window_layers", "output_router_logits", "router_aux_loss_coef")
+    harmless = ("output_router_logits", "router_aux_loss_coef")
     training_only = BALANCE
 
     def fields(self) -> Sequence[Field]:
@@ -98,7 +103,7 @@ class Qwen2MoE(ArchitectureComponent):
         return (
             *shape_fields(),
             *attention_fields(),
-            *no_window(),
+            LayerWindows(default=4096, switched=True, rule=odd_windows, further=("max_window_layers",)),
             Choice("qkv_bias", biases, True),
             *dense_layers(),
             *router_fields(),
@@ -124,14 +129,15 @@ class Qwen3MoE(ArchitectureComponent):
     """Qwen3-30B-A3B, Qwen3-235B-A22B and their like."""
 
     name = "Qwen3MoeForCausalLM"
-    harmless = ("sliding_window", "max_window_layers", "output_router_logits", "router_aux_loss_coef")
+    # All its layers have a window, or none.
+    harmless = ("max_window_layers", "output_router_logits", "router_aux_loss_coef")
     training_only = BALANCE
 
     def fields(self) -> Sequence[Field]:
         return (
             *shape_fields(),
             *attention_fields(head_dim=lambda config: config["hidden_size"] // config["num_attention_heads"]),
-            *no_window(),
+            Window(default=4096, switched=True),
             all_biases(),
             Fixed({"attention.qk_norm": True}),
             *dense_layers(),

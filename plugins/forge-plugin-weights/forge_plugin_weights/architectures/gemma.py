@@ -1,0 +1,114 @@
+"""Gemma 2 and 3, the latter without images."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from attrs import frozen
+
+from forge_plugin_transformer.layer_parts import default_hidden
+from forge_plugin_weights.architectures.dense import (
+    ATTENTION,
+    ENDS,
+    FFN,
+    QK_NORM,
+    TRANSFORMER,
+    all_biases,
+    attention_fields,
+    shape_fields,
+    tied_head,
+)
+from forge_plugin_weights.fields import REQUIRED, Choice, Converted, Fixed, Follows, Key, Only, OrNone, Rope, value_of
+from forge_plugin_weights.kinds import ArchitectureComponent, Config, Field, Flat, Rule
+from forge_plugin_weights.layer_fields import LayerWindows, RopeByWindow, every_nth_is_full
+from forge_plugin_weights.rules import Same
+
+NORMS: Sequence[Rule] = tuple(
+    Same(f"layers.{{layer}}.{ours}.weight", f"model.layers.{{layer}}.{theirs}_layernorm.weight")
+    for ours, theirs in {
+        "attention_norm": "input",
+        "attention_post_norm": "post_attention",
+        "ffn_norm": "pre_feedforward",
+        "ffn_post_norm": "post_feedforward",
+    }.items()
+)
+ACTIVATIONS: Mapping[str, Flat] = {
+    theirs: {"ffn.type": f"{TRANSFORMER}/geglu", "ffn.approximate": ours}
+    for theirs, ours in (("gelu_pytorch_tanh", "tanh"), ("gelu", "none"))
+}
+HARMLESS = ("hidden_act", "cache_implementation", "sliding_window_size", "_sliding_window_pattern")
+"""The first is another name of `hidden_activation` that nothing reads; the last two are of old files, likewise."""
+
+
+def _width_root(config: Config) -> float:
+    return float(value_of(config, "hidden_size", REQUIRED) ** 0.5)
+
+
+def gemma_fields(windows: LayerWindows, rope: Field, *, caps: tuple[float | None, float | None]) -> Sequence[Field]:
+    """Returns the keys of both.
+
+    Args:
+        windows: which layers have a window.
+        rope: the position encoding.
+        caps: defaults of the bounds of scores and of logits.
+    """
+    return (
+        *shape_fields(tied=True),
+        Fixed({"norm_placement": "both", "norm.offset": 1}),
+        Follows("embedding_scale", _width_root, lambda model: model["dim"] ** 0.5),
+        *attention_fields(head_dim=256, rope=rope),
+        all_biases(),
+        Converted(
+            "query_pre_attn_scalar",
+            "attention.scale",
+            lambda scalar: scalar**-0.5,
+            lambda scale: scale**-2,
+            default=256,
+            derived=lambda model: model["attention.head_dim"] ** -0.5,
+        ),
+        windows,
+        OrNone("attn_logit_softcapping", "attention.soft_cap", caps[0]),
+        OrNone("final_logit_softcapping", "logit_soft_cap", caps[1]),
+        Only("use_bidirectional_attention", False, "attention is causal", also=(None,)),
+        Choice("hidden_activation", ACTIVATIONS, "gelu_pytorch_tanh", "geglu"),
+        Fixed({"ffn.bias": False}),
+        Key("intermediate_size", "ffn.hidden", derived=lambda model: default_hidden(model["dim"])),
+    )
+
+
+@frozen(kw_only=True)
+class Gemma2(ArchitectureComponent):
+    """Gemma 2: scores and logits are bounded, and every other layer has a window."""
+
+    name = "Gemma2ForCausalLM"
+    harmless = HARMLESS
+
+    def fields(self) -> Sequence[Field]:
+        windows = LayerWindows(default=4096, rule=every_nth_is_full(2))
+        return (*gemma_fields(windows, Rope(), caps=(50.0, 30.0)), Key("rms_norm_eps", "norm.eps", 1e-6))
+
+    def rules(self, model: Flat) -> Sequence[Rule]:
+        return (*ENDS, *NORMS, *ATTENTION, *FFN, *tied_head(model))
+
+
+@frozen(kw_only=True)
+class Gemma3Text(ArchitectureComponent):
+    """Gemma 3 without images: five layers of six have a window, with a base of positions of their own."""
+
+    name = "Gemma3ForCausalLM"
+    harmless = HARMLESS
+
+    def fields(self) -> Sequence[Field]:
+        pattern = "sliding_window_pattern"
+        windows = LayerWindows(default=4096, rule=every_nth_is_full(pattern, 6), further=(pattern,))
+        rope = RopeByWindow(
+            windows=windows, full=Rope(theta=1e6), near=Rope(theta=1e4), near_theta="rope_local_base_freq"
+        )
+        return (
+            *gemma_fields(windows, rope, caps=(None, None)),
+            Fixed({"attention.qk_norm": True, "attention.qk_norm_offset": 1}),
+            Key("rms_norm_eps", ("norm.eps", "attention.qk_norm_eps"), 1e-6),
+        )
+
+    def rules(self, model: Flat) -> Sequence[Rule]:
+        return (*ENDS, *NORMS, *ATTENTION, *QK_NORM, *FFN, *tied_head(model))

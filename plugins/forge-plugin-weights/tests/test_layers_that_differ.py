@@ -1,0 +1,304 @@
+"""Keys that differ between layers: as versions 4 and 5 of `transformers` write them, and as a user does."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import transformers
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forge_core.config.load import parse_component
+from forge_core.contracts.components import ModelComponent
+from forge_core.contracts.errors import JobError
+from forge_core.plugins.catalog import Catalog
+from forge_plugin_weights.tables import (
+    architectures,
+    fitting_architectures,
+    read_config,
+    write_config,
+)
+
+CATALOG = Catalog.installed()
+ARCHITECTURES = architectures(CATALOG)
+CLASSES: Mapping[str, str] = {
+    "mistral": "MistralConfig",
+    "mixtral": "MixtralConfig",
+    "qwen2": "Qwen2Config",
+    "qwen3": "Qwen3Config",
+    "qwen2_moe": "Qwen2MoeConfig",
+    "qwen3_moe": "Qwen3MoeConfig",
+    "olmo2": "Olmo2Config",
+    "olmo3": "Olmo3Config",
+    "granite": "GraniteConfig",
+    "smollm3": "SmolLM3Config",
+    "gemma2": "Gemma2Config",
+    "gemma3_text": "Gemma3TextConfig",
+}
+SIZES: Mapping[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 128,
+}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 8.0,
+    "original_max_position_embeddings": 8192,
+    "attention_factor": 1.2079441541679836,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+}
+PUBLISHED: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "Gemma 3 1B": (
+        "gemma3_text",
+        {
+            "attention_bias": False,
+            "attn_logit_softcapping": None,
+            "cache_implementation": "hybrid",
+            "final_logit_softcapping": None,
+            "head_dim": 256,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "query_pre_attn_scalar": 256,
+            "rope_local_base_freq": 10000,
+            "rope_scaling": None,
+            "rope_theta": 1000000,
+            "sliding_window": 512,
+            "sliding_window_pattern": 6,
+        },
+    ),
+    "Gemma 3 4B": ("gemma3_text", {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024}),
+    "Gemma 2": (
+        "gemma2",
+        {
+            "attn_logit_softcapping": 50.0,
+            "cache_implementation": "hybrid",
+            "final_logit_softcapping": 30.0,
+            "head_dim": 256,
+            "hidden_act": "gelu_pytorch_tanh",
+            "hidden_activation": "gelu_pytorch_tanh",
+            "query_pre_attn_scalar": 224,
+            "rope_theta": 10000.0,
+            "sliding_window": 4096,
+        },
+    ),
+    "OLMo 3": ("olmo3", {"rope_theta": 500000, "rope_scaling": YARN, "sliding_window": 4096, "rms_norm_eps": 1e-6}),
+    "OLMo 2": ("olmo2", {"rope_theta": 500000, "rope_scaling": None, "attention_bias": False, "rms_norm_eps": 1e-6}),
+    "Granite 3.3": (
+        "granite",
+        {
+            "attention_multiplier": 0.015625,
+            "embedding_multiplier": 12.0,
+            "logits_scaling": 16.0,
+            "residual_multiplier": 0.22,
+            "mlp_bias": False,
+            "rope_theta": 10000000.0,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "SmolLM3": (
+        "smollm3",
+        {
+            "no_rope_layer_interval": 4,
+            "no_rope_layers": [1, 1, 1, 0, 1, 1],
+            "pretraining_tp": 2,
+            "max_window_layers": 28,
+            "rope_scaling": None,
+            "rope_theta": 5000000.0,
+            "sliding_window": None,
+            "use_sliding_window": False,
+            "layer_types": ["full_attention"] * 6,
+        },
+    ),
+    "SmolLM3 by its interval": ("smollm3", {"no_rope_layer_interval": 3, "rope_theta": 5000000.0}),
+    "Mistral 7B v0.1": ("mistral", {"sliding_window": 4096, "rope_theta": 10000.0, "rms_norm_eps": 1e-5}),
+    "Mistral 7B v0.3": ("mistral", {"sliding_window": None, "rope_theta": 1000000.0, "rms_norm_eps": 1e-5}),
+    "Qwen2.5": (
+        "qwen2",
+        {"sliding_window": 32768, "max_window_layers": 21, "use_sliding_window": False, "rope_theta": 1000000.0},
+    ),
+    "Qwen2 with windows": ("qwen2", {"sliding_window": 512, "max_window_layers": 4, "use_sliding_window": True}),
+    "Qwen2-MoE with windows": (
+        "qwen2_moe",
+        {"sliding_window": 512, "max_window_layers": 4, "use_sliding_window": True},
+    ),
+}
+"""Keys of published files in the spelling of version 4, at a small size."""
+
+
+def published(type_: str, keys: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration as version 5 writes it."""
+    config = getattr(transformers, CLASSES[type_])(**SIZES, **keys).to_dict()
+    return {name: value for name, value in config.items() if name != "num_local_experts" or type_ == "mixtral"}
+
+
+def model_of(type_: str, config: Mapping[str, Any]) -> Any:
+    return parse_component(read_config(ARCHITECTURES[type_], config), "config.json", ModelComponent, CATALOG)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_files_of_version_4_mean_what_version_5_makes_of_them(name):
+    type_, keys = PUBLISHED[name]
+    experts = {"num_experts": 60, "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632}
+    more = {**experts, "num_experts_per_tok": 4} if type_ == "qwen2_moe" else {}
+    by_4 = read_config(ARCHITECTURES[type_], {**SIZES, **more, **keys})
+    assert by_4 == read_config(ARCHITECTURES[type_], published(type_, keys))
+
+
+def layered(type_: str, *, types: bool = True, **keys: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """Configurations of an architecture; `types`: with a list of layers that have a window."""
+    layers = {"layer_types": st.lists(st.sampled_from(["full_attention", "sliding_attention"]), min_size=6, max_size=6)}
+    return st.tuples(
+        st.just(type_),
+        st.fixed_dictionaries({"sliding_window": st.integers(1, 99), **(layers if types else {}), **keys}),
+    )
+
+
+FACTORS = st.sampled_from([0.015625, 0.1, 0.22, 0.3, 1.0, 3.0, 7.0, 16.0, 49.0]) | st.floats(0.01, 100)
+CAPS = st.none() | FACTORS
+SWITCHED: Any = {"use_sliding_window": st.just(True)}
+CONFIGS = st.one_of(
+    layered("mistral", types=False),
+    layered("mixtral", types=False),
+    layered("qwen2", **SWITCHED),
+    layered("qwen3", **SWITCHED, attention_bias=st.booleans()),
+    layered("smollm3", **SWITCHED, no_rope_layers=st.lists(st.integers(0, 1), min_size=6, max_size=6).filter(any)),
+    layered("olmo3", rope_theta=FACTORS.filter(lambda theta: theta > 1)),
+    layered("gemma2", query_pre_attn_scalar=st.integers(1, 999), attn_logit_softcapping=CAPS),
+    layered(
+        "gemma3_text",
+        query_pre_attn_scalar=st.integers(1, 999),
+        final_logit_softcapping=CAPS,
+        rope_local_base_freq=st.floats(2, 1e6),
+        hidden_activation=st.sampled_from(["gelu_pytorch_tanh", "gelu"]),
+    ),
+    st.tuples(
+        st.just("granite"),
+        st.fixed_dictionaries(
+            {
+                **{f"{name}_multiplier": FACTORS for name in ("embedding", "attention", "residual")},
+                "logits_scaling": st.sampled_from([1.0, 3.0, 7.0, 8.0, 16.0, 49.0, 0.3]),
+            }
+        ),
+    ),
+)
+
+
+@given(CONFIGS)
+def test_what_is_read_is_written(drawn):
+    type_, keys = drawn
+    before = published(type_, keys)
+    after = write_config(ARCHITECTURES[type_], model_of(type_, before), CATALOG)
+    meaningless = {"max_window_layers", "no_rope_layer_interval", "_sliding_window_pattern"}
+    for key in {*keys, "layer_types", "rope_parameters"} & {*before} - meaningless:
+        if key == "sliding_window" and "sliding_attention" not in before.get("layer_types", ["sliding_attention"]):
+            assert after[key] is None
+        elif key == "use_sliding_window":
+            assert after[key] == bool(after["sliding_window"])
+        elif key == "rope_parameters" and "full_attention" in before[key]:
+            kinds = set(before["layer_types"])
+            assert after[key] == {name: before[key][name] for name in before[key] if name in kinds}
+        else:
+            assert after.get(key) == before[key]
+    assert read_config(ARCHITECTURES[type_], after) == read_config(ARCHITECTURES[type_], before)
+
+
+JOB = """
+type = "transformer"
+dim = 32
+layers = 4
+vocab_size = 64
+"""
+PATTERN = """
+[attention]
+type = "pattern"
+layers = ["near", "far"]
+kinds.near = {{ type = "gqa", heads = 4, {near} }}
+kinds.far = {{ type = "gqa", heads = 4, {far} }}
+"""
+
+
+def of_job(keys: str) -> ModelComponent:
+    return parse_component(tomllib.loads(JOB + keys), "job.toml", ModelComponent, CATALOG)
+
+
+def test_a_pattern_with_names_of_ones_own_is_exported():
+    normalised = "qk_norm = true, qk_norm_eps = 1e-5"
+    model = of_job(PATTERN.format(near=f"window = 8, {normalised}", far=f"kv_heads = 4, head_dim = 8, {normalised}"))
+    assert [*fitting_architectures(model, CATALOG)] == ["qwen3"]
+    config = write_config(ARCHITECTURES["qwen3"], model, CATALOG)
+    assert config["layer_types"] == ["sliding_attention", "full_attention"] * 2
+    assert config["sliding_window"] == 8
+
+
+def test_kinds_that_compute_the_same_are_no_pattern():
+    model = of_job(PATTERN.format(near='backend = "math"', far="kv_heads = 4"))
+    assert "llama" in fitting_architectures(model, CATALOG)
+
+
+def test_names_of_kinds_say_what_they_are():
+    config = published("smollm3", {"sliding_window": 8, "use_sliding_window": True, "no_rope_layer_interval": 3})
+    attention = read_config(ARCHITECTURES["smollm3"], config)["attention"]
+    assert attention["layers"] == ["full", "full", "window_nope"]
+    assert attention["kinds"]["window_nope"]["rope"] == {"type": "forge-plugin-transformer/none"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ('norm_placement = "post"', "norm_placement: 'post' has no counterpart in LlamaForCausalLM: it is 'pre' there"),
+        ('norm_placement = "both"', "norm_placement: 'both' has no counterpart"),
+        ('residual = "parallel"', "residual: 'parallel' has no counterpart"),
+        ("residual_scale = 0.5", "residual_scale: 0.5 has no counterpart"),
+        ("learned_positions = 4096", "learned_positions: 4096 has no counterpart"),
+        ("embedding_scale = 2.0", "embedding_scale: 2.0 has no counterpart"),
+        ("logit_scale = 2.0", "logit_scale: 2.0 has no counterpart"),
+        ("logit_soft_cap = 2.0", "logit_soft_cap: 2.0 has no counterpart"),
+        ("norm.offset = 1", "norm.offset: 1 has no counterpart"),
+        ('ffn.type = "geglu"', "ffn.type = 'forge-plugin-transformer/geglu' has no hidden_act"),
+        ("attention.window = 8", "attention.window: 8 has no counterpart"),
+        ("attention.scale = 0.5", "attention.scale: 0.5 has no counterpart"),
+        ("attention.soft_cap = 9.0", "attention.soft_cap: 9.0 has no counterpart"),
+        ("attention.sinks = true", "attention.sinks: True has no counterpart"),
+        ('attention.qk_norm = "all"', "attention.qk_norm: 'all' has no counterpart"),
+        ('attention.rope.type = "none"', "attention.rope.type = 'forge-plugin-transformer/none' has no rope_type"),
+        ("attention.rope.partial_rotary_factor = 0.5", "partial_rotary_factor: 0.5 has no counterpart"),
+        (PATTERN.format(near="window = 8", far="window = 0"), "attention.window: 8, 0, 8, 0 (by layer) has no count"),
+        (
+            PATTERN.format(near="rope.theta = 5.0", far="window = 0"),
+            "rope_theta is one for all layers, not 5.0, 10000.0",
+        ),
+        (
+            PATTERN.format(near="heads = 2", far="window = 0").replace("heads = 4, heads", "heads"),
+            "num_attention_heads",
+        ),
+    ],
+)
+def test_what_a_llama_has_not_is_refused_by_its_key(keys, message):
+    with pytest.raises(JobError) as error:
+        write_config(ARCHITECTURES["llama"], of_job(keys), CATALOG)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("type_", "keys", "message"),
+    [
+        ("gemma2", {"layer_types": ["chunked_attention"] * 6}, "layer_types has 'chunked_attention'"),
+        ("gemma2", {"layer_types": ["full_attention"]}, "layer_types has 1 entries, where there are 6 layers"),
+        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True; attention is causal"),
+        ("gemma2", {"hidden_activation": "silu"}, "hidden_activation = 'silu'; Forge has"),
+        ("qwen2", {"layer_types": ["sliding_attention"] * 6}, "'sliding_attention', and there is no sliding_window"),
+        ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers has 1 entries, where there are 6 layers"),
+        ("olmo3", {"rope_parameters": {"rope_theta": 5.0}}, "rope_parameters has rope_theta; Forge has"),
+        ("mistral", {"layer_types": ["full_attention"] * 6}, "layer_types"),
+    ],
+)
+def test_a_configuration_that_cannot_be_is_refused(type_, keys, message):
+    with pytest.raises(JobError) as error:
+        read_config(ARCHITECTURES[type_], {**SIZES, **keys})
+    assert message in str(error.value)
