@@ -1,0 +1,101 @@
+"""Language models of published vision-language models."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from published_models import VOCABULARY, ids_of, logits, ours
+
+from forge_core.cli import main
+from forge_core.contracts.errors import JobError
+from forge_plugin_weights.exporting import export_run
+from forge_plugin_weights.importing import import_folder
+
+NAME = "gemma3_language_model"
+
+
+@pytest.fixture
+def gemma3(tmp_path: Path) -> Any:
+    """A tiny Gemma 3 with images, written to `published`."""
+    text = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "query_pre_attn_scalar": 20,
+        "sliding_window": 6,
+        "sliding_window_pattern": 3,
+    }
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.Gemma3Config(
+        text_config=text,
+        vision_config={**vision, "image_size": 16, "patch_size": 8},
+        mm_tokens_per_image=1,
+        image_token_index=60,
+        boi_token_index=61,
+        eoi_token_index=62,
+    )
+    torch.manual_seed(0)
+    model = transformers.Gemma3ForConditionalGeneration(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    model.save_pretrained(tmp_path / "published")
+    return model
+
+
+def test_the_language_model_comes_in_and_goes_out_without_its_vision_tower(tmp_path, gemma3):
+    run = import_folder(tmp_path / "published", tmp_path / "run", tokenizer=False, architecture=NAME)
+    ids = ids_of() % 60
+    with torch.no_grad():
+        expected = gemma3(ids).logits
+    assert expected.std() > 0.1
+    assert (logits(ours(run), ids) - expected).abs().max() < 1e-4
+
+    out = export_run(run, tmp_path / "out")
+    again, loading = transformers.AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    assert not any(loading.values())
+    assert type(again) is transformers.Gemma3ForCausalLM
+    with torch.no_grad():
+        assert torch.equal(again(ids).logits, expected)
+
+
+def test_images_are_left_out_where_one_says_so_only(tmp_path, gemma3, capsys):
+    arguments = ["weights", "import", str(tmp_path / "published"), "--output", str(tmp_path / "run"), "--no-tokenizer"]
+    assert main(arguments) == 2
+    assert NAME in capsys.readouterr().err
+    assert main([*arguments, "--architecture", NAME]) == 0
+
+
+def test_an_unknown_key_of_the_language_model_is_named(tmp_path, gemma3):
+    path = tmp_path / "published/config.json"
+    config = json.loads(path.read_text())
+    config["text_config"]["attention_chunk_size"] = 8
+    path.write_text(json.dumps(config))
+    with pytest.raises(JobError, match="text_config has attention_chunk_size, which is not known"):
+        import_folder(tmp_path / "published", tmp_path / "run", tokenizer=False, architecture=NAME)
+
+
+def test_sizes_that_published_files_leave_out_are_those_of_version_5():
+    from forge_core.plugins.catalog import Catalog
+    from forge_plugin_weights.tables import load_architecture, read_config
+
+    text = {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    }
+    architecture = load_architecture(NAME, Catalog.installed())
+    by_5 = transformers.Gemma3Config(text_config=text).to_dict()
+    assert read_config(architecture, {"text_config": text}) == read_config(architecture, by_5)
