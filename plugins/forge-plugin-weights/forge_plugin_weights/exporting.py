@@ -59,12 +59,11 @@ def find_target(
         job: whose `[model]` it is.
         shapes: of its tensors, by Forge's names.
         catalog: which architectures there are.
-        architecture: the one to take; needed where a model is of several.
+        architecture: the one to take; by default the plainest that it is of.
         origin: the one that it was imported as, which is taken where the model is still of it.
 
     Raises:
-        JobError: the model is of no installed architecture, and the keys are named that have no counterpart; or it is
-            of several.
+        JobError: the model is of no installed architecture; names the keys that have no counterpart.
     """
     model = _with_vocabulary(job, shapes)
     name, chosen = find_form(model, catalog, architecture, origin)
@@ -98,11 +97,11 @@ def _with_vocabulary(job: Job, shapes: Mapping[str, tuple[int, ...]]) -> Any:
 
 
 def _preferred(fitting: Mapping[str, ArchitectureComponent]) -> str:
-    """The architecture that most programs know, among those that are the same model."""
-    if len(fitting) == 1 or "llama" in fitting:
-        return next(iter(fitting)) if len(fitting) == 1 else "llama"
-    names = ", ".join(fitting)
-    raise JobError(f"the model is {names}; say which one it is to be: --architecture {next(iter(fitting))}")
+    """The architecture that most programs know, among those that are the same model: Llama, or else the plainest."""
+    if "llama" in fitting:
+        return "llama"
+    keys = {name: {key for field in known.fields() for key in field.keys} for name, known in fitting.items()}
+    return min(fitting, key=lambda name: (len(keys[name]), name))
 
 
 def export_run(
@@ -124,7 +123,7 @@ def export_run(
         output: the folder to make; it must not exist.
         dtype: of the weights; by default as they are stored.
         shard_bytes: of each file at most.
-        architecture: `model_type` to export as; needed where a model is of several.
+        architecture: `model_type` to export as; by default the plainest that the model is of.
         catalog: which architectures there are; by default those that are installed.
 
     Returns:

@@ -39,7 +39,15 @@ class PerLayer:
     values: tuple[Any, ...]
 
     def __repr__(self) -> str:
-        return f"{', '.join(map(repr, self.values))} (by layer)"
+        shown = period(self.values)
+        return f"{', '.join(map(repr, shown))} (by layer{', repeated' if len(shown) < len(self.values) else ''})"
+
+
+def period(values: Sequence[Any]) -> list[Any]:
+    """Returns the shortest list that, repeated, is that of all layers."""
+    lengths = range(1, len(values) + 1)
+    length = next(n for n in lengths if all(value == values[i % n] for i, value in enumerate(values)))
+    return list(values[:length])
 
 
 def of_layer(model: Flat, layer: int) -> Flat:
@@ -92,7 +100,7 @@ def with_pattern(model: Flat) -> Flat:
     layers = [{path: value for path, value in own.items() if path.startswith(ATTENTION)} for own in of_layers(model)]
     names = _names(layers)
     table = {path: value for path, value in model.items() if not path.startswith(ATTENTION)}
-    table |= {"attention.type": PATTERN, "attention.layers": _period(names)}
+    table |= {"attention.type": PATTERN, "attention.layers": period(names)}
     for name, own in dict(zip(names, layers, strict=True)).items():
         table |= {f"attention.kinds.{name}.{path.removeprefix(ATTENTION)}": value for path, value in own.items()}
     return table
@@ -116,13 +124,6 @@ def _names(layers: Sequence[Flat]) -> Sequence[str]:
 def _described(own: Flat) -> str:
     name = "window" if own.get("attention.window") else "full"
     return f"{name}_nope" if own.get("attention.rope.type") == NO_ROPE else name
-
-
-def _period(names: Sequence[str]) -> list[str]:
-    """The shortest list that, repeated, is that of all layers."""
-    lengths = range(1, len(names) + 1)
-    length = next(n for n in lengths if all(name == names[i % n] for i, name in enumerate(names)))
-    return list(names[:length])
 
 
 def outside_kinds(paths: Iterable[str]) -> Iterable[str]:

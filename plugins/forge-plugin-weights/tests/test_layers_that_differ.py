@@ -15,12 +15,8 @@ from forge_core.config.load import parse_component
 from forge_core.contracts.components import ModelComponent
 from forge_core.contracts.errors import JobError
 from forge_core.plugins.catalog import Catalog
-from forge_plugin_weights.tables import (
-    architectures,
-    fitting_architectures,
-    read_config,
-    write_config,
-)
+from forge_plugin_weights.exporting import find_form
+from forge_plugin_weights.tables import architectures, fitting_architectures, read_config, write_config
 
 CATALOG = Catalog.installed()
 ARCHITECTURES = architectures(CATALOG)
@@ -246,6 +242,20 @@ def test_a_pattern_with_names_of_ones_own_is_exported():
     assert config["sliding_window"] == 8
 
 
+@pytest.mark.parametrize(
+    ("keys", "type_"),
+    [
+        ("attention.heads = 4", "llama"),
+        ("attention = { heads = 4, window = 8 }", "mistral"),
+        ("logit_scale = 0.125", "granite"),
+        ('norm_placement = "post"\nattention = { qk_norm = "all", qk_norm_eps = 1e-5 }', "olmo2"),
+        (PATTERN.format(near="rope.theta = 5e5", far='rope.type = "none"'), "smollm3"),
+    ],
+)
+def test_a_model_of_several_architectures_is_exported_as_the_plainest(keys, type_):
+    assert find_form(of_job(keys), CATALOG)[0] == type_
+
+
 def test_kinds_that_compute_the_same_are_no_pattern():
     model = of_job(PATTERN.format(near='backend = "math"', far="kv_heads = 4"))
     assert "llama" in fitting_architectures(model, CATALOG)
@@ -278,10 +288,13 @@ def test_names_of_kinds_say_what_they_are():
         ('attention.qk_norm = "all"', "attention.qk_norm: 'all' has no counterpart"),
         ('attention.rope.type = "none"', "attention.rope.type = 'forge-plugin-transformer/none' has no rope_type"),
         ("attention.rope.partial_rotary_factor = 0.5", "partial_rotary_factor: 0.5 has no counterpart"),
-        (PATTERN.format(near="window = 8", far="window = 0"), "attention.window: 8, 0, 8, 0 (by layer) has no count"),
+        (
+            PATTERN.format(near="window = 8", far="window = 0"),
+            "attention.window: 8, 0 (by layer, repeated) has no count",
+        ),
         (
             PATTERN.format(near="rope.theta = 5.0", far="window = 0"),
-            "rope_theta is one for all layers, not 5.0, 10000.0",
+            "rope_theta is one for all layers, not 5.0, 10000.0 (by layer, repeated)",
         ),
         (
             PATTERN.format(near="heads = 2", far="window = 0").replace("heads = 4, heads", "heads"),
