@@ -141,8 +141,8 @@ class Follows(Field):
         return {self.ours: self.of_theirs(config)}
 
     def write(self, model: Flat) -> Config:
-        if model.get(self.ours) != (needed := self.of_ours(model)):
-            raise Unsupported(f"{self.ours} = {model.get(self.ours)!r}, where it has {needed!r} always")
+        if (value := setting(model, self.ours)) != (needed := self.of_ours(model)):
+            raise Unsupported(f"{self.ours} = {value!r}, where it has {needed!r} always")
         return {}
 
 

@@ -93,7 +93,7 @@ class LayerWindows(Window):
 def windows_of(model: Flat) -> Sequence[int]:
     """Returns the window of each layer."""
     window = setting(model, WINDOW)
-    return window.values if isinstance(window, PerLayer) else [window] * model["layers"]
+    return window.values if isinstance(window, PerLayer) else [window] * setting(model, "layers")
 
 
 def every_nth_is_full(n: int | str, default: int = 0) -> Callable[[Config], Sequence[bool]]:

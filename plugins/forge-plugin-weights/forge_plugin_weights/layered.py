@@ -12,7 +12,7 @@ from typing import Any
 
 from attrs import frozen
 
-from forge_plugin_weights.kinds import Flat
+from forge_plugin_weights.kinds import Flat, Unsupported
 
 ATTENTION = "attention."
 """How paths of keys begin that may differ between layers."""
@@ -57,7 +57,9 @@ def of_layer(model: Flat, layer: int) -> Flat:
 
 
 def of_layers(model: Flat) -> Sequence[Flat]:
-    """Returns the keys of a model as each of its layers has them."""
+    """Returns the keys of a model as each of its layers has them; raises `Unsupported` if it has no `layers`."""
+    if "layers" not in model:
+        raise Unsupported("there is no model.layers")
     return [of_layer(model, layer) for layer in range(model["layers"])]
 
 

@@ -16,6 +16,7 @@ from forge_core.contracts.components import ModelComponent
 from forge_core.contracts.errors import JobError
 from forge_core.plugins.catalog import Catalog
 from forge_plugin_weights.exporting import find_form
+from forge_plugin_weights.kinds import Unsupported
 from forge_plugin_weights.tables import architectures, fitting_architectures, read_config, write_config
 
 CATALOG = Catalog.installed()
@@ -306,6 +307,18 @@ def test_what_a_llama_has_not_is_refused_by_its_key(keys, message):
     with pytest.raises(JobError) as error:
         write_config(ARCHITECTURES["llama"], of_job(keys), CATALOG)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize("type_", ARCHITECTURES)
+def test_a_model_of_other_keys_altogether_is_refused_and_not_stumbled_over(type_):
+    fields = ARCHITECTURES[type_].fields()
+    refused = 0
+    for field in fields:
+        try:
+            field.write({"type": "forge-plugin-vision/vision_language", **field.resolve({})})
+        except Unsupported:
+            refused += 1
+    assert refused
 
 
 @pytest.mark.parametrize(
