@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from attrs import frozen
 
+from forge_core.checkpoint.manager import verify
 from forge_core.checkpoint.resume import locate
 from forge_core.checkpoint.run_folder import JOB, TOKENIZER
 from forge_core.checkpoint.state import evaluated_names
@@ -135,7 +137,7 @@ def export_run(
     if output.exists():
         raise JobError(f"{output} exists already; choose another --output, or remove it")
     catalog = catalog or Catalog.installed()
-    checkpoint, manifest = locate(path, "full")
+    checkpoint, manifest = locate(path, "sizes")
     job = parse_job(manifest["job"], str(checkpoint / "manifest.json"), catalog)
     stored = stored_tensors(checkpoint)
     names = {name.partition(".")[2]: name for name in evaluated_names(stored).values()}
@@ -147,9 +149,12 @@ def export_run(
     unfinished.mkdir(parents=True)
     try:
         dtypes = {own: dtype or stored[name][1] for own, name in names.items()}
-        _write_tensors(unfinished, checkpoint, target.match, names, dtypes, shard_bytes)
-        write_extras(unfinished, target, job, dtypes, run)
-        write_provenance(unfinished, checkpoint, manifest, run)
+        with ThreadPoolExecutor(1) as pool:
+            intact = pool.submit(verify, checkpoint, "full")  # while writing: it takes as long
+            _write_tensors(unfinished, checkpoint, target.match, names, dtypes, shard_bytes)
+            write_extras(unfinished, target, job, dtypes, run)
+            write_provenance(unfinished, checkpoint, manifest, run)
+            intact.result()
         publish(unfinished, output)
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -194,8 +199,8 @@ def _write_tensors(
         tensor = read_whole(checkpoint, [name], stored)[name]
         for part in match.parts[own]:
             if part.written:
-                part.of_theirs(writer.tensor(part.theirs)).copy_(part.of_ours(tensor))
-    writer.flush()
+                writer.write(part, part.of_ours(tensor))
+    writer.close()
     (folder / INDEX).write_text(index_json(files))
 
 

@@ -11,14 +11,15 @@ import mmap
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from attrs import frozen
 from torch import Tensor
 
+from forge_core.checkpoint.tensors import bytes_of
 from forge_core.contracts.errors import CheckpointError, JobError
-from forge_plugin_weights.kinds import Shape
+from forge_plugin_weights.kinds import Part, Shape
 
 DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64,
@@ -219,31 +220,52 @@ def create(folder: Path, files: Sequence[FilePlan]) -> None:
 
 
 class Writer:
-    """Views of the tensors of files that exist at their final size; what is assigned to them is written."""
+    """Writes parts of tensors to files that exist at their final size."""
 
     def __init__(self, files: Sequence[FilePlan]) -> None:
         self._places = {name: place for plan in files for name, place in plan.places.items()}
+        self._files: dict[Path, BinaryIO] = {}
         self._maps: dict[Path, mmap.mmap] = {}
 
-    def tensor(self, name: str) -> Tensor:
-        """Returns a view of a tensor's bytes in its file."""
-        place = self._places[name]
-        if not place.size:
-            return torch.empty(place.shape, dtype=place.dtype)
-        memory = self._map(place.file)
-        raw = torch.frombuffer(memory, dtype=torch.uint8, count=place.size, offset=place.start)
+    def write(self, part: Part, values: Tensor, box: tuple[slice, ...] = ()) -> None:
+        """Write a part of a published tensor, or a box of it, from values of the part's shape, or the box's."""
+        place = self._places[part.theirs]
+        if not values.numel():
+            return
+        # A tensor without memory says where the part lies in the published one, and whether in one piece.
+        lies = _boxed(part.of_theirs(torch.empty(place.shape, dtype=place.dtype, device="meta")), part, box)
+        if lies.is_contiguous():
+            # Not through the mapping: its first touch of each page takes four times as long as writing does.
+            file = self._file(place.file)
+            file.seek(place.start + int(lies.storage_offset()) * place.dtype.itemsize)
+            file.write(bytes_of(values.to(place.dtype)))
+        else:
+            _boxed(part.of_theirs(self._mapped(place)), part, box).copy_(values)
+
+    def _mapped(self, place: Place) -> Tensor:
+        """A view of a tensor's bytes in its file."""
+        if place.file not in self._maps:
+            self._maps[place.file] = mmap.mmap(self._file(place.file).fileno(), 0)
+        raw = torch.frombuffer(self._maps[place.file], dtype=torch.uint8, count=place.size, offset=place.start)
         return raw.view(place.dtype).view(place.shape)
 
-    def _map(self, path: Path) -> mmap.mmap:
-        if path not in self._maps:
-            with path.open("r+b") as file:
-                self._maps[path] = mmap.mmap(file.fileno(), 0)
-        return self._maps[path]
+    def _file(self, path: Path) -> BinaryIO:
+        if path not in self._files:
+            self._files[path] = path.open("r+b")
+        return self._files[path]
 
-    def flush(self) -> None:
-        """Return once all that was assigned is on the disk."""
+    def close(self) -> None:
+        """Return once all that was written is on the disk."""
         for memory in self._maps.values():
             memory.flush()
+        for file in self._files.values():
+            file.flush()
+            os.fsync(file.fileno())
+            file.close()
+
+
+def _boxed(there: Tensor, part: Part, box: tuple[slice, ...]) -> Tensor:
+    return there.view(part.sizes)[box] if box else there
 
 
 def index_json(files: Sequence[FilePlan]) -> str:

@@ -93,7 +93,7 @@ def export_training(
         for name in shapes:  # in one order on all ranks: gathering is collective
             if name in own:
                 _write(own[name], target, name, writer, first[name] == global_rank())
-        ranks.on_all(writer.flush)
+        ranks.on_all(writer.close)
         ranks.on_rank0(finish)
     except BaseException:
         if global_rank() == 0:
@@ -150,9 +150,8 @@ def _write_part(own: OwnTensor, piece: Part, writer: Writer) -> None:
     local = local_part(own.tensor).detach().cpu()
     if not local.numel():
         return
-    there = piece.of_theirs(writer.tensor(piece.theirs))
     if piece.offsets is None:
-        there.copy_(piece.of_ours(local))
+        writer.write(piece, piece.of_ours(local))
         return
     # The overlap of this rank's part with the piece, which is a box of our tensor.
     starts = [max(a, b) for a, b in zip(own.offsets, piece.offsets, strict=True)]
@@ -162,4 +161,4 @@ def _write_part(own: OwnTensor, piece: Part, writer: Writer) -> None:
         return
     inside = tuple(slice(s - o, e - o) for s, e, o in zip(starts, ends, own.offsets, strict=True))
     place = tuple(slice(s - o, e - o) for s, e, o in zip(starts, ends, piece.offsets, strict=True))
-    there.reshape(piece.sizes)[place].copy_(local[inside])
+    writer.write(piece, local[inside], place)

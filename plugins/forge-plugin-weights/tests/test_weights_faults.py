@@ -10,6 +10,7 @@ import torch
 from published_models import MODELS
 from safetensors.torch import load_file, save_file
 
+from forge_core.checkpoint.resume import locate
 from forge_core.cli import main
 from forge_core.contracts.errors import CheckpointError
 from forge_plugin_weights.importing import import_folder
@@ -130,16 +131,17 @@ def test_a_folder_without_a_tokenizer_is_named(published, tmp_path, capsys):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_bit_that_flips_after_the_import_is_found(published, tmp_path):
+def test_a_bit_that_flips_after_the_import_is_found(published, tmp_path, capsys):
     run = import_folder(published, tmp_path / "run", tokenizer=False, copy=True)
     path = next((run / "checkpoints/step-0").glob("*.safetensors"))
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
-    from forge_core.checkpoint.resume import locate
-
     with pytest.raises(CheckpointError, match="SHA-256 is not the manifest's"):
         locate(run, "full")
+    assert main(["weights", "export", str(run), "--output", str(tmp_path / "out")]) != 0
+    assert "SHA-256 is not the manifest's" in capsys.readouterr().err
+    assert {path.name for path in tmp_path.iterdir()} == {"published", "run"}
 
 
 def test_a_folder_that_exists_is_not_overwritten(published, tmp_path, capsys):
