@@ -32,6 +32,9 @@ class Inner(Field):
         outer = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
         return self.field.read({**self.defaults, **outer, **value_of(config, TEXT, REQUIRED)})
 
+    def write(self, model: Flat) -> Config:
+        return self.field.write(model)  # never exported, but how far a model is from it decides what a message says
+
     def resolve(self, model: Flat) -> Flat:
         return self.field.resolve(model)
 
