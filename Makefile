@@ -7,6 +7,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
+# A process a core, and one more, since a third of the time tests wait for processes that they start; at most 8. A file's
+# tests are in one process, since they share what they set up.
+PROCESSES := $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); echo $$((n < 8 ? n + 1 : 8)))
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PROCESSES) --dist loadfile
+
 # Threads that wait must not spin: a busy neighbour would slow them down several times over.
 export OMP_WAIT_POLICY ?= passive
 
@@ -36,15 +41,14 @@ contracts: $(STAMP)
 
 # The tests with the share of lines that they reach, as a report in htmlcov/. A parallel run's shares are added up.
 coverage: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 8 --dist loadfile --cov --cov-report=term --cov-report=html
+	$(PYTEST) --cov --cov-report=term --cov-report=html
 
 # The figures that the house holds itself to: sizes, private imports, comments.
 measure: $(STAMP)
 	$(BIN)/python tests/measure.py
 
-# A process a core, and a file's tests in one process, since they share what they set up.
 tests: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 8 --dist loadfile
+	$(PYTEST)
 
 # On a machine with a GPU: the tests of tests/gpu, then the benchmarks, each piece into a JSON and a table in the folder OUT.
 # PIECE=numerics runs one. Nothing is installed: the python that there is needs torch and what Forge imports.
