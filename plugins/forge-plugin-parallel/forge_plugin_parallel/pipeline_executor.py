@@ -250,6 +250,19 @@ class _Stage(pipelining.PipelineStage):
         _move(self.grad_recv_info.get(bwd_chunk_id, ()), self.device)
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> Any:
+        # torch 2.11 refuses to send a gradient that is None, where 2.13 sends zeros.
+        if not hasattr(self, "_get_grad_send_meta") and bwd_chunk_id in self.bwd_cache:
+            pairs = zip(self.bwd_cache[bwd_chunk_id], self.args_recv_info[bwd_chunk_id], strict=False)
+            self.bwd_cache[bwd_chunk_id] = tuple(self._sent(grad, info) for grad, info in pairs)
+        return super().get_bwd_send_ops(bwd_chunk_id)
+
+    def _sent(self, grad: Tensor | None, received: Any) -> Tensor | None:
+        buffer = getattr(received, "buffer", None)
+        if grad is not None or buffer is None:
+            return grad
+        return torch.zeros_like(buffer, device=self.device, requires_grad=False)
+
     def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int) -> None:
         _move(self.grad_recv_info[mb_index], self.device)  # a gradient that is None becomes zeros there
         super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
