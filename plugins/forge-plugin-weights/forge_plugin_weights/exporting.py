@@ -27,7 +27,13 @@ from forge_plugin_weights.files import INDEX, Writer, create, index_json, plan_f
 from forge_plugin_weights.importing import CONFIG, GENERATION, ORIGIN, read_json
 from forge_plugin_weights.kinds import ArchitectureComponent
 from forge_plugin_weights.matching import Match, match_names
-from forge_plugin_weights.tables import fitting_architectures, flattened, load_architecture, resolved, write_config
+from forge_plugin_weights.tables import (
+    fitting_architectures,
+    flattened,
+    load_architecture,
+    resolved,
+    write_config,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -210,12 +216,12 @@ def write_extras(folder: Path, target: Target, job: Job, dtypes: Mapping[str, to
     config = {
         "architectures": [target.architecture.name],
         "model_type": target.model_type,
-        **target.config,
         "max_position_embeddings": job.train.seq_len,
         "torch_dtype": str(_common(list(dtypes.values()))).removeprefix("torch."),
         "use_cache": True,
         **{name: value for name, value in ids.items() if not isinstance(value, list)},
         **{key: value for key, value in _origin(run).get("config", {}).items() if key in KEPT},
+        **target.config,  # last, as the longest sequence is part of what some models compute
     }
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     if run is not None and (run / TOKENIZER).is_dir():

@@ -188,6 +188,49 @@ class Choice(Field):
 
 
 @frozen
+class Derived(Field):
+    """A key of ours that no key of theirs says: 0 stands for what follows from others, and it has that value always."""
+
+    path: str
+    value: Callable[[Flat], Any]
+
+    def resolve(self, model: Flat) -> Flat:
+        return {self.path: self.value(model)} if self.path in model and not model[self.path] else {}
+
+
+@frozen
+class Window(Field):
+    """How many positions attention sees; null: all before each."""
+
+    theirs: str = "sliding_window"
+    ours: str = "attention.window"
+
+    @property
+    def keys(self) -> Collection[str]:
+        return (self.theirs,)
+
+    def read(self, config: Config) -> Flat:
+        return {self.ours: config.get(self.theirs) or 0}
+
+    def write(self, model: Flat) -> Config:
+        return {self.theirs: setting(model, self.ours) or None}
+
+
+@frozen
+class Dropout(Field):
+    """A rate of dropout, which concerns training alone. Forge has none: any is read, and 0 is written."""
+
+    theirs: str
+
+    @property
+    def keys(self) -> Collection[str]:
+        return (self.theirs,)
+
+    def write(self, model: Flat) -> Config:
+        return {self.theirs: 0.0}
+
+
+@frozen
 class Irrelevant(Field):
     """A key of ours that means nothing while others have certain values; it counts as having its default then."""
 
@@ -253,6 +296,14 @@ ROPES: Mapping[str, tuple[str, Mapping[str, str], Mapping[str, Any]]] = {
         {name: name for name in ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")},
         {},
     ),
+    "longrope": (
+        "forge-plugin-transformer/longrope",
+        {
+            **{name: name for name in ("short_factor", "long_factor", "factor", "original_max_position_embeddings")},
+            "attention_factor": "attention_factor",
+        },
+        {"attention_factor": 0.0},
+    ),
     "yarn": (
         "forge-plugin-transformer/yarn",
         {
@@ -264,6 +315,7 @@ ROPES: Mapping[str, tuple[str, Mapping[str, str], Mapping[str, Any]]] = {
     ),
 }
 """By `rope_type`: type of the component, its keys by theirs, and values that stand for their absence."""
+SHARE = "partial_rotary_factor"
 
 
 @frozen
@@ -277,22 +329,29 @@ class Rope(Field):
     """Path of the component's table."""
     theta: float = 10000.0
     """Where the configuration has none."""
+    theta_key: str = "rope_theta"
+    """Its name beside `rope_scaling`."""
+    share: float | None = None
+    """`partial_rotary_factor` where the configuration has none. None: the architecture rotates whole heads."""
+    share_key: str = "partial_rotary_factor"
+    """Its name beside `rope_scaling`."""
     types: Mapping[str, tuple[str, Mapping[str, str], Mapping[str, Any]]] = field(default=ROPES, repr=False)
 
     @property
     def keys(self) -> Collection[str]:
-        return "rope_theta", "rope_scaling", "rope_parameters"
+        return self.theta_key, "rope_scaling", "rope_parameters", *([] if self.share is None else [self.share_key])
 
     def read(self, config: Config) -> Flat:
         forms = [form for form in (self._first_form(config), self._second_form(config)) if form is not None]
         if len(forms) == 2 and forms[0] != forms[1]:
             raise Unsupported(f"rope_parameters = {forms[1]} and rope_theta, rope_scaling = {forms[0]} disagree")
-        form: dict[str, Any] = dict(forms[-1]) if forms else {"rope_theta": self.theta, "rope_type": "default"}
+        form: dict[str, Any] = dict(forms[-1]) if forms else {"rope_type": "default", **self._beside(config)}
         type_ = form.pop("rope_type")
         if type_ not in self.types:
             raise Unsupported(f"rope_type = {type_!r}; Forge has {', '.join(self.types)}")
         component, names, absent = self.types[type_]
         theta = form.pop("rope_theta")
+        share = {} if self.share is None else {f"{self.path}.{SHARE}": form.pop(SHARE)}
         if "original_max_position_embeddings" in names:
             form.setdefault("original_max_position_embeddings", config.get("max_position_embeddings"))
         if unknown := [name for name in form if name not in names]:
@@ -303,24 +362,27 @@ class Rope(Field):
         missing = [path for path, value in own.items() if value is None]
         if missing:
             raise Unsupported(f"rope_type {type_!r} without {', '.join(path.rpartition('.')[2] for path in missing)}")
-        return {f"{self.path}.type": component, f"{self.path}.theta": theta, **own}
+        return {f"{self.path}.type": component, f"{self.path}.theta": theta, **share, **own}
+
+    def _beside(self, config: Config) -> dict[str, Any]:
+        """What the configuration says outside of `rope_scaling` and `rope_parameters`."""
+        share = {} if self.share is None else {SHARE: value_of(config, self.share_key, self.share)}
+        return {"rope_theta": value_of(config, self.theta_key, self.theta), **share}
 
     def _first_form(self, config: Config) -> dict[str, Any] | None:
         scaling = config.get("rope_scaling") or {}
-        if "rope_theta" not in config and not scaling:
+        if self.theta_key not in config and not scaling:
             return None
         form = {name: value for name, value in scaling.items() if name != "type" and value is not None}
         form.setdefault("rope_type", scaling.get("type", "default"))
-        form.setdefault("rope_theta", config.get("rope_theta", self.theta))
-        return form
+        return {**self._beside(config), **form}
 
     def _second_form(self, config: Config) -> dict[str, Any] | None:
         if not config.get("rope_parameters"):
             return None
         form = {name: value for name, value in config["rope_parameters"].items() if value is not None}
-        form.setdefault("rope_theta", config.get("rope_theta", self.theta))
         form.setdefault("rope_type", form.pop("type", "default"))
-        return form
+        return {**self._beside(config), **form}
 
     def write(self, model: Flat) -> Config:
         component, theta = model.get(f"{self.path}.type"), model.get(f"{self.path}.theta")
@@ -330,6 +392,8 @@ class Rope(Field):
             values = {theirs: model[f"{self.path}.{ours}"] for theirs, ours in names.items()}
             values = {theirs: value for theirs, value in values.items() if absent.get(theirs) != value}
             scaling = {"rope_type": type_, **values} if type_ != "default" else None
-            parameters = {"rope_type": type_, "rope_theta": theta, **values}
-            return {"rope_theta": theta, "rope_scaling": scaling, "rope_parameters": parameters}
+            config, parameters = {self.theta_key: theta}, {"rope_type": type_, "rope_theta": theta, **values}
+            if self.share is not None:
+                config[self.share_key] = parameters[SHARE] = model[f"{self.path}.{SHARE}"]
+            return {**config, "rope_scaling": scaling, "rope_parameters": parameters}
         raise Unsupported(f"{self.path}.type = {component!r} has no rope_type")

@@ -11,7 +11,7 @@ import mmap
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, ClassVar
 
 import torch
 from attrs import frozen
@@ -47,6 +47,9 @@ ALIGNMENT = 8
 @frozen
 class Place:
     """Where a tensor lies."""
+
+    as_stored: ClassVar[bool] = True
+    """Whether the file's bytes are those of the tensor; false for a class whose `read` computes it."""
 
     file: Path
     start: int

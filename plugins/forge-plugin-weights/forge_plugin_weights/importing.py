@@ -15,8 +15,9 @@ import shutil
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import reduce
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import tomli_w
 import torch
@@ -34,11 +35,10 @@ from forge_core.plugins.catalog import Catalog
 from forge_plugin_weights.files import Place, places_in
 from forge_plugin_weights.kinds import ArchitectureComponent, Part, Shapes
 from forge_plugin_weights.matching import Match, check_tensors, match_names
+from forge_plugin_weights.quantised import wide_places
 from forge_plugin_weights.tables import architecture_of, flattened, load_architecture, read_config, resolved
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from forge_core.contracts.data import Tokenizer
     from forge_core.job import Job
 
@@ -75,18 +75,26 @@ class Source:
             chosen = config.get("model_type", ""), load_architecture(architecture, catalog)
         else:
             chosen = architecture_of(config, catalog)
+        places = wide_places(places_in(folder), config)
         return cls(
             folder=folder,
             config=config,
             model_type=chosen[0],
             architecture=chosen[1],
-            places=places_in(folder),
+            places=with_prefix(places, chosen[1].prefix),
         )
 
     @property
     def shapes(self) -> Shapes:
         """Shapes of its tensors."""
         return {name: place.shape for name, place in self.places.items()}
+
+
+def with_prefix(places: Mapping[str, Place], prefix: str) -> Mapping[str, Place]:
+    """Returns the tensors under the names of the whole model, where those of a file lack a prefix."""
+    if any(name.startswith(prefix) for name in places):
+        return places
+    return {name if name.startswith("lm_head.") else f"{prefix}{name}": place for name, place in places.items()}
 
 
 def read_json(path: Path) -> Mapping[str, Any]:
@@ -155,10 +163,11 @@ def imported_job(source: Source, output: Path, tokenizer: bool, catalog: Catalog
     Raises:
         JobError: the configuration has something that Forge does not support.
     """
+    model = read_config(source.architecture, source.config)
     table: dict[str, Any] = {
         "job": {"name": output.name},
-        "train": {"steps": 1, "global_batch_size": 1, "seq_len": _length(source.config)},
-        "model": read_config(source.architecture, source.config),
+        "train": {"steps": 1, "global_batch_size": 1, "seq_len": _length(source.config, model)},
+        "model": model,
         "data": {"sources": []},
         "optimizer": {"type": "forge-plugin-adamw/adamw"},
     }
@@ -167,9 +176,9 @@ def imported_job(source: Source, output: Path, tokenizer: bool, catalog: Catalog
     return parse_job(tomli_w.dumps(table), str(source.folder / CONFIG), catalog)
 
 
-def _length(config: Mapping[str, Any]) -> int:
+def _length(config: Mapping[str, Any], model: Mapping[str, Any]) -> int:
     """The length of sequences that a job begins with: as in training, within reason."""
-    return min(int(config.get("max_position_embeddings") or 2048), 4096)
+    return min(int(model.get("learned_positions") or config.get("max_position_embeddings") or 2048), 4096)
 
 
 def _tokenizer_table(folder: Path) -> dict[str, Any]:
@@ -231,11 +240,13 @@ def _write_run(folder: Path, source: Source, job: Job, match: Match, catalog: Ca
     write_manifest(checkpoint, {"format": FORMAT, "step": 0, "time": time.time(), "files": files, **values, **state})
     LocalStorage(folder / "checkpoints").commit(0)
     write_record(folder, text, provenance, f"imported from {source.folder}")
+    computed = sorted({place.file for place in source.places.values()} - set(linked))
+    files |= _hashes(source.folder, [path.name for path in computed])
     origin = {
         "folder": str(source.folder.resolve()),
         "model_type": source.model_type,
         "config": dict(source.config),
-        "files": {path.name: files[path.name]["sha256"] for path in linked},
+        "files": {path.name: files[path.name]["sha256"] for path in (*linked, *computed)},
     }
     (folder / ORIGIN).write_text(json.dumps(origin, indent=1) + "\n")
     (folder / START).write_text(start_toml(job, folder.with_name(job.job.name), catalog))
@@ -265,53 +276,39 @@ def start_toml(job: Job, folder: Path, catalog: Catalog) -> str:
 
 
 def checkpoint_index(source: Source, match: Match, checkpoint: Path) -> dict[str, Any]:
-    """Returns the index of the checkpoint; computes what cannot be used as it is, one tensor at a time."""
-    index, end = {}, 0
+    """Returns the index of the checkpoint; computes what cannot be used as it is, one tensor of theirs at a time."""
+    index = {}
     with (checkpoint / COMPUTED).open("wb") as computed:
         for name, parts in match.parts.items():
             own = [part for part in parts if not part.copy]
-            dtypes = {source.places[part.theirs].dtype for part in own}
-            if len(dtypes) == 1 and all(part.offsets is not None for part in own):
-                entry = {"dtype": str(dtypes.pop()).removeprefix("torch."), "size": _size(own)}
-                index[f"model.{name}"] = {**entry, "chunks": [_chunk(part, source.places[part.theirs]) for part in own]}
-                continue
-            tensor = assembled(source, own)
-            data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
-            computed.write(memoryview(data))  # type: ignore[arg-type]
-            whole = {"offsets": [0] * tensor.ndim, "sizes": list(tensor.shape), "file": COMPUTED, "start": end}
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            index[f"model.{name}"] = {"dtype": dtype, "size": list(tensor.shape), "chunks": [whole]}
-            end += tensor.nbytes
+            dtype = reduce(torch.promote_types, {source.places[part.theirs].dtype for part in own})
+            chunks = [_chunk(part, source.places[part.theirs], dtype, computed) for part in own]
+            size = [max(ends) for ends in zip(*map(_ends, chunks), strict=True)]
+            index[f"model.{name}"] = {"dtype": str(dtype).removeprefix("torch."), "size": size, "chunks": chunks}
         computed.flush()
         os.fsync(computed.fileno())
+        end = computed.tell()
     if not end:
         (checkpoint / COMPUTED).unlink()
     return index
 
 
-def _size(parts: Sequence[Part]) -> list[int]:
-    """The shape of the tensor that parts with offsets make up."""
-    ends = ([start + size for start, size in zip(part.offsets or (), part.sizes, strict=True)] for part in parts)
-    return [max(lengths) for lengths in zip(*ends, strict=True)]
+def _ends(chunk: Mapping[str, Any]) -> Sequence[int]:
+    """Where a chunk ends in its tensor."""
+    return [start + size for start, size in zip(chunk["offsets"], chunk["sizes"], strict=True)]
 
 
-def _chunk(part: Part, place: Place) -> dict[str, Any]:
-    row = math.prod(part.shape[1:]) * place.dtype.itemsize
-    return {
-        "offsets": list(part.offsets or ()),
-        "sizes": list(part.sizes),
-        "file": place.file.name,
-        "start": place.start + part.row * row,
-    }
-
-
-def assembled(source: Source, parts: Sequence[Part]) -> Tensor:
-    """Returns the tensor that parts make up."""
-    tensors = {part.theirs: source.places[part.theirs].read() for part in parts}
-    if len(parts) == 1:
-        [part] = parts
-        return part.of_theirs(tensors[part.theirs])
-    return torch.stack([part.of_theirs(tensors[part.theirs]) for part in parts])
+def _chunk(part: Part, place: Place, dtype: torch.dtype, computed: BinaryIO) -> dict[str, Any]:
+    """Returns the index's entry of a part, which is written to `computed` if the file does not have it as it is."""
+    if part.offsets is not None and place.as_stored and place.dtype == dtype:
+        start = place.start + part.row * math.prod(part.shape[1:]) * dtype.itemsize
+        return {"offsets": list(part.offsets), "sizes": list(part.sizes), "file": place.file.name, "start": start}
+    tensor = part.of_theirs(place.read()).to(dtype).contiguous()
+    sizes = part.sizes if part.offsets is not None else tuple(tensor.shape)
+    offsets = part.offsets if part.offsets is not None else (0,) * len(sizes)
+    start = computed.tell()
+    computed.write(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))  # type: ignore[arg-type]
+    return {"offsets": list(offsets), "sizes": list(sizes), "file": COMPUTED, "start": start}
 
 
 def _files_of(index: Mapping[str, Any]) -> set[str]:

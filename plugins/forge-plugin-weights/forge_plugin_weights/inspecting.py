@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from forge_plugin_weights.kinds import ArchitectureComponent, Config, Unsupported
-from forge_plugin_weights.tables import HARMLESS
+from forge_plugin_weights.tables import HARMLESS, all_fields
 
 NOTHING = "no meaning for the model"
 
@@ -14,7 +14,7 @@ def describe(architecture: ArchitectureComponent, config: Config) -> tuple[list[
     """Returns a row for each key of a configuration, and whether Forge supports all of it."""
     meanings: dict[str, str] = dict.fromkeys((*HARMLESS, *architecture.harmless), NOTHING)
     supported = True
-    for field in architecture.fields():
+    for field in all_fields(architecture):
         try:
             settings = ", ".join(f"model.{path} = {value!r}" for path, value in field.read(config).items())
         except Unsupported as error:

@@ -62,7 +62,7 @@ class Part:
     offsets: Shape | None = None
     """Where the part begins in our tensor, if in the published one it is a range of whole rows: those from `row` on."""
     sizes: Shape = ()
-    """The part's shape in our tensor; only with `offsets`."""
+    """The part's shape in our tensor; needed with `offsets`."""
     row: int = 0
     of_ours: Callable[[Tensor], Tensor]
     """Returns a view of our tensor: the part."""
@@ -95,6 +95,8 @@ class ArchitectureComponent(Component[None]):
     """Patterns of keys of `[model]` that matter to training alone, and have no counterpart."""
     ignored: ClassVar[Collection[str]] = ("*rotary_emb.inv_freq",)
     """Patterns of tensors that files may hold, and that are no weights."""
+    prefix: ClassVar[str] = ""
+    """What all names but that of `lm_head` begin with in `transformers`, if there are files whose names lack it."""
 
     def fields(self) -> Sequence[Field]:
         """Returns the table of keys."""

@@ -139,8 +139,8 @@ def _write(tensor: Tensor, target: Target, name: str, writer: Writer, first: boo
         if not piece.written:
             continue
         if piece.offsets is None and isinstance(tensor, DTensor):
+            first = not any(tensor.device_mesh.get_coordinate() or ())
             tensor = tensor.full_tensor()  # collective: its ranks all come here
-            first = global_rank() == 0 if not isinstance(tensor, DTensor) else first
         part = OwnTensor.of(tensor)
         if first and part.is_first_copy:
             _write_part(part, piece, writer)

@@ -114,6 +114,41 @@ class Rows:
 
 
 @frozen
+class HeadRows:
+    """Several of our tensors, (heads * E, ...) each, of one shape, whose rows theirs has head by head.
+
+    Theirs is (heads, n, E, ...), flat: rows of the first of ours for head 0, of the second for head 0, ..., and so on
+    for every head, as the fused queries, keys and values of GPT-NeoX.
+    """
+
+    ours: Sequence[str]
+    theirs: str
+    heads: int
+
+    def parts(self, name: str, shapes: Shapes) -> Sequence[Part]:
+        for number, template in enumerate(self.ours):
+            if (groups := match(template, name)) is not None:
+                theirs = self.theirs.format(**groups)
+                return [self._part(name, theirs, head, number, shapes[name]) for head in range(self.heads)]
+        return ()
+
+    def _part(self, ours: str, theirs: str, head: int, number: int, shape: tuple[int, ...]) -> Part:
+        rows, *inner = shape
+        count, width = len(self.ours), rows // self.heads
+        start, there = head * width, (head * count + number) * width
+        return Part(
+            ours=ours,
+            theirs=theirs,
+            shape=(count * rows, *inner),
+            offsets=(start, *(0 for _ in inner)),
+            sizes=(width, *inner),
+            row=there,
+            of_ours=lambda tensor: tensor[start : start + width],
+            of_theirs=lambda tensor: tensor[there : there + width],
+        )
+
+
+@frozen
 class Stack:
     """A stack of ours, (E, ...), each slice of which is a tensor of theirs; `{expert}` is its number."""
 
@@ -160,3 +195,28 @@ class Transposed:
                 of_theirs=lambda tensor: tensor.mT,
             )
         ]
+
+
+@frozen
+class Columns:
+    """Several of our matrices, transposed, side by side in one of theirs, as in the fused projections of GPT-2."""
+
+    ours: Sequence[str]
+    theirs: str
+
+    def parts(self, name: str, shapes: Shapes) -> Sequence[Part]:
+        for number, template in enumerate(self.ours):
+            if (groups := match(template, name)) is not None:
+                lengths = [shapes[other.format(**groups)][0] for other in self.ours]
+                return [self._part(name, self.theirs.format(**groups), lengths, number, shapes[name])]
+        return ()
+
+    def _part(self, ours: str, theirs: str, lengths: Sequence[int], number: int, shape: tuple[int, ...]) -> Part:
+        start = sum(lengths[:number])
+        return Part(
+            ours=ours,
+            theirs=theirs,
+            shape=(shape[1], sum(lengths)),
+            of_ours=whole,
+            of_theirs=lambda tensor: tensor[:, start : start + lengths[number]].T,
+        )

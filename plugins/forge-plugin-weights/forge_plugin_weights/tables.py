@@ -16,6 +16,7 @@ from forge_core.contracts.errors import JobError, Problem
 from forge_core.plugins.catalog import Catalog
 from forge_plugin_weights.kinds import ArchitectureComponent, Config, Field, Flat, Unsupported
 from forge_plugin_weights.layered import PerLayer, differs, merged, outside_kinds, with_pattern, without_pattern
+from forge_plugin_weights.quantised import Quantisation
 
 HARMLESS = frozenset(
     (
@@ -34,10 +35,11 @@ def read_config(architecture: ArchitectureComponent, config: Config) -> dict[str
     Raises:
         JobError: it has keys that Forge does not know, or values that it cannot compute; lists each of them.
     """
-    known = {key for field in architecture.fields() for key in field.keys} | HARMLESS | set(architecture.harmless)
+    table = all_fields(architecture)
+    known = {key for field in table for key in field.keys} | HARMLESS | set(architecture.harmless)
     problems = [Problem(key, f"{config[key]!r} is not known to Forge") for key in config if key not in known]
     flat: dict[str, Any] = {}
-    for field in architecture.fields():
+    for field in table:
         try:
             flat |= field.read(config)
         except Unsupported as error:
@@ -45,6 +47,11 @@ def read_config(architecture: ArchitectureComponent, config: Config) -> dict[str
     if problems:
         raise JobError(problems)
     return nested(with_pattern(flat))
+
+
+def all_fields(architecture: ArchitectureComponent) -> Sequence[Field]:
+    """Returns the table of keys of an architecture, with those that all of them have."""
+    return (*architecture.fields(), Quantisation())
 
 
 def write_config(architecture: ArchitectureComponent, model: ModelComponent, catalog: Catalog) -> dict[str, Any]:

@@ -62,6 +62,27 @@ LATENT: Mapping[str, Any] = {
     "first_k_dense_replace": 1,
     "num_nextn_predict_layers": 0,
 }
+LONGROPE: Mapping[str, Any] = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1.0, 1.1, 1.3],
+    "long_factor": [1.5, 2.0, 5.0],
+}
+PHI: Mapping[str, Any] = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
+GPT_NEOX: Mapping[str, Any] = {
+    "num_key_value_heads": ...,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
+}
+GPT2: Mapping[str, Any] = {
+    "num_key_value_heads": ...,
+    "intermediate_size": ...,
+    "max_position_embeddings": ...,
+    "n_positions": 32,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+}
 
 
 WINDOWS: Mapping[str, Any] = {"sliding_window": 6}
@@ -102,19 +123,22 @@ SPECIAL: Mapping[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_i
 
 @frozen
 class Published:
-    """A class of `transformers`, and the keys of its configuration beside `SIZES`."""
+    """A class of `transformers`, and the keys of its configuration beside `SIZES`; `...`: it has no such key."""
 
     name: str
     """`Llama` of `LlamaForCausalLM`."""
     keys: Mapping[str, Any] = attrs.field(factory=dict)
     config: str = ""
     """The name of the configuration's class, where it is another."""
+    head: str = "ForCausalLM"
+    """The end of the class's name."""
 
     def model(self, dtype: torch.dtype = torch.float32) -> Any:
         """Returns a model whose parameters and buffers, norms and biases too, are random."""
-        config = getattr(transformers, f"{self.config or self.name}Config")(**{**SIZES, **self.keys})
+        keys = {key: value for key, value in {**SIZES, **self.keys}.items() if value is not ...}
+        config = getattr(transformers, f"{self.config or self.name}Config")(**keys)
         torch.manual_seed(0)
-        model = getattr(transformers, f"{self.name}ForCausalLM")(config).eval()
+        model = getattr(transformers, f"{self.name}{self.head}")(config).eval()
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter), alpha=0.1)
@@ -154,6 +178,21 @@ MODELS: Mapping[str, Published] = {
     "qwen2_moe, window": Published("Qwen2Moe", {**EXPERTS, **QWEN_WINDOWS, "shared_expert_intermediate_size": 32}),
     "qwen3_moe": Published("Qwen3Moe", {**EXPERTS, "norm_topk_prob": True, "decoder_sparse_step": 2, "head_dim": 8}),
     "deepseek_v3": Published("DeepseekV3", {**LATENT, "rope_parameters": YARN}),
+    "phi3": Published("Phi3", {**PHI, "sliding_window": 12}),
+    "phi3, longrope": Published("Phi3", {**PHI, "rope_parameters": LONGROPE, "original_max_position_embeddings": 16}),
+    "gpt_neox": Published("GPTNeoX", GPT_NEOX),
+    "gpt_neox, sequential": Published(
+        "GPTNeoX",
+        {
+            **GPT_NEOX,
+            "use_parallel_residual": False,
+            "hidden_act": "gelu_new",
+            "attention_bias": False,
+            "hidden_dropout": 0.0,
+        },
+    ),
+    "gpt2": Published("GPT2", GPT2, head="LMHeadModel"),
+    "gpt2, untied": Published("GPT2", {**GPT2, "tie_word_embeddings": False, "n_inner": 40}, head="LMHeadModel"),
 }
 
 

@@ -93,13 +93,13 @@ def swiglu_fields(path: str = "ffn") -> Sequence[Field]:
     )
 
 
-def all_biases() -> Field:
+def all_biases(default: bool = False) -> Field:
     """Returns the key `attention_bias`: all four projections, or none."""
     settings: dict[bool, Flat] = {
         False: {"attention.bias": False},
         True: {"attention.bias": True, "attention.output_bias": True},
     }
-    return Choice("attention_bias", settings, False)
+    return Choice("attention_bias", settings, default)
 
 
 def late_windows(config: Config) -> Sequence[bool]:

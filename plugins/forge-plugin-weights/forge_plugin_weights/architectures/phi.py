@@ -1,0 +1,90 @@
+"""Phi-3, Phi-3.5 and Phi-4: fused projections, and positions by LongRoPE."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from attrs import frozen
+
+from forge_plugin_weights.architectures.dense import (
+    ENDS,
+    NORMS,
+    attention_fields,
+    shape_fields,
+    swiglu_fields,
+    tied_head,
+)
+from forge_plugin_weights.fields import Fixed, Key, Only, Rope, Window
+from forge_plugin_weights.kinds import ArchitectureComponent, Config, Field, Flat, Rule, Unsupported
+from forge_plugin_weights.rules import Rows, Same
+
+LAYER = "model.layers.{layer}"
+ORIGINAL, LONGEST = "original_max_position_embeddings", "max_position_embeddings"
+NAMES = ("longrope", "su", "yarn")
+"""Names that LongRoPE has in configurations of Phi-3."""
+
+
+@frozen
+class PhiRope(Rope):
+    """The position encoding: the ratio of two keys beside it is the factor of LongRoPE, and one its original length."""
+
+    share: float | None = 1.0
+
+    def read(self, config: Config) -> Flat:
+        forms = {key: self._whole(config, key) for key in ("rope_scaling", "rope_parameters")}
+        return super().read({**config, **forms})
+
+    def _whole(self, config: Config, key: str) -> Mapping[str, Any]:
+        form = config.get(key) or {}
+        if form.get("rope_type", form.get("type")) not in NAMES:
+            return form
+        original = config.get(ORIGINAL) or form.get(ORIGINAL) or 4096
+        factor = form.get("factor") or config.get(LONGEST, original) / original
+        return {**form, "rope_type": "longrope", ORIGINAL: original, "factor": factor}
+
+    def write(self, model: Flat) -> Config:
+        config = dict(super().write(model))
+        if config["rope_parameters"]["rope_type"] != "longrope":
+            return config
+        original, factor = (model[f"{self.path}.{name}"] for name in (ORIGINAL, "factor"))
+        longest = round(original * factor)
+        if longest / original != factor:
+            raise Unsupported(f"{self.path}.factor = {factor!r} times {original} is no whole number of positions")
+        del config["rope_parameters"]["factor"]
+        scaling = {name: config["rope_scaling"][name] for name in ("short_factor", "long_factor")}
+        # transformers 4 refuses a fourth key.
+        return {**config, "rope_scaling": {"type": "longrope", **scaling}, ORIGINAL: original, LONGEST: longest}
+
+
+@frozen(kw_only=True)
+class Phi3(ArchitectureComponent):
+    """Phi-3, Phi-3.5, Phi-4 and Phi-4-mini."""
+
+    name = "Phi3ForCausalLM"
+    harmless = (ORIGINAL, "auto_map")
+
+    def fields(self) -> Sequence[Field]:
+        absent = ("attention_bias", "mlp_bias", "lm_head_bias")
+        return (
+            *shape_fields(),
+            *attention_fields(rope=PhiRope()),
+            Window(),
+            *swiglu_fields(),
+            Fixed({"attention.bias": False, "ffn.bias": False}),
+            *(Only(key, False, "there are no such biases", write_it=False) for key in absent),
+            *(Only(key, 0.0, "there is no dropout") for key in ("resid_pdrop", "embd_pdrop")),
+            *(Only(key, 1, "none is known", write_it=False) for key in ("full_attn_mod", "interpolate_factor")),
+            Key("rms_norm_eps", "norm.eps", 1e-5),
+        )
+
+    def rules(self, model: Flat) -> Sequence[Rule]:
+        attention = [f"layers.{{layer}}.attention.{ours}.weight" for ours in "qkv"]
+        gates = [f"layers.{{layer}}.ffn.{ours}.weight" for ours in ("gate", "up")]
+        fused = (
+            Rows(attention, f"{LAYER}.self_attn.qkv_proj.weight"),
+            Same("layers.{layer}.attention.o.weight", f"{LAYER}.self_attn.o_proj.weight"),
+            Rows(gates, f"{LAYER}.mlp.gate_up_proj.weight"),
+            Same("layers.{layer}.ffn.down.weight", f"{LAYER}.mlp.down_proj.weight"),
+        )
+        return (*ENDS, *NORMS, *fused, *tied_head(model))

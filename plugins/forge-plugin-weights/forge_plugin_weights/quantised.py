@@ -1,0 +1,128 @@
+"""Weights that files hold as 8-bit numbers with a scale for each block, as those of DeepSeek-V3: read as wide ones.
+
+The matrix `X.weight` (float8) has a matrix `X.weight_scale_inv` beside it with the factor of each block of
+`weight_block_size`; the last blocks may be partial (DeepSeek-V3, arXiv 2412.19437,
+section 3.3.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from attrs import field, frozen
+from torch import Tensor
+
+from forge_core.contracts.errors import JobError
+from forge_plugin_weights.files import Place
+from forge_plugin_weights.kinds import Config, Field, Flat, Unsupported
+
+QUANTISATION = "quantization_config"
+SCALE = "_scale_inv"
+"""End of the name of a tensor of scales, after that of its matrix."""
+NARROW = (torch.float8_e4m3fn, torch.float8_e5m2)
+WIDE: Mapping[str, torch.dtype] = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")}
+KNOWN: Mapping[str, Collection[Any]] = {
+    "quant_method": ("fp8",),
+    "activation_scheme": ("dynamic",),
+    "fmt": ("e4m3", "e5m2"),
+    "scale_fmt": ("float", "ue8m0"),
+}
+"""Values of keys of a `quantization_config`; those that say how activations are rounded mean nothing here."""
+HARMLESS = ("weight_block_size", "modules_to_not_convert", "ignored_layers", "dequantize")
+"""Further keys: the files show which tensors have scales."""
+
+
+@frozen
+class Quantisation(Field):
+    """How the files hold weights: plain, or in blocks of 8-bit numbers. An export is plain."""
+
+    @property
+    def keys(self) -> Collection[str]:
+        return (QUANTISATION,)
+
+    def read(self, config: Config) -> Flat:
+        block_size(config)
+        return {}
+
+
+def block_size(config: Config) -> tuple[int, int] | None:
+    """Returns rows and columns of the blocks that have a scale each, or None if the weights are plain.
+
+    Raises:
+        Unsupported: they are quantised in another way; names it.
+    """
+    settings: Mapping[str, Any] | None = config.get(QUANTISATION)
+    if not settings:
+        return None
+    for key, value in settings.items():
+        if key in KNOWN and value in KNOWN[key]:
+            continue
+        if key not in HARMLESS:
+            hint = "the method fp8 with weight_block_size is known; convert the weights to bfloat16 first"
+            raise Unsupported(f"{QUANTISATION}: {key} = {value!r} is not supported; {hint}")
+    size = settings.get("weight_block_size")
+    if "quant_method" not in settings or not size or len(size) != 2 or min(size) < 1:
+        raise Unsupported(
+            f"{QUANTISATION}: weight_block_size = {size!r}; fp8 with two numbers, such as [128, 128], works"
+        )
+    return size[0], size[1]
+
+
+@frozen
+class BlockScaled(Place):
+    """A matrix of 8-bit numbers, which is read as one of `dtype`, each number times the scale of its block."""
+
+    as_stored: ClassVar[bool] = False
+
+    narrow: Place = field(kw_only=True)
+    scales: Place = field(kw_only=True)
+    block: tuple[int, int] = field(kw_only=True)
+
+    def read(self) -> Tensor:
+        """Returns the matrix: products in float32, rounded once, as DeepSeek's own conversion computes them."""
+        narrow, scales = self.narrow.read(), self.scales.read().float()
+        wide = torch.empty(self.shape, dtype=self.dtype)
+        rows, columns = self.block
+        # A row of blocks at a time, so that float32 is needed for that much only.
+        for scale, start in zip(scales, range(0, len(wide), rows), strict=True):
+            factors = scale.repeat_interleave(columns)[: wide.shape[1]]
+            wide[start : start + rows] = narrow[start : start + rows].float() * factors
+        return wide
+
+
+def wide_places(places: Mapping[str, Place], config: Config) -> dict[str, Place]:
+    """Returns the tensors of a folder, those with scales as what they stand for, in the configuration's dtype.
+
+    Raises:
+        JobError: a tensor of 8-bit numbers has no scales, or scales of another shape.
+    """
+    try:
+        block = block_size(config)
+    except Unsupported:  # named with everything else that is wrong with the configuration
+        return dict(places)
+    if block is None:
+        return dict(places)
+    dtype = WIDE.get(str(config.get("dtype", config.get("torch_dtype"))), torch.bfloat16)
+    wide: dict[str, Place] = {}
+    for name, place in places.items():
+        if place.dtype in NARROW:
+            scales = _scales(name, place, places, block)
+            wide[name] = BlockScaled(
+                place.file, place.start, dtype, place.shape, narrow=place, scales=scales, block=block
+            )
+        elif not (name.endswith(SCALE) and name.removesuffix(SCALE) in places):
+            wide[name] = place
+    return wide
+
+
+def _scales(name: str, place: Place, places: Mapping[str, Place], block: Sequence[int]) -> Place:
+    if name + SCALE not in places:
+        raise JobError(f"{name} has 8-bit numbers, and there is no {name + SCALE} with their scales")
+    scales = places[name + SCALE]
+    shape = tuple(-(-length // size) for length, size in zip(place.shape, block, strict=False))
+    if len(place.shape) != 2 or scales.shape != shape:
+        message = f"{name + SCALE} has the shape {list(scales.shape)}"
+        raise JobError(f"{message}; blocks of {list(block)} of {name}, {list(place.shape)}, have {list(shape)}")
+    return scales
