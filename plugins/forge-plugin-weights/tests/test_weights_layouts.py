@@ -44,7 +44,11 @@ def train(runs: Mapping[str, Path], output: Path, stages: Mapping[str, Any]) -> 
     for name, run in runs.items():
         export = {"architecture": name.partition(",")[0]}
         table = tomllib.loads((run / START).read_text()) | JOB
-        table |= {"job": {"name": run_name(name), "output": str(output)}, "parallel": stages, "hooks": {"export": export}}
+        table |= {
+            "job": {"name": run_name(name), "output": str(output)},
+            "parallel": stages,
+            "hooks": {"export": export},
+        }
         job = parse_job(tomli_w.dumps(table), "job.toml", Catalog.installed())
         Trainer(job, echo=lambda text: None).run()
 
