@@ -16,7 +16,6 @@ from forge_core.contracts.errors import JobError, Problem
 from forge_core.plugins.catalog import Catalog
 from forge_plugin_weights.kinds import ArchitectureComponent, Config, Field, Flat, Unsupported
 from forge_plugin_weights.layered import PerLayer, differs, merged, outside_kinds, with_pattern, without_pattern
-from forge_plugin_weights.quantised import Quantisation
 
 HARMLESS = frozenset(
     (
@@ -51,6 +50,8 @@ def read_config(architecture: ArchitectureComponent, config: Config) -> dict[str
 
 def all_fields(architecture: ArchitectureComponent) -> Sequence[Field]:
     """Returns the table of keys of an architecture, with those that all of them have."""
+    from forge_plugin_weights.quantised import Quantisation  # imports torch, which a check of a job does without
+
     return (*architecture.fields(), Quantisation())
 
 
