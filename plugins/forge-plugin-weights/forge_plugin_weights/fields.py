@@ -199,24 +199,6 @@ class Derived(Field):
 
 
 @frozen
-class Window(Field):
-    """How many positions attention sees; null: all before each."""
-
-    theirs: str = "sliding_window"
-    ours: str = "attention.window"
-
-    @property
-    def keys(self) -> Collection[str]:
-        return (self.theirs,)
-
-    def read(self, config: Config) -> Flat:
-        return {self.ours: config.get(self.theirs) or 0}
-
-    def write(self, model: Flat) -> Config:
-        return {self.theirs: setting(model, self.ours) or None}
-
-
-@frozen
 class Dropout(Field):
     """A rate of dropout, which concerns training alone. Forge has none: any is read, and 0 is written."""
 
@@ -355,9 +337,7 @@ class Rope(Field):
         if "original_max_position_embeddings" in names:
             form.setdefault("original_max_position_embeddings", config.get("max_position_embeddings"))
         if unknown := [name for name in form if name not in names]:
-            raise Unsupported(
-                f"{', '.join(unknown)} of rope_type {type_!r} {'has' if len(unknown) == 1 else 'have'} no counterpart"
-            )
+            raise Unsupported(f"rope_type {type_!r} with {', '.join(unknown)}, which Forge does not know")
         own = {f"{self.path}.{ours}": form.get(theirs, absent.get(theirs)) for theirs, ours in names.items()}
         missing = [path for path, value in own.items() if value is None]
         if missing:

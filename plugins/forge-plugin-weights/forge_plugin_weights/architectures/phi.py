@@ -15,8 +15,9 @@ from forge_plugin_weights.architectures.dense import (
     swiglu_fields,
     tied_head,
 )
-from forge_plugin_weights.fields import Fixed, Key, Only, Rope, Window
+from forge_plugin_weights.fields import Fixed, Key, Only, Rope
 from forge_plugin_weights.kinds import ArchitectureComponent, Config, Field, Flat, Rule, Unsupported
+from forge_plugin_weights.layer_fields import Window
 from forge_plugin_weights.rules import Rows, Same
 
 LAYER = "model.layers.{layer}"
