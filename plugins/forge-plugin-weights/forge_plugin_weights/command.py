@@ -8,10 +8,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from forge_core.cli.command_line import columns
+from forge_core.cli.command_line import columns, positive
 from forge_core.contracts.errors import ExitCode
 
 PROGRAM = "forge-run weights"
+SHOWN = 20
+"""Tensors that `verify` lists."""
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -37,7 +39,12 @@ def _parser() -> argparse.ArgumentParser:
     exporting.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="the folder to make")
     exporting.add_argument("--dtype", choices=DTYPES, help="of the weights; by default as they are stored")
     exporting.add_argument("--shard-size", type=float, default=5.0, metavar="GB", help="of each file (5)")
-    for action in (inspecting, importing, exporting):
+    verifying = add("verify", verify)
+    verifying.add_argument("first", type=Path, metavar="A", help="a published model, a run folder or a checkpoint")
+    verifying.add_argument("second", type=Path, metavar="B", help="likewise")
+    verifying.add_argument("--tokens", type=positive, default=256, metavar="N", help="random tokens to compute (256)")
+    verifying.add_argument("--report", type=Path, metavar="FILE", help="also write everything to a JSON file")
+    for action in (inspecting, importing, exporting, verifying):
         action.add_argument("--architecture", default="", metavar="NAME", help="in place of the one found")
     return parser
 
@@ -80,6 +87,39 @@ def import_model(options: argparse.Namespace) -> int:
     print(f"{run}: a run folder, with its weights as the checkpoint of step 0")
     print(f"train it: forge-run {run / START} JOB.toml")
     return ExitCode.FINISHED
+
+
+def verify(options: argparse.Namespace) -> int:
+    """Compare two models: their tensors, and what they compute, with a layer of each in memory at a time."""
+    import json
+
+    import attrs
+    import torch
+
+    from forge_core.plugins.catalog import Catalog
+    from forge_plugin_weights.verifying import compare_logits, compare_tensors, model_changes, open_side
+
+    catalog = Catalog.installed()
+    one, other = (open_side(path, catalog, options.architecture) for path in (options.first, options.second))
+    tensors = list(compare_tensors(one, other))
+    changes = model_changes(one, other, catalog)
+    vocabulary = one.shapes["embedding.weight"][0]
+    ids = torch.randint(vocabulary, (1, options.tokens), generator=torch.Generator().manual_seed(0))
+    computed = compare_logits(one, other, ids, catalog)
+    for line in changes:
+        print(line)
+    unequal = [tensor for tensor in tensors if not tensor.equal]
+    print(f"tensors: {len(tensors) - len(unequal)} equal, {len(unequal)} with other values")
+    for tensor in sorted(unequal, key=lambda tensor: -tensor.largest)[:SHOWN]:
+        print(f"  {tensor.name}: {tensor.largest:.3g} of the largest number")
+    for name, difference in computed.layers.items():
+        print(f"layer {name}: hidden states differ by {difference:.3g} of the largest")
+    print(f"logits: largest difference {computed.logits:.3g}, divergence {computed.divergence:.3g} nats a token")
+    print(f"likeliest token: the same at {computed.likeliest:.1%} of {options.tokens} positions")
+    if options.report:
+        report = {"model": changes, "tensors": [*map(attrs.asdict, tensors)], "computed": attrs.asdict(computed)}
+        options.report.write_text(json.dumps(report, indent=1) + "\n")
+    return ExitCode.FINISHED if not unequal and not changes else ExitCode.FAILED
 
 
 def export(options: argparse.Namespace) -> int:

@@ -20,6 +20,8 @@ class Match:
 
     parts: Mapping[str, Sequence[Part]]
     """By Forge's names."""
+    shapes: Shapes
+    """Of Forge's tensors."""
 
     def theirs(self) -> dict[str, Shape]:
         """Returns the shapes of the published tensors that an export has, in the order of ours."""
@@ -45,7 +47,7 @@ def match_names(architecture: ArchitectureComponent, model: Flat, shapes: Shapes
     parts = {name: [part for rule in rules for part in rule.parts(name, shapes)] for name in shapes}
     if lost := [name for name, own in parts.items() if not any(not part.copy for part in own)]:
         raise JobError(f"{architecture.name} has no tensor for {listed(lost)}")
-    return Match(parts)
+    return Match(parts, shapes)
 
 
 def check_tensors(architecture: ArchitectureComponent, match: Match, found: Shapes, folder: object) -> None:

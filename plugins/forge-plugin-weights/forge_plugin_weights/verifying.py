@@ -1,0 +1,205 @@
+"""How two models differ: tensor by tensor, and in what they compute, with a layer of each in memory at a time.
+
+Either may be a published model, a run or a checkpoint. Both are computed by Forge, in float32, from the same tokens;
+each goes on from its own hidden states, so that differences add up as they do in use.
+
+Shapes: B rows, S positions, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from attrs import frozen
+from torch import Tensor, nn
+
+from forge_core.checkpoint.resume import locate
+from forge_core.checkpoint.state import evaluated_names
+from forge_core.checkpoint.tensors import stored_tensors
+from forge_core.config.load import parse_job, to_toml
+from forge_core.contracts.errors import JobError
+from forge_core.contracts.model import Initialises
+from forge_core.engine.build import build_bare_model, build_context
+from forge_core.job import Job
+from forge_core.plugins.catalog import Catalog
+from forge_kit.whole_tensors import read_whole
+from forge_plugin_weights.importing import CONFIG, Source, imported_job, match_model
+from forge_plugin_weights.kinds import Part, Shapes
+from forge_plugin_weights.matching import check_tensors
+from forge_plugin_weights.tables import flattened
+
+CPU = torch.device("cpu")
+
+
+class Side:
+    """One of the two models."""
+
+    job: Job
+    """Its job, of which the model counts."""
+    shapes: Shapes
+    """Of its tensors, by Forge's names."""
+
+    def read(self, name: str) -> Tensor:
+        """Returns a tensor, in the dtype that it is stored in."""
+        raise NotImplementedError
+
+
+class PublishedSide(Side):
+    """A published model in a folder."""
+
+    def __init__(self, folder: Path, catalog: Catalog, architecture: str) -> None:
+        self._source = Source.open(folder, catalog, architecture)
+        self.job = imported_job(self._source, folder, False, catalog)
+        match = match_model(self._source, self.job, catalog)
+        check_tensors(self._source.architecture, match, self._source.shapes, folder)
+        self._parts: Mapping[str, Sequence[Part]] = {
+            name: [part for part in parts if not part.copy] for name, parts in match.parts.items()
+        }
+        self.shapes = match.shapes
+
+    def read(self, name: str) -> Tensor:
+        parts = [(part, self._source.places[part.theirs].read()) for part in self._parts[name]]
+        tensor = torch.empty(self.shapes[name], dtype=parts[0][1].dtype)
+        for part, theirs in parts:
+            part.of_ours(tensor).copy_(part.of_theirs(theirs))
+        return tensor
+
+
+class TrainedSide(Side):
+    """The checkpoint of a run."""
+
+    def __init__(self, path: Path, catalog: Catalog) -> None:
+        self._checkpoint, manifest = locate(path, "sizes")
+        self.job = parse_job(manifest["job"], str(self._checkpoint / "manifest.json"), catalog)
+        self._stored = stored_tensors(self._checkpoint)
+        self._names = {name.partition(".")[2]: name for name in evaluated_names(self._stored).values()}
+        self.shapes = {own: tuple(self._stored[name][0]) for own, name in self._names.items()}
+
+    def read(self, name: str) -> Tensor:
+        return read_whole(self._checkpoint, [self._names[name]], self._stored)[self._names[name]]
+
+
+def open_side(path: Path, catalog: Catalog, architecture: str = "") -> Side:
+    """Returns the model in a folder: a published one if it has a `config.json`, else that of a run or checkpoint."""
+    return PublishedSide(path, catalog, architecture) if (path / CONFIG).is_file() else TrainedSide(path, catalog)
+
+
+@frozen
+class TensorDifference:
+    """How a tensor differs."""
+
+    name: str
+    equal: bool
+    """Whether all numbers are the same, in whatever dtype."""
+    largest: float
+    """The largest difference of two numbers, as a share of the largest one in the first model."""
+
+
+@frozen
+class LogitDifference:
+    """How what the models compute differs."""
+
+    layers: Mapping[str, float]
+    """By layer, the largest difference of hidden states behind it, as a share of the largest one."""
+    logits: float
+    """The largest difference of two logits."""
+    divergence: float
+    """Mean over the positions of the Kullback-Leibler divergence of the second's probabilities from the first's."""
+    likeliest: float
+    """Share of the positions at which both find the same token likeliest."""
+
+
+def compare_tensors(one: Side, other: Side) -> Iterator[TensorDifference]:
+    """Yields how each tensor differs, one in memory at a time.
+
+    Raises:
+        JobError: the models do not have the same tensors; lists names and shapes.
+    """
+    names = sorted({*one.shapes, *other.shapes})
+    unlike = [name for name in names if one.shapes.get(name) != other.shapes.get(name)]
+    if unlike:
+        shapes = ((name, one.shapes.get(name, "missing"), other.shapes.get(name, "missing")) for name in unlike[:5])
+        shown = "; ".join(f"{name} {first} / {second}" for name, first, second in shapes)
+        raise JobError(f"the models do not have the same tensors: {shown}")
+    for name in names:
+        first, second = (side.read(name).float() for side in (one, other))
+        difference = (first - second).abs().max().item() if first.numel() else 0.0
+        scale = max(first.abs().max().item(), 1e-30) if first.numel() else 1.0
+        yield TensorDifference(name, torch.equal(first, second), difference / scale)
+
+
+def model_changes(one: Side, other: Side, catalog: Catalog) -> Sequence[str]:
+    """Returns the keys of `[model]` that differ, with both values."""
+    first, second = (flattened(to_toml(side.job.model, catalog)) for side in (one, other))
+    paths = sorted(path for path in {*first, *second} if first.get(path) != second.get(path))
+    return [f"model.{path}: {first.get(path)!r} / {second.get(path)!r}" for path in paths]
+
+
+@torch.no_grad()
+def compare_logits(one: Side, other: Side, ids: Tensor, catalog: Catalog) -> LogitDifference:
+    """Returns how the two models' hidden states and logits differ for `ids` (B, S)."""
+    runs = [_LayerByLayer(side, ids, catalog) for side in (one, other)]
+    layers: dict[str, float] = {}
+    for (name, first), (_, second) in zip(*(run.hidden_states() for run in runs), strict=True):
+        layers[name] = ((first - second).abs().max() / first.abs().max().clamp(min=1e-30)).item()
+    first, second = (run.logits() for run in runs)
+    probabilities, others = first.log_softmax(-1), second.log_softmax(-1)
+    divergence = (probabilities.exp() * (probabilities - others)).sum(-1).mean().item()
+    same = (first.argmax(-1) == second.argmax(-1)).double().mean().item()
+    return LogitDifference(layers, (first - second).abs().max().item(), max(divergence, 0.0), same)
+
+
+class _LayerByLayer:
+    """A model of which the parts are loaded when they are needed, and dropped afterwards."""
+
+    def __init__(self, side: Side, ids: Tensor, catalog: Catalog) -> None:
+        job = attrs.evolve(side.job, parallel={}, train=attrs.evolve(side.job.train, precision="fp32", device="cpu"))
+        self._side, self._ids = side, ids
+        self._model: Any = build_bare_model(job, build_context(job, catalog, None))[0].eval()
+        self._other_names = dict(self._model.tied_parameters())
+        self._carry: Any = ()
+
+    def hidden_states(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields the first tensor behind each layer, by the layer's name."""
+        model, batch = self._model, {"input_ids": self._ids}
+        first, _ = model.ends() or (["embedding"], [])
+        self._load(first)
+        batch = model.prepare(batch)
+        self._carry, self._batch = model.embed(batch), batch
+        self._drop(first)
+        for name in model.layers:
+            own = [f"layers.{name}"]
+            self._load(own)
+            self._carry = model.get_submodule(own[0])(self._carry, batch)
+            self._drop(own)
+            yield name, self._carry[0]
+
+    def logits(self) -> Tensor:
+        """Returns the logits (B, S, V), after all layers."""
+        model = self._model
+        _, last = model.ends() or ([], ["norm", "head"])
+        self._load(last)
+        hidden = model.finish(self._carry, self._batch)
+        logits: Tensor = model.head.logits(hidden)
+        self._drop(last)
+        return logits.float()
+
+    def _load(self, parts: Sequence[str]) -> None:
+        for part in parts:
+            module: nn.Module = self._model.get_submodule(part)
+            module.to_empty(device=CPU)
+            for inner in module.modules():
+                if isinstance(inner, Initialises):
+                    inner.init_buffers(CPU)
+            for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+                whole = self._other_names.get(f"{part}.{name}", f"{part}.{name}")
+                if whole in self._side.shapes:  # other buffers are no weights, and have been made
+                    tensor.copy_(self._side.read(whole))
+
+    def _drop(self, parts: Sequence[str]) -> None:
+        for part in parts:
+            self._model.get_submodule(part).to("meta")
