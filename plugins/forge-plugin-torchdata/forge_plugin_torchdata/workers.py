@@ -117,7 +117,11 @@ class Workers:
             return f"it could not start: {error}"
         [process] = [process for process in self._processes if process.pid == self._pids[number].result()]
         process.join(PATIENCE_S)
-        code = process.exitcode
+        # The executor's own thread joins it too, and whichever of the two is first has the exit code: it notes it for
+        # both a moment later.
+        deadline = time.monotonic() + PATIENCE_S
+        while (code := process.exitcode) is None and time.monotonic() < deadline:
+            time.sleep(0.01)
         cause = f"exit code {code}" if code is None or code >= 0 else f"killed by {signal.Signals(-code).name}"
         return f"process {process.pid}, {cause}"
 
