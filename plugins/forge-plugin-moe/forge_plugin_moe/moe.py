@@ -89,6 +89,9 @@ class SoftmaxTopK(TopKRouter):
     normalise: Literal["after", "before"] = "after"
     """Weights are the softmax over the chosen experts (after), or over all experts (before), in which case the weights
     of the chosen ones do not add up to 1."""
+    bias: bool = False
+    """Whether the linear function has a learned bias for each expert, which takes part in choice and weights
+    (gpt-oss)."""
 
     def build(self, context: BuildContext, dim: int, experts: int) -> nn.Module:
         from forge_plugin_moe.modules.topk import SoftmaxRouter
@@ -166,7 +169,8 @@ class MoE(FFNComponent):
     "DeepSeekMoE").
 
     Weights of the routed experts are stacked: `experts.gate.weight` and `experts.up.weight` (E, hidden, dim),
-    `experts.down.weight` (E, dim, hidden). No expert is padded to the fullest one.
+    `experts.down.weight` (E, dim, hidden); likewise their biases, (E, hidden) and (E, dim). No expert is padded to the
+    fullest one.
     """
 
     experts: int = field(default=8, validator=gt(0))
@@ -174,6 +178,14 @@ class MoE(FFNComponent):
     hidden: int = field(default=0, validator=ge(0))
     """Width between the matrices of an expert; 0: 8/3 of `dim`, rounded up to a multiple of 256. Fine-grained experts
     have a fraction of it."""
+    bias: bool = False
+    """Whether the three matrices of a routed expert have biases (gpt-oss)."""
+    swiglu_alpha: float = field(default=1.0, validator=gt(0), metadata=when_resumed("flag"))
+    """Factor a in gate * sigmoid(a * gate) of routed experts. 1: silu; 1.702 in gpt-oss, nearly gelu."""
+    swiglu_limit: float = field(default=0.0, validator=ge(0), metadata=when_resumed("flag"))
+    """Bound c > 0 of routed experts before that: min(gate, c), and `up` between -c and c (7 in gpt-oss). 0: none."""
+    swiglu_offset: float = field(default=0.0, metadata=when_resumed("flag"))
+    """Added to `up` of routed experts, after the bound (1 in gpt-oss)."""
     router: RouterComponent = default_type("forge-plugin-moe/softmax_topk")
     """`[model.ffn.router]`: chooses the experts of a token, and their weights."""
     capacity_factor: float = field(default=0.0, validator=ge(0))

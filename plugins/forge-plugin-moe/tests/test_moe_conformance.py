@@ -11,6 +11,10 @@ from forge_testing.suites.parity import ParitySuite
 BALANCED = {"sequence_balance": 10.0, "batch_balance": 10.0, "z_loss": 10.0}
 
 
+GPT_OSS = {"bias": True, "swiglu_alpha": 1.702, "swiglu_limit": 0.02, "swiglu_offset": 1.0}
+"""With a limit that the small numbers of a new model exceed, too."""
+
+
 def model_of(**keys):
     ffn = MoE(**{"experts": 4, "hidden": 16, **keys})
     return Transformer(dim=16, layers=2, vocab_size=32, attention=GroupedQueryAttention(heads=4, kv_heads=2), ffn=ffn)
@@ -44,6 +48,10 @@ class TestModelWithExperts(ModelSuite):
     component = model_of(router=SigmoidTopK(bias_rate=0.01, **BALANCED), shared_experts=1, first_dense=1)
 
 
+class TestModelWithBiases(ModelSuite):
+    component = model_of(router=SoftmaxTopK(bias=True), **GPT_OSS)
+
+
 EXPERTS = ("fsdp2_ep2", "fsdp4_ep2", "fsdp4_ep4", "hsdp2x2_ep2", "fsdp2_tp2_ep2", "fsdp2_pp2_ep2", "fsdp2_cp2_ep2")
 
 
@@ -64,3 +72,10 @@ class TestModelWithChoosingExperts(ParitySuite):
 
     def parity_changes(self, folder):
         return {"model": model_of(router=ExpertChoice())}
+
+
+class TestBiasesUnderLayouts(ParitySuite):
+    layouts = ("fsdp2", "tp2", "pp2", "fsdp2_ep2", "fsdp2_tp2_ep2", "checkpointing_fsdp2_ep2")
+
+    def parity_changes(self, folder):
+        return {"model": model_of(router=SoftmaxTopK(bias=True, z_loss=10.0), shared_experts=1, **GPT_OSS)}

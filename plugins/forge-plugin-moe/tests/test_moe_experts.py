@@ -10,7 +10,7 @@ from forge_core.contracts.errors import JobError
 from forge_core.contracts.layout import Layout
 from forge_kit import products
 from forge_plugin_moe import Hash, MoE, SigmoidTopK, SoftmaxTopK
-from forge_plugin_moe.modules.experts import Experts
+from forge_plugin_moe.modules.experts import Experts, SwiGLUForm
 from forge_plugin_transformer import GroupedQueryAttention, InitStd, Transformer
 from forge_testing import job_problems, tiny_job
 from forge_testing.runs import tiny_run
@@ -18,8 +18,11 @@ from forge_testing.runs import tiny_run
 T, K, E, D = 11, 3, 4, 8
 
 
-def stack_of(grouped=False, experts=range(E), dtype=torch.float64):
-    stack = Experts(len(experts), D, 16, init=InitStd(inner=0.02, residual=0.02), grouped=grouped).to(dtype)
+GPT_OSS = {"bias": True, "swiglu": SwiGLUForm(alpha=1.702, limit=2.0, offset=1.0)}
+
+
+def stack_of(grouped=False, experts=range(E), dtype=torch.float64, **form):
+    stack = Experts(len(experts), D, 16, init=InitStd(inner=0.02, residual=0.02), grouped=grouped, **form).to(dtype)
     for number, parameter in enumerate(stack.parameters()):
         every = torch.randn(E, *parameter.shape[1:], generator=torch.Generator().manual_seed(number))
         parameter.data.copy_(every[experts.start : experts.stop])
@@ -49,6 +52,43 @@ class TestAStack:
             ]
             torch.testing.assert_close(y, sum(terms, torch.zeros(D, dtype=torch.float64)))
 
+    @pytest.mark.parametrize(
+        "form",
+        [
+            {"bias": True},
+            {"swiglu": SwiGLUForm(alpha=1.702)},
+            {"swiglu": SwiGLUForm(limit=0.7)},
+            {"swiglu": SwiGLUForm(offset=-0.5)},
+            GPT_OSS,
+        ],
+    )
+    def test_gives_it_with_biases_and_other_forms_of_swiglu(self, form):
+        stack, (tokens, weights, chosen) = stack_of(**form), inputs_of()
+        none = torch.zeros(E, 1, dtype=torch.float64)
+        (g, bg), (u, bu), (d, bd) = (
+            (m.weight, none if m.bias is None else m.bias) for m in (stack.gate, stack.up, stack.down)
+        )
+        alpha, limit, offset = stack.swiglu
+        limit = limit or 1e9
+
+        def of_expert(e, x):
+            gate, up = (g[e] @ x + bg[e]).clamp(max=limit), (u[e] @ x + bu[e]).clamp(-limit, limit)
+            return d[e] @ (gate / (1 + torch.exp(-alpha * gate)) * (up + offset)) + bd[e]
+
+        for x, own, experts, y in zip(tokens, weights, chosen, stack(tokens, weights, chosen), strict=True):
+            terms = [w * of_expert(e, x) for w, e in zip(own, experts, strict=True) if e >= 0]
+            torch.testing.assert_close(y, sum(terms, torch.zeros(D, dtype=torch.float64)))
+
+    def test_has_the_gradients_of_finite_differences(self):
+        stack, (tokens, weights, chosen) = stack_of(**GPT_OSS), inputs_of()
+
+        def compute(x, w, *biases):
+            named = {f"{name}.bias": bias for name, bias in zip(("gate", "up", "down"), biases, strict=True)}
+            return torch.func.functional_call(stack, named, (x, w, chosen))
+
+        biases = [m.bias.detach().requires_grad_() for m in (stack.gate, stack.up, stack.down)]
+        assert torch.autograd.gradcheck(compute, (tokens, weights, *biases))
+
     def test_need_not_ask_for_a_number_that_it_is_told(self):
         stack, (tokens, weights, chosen) = stack_of(), inputs_of()
         told = stack(tokens, weights, chosen, rows=int((chosen >= 0).sum()))
@@ -67,22 +107,25 @@ class TestAStack:
         assert all((size % multiple == 0).all() for size in sizes)
         assert sum(int(size.sum()) for size in sizes) > 0
 
-    def test_of_some_experts_gives_their_part(self):
+    @pytest.mark.parametrize("form", [{}, GPT_OSS], ids=["plain", "gpt-oss"])
+    def test_of_some_experts_gives_their_part(self, form):
         tokens, weights, chosen = inputs_of()
         parts = []
         for experts in (range(1), range(1, E)):
             local = (chosen - experts.start).where((chosen >= experts.start) & (chosen < experts.stop), -1)
-            parts.append(stack_of(experts=experts)(tokens, weights, local))
-        torch.testing.assert_close(sum(parts), stack_of()(tokens, weights, chosen))
+            parts.append(stack_of(experts=experts, **form)(tokens, weights, local))
+        torch.testing.assert_close(sum(parts), stack_of(**form)(tokens, weights, chosen))
 
     def test_calls_the_overlap_function_once(self):
         calls = []
         stack_of()(*inputs_of(), overlap_fn=lambda: calls.append(1))
         assert calls == [1]
 
+    @pytest.mark.parametrize("form", [{}, GPT_OSS], ids=["plain", "gpt-oss"])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    def test_gives_the_same_with_each_backend(self, dtype):
-        found, expected = (gradients(stack_of(grouped, dtype=dtype), inputs_of(dtype)) for grouped in (True, False))
+    def test_gives_the_same_with_each_backend(self, dtype, form):
+        stacks = (stack_of(grouped, dtype=dtype, **form) for grouped in (True, False))
+        found, expected = (gradients(stack, inputs_of(dtype)) for stack in stacks)
         for seen, right in zip(found, expected, strict=True):
             assert (seen - right).abs().max() < (1e-5 if dtype == torch.float32 else 2e-2) * right.abs().max()
 
@@ -145,3 +188,26 @@ class TestWhatIsRefused:
             "first that runs (building layers.0.ffn)"
         )
         assert tiny_run(tmp_path, model=model, precision="fp32").model.layers["0"].ffn.backend == "grouped_mm"
+
+
+class TestBiases:
+    def test_start_at_zero_and_are_no_matrices_to_an_optimizer(self, tmp_path):
+        ffn = MoE(hidden=16, bias=True, router=SoftmaxTopK(bias=True))
+        run = tiny_run(tmp_path, model=Transformer(dim=16, layers=1, vocab_size=32, ffn=ffn))
+        named = dict(run.model.named_parameters())
+        biases = [name for name in named if name.endswith("bias")]
+        assert len(biases) == 4
+        assert not any(named[name].any() for name in biases)
+        roles = run.model.parameter_roles()
+        assert {roles[name] for name in biases} == {"bias", "router"}
+        assert roles["layers.0.ffn.experts.up.weight"] == "stack"
+
+    def test_count_no_flops(self, tmp_path):
+        runs = (
+            tiny_run(
+                tmp_path / str(bias), model=Transformer(dim=16, layers=1, vocab_size=32, ffn=MoE(hidden=16, bias=bias))
+            )
+            for bias in (False, True)
+        )
+        plain, biased = (run.model.layers["0"].ffn.flops(8) for run in runs)
+        assert plain == biased == 6 * (2 * 3 * 16 * 16 + 8 * 16)

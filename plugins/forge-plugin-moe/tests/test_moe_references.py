@@ -1,4 +1,4 @@
-"""The same weights give what `transformers`' Mixtral, Qwen3-MoE, Qwen2-MoE and DeepSeek-V3's experts give."""
+"""The same weights give what `transformers`' Mixtral, Qwen3-MoE, Qwen2-MoE, and experts of DeepSeek-V3 and gpt-oss give."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import (
     DeepseekV3Config,
+    GptOssConfig,
     MixtralConfig,
     MixtralForCausalLM,
     Qwen2MoeConfig,
@@ -15,6 +16,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
 
 from forge_plugin_moe import MoE, SigmoidTopK, SoftmaxTopK
 from forge_plugin_moe.huggingface_names import from_huggingface, to_huggingface
@@ -180,3 +182,52 @@ def test_experts_are_those_of_deepseek_v3(tmp_path, normalise):
         seen, expected = ours(x, {}), theirs(x)
     assert expected.std() > 0.5
     assert (seen - expected).abs().max() < 1e-4
+
+
+def gpt_oss_names(tensors):
+    """Gate and up are columns in turns, and matrices are transposed."""
+    fused, biases = tensors["experts.gate_up_proj"], tensors["experts.gate_up_proj_bias"]
+    return {
+        "router.weight": tensors["router.weight"],
+        "router.bias": tensors["router.bias"],
+        "experts.gate.weight": fused[..., ::2].mT,
+        "experts.up.weight": fused[..., 1::2].mT,
+        "experts.gate.bias": biases[..., ::2],
+        "experts.up.bias": biases[..., 1::2],
+        "experts.down.weight": tensors["experts.down_proj"].mT,
+        "experts.down.bias": tensors["experts.down_proj_bias"],
+    }
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-5), ("fp64", 1e-12)])
+def test_experts_and_their_gradients_are_those_of_gpt_oss(tmp_path, precision, tolerance):
+    """Biases of experts and router, and a bounded SwiGLU; one expert has no tokens."""
+    dtype = {"fp32": torch.float32, "fp64": torch.float64}[precision]
+    config = GptOssConfig(
+        hidden_size=32, intermediate_size=24, num_local_experts=6, num_experts_per_tok=2, swiglu_limit=1.5
+    )
+    config._experts_implementation = "eager"
+    torch.manual_seed(0)
+    theirs = GptOssMLP(config).to(dtype)
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.normal_(0.0, 0.3)
+        theirs.router.bias[4] = -100
+    router = SoftmaxTopK(top_k=2, bias=True)
+    ffn = MoE(experts=6, hidden=24, bias=True, swiglu_alpha=1.702, swiglu_limit=1.5, swiglu_offset=1.0, router=router)
+    run = tiny_run(tmp_path, model=Transformer(dim=32, layers=1, vocab_size=8, ffn=ffn), precision=precision)
+    ours = run.model.layers["0"].ffn
+    ours.load_state_dict(gpt_oss_names(dict(theirs.named_parameters())))
+    x = torch.randn(2, 12, 32, generator=torch.Generator().manual_seed(2)).to(dtype)
+    inputs = [x.clone().requires_grad_() for _ in range(2)]
+    seen, expected = ours(inputs[0], {}), theirs(inputs[1])[0]
+    assert expected.std() > 0.5
+    assert (seen - expected).abs().max() < tolerance
+    for output in (seen, expected):
+        output.square().mean().backward()
+    assert (inputs[0].grad - inputs[1].grad).abs().max() < tolerance
+    gradients = gpt_oss_names({name: parameter.grad for name, parameter in theirs.named_parameters()})
+    for name, parameter in ours.named_parameters():
+        assert (parameter.grad - gradients[name]).abs().max() < tolerance, name
+        assert parameter.grad.any(), name
+    assert not ours.experts.down.bias.grad[4].any()

@@ -189,7 +189,7 @@ WAYS: Mapping[str, Way] = {
         Way("column", split={"weight": 0, "bias": 0}, matrix=0, inside=True),
         Way("row", RowModule, split={"weight": 1, "bias": None}, matrix=1, inside=True, partial=AT_REST),
         Way("partial_row", PartialRowModule, split={"weight": -1}, matrix=1, inside=True, partial=ALWAYS),
-        Way("column_stack", split={"weight": 1}, inside=True),
+        Way("column_stack", split={"weight": 1, "bias": 1}, inside=True),
         Way("vocab_embedding", EmbeddingModule, split={"weight": 0}),
         Way("vocab_head", HeadModule, split={"weight": 0, "bias": 0}, vocabulary=True),
         Way("sequence", partial=AT_REST),  # it computes on this rank's positions only

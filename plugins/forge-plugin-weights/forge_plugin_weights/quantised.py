@@ -1,6 +1,6 @@
 """Weights that files hold as 8-bit numbers with a scale for each block, as those of DeepSeek-V3: read as wide ones.
 
-The matrix `X.weight` (float8) has a matrix `X.weight_scale_inv` beside it with the factor of each block of
+Those of 4-bit numbers, as of gpt-oss, are those of `forge_plugin_weights.mxfp4`. The matrix `X.weight` (float8) has a matrix `X.weight_scale_inv` beside it with the factor of each block of
 `weight_block_size`; the last blocks may be partial (DeepSeek-V3, arXiv 2412.19437,
 section 3.3.2).
 """
@@ -17,6 +17,7 @@ from torch import Tensor
 from forge_core.contracts.errors import JobError
 from forge_plugin_weights.files import Place
 from forge_plugin_weights.kinds import Config, Field, Flat, Unsupported
+from forge_plugin_weights.mxfp4 import unpacked_places
 
 QUANTISATION = "quantization_config"
 SCALE = "_scale_inv"
@@ -36,15 +37,31 @@ HARMLESS = ("weight_block_size", "modules_to_not_convert", "ignored_layers", "de
 
 @frozen
 class Quantisation(Field):
-    """How the files hold weights: plain, or in blocks of 8-bit numbers. An export is plain."""
+    """How the files hold weights: plain, or in blocks of 8-bit or 4-bit numbers. An export is plain."""
 
     @property
     def keys(self) -> Collection[str]:
         return (QUANTISATION,)
 
     def read(self, config: Config) -> Flat:
-        block_size(config)
+        if not is_packed(config):
+            block_size(config)
         return {}
+
+
+def is_packed(config: Config) -> bool:
+    """Returns whether stacks are in MXFP4.
+
+    Raises:
+        Unsupported: they are, with a key that Forge does not know.
+    """
+    settings: Mapping[str, Any] = config.get(QUANTISATION) or {}
+    if settings.get("quant_method") != "mxfp4":
+        return False
+    for key, value in settings.items():
+        if key not in ("quant_method", *HARMLESS):
+            raise Unsupported(f"{QUANTISATION}: {key} = {value!r} of mxfp4 is not known to Forge")
+    return True
 
 
 def block_size(config: Config) -> tuple[int, int] | None:
@@ -60,7 +77,7 @@ def block_size(config: Config) -> tuple[int, int] | None:
         if key in KNOWN and value in KNOWN[key]:
             continue
         if key not in HARMLESS:
-            hint = "the method fp8 with weight_block_size is known; convert the weights to bfloat16 first"
+            hint = "the methods mxfp4, and fp8 with weight_block_size, are known; convert the weights to bfloat16 first"
             raise Unsupported(f"{QUANTISATION}: {key} = {value!r} is not supported; {hint}")
     size = settings.get("weight_block_size")
     if "quant_method" not in settings or not size or len(size) != 2 or min(size) < 1:
@@ -96,15 +113,17 @@ def wide_places(places: Mapping[str, Place], config: Config) -> dict[str, Place]
     """Returns the tensors of a folder, those with scales as what they stand for, in the configuration's dtype.
 
     Raises:
-        JobError: a tensor of 8-bit numbers has no scales, or scales of another shape.
+        JobError: a tensor of 8-bit or 4-bit numbers has no scales, or scales of another shape.
     """
+    dtype = WIDE.get(str(config.get("dtype", config.get("torch_dtype"))), torch.bfloat16)
     try:
+        if is_packed(config):
+            return unpacked_places(places, dtype)
         block = block_size(config)
     except Unsupported:  # named with everything else that is wrong with the configuration
         return dict(places)
     if block is None:
         return dict(places)
-    dtype = WIDE.get(str(config.get("dtype", config.get("torch_dtype"))), torch.bfloat16)
     wide: dict[str, Place] = {}
     for name, place in places.items():
         if place.dtype in NARROW:

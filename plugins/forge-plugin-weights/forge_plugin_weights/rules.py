@@ -220,3 +220,32 @@ class Columns:
             of_ours=whole,
             of_theirs=lambda tensor: tensor[:, start : start + lengths[number]].T,
         )
+
+
+@frozen
+class Interleaved:
+    """Several of our tensors, of one shape, whose last dimension theirs has in turns: gate 0, up 0, gate 1, up 1, ...
+
+    `gate_up_proj` of gpt-oss has them so.
+    """
+
+    ours: Sequence[str]
+    theirs: str
+    transposed: bool = False
+    """Whether ours are matrices, or stacks of them, whose transposes theirs has in turns."""
+
+    def parts(self, name: str, shapes: Shapes) -> Sequence[Part]:
+        for number, template in enumerate(self.ours):
+            if (groups := match(template, name)) is not None:
+                return [self._part(name, self.theirs.format(**groups), number, shapes[name])]
+        return ()
+
+    def _part(self, ours: str, theirs: str, number: int, shape: tuple[int, ...]) -> Part:
+        count, turned = len(self.ours), self.transposed
+        *outer, width = (*shape[:-2], shape[-1], shape[-2]) if turned else shape
+
+        def of_theirs(tensor: Tensor) -> Tensor:
+            own = tensor[..., number::count]
+            return own.mT if turned else own
+
+        return Part(ours=ours, theirs=theirs, shape=(*outer, count * width), of_ours=whole, of_theirs=of_theirs)

@@ -117,6 +117,26 @@ LONG_GEMMA3: Mapping[str, Any] = {
 }
 
 
+GPT_OSS: Mapping[str, Any] = {
+    **WINDOWS,
+    "intermediate_size": 64,
+    "head_dim": 16,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "swiglu_limit": 0.5,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 150000.0,
+        "factor": 4.0,
+        "beta_fast": 24.0,
+        "beta_slow": 2.0,
+        "truncate": False,
+        "original_max_position_embeddings": 16,
+    },
+}
+"""With a limit that many of the random numbers exceed, and widths that blocks of 32 divide."""
+
+
 SPECIAL: Mapping[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 """Within the vocabulary, where a class has larger ones by default."""
 
@@ -177,6 +197,7 @@ MODELS: Mapping[str, Published] = {
     "qwen2_moe": Published("Qwen2Moe", {**EXPERTS, "shared_expert_intermediate_size": 32}),
     "qwen2_moe, window": Published("Qwen2Moe", {**EXPERTS, **QWEN_WINDOWS, "shared_expert_intermediate_size": 32}),
     "qwen3_moe": Published("Qwen3Moe", {**EXPERTS, "norm_topk_prob": True, "decoder_sparse_step": 2, "head_dim": 8}),
+    "gpt_oss": Published("GptOss", GPT_OSS),
     "deepseek_v3": Published("DeepseekV3", {**LATENT, "rope_parameters": YARN}),
     "phi3": Published("Phi3", {**PHI, "sliding_window": 12}),
     "phi3, longrope": Published("Phi3", {**PHI, "rope_parameters": LONGROPE, "original_max_position_embeddings": 16}),

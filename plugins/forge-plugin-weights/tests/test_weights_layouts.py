@@ -26,7 +26,7 @@ LAYOUTS: Mapping[str, Mapping[str, Any]] = {
     "pp2": {"pp": {"degree": 2}},
     "ep2": {"fsdp": {}, "ep": {"degree": 2}},
 }
-ALWAYS = ("llama", "qwen3_moe", "deepseek_v3")
+ALWAYS = ("llama", "qwen3_moe", "deepseek_v3", "gpt_oss")
 STEPS = 3
 JOB: Mapping[str, Any] = {
     "train": {"steps": STEPS, "global_batch_size": 4, "micro_batch_size": 1, "seq_len": 24, "precision": "fp64"},

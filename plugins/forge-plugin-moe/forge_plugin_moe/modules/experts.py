@@ -6,7 +6,7 @@ Shapes: T tokens; K choices of each; M rows, each a token for one expert, ordere
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,21 +23,31 @@ GROUPED = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class StackedLinear(nn.Module):
-    """x Wₑᵀ, without a bias, for each expert e: (M, in) -> (M, out)."""
+    """x Wₑᵀ, plus bₑ if there are biases, for each expert e: (M, in) -> (M, out). Biases start at zero."""
 
-    def __init__(self, experts: int, inputs: int, outputs: int, *, std: float, grouped: bool) -> None:
+    def __init__(
+        self, experts: int, inputs: int, outputs: int, *, std: float, grouped: bool, bias: bool = False
+    ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(experts, outputs, inputs))
+        self.bias = nn.Parameter(torch.empty(experts, outputs)) if bias else None
         self.std, self.grouped = std, grouped
 
     def init_parameter(self, name: str, fill: Fill) -> None:
-        fill.normal(self.std)
+        if name == "weight":
+            fill.normal(self.std)
+        else:
+            fill.constant(0.0)
 
     def init_buffers(self, device: torch.device) -> None:
         """There are none."""
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
         """`ends` (E,), int32: the row after the last one of each expert."""
+        y = self._products(x, ends)
+        return y if self.bias is None else _AddBiases.apply(y, self.bias.to(x.dtype), ends)
+
+    def _products(self, x: Tensor, ends: Tensor) -> Tensor:
         if self.grouped and x.dtype != self.weight.dtype and _knows_sizes(x):
             return _CastingProduct.apply(x, self.weight, _sizes(ends, len(x)))
         weight = self.weight.to(x.dtype)
@@ -45,6 +55,32 @@ class StackedLinear(nn.Module):
             return _GroupedProduct.apply(x, weight, ends)
         parts = x.split(_sizes(ends, len(x)))
         return torch.cat([F.linear(rows, own) for rows, own in zip(parts, weight.unbind(), strict=True)])
+
+
+class _AddBiases(torch.autograd.Function):
+    """y + b of each row's expert: rows (M, out), biases (E, out).
+
+    The gradient of biases is a product with a matrix of ones and zeros, one kernel for all experts: that of an index
+    would add rows to few places at once, in an order that changes from run to run on a GPU.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, bias: Tensor, ends: Tensor) -> Tensor:
+        experts = len(bias)
+        rows = torch.arange(len(y), device=y.device, dtype=ends.dtype)
+        # Clamped for rows beyond the last expert's, of which there are some while a step is planned.
+        owners = torch.searchsorted(ends, rows, right=True).clamp(max=experts - 1)
+        ctx.save_for_backward(owners)
+        ctx.experts = experts
+        return y + bias.index_select(0, owners)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        (owners,) = ctx.saved_tensors
+        if not ctx.needs_input_grad[1]:
+            return grad, None, None
+        owned = owners.unsqueeze(0) == torch.arange(ctx.experts, device=grad.device).unsqueeze(1)
+        return grad, owned.to(grad.dtype) @ grad, None
 
 
 class _GroupedProduct(torch.autograd.Function):
@@ -114,14 +150,48 @@ def _shape_of_product(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     return a.new_empty(*groups, a.shape[0], b.shape[-1])
 
 
-class Experts(nn.Module):
-    """downₑ(silu(gateₑ(x)) * upₑ(x)) for each expert e; see `forge_kit.dispatch.ExpertStack`."""
+class SwiGLUForm(NamedTuple):
+    """What experts compute between their matrices: gate * sigmoid(alpha * gate) * (up + offset), of bounded inputs."""
 
-    def __init__(self, experts: int, dim: int, hidden: int, *, init: InitStd, grouped: bool) -> None:
+    # A named tuple: torch.compile treats equal ones as one constant, and blocks with experts as one graph.
+
+    alpha: float = 1.0
+    """Factor inside the sigmoid; 1: silu."""
+    limit: float = 0.0
+    """Bound of the gate from above, and of `up` on both sides; 0: there is none."""
+    offset: float = 0.0
+    """Added to `up`."""
+
+    def of(self, gate: Tensor, up: Tensor) -> Tensor:
+        """Returns the product, in the shape of `gate` and `up`."""
+        if self.limit:
+            gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        swish = F.silu(gate) if self.alpha == 1 else gate * torch.sigmoid(self.alpha * gate)
+        return swish * (up + self.offset if self.offset else up)
+
+
+PLAIN = SwiGLUForm()
+
+
+class Experts(nn.Module):
+    """downₑ(a(gateₑ(x), upₑ(x))) for each expert e, where a is SwiGLU's; see `forge_kit.dispatch.ExpertStack`."""
+
+    def __init__(
+        self,
+        experts: int,
+        dim: int,
+        hidden: int,
+        *,
+        init: InitStd,
+        grouped: bool,
+        bias: bool = False,
+        swiglu: SwiGLUForm = PLAIN,
+    ) -> None:
         super().__init__()
-        self.gate = StackedLinear(experts, dim, hidden, std=init.inner, grouped=grouped)
-        self.up = StackedLinear(experts, dim, hidden, std=init.inner, grouped=grouped)
-        self.down = StackedLinear(experts, hidden, dim, std=init.residual, grouped=grouped)
+        self.gate = StackedLinear(experts, dim, hidden, std=init.inner, grouped=grouped, bias=bias)
+        self.up = StackedLinear(experts, dim, hidden, std=init.inner, grouped=grouped, bias=bias)
+        self.down = StackedLinear(experts, hidden, dim, std=init.residual, grouped=grouped, bias=bias)
+        self.swiglu = swiglu
 
     def forward(
         self,
@@ -140,7 +210,7 @@ class Experts(nn.Module):
         dispatch = Dispatch.to_groups(chosen, self.down.weight.shape[0], rows, row_multiple(tokens))
         ends = dispatch.counts.cumsum(0, dtype=torch.int32)
         x = dispatch.to_rows(tokens)
-        y = self.down(F.silu(self.gate(x, ends)) * self.up(x, ends), ends)
+        y = self.down(self.swiglu.of(self.gate(x, ends), self.up(x, ends)), ends)
         return dispatch.add_up(y, weights)
 
 

@@ -17,7 +17,7 @@ from forge_core.contracts.errors import JobError, Problem
 from forge_core.contracts.model import Role
 from forge_kit.modules import Linear
 from forge_plugin_moe.modules.capacity import refuse_documents, within_capacity
-from forge_plugin_moe.modules.experts import Experts, runs_grouped
+from forge_plugin_moe.modules.experts import Experts, SwiGLUForm, runs_grouped
 from forge_plugin_moe.modules.sequences import Sequences, tally
 from forge_plugin_transformer import InitStd, SwiGLU, default_hidden
 
@@ -47,7 +47,15 @@ class MoELayer(nn.Module):
         self.router = context.at("router").build(component.router, dim=dim, experts=component.experts)
         self._sets: Mapping[str, int] = getattr(self.router, "expert_sets", {})
         context.auxiliary.summarise(LOAD, functools.partial(summarise_load, sets=self._sets))
-        self.experts = Experts(component.experts, dim, hidden, init=init, grouped=self.backend == "grouped_mm")
+        self.experts = Experts(
+            component.experts,
+            dim,
+            hidden,
+            init=init,
+            grouped=self.backend == "grouped_mm",
+            bias=component.bias,
+            swiglu=SwiGLUForm(component.swiglu_alpha, component.swiglu_limit, component.swiglu_offset),
+        )
         self.shared = self.shared_gate = None
         if component.shared_experts:
             shared = SwiGLU(hidden=component.shared_experts * hidden)
@@ -89,7 +97,7 @@ class MoELayer(nn.Module):
 
     def flops(self, seq_len: int) -> float:
         """6 per weight that a token is multiplied by: those of its experts, of shared ones, and of the router."""
-        expert = sum(parameter[0].numel() for parameter in self.experts.parameters())
+        expert = sum(parameter[0].numel() for parameter in self.experts.parameters() if parameter.ndim > 2)
         others = [self.router, self.shared, self.shared_gate]
         always = sum(p.numel() for module in others if module is not None for p in module.parameters() if p.ndim > 1)
         per_token: Any = self.router.experts_per_token
@@ -99,7 +107,10 @@ class MoELayer(nn.Module):
         roles: dict[str, Role] = {f"router.{name}": "router" for name, _ in self.router.named_parameters()}
         if self.shared_gate is not None:
             roles["shared_gate.weight"] = "router"
-        return roles | {f"experts.{name}": "stack" for name, _ in self.experts.named_parameters()}
+        return roles | {
+            f"experts.{name}": "stack" if parameter.ndim > 2 else "bias"
+            for name, parameter in self.experts.named_parameters()
+        }
 
     def tensor_parallel_plan(self) -> Mapping[str, str]:
         plan = {"": "whole_input", "router": "replicate", "router.*": "replicate", "output": "partial_output"}

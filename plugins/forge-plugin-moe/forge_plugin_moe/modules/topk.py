@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from forge_plugin_moe.modules.balance import CHOSEN, Balance, set_means
 from forge_plugin_moe.modules.scores import LinearScores
@@ -17,6 +17,7 @@ from forge_plugin_moe.modules.scores import LinearScores
 if TYPE_CHECKING:
     from forge_core.contracts.contexts import BuildContext
     from forge_core.contracts.data import Batch
+    from forge_core.contracts.model import Fill
     from forge_plugin_moe.moe import SigmoidTopK, SoftmaxTopK, TopKRouter
 
 
@@ -60,6 +61,29 @@ class SoftmaxRouter(TopKModule):
     """See `forge_plugin_moe.SoftmaxTopK`."""
 
     component: SoftmaxTopK
+    bias: Tensor | None
+
+    def __init__(
+        self,
+        component: SoftmaxTopK,
+        context: BuildContext,
+        dim: int,
+        experts: int,
+        counted: bool = False,
+        sets: Sequence[int] = (),
+    ) -> None:
+        super().__init__(component, context, dim, experts, counted, sets)
+        self.bias = nn.Parameter(torch.empty(experts)) if component.bias else None
+
+    def init_parameter(self, name: str, fill: Fill) -> None:
+        if name == "weight":
+            super().init_parameter(name, fill)
+        else:
+            fill.constant(0.0)
+
+    def logits(self, x: Tensor) -> Tensor:
+        logits = super().logits(x)
+        return logits if self.bias is None else logits + self.bias.to(x.dtype)  # rounded like the weight
 
     def forward(self, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         logits = self.logits(x)
