@@ -277,12 +277,17 @@ def test_a_router_in_a_file_works_under_every_layout(tmp_path, monkeypatch):
     assert one == pytest.approx(four, rel=1e-9)
 
 
-def test_compiled_blocks_with_experts_train_alike(tmp_path):
+GPT_OSS = {"bias": True, "swiglu_alpha": 1.702, "swiglu_limit": 0.02, "swiglu_offset": 1.0}
+BIASED = attrs.evolve(MODEL, ffn=attrs.evolve(MODEL.ffn, router=SoftmaxTopK(bias=True), **GPT_OSS))
+
+
+@pytest.mark.parametrize("model", [MODEL, BIASED], ids=["plain", "biases"])
+def test_compiled_blocks_with_experts_train_alike(tmp_path, model):
     """In one graph. The inductor would make the same of it, and takes a minute."""
     found = []
     for stages in ({}, {"compile": Compile(backend="aot_eager")}):
         run = tiny_run(
-            tmp_path, model=MODEL, optimizer=AdamW(lr=0.02), parallel=stages, **SIZES | {"precision": "fp32"}
+            tmp_path, model=model, optimizer=AdamW(lr=0.02), parallel=stages, **SIZES | {"precision": "fp32"}
         )
         advance(run, 3)
         found.append({name: whole(tensor) for name, tensor in run.model.state_dict().items()})
@@ -290,13 +295,21 @@ def test_compiled_blocks_with_experts_train_alike(tmp_path):
         torch.testing.assert_close(found[1][name], tensor, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("router", [SigmoidTopK(bias_rate=0.01), SoftmaxTopK(batch_balance=1.0, z_loss=1.0)], ids=type)
-def test_more_layers_with_experts_are_not_more_to_compile(tmp_path, router):
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"router": SigmoidTopK(bias_rate=0.01)},
+        {"router": SoftmaxTopK(batch_balance=1.0, z_loss=1.0)},
+        {"router": SoftmaxTopK(bias=True), **GPT_OSS},
+    ],
+    ids=["sigmoid", "softmax", "biases"],
+)
+def test_more_layers_with_experts_are_not_more_to_compile(tmp_path, keys):
     graphs = []
     for layers in (2, 5):
         torch._dynamo.reset()
         counters.clear()
-        model = attrs.evolve(MODEL, layers=layers, ffn=attrs.evolve(MODEL.ffn, router=router))
+        model = attrs.evolve(MODEL, layers=layers, ffn=attrs.evolve(MODEL.ffn, **keys))
         stages = {"compile": Compile(backend="aot_eager")}
         advance(tiny_run(tmp_path, model=model, parallel=stages, **SIZES | {"precision": "fp32"}), 2)
         graphs.append(counters["stats"]["unique_graphs"])

@@ -1,4 +1,4 @@
-"""The same weights give what `transformers`' Mixtral, Qwen3-MoE, Qwen2-MoE, and experts of DeepSeek-V3 and gpt-oss give."""
+"""The same weights give what `transformers` computes: Mixtral, Qwen-MoE, experts of DeepSeek-V3 and of gpt-oss."""
 
 from __future__ import annotations
 

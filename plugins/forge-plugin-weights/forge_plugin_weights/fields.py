@@ -273,6 +273,11 @@ class Only(Field):
 ROPES: Mapping[str, tuple[str, Mapping[str, str], Mapping[str, Any]]] = {
     "default": ("forge-plugin-transformer/plain", {}, {}),
     "linear": ("forge-plugin-transformer/linear", {"factor": "factor"}, {}),
+    "dynamic": (
+        "forge-plugin-transformer/dynamic",
+        {name: name for name in ("factor", "original_max_position_embeddings")},
+        {},
+    ),
     "llama3": (
         "forge-plugin-transformer/llama3",
         {name: name for name in ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")},
@@ -298,6 +303,7 @@ ROPES: Mapping[str, tuple[str, Mapping[str, str], Mapping[str, Any]]] = {
 }
 """By `rope_type`: type of the component, its keys by theirs, and values that stand for their absence."""
 SHARE = "partial_rotary_factor"
+ORIGINAL, LONGEST = "original_max_position_embeddings", "max_position_embeddings"
 
 
 @frozen
@@ -334,8 +340,10 @@ class Rope(Field):
         component, names, absent = self.types[type_]
         theta = form.pop("rope_theta")
         share = {} if self.share is None else {f"{self.path}.{SHARE}": form.pop(SHARE)}
-        if "original_max_position_embeddings" in names:
-            form.setdefault("original_max_position_embeddings", config.get("max_position_embeddings"))
+        if type_ == "dynamic":  # as in transformers, whatever the table says
+            form[ORIGINAL] = config.get(LONGEST)
+        elif ORIGINAL in names:
+            form.setdefault(ORIGINAL, config.get(LONGEST))
         if unknown := [name for name in form if name not in names]:
             raise Unsupported(f"rope_type {type_!r} with {', '.join(unknown)}, which Forge does not know")
         own = {f"{self.path}.{ours}": form.get(theirs, absent.get(theirs)) for theirs, ours in names.items()}
@@ -371,8 +379,9 @@ class Rope(Field):
                 continue
             values = {theirs: model[f"{self.path}.{ours}"] for theirs, ours in names.items()}
             values = {theirs: value for theirs, value in values.items() if absent.get(theirs) != value}
+            longest = {LONGEST: values.pop(ORIGINAL)} if type_ == "dynamic" else {}
             scaling = {"rope_type": type_, **values} if type_ != "default" else None
-            config, parameters = {self.theta_key: theta}, {"rope_type": type_, "rope_theta": theta, **values}
+            config, parameters = {self.theta_key: theta, **longest}, {"rope_type": type_, "rope_theta": theta, **values}
             if self.share is not None:
                 config[self.share_key] = parameters[SHARE] = model[f"{self.path}.{SHARE}"]
             return {**config, "rope_scaling": scaling, "rope_parameters": parameters}

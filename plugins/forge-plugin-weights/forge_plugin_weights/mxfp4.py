@@ -1,7 +1,7 @@
 """Weights in MXFP4, as those of gpt-oss: numbers of 4 bits in blocks of 32 with a power of two each.
 
 The stack `X` is the tensors `X_blocks` (E, R, G, 16), of bytes with two numbers each, the lower half first, and
-`X_scales` (E, R, G), of exponents with a bias of 127 (Open Compute Project, Microscaling Formats 1.0: E2M1 and E8M0). It
+`X_scales` (E, R, G), of exponents with a bias of 127 (Open Compute Project, Microscaling Formats 1.0: E2M1, E8M0). It
 stands for (E, 32 G, R): rows of blocks are columns of the matrices that `transformers` computes with.
 """
 

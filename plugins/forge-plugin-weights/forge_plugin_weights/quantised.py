@@ -1,8 +1,8 @@
 """Weights that files hold as 8-bit numbers with a scale for each block, as those of DeepSeek-V3: read as wide ones.
 
-Those of 4-bit numbers, as of gpt-oss, are those of `forge_plugin_weights.mxfp4`. The matrix `X.weight` (float8) has a matrix `X.weight_scale_inv` beside it with the factor of each block of
+The matrix `X.weight` (float8) has a matrix `X.weight_scale_inv` beside it with the factor of each block of
 `weight_block_size`; the last blocks may be partial (DeepSeek-V3, arXiv 2412.19437,
-section 3.3.2).
+section 3.3.2). Numbers of 4 bits, as in gpt-oss, are the subject of `forge_plugin_weights.mxfp4`.
 """
 
 from __future__ import annotations

@@ -39,6 +39,8 @@ LLAMA3: Mapping[str, Any] = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+DYNAMIC: Mapping[str, Any] = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+"""For sequences that are longer than `max_position_embeddings`, which is the original length."""
 YARN: Mapping[str, Any] = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -177,6 +179,7 @@ class Published:
 MODELS: Mapping[str, Published] = {
     "llama": Published("Llama", {"attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3}),
     "llama, tied": Published("Llama", {"tie_word_embeddings": True, "head_dim": 16}),
+    "llama, dynamic": Published("Llama", {"max_position_embeddings": 16, "rope_parameters": DYNAMIC}),
     "mistral": Published("Mistral", {"sliding_window": None}),
     "mistral, window": Published("Mistral", WINDOWS),
     "qwen2": Published("Qwen2", {"tie_word_embeddings": True}),

@@ -125,6 +125,24 @@ def test_transformers_reads_the_same_model_from_4_bits(published, tmp_path):
     assert (logits(ours(run), ids_of()) - expected).abs().max() < 1e-4
 
 
+@torch.no_grad()
+def test_forge_generates_the_tokens_of_transformers(tmp_path):
+    """Greedily, with a cache, beyond windows and the original length of the position encoding."""
+    theirs = MODELS["gpt_oss"].write(tmp_path / "published")
+    model = ours(import_folder(tmp_path / "published", tmp_path / "run", tokenizer=False))
+    prompt, length = ids_of(length=8), 32
+    settings = {"do_sample": False, "max_new_tokens": length - 8, "pad_token_id": 0}
+    expected = theirs.generate(prompt, attention_mask=torch.ones_like(prompt), **settings)
+    tokens, new, cache = prompt, prompt, model.new_cache(2, length)
+    while tokens.shape[1] < length:
+        positions = torch.arange(tokens.shape[1] - new.shape[1], tokens.shape[1]).expand(2, -1)
+        hidden = model.decode({"input_ids": new, "positions": positions}, cache)
+        new = model.head.logits(hidden[:, -1:]).argmax(-1)
+        tokens = torch.cat([tokens, new], 1)
+    assert torch.equal(tokens, expected)
+    assert len(tokens[:, 8:].unique()) > 5
+
+
 def without_scales(tensors: dict[str, torch.Tensor]) -> None:
     del tensors[f"{NAME}_scales"]
 

@@ -15,13 +15,12 @@ from forge_plugin_weights.architectures.dense import (
     swiglu_fields,
     tied_head,
 )
-from forge_plugin_weights.fields import Fixed, Key, Only, Rope
+from forge_plugin_weights.fields import LONGEST, ORIGINAL, Fixed, Key, Only, Rope
 from forge_plugin_weights.kinds import ArchitectureComponent, Config, Field, Flat, Rule, Unsupported
 from forge_plugin_weights.layer_fields import Window
 from forge_plugin_weights.rules import Rows, Same
 
 LAYER = "model.layers.{layer}"
-ORIGINAL, LONGEST = "original_max_position_embeddings", "max_position_embeddings"
 NAMES = ("longrope", "su", "yarn")
 """Names that LongRoPE has in configurations of Phi-3."""
 
