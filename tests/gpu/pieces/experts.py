@@ -26,7 +26,7 @@ def experts(bench: Bench) -> None:
 
 
 def _stack(number: int, dim: int, hidden: int, grouped: bool, device: torch.device, biases: bool = False) -> Experts:
-    """With biases, SwiGLU is that of gpt-oss, but for its bound: its derivative jumps there, and rounding crosses it."""
+    """With biases, SwiGLU is that of gpt-oss but for its bound, where derivatives jump and rounding decides sides."""
     form = SwiGLUForm(alpha=1.702, offset=1.0) if biases else PLAIN
     init = InitStd(inner=0.02, residual=0.02)
     stack = Experts(number, dim, hidden, init=init, grouped=grouped, bias=biases, swiglu=form)
