@@ -13,6 +13,7 @@ from typing import ClassVar
 import torch
 from attrs import field, frozen
 from torch import Tensor
+from torch.nn import functional
 
 from forge_core.contracts.errors import JobError
 from forge_plugin_weights.files import Place
@@ -38,11 +39,13 @@ class PackedStack(Place):
     def read(self) -> Tensor:
         """Returns the stack: each number times the power of two of its block, as `transformers` computes it."""
         numbers = torch.tensor([*NUMBERS, *(-number for number in NUMBERS)], dtype=self.dtype)
+        codes = torch.arange(256)
+        pairs = torch.stack([numbers[codes & 0x0F], numbers[codes >> 4]], -1)  # the two numbers of each byte
         wide = torch.empty(self.shape, dtype=self.dtype)
-        # A matrix at a time, so that indices, which are eight times as large as the bytes, are needed for one only.
+        # A matrix at a time, so that indices, which are larger than the bytes, are needed for one only.
         for own, blocks, scales in zip(wide, self.blocks.read(), self.scales.read(), strict=True):
-            codes = torch.stack([blocks & 0x0F, blocks >> 4], -1).flatten(-2)  # (R, G, 32)
-            values = torch.ldexp(numbers[codes.int()], scales.int().unsqueeze(-1) - BIAS)
+            values = functional.embedding(blocks.int(), pairs).flatten(-2)  # (R, G, 32)
+            values = torch.ldexp(values, scales.int().unsqueeze(-1) - BIAS)
             own.copy_(values.flatten(-2).mT)
         return wide
 

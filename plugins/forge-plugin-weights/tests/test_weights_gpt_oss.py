@@ -66,7 +66,8 @@ def by_hand(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 @pytest.fixture
 def published(tmp_path: Path) -> Path:
     MODELS["gpt_oss"].write(tmp_path / "published")
-    put(tmp_path / "published", packed(tensors_of(tmp_path / "published")), quantization_config=MXFP4)
+    tensors = packed(tensors_of(tmp_path / "published"))
+    put(tmp_path / "published", tensors, quantization_config=MXFP4, dtype=None)
     return tmp_path / "published"
 
 
@@ -105,6 +106,7 @@ def test_a_model_of_4_bits_comes_in_and_goes_out_as_a_wide_one(published, tmp_pa
     for name, tensor in after.items():
         if name.endswith(STACKS):
             exact = by_hand(narrow[f"{name}_blocks"], narrow[f"{name}_scales"])
+            assert tensor.dtype == torch.bfloat16
             assert torch.equal(tensor.double(), exact)
         else:
             assert torch.equal(tensor, narrow[name])
@@ -118,10 +120,12 @@ def test_a_model_of_4_bits_comes_in_and_goes_out_as_a_wide_one(published, tmp_pa
 
 def test_transformers_reads_the_same_model_from_4_bits(published, tmp_path):
     settings = transformers.Mxfp4Config(dequantize=True)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(published, quantization_config=settings)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        published, quantization_config=settings, dtype=torch.float32
+    )
     run = import_folder(published, tmp_path / "run", tokenizer=False)
     with torch.no_grad():
-        expected = theirs.float().eval()(ids_of()).logits
+        expected = theirs.eval()(ids_of()).logits
     assert (logits(ours(run), ids_of()) - expected).abs().max() < 1e-4
 
 
