@@ -1,4 +1,4 @@
-"""`check`, `plugins`, `explain` and `schema`."""
+"""`check`, `plugins`, `explain`, and `schema` over the same components."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from forge_core.cli.explain import explain
 from forge_core.cli.plugins import select
 from forge_core.contracts.errors import ExitCode, JobError
 from forge_core.plugins.catalog import Catalog, Distribution, Offer
+from forge_plugin_author.schema import command as print_schema
 from forge_testing.stale import left_overs, stale_entries
 
 Run = Callable[..., tuple[int, str, str]]
@@ -313,8 +314,10 @@ class TestExplain:
 
 
 class TestSchema:
-    def test_it_is_json_on_standard_output_and_what_is_left_out_is_told_apart(self, forge_run: Run) -> None:
-        code, out, err = forge_run("schema")
-        assert code == 0
+    def test_it_is_json_on_standard_output_and_what_is_left_out_is_told_apart(
+        self, small_catalog: Catalog, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert print_schema([]) == 0
+        out, err = capsys.readouterr()
         assert json.loads(out)["title"] == "Forge job"
         assert "left out: cannot load optimizer 'sophia'" in err
