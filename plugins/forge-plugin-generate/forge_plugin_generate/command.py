@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -126,9 +127,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--no-bos", action="store_true", help="prompts without the tokenizer's beginning of text (begin_of_text)"
     )
-    parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token (0.8)")
-    parser.add_argument("--top-k", type=int, default=0, help="only the k likeliest tokens; 0: all (0)")
-    parser.add_argument("--top-p", type=float, default=0.95, help="only the likeliest with this probability (0.95)")
+    parser.add_argument("--temperature", type=_temperature, default=0.8, help="0: always the likeliest token (0.8)")
+    parser.add_argument("--top-k", type=_count, default=0, help="only the k likeliest tokens; 0: all (0)")
+    parser.add_argument("--top-p", type=_share, default=0.95, help="only the likeliest with this probability (0.95)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (0)")
     parser.add_argument(
         "--run", type=Path, metavar="FOLDER", help="run folder with the tokenizer, if the checkpoint is elsewhere"
@@ -136,6 +137,27 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     parser.add_argument("--no-cache", action="store_true", help="recompute everything for each token (for comparison)")
     return parser
+
+
+# As `Sampling` demands, which is built only once the model is loaded. NaN is no number here: it fails each comparison.
+
+
+def _temperature(text: str) -> float:
+    if not 0 <= (value := float(text)) < math.inf:
+        raise argparse.ArgumentTypeError(f"must be at least 0, got {text}")
+    return value
+
+
+def _count(text: str) -> int:
+    if (value := int(text)) < 0:
+        raise argparse.ArgumentTypeError(f"must be at least 0, got {text}")
+    return value
+
+
+def _share(text: str) -> float:
+    if not 0 < (value := float(text)) <= 1:
+        raise argparse.ArgumentTypeError(f"must be above 0 and at most 1, got {text}")
+    return value
 
 
 class Trained(NamedTuple):

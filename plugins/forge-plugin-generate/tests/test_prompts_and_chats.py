@@ -213,3 +213,20 @@ def test_weights_that_were_trained_with_another_beginning_are_taken_with_a_warni
     assert warning not in capsys.readouterr().out
     train(weights.replace('begin_of_text = "auto"\n', ""), "other")
     assert warning in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--temperature", "-1"], "argument --temperature: must be at least 0, got -1"),
+        (["--temperature", "nan"], "argument --temperature: must be at least 0, got nan"),
+        (["--temperature", "inf"], "argument --temperature: must be at least 0, got inf"),
+        (["--top-k", "-3"], "argument --top-k: must be at least 0, got -3"),
+        (["--top-p", "7"], "argument --top-p: must be above 0 and at most 1, got 7"),
+        (["--top-p", "0"], "argument --top-p: must be above 0 and at most 1, got 0"),
+    ],
+)
+def test_wrong_numbers_are_refused_before_the_run_is_looked_for(arguments, message, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["generate", "no-run", *arguments])
+    assert capsys.readouterr().err.endswith(f"error: {message}\n")
