@@ -1,0 +1,1 @@
+"""The command `forge-run data`: what a Forge job trains on, decoded sample by sample, with counts per source."""

@@ -1,0 +1,118 @@
+"""The data of a job, built as training builds it: tokenizer, sequences of each source, and their order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+import attrs
+import torch
+from attrs import frozen
+
+from forge_core.checkpoint.run_folder import run_folder
+from forge_core.config.mixture import source_names
+from forge_core.contracts.components import Component
+from forge_core.contracts.contexts import BuildContext
+from forge_core.contracts.data import Batch, Dataset, Documents, SampleRow, Stream, Tokenizer
+from forge_core.contracts.layout import Layout
+from forge_core.data.order import check_supply, expected_draws, sample_order, sizes_of
+from forge_core.data.reading import RowReader
+from forge_core.engine.build import build_datasets, build_tokenizer
+from forge_core.job import Job
+from forge_core.parallel.initialise import bare_context
+from forge_core.plugins.catalog import Catalog
+
+
+@frozen(kw_only=True)
+class JobData:
+    """Tokenizer, sources and order of a job."""
+
+    job: Job
+    catalog: Catalog
+    tokenizer: Tokenizer | None
+    datasets: Sequence[Dataset | Stream]
+    documents: Mapping[int, Documents]
+    """The documents that were packed, by the number of the source; none for streams and finished sequences."""
+
+    @property
+    def names(self) -> list[str]:
+        """Name of each source."""
+        return source_names(self.job)
+
+    @property
+    def sizes(self) -> list[int | None]:
+        """Sequences of each source; None for streams."""
+        return sizes_of(self.datasets)
+
+    def draws(self) -> list[float]:
+        """Returns the sequences that the whole run takes from each source, to within a few."""
+        return expected_draws(self.job, self.sizes)
+
+    def rows(self, step: int) -> Iterator[SampleRow]:
+        """Yields the rows of the run in the order of training, from the first of `step` (from 1) to the last."""
+        batch = self.job.train.global_batch_size
+        order = sample_order(self.job, self.sizes)
+        order.advance((step - 1) * batch)
+        for number, (source, sequence) in enumerate(islice(order, (self.job.train.steps - step + 1) * batch)):
+            yield SampleRow(number % batch, source, sequence)
+
+    def read(self, step: int, count: int) -> Iterator[tuple[SampleRow, str, Batch]]:
+        """Yields `count` rows from the first of `step` on: the row, where it comes from, and its entries (1, …).
+
+        Fewer rows if the run ends before. A stream can only be read in order: its rows of all earlier steps are read
+        as well.
+
+        Raises:
+            DataError: a sample cannot be read.
+        """
+        reader = RowReader(self.job, self.datasets, self.names, {})
+        if reader.has_lanes:
+            before = (step - 1) * self.job.train.global_batch_size
+            for row in islice(self.rows(1), before):
+                if isinstance(self.datasets[row.source], Stream):
+                    reader.read([row])
+        for row in islice(self.rows(step), count):
+            yield row, reader.describe(row), reader.read([row]).batch
+
+
+class _RecordingBuilder:
+    """Builds as the job's plugins do, and keeps the documents that each dataset was packed from."""
+
+    def __init__(self, context: BuildContext) -> None:
+        self._plugins, self._packing = context.plugins, context.job.data.packing
+        self.packed: list[tuple[Any, Documents]] = []
+
+    def build(self, component: Component[Any], context: BuildContext, **inputs: Any) -> Any:
+        built = self._plugins.build(component, context, **inputs)
+        if component is self._packing:
+            self.packed.append((built, inputs["documents"]))
+        return built
+
+    def type_of(self, component: Component[Any]) -> str:
+        return self._plugins.type_of(component)
+
+    def load_object(self, spec: str) -> Any:
+        return self._plugins.load_object(spec)
+
+
+def open_data(job: Job, catalog: Catalog) -> JobData:
+    """Build tokenizer and sources of a job as its training would, with the tokenizer that its run folder keeps if any.
+
+    Raises:
+        JobError: the data cannot be built, or do not last as long as the run.
+    """
+    # The order depends on no layout, and stages take no part in reading data: one process stands for all ranks.
+    job = attrs.evolve(job, parallel={})
+    context = bare_context(job, Layout(), catalog, torch.device("cpu"))
+    context = attrs.evolve(context, folder=run_folder(job))
+    builder = _RecordingBuilder(context)
+    context = attrs.evolve(context, plugins=builder)
+    tokenizer = build_tokenizer(job, context)
+    datasets = build_datasets(job, attrs.evolve(context, tokenizer=tokenizer))
+    check_supply(job, sizes_of(datasets))
+    sources = range(len(datasets))
+    documents = {
+        source: documents for dataset, documents in builder.packed for source in sources if datasets[source] is dataset
+    }
+    return JobData(job=job, catalog=catalog, tokenizer=tokenizer, datasets=datasets, documents=documents)
