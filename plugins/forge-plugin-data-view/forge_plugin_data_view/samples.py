@@ -86,7 +86,7 @@ class Sample:
     def of(cls, batch: Batch, end_of_text: int | None) -> Sample:
         """Take the sample of a batch of one row."""
         rows = {name: tensor[0].numpy() for name, tensor in batch.items()}
-        grids = [tuple(int(side) for side in grid) for grid in rows[GRIDS] if grid.any()] if GRIDS in rows else []
+        grids = [(int(f), int(r), int(c)) for f, r, c in rows.get(GRIDS, ()) if f]
         return cls(
             inputs=rows["input_ids"],
             labels=rows["labels"],

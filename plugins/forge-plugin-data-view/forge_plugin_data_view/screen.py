@@ -48,8 +48,8 @@ def source_lines(source: Source) -> Iterator[str]:
         parts = [(source.documents, "documents"), (source.tokens, "tokens"), (source.sequences, "sequences")]
         yield ", ".join(f"{count:,} {what}" for count, what in parts if count is not None)
     if source.description:
-        yield source.description
-    if source.held_out is not None:
+        yield source.description  # of what is held out, too
+    elif source.held_out is not None:
         yield f"held out: {source.held_out:,} sequences"
     epochs = "" if source.epochs is None else f", {source.epochs:.3g} epochs"
     yield f"{source.share:.1%} of the run's samples: {source.draws:,.0f}{epochs}"
