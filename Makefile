@@ -58,7 +58,7 @@ gpu:
 	$(GPU_PYTHON) tests/gpu --out $(OUT) --tests $(addprefix --piece ,$(PIECE))
 
 docs: $(STAMP)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 wheels: $(STAMP)
 	rm -rf dist

@@ -149,6 +149,7 @@ def keys_table(cls: type) -> str:
 
 def _cells(key: Key, name: str) -> Sequence[str]:
     doc = key.doc or (_section_doc(f"[{key.name}]", key.type) if is_section(key.type) else "")
+    doc = re.sub(r"^`\[+[\w.]+\]+`: ", "", doc)  # the row begins with its name already
     return name, _value(key), _default(key), " ".join(doc.split())
 
 

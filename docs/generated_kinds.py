@@ -33,6 +33,8 @@ HOMES = {
 }
 """Modules whose names are linked wherever they stand in a signature, and the page that documents them."""
 EVENTS_PAGE, HOOKS_PAGE = "/training-hooks.md", "/reference/hooks.md"
+OF_EVENTS = ("TrainingHook", "TrainContext", "StepContext", "CheckpointContext")
+"""Names of these modules that the page of events documents."""
 NO_BUILD = {
     "hook": f"nothing: the class is the running object; its [events]({EVENTS_PAGE}#events) are called",
     "plugin": f"nothing: the class is the running object; its [hooks]({HOOKS_PAGE}) are called",
@@ -108,7 +110,7 @@ def _link(name: str) -> str:
     name = name.removeprefix("contexts.")
     for home, page in HOMES.items():
         if name in defined_in(import_module(home)):
-            return f"[`{name}`]({page}#{home}.{name})"
+            return f"[`{name}`]({EVENTS_PAGE if name in OF_EVENTS else page}#{home}.{name})"
     return f"`{name}`"
 
 
@@ -124,7 +126,7 @@ def defined_in(module: ModuleType) -> set[str]:
 
 
 def _base_link(base: type) -> str:
-    page = EVENTS_PAGE if base.__name__ == "TrainingHook" else COMPONENTS
+    page = EVENTS_PAGE if base.__name__ in OF_EVENTS else COMPONENTS
     return f"[`{base.__name__}`]({page}#{base.__module__}.{base.__name__})"
 
 

@@ -41,12 +41,18 @@ NEED_EXAMPLE = (ROOT / "docs" / "writing-a-plugin.md", ROOT / "docs" / "testing.
 """Pages on which the example plugin is installed."""
 
 TEN_MINUTES = ROOT / "docs" / "ten-minutes"
-MAKES_DATA = ROOT / "docs" / "your-own-images.md"
-"""The page whose commands make the data of its job."""
+IMAGES = ROOT / "docs" / "your-own-images.md"
 EVALUATES = ROOT / "docs" / "evaluate.md"
 IMPORTS = ROOT / "docs" / "bring-a-model.md"
 """The page whose commands make the model of its job."""
-RUN_ALL = (*sorted(TEN_MINUTES.glob("*.md")), ROOT / "docs" / "publishing.md", MAKES_DATA, EVALUATES, IMPORTS)
+TUTORIAL = ROOT / "docs" / "tutorials" / "own-text.md"
+METRICS = ROOT / "docs" / "how-to" / "metrics.md"
+MAKE_DATA = (IMAGES, TUTORIAL)
+"""Pages whose commands make the data of their jobs."""
+RUN_ALL = (
+    *sorted(TEN_MINUTES.glob("*.md")),
+    *(ROOT / "docs" / "publishing.md", IMAGES, EVALUATES, IMPORTS, TUTORIAL, METRICS),
+)
 """Pages of which every command is run."""
 
 TRAINS = re.compile(r"forge-run \S+\.toml$")
