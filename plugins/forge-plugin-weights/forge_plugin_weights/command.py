@@ -6,10 +6,14 @@ import argparse
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from forge_core.cli.command_line import columns, positive
 from forge_core.contracts.errors import ExitCode
+
+if TYPE_CHECKING:
+    from forge_core.plugins.catalog import Catalog
+    from forge_plugin_weights.kinds import ArchitectureComponent, Config
 
 PROGRAM = "forge-run weights"
 SHOWN = 20
@@ -61,29 +65,38 @@ def inspect(options: argparse.Namespace) -> int:
     from forge_core.plugins.catalog import Catalog
     from forge_plugin_weights.importing import CONFIG, read_json
     from forge_plugin_weights.inspecting import describe
-    from forge_plugin_weights.tables import architecture_of, load_architecture
 
     catalog, config = Catalog.installed(), read_json(options.folder / CONFIG)
-    if options.architecture:
-        architecture = load_architecture(options.architecture, catalog)
-    else:
-        _, architecture = architecture_of(config, catalog)
-    rows, supported = describe(architecture, config)
+    rows, supported = describe(_architecture(config, options.architecture, catalog), config)
     print(columns([["KEY", "VALUE", "IN FORGE"], *rows]))
     return ExitCode.FINISHED if supported else ExitCode.BAD_JOB
 
 
+def _architecture(config: Config, chosen: str, catalog: Catalog) -> ArchitectureComponent:
+    """Returns the architecture with a name that the user chose, or else that of the configuration."""
+    from forge_plugin_weights.tables import architecture_of, load_architecture
+
+    return load_architecture(chosen, catalog) if chosen else architecture_of(config, catalog)[1]
+
+
 def import_model(options: argparse.Namespace) -> int:
     """Make a run folder of a published model; its files are linked, not copied."""
-    from forge_plugin_weights.importing import START, import_folder
+    from forge_core.plugins.catalog import Catalog
+    from forge_plugin_weights.importing import CONFIG, START, import_folder, read_json
+    from forge_plugin_weights.inspecting import remarks
 
+    catalog = Catalog.installed()
     run = import_folder(
         options.folder,
         options.output,
         copy=options.copy,
         tokenizer=not options.no_tokenizer,
         architecture=options.architecture,
+        catalog=catalog,
     )
+    config = read_json(options.folder / CONFIG)
+    for remark in remarks(_architecture(config, options.architecture, catalog), config):
+        print(f"note: {remark}")
     print(f"{run}: a run folder, with its weights as the checkpoint of step 0")
     print(f"train it: forge-run {run / START} JOB.toml")
     return ExitCode.FINISHED

@@ -208,6 +208,10 @@ class Dropout(Field):
     def keys(self) -> Collection[str]:
         return (self.theirs,)
 
+    def remark(self, config: Config) -> str:
+        rate = config.get(self.theirs)
+        return f"{self.theirs} = {rate!r}: Forge trains without dropout, and an export has 0" if rate else ""
+
     def write(self, model: Flat) -> Config:
         return {self.theirs: 0.0}
 
@@ -259,6 +263,10 @@ class Only(Field):
     def keys(self) -> Collection[str]:
         return (self.theirs,)
 
+    @property
+    def written(self) -> Collection[str]:
+        return self.keys if self.write_it else ()
+
     def read(self, config: Config) -> Flat:
         missing = self.value if self.default is None else self.default
         value = config.get(self.theirs, missing)
@@ -267,41 +275,59 @@ class Only(Field):
         return {}
 
     def write(self, model: Flat) -> Config:
-        return {self.theirs: self.value} if self.write_it else {}
+        return dict.fromkeys(self.written, self.value)
 
 
-ROPES: Mapping[str, tuple[str, Mapping[str, str], Mapping[str, Any]]] = {
-    "default": ("forge-plugin-transformer/plain", {}, {}),
-    "linear": ("forge-plugin-transformer/linear", {"factor": "factor"}, {}),
-    "dynamic": (
-        "forge-plugin-transformer/dynamic",
-        {name: name for name in ("factor", "original_max_position_embeddings")},
-        {},
+@frozen
+class ExportedAs(Field):
+    """An architecture that is read only: its models are exported as another."""
+
+    model_type: str
+    why: str
+
+    def write(self, model: Flat) -> Config:
+        raise Unsupported(f"{self.why}; export it as {self.model_type}")
+
+
+@frozen(kw_only=True)
+class RopeType:
+    """A form of the position encoding. Both sides have its keys by the same names."""
+
+    component: str
+    """The type of `[model.attention.rope]`."""
+    keys: Sequence[str] = ()
+    defaults: Mapping[str, Any] = {}
+    """Values of keys that the configuration may lack. They are written."""
+    unsaid: Mapping[str, Any] = {}
+    """Values that a configuration lacks the key for. They are not written."""
+
+
+ROPES: Mapping[str, RopeType] = {
+    "default": RopeType(component="forge-plugin-transformer/plain"),
+    "linear": RopeType(component="forge-plugin-transformer/linear", keys=("factor",)),
+    "dynamic": RopeType(
+        component="forge-plugin-transformer/dynamic", keys=("factor", "original_max_position_embeddings")
     ),
-    "llama3": (
-        "forge-plugin-transformer/llama3",
-        {name: name for name in ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")},
-        {},
+    "llama3": RopeType(
+        component="forge-plugin-transformer/llama3",
+        keys=("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     ),
-    "longrope": (
-        "forge-plugin-transformer/longrope",
-        {
-            **{name: name for name in ("short_factor", "long_factor", "factor", "original_max_position_embeddings")},
-            "attention_factor": "attention_factor",
-        },
-        {"attention_factor": 0.0},
+    "longrope": RopeType(
+        component="forge-plugin-transformer/longrope",
+        keys=("short_factor", "long_factor", "factor", "original_max_position_embeddings", "attention_factor"),
+        unsaid={"attention_factor": 0.0},
     ),
-    "yarn": (
-        "forge-plugin-transformer/yarn",
-        {
-            **{name: name for name in ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow")},
-            **{name: name for name in ("attention_factor", "mscale", "mscale_all_dim", "truncate")},
-        },
-        {"beta_fast": 32.0, "beta_slow": 1.0, "attention_factor": 0.0, "mscale": 0.0, "mscale_all_dim": 0.0}
-        | {"truncate": True},
+    "yarn": RopeType(
+        component="forge-plugin-transformer/yarn",
+        keys=(
+            *("factor", "original_max_position_embeddings", "beta_fast", "beta_slow"),
+            *("attention_factor", "mscale", "mscale_all_dim", "truncate"),
+        ),
+        defaults={"beta_fast": 32.0, "beta_slow": 1.0},
+        unsaid={"attention_factor": 0.0, "mscale": 0.0, "mscale_all_dim": 0.0, "truncate": True},
     ),
 }
-"""By `rope_type`: type of the component, its keys by theirs, and values that stand for their absence."""
+"""By `rope_type`."""
 SHARE = "partial_rotary_factor"
 ORIGINAL, LONGEST = "original_max_position_embeddings", "max_position_embeddings"
 
@@ -323,7 +349,7 @@ class Rope(Field):
     """`partial_rotary_factor` where the configuration has none. None: the architecture rotates whole heads."""
     share_key: str = "partial_rotary_factor"
     """Its name beside `rope_scaling`."""
-    types: Mapping[str, tuple[str, Mapping[str, str], Mapping[str, Any]]] = field(default=ROPES, repr=False)
+    types: Mapping[str, RopeType] = field(default=ROPES, repr=False)
 
     @property
     def keys(self) -> Collection[str]:
@@ -337,20 +363,20 @@ class Rope(Field):
         type_ = form.pop("rope_type")
         if type_ not in self.types:
             raise Unsupported(f"rope_type = {type_!r}; Forge has {', '.join(self.types)}")
-        component, names, absent = self.types[type_]
+        known = self.types[type_]
         theta = form.pop("rope_theta")
         share = {} if self.share is None else {f"{self.path}.{SHARE}": form.pop(SHARE)}
         if type_ == "dynamic":  # as in transformers, whatever the table says
             form[ORIGINAL] = config.get(LONGEST)
-        elif ORIGINAL in names:
+        elif ORIGINAL in known.keys:
             form.setdefault(ORIGINAL, config.get(LONGEST))
-        if unknown := [name for name in form if name not in names]:
+        if unknown := [name for name in form if name not in known.keys]:
             raise Unsupported(f"rope_type {type_!r} with {', '.join(unknown)}, which Forge does not know")
-        own = {f"{self.path}.{ours}": form.get(theirs, absent.get(theirs)) for theirs, ours in names.items()}
-        missing = [path for path, value in own.items() if value is None]
-        if missing:
-            raise Unsupported(f"rope_type {type_!r} without {', '.join(path.rpartition('.')[2] for path in missing)}")
-        return {f"{self.path}.type": component, f"{self.path}.theta": theta, **share, **own}
+        values = {**known.defaults, **known.unsaid, **form}
+        if missing := [name for name in known.keys if values.get(name) is None]:
+            raise Unsupported(f"rope_type {type_!r} without {', '.join(missing)}")
+        own = {f"{self.path}.{name}": values[name] for name in known.keys}
+        return {f"{self.path}.type": known.component, f"{self.path}.theta": theta, **share, **own}
 
     def _beside(self, config: Config) -> dict[str, Any]:
         """What the configuration says outside of `rope_scaling` and `rope_parameters`."""
@@ -374,11 +400,11 @@ class Rope(Field):
 
     def write(self, model: Flat) -> Config:
         component, theta = model.get(f"{self.path}.type"), model.get(f"{self.path}.theta")
-        for type_, (known, names, absent) in self.types.items():
-            if known != component:
+        for type_, known in self.types.items():
+            if known.component != component:
                 continue
-            values = {theirs: model[f"{self.path}.{ours}"] for theirs, ours in names.items()}
-            values = {theirs: value for theirs, value in values.items() if absent.get(theirs) != value}
+            values = {name: model[f"{self.path}.{name}"] for name in known.keys}
+            values = {name: value for name, value in values.items() if known.unsaid.get(name) != value}
             longest = {LONGEST: values.pop(ORIGINAL)} if type_ == "dynamic" else {}
             scaling = {"rope_type": type_, **values} if type_ != "default" else None
             config, parameters = {self.theta_key: theta, **longest}, {"rope_type": type_, "rope_theta": theta, **values}

@@ -17,6 +17,7 @@ def describe(architecture: ArchitectureComponent, config: Config) -> tuple[list[
     for field in all_fields(architecture):
         try:
             settings = ", ".join(f"model.{path} = {value!r}" for path, value in field.read(config).items())
+            settings = "; ".join(filter(None, (settings, field.remark(config))))
         except Unsupported as error:
             settings, supported = f"NOT SUPPORTED: {error}", False
         for key in field.keys:
@@ -28,3 +29,8 @@ def describe(architecture: ArchitectureComponent, config: Config) -> tuple[list[
         text = repr(value)
         rows.append([key, text if len(text) < 40 else f"{text[:36]}…", meanings.get(key, "NOT KNOWN") or "supported"])
     return rows, supported
+
+
+def remarks(architecture: ArchitectureComponent, config: Config) -> Sequence[str]:
+    """Returns a line for each value of a configuration that is read and has no effect here."""
+    return [remark for field in all_fields(architecture) if (remark := field.remark(config))]

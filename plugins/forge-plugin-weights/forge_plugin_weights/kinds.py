@@ -38,6 +38,11 @@ class Field:
         """Keys of the configuration that it reads."""
         return ()
 
+    @property
+    def written(self) -> Collection[str]:
+        """Keys that every configuration has which it writes."""
+        return self.keys
+
     def read(self, config: Config) -> Flat:
         """Returns keys of `[model]`; raises `Unsupported` for a value that Forge's components cannot express."""
         return {}
@@ -49,6 +54,10 @@ class Field:
     def resolve(self, model: Flat) -> Flat:
         """Returns the values of keys of `[model]` whose value there means "derive it", such as a width of 0."""
         return {}
+
+    def remark(self, config: Config) -> str:
+        """Returns a line for whoever imports the model, about a value that is read and has no effect; or nothing."""
+        return ""
 
 
 @frozen(kw_only=True)

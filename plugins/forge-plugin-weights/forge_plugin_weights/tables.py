@@ -20,9 +20,15 @@ from forge_plugin_weights.layered import PerLayer, differs, merged, outside_kind
 HARMLESS = frozenset(
     (
         *("architectures", "model_type", "_name_or_path", "transformers_version", "torch_dtype", "dtype"),
-        *("use_cache", "initializer_range", "max_position_embeddings"),
+        *("use_cache", "initializer_range", "max_position_embeddings", "max_sequence_length"),
         *("bos_token_id", "eos_token_id", "pad_token_id", "is_encoder_decoder", "return_dict", "problem_type"),
         *("output_attentions", "output_hidden_states", "chunk_size_feed_forward", "id2label", "label2id"),
+        # Code of the publisher's own, which transformers runs only where the user trusts it, and kernels to choose.
+        *("auto_map", "_attn_implementation", "_attn_implementation_autoset", "attn_implementation"),
+        # Settings of generation, which old files have here; transformers takes them out, too.
+        *("do_sample", "max_length", "max_new_tokens", "temperature", "top_k", "top_p", "repetition_penalty"),
+        # Notes of other programs.
+        *("transformers.js_config", "unsloth_fixed", "unsloth_version"),
     )
 )
 """Keys of every configuration that say nothing about what the model computes."""
@@ -103,7 +109,7 @@ def _form(architecture: ArchitectureComponent, model: ModelComponent, catalog: C
         contradicted += [Problem("", f"{key} is one for all layers, not {written[key]}") for key in by_layer]
         config |= written
     lost = () if contradicted else list(_lost(architecture, config, flat, model, catalog))
-    unsaid = {key for field in architecture.fields() for key in field.keys} - {*config}
+    unsaid = {key for field in architecture.fields() for key in field.written} - {*config}
     return _Form(config, contradicted, lost, len(unsaid))
 
 

@@ -46,6 +46,8 @@ YARN: Mapping[str, Any] = {
     "rope_theta": 10000.0,
     "factor": 4.0,
     "original_max_position_embeddings": 32,
+    "beta_fast": 24.0,
+    "beta_slow": 2.0,
     "mscale": 1.0,
     "mscale_all_dim": 0.7,
 }
@@ -108,6 +110,8 @@ YARN_OF_OLMO3: Mapping[str, Any] = {
     "factor": 8.0,
     "original_max_position_embeddings": 16,
     "attention_factor": 1.2,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
 }
 LONG_OLMO3: Mapping[str, Any] = {
     "full_attention": YARN_OF_OLMO3,
@@ -143,6 +147,17 @@ SPECIAL: Mapping[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_i
 """Within the vocabulary, where a class has larger ones by default."""
 
 
+@torch.no_grad()
+def randomised(model: Any) -> Any:
+    """Returns the model, for evaluation, with noise on all parameters, norms too, and on the biases of routers."""
+    for parameter in model.parameters():
+        parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    for name, buffer in model.named_buffers():
+        if name.endswith("bias"):
+            buffer.normal_(std=0.1)
+    return model.eval()
+
+
 @frozen
 class Published:
     """A class of `transformers`, and the keys of its configuration beside `SIZES`; `...`: it has no such key."""
@@ -160,14 +175,7 @@ class Published:
         keys = {key: value for key, value in {**SIZES, **self.keys}.items() if value is not ...}
         config = getattr(transformers, f"{self.config or self.name}Config")(**keys)
         torch.manual_seed(0)
-        model = getattr(transformers, f"{self.name}{self.head}")(config).eval()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(torch.randn_like(parameter), alpha=0.1)
-            for name, buffer in model.named_buffers():
-                if name.endswith("bias"):
-                    buffer.normal_(std=0.1)
-        return model.to(dtype)
+        return randomised(getattr(transformers, f"{self.name}{self.head}")(config)).to(dtype)
 
     def write(self, folder: Path, dtype: torch.dtype = torch.float32) -> Any:
         """Write the model to a folder, in several files; returns it."""

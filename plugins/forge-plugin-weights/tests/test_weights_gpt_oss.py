@@ -260,7 +260,6 @@ def test_keys_that_are_missing_have_the_values_of_transformers():
     [
         ({"swiglu_limit": 0}, "swiglu_limit = 0; a bound above 0 works"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
-        ({"attention_dropout": 0.1}, "attention_dropout = 0.1"),
         ({"expert_shape": 3}, "expert_shape"),
     ],
 )

@@ -9,7 +9,7 @@ from attrs import frozen
 from forge_plugin_transformer.layer_parts import default_hidden
 from forge_plugin_weights.architectures.dense import ENDS, FFN, NORMS, TRANSFORMER, shape_fields, tied_head
 from forge_plugin_weights.architectures.experts import MATRICES, MOE, expert_rules
-from forge_plugin_weights.fields import Choice, Fixed, Key, Only, Rope
+from forge_plugin_weights.fields import Choice, Dropout, ExportedAs, Fixed, Key, Only, OrNone, Rope
 from forge_plugin_weights.kinds import ArchitectureComponent, Config, Field, Flat, Rule
 from forge_plugin_weights.rules import Repeated, Same, Stack
 
@@ -90,7 +90,7 @@ class DeepSeekV3(ArchitectureComponent):
     # The key/value heads of latent attention are its heads; the rest names implementations, or is derived.
     harmless = (
         *("num_key_value_heads", "pretraining_tp", "qk_head_dim", "head_dim", "ep_size", "output_router_logits"),
-        *("aux_loss_alpha", "seq_aux", "auto_map"),
+        *("aux_loss_alpha", "seq_aux"),
     )
     training_only = ("ffn.router.*balance", "ffn.router.z_loss", "ffn.router.bias_rate", "ffn.capacity_factor", "mtp.*")
 
@@ -99,12 +99,12 @@ class DeepSeekV3(ArchitectureComponent):
             *shape_fields(),
             Fixed({"attention.type": "forge-plugin-mla/mla"}),
             Key("num_attention_heads", "attention.heads"),
-            Key("q_lora_rank", "attention.q_lora_rank", 0),
+            OrNone("q_lora_rank", "attention.q_lora_rank", 1536),
             *(Key(name, f"attention.{name}") for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim")),
             Key("v_head_dim", "attention.v_head_dim"),
             Key("rope_interleave", "attention.rope_interleave", True),
             Only("attention_bias", False, "mla has no biases"),
-            Only("attention_dropout", 0.0, "attention has no dropout"),
+            Dropout("attention_dropout"),
             Rope(),
             *moe_fields(),
             Key("rms_norm_eps", "norm.eps", 1e-6),
@@ -116,6 +116,14 @@ class DeepSeekV3(ArchitectureComponent):
         layers = model["layers"]
         predicted = (prediction_rules(block, layers + block) for block in range(model.get("mtp.depth", 0)))
         return (*ENDS, *layer_rules(), *(rule for block in predicted for rule in block), *tied_head(model))
+
+
+@frozen(kw_only=True)
+class KimiK2(DeepSeekV3):
+    """Kimi-K2, a DeepSeek-V3 by another `model_type`, which `transformers` knows with the publisher's code only."""
+
+    def fields(self) -> Sequence[Field]:
+        return (*super().fields(), ExportedAs("deepseek_v3", "transformers has no class for kimi_k2"))
 
 
 def moe_fields() -> Sequence[Field]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from attrs import frozen
 
 from forge_plugin_transformer.layer_parts import default_hidden
-from forge_plugin_weights.fields import Choice, Fixed, Irrelevant, Key, Only, Rope, Synonym
+from forge_plugin_weights.fields import Choice, Dropout, Fixed, Irrelevant, Key, Only, Rope, Synonym
 from forge_plugin_weights.kinds import ArchitectureComponent, Config, Field, Flat, Rule
 from forge_plugin_weights.layer_fields import LayerWindows, Window, depth
 from forge_plugin_weights.rules import Repeated, Same
@@ -80,7 +80,7 @@ def attention_fields(*, theta: float = 10000.0, head_dim: object = None, rope: F
         Irrelevant("attention.output_bias", True, {"attention.bias": False}),
         Irrelevant("attention.qk_norm_eps", 1e-6, {"attention.qk_norm": False}),
         Synonym("attention.qk_norm", "head", True),
-        Only("attention_dropout", 0.0, "attention has no dropout"),
+        Dropout("attention_dropout"),
         rope or Rope(theta=theta),
     )
 
@@ -116,12 +116,13 @@ class Llama(ArchitectureComponent):
     """Llama 1 to 3.3, and what is published as such: SmolLM, SmolLM2, TinyLlama, Yi, DeepSeek's first models."""
 
     name = "LlamaForCausalLM"
-    harmless = ("pretraining_tp",)
+    harmless = ("pretraining_tp", "is_llama_config")
 
     def fields(self) -> Sequence[Field]:
         return (
             *shape_fields(),
             *attention_fields(),
+            Only("rope_interleaved", False, "pairs of a rotation are half a head apart", write_it=False),
             all_biases(),
             Key("mlp_bias", "ffn.bias", False),
             *swiglu_fields(),
@@ -162,6 +163,7 @@ class Qwen2(ArchitectureComponent):
             *shape_fields(),
             *attention_fields(),
             QWEN_WINDOWS,
+            Only("use_mrope", False, "positions are those of the text alone", write_it=False),
             Fixed({"attention.bias": True, "attention.output_bias": False}),
             *swiglu_fields(),
             Key("rms_norm_eps", "norm.eps", 1e-6),

@@ -38,6 +38,9 @@ class Inner(Field):
     def resolve(self, model: Flat) -> Flat:
         return self.field.resolve(model)
 
+    def remark(self, config: Config) -> str:
+        return self.field.remark(value_of(config, TEXT, REQUIRED))
+
 
 @frozen(kw_only=True)
 class Incoming(Field):

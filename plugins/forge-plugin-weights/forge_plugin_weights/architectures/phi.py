@@ -15,7 +15,7 @@ from forge_plugin_weights.architectures.dense import (
     swiglu_fields,
     tied_head,
 )
-from forge_plugin_weights.fields import LONGEST, ORIGINAL, Fixed, Key, Only, Rope
+from forge_plugin_weights.fields import LONGEST, ORIGINAL, Dropout, Fixed, Key, Only, Rope
 from forge_plugin_weights.kinds import ArchitectureComponent, Config, Field, Flat, Rule, Unsupported
 from forge_plugin_weights.layer_fields import Window
 from forge_plugin_weights.rules import Rows, Same
@@ -62,7 +62,7 @@ class Phi3(ArchitectureComponent):
     """Phi-3, Phi-3.5, Phi-4 and Phi-4-mini."""
 
     name = "Phi3ForCausalLM"
-    harmless = (ORIGINAL, "auto_map")
+    harmless = (ORIGINAL,)
 
     def fields(self) -> Sequence[Field]:
         absent = ("attention_bias", "mlp_bias", "lm_head_bias")
@@ -73,7 +73,7 @@ class Phi3(ArchitectureComponent):
             *swiglu_fields(),
             Fixed({"attention.bias": False, "ffn.bias": False}),
             *(Only(key, False, "there are no such biases", write_it=False) for key in absent),
-            *(Only(key, 0.0, "there is no dropout") for key in ("resid_pdrop", "embd_pdrop")),
+            *(Dropout(key) for key in ("resid_pdrop", "embd_pdrop")),
             *(Only(key, 1, "none is known", write_it=False) for key in ("full_attn_mod", "interpolate_factor")),
             Key("rms_norm_eps", "norm.eps", 1e-5),
         )

@@ -1,0 +1,183 @@
+"""Configurations of published models, key for key, as their publishers spell them.
+
+`published_configs.json` has them by the name of the repository. Lists of factors of LongRoPE, which say nothing about
+keys, are shorter to write than the published ones, and of their length.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from published_models import ids_of, logits, ours, randomised
+
+from forge_core.cli import main
+from forge_core.config.load import parse_component
+from forge_core.contracts.components import ModelComponent
+from forge_core.plugins.catalog import Catalog
+from forge_plugin_weights.importing import import_folder
+from forge_plugin_weights.kinds import ArchitectureComponent
+from forge_plugin_weights.tables import architecture_of, load_architecture, read_config, write_config
+
+CONFIGS: Mapping[str, Mapping[str, Any]] = json.loads(Path(__file__).with_name("published_configs.json").read_text())
+CATALOG = Catalog.installed()
+LANGUAGE_MODELS: Mapping[str, str] = {"gemma3": "gemma3_language_model"}
+"""Architectures that read a part of a model, by its `model_type`."""
+CLASSES: Mapping[str, str] = {"kimi_k2": "deepseek_v3"}
+"""By `model_type`, that of the class in `transformers`."""
+SMALL: Mapping[str, int] = {
+    **{"hidden_size": 64, "intermediate_size": 48, "moe_intermediate_size": 16, "vocab_size": 64},
+    **{"num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8, "shared_expert_intermediate_size": 32},
+    **{"kv_lora_rank": 16, "q_lora_rank": 24, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8},
+    **{"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64},
+    **{"n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1, "sliding_window": 8},
+}
+"""Sizes of the models that are built, where a configuration has the key, and it is neither null nor 1."""
+LAYERS = 6
+LISTS = ("layer_types", "no_rope_layers")
+"""Keys with an entry for each layer."""
+ALWAYS = ("HuggingFaceTB/SmolLM2-135M", "microsoft/Phi-4-mini-instruct", "moonshotai/Kimi-K2-Instruct")
+
+
+def architecture(config: Mapping[str, Any]) -> ArchitectureComponent:
+    type_ = config["model_type"]
+    if type_ in LANGUAGE_MODELS:
+        return load_architecture(LANGUAGE_MODELS[type_], CATALOG)
+    return architecture_of(config, CATALOG)[1]
+
+
+def by_transformers(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration as version 5 of `transformers` reads and writes it."""
+    type_ = CLASSES.get(config["model_type"], config["model_type"])
+    written = transformers.AutoConfig.for_model(**{**config, "model_type": type_}).to_dict()
+    if type_ == "qwen3_moe":  # which has another name than published files
+        written["num_experts"] = written.pop("num_local_experts")
+    return written
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_inspect_accepts_it_as_it_is_published(tmp_path, capsys, name):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS[name]))
+    part = LANGUAGE_MODELS.get(CONFIGS[name]["model_type"])
+    assert main(["weights", "inspect", str(tmp_path), *(["--architecture", part] if part else [])]) == 0
+    assert "NOT" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_it_means_what_version_5_makes_of_it(name):
+    config = CONFIGS[name]
+    model = read_config(architecture(config), config)
+    parse_component(model, name, ModelComponent, CATALOG)
+    assert model == read_config(architecture(config), by_transformers(config))
+
+
+@pytest.mark.parametrize("name", [name for name in CONFIGS if CONFIGS[name]["model_type"] not in LANGUAGE_MODELS])
+def test_what_is_written_is_to_transformers_what_was_published(name):
+    config = {key: value for key, value in CONFIGS[name].items() if key != "quantization_config"}
+    model = parse_component(read_config(architecture(config), config), name, ModelComponent, CATALOG)
+    type_ = CLASSES.get(config["model_type"], config["model_type"])
+    written = write_config(architecture({"model_type": type_}), model, CATALOG)
+    kept = {key: value for key, value in config.items() if key not in written and key != "auto_map"}
+    both = [by_transformers(copy.deepcopy(keys)) for keys in (config, {**kept, **written, "model_type": type_})]
+    for side in both:
+        side.get("rope_parameters", {}).pop("type", None)  # which repeats rope_type
+    before, after = both
+    filled = {"head_dim", "n_inner", "use_bidirectional_attention"}  # null is what follows from other keys
+    different = {
+        key: (value, after.get(key))
+        for key, value in before.items()
+        if value != after.get(key) and not (key in filled and value is None) and not key.endswith(("dropout", "pdrop"))
+    }
+    different.pop("auto_map", None)
+    assert different == {}
+
+
+def small(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration at a small width and depth, all else as it is published."""
+    made = dict(config)
+    made |= {key: SMALL[key] for key, value in config.items() if key in SMALL and value not in (None, 1)}
+    if "num_hidden_layers" in config:
+        ratio = config["num_attention_heads"] // config.get("num_key_value_heads", config["num_attention_heads"])
+        heads = {"num_attention_heads": 4, "num_key_value_heads": max(4 // ratio, 1), "num_hidden_layers": LAYERS}
+        made |= {key: value for key, value in heads.items() if key in config}
+    made |= {key: made[key][:LAYERS] for key in LISTS if key in config}
+    if "num_nextn_predict_layers" in config:  # transformers neither writes nor reads them
+        made["num_nextn_predict_layers"] = 0
+    if "head_dim" in config:
+        made["head_dim"] = 32
+    if "long_factor" in (made.get("rope_scaling") or {}):  # one for each pair of a head's rotated width
+        made["hidden_size"] = config["hidden_size"] // config["num_attention_heads"] * 4
+    ids = {key: 0 for key in ("bos_token_id", "eos_token_id", "pad_token_id") if config.get(key) is not None}
+    return {key: value for key, value in {**made, **ids}.items() if key != "quantization_config"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in ALWAYS else pytest.mark.thorough) for name in CONFIGS]
+)
+def test_a_small_model_of_it_computes_the_logits_of_transformers(tmp_path, name):
+    if (type_ := CONFIGS[name]["model_type"]) in LANGUAGE_MODELS:
+        pytest.skip("test_language_models.py computes it")
+    config = small(CONFIGS[name])
+    reference = transformers.AutoConfig.for_model(**{**config, "model_type": CLASSES.get(type_, type_)})
+    theirs = randomised(transformers.AutoModelForCausalLM.from_config(reference, dtype=torch.float32))
+    theirs.save_pretrained(tmp_path / "published")
+    (tmp_path / "published/config.json").write_text(json.dumps(config))
+    model = ours(import_folder(tmp_path / "published", tmp_path / "run", tokenizer=False))
+    with torch.no_grad():
+        expected = theirs(ids_of()).logits
+    assert expected.std() > 1e-3
+    assert (logits(model, ids_of()) - expected).abs().max() < 1e-4 * max(1, expected.abs().max())
+
+
+def test_a_rate_of_dropout_is_read_and_the_user_told(tmp_path, capsys):
+    """Granite 3.0 was trained with dropout in attention; the model computes the same without."""
+    config = small(CONFIGS["ibm-granite/granite-3.0-2b-instruct"])
+    transformers.GraniteForCausalLM(transformers.GraniteConfig(**config)).save_pretrained(tmp_path / "published")
+    note = "attention_dropout = 0.1: Forge trains without dropout, and an export has 0"
+    assert main(["weights", "inspect", str(tmp_path / "published")]) == 0
+    assert note in capsys.readouterr().out
+    arguments = ["weights", "import", str(tmp_path / "published"), "--output", str(tmp_path / "run"), "--no-tokenizer"]
+    assert main(arguments) == 0
+    assert f"note: {note}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [
+        ("HuggingFaceTB/SmolLM2-135M", "rope_interleaved", True),
+        ("Qwen/Qwen2.5-0.5B", "use_mrope", True),
+        ("Qwen/Qwen2.5-0.5B", "dual_chunk_attention_config", {"chunk_size": 262144}),
+        ("Qwen/Qwen3-30B-A3B", "mlp_only_layers", [3]),
+        ("moonshotai/Kimi-K2-Instruct", "scoring_func", "softmax"),
+        ("microsoft/Phi-4-mini-instruct", "full_attn_mod", 2),
+    ],
+)
+def test_what_forge_does_not_compute_is_named(tmp_path, capsys, name, key, value):
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIGS[name], key: value}))
+    assert main(["weights", "inspect", str(tmp_path)]) == 2
+    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith(f"{key} ")]
+    assert "NOT" in line
+
+
+def test_kimi_is_exported_as_the_deepseek_that_it_is(tmp_path, capsys):
+    config = small(CONFIGS["moonshotai/Kimi-K2-Instruct"])
+    theirs = transformers.DeepseekV3ForCausalLM(
+        transformers.DeepseekV3Config(**{**config, "model_type": "deepseek_v3"})
+    )
+    theirs.save_pretrained(tmp_path / "published")
+    (tmp_path / "published/config.json").write_text(json.dumps(config))
+    run = str(tmp_path / "run")
+    assert main(["weights", "import", str(tmp_path / "published"), "--output", run, "--no-tokenizer"]) == 0
+    export = ["weights", "export", run, "--output", str(tmp_path / "out")]
+    assert main([*export, "--architecture", "kimi_k2"]) == 2
+    assert "transformers has no class for kimi_k2; export it as deepseek_v3" in capsys.readouterr().err
+    assert main(export) == 0
+    again, loading = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(loading.values())
+    assert type(again) is transformers.DeepseekV3ForCausalLM
