@@ -32,11 +32,28 @@ LANGUAGE_MODELS: Mapping[str, str] = {"gemma3": "gemma3_language_model"}
 CLASSES: Mapping[str, str] = {"kimi_k2": "deepseek_v3"}
 """By `model_type`, that of the class in `transformers`."""
 SMALL: Mapping[str, int] = {
-    **{"hidden_size": 64, "intermediate_size": 48, "moe_intermediate_size": 16, "vocab_size": 64},
-    **{"num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8, "shared_expert_intermediate_size": 32},
-    **{"kv_lora_rank": 16, "q_lora_rank": 24, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8},
-    **{"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64},
-    **{"n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1, "sliding_window": 8},
+    "hidden_size": 64,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 16,
+    "vocab_size": 64,
+    "num_experts": 8,
+    "num_local_experts": 8,
+    "n_routed_experts": 8,
+    "shared_expert_intermediate_size": 32,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "n_embd": 64,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 64,
+    "n_group": 2,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "sliding_window": 8,
 }
 """Sizes of the models that are built, where a configuration has the key, and it is neither null nor 1."""
 LAYERS = 6
