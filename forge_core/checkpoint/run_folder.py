@@ -64,6 +64,7 @@ def owned(folder: Path, advice: str = "give this run another job.name") -> Itera
         _held.add(lock)
         try:
             yield
+            lock.truncate(0)  # the lock of a run that died still names it
         finally:
             _held.remove(lock)
             if made and [path.name for path in folder.iterdir()] == [LOCK]:
@@ -113,9 +114,9 @@ def _take(lock: IO[str], how: int) -> bool:
 
 
 def write_record(folder: Path, job_toml: str, provenance: Mapping[str, Any], plan: str) -> None:
-    """Keep the resolved job, the provenance and the plan."""
+    """Keep the resolved job, the provenance with the folder in which relative paths of the job start, and the plan."""
     (folder / JOB).write_text(job_toml)
-    (folder / "provenance.json").write_text(json.dumps(provenance, indent=1) + "\n")
+    (folder / "provenance.json").write_text(json.dumps({**provenance, "started_in": os.getcwd()}, indent=1) + "\n")
     (folder / "plan.txt").write_text(plan + "\n")
 
 

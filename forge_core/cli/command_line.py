@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Sequence
 
 WIDTH = 100
+EXAMPLES = "examples:"
 
 
 def positive(text: str) -> int:
@@ -15,6 +16,16 @@ def positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError("must be at least 1")
     return value
+
+
+class _Help(argparse.HelpFormatter):
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return text if text.startswith(EXAMPLES) else super()._fill_text(text, width, indent)
+
+
+def with_examples(parser: argparse.ArgumentParser, *commands: str) -> None:
+    """Show example commands at the end of a parser's help, each on a line of its own."""
+    parser.formatter_class, parser.epilog = _Help, "\n  ".join([EXAMPLES, *commands]).replace("%", "%%")
 
 
 def parse_job_arguments(

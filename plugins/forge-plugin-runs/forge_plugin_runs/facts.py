@@ -1,0 +1,268 @@
+"""Facts about run folders, read from their files without torch, whatever state a run is in."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal
+
+from attrs import frozen
+
+from forge_core.checkpoint.run_folder import JOB, LOCK, owner, storage_of
+from forge_core.checkpoint.storage import read_manifest
+from forge_core.contracts.errors import CheckpointError, ForgeError, JobError
+
+State = Literal["running", "finished", "stopped", "died", "imported"]
+STATES: Mapping[State, str] = {
+    "running": "a process owns the folder",
+    "finished": "the checkpoint of train.steps is there",
+    "stopped": "ended by request before train.steps, everything saved",
+    "died": "ended by an error or a kill; a later start continues from the newest checkpoint",
+    "imported": "was never trained here: weights of another program",
+}
+METRICS = "metrics.jsonl"
+PROVENANCE = "provenance.json"
+DEPTH = 4
+"""Levels of folders that are searched for runs."""
+BLOCK = 1 << 18
+"""Bytes of the metrics that are read at a time, from the end."""
+
+
+@frozen(kw_only=True)
+class Run:
+    """A run as its folder shows it."""
+
+    folder: Path
+    state: State
+    owner: str
+    """Process and host that own the folder now; of a run that died, those that did."""
+    step: int
+    """Last step in the metrics, or of the newest checkpoint."""
+    steps: int | None
+    """`train.steps` of its job; None where the folder has none yet."""
+    loss: float | None
+    evaluation: Mapping[str, float]
+    """Metrics of the last evaluation."""
+    evaluated: int | None
+    """Its step."""
+    tokens: int | None
+    """Positions fed."""
+    updated: float
+    """When its files last changed, in seconds since 1970."""
+    size: int
+    """Bytes of all files in the folder."""
+    checkpoints: Sequence[int]
+    """Steps of its checkpoints."""
+    problem: str
+    """Reason why a part could not be read; empty if there is none."""
+
+    @property
+    def held_out(self) -> float | None:
+        """The loss of the last evaluation: `eval/loss`, or else the first metric that ends in `loss`."""
+        named = {name: value for name, value in self.evaluation.items() if name.endswith("loss")}
+        return named.get("eval/loss", next(iter(named.values()), None))
+
+    def facts(self) -> dict[str, Any]:
+        """The same as plain types, for JSON."""
+        return {
+            "run": str(self.folder),
+            "state": self.state,
+            "owner": self.owner,
+            "step": self.step,
+            "steps": self.steps,
+            "loss": finite(self.loss),
+            "held_out_loss": finite(self.held_out),
+            "evaluation": {name: finite(value) for name, value in self.evaluation.items()},
+            "evaluated": self.evaluated,
+            "tokens": self.tokens,
+            "updated": self.updated,
+            "size": self.size,
+            "checkpoints": list(self.checkpoints),
+            "problem": self.problem,
+        }
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder is that of a run: it has a job and its record, or is owned before it has them."""
+    return (folder / LOCK).is_file() or ((folder / JOB).is_file() and (folder / PROVENANCE).is_file())
+
+
+def find_runs(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
+    """Yields the run folders below `folder`, or itself, in the order of their names; links are not followed."""
+    if is_run(folder):
+        yield folder
+    elif depth:
+        with suppress(PermissionError), os.scandir(folder) as entries:
+            below = sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
+            for name in below:
+                yield from find_runs(folder / name, depth - 1)
+
+
+def demand_run(folder: Path) -> Path:
+    """Returns `folder` if it is a run's; raises a `JobError` that says what it is instead."""
+    if is_run(folder):
+        return folder
+    if not folder.is_dir():
+        near = folder.parent if folder.parent.is_dir() else Path()
+        names = ", ".join(str(run) for run in list(find_runs(near, 2))[:8])
+        raise JobError(f"{folder}: no such run folder{f'; there are {names}' if names else ''}")
+    runs = list(find_runs(folder))
+    inside = f"; runs in it: {', '.join(map(str, runs[:8]))}" if runs else ""
+    raise JobError(f"{folder} is no run folder: it has no {JOB} of a run{inside}")
+
+
+def read_run(folder: Path) -> Run:
+    """Reads the facts of a run folder. Files that are damaged or missing leave facts out, and are its `problem`."""
+    problems: list[str] = []
+    table = _job_table(folder, problems)
+    user, lock = owner(folder), folder / LOCK
+    checkpoints = _checkpoints(folder, problems)
+    metrics = folder / _metrics_file(table)
+    trained, evaluated = last_records(metrics)
+    if not evaluated:
+        evaluated = _saved_evaluation(folder, checkpoints)
+    metrics_of = {name: number(value) for name, value in evaluated.items() if name != "step"}
+    newest, steps = checkpoints[-1] if checkpoints else 0, table.get("train", {}).get("steps")
+    last = lock.read_text().strip() if lock.is_file() and not user else ""
+    return Run(
+        folder=folder,
+        state=_state(user, last, lock.is_file(), newest if checkpoints else None, steps),
+        owner=user or last,
+        step=max(int(trained.get("step", 0)), newest),
+        steps=steps,
+        loss=number(trained.get("loss")),
+        evaluation={name: value for name, value in metrics_of.items() if value is not None},
+        evaluated=evaluated.get("step"),
+        tokens=trained.get("tokens"),
+        updated=max(_modified([metrics, folder / JOB, lock, folder])),
+        size=size_of(folder),
+        checkpoints=checkpoints,
+        problem="; ".join(problems),
+    )
+
+
+def _state(user: str, last: str, locked_once: bool, newest: int | None, steps: int | None) -> State:
+    if user:
+        return "running"
+    if not locked_once:
+        return "imported"
+    if newest is not None and steps is not None and newest >= steps:
+        return "finished"
+    # A run that ends in order, also by request, clears its name in the lock.
+    return "died" if last or newest is None else "stopped"
+
+
+def _job_table(folder: Path, problems: list[str]) -> Mapping[str, Any]:
+    path = folder / JOB
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}  # it has begun, and its data or model are not ready
+    except (OSError, ValueError) as error:
+        problems.append(f"{path}: {error}")
+        return {}
+
+
+def _metrics_file(table: Mapping[str, Any]) -> str:
+    logger = table.get("loggers", {}).get("jsonl", {})
+    return str(logger.get("file", METRICS))
+
+
+def _checkpoints(folder: Path, problems: list[str]) -> list[int]:
+    try:
+        return list(storage_of(folder).steps())
+    except (ForgeError, OSError, ValueError, KeyError) as error:
+        problems.append(f"its checkpoints: {error}")
+        return []
+
+
+def _saved_evaluation(folder: Path, steps: Sequence[int]) -> Mapping[str, Any]:
+    """The evaluation that the newest readable checkpoint keeps."""
+    for step in reversed(steps):
+        with suppress(ForgeError, OSError):
+            kept = read_manifest(storage_of(folder).path(step)).get("evaluation")
+            if isinstance(kept, dict) and kept.get("metrics"):
+                return {**kept["metrics"], "step": kept["step"]}
+    return {}
+
+
+def manifest_of(folder: Path, step: int) -> Mapping[str, Any]:
+    """Returns the manifest of a run's checkpoint; empty if it cannot be read."""
+    try:
+        return read_manifest(storage_of(folder).path(step))
+    except (CheckpointError, OSError):
+        return {}
+
+
+def last_records(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the last line of a step and the last line of an evaluation in a file of metrics; empty if it has none."""
+    trained: dict[str, Any] = {}
+    evaluated: dict[str, Any] = {}
+    for line in _lines_backwards(path):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue  # the last line may be on its way to the file
+        if not isinstance(record, dict) or "step" not in record:
+            continue
+        if "loss" in record:
+            trained = trained or record
+        else:
+            evaluated = evaluated or record
+        if trained and evaluated:
+            break
+    return trained, evaluated
+
+
+def _lines_backwards(path: Path) -> Iterator[bytes]:
+    """Yields the lines of a file, the last first, and reads no more of it than is asked for."""
+    try:
+        file = path.open("rb")
+    except OSError:
+        return
+    with file:
+        left, rest = file.seek(0, os.SEEK_END), b""
+        while left:
+            start = max(0, left - BLOCK)
+            file.seek(start)
+            first, *lines = (file.read(left - start) + rest).split(b"\n")
+            yield from (line for line in reversed(lines) if line)
+            left, rest = start, first
+        if rest:
+            yield rest
+
+
+def number(value: Any) -> float | None:
+    """A number of the metrics, in which those that are not finite are strings."""
+    try:
+        return None if value is None else float(value)
+    except (TypeError, ValueError):
+        return None
+
+
+def finite(value: float | None) -> float | str | None:
+    """A number as JSON can hold it: one that is not finite as a string, as in the metrics."""
+    return str(value) if value is not None and not math.isfinite(value) else value
+
+
+def _modified(paths: Iterable[Path]) -> Iterator[float]:
+    for path in paths:
+        with suppress(OSError):
+            yield path.stat().st_mtime
+
+
+def size_of(path: Path) -> int:
+    """Returns the bytes of a file, or of all files below a folder."""
+    if not path.is_dir():
+        return path.stat().st_size
+    total = 0
+    for folder, _, names in os.walk(path):
+        for name in names:
+            with suppress(OSError):  # a running job may delete it meanwhile
+                total += os.lstat(os.path.join(folder, name)).st_size
+    return total

@@ -1,0 +1,101 @@
+"""`forge-run runs`: the runs below a folder, one line each."""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import json
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from forge_core.cli.command_line import with_examples
+from forge_core.contracts.errors import ExitCode, JobError
+from forge_plugin_runs.facts import STATES, Run, find_runs, read_run
+from forge_plugin_runs.words import age_text, count_text, fitted, size_text, width
+
+HEAD = ("RUN", "STATE", "STEP", "LOSS", "HELD OUT", "TOKENS", "UPDATED", "SIZE")
+EXPENDABLE = (7, 5, 6, 4)
+"""Columns that a narrow terminal does without, the first first."""
+STYLES = {"running": "green", "died": "red", "stopped": "yellow"}
+
+SORTS: Mapping[str, Callable[[Run], Any]] = {
+    "updated": lambda run: -run.updated,
+    "name": lambda run: str(run.folder),
+    "step": lambda run: -run.step,
+    "loss": lambda run: (run.loss is None, run.loss),
+    "held-out": lambda run: (run.held_out is None, run.held_out),
+    "size": lambda run: -run.size,
+}
+
+
+def command(argv: list[str]) -> int:
+    """List the runs below a folder: state, step, losses, tokens, age and size."""
+    parser = argparse.ArgumentParser("forge-run runs", description=command.__doc__)
+    add = parser.add_argument
+    add("folders", nargs="*", type=Path, metavar="FOLDER", help="where to search (runs)")
+    add("--state", action="append", choices=list(STATES), help="only runs in this state; repeat it for more")
+    add("--name", metavar="GLOB", help="only runs whose folder's name matches: 'muon-*'")
+    add("--sort", choices=list(SORTS), default="updated", help="order: newest, largest or best first (updated)")
+    add("--limit", type=int, metavar="N", help="only the first N")
+    add("--json", action="store_true", help="print JSON")
+    with_examples(parser, "forge-run runs", "forge-run runs compared --sort held-out", "forge-run runs --state running")
+    options = parser.parse_args(argv)
+    if options.limit is not None and options.limit < 1:
+        parser.error(f"--limit is {options.limit}; it must be at least 1")
+    runs = select(options.folders, options.state, options.name)
+    runs = sorted(runs, key=SORTS[options.sort])[: options.limit]
+    if options.json:
+        print(json.dumps([run.facts() for run in runs], indent=2))
+    else:
+        show(runs, options.folders)
+    return ExitCode.FINISHED
+
+
+def select(folders: Sequence[Path], states: Sequence[str] | None = None, name: str | None = None) -> list[Run]:
+    """Returns the runs below these folders, or below `runs`, that have one of the states and match the name.
+
+    Raises:
+        JobError: one of the folders does not exist.
+    """
+    if missing := [folder for folder in folders if not folder.is_dir()]:
+        raise JobError(f"forge-run runs: there is no folder {', '.join(map(str, missing))}")
+    found = dict.fromkeys(run for folder in folders or [Path("runs")] for run in find_runs_of(folder))
+    named = (folder for folder in found if name is None or fnmatch.fnmatch(folder.name, name))
+    return [run for run in map(read_run, named) if not states or run.state in states]
+
+
+def find_runs_of(folder: Path) -> Iterable[Path]:
+    """Returns the run folders below a folder; none if it does not exist."""
+    return find_runs(folder) if folder.is_dir() else ()
+
+
+def show(runs: Sequence[Run], folders: Sequence[Path]) -> None:
+    """Print a table, coloured on a terminal, and below it what could not be read."""
+    if not runs:
+        print(f"no runs in {', '.join(map(str, folders)) or 'runs'}")
+        return
+    head, *lines = fitted([HEAD, *(_cells(run, time.time()) for run in runs)], EXPENDABLE, width())
+    if sys.stdout.isatty():
+        from rich.console import Console
+
+        console = Console(highlight=False)
+        console.print(head, style="bold", markup=False, soft_wrap=True)
+        for run, line in zip(runs, lines, strict=True):
+            console.print(line, style=STYLES.get(run.state), markup=False, soft_wrap=True)
+    else:
+        print(head, *lines, sep="\n")
+    for run in runs:
+        if run.state == "running":
+            print(f"{run.folder}: {run.owner}")
+        if run.problem:
+            print(f"{run.folder}: {run.problem}", file=sys.stderr)
+
+
+def _cells(run: Run, now: float) -> list[str]:
+    step = f"{run.step:,}" + (f" of {run.steps:,}" if run.steps is not None else "")
+    losses = ["" if value is None else f"{value:.4f}" for value in (run.loss, run.held_out)]
+    age = f"{age_text(now - run.updated)} ago"
+    return [str(run.folder), run.state, step, *losses, count_text(run.tokens), age, size_text(run.size)]

@@ -1,0 +1,176 @@
+"""`forge-run show`: everything that the folder of a run says about it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from forge_core.checkpoint.run_diff import text_changes
+from forge_core.checkpoint.run_folder import JOB
+from forge_core.cli.command_line import columns, with_examples
+from forge_core.contracts.errors import ExitCode
+from forge_core.plugins.catalog import Catalog
+from forge_plugin_runs.facts import PROVENANCE, Run, demand_run, finite, last_records, manifest_of, read_run, size_of
+from forge_plugin_runs.words import age_text, count_text, size_text
+
+INTERNAL = (".lock",)
+
+
+def command(argv: list[str]) -> int:
+    """Show a run: its job, versions, metrics, checkpoints, files, and the command that continues it."""
+    parser = argparse.ArgumentParser("forge-run show", description=command.__doc__)
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run folder")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    with_examples(parser, "forge-run show runs/quickstart", "forge-run show runs/quickstart --json")
+    options = parser.parse_args(argv)
+    facts = all_facts(read_run(demand_run(options.run)))
+    print(json.dumps(facts, indent=2) if options.json else describe(facts))
+    return ExitCode.FINISHED
+
+
+def all_facts(run: Run) -> dict[str, Any]:
+    """Returns what the folder says about its run, as plain types."""
+    provenance = _provenance(run.folder)
+    trained, _ = last_records(run.folder / "metrics.jsonl")
+    versions = {name: about["version"] for name, about in provenance.get("distributions", {}).items()}
+    if versions:
+        versions |= {"torch": provenance["torch"], "python": provenance["python"]}
+    return {
+        **run.facts(),
+        "components": provenance.get("components", {}),
+        "job": changed_keys(run.folder, Catalog.installed()),
+        "versions": versions,
+        "started_in": provenance.get("started_in"),
+        "metrics": {name: value for name, value in trained.items() if name != "counts"},
+        "checkpoints": [_checkpoint(run.folder, step) for step in run.checkpoints],
+        "files": dict(_files(run.folder)),
+        "next": next_command(run),
+    }
+
+
+def changed_keys(folder: Path, catalog: Catalog) -> dict[str, Any]:
+    """Returns the keys of a run's job that differ from their defaults, by path.
+
+    Keys of components that are not installed are all listed, since their defaults are not known.
+    """
+    try:
+        text = (folder / JOB).read_text(encoding="utf-8")
+        skeleton = tomli_w.dumps(_types(tomllib.loads(text)))
+    except (OSError, ValueError):
+        return {}  # the problem is reported with the run
+    # Compared with the same components without any key of theirs: what is absent there and default here is no change.
+    changes = text_changes(skeleton, text, catalog)
+    return {change.path: change.after for change in changes if change.after is not None}
+
+
+def _types(value: Any, keep: Sequence[str] = ("type",)) -> Any:
+    """A job without all keys but the types of its components, and names of array entries, by which they are matched."""
+    if isinstance(value, dict):
+        return {key: _types(item) for key, item in value.items() if key in keep or _has_tables(item)}
+    return [_types(item, ("type", "name")) for item in value] if isinstance(value, list) else value
+
+
+def _has_tables(value: Any) -> bool:
+    return isinstance(value, dict) or (isinstance(value, list) and any(isinstance(item, dict) for item in value))
+
+
+def _provenance(folder: Path) -> Mapping[str, Any]:
+    try:
+        return json.loads((folder / PROVENANCE).read_text())
+    except (OSError, ValueError):
+        return {}
+
+
+def _checkpoint(folder: Path, step: int) -> dict[str, Any]:
+    manifest = manifest_of(folder, step)
+    evaluation = manifest.get("evaluation") or {}
+    of_this_step = evaluation.get("metrics", {}) if evaluation.get("step") == step else {}
+    return {
+        "step": step,
+        "saved": manifest.get("time"),
+        "tokens": manifest.get("tokens"),
+        "evaluation": {name: finite(value) for name, value in of_this_step.items()},
+    }
+
+
+def _files(folder: Path) -> Iterator[tuple[str, int]]:
+    for path in sorted(folder.iterdir()):
+        if path.name not in INTERNAL:
+            yield f"{path.name}/" if path.is_dir() else path.name, size_of(path)
+
+
+def next_command(run: Run) -> str:
+    """Returns the command that makes sense next: it continues a run, or tries the model of a finished one."""
+    folder = shlex.quote(str(run.folder))
+    match run.state:
+        case "running":
+            return ""
+        case "finished":
+            return f"forge-run resume {folder} --train.steps={2 * (run.steps or run.step)}"
+        case "imported":
+            return f"forge-run generate {folder}"
+    return f"forge-run resume {folder}"
+
+
+def describe(facts: Mapping[str, Any]) -> str:
+    """Returns the facts as paragraphs of aligned rows."""
+    blocks = [_summary(facts), *(_section(title, rows) for title, rows in _tables(facts) if rows)]
+    return "\n\n".join(filter(None, blocks))
+
+
+def _summary(facts: Mapping[str, Any]) -> str:
+    steps = "" if facts["steps"] is None else f" of {facts['steps']:,}"
+    state = f"{facts['state']} at step {facts['step']:,}{steps}"
+    if facts["owner"]:
+        state += f" ({facts['owner']})"
+    now = datetime.now().timestamp()
+    rows = [["run", facts["run"]], ["state", state], ["updated", f"{age_text(now - facts['updated'])} ago"]]
+    rows += [["tokens", f"{facts['tokens']:,}"]] if facts["tokens"] else []
+    rows += [["started in", facts["started_in"]]] if facts["started_in"] else []
+    rows += [["problem", facts["problem"]]] if facts["problem"] else []
+    rows += [["next", facts["next"]]] if facts["next"] else []
+    return columns(rows)
+
+
+def _tables(facts: Mapping[str, Any]) -> Iterator[tuple[str, Sequence[Sequence[str]]]]:
+    yield "job, where it differs from the defaults", [*_job_rows(facts)]
+    yield "last step", [[name, _plain(value)] for name, value in facts["metrics"].items()]
+    evaluation = [[name, _plain(value)] for name, value in facts["evaluation"].items()]
+    yield f"last evaluation, of step {facts['evaluated']}", evaluation
+    yield "checkpoints", [_checkpoint_row(each) for each in facts["checkpoints"]]
+    yield "files", [[name, size_text(size)] for name, size in facts["files"].items()]
+    yield "versions", [[name, version] for name, version in facts["versions"].items()]
+
+
+def _job_rows(facts: Mapping[str, Any]) -> Iterator[list[str]]:
+    """Types and keys by path; components without keys of their own that the core adds to every job are left out."""
+    keys = facts["job"]
+    for path, type_ in facts["components"].items():
+        own = {key: value for key, value in keys.items() if key.startswith(f"{path}.")}
+        if own or not type_.startswith("forge-run/"):
+            yield [f"{path}.type", type_]
+    for path, value in keys.items():
+        yield [path, tomli_w.dumps({"k": value}).removeprefix("k = ").strip() if value is not None else ""]
+
+
+def _checkpoint_row(checkpoint: Mapping[str, Any]) -> list[str]:
+    saved = checkpoint["saved"]
+    when = datetime.fromtimestamp(saved).strftime("%Y-%m-%d %H:%M:%S") if saved else "cannot be read"
+    losses = [f"{name} {_plain(value)}" for name, value in checkpoint["evaluation"].items() if name.endswith("loss")]
+    return [f"step {checkpoint['step']}", when, f"{count_text(checkpoint['tokens'])} tokens", "  ".join(losses)]
+
+
+def _section(title: str, rows: Sequence[Sequence[str]]) -> str:
+    return f"{title}\n" + "\n".join(f"  {line}" for line in columns(rows).split("\n"))
+
+
+def _plain(value: Any) -> str:
+    return f"{value:,.4g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)

@@ -1,0 +1,273 @@
+"""`forge-run runs`, `show` and `resume`: what a run folder says, and how a run is continued from it alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from forge_core.checkpoint.run_folder import owned
+from forge_core.cli import main
+from forge_core.contracts.errors import ExitCode
+from forge_plugin_runs.facts import find_runs, last_records, read_run
+from forge_plugin_runs.words import age_text, count_text, fitted, size_text
+from forge_testing.tiny import TINY_JOB
+
+Forge = Callable[..., tuple[int, str, str]]
+EVALUATED = "[eval]\ninterval = 2\n[checkpoint]\ninterval = 2\n"
+DIES = """
+import os
+from attrs import define
+from forge_core import TrainingHook
+
+
+@define(kw_only=True, slots=False)
+class Dies(TrainingHook):
+    def on_step_end(self, context):
+        if context.step == 3:
+            os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.fixture
+def forge(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Forge:
+    """Run a command line in this process, in a folder of its own: exit code, output, errors."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*argv: str) -> tuple[int, str, str]:
+        try:
+            code = main(list(argv))
+        except SystemExit as end:
+            code = int(end.code or 0)
+        return (code, *capfd.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def trained(forge: Forge, tmp_path: Path) -> Path:
+    """A finished run that was started from two layered files."""
+    (tmp_path / "job.toml").write_text(TINY_JOB + EVALUATED)
+    (tmp_path / "layer.toml").write_text('[job]\nname = "tiny"\n[train]\nsteps = 6\n')
+    assert forge("job.toml", "layer.toml", "--train.steps=4")[0] == 0
+    return tmp_path / "runs/tiny"
+
+
+def rows(out: str) -> list[list[str]]:
+    return [line.split("  ") for line in out.splitlines()]
+
+
+class TestRuns:
+    def test_a_finished_run_is_listed_with_its_figures(self, forge: Forge, trained: Path) -> None:
+        code, out, err = forge("runs")
+        assert (code, err) == (0, "")
+        head, line = out.splitlines()
+        assert head.split() == ["RUN", "STATE", "STEP", "LOSS", "HELD", "OUT", "TOKENS", "UPDATED", "SIZE"]
+        trained_record, _ = last_records(trained / "metrics.jsonl")
+        assert line.split()[:6] == ["runs/tiny", "finished", "4", "of", "4", f"{trained_record['loss']:.4f}"]
+        assert " ago " in line
+
+    def test_json_has_the_facts_of_each(self, forge: Forge, trained: Path) -> None:
+        [facts] = json.loads(forge("runs", "--json")[1])
+        lines = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
+        assert facts["run"] == "runs/tiny"
+        assert (facts["state"], facts["step"], facts["steps"], facts["tokens"]) == ("finished", 4, 4, 4 * 4 * 8)
+        assert facts["loss"] == [line for line in lines if "loss" in line][-1]["loss"]
+        assert facts["checkpoints"] == [2, 4]
+        assert facts["size"] == sum(path.stat().st_size for path in trained.rglob("*") if path.is_file())
+
+    def test_a_run_that_has_its_folder_is_running(self, forge: Forge, trained: Path) -> None:
+        with owned(trained):
+            [facts] = json.loads(forge("runs", "--json")[1])
+            _, out, _ = forge("runs")
+        assert facts["state"] == "running"
+        assert facts["owner"].startswith(f"process {os.getpid()} on ")
+        assert f"runs/tiny: {facts['owner']}" in out.splitlines()
+
+    def test_a_run_that_ended_by_request_is_stopped(self, forge: Forge, trained: Path) -> None:
+        job = trained / "job.toml"
+        job.write_text(job.read_text().replace("steps = 4", "steps = 40"))
+        assert read_run(trained).state == "stopped"
+
+    def test_a_killed_run_has_died_at_its_last_step_and_continues_from_its_checkpoint(
+        self, forge: Forge, tmp_path: Path
+    ) -> None:
+        (tmp_path / "dies.py").write_text(DIES)
+        (tmp_path / "job.toml").write_text(TINY_JOB + EVALUATED)
+        command = [sys.executable, "-m", "forge_core", "job.toml", "--hooks.it.type=./dies.py:Dies"]
+        assert subprocess.run(command, cwd=tmp_path, capture_output=True).returncode == -signal.SIGKILL
+        run = read_run(Path("runs/run"))
+        assert (run.state, run.checkpoints) == ("died", [2])
+        assert run.owner.startswith("process ")
+        (tmp_path / "dies.py").write_text(DIES.replace("== 3", "== 99"))
+        code, out, _ = forge("resume", "runs/run")
+        assert code == 0
+        assert "finished at step 4" in out
+        assert read_run(Path("runs/run")).state == "finished"
+
+    def test_a_run_is_listed_before_it_has_its_job(self, forge: Forge, tmp_path: Path) -> None:
+        with owned(tmp_path / "runs/new"):
+            [facts] = json.loads(forge("runs", "--json")[1])
+        assert (facts["state"], facts["step"], facts["steps"], facts["loss"]) == ("running", 0, None, None)
+
+    def test_they_are_found_below_folders_sorted_and_filtered(self, forge: Forge, trained: Path) -> None:
+        shutil.copytree(trained, "runs/sweep/other")
+        job = Path("runs/sweep/other/job.toml")
+        job.write_text(job.read_text().replace("steps = 4", "steps = 40"))
+
+        def names(*options: str) -> list[str]:
+            return [facts["run"] for facts in json.loads(forge("runs", "--json", *options)[1])]
+
+        assert names("--sort", "name") == ["runs/sweep/other", "runs/tiny"]
+        assert names("--state", "stopped") == ["runs/sweep/other"]
+        assert names("--name", "t*") == ["runs/tiny"]
+        assert names("--sort", "name", "--limit", "1") == ["runs/sweep/other"]
+        assert names("runs/sweep") == ["runs/sweep/other"]
+
+    def test_without_runs_that_is_said_and_a_missing_folder_is_an_error(self, forge: Forge) -> None:
+        assert forge("runs") == (0, "no runs in runs\n", "")
+        assert forge("runs", "--json")[1] == "[]\n"
+        assert forge("runs", "gone") == (ExitCode.BAD_JOB, "", "forge-run runs: there is no folder gone\n")
+
+    def test_what_cannot_be_read_is_named_and_the_rest_is_shown(self, forge: Forge, trained: Path) -> None:
+        (trained / "job.toml").write_text("[train")
+        code, out, err = forge("runs")
+        assert code == 0
+        assert "runs/tiny" in out
+        assert err.startswith("runs/tiny: runs/tiny/job.toml: ")
+
+
+class TestShow:
+    def test_it_has_the_jobs_changes_versions_checkpoints_files_and_the_next_command(
+        self, forge: Forge, trained: Path
+    ) -> None:
+        facts = json.loads(forge("show", "runs/tiny", "--json")[1])
+        # Components by path may be anyone's, are not imported, and so have all their keys listed
+        by_path = ("model.", "data.", "optimizer.")
+        assert {key: value for key, value in facts["job"].items() if not key.startswith(by_path)} == {
+            "job.name": "tiny",
+            "train.steps": 4,
+            "train.global_batch_size": 4,
+            "train.seq_len": 8,
+            "checkpoint.interval": 2,
+            "eval.interval": 2,
+        }
+        assert facts["job"]["model.dim"] == 16
+        assert facts["components"]["model"] == "forge_testing:TinyModel"
+        assert facts["versions"].keys() >= {"forge-run", "torch", "python"}
+        assert [checkpoint["step"] for checkpoint in facts["checkpoints"]] == [2, 4]
+        assert {"job.toml", "metrics.jsonl", "checkpoints/"} <= facts["files"].keys()
+        assert facts["started_in"] == os.getcwd()
+        assert facts["next"] == "forge-run resume runs/tiny --train.steps=8"
+        text = forge("show", "runs/tiny")[1]
+        for expected in ("finished at step 4 of 4", "model.type", "train.steps", "step 2 ", facts["next"]):
+            assert expected in text
+
+    def test_a_folder_that_is_no_run_is_refused_with_the_runs_in_it(self, forge: Forge, trained: Path) -> None:
+        code, _, err = forge("show", "runs")
+        assert (code, err) == (
+            ExitCode.BAD_JOB,
+            "runs is no run folder: it has no job.toml of a run; runs in it: runs/tiny\n",
+        )
+        code, _, err = forge("show", "runs/tyni")
+        assert (code, err) == (ExitCode.BAD_JOB, "runs/tyni: no such run folder; there are runs/tiny\n")
+
+
+class TestResume:
+    def test_nothing_is_left_of_a_finished_run(self, forge: Forge, trained: Path) -> None:
+        before = (trained / "metrics.jsonl").read_text()
+        assert forge("resume", "runs/tiny") == (
+            0,
+            "nothing left: train.steps is 4, and that step is saved; raise it to go on: --train.steps=8\n",
+            "",
+        )
+        assert (trained / "metrics.jsonl").read_text() == before
+
+    def test_more_steps_are_those_of_a_run_that_was_never_stopped(
+        self, forge: Forge, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        assert forge("job.toml", "layer.toml", "--job.name=whole")[0] == 0
+        (tmp_path / "elsewhere").mkdir()
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        assert forge("resume", "../runs/tiny", "--train.steps=6")[0] == 0
+        resumed, whole = (last_records(tmp_path / f"runs/{name}/metrics.jsonl") for name in ("tiny", "whole"))
+        assert resumed[0]["loss"] == whole[0]["loss"]
+        assert resumed[0]["step"] == 6
+        assert not (tmp_path / "elsewhere/runs").exists()
+
+    def test_a_project_that_was_renamed_is_found_by_the_runs_place_in_it(
+        self, forge: Forge, trained: Path, tmp_path: Path
+    ) -> None:
+        moved = tmp_path.with_name(f"{tmp_path.name}-moved")
+        os.chdir("/")
+        tmp_path.rename(moved)
+        try:
+            assert forge("resume", str(moved / "runs/tiny"), "--train.steps=5")[0] == 0
+            assert read_run(moved / "runs/tiny").step == 5
+        finally:
+            os.chdir("/")
+            moved.rename(tmp_path)
+
+    def test_a_run_that_was_moved_out_asks_where_its_paths_start(
+        self, forge: Forge, trained: Path, tmp_path: Path
+    ) -> None:
+        shutil.move(trained, tmp_path / "kept")
+        code, _, err = forge("resume", "kept", "--train.steps=5")
+        assert code == ExitCode.BAD_JOB
+        assert f"was started as {tmp_path}/runs/tiny, and has moved since" in err
+        assert "--from DIR" in err
+        assert forge("resume", "kept", "--from", ".", "--train.steps=5")[0] == 0
+        assert read_run(tmp_path / "kept").step == 5
+        assert not trained.exists()
+
+    def test_a_running_one_and_wrong_arguments_are_refused(self, forge: Forge, trained: Path) -> None:
+        with owned(trained):
+            code, _, err = forge("resume", "runs/tiny")
+        assert code == ExitCode.FAILED
+        assert err.startswith(f"forge-run: runs/tiny is running: process {os.getpid()} on ")
+        code, _, err = forge("resume", "runs/tiny", "--train.stepz=5")
+        assert code == ExitCode.BAD_JOB
+        assert "train.stepz: unknown key; did you mean 'steps'?" in err
+        assert forge("resume", "runs/tiny", "--nproc", "0")[0] == ExitCode.BAD_JOB
+
+    @pytest.mark.slow
+    def test_it_continues_on_several_ranks(self, trained: Path) -> None:
+        command = [sys.executable, "-m", "forge_core", "resume", "runs/tiny", "--train.steps=6", "--nproc=2"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert "finished at step 6" in done.stdout
+
+
+class TestWords:
+    def test_units(self) -> None:
+        assert [size_text(n) for n in (0, 1500, 2 * 10**9)] == ["0 B", "1.5 kB", "2.0 GB"]
+        assert [count_text(n) for n in (None, 999, 1500, 3 * 10**12)] == ["", "999", "1.5 k", "3.0 T"]
+        assert [age_text(n) for n in (-1, 59, 60, 7200, 10**6)] == ["0 s", "59 s", "1 min", "2 h", "11 d"]
+
+    def test_a_narrow_terminal_leaves_columns_out_in_order(self) -> None:
+        table = [["NAME", "LOSS", "SIZE"], ["a", "1.0", "9 B"]]
+        assert fitted(table, [2, 1], 80) == ["NAME  LOSS  SIZE", "a     1.0   9 B"]
+        assert fitted(table, [2, 1], 12) == ["NAME  LOSS", "a     1.0"]
+        assert fitted(table, [2, 1], 3) == ["NAME", "a"]
+
+    def test_the_last_lines_are_found_from_the_end_of_a_long_file(self, tmp_path: Path) -> None:
+        path = tmp_path / "metrics.jsonl"
+        steps = [json.dumps({"step": n, "loss": 1.0 / n, "padding": "x" * 1000}) for n in range(1, 1001)]
+        lines = [*steps[:10], json.dumps({"step": 10, "eval/loss": 2.0}), *steps[10:], '{"step": 1001, "lo']
+        path.write_text("\n".join(lines))
+        trained, evaluated = last_records(path)
+        assert (trained["step"], evaluated) == (1000, {"step": 10, "eval/loss": 2.0})
+        assert last_records(tmp_path / "none") == ({}, {})
+
+    def test_run_folders_are_not_searched_for_others(self, tmp_path: Path) -> None:
+        for name in ("a", "a/inner", "b/c"):
+            (tmp_path / name).mkdir(parents=True)
+            (tmp_path / name / ".lock").touch()
+        assert [str(path.relative_to(tmp_path)) for path in find_runs(tmp_path)] == ["a", "b/c"]
