@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from forge_core.cli import find_command
 from forge_core.cli.command_line import with_examples
 from forge_core.contracts.errors import ExitCode, ForgeError
 from forge_core.plugins.catalog import Catalog
@@ -102,7 +101,10 @@ def _parser(name: str, rest: Sequence[str], catalog: Catalog) -> argparse.Argume
     def parse(parser: argparse.ArgumentParser, *_: Any, **__: Any) -> None:
         raise _Parses(parser)
 
-    function = catalog.load_offer(find_command(catalog, name))
+    offers = catalog.matching("command", name)
+    if len(offers) != 1:  # nothing of this name, or several distributions offer it
+        return None
+    function = catalog.load_offer(offers[0])
     with patch.object(argparse.ArgumentParser, "parse_known_args", parse), redirect_stderr(StringIO()):
         try:
             function(list(rest))
@@ -249,7 +251,8 @@ class _JobKeys:
         from forge_core.config import field_types as types
         from forge_core.job import Job
 
-        table, kind, value = Job, "", self._job
+        kind, value = "", self._job
+        table: Any = Job
         entries: Any = None
         for part in path:
             if entries is not None:  # a name of one's own, or the number in an array

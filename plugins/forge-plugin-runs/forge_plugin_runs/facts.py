@@ -123,9 +123,8 @@ def read_run(folder: Path) -> Run:
     user, lock = owner(folder), folder / LOCK
     checkpoints = _checkpoints(folder, problems)
     metrics = folder / _metrics_file(table)
-    trained, evaluated = last_records(metrics)
-    if not evaluated:
-        evaluated = _saved_evaluation(folder, checkpoints)
+    trained, logged = last_records(metrics)
+    evaluated = logged or _saved_evaluation(folder, checkpoints)
     metrics_of = {name: number(value) for name, value in evaluated.items() if name != "step"}
     newest, steps = checkpoints[-1] if checkpoints else 0, table.get("train", {}).get("steps")
     last = lock.read_text().strip() if lock.is_file() and not user else ""

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from forge_core.checkpoint.run_folder import JOB, run_folder, storage_of
-from forge_core.cli import find_command
 from forge_core.cli.command_line import positive, with_examples
 from forge_core.config.load import load_job, parse_job
 from forge_core.contracts.errors import ExitCode, ForgeError, JobError
@@ -41,7 +40,8 @@ def command(argv: list[str]) -> int:
         return ExitCode.FINISHED
     arguments += ["--resume-with-changes"] if options.resume_with_changes else []
     arguments += [f"--nproc={options.nproc}"] if options.nproc else []
-    return int(catalog.load_offer(find_command(catalog, "forge-run/run"))(arguments))
+    [train] = catalog.matching("command", "forge-run/run")
+    return int(catalog.load_offer(train)(arguments))
 
 
 def _go_to_start(run: Path, base: Path | None, catalog: Catalog) -> list[str]:
