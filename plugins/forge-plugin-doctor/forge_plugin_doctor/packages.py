@@ -1,0 +1,89 @@
+"""Checks of what is installed."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator
+from importlib import metadata
+
+from forge_core.contracts.errors import PluginError
+from forge_core.plugins.catalog import (
+    CORE,
+    PREFIX,
+    Catalog,
+    Distribution,
+    check_requirement,
+    core_version,
+    declared_entry_points,
+)
+from forge_plugin_doctor.results import Result, Surroundings, failed, ok, warning
+
+
+def distributions() -> list[Distribution]:
+    """Returns the core and every installed distribution that offers something to it, by name."""
+    offers = Catalog.installed().offers()
+    return sorted({offer.distribution for offer in offers}, key=lambda one: (one.name != CORE, one.name))
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions of Python, torch and these distributions; what is absent is left out."""
+    known = {"Python": platform.python_version()}
+    for name in ("torch", "numpy", "triton", "transformers", "datasets"):
+        try:
+            known[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return known | {one.name: one.version for one in distributions()}
+
+
+def check_versions(_: Surroundings) -> Iterator[Result]:
+    """Whether plugins fit the core, and their requirements are installed."""
+    installed = distributions()
+    yield ok("forge-run", f"{core_version()}, {len(installed) - 1} plugins, Python {platform.python_version()}")
+    broken = [unmet for one in installed for unmet in _unmet(one)]
+    if broken:
+        wanted = " ".join(dict.fromkeys(install for _, install in broken))
+        yield failed("requirements", "; ".join(text for text, _ in broken), f"pip install --upgrade {wanted}")
+    else:
+        yield ok("requirements", "those of the core and of every plugin are installed")
+    stale = [one for one in installed if _undeclared(one)]
+    for one in stale:
+        types = ", ".join(sorted(_undeclared(one)))
+        mend = f"pip install --no-deps -e {one.editable_path}"
+        yield warning("editable install", f"{one.name} lacks what its pyproject.toml offers: {types}", mend)
+
+
+def _unmet(distribution: Distribution) -> Iterator[tuple[str, str]]:
+    """Yields each requirement of a distribution that is not met, as a text and as what pip is to install."""
+    from packaging.requirements import InvalidRequirement, Requirement
+
+    try:
+        check_requirement(distribution)
+    except PluginError as error:
+        message, _, install = str(error).partition("; pip install --upgrade ")
+        yield message, install or distribution.name
+        return
+    for line in distribution.requires:
+        try:
+            requirement = Requirement(line)
+        except InvalidRequirement:
+            yield f"the requirement {line!r} of {distribution} cannot be read", distribution.name
+            continue
+        if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        needs, install = f"{distribution} needs {requirement}", f"'{requirement.name}{requirement.specifier}'"
+        try:
+            version = metadata.version(requirement.name)
+        except metadata.PackageNotFoundError:
+            yield f"{needs}, which is not installed", install
+            continue
+        if not requirement.specifier.contains(version, prereleases=True):
+            yield f"{needs}, installed is {version}", install
+
+
+def _undeclared(distribution: Distribution) -> set[str]:
+    """Types in the sources of an editable install that its metadata lack: it was changed since it was installed."""
+    declared = declared_entry_points(distribution)
+    known = {(offer.kind, offer.type) for offer in Catalog.installed().offers() if offer.distribution == distribution}
+    pairs = {(group.removeprefix(PREFIX), name) for group, entries in declared.items() for name in entries}
+    return {f"{kind} {name}" for kind, name in pairs - known if f"{PREFIX}{kind}" in declared}

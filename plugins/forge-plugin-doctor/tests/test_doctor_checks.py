@@ -1,0 +1,266 @@
+"""Each check in surroundings that are not as they should be: made for real where that is possible."""
+
+from __future__ import annotations
+
+import fcntl
+import resource
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from forge_plugin_doctor import file_system, machine, network, packages, scheduler
+from forge_plugin_doctor.examination import examine
+from forge_plugin_doctor.job import check_job
+from forge_plugin_doctor.ranks import Ranks, check_collectives, driver_gpus
+from forge_plugin_doctor.results import Result, State, ok
+
+ON_A_MOUNT = """
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from forge_plugin_doctor.file_system import check_output
+for result in check_output(SimpleNamespace(output=Path(sys.argv[1]))):
+    print(result.state, result.name, result.seen, result.mend, sep="|")
+"""
+
+
+def on_a_mount(folder: Path, options: str) -> dict[str, list[str]]:
+    """Run the check of the output in a mount namespace in which `folder` is a tmpfs; state, text and mend by name."""
+    folder.mkdir()
+    script = f'mount -t tmpfs -o {options} none "$1" && exec "$2" -c "$3" "$1"'
+    command = ["unshare", "--mount", "sh", "-ec", script, "sh", str(folder), sys.executable, ON_A_MOUNT]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"this machine makes no mount namespaces: {done.stderr.strip()[-100:]}")
+    return {fields[1]: fields for fields in (line.split("|") for line in done.stdout.splitlines())}
+
+
+# --- file systems ------------------------------------------------------------------------------------------------
+
+
+def test_a_read_only_folder_fails(here: Path) -> None:
+    [fields] = on_a_mount(here / "mounted", "ro").values()
+    assert fields[:2] == ["failed", "output"]
+    assert "Read-only file system" in fields[2]
+    assert "job.output" in fields[3]
+
+
+def test_a_full_file_system_fails_where_it_is_full(here: Path) -> None:
+    found = on_a_mount(here / "mounted", "size=4m")
+    assert found["output"][0] == "ok"
+    assert "tmpfs" in found["output"][2]
+    assert found["output: space"][0] == "failed"
+    assert found["output: fsync"][0] == "failed"
+    assert "No space left on device" in found["output: fsync"][2]
+
+
+def test_an_output_that_is_a_file_fails(here: Path, around) -> None:
+    (here / "afile").write_text("")
+    [result] = file_system.check_output(around(output=here / "afile" / "runs"))
+    assert (result.state, result.seen) == (State.FAILED, f"{here / 'afile'} is a file, not a folder")
+
+
+def test_locks_that_keep_nobody_out_fail(here: Path, around, one, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert one(file_system.check_output(around()), "output: flock").state == State.OK
+    monkeypatch.setattr(fcntl, "flock", lambda file, how: None)  # as on NFS with `nolock`
+    result = one(file_system.check_output(around()), "output: flock")
+    assert result.state == State.FAILED
+    assert "two processes hold one lock" in result.seen
+
+
+def test_data_that_come_back_changed_fail(around, one, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = iter([b"a" * 2**20, b"b" * 2**20])
+    monkeypatch.setattr(file_system.os, "urandom", lambda count: next(blocks))
+    real = Path.open
+
+    def lossy(self: Path, mode: str = "r", *rest, **more):
+        if mode == "rb" and self.name == "data":
+            with real(self, "r+b") as file:
+                file.seek(2**20 + 7)
+                file.write(b"x")
+        return real(self, mode, *rest, **more)
+
+    monkeypatch.setattr(Path, "open", lossy)
+    result = one(file_system.check_output(around()), "output: fsync")
+    assert (result.state, result.seen) == (State.FAILED, "what was written is not what is read")
+
+
+def test_a_clock_that_differs_from_the_file_servers_is_a_warning(around, one, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = time.time
+    monkeypatch.setattr(file_system.time, "time", lambda: now() + 90)
+    result = one(file_system.check_output(around()), "output: clock")
+    assert result.state == State.WARNING
+    assert "90.0" in result.seen
+
+
+def test_nothing_is_left_in_folders_that_were_tried(here: Path, around) -> None:
+    (here / "runs").mkdir()
+    list(file_system.check_output(around()))
+    list(file_system.check_cache(around()))
+    assert [path.name for path in here.rglob("*")] == ["runs"]
+
+
+# --- machine -----------------------------------------------------------------------------------------------------
+
+
+def limited(**limits: int) -> str:
+    """The limits as a process sees them whose own are lowered."""
+    code = "from forge_plugin_doctor.machine import check_limits\n"
+    code += "for r in check_limits(None): print(r.state, r.name, r.seen, r.mend, sep='|')"
+
+    def lower() -> None:
+        for name, value in limits.items():
+            which = getattr(resource, f"RLIMIT_{name}")
+            resource.setrlimit(which, (value, resource.getrlimit(which)[1]))
+
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, preexec_fn=lower).stdout
+
+
+def test_low_limits_are_named() -> None:
+    assert limited(NOFILE=100).startswith("failed|open files|100 ")
+    assert "|ulimit -n " in limited(NOFILE=100)
+    assert limited(NOFILE=512).startswith("warning|open files|512 ")
+    assert limited(NOFILE=1024).startswith("ok|open files|1,024 ")
+    assert "failed|file size|files may have at most 0.10 GB" in limited(FSIZE=100_000_000)
+    assert "warning|address space|limited to 8.0 GiB" in limited(AS=8 * 2**30)
+
+
+@pytest.mark.parametrize(("value", "state"), [("abc", "warning"), ("0", "warning"), ("4096", "warning"), ("1", "ok")])
+def test_threads_that_are_no_number_or_too_many_are_a_warning(value, state, around, one) -> None:
+    assert one(machine.check_cores(around({"OMP_NUM_THREADS": value})), "OMP_NUM_THREADS").state == state
+
+
+def test_limits_of_a_cgroup_are_read(here: Path) -> None:
+    (here / "cpu.max").write_text("150000 100000\n")
+    (here / "memory.max").write_text("1073741824\n")
+    assert machine.quota(here / "cpu.max") == 1.5
+    assert machine.limit_in(here / "memory.max") == 2**30
+    (here / "cpu.max").write_text("max 100000\n")
+    (here / "memory.max").write_text("max\n")
+    assert machine.quota(here / "cpu.max") is None
+    assert machine.limit_in(here / "memory.max") is None
+    assert machine.quota(here / "absent") is None
+
+
+# --- network and scheduler ---------------------------------------------------------------------------------------
+
+
+def test_a_port_in_use_is_a_warning(around, one) -> None:
+    with socket.create_server(("", 0)) as server:
+        port = str(server.getsockname()[1])
+        assert one(network.check_ports(around({"MASTER_PORT": port})), "MASTER_PORT").state == State.WARNING
+    assert one(network.check_ports(around({"MASTER_PORT": port})), "MASTER_PORT").state == State.OK
+
+
+def test_a_host_name_without_an_address_is_a_warning(around, one, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network.socket, "gethostname", lambda: "no-such-host.invalid")
+    results = list(network.check_host(around()))
+    assert one(results, "host name").state == State.WARNING
+    assert one(results, "loopback").state == State.OK
+
+
+def test_adapters_that_are_down_are_found(here: Path, monkeypatch: pytest.MonkeyPatch, around) -> None:
+    for name, state in (("mlx5_0", "4: ACTIVE"), ("mlx5_1", "1: DOWN")):
+        port = here / name / "ports" / "1"
+        port.mkdir(parents=True)
+        (port / "state").write_text(f"{state}\n")
+    assert network.adapter_states(here) == {"mlx5_0/1": "ACTIVE", "mlx5_1/1": "DOWN"}
+    monkeypatch.setattr(network, "ADAPTERS", here)
+    [result] = network.check_adapters(around())
+    assert (result.state, result.seen) == (State.WARNING, "1 of 2 ports are up; down: mlx5_1/1")
+
+
+def test_variables_of_a_launcher_that_contradict_each_other_fail(around) -> None:
+    [result] = scheduler.check_launcher(around({"RANK": "1"}))
+    assert result.state == State.FAILED
+    assert "WORLD_SIZE" in result.seen
+    [result] = scheduler.check_launcher(around())
+    assert result.state == State.OK
+
+
+def test_a_slurm_job_is_looked_at(around, states, one, program) -> None:
+    path = program("scontrol", 'echo "JobId=$3 Requeue=0 Restarts=0"')
+    allotted = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_JOB_NUM_NODES": "2"}
+    variables = allotted | {"SLURM_JOB_END_TIME": str(int(time.time()) + 120)}
+    found = list(scheduler.check_slurm(around(variables)))
+    assert states(found)["tasks"] == states(found)["time limit"] == State.WARNING
+    assert "2 minutes are left" in one(found, "time limit").seen
+    without = states(scheduler.check_slurm(around(allotted)))
+    assert without["time limit"] == State.NOT_RUN
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", path)
+        assert one(scheduler.check_slurm(around(allotted)), "requeue").state == State.WARNING
+        program("scontrol", "echo Requeue=1")
+        assert one(scheduler.check_slurm(around(allotted)), "requeue").state == State.OK
+    assert one(scheduler.check_slurm(around(allotted)), "requeue").state == State.NOT_RUN
+
+
+# --- packages, devices, job --------------------------------------------------------------------------------------
+
+
+def test_requirements_that_are_not_met_are_named(monkeypatch: pytest.MonkeyPatch, around, one) -> None:
+    needs = ("forge-run>=99", "rich>=1", 'numpy>=1; python_version < "3"')
+    old = packages.Distribution("forge-plugin-old", "1.0", needs)
+    lacks = packages.Distribution("forge-plugin-lacks", "1.0", ("rich>=99", "no-such-package-here>=1"))
+    monkeypatch.setattr(packages, "distributions", lambda: [old, lacks])
+    result = one(packages.check_versions(around()), "requirements")
+    assert result.state == State.FAILED
+    assert "forge-plugin-old 1.0 requires forge-run>=99, but this is forge-run" in result.seen
+    assert "forge-plugin-lacks 1.0 needs rich>=99, installed is" in result.seen
+    assert "forge-plugin-lacks 1.0 needs no-such-package-here>=1, which is not installed" in result.seen
+    assert result.mend == "pip install --upgrade forge-run 'rich>=99' 'no-such-package-here>=1'"
+
+
+def test_gpus_that_only_the_driver_sees_are_known(program) -> None:
+    path = program("nvidia-smi", 'echo "NVIDIA H100 80GB HBM3, 570.86.10"')
+    assert driver_gpus(path) == ["NVIDIA H100 80GB HBM3, 570.86.10"]
+    program("nvidia-smi", "exit 9")
+    assert driver_gpus(path) == []
+
+
+def test_a_job_that_is_wrong_fails_with_its_problems(here: Path, around) -> None:
+    (here / "job.toml").write_text("[train]\nsteps = 0\n")
+    [result] = check_job(around(files=["job.toml"]))
+    assert result.state == State.FAILED
+    assert "job.toml:2: train.steps: must be > 0, got 0" in result.seen
+    [result] = check_job(around())
+    assert result.state == State.NOT_RUN
+
+
+# --- checks as such ----------------------------------------------------------------------------------------------
+
+
+def test_a_rank_that_hangs_is_named_with_its_phase(around, monkeypatch: pytest.MonkeyPatch, here: Path) -> None:
+    (here / "torch.py").write_text("import time\ntime.sleep(600)\n")
+    monkeypatch.setenv("PYTHONPATH", str(here))
+    ranks = Ranks(2, 1.5)
+    try:
+        assert ranks.trouble() == [f"rank {rank}, while starting Python: ended by signal 9" for rank in (0, 1)]
+        [result] = check_collectives(around(ranks=ranks))
+        assert result.state == State.NOT_RUN
+    finally:
+        ranks.close()
+
+
+def test_a_check_that_raises_or_hangs_is_a_failure_of_its_own(around, monkeypatch: pytest.MonkeyPatch) -> None:
+    def check_raising(surroundings):
+        yield ok("before", "seen")
+        raise KeyError("lost")
+
+    def check_hanging(surroundings):
+        yield ok("early", "seen")
+        time.sleep(30)
+
+    monkeypatch.setattr("forge_plugin_doctor.examination.LIMIT_S", 0.2)
+    monkeypatch.setattr("forge_plugin_doctor.examination.MARGIN_S", 0.0)
+    checks = [("group", check_raising), ("group", check_hanging)]
+    slow = around()
+    slow.ranks.limit_s = 0.2
+    results: list[Result] = [one.result for one in examine(slow, checks)]
+    assert [result.state for result in results] == [State.OK, State.FAILED, State.OK, State.FAILED]
+    assert "KeyError: 'lost'" in results[1].seen
+    assert "no answer in 0.2 s" in results[3].seen

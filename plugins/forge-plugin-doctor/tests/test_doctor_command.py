@@ -1,0 +1,104 @@
+"""`forge-run doctor` as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from forge_core.cli import main
+
+JOB = """
+[job]
+output = "elsewhere"
+[train]
+steps = 2
+global_batch_size = 2
+seq_len = 8
+[model]
+type = "forge_testing:TinyModel"
+[[data.sources]]
+type = "forge_testing:Numbers"
+[optimizer]
+type = "forge_testing:TinyAdamW"
+"""
+
+# A broken network that adds numbers wrongly: rank 1 receives a sum that is one too large at one position.
+BROKEN = """
+import os, sys
+if "forge_plugin_doctor.rank" in sys.orig_argv:
+    import torch.distributed as dist
+    right = dist.all_reduce
+    def all_reduce(tensor, *args, **kwargs):
+        done = right(tensor, *args, **kwargs)
+        if dist.get_rank() == 1 and len(tensor) > 5000:
+            tensor[4321] += 1
+        return done
+    dist.all_reduce = all_reduce
+"""
+
+
+def doctor(*argv: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "forge_core", "doctor", *argv]
+    return subprocess.run(command, capture_output=True, text=True, env=os.environ | environment, check=False)
+
+
+def test_a_sound_machine_has_exit_code_0_facts_for_every_check_and_nothing_left_behind(here: Path, capsys) -> None:
+    (here / "job.toml").write_text(JOB)
+    code = main(["doctor", "job.toml", "--json"])
+    report = json.loads(capsys.readouterr().out)
+    bad = [check for check in report["checks"] if check["state"] == "failed"]
+    assert (code, bad) == (0, [])
+    by_name = {check["name"]: check for check in report["checks"]}
+    assert "elsewhere (not there yet" in by_name["output"]["seen"]  # of the job, and not made
+    for name in ("fsync", "rename", "flock", "mmap", "clock"):
+        assert by_name[f"output: {name}"]["state"] in ("ok", "warning")
+    for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_receive"):
+        assert "right on 2 ranks" in by_name[f"gloo: {name}"]["seen"]
+    assert by_name["cpu: products"]["seen"].startswith("exact")
+    assert by_name["job"]["state"] == "ok"
+    assert all(check["mend"] for check in report["checks"] if check["state"] == "warning")
+    assert {"Python", "torch", "forge-run", "forge-plugin-doctor"} <= report["versions"].keys()
+    assert [path.name for path in here.iterdir()] == ["job.toml"]
+
+
+def test_a_collective_with_wrong_results_is_named_with_rank_and_number(here: Path) -> None:
+    (here / "sitecustomize.py").write_text(BROKEN)
+    done = doctor(PYTHONPATH=str(here), COLUMNS="300")
+    assert done.returncode == 1, done.stderr
+    [line] = [line for line in done.stdout.splitlines() if line.startswith("failed")]
+    assert "gloo: all_reduce" in line
+    # At position 4321 both ranks have 321, and the second 1000 more.
+    assert "rank 1: 1 of 4,194,304 numbers are wrong, the first is 1643 instead of 1642" in line
+    assert "1 failed" in done.stdout.splitlines()[-1]
+
+
+def test_a_torch_that_cannot_be_imported_is_reported_and_what_needs_it_is_not_run(here: Path) -> None:
+    (here / "torch.py").write_text("raise ImportError('libcudart.so.13: cannot open shared object file')")
+    done = doctor("--json", PYTHONPATH=str(here))
+    assert done.returncode == 1, done.stderr
+    checks = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
+    assert checks["torch"]["state"] == "failed"
+    assert "libcudart.so.13" in checks["torch"]["seen"]
+    assert checks["collectives"]["state"] == checks["devices"]["state"] == "not run"
+    assert checks["output: flock"]["state"] == "ok"
+
+
+def test_help_is_instant_and_ends_with_an_example() -> None:
+    code = "import sys; from forge_core.cli import main\ntry: main(['doctor', '--help'])\nexcept SystemExit: pass\n"
+    code += "print(sorted({'torch', 'rich', 'forge_plugin_doctor.ranks'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+    assert "forge-run doctor job.toml --ranks 4" in done.stdout
+
+
+@pytest.mark.parametrize("argv", [["--ranks=1"], ["--nonsense"], ["--train.steps=3"]])
+def test_arguments_that_mean_nothing_are_refused(argv, capsys) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["doctor", *argv])
+    assert end.value.code == 2
+    assert argv[0].partition("=")[0] in capsys.readouterr().err
