@@ -1,11 +1,18 @@
-"""Wall time and memory of bringing a published model in and taking it out, beside `transformers`' load and save.
+"""Wall time, CPU time and memory of bringing a published model in and taking it out, beside `transformers`.
 
-    python tests/benchmarks/weights.py [--gigabytes 1] [--rounds 3]
+    python tests/benchmarks/weights.py [--gigabytes 1] [--rounds 5]
 
-A Llama of random weights in bfloat16. In: `forge-run weights import`, which links the files and hashes them, and that
-followed by reading all tensors into a model; `from_pretrained`. Out: `forge-run weights export`; `save_pretrained` of a
-model that is loaded. Files are taken out of the page cache before each measurement, and written ones are flushed. Each
-figure is that of a process of its own, in turns; imports of libraries are not counted.
+A Llama of random weights in bfloat16, on both sides; what is read comes from the disk (files are taken out of the page
+cache before each measurement), and what is written is flushed to it. Each line is beside its peer:
+
+- in: `import_folder`, which links the files and hashes every byte, beside `from_pretrained` with every page touched,
+  since it maps the files; also an import after which every tensor is read into memory;
+- out, from a checkpoint on the disk: `export_run` beside `from_pretrained` and `save_pretrained` in one go;
+- out, from memory, as the hook `export` does: beside `save_pretrained` of a model in memory;
+- commands by the user's clock: start of Python, imports of libraries and the tokenizer (none here) included.
+
+Each figure is that of a process of its own, in turns; ratios are of medians. Except for the commands, imports of
+libraries are not counted.
 """
 
 from __future__ import annotations
@@ -20,16 +27,33 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
-ACTIONS = ("import", "import, read", "from_pretrained", "export", "save_pretrained")
+PEERS = {
+    "import": "from_pretrained",
+    "import, read": "from_pretrained",
+    "export": "from_pretrained, save_pretrained",
+    "export from memory": "save_pretrained",
+    "command import": "command from_pretrained",
+    "command export": "command from_pretrained, save_pretrained",
+}
+"""What is ours, and the peer of each."""
+LOAD = (
+    "import sys, torch; from transformers import AutoModelForCausalLM as Auto; "
+    "model = Auto.from_pretrained(sys.argv[1]); "
+    "[p.detach().view(-1).view(torch.uint8)[::4096].sum() for p in model.parameters()]"
+)
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gigabytes", type=float, default=1.0)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--action", choices=(*ACTIONS, "write"), help=argparse.SUPPRESS)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", default="", help="lines to measure: those whose name has this in it, and their peers")
+    parser.add_argument("--action", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -64,46 +88,130 @@ def flush(folder: Path) -> None:
 
 
 def measure(action: str, folder: Path) -> None:
-    import torch
-    from transformers import LlamaForCausalLM
+    """Print time and memory of an action, which begins when the libraries are loaded."""
+    published, run, out = folder / "published", folder / "run", folder / "out"
+    forget(published)
+    prepared = PREPARATIONS[action](published, run, out)
+    forget(folder)
+    began, cpu = time.perf_counter(), time.process_time()
+    prepared()
+    flush(out) if out.exists() else None
+    seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    print(json.dumps({"seconds": seconds, "cpu": cpu, "peak_mb": peak}))
 
+
+def importing(published: Path, run: Path, _out: Path) -> Callable[[], Any]:
+    from forge_plugin_weights.importing import import_folder
+
+    return lambda: import_folder(published, run, tokenizer=False)
+
+
+def importing_and_reading(published: Path, run: Path, _out: Path) -> Callable[[], Any]:
+    from forge_core.checkpoint.tensors import stored_tensors
+    from forge_kit.whole_tensors import read_whole
+    from forge_plugin_weights.importing import import_folder
+
+    def both() -> None:
+        import_folder(published, run, tokenizer=False)
+        checkpoint = run / "checkpoints/step-0"
+        stored = stored_tensors(checkpoint)
+        read_whole(checkpoint, stored, stored)
+
+    return both
+
+
+def exporting(published: Path, run: Path, out: Path) -> Callable[[], Any]:
     from forge_plugin_weights.exporting import export_run
     from forge_plugin_weights.importing import import_folder
 
-    published, run, out = folder / "published", folder / "run", folder / "out"
-    for path in (out, *([run] if action.startswith("import") else [])):
-        shutil.rmtree(path, ignore_errors=True)
-    model = LlamaForCausalLM.from_pretrained(published) if action == "save_pretrained" else None
-    if action in ("export",) and not run.exists():
-        import_folder(published, run, tokenizer=False)
-    forget(folder)
-    began = time.perf_counter()
-    if action.startswith("import"):
-        import_folder(published, run, tokenizer=False)
-        if action != "import":
-            read(run)
-    elif action == "from_pretrained":
+    import_folder(published, run, tokenizer=False)
+    return lambda: export_run(run, out)
+
+
+def exporting_from_memory(published: Path, run: Path, out: Path) -> Callable[[], Any]:
+    import torch
+
+    from forge_core.checkpoint.resume import locate
+    from forge_core.checkpoint.state import load_model
+    from forge_core.config.load import parse_job
+    from forge_core.engine.build import build_context, build_model
+    from forge_core.plugins.catalog import Catalog
+    from forge_plugin_weights.importing import import_folder
+    from forge_plugin_weights.parallel_export import export_training
+
+    import_folder(published, run, tokenizer=False)
+    catalog = Catalog.installed()
+    checkpoint, manifest = locate(run, "sizes")
+    job = parse_job(manifest["job"], "manifest.json", catalog)
+    model = build_model(job, build_context(job, catalog, run)).model
+    load_model(checkpoint, model)
+    context: Any = SimpleNamespace(job=job, folder=run, model=model.to(torch.bfloat16), optimizer=None)
+    return lambda: export_training(context, out, None, 5 * 10**9, "")
+
+
+def loading(published: Path, _run: Path, _out: Path) -> Callable[[], Any]:
+    import torch
+    from transformers import LlamaForCausalLM
+
+    def load() -> Any:
         model = LlamaForCausalLM.from_pretrained(published)
         for parameter in model.parameters():  # it maps the files: a byte of each page brings them in
             parameter.detach().view(-1).view(torch.uint8)[::4096].sum()
-    elif action == "export":
-        export_run(run, out)
-    else:
-        model.save_pretrained(out, max_shard_size="5GB")
-    flush(out) if out.exists() else None
-    seconds = time.perf_counter() - began
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    print(json.dumps({"seconds": seconds, "peak_mb": peak}))
+        return model
+
+    return load
 
 
-def read(run: Path) -> None:
-    """Every tensor of the checkpoint, into memory of its own."""
-    from forge_core.checkpoint.tensors import stored_tensors
-    from forge_kit.whole_tensors import read_whole
+def loading_and_saving(published: Path, run: Path, out: Path) -> Callable[[], Any]:
+    load = loading(published, run, out)
+    return lambda: load().save_pretrained(out, max_shard_size="5GB")
 
-    checkpoint = run / "checkpoints/step-0"
-    stored = stored_tensors(checkpoint)
-    read_whole(checkpoint, stored, stored)
+
+def saving(published: Path, run: Path, out: Path) -> Callable[[], Any]:
+    model = loading(published, run, out)()
+    return lambda: model.save_pretrained(out, max_shard_size="5GB")
+
+
+PREPARATIONS: dict[str, Callable[[Path, Path, Path], Callable[[], Any]]] = {
+    "import": importing,
+    "import, read": importing_and_reading,
+    "export": exporting,
+    "export from memory": exporting_from_memory,
+    "from_pretrained": loading,
+    "from_pretrained, save_pretrained": loading_and_saving,
+    "save_pretrained": saving,
+}
+
+
+def call(action: str, folder: Path, environment: dict[str, str]) -> dict[str, float]:
+    """Measure an action in a process of its own."""
+    for name in ("out", "run"):
+        shutil.rmtree(folder / name, ignore_errors=True)
+    if not action.startswith("command"):
+        command = [sys.executable, "-W", "ignore", __file__, "--action", action, "--folder", str(folder)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
+    published, run, out = (str(folder / name) for name in ("published", "run", "out"))
+    forge = [sys.executable, "-m", "forge_core", "weights"]
+    bring_in = [*forge, "import", published, "--output", run, "--no-tokenizer"]
+    commands = {
+        "command import": bring_in,
+        "command export": [*forge, "export", run, "--output", out],
+        "command from_pretrained": [sys.executable, "-c", LOAD, published],
+        "command from_pretrained, save_pretrained": [
+            sys.executable, "-c", f"{LOAD}; model.save_pretrained(sys.argv[2])", published, out
+        ],
+    }  # fmt: skip
+    if action == "command export":
+        subprocess.run(bring_in, env=environment, capture_output=True, check=True)
+    forget(folder)
+    began, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run(commands[action], env=environment, capture_output=True, check=True)
+    flush(folder / "out")
+    seconds, after = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return {"seconds": seconds, "cpu": cpu, "peak_mb": 0.0}
 
 
 def main() -> None:
@@ -115,7 +223,9 @@ def main() -> None:
         measure(options.action, options.folder)
         return
     environment = os.environ | {"OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
-    rows: dict[str, list[dict[str, float]]] = {action: [] for action in ACTIONS}
+    peers = {ours: peer for ours, peer in PEERS.items() if options.only in ours}
+    actions = list(dict.fromkeys([*peers, *peers.values()]))
+    rows: dict[str, list[dict[str, float]]] = {action: [] for action in actions}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         # In a process of its own, as all: a process begins with the peak of memory of the one that started it.
@@ -123,14 +233,17 @@ def main() -> None:
         subprocess.run([sys.executable, "-W", "ignore", __file__, *write], env=environment, check=True)
         size = sum(path.stat().st_size for path in (folder / "published").glob("*.safetensors")) / 1e9
         for _ in range(options.rounds):
-            for action in ACTIONS:
-                command = [sys.executable, "-W", "ignore", __file__, "--action", action, "--folder", name]
-                done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-                rows[action].append(json.loads(done.stdout.splitlines()[-1]))
+            for action in actions:
+                rows[action].append(call(action, folder, environment))
     print(f"{size:.2f} GB, medians of {options.rounds}")
-    for action, runs in rows.items():
-        seconds, peak = (statistics.median(row[key] for row in runs) for key in ("seconds", "peak_mb"))
-        print(f"{action:16} {seconds:6.2f} s  {peak:7,.0f} MB at the peak")
+    medians = {
+        action: {key: statistics.median(row[key] for row in runs) for key in runs[0]} for action, runs in rows.items()
+    }
+    for action, values in medians.items():
+        peak = f"{values['peak_mb']:7,.0f} MB at the peak" if values["peak_mb"] else ""
+        print(f"{action:42} {values['seconds']:6.2f} s  {values['cpu']:6.2f} s of CPU  {peak}")
+    for ours, peer in peers.items():
+        print(f"{ours} / {peer}: {medians[ours]['seconds'] / medians[peer]['seconds']:.2f}")
 
 
 if __name__ == "__main__":

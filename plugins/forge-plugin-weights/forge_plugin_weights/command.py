@@ -82,7 +82,8 @@ def _architecture(config: Config, chosen: str, catalog: Catalog) -> Architecture
 def import_model(options: argparse.Namespace) -> int:
     """Make a run folder of a published model; its files are linked, not copied."""
     from forge_core.plugins.catalog import Catalog
-    from forge_plugin_weights.importing import CONFIG, START, import_folder, read_json
+    from forge_plugin_weights.downloads import checksum_line
+    from forge_plugin_weights.importing import CONFIG, ORIGIN, START, import_folder, read_json
     from forge_plugin_weights.inspecting import remarks
 
     catalog = Catalog.installed()
@@ -98,6 +99,7 @@ def import_model(options: argparse.Namespace) -> int:
     for remark in remarks(_architecture(config, options.architecture, catalog), config):
         print(f"note: {remark}")
     print(f"{run}: a run folder, with its weights as the checkpoint of step 0")
+    print(checksum_line(read_json(run / ORIGIN)["digests"]))
     print(f"train it: forge-run {run / START} JOB.toml")
     return ExitCode.FINISHED
 

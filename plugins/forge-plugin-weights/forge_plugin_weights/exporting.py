@@ -3,30 +3,28 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from attrs import frozen
 
-from forge_core.checkpoint.manager import verify
 from forge_core.checkpoint.resume import locate
 from forge_core.checkpoint.run_folder import JOB, TOKENIZER
 from forge_core.checkpoint.state import evaluated_names
-from forge_core.checkpoint.storage import publish
-from forge_core.checkpoint.tensors import stored_tensors
+from forge_core.checkpoint.tensors import Index, shared_index, stored_tensors
 from forge_core.config.load import parse_job, to_toml
 from forge_core.contracts.components import ModelComponent
-from forge_core.contracts.errors import JobError
+from forge_core.contracts.errors import CheckpointError, JobError
 from forge_core.plugins.catalog import Catalog
-from forge_kit.whole_tensors import read_whole
-from forge_plugin_weights.files import INDEX, Writer, create, index_json, plan_files
-from forge_plugin_weights.importing import CONFIG, GENERATION, ORIGIN, read_json
-from forge_plugin_weights.kinds import ArchitectureComponent
+from forge_plugin_weights.files import BLOCK, INDEX, create, index_json, plan_files, writer_of
+from forge_plugin_weights.importing import CONFIG, GENERATION, ORIGIN, read_json, unfinished_folder
+from forge_plugin_weights.kinds import ArchitectureComponent, Part
 from forge_plugin_weights.matching import Match, match_names
+from forge_plugin_weights.reading import Piece, Reader
 from forge_plugin_weights.tables import (
     fitting_architectures,
     flattened,
@@ -38,9 +36,13 @@ from forge_plugin_weights.tables import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from torch import Tensor
+
     from forge_core.job import Job
 
 SHARD_BYTES = 5 * 10**9
+SHRED = 1 << 26
+"""Bytes of a tensor that are read at a time, where the published one has its numbers in another order."""
 KEPT = ("max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
 """Keys that an imported model has again, though they mean nothing to Forge."""
 PROVENANCE = "forge"
@@ -143,29 +145,115 @@ def export_run(
     if output.exists():
         raise JobError(f"{output} exists already; choose another --output, or remove it")
     catalog = catalog or Catalog.installed()
-    checkpoint, manifest = locate(path, "sizes")
+    try:
+        checkpoint, manifest = locate(path, "sizes")
+        stored = stored_tensors(checkpoint)
+    except CheckpointError as error:
+        raise JobError(str(error)) from error
     job = parse_job(manifest["job"], str(checkpoint / "manifest.json"), catalog)
-    stored = stored_tensors(checkpoint)
     names = {name.partition(".")[2]: name for name in evaluated_names(stored).values()}
     shapes = {own: tuple(stored[name][0]) for own, name in names.items()}
     run = _run_folder(path, checkpoint)
     target = find_target(job, shapes, catalog, architecture, _origin(run).get("model_type", ""))
-    unfinished = output.with_name(f"{output.name}.tmp")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    try:
-        dtypes = {own: dtype or stored[name][1] for own, name in names.items()}
-        with ThreadPoolExecutor(1) as pool:
-            intact = pool.submit(verify, checkpoint, "full")  # while writing: it takes as long
-            _write_tensors(unfinished, checkpoint, target.match, names, dtypes, shard_bytes)
-            write_extras(unfinished, target, job, dtypes, run)
-            write_provenance(unfinished, checkpoint, manifest, run)
-            intact.result()
-        publish(unfinished, output)
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
+    dtypes = {own: dtype or stored[name][1] for own, name in names.items()}
+    with unfinished_folder(output) as unfinished:
+        files = plan_files(unfinished, tensor_plan(target.match, dtypes), shard_bytes)
+        create(unfinished, files)
+        writer = writer_of(files)
+        read_checkpoint(checkpoint, manifest, names, target.match, writer.write)
+        writer.close()
+        (unfinished / INDEX).write_text(index_json(files))
+        write_extras(unfinished, target, job, dtypes, run)
+        write_provenance(unfinished, checkpoint, manifest, run)
     return output
+
+
+def read_checkpoint(
+    checkpoint: Path,
+    manifest: Mapping[str, Any],
+    names: Mapping[str, str],
+    match: Match,
+    use: Callable[[Part, Tensor, Sequence[int]], None],
+    *,
+    hashed: bool = True,
+) -> None:
+    """Read every file of a checkpoint once, from start to end, and hand over the parts of the tensors in it.
+
+    Args:
+        checkpoint: its folder.
+        manifest: its own.
+        names: of the tensors in the checkpoint, by those in the model; others are hashed only.
+        match: the parts of each.
+        use: is called, by several threads, with a part, a box of our tensor, and where that begins; the part may have
+            nothing in common with the box.
+        hashed: whether to hash the files, and hold them against the manifest.
+
+    Raises:
+        JobError: the files are not those that the manifest describes; names each that differs.
+    """
+    pieces = _pieces(shared_index(checkpoint), names, match)
+
+    def take(piece: Piece, memory: memoryview) -> None:
+        if piece.key is None:
+            return
+        box: Box = piece.key
+        values = torch.frombuffer(memory, dtype=box.dtype).view(box.sizes)
+        for part in match.parts[box.name]:
+            if part.written:
+                use(part, values, box.offsets)
+
+    entries = manifest["files"]
+    largest_first = sorted(entries, key=lambda name: -entries[name]["size"])
+    with Reader() as reader:
+        digests = {
+            name: reader.submit(checkpoint / name, pieces.get(name, ()), take, hashed=hashed) for name in largest_first
+        }
+        try:
+            damaged = [name for name in entries if digests[name].result().sha256 != entries[name]["sha256"]]
+        except CheckpointError as error:
+            raise JobError(str(error)) from error
+    if damaged and hashed:
+        faults = (f"{checkpoint / name} is damaged: its SHA-256 is not the manifest's" for name in damaged)
+        raise JobError("; ".join(faults))
+
+
+@frozen
+class Box:
+    """Rows of one of Forge's tensors."""
+
+    name: str
+    offsets: Sequence[int]
+    sizes: Sequence[int]
+    dtype: torch.dtype
+
+
+def _pieces(index: Index, names: Mapping[str, str], match: Match) -> dict[str, list[Piece]]:
+    """What to read of each file: the chunks of the tensors, in blocks of rows."""
+    pieces: dict[str, list[Piece]] = {}
+    for own, name in names.items():
+        stored = index.tensors[name]
+        # Blocks of a tensor whose rows do not stay together are written in shreds: the fewer the better.
+        limit = BLOCK if all(part.offsets is not None for part in match.parts[own]) else SHRED
+        for chunk, file in enumerate(stored.files):
+            offsets, sizes = stored.offsets[chunk].tolist(), stored.sizes[chunk].tolist()
+            blocks = _rows(own, offsets, sizes, stored.dtype, int(stored.starts[chunk]), limit)
+            pieces.setdefault(index.files[file], []).extend(blocks)
+    return {file: sorted(of_file, key=lambda piece: piece.start) for file, of_file in pieces.items()}
+
+
+def _rows(
+    name: str, offsets: Sequence[int], sizes: Sequence[int], dtype: torch.dtype, start: int, limit: int
+) -> Iterator[Piece]:
+    """Yields a chunk's pieces of at most `limit` bytes, or a row."""
+    if not sizes:
+        yield Piece(start, dtype.itemsize, Box(name, offsets, sizes, dtype))
+        return
+    row = math.prod(sizes[1:]) * dtype.itemsize
+    count = max(1, limit // max(1, row))
+    for first in range(0, sizes[0] if row else 0, count):
+        rows = min(count, sizes[0] - first)
+        box = Box(name, (offsets[0] + first, *offsets[1:]), (rows, *sizes[1:]), dtype)
+        yield Piece(start + first * row, rows * row, box)
 
 
 def _run_folder(path: Path, checkpoint: Path) -> Path | None:
@@ -187,27 +275,6 @@ def tensor_plan(match: Match, dtypes: Mapping[str, torch.dtype]) -> dict[str, tu
 def _by_number(name: str) -> list[tuple[int, str]]:
     """A key that sorts layer 10 behind layer 9."""
     return [(int(part), "") if part.isdecimal() else (0, part) for part in name.split(".")]
-
-
-def _write_tensors(
-    folder: Path,
-    checkpoint: Path,
-    match: Match,
-    names: Mapping[str, str],
-    dtypes: Mapping[str, torch.dtype],
-    shard_bytes: int,
-) -> None:
-    files = plan_files(folder, tensor_plan(match, dtypes), shard_bytes)
-    create(folder, files)
-    writer = Writer(files)
-    stored = stored_tensors(checkpoint)
-    for own, name in names.items():
-        tensor = read_whole(checkpoint, [name], stored)[name]
-        for part in match.parts[own]:
-            if part.written:
-                writer.write(part, part.of_ours(tensor))
-    writer.close()
-    (folder / INDEX).write_text(index_json(files))
 
 
 def write_extras(folder: Path, target: Target, job: Job, dtypes: Mapping[str, torch.dtype], run: Path | None) -> None:

@@ -10,7 +10,10 @@ import math
 import mmap
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from threading import Lock
 from typing import Any, BinaryIO, ClassVar
 
 import torch
@@ -18,7 +21,7 @@ from attrs import frozen
 from torch import Tensor
 
 from forge_core.checkpoint.tensors import bytes_of
-from forge_core.contracts.errors import CheckpointError, JobError
+from forge_core.contracts.errors import ForgeError, JobError
 from forge_plugin_weights.kinds import Part, Shape
 
 DTYPES: Mapping[str, torch.dtype] = {
@@ -38,6 +41,8 @@ DTYPES: Mapping[str, torch.dtype] = {
 NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 SUFFIX = ".safetensors"
 INDEX = "model.safetensors.index.json"
+BLOCK = 1 << 23
+"""Bytes of a tensor that are compared, converted or written at a time."""
 HEADER_LIMIT = 100_000_000
 """Bytes; the format's own limit."""
 ALIGNMENT = 8
@@ -64,13 +69,36 @@ class Place:
 
     def read(self) -> Tensor:
         """Returns the tensor."""
-        tensor = torch.empty(self.shape, dtype=self.dtype)
-        with self.file.open("rb") as file:
+        [tensor] = self._blocks(max(1, math.prod(self.shape)))
+        return tensor.view(self.shape)
+
+    def equals(self, other: Place) -> bool:
+        """Whether two tensors have the same numbers; a block of each is in memory at a time."""
+        if not (self.as_stored and other.as_stored):
+            return torch.equal(self.read(), other.read())
+        count = BLOCK // max(self.dtype.itemsize, other.dtype.itemsize)
+        pairs = zip(self._blocks(count), other._blocks(count), strict=True)
+        return self.shape == other.shape and all(torch.equal(one, another) for one, another in pairs)
+
+    def _blocks(self, count: int) -> Iterator[Tensor]:
+        """Yields its numbers, flat, at most `count` at a time."""
+        with self.file.open("rb", buffering=0) as file:
             file.seek(self.start)
-            memory = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
-            if file.readinto(memory) != self.size:
-                raise CheckpointError(f"{self.file} ends before a tensor does; it is truncated")
-        return tensor
+            for start in range(0, max(1, math.prod(self.shape)), count):
+                block = torch.empty(min(count, math.prod(self.shape) - start), dtype=self.dtype)
+                if not read_into(file, bytes_of(block)):
+                    raise JobError(f"{self.file} ends before a tensor does; it is truncated")
+                yield block
+
+
+def read_into(file: BinaryIO, memory: memoryview) -> bool:
+    """Fill memory from a file that is not buffered; returns whether the file has that much."""
+    while memory:  # one call reads 2 GB at most
+        count = file.readinto(memory)  # type: ignore[attr-defined]
+        if not count:
+            return False
+        memory = memory[count:]
+    return True
 
 
 def places_in(folder: Path) -> dict[str, Place]:
@@ -222,53 +250,138 @@ def create(folder: Path, files: Sequence[FilePlan]) -> None:
             file.truncate(plan.size)
 
 
-class Writer:
-    """Writes parts of tensors to files that exist at their final size."""
+class Boxes:
+    """Where boxes of Forge's tensors lie in the files of a published model, which exist at their final size.
 
-    def __init__(self, files: Sequence[FilePlan]) -> None:
-        self._places = {name: place for plan in files for name, place in plan.places.items()}
-        self._files: dict[Path, BinaryIO] = {}
+    Not more than `BLOCK` bytes, or a row, of a file are in memory at a time. Threads may share an object of this class.
+    """
+
+    def __init__(self, places: Mapping[str, Place], *, writable: bool = False) -> None:
+        self._places, self._writable = places, writable
+        self._lock = Lock()
+        self._files: dict[Path, int] = {}
         self._maps: dict[Path, mmap.mmap] = {}
 
-    def write(self, part: Part, values: Tensor, box: tuple[slice, ...] = ()) -> None:
-        """Write a part of a published tensor, or a box of it, from values of the part's shape, or the box's."""
-        place = self._places[part.theirs]
-        if not values.numel():
-            return
-        # A tensor without memory says where the part lies in the published one, and whether in one piece.
-        lies = _boxed(part.of_theirs(torch.empty(place.shape, dtype=place.dtype, device="meta")), part, box)
-        if lies.is_contiguous():
-            # Not through the mapping: its first touch of each page takes four times as long as writing does.
-            file = self._file(place.file)
-            file.seek(place.start + int(lies.storage_offset()) * place.dtype.itemsize)
-            file.write(bytes_of(values.to(place.dtype)))
-        else:
-            _boxed(part.of_theirs(self._mapped(place)), part, box).copy_(values)
+    def write(self, part: Part, values: Tensor, offsets: Sequence[int]) -> None:
+        """Write what a part has of a box of our tensor.
 
-    def _mapped(self, place: Place) -> Tensor:
-        """A view of a tensor's bytes in its file."""
-        if place.file not in self._maps:
-            self._maps[place.file] = mmap.mmap(self._file(place.file).fileno(), 0)
-        raw = torch.frombuffer(self._maps[place.file], dtype=torch.uint8, count=place.size, offset=place.start)
-        return raw.view(place.dtype).view(place.shape)
+        Args:
+            part: of our tensor.
+            values: the box.
+            offsets: where it begins in our tensor.
+        """
+        for place, lies, block in self._blocks(part, values, offsets):
+            start = place.start + int(lies.storage_offset()) * place.dtype.itemsize
+            if lies.is_contiguous():
+                # Not through a mapping: its first touch of each page takes four times as long as writing does.
+                self._write_range(place.file, start, bytes_of(block.to(place.dtype)))
+            else:
+                with self._mapped(place, lies) as there:
+                    there.copy_(block)
 
-    def _file(self, path: Path) -> BinaryIO:
-        if path not in self._files:
-            self._files[path] = path.open("r+b")
-        return self._files[path]
+    def compare(self, part: Part, values: Tensor, offsets: Sequence[int]) -> tuple[bool, float]:
+        """Returns whether the files have these values, in their own dtype, and the largest error of that rounding."""
+        equal, error = True, 0.0
+        for place, lies, block in self._blocks(part, values, offsets):
+            with self._mapped(place, lies) as there:
+                equal = equal and _same_bits(block.to(place.dtype), there)
+                if place.dtype != block.dtype:
+                    error = max(error, (block.double() - there.double()).abs().max().item())
+        return equal, error
 
     def close(self) -> None:
         """Return once all that was written is on the disk."""
         for memory in self._maps.values():
             memory.flush()
-        for file in self._files.values():
-            file.flush()
-            os.fsync(file.fileno())
-            file.close()
+        with ThreadPoolExecutor(max(1, len(self._files))) as pool:
+            list(pool.map(_sync_and_close, self._files.values()))
+        self._files.clear()
+
+    def _blocks(self, part: Part, values: Tensor, offsets: Sequence[int]) -> Iterator[tuple[Place, Tensor, Tensor]]:
+        """Yields, for each block of a box, the file's place, a meta tensor that lies there as it does, and its values.
+
+        Both have their dimensions in the order of the published tensor's memory.
+        """
+        overlap = part.overlap(values.shape, offsets)
+        if overlap is None:
+            return
+        inside, there = overlap
+        place = self._places[part.theirs]
+        lies = part.of_theirs(torch.empty(place.shape, dtype=place.dtype, device="meta"))
+        lies = (lies if part.offsets is None else lies.view(part.sizes))[there]
+        order = sorted(range(lies.ndim), key=lies.stride().__getitem__, reverse=True)
+        for of_file, own in _split(lies.permute(order), values[inside].permute(order)):
+            yield place, of_file, own
+
+    def _write_range(self, path: Path, start: int, data: memoryview) -> None:
+        file, end = self._file(path), start + len(data)
+        try:
+            while data:
+                data = data[os.pwrite(file, data, end - len(data)) :]
+        except OSError as error:
+            raise ForgeError(f"{path} cannot be written: {error.strerror}") from error
+        if hasattr(os, "posix_fadvise"):
+            # Starts its way to the disk, so that at the end there is little left to wait for.
+            os.posix_fadvise(file, start, end - start, os.POSIX_FADV_DONTNEED)
+
+    @contextmanager
+    def _mapped(self, place: Place, lies: Tensor) -> Iterator[Tensor]:
+        """The bytes of a file as a tensor that lies as `lies`; they leave the process's memory afterwards."""
+        memory = self._map(place.file)
+        first = place.start + int(lies.storage_offset()) * place.dtype.itemsize
+        extent = 1 + sum((size - 1) * stride for size, stride in zip(lies.shape, lies.stride(), strict=True))
+        raw = torch.frombuffer(memory, dtype=torch.uint8, count=extent * place.dtype.itemsize, offset=first)
+        yield raw.view(place.dtype).as_strided(lies.shape, lies.stride())
+        if hasattr(mmap, "MADV_DONTNEED"):
+            page = first // mmap.PAGESIZE * mmap.PAGESIZE
+            memory.madvise(mmap.MADV_DONTNEED, page, first - page + len(raw))
+
+    def _map(self, path: Path) -> mmap.mmap:
+        file = self._file(path)
+        with self._lock:
+            if path not in self._maps:
+                access = mmap.ACCESS_WRITE if self._writable else mmap.ACCESS_COPY  # torch wants it writable
+                self._maps[path] = mmap.mmap(file, 0, access=access)
+            return self._maps[path]
+
+    def _file(self, path: Path) -> int:
+        with self._lock:
+            if path not in self._files:
+                self._files[path] = os.open(path, os.O_RDWR if self._writable else os.O_RDONLY)
+            return self._files[path]
 
 
-def _boxed(there: Tensor, part: Part, box: tuple[slice, ...]) -> Tensor:
-    return there.view(part.sizes)[box] if box else there
+def writer_of(files: Sequence[FilePlan]) -> Boxes:
+    """Returns what writes tensors to files that are planned and created."""
+    return Boxes({name: place for plan in files for name, place in plan.places.items()}, writable=True)
+
+
+def _split(lies: Tensor, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields both in blocks of whole rows of at most `BLOCK` bytes."""
+    if lies.numel() * lies.itemsize <= BLOCK:
+        yield lies, values
+        return
+    rows = BLOCK // (lies[0].numel() * lies.itemsize)
+    if not rows:
+        for of_file, own in zip(lies, values, strict=True):
+            yield from _split(of_file, own)
+        return
+    yield from zip(lies.split(rows), values.split(rows), strict=True)
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have the same bits, NaN included."""
+    if torch.equal(one, other):
+        return True
+    whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[one.itemsize]
+    return torch.equal(one.contiguous().view(whole), other.contiguous().view(whole))
+
+
+def _sync_and_close(file: int) -> None:
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
 
 
 def index_json(files: Sequence[FilePlan]) -> str:

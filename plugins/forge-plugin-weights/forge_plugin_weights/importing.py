@@ -13,11 +13,11 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import reduce
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 import tomli_w
 import torch
@@ -26,19 +26,23 @@ from attrs import frozen
 from forge_core.checkpoint.run_diff import collect_provenance
 from forge_core.checkpoint.run_folder import TOKENIZER, save_tokenizer, write_record
 from forge_core.checkpoint.state import model_tensors
-from forge_core.checkpoint.storage import FORMAT, LocalStorage, publish, threads, write_file, write_manifest
-from forge_core.checkpoint.tensors import INDEX
+from forge_core.checkpoint.storage import FORMAT, LocalStorage, publish, sync, write_file, write_manifest
+from forge_core.checkpoint.tensors import INDEX, bytes_of
 from forge_core.config.load import dump_job, parse_job, to_toml
 from forge_core.contracts.errors import JobError
 from forge_core.engine.build import build_bare_model, build_context, build_tokenizer
 from forge_core.plugins.catalog import Catalog
-from forge_plugin_weights.files import Place, places_in
+from forge_plugin_weights.downloads import check_small_files, check_weights
+from forge_plugin_weights.files import BLOCK, Place, places_in
 from forge_plugin_weights.kinds import ArchitectureComponent, Part, Shapes
 from forge_plugin_weights.matching import Match, check_tensors, match_names
 from forge_plugin_weights.quantised import wide_places
+from forge_plugin_weights.reading import Digest, Piece, Reader
 from forge_plugin_weights.tables import architecture_of, flattened, load_architecture, read_config, resolved
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
     from forge_core.contracts.data import Tokenizer
     from forge_core.job import Job
 
@@ -47,7 +51,7 @@ GENERATION = "generation_config.json"
 START = "start.toml"
 """File of an imported run folder with the tables that a job needs to start from it."""
 ORIGIN = "origin.json"
-"""File of an imported run folder: where it came from, and the SHA-256 of each file."""
+"""File of an imported run folder: where it came from, the SHA-256 of each file, and what vouches for it."""
 COMPUTED = "computed.bin"
 """File of tensors that had to be computed."""
 
@@ -61,6 +65,8 @@ class Source:
     model_type: str
     architecture: ArchitectureComponent
     places: Mapping[str, Place]
+    files: Sequence[Path]
+    """With weights, the largest first."""
 
     @classmethod
     def open(cls, folder: Path, catalog: Catalog, architecture: str = "") -> Source:
@@ -75,13 +81,15 @@ class Source:
             chosen = config.get("model_type", ""), load_architecture(architecture, catalog)
         else:
             chosen = architecture_of(config, catalog)
-        places = wide_places(places_in(folder), config)
+        stored = places_in(folder)
+        files = {place.file for place in stored.values()}
         return cls(
             folder=folder,
             config=config,
             model_type=chosen[0],
             architecture=chosen[1],
-            places=with_prefix(places, chosen[1].prefix),
+            places=with_prefix(wide_places(stored, config), chosen[1].prefix),
+            files=sorted(files, key=lambda path: -path.stat().st_size),
         )
 
     @property
@@ -140,21 +148,34 @@ def import_folder(
     if output.exists():
         raise JobError(f"{output} exists already; choose another --output, or remove it")
     catalog = catalog or Catalog.installed()
+    if folder.is_dir():
+        check_small_files(folder)  # before they are read: what a flipped bit makes of them may be anything
     source = Source.open(folder, catalog, architecture)
-    job = imported_job(source, output, tokenizer, catalog)
-    match = match_model(source, job, catalog)
-    check_tensors(source.architecture, match, source.shapes, folder)
-    check_copies(source, match)
-    unfinished = output.with_name(f"{output.name}.tmp")
+    with Reader() as reader:
+        # First, since it takes longest: all else goes on meanwhile.
+        digests = {} if copy else {path: reader.submit(path) for path in source.files}
+        job = imported_job(source, output, tokenizer, catalog)
+        match = match_model(source, job, catalog)
+        check_tensors(source.architecture, match, source.shapes, folder)
+        check_copies(source, match)
+        with unfinished_folder(output) as unfinished:
+            run = ImportedRun(folder=unfinished, source=source, job=job, match=match, catalog=catalog)
+            run.write(reader, digests)
+    return output
+
+
+@contextmanager
+def unfinished_folder(final: Path) -> Iterator[Path]:
+    """A new folder, which gets its name when the context ends; it and what is in it are removed if that fails."""
+    unfinished = final.with_name(f"{final.name}.tmp")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
     try:
-        _write_run(unfinished, source, job, match, catalog, copy)
-        publish(unfinished, output)
+        yield unfinished
+        publish(unfinished, final)
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
-    return output
 
 
 def imported_job(source: Source, output: Path, tokenizer: bool, catalog: Catalog) -> Job:
@@ -207,7 +228,7 @@ def check_copies(source: Source, match: Match) -> None:
         for part in parts:
             if not part.copy or part.theirs not in source.places:
                 continue
-            if not torch.equal(source.places[part.theirs].read(), source.places[original.theirs].read()):
+            if not source.places[part.theirs].equals(source.places[original.theirs]):
                 message = f"{part.theirs} and {original.theirs} are one tensor by config.json, and differ in the files"
                 raise JobError(f"{source.folder}: {message} ({name}); is tie_word_embeddings wrong?")
 
@@ -215,41 +236,77 @@ def check_copies(source: Source, match: Match) -> None:
 # --- the run folder ----------------------------------------------------------------------------------------------
 
 
-def _write_run(folder: Path, source: Source, job: Job, match: Match, catalog: Catalog, copy: bool) -> None:
-    tokenizer = _tokenizer(job, catalog, folder)
-    checkpoint = LocalStorage(folder / "checkpoints").begin(0)
-    index = checkpoint_index(source, match, checkpoint)
-    linked = sorted({place.file for name, place in source.places.items() if place.file.name in _files_of(index)})
-    for path in linked:
-        _take(path, checkpoint / path.name, copy)
-    files = _hashes(checkpoint, [path.name for path in linked])
-    if (checkpoint / COMPUTED).exists():
-        files |= _hashes(checkpoint, [COMPUTED])
-    files[INDEX] = write_file(checkpoint / INDEX, [json.dumps(index).encode()])
-    text, provenance = dump_job(job, catalog), collect_provenance(job, catalog, tokenizer)
-    progress: dict[str, Any] = {
+@frozen(kw_only=True)
+class ImportedRun:
+    """The run folder that is made of a published model."""
+
+    folder: Path
+    source: Source
+    job: Job
+    match: Match
+    catalog: Catalog
+
+    def write(self, reader: Reader, digests: dict[Path, Future[Digest]]) -> None:
+        """Write the folder.
+
+        Args:
+            reader: hashes the files.
+            digests: of the files, as far as they are being computed; those of the others come of copying them.
+        """
+        tokenizer = _tokenizer(self.job, self.catalog, self.folder)
+        storage = LocalStorage(self.folder / "checkpoints")
+        checkpoint = storage.begin(0)
+        index, computed = checkpoint_index(self.source, self.match)
+        used = _files_of(index)
+        linked = [path for path in self.source.files if path.name in used]
+        for path in linked:
+            if path in digests:
+                _link(path, checkpoint / path.name)
+            else:
+                digests[path] = _copy(path, checkpoint / path.name, reader)
+        for path in self.source.files:
+            if path not in digests:
+                digests[path] = reader.submit(path)
+        files = {}
+        if computed:
+            files[COMPUTED] = write_file(checkpoint / COMPUTED, _bytes_of(computed))
+        files[INDEX] = write_file(checkpoint / INDEX, [json.dumps(index).encode()])
+        for path in linked:
+            files[path.name] = digests[path].result().entry
+            sync(checkpoint / path.name)  # before the manifest says that it is there
+        text, provenance = dump_job(self.job, self.catalog), collect_provenance(self.job, self.catalog, tokenizer)
+        write_manifest(checkpoint, _manifest(files, text, provenance))
+        storage.commit(0)
+        write_record(self.folder, text, provenance, f"imported from {self.source.folder}")
+        sha256 = {path: digests[path].result().sha256 for path in sorted(self.source.files)}
+        origin = {
+            "folder": str(self.source.folder.resolve()),
+            "model_type": self.source.model_type,
+            "config": dict(self.source.config),
+            "files": {path.name: digest for path, digest in sha256.items()},
+            "digests": check_weights(self.source.folder, sha256),
+        }
+        (self.folder / ORIGIN).write_text(json.dumps(origin, indent=1) + "\n")
+        final = self.folder.with_name(self.job.job.name)
+        (self.folder / START).write_text(start_toml(self.job, final, self.catalog))
+
+
+def _manifest(files: Mapping[str, Any], job: str, provenance: Mapping[str, Any]) -> dict[str, Any]:
+    """The manifest of a checkpoint before the first step."""
+    counts = {"step": 0, "tokens": 0, "skipped": 0, "skipped_in_a_row": 0}
+    return {
+        "format": FORMAT,
         "step": 0,
+        "time": time.time(),
+        "files": files,
         "tokens": 0,
-        "skipped": 0,
-        "skipped_in_a_row": 0,
-        "schedule": None,
-        "samples": {},
+        "job": job,
+        "provenance": provenance,
+        "evaluation": {},
+        "extras": {},
+        "progress": {**counts, "schedule": None, "samples": {}},
+        "optimizer": {"scalars": {}, "groups": []},
     }
-    values = {"tokens": 0, "job": text, "provenance": provenance, "evaluation": {}, "extras": {}}
-    state = {"progress": progress, "optimizer": {"scalars": {}, "groups": []}}
-    write_manifest(checkpoint, {"format": FORMAT, "step": 0, "time": time.time(), "files": files, **values, **state})
-    LocalStorage(folder / "checkpoints").commit(0)
-    write_record(folder, text, provenance, f"imported from {source.folder}")
-    computed = sorted({place.file for place in source.places.values()} - set(linked))
-    files |= _hashes(source.folder, [path.name for path in computed])
-    origin = {
-        "folder": str(source.folder.resolve()),
-        "model_type": source.model_type,
-        "config": dict(source.config),
-        "files": {path.name: files[path.name]["sha256"] for path in (*linked, *computed)},
-    }
-    (folder / ORIGIN).write_text(json.dumps(origin, indent=1) + "\n")
-    (folder / START).write_text(start_toml(job, folder.with_name(job.job.name), catalog))
 
 
 def _tokenizer(job: Job, catalog: Catalog, folder: Path) -> Tokenizer | None:
@@ -275,22 +332,55 @@ def start_toml(job: Job, folder: Path, catalog: Catalog) -> str:
     return "# A job's other tables go into another file: forge-run start.toml job.toml\n" + tomli_w.dumps(tables)
 
 
-def checkpoint_index(source: Source, match: Match, checkpoint: Path) -> dict[str, Any]:
-    """Returns the index of the checkpoint; computes what cannot be used as it is, one tensor of theirs at a time."""
-    index = {}
-    with (checkpoint / COMPUTED).open("wb") as computed:
-        for name, parts in match.parts.items():
-            own = [part for part in parts if not part.copy]
-            dtype = reduce(torch.promote_types, {source.places[part.theirs].dtype for part in own})
-            chunks = [_chunk(part, source.places[part.theirs], dtype, computed) for part in own]
-            size = [max(ends) for ends in zip(*map(_ends, chunks), strict=True)]
-            index[f"model.{name}"] = {"dtype": str(dtype).removeprefix("torch."), "size": size, "chunks": chunks}
-        computed.flush()
-        os.fsync(computed.fileno())
-        end = computed.tell()
-    if not end:
-        (checkpoint / COMPUTED).unlink()
-    return index
+@frozen
+class Computed:
+    """A part of a tensor that has to be computed."""
+
+    part: Part
+    place: Place
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> Sequence[int]:
+        """Of the part in our tensor."""
+        if self.part.offsets is not None:
+            return self.part.sizes
+        return self.part.of_theirs(torch.empty(self.part.shape, device="meta")).shape
+
+    def blocks(self) -> Iterator[memoryview]:
+        """Yields its bytes, of which some rows are in memory at a time, beside the published tensor."""
+        tensor = self.part.of_theirs(self.place.read())
+        rows = max(1, BLOCK // max(1, tensor[:1].numel() * self.dtype.itemsize)) if tensor.ndim else 1
+        for block in tensor.split(rows) if tensor.ndim else [tensor]:
+            yield bytes_of(block.to(self.dtype))
+
+
+def checkpoint_index(source: Source, match: Match) -> tuple[dict[str, Any], Sequence[Computed]]:
+    """Returns the index of the checkpoint, and what its file of computed tensors holds, in order."""
+    index, computed, end = {}, [], 0
+    for name, parts in match.parts.items():
+        own = [part for part in parts if not part.copy]
+        dtype = reduce(torch.promote_types, {source.places[part.theirs].dtype for part in own})
+        chunks = []
+        for part in own:
+            place = source.places[part.theirs]
+            if part.offsets is not None and place.as_stored and place.dtype == dtype:
+                start = place.start + part.row * math.prod(part.shape[1:]) * dtype.itemsize
+                chunks.append(_chunk(part, part.sizes, place.file.name, start))
+            else:
+                tensor = Computed(part, place, dtype)
+                chunks.append(_chunk(part, tensor.shape, COMPUTED, end))
+                computed.append(tensor)
+                end += math.prod(tensor.shape) * dtype.itemsize
+        size = [max(ends) for ends in zip(*map(_ends, chunks), strict=True)]
+        index[f"model.{name}"] = {"dtype": str(dtype).removeprefix("torch."), "size": size, "chunks": chunks}
+    return index, computed
+
+
+def _chunk(part: Part, sizes: Sequence[int], file: str, start: int) -> dict[str, Any]:
+    """The index's entry of a part."""
+    offsets = part.offsets if part.offsets is not None else (0,) * len(sizes)
+    return {"offsets": list(offsets), "sizes": list(sizes), "file": file, "start": start}
 
 
 def _ends(chunk: Mapping[str, Any]) -> Sequence[int]:
@@ -298,29 +388,16 @@ def _ends(chunk: Mapping[str, Any]) -> Sequence[int]:
     return [start + size for start, size in zip(chunk["offsets"], chunk["sizes"], strict=True)]
 
 
-def _chunk(part: Part, place: Place, dtype: torch.dtype, computed: BinaryIO) -> dict[str, Any]:
-    """Returns the index's entry of a part, which is written to `computed` if the file does not have it as it is."""
-    if part.offsets is not None and place.as_stored and place.dtype == dtype:
-        start = place.start + part.row * math.prod(part.shape[1:]) * dtype.itemsize
-        return {"offsets": list(part.offsets), "sizes": list(part.sizes), "file": place.file.name, "start": start}
-    tensor = part.of_theirs(place.read()).to(dtype).contiguous()
-    sizes = part.sizes if part.offsets is not None else tuple(tensor.shape)
-    offsets = part.offsets if part.offsets is not None else (0,) * len(sizes)
-    start = computed.tell()
-    computed.write(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))  # type: ignore[arg-type]
-    return {"offsets": list(offsets), "sizes": list(sizes), "file": COMPUTED, "start": start}
+def _bytes_of(computed: Iterable[Computed]) -> Iterator[memoryview]:
+    return (block for tensor in computed for block in tensor.blocks())
 
 
 def _files_of(index: Mapping[str, Any]) -> set[str]:
     return {chunk["file"] for entry in index.values() for chunk in entry["chunks"]}
 
 
-def _take(path: Path, target: Path, copy: bool) -> None:
-    """Link a file, or copy it."""
+def _link(path: Path, target: Path) -> None:
     path = path.resolve()  # the hub's cache consists of symbolic links, which its own clean-up would break
-    if copy:
-        shutil.copyfile(path, target)
-        return
     try:
         os.link(path, target)
     except OSError as error:
@@ -329,15 +406,11 @@ def _take(path: Path, target: Path, copy: bool) -> None:
         raise JobError(f"{path} is on another file system than {target.parent}; copy it with --copy") from error
 
 
-def _hashes(folder: Path, names: Iterable[str]) -> dict[str, Any]:
-    """Entries of the manifest, several files at a time."""
-    import hashlib
+def _copy(path: Path, target: Path, reader: Reader) -> Future[Digest]:
+    """Copy a file while it is hashed."""
 
-    def entry(name: str) -> dict[str, Any]:
-        with (folder / name).open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return {"size": (folder / name).stat().st_size, "sha256": digest}
+    def append(_piece: Piece, memory: memoryview) -> None:
+        with target.open("ab") as file:
+            file.write(memory)
 
-    names = list(names)
-    with ThreadPoolExecutor(threads()) as pool:
-        return dict(zip(names, pool.map(entry, names), strict=True))
+    return reader.submit(path, sink=append)

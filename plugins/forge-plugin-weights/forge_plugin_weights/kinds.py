@@ -69,7 +69,10 @@ class Part:
     shape: Shape
     """Of the published model's tensor."""
     offsets: Shape | None = None
-    """Where the part begins in our tensor, if in the published one it is a range of whole rows: those from `row` on."""
+    """Where the part begins in our tensor, if in the published one it is a range of whole rows: those from `row` on.
+
+    None for a part that is all of our tensor, in another order.
+    """
     sizes: Shape = ()
     """The part's shape in our tensor; needed with `offsets`."""
     row: int = 0
@@ -81,6 +84,28 @@ class Part:
     """Whether it repeats numbers that another part has: it may be missing, and must be equal where it is there."""
     written: bool = True
     """Whether an export has it; false for a tied head, which published files leave out."""
+
+    def overlap(self, sizes: Shape, offsets: Sequence[int]) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+        """Returns the part's share of a box of our tensor: where it is in the box, and where in the part.
+
+        Args:
+            sizes: of the box.
+            offsets: where it begins in our tensor.
+
+        Returns:
+            Slices of both; None if they have nothing in common.
+        """
+        firsts = self.offsets if self.offsets is not None else (0,) * len(sizes)
+        lengths = self.sizes if self.offsets is not None else [a + size for a, size in zip(offsets, sizes, strict=True)]
+        starts = [max(a, b) for a, b in zip(offsets, firsts, strict=True)]
+        ends = [min(a + m, b + n) for a, m, b, n in zip(offsets, sizes, firsts, lengths, strict=True)]
+        if any(start >= end for start, end in zip(starts, ends, strict=True)):
+            return None
+        inside, there = (
+            tuple(slice(start - first, end - first) for start, end, first in zip(starts, ends, origin, strict=True))
+            for origin in (offsets, firsts)
+        )
+        return inside, there
 
 
 class Rule(Protocol):

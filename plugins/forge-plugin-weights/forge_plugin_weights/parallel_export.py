@@ -24,8 +24,7 @@ from forge_core.contracts.optimizer import HasEvaluationWeights
 from forge_core.parallel.mesh import gather_objects, global_rank, local_part
 from forge_core.plugins.catalog import Catalog
 from forge_plugin_weights.exporting import Target, find_target, tensor_plan, write_extras
-from forge_plugin_weights.files import INDEX, Writer, create, index_json, plan_files
-from forge_plugin_weights.kinds import Part
+from forge_plugin_weights.files import INDEX, Boxes, create, index_json, plan_files, writer_of
 
 
 @frozen
@@ -88,7 +87,7 @@ def export_training(
 
     try:
         ranks.on_rank0(begin)
-        writer = Writer(files)
+        writer = writer_of(files)
         first = _first_holders(own)
         for name in shapes:  # in one order on all ranks: gathering is collective
             if name in own:
@@ -133,8 +132,7 @@ def _first_holders(own: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 @torch.no_grad()
-def _write(tensor: Tensor, target: Target, name: str, writer: Writer, first: bool) -> None:
-    part: OwnTensor | None = None
+def _write(tensor: Tensor, target: Target, name: str, writer: Boxes, first: bool) -> None:
     for piece in target.match.parts[name]:
         if not piece.written:
             continue
@@ -143,22 +141,4 @@ def _write(tensor: Tensor, target: Target, name: str, writer: Writer, first: boo
             tensor = tensor.full_tensor()  # collective: its ranks all come here
         part = OwnTensor.of(tensor)
         if first and part.is_first_copy:
-            _write_part(part, piece, writer)
-
-
-def _write_part(own: OwnTensor, piece: Part, writer: Writer) -> None:
-    local = local_part(own.tensor).detach().cpu()
-    if not local.numel():
-        return
-    if piece.offsets is None:
-        writer.write(piece, piece.of_ours(local))
-        return
-    # The overlap of this rank's part with the piece, which is a box of our tensor.
-    starts = [max(a, b) for a, b in zip(own.offsets, piece.offsets, strict=True)]
-    own_ends = (a + size for a, size in zip(own.offsets, local.shape, strict=True))
-    ends = [min(a, b + size) for a, b, size in zip(own_ends, piece.offsets, piece.sizes, strict=True)]
-    if any(start >= end for start, end in zip(starts, ends, strict=True)):
-        return
-    inside = tuple(slice(s - o, e - o) for s, e, o in zip(starts, ends, own.offsets, strict=True))
-    place = tuple(slice(s - o, e - o) for s, e, o in zip(starts, ends, piece.offsets, strict=True))
-    writer.write(piece, local[inside], place)
+            writer.write(piece, local_part(tensor).detach().cpu(), part.offsets)

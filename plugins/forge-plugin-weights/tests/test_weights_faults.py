@@ -139,8 +139,8 @@ def test_a_bit_that_flips_after_the_import_is_found(published, tmp_path, capsys)
     path.write_bytes(content)
     with pytest.raises(CheckpointError, match="SHA-256 is not the manifest's"):
         locate(run, "full")
-    assert main(["weights", "export", str(run), "--output", str(tmp_path / "out")]) != 0
-    assert "SHA-256 is not the manifest's" in capsys.readouterr().err
+    assert main(["weights", "export", str(run), "--output", str(tmp_path / "out")]) == 2
+    assert f"{path} is damaged: its SHA-256 is not the manifest's" in capsys.readouterr().err
     assert {path.name for path in tmp_path.iterdir()} == {"published", "run"}
 
 
