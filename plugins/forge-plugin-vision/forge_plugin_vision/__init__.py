@@ -20,7 +20,7 @@ from forge_plugin_vision.kinds import (
 from forge_plugin_vision.looking import Looking
 from forge_plugin_vision.mrope import MultimodalRope
 from forge_plugin_vision.qwen import Merger, QwenViT
-from forge_plugin_vision.vision import Joint, VisionLanguage, VisionPart
+from forge_plugin_vision.vision import Joint, TowerPart, VisionLanguage, VisionPart, VisionTower
 
 __all__ = [
     "BROKEN",
@@ -45,9 +45,11 @@ __all__ = [
     "Perceiver",
     "PixelShuffle",
     "QwenViT",
+    "TowerPart",
     "ViT",
     "VisionEncoderComponent",
     "VisionLanguage",
     "VisionPart",
+    "VisionTower",
     "image_input",
 ]

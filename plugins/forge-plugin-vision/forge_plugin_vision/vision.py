@@ -108,6 +108,38 @@ class VisionLanguage(ModelComponent):
 
 
 @frozen(kw_only=True)
+class TowerPart:
+    """`[model.vision]` of a tower alone."""
+
+    encoder: VisionEncoderComponent
+    """`[model.vision.encoder]`: as that of a vision-language model."""
+
+
+@frozen(kw_only=True)
+class VisionTower(ModelComponent):
+    """A vision tower alone, with the names that its parameters have in `vision_language`. It is kept, not trained.
+
+    `forge-run weights import` makes a checkpoint of it from a published tower, of which a vision-language model takes
+    its weights.
+    """
+
+    vision: TowerPart
+    """`[model.vision]`: the tower."""
+
+    def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        message = "a vision tower alone predicts nothing that could be learned"
+        hint = (
+            'take type = "vision_language", and the weights by [[checkpoint.load]] with include = ["vision.encoder.*"]'
+        )
+        yield Problem("", f"{message}; {hint}")
+
+    def build(self, context: BuildContext) -> Model:
+        from forge_plugin_vision.modules.tower import TowerModel
+
+        return TowerModel(context.at("vision").at("encoder").build(self.vision.encoder, taps=()))
+
+
+@frozen(kw_only=True)
 class Joint(FusionComponent):
     """Features take the places of token embeddings, and the language model goes on as ever (LLaVA, Liu et al. 2023)."""
 

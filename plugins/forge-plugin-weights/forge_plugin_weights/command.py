@@ -63,12 +63,15 @@ def _add(actions: Any, name: str, function: Callable[[argparse.Namespace], int])
 def inspect(options: argparse.Namespace) -> int:
     """Show what a configuration means to Forge, key by key."""
     from forge_core.plugins.catalog import Catalog
-    from forge_plugin_weights.importing import CONFIG, read_json
-    from forge_plugin_weights.inspecting import describe
+    from forge_plugin_weights.importing import read_folder
+    from forge_plugin_weights.inspecting import describe, describe_images
 
-    catalog, config = Catalog.installed(), read_json(options.folder / CONFIG)
-    rows, supported = describe(_architecture(config, options.architecture, catalog), config)
+    catalog, config = Catalog.installed(), read_folder(options.folder)
+    architecture = _architecture(config, options.architecture, catalog)
+    rows, supported = describe(architecture, config)
     print(columns([["KEY", "VALUE", "IN FORGE"], *rows]))
+    for line in describe_images(architecture, config):
+        print(line)
     return ExitCode.FINISHED if supported else ExitCode.BAD_JOB
 
 
@@ -83,8 +86,9 @@ def import_model(options: argparse.Namespace) -> int:
     """Make a run folder of a published model; its files are linked, not copied."""
     from forge_core.plugins.catalog import Catalog
     from forge_plugin_weights.downloads import checksum_line
-    from forge_plugin_weights.importing import CONFIG, ORIGIN, START, import_folder, read_json
+    from forge_plugin_weights.importing import LEFT_OUT, ORIGIN, START, import_folder, read_folder, read_json
     from forge_plugin_weights.inspecting import remarks
+    from forge_plugin_weights.matching import listed
 
     catalog = Catalog.installed()
     run = import_folder(
@@ -95,11 +99,14 @@ def import_model(options: argparse.Namespace) -> int:
         architecture=options.architecture,
         catalog=catalog,
     )
-    config = read_json(options.folder / CONFIG)
+    config = read_folder(options.folder)
     for remark in remarks(_architecture(config, options.architecture, catalog), config):
         print(f"note: {remark}")
     print(f"{run}: a run folder, with its weights as the checkpoint of step 0")
-    print(checksum_line(read_json(run / ORIGIN)["digests"]))
+    origin = read_json(run / ORIGIN)
+    print(checksum_line(origin["digests"]))
+    if origin[LEFT_OUT]:
+        print(f"left out, as Forge computes nothing with them: {listed(origin[LEFT_OUT])}")
     print(f"train it: forge-run {run / START} JOB.toml")
     return ExitCode.FINISHED
 

@@ -22,13 +22,15 @@ from forge_core.contracts.errors import CheckpointError, JobError
 from forge_core.plugins.catalog import Catalog
 from forge_plugin_weights.files import BLOCK, INDEX, create, index_json, plan_files, writer_of
 from forge_plugin_weights.importing import CONFIG, GENERATION, ORIGIN, read_json, unfinished_folder
-from forge_plugin_weights.kinds import ArchitectureComponent, Part
+from forge_plugin_weights.kinds import PIXELS, ArchitectureComponent, Part
 from forge_plugin_weights.matching import Match, match_names
+from forge_plugin_weights.pixels import PREPROCESSOR, updated_processor
 from forge_plugin_weights.reading import Piece, Reader
 from forge_plugin_weights.tables import (
     fitting_architectures,
     flattened,
     load_architecture,
+    preferred,
     resolved,
     write_config,
 )
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
 SHARD_BYTES = 5 * 10**9
 SHRED = 1 << 26
 """Bytes of a tensor that are read at a time, where the published one has its numbers in another order."""
+TEXT = "text_config"
 KEPT = ("max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
 """Keys that an imported model has again, though they mean nothing to Forge."""
 PROVENANCE = "forge"
@@ -77,6 +80,9 @@ def find_target(
     """
     model = _with_vocabulary(job, shapes)
     name, chosen = find_form(model, catalog, architecture, origin)
+    if architecture:
+        model = chosen.part_of_model(model, catalog)
+        shapes = {own: shape for own, shape in shapes.items() if chosen.has_tensor(own)}
     config = write_config(chosen, model, catalog)
     flat = resolved(chosen, flattened(to_toml(model, catalog)))
     return Target(model_type=name, architecture=chosen, config=config, match=match_names(chosen, flat, shapes))
@@ -88,10 +94,10 @@ def find_form(
     """Returns the architecture of a model, with its `model_type`; see `find_target` for arguments and errors."""
     if architecture:
         chosen = load_architecture(architecture, catalog)
-        write_config(chosen, model, catalog)
+        write_config(chosen, chosen.part_of_model(model, catalog), catalog)
         return architecture, chosen
     fitting = fitting_architectures(model, catalog)
-    name = origin if origin in fitting else _preferred(fitting)
+    name = origin if origin in fitting else preferred(fitting)
     return name, fitting[name]
 
 
@@ -104,14 +110,6 @@ def _with_vocabulary(job: Job, shapes: Mapping[str, tuple[int, ...]]) -> Any:
         model: Any = job.model
         return attrs.evolve(model, vocab_size=rows[0])
     return job.model
-
-
-def _preferred(fitting: Mapping[str, ArchitectureComponent]) -> str:
-    """The architecture that most programs know, among those that are the same model: Llama, or else the plainest."""
-    if "llama" in fitting:
-        return "llama"
-    keys = {name: {key for field in known.fields() for key in field.keys} for name, known in fitting.items()}
-    return min(fitting, key=lambda name: (len(keys[name]), name))
 
 
 def export_run(
@@ -160,7 +158,11 @@ def export_run(
         files = plan_files(unfinished, tensor_plan(target.match, dtypes), shard_bytes)
         create(unfinished, files)
         writer = writer_of(files)
-        read_checkpoint(checkpoint, manifest, names, target.match, writer.write)
+        for filler in target.match.fillers:
+            writer.fill(filler)
+        read_checkpoint(
+            checkpoint, manifest, {own: names[own] for own in target.match.parts}, target.match, writer.write
+        )
         writer.close()
         (unfinished / INDEX).write_text(index_json(files))
         write_extras(unfinished, target, job, dtypes, run)
@@ -233,7 +235,7 @@ def _pieces(index: Index, names: Mapping[str, str], match: Match) -> dict[str, l
     for own, name in names.items():
         stored = index.tensors[name]
         # Blocks of a tensor whose rows do not stay together are written in shreds: the fewer the better.
-        limit = BLOCK if all(part.offsets is not None for part in match.parts[own]) else SHRED
+        limit = BLOCK if all(part.in_rows for part in match.parts[own]) else SHRED
         for chunk, file in enumerate(stored.files):
             offsets, sizes = stored.offsets[chunk].tolist(), stored.sizes[chunk].tolist()
             blocks = _rows(own, offsets, sizes, stored.dtype, int(stored.starts[chunk]), limit)
@@ -269,6 +271,7 @@ def _origin(run: Path | None) -> Mapping[str, Any]:
 def tensor_plan(match: Match, dtypes: Mapping[str, torch.dtype]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Returns shape and dtype of each tensor of the export, by its name there: layer by layer, in one order always."""
     tensors = {part.theirs: (part.shape, dtypes[part.ours]) for part in match.all_parts() if part.written}
+    tensors |= {filler.theirs: (filler.shape, common_dtype(dtypes)) for filler in match.fillers}
     return {name: tensors[name] for name in sorted(tensors, key=_by_number)}
 
 
@@ -278,28 +281,52 @@ def _by_number(name: str) -> list[tuple[int, str]]:
 
 
 def write_extras(folder: Path, target: Target, job: Job, dtypes: Mapping[str, torch.dtype], run: Path | None) -> None:
-    """Write `config.json`, `generation_config.json` and the tokenizer."""
-    ids = _special_ids(run)
-    config = {
-        "architectures": [target.architecture.name],
-        "model_type": target.model_type,
-        "max_position_embeddings": job.train.seq_len,
-        "torch_dtype": str(_common(list(dtypes.values()))).removeprefix("torch."),
-        "use_cache": True,
-        **{name: value for name, value in ids.items() if not isinstance(value, list)},
-        **{key: value for key, value in _origin(run).get("config", {}).items() if key in KEPT},
-        **target.config,  # last, as the longest sequence is part of what some models compute
-    }
-    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    """Write `config.json`, `generation_config.json`, the tokenizer and the files of the image processor."""
+    described = dict(target.config)
+    pixels = described.pop(PIXELS, None)
+    (folder / CONFIG).write_text(json.dumps(_config(target, described, job, dtypes, run), indent=2) + "\n")
     if run is not None and (run / TOKENIZER).is_dir():
         shutil.copytree(run / TOKENIZER, folder, dirs_exist_ok=True)
-    if ids and not (folder / GENERATION).is_file():
+    if pixels is not None:
+        path = folder / PREPROCESSOR
+        known = read_json(path) if path.is_file() else {}
+        path.write_text(json.dumps(updated_processor(pixels, known), indent=2) + "\n")
+    ids = _special_ids(run)
+    if ids and target.architecture.has_text and not (folder / GENERATION).is_file():
         (folder / GENERATION).write_text(json.dumps(ids, indent=2) + "\n")
 
 
-def _common(dtypes: Sequence[torch.dtype]) -> torch.dtype:
-    """The dtype of most tensors."""
-    return max(set(dtypes), key=dtypes.count)
+def _config(
+    target: Target, described: Mapping[str, Any], job: Job, dtypes: Mapping[str, torch.dtype], run: Path | None
+) -> dict[str, Any]:
+    """The content of `config.json`."""
+    origin, architecture = _origin(run).get("config", {}), target.architecture
+    config: dict[str, Any] = {
+        "architectures": [architecture.name],
+        "model_type": target.model_type,
+        "torch_dtype": str(common_dtype(dtypes)).removeprefix("torch."),
+        **{key: origin[key] for key in architecture.kept if key in origin},
+    }
+    if not architecture.has_text:
+        return {**config, **described}
+    ids = {name: value for name, value in _special_ids(run).items() if not isinstance(value, list)}
+    table = {} if architecture.table else described[TEXT]
+    known = origin if architecture.table else {**origin, **origin.get(TEXT, {})}
+    text = {
+        "max_position_embeddings": job.train.seq_len,
+        "use_cache": True,
+        **ids,
+        **{key: value for key, value in known.items() if key in KEPT},
+    }
+    if not architecture.table:
+        return {**config, **described, TEXT: {**text, **table}}
+    return {**config, **text, **described}  # last, as the longest sequence is part of what some models compute
+
+
+def common_dtype(dtypes: Mapping[str, torch.dtype]) -> torch.dtype:
+    """Returns the dtype of most tensors."""
+    values = list(dtypes.values())
+    return max(dict.fromkeys(values), key=values.count)
 
 
 def _special_ids(run: Path | None) -> dict[str, Any]:

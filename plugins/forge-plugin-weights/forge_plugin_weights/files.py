@@ -22,7 +22,7 @@ from torch import Tensor
 
 from forge_core.checkpoint.tensors import bytes_of
 from forge_core.contracts.errors import ForgeError, JobError
-from forge_plugin_weights.kinds import Part, Shape
+from forge_plugin_weights.kinds import Filler, Part, Shape
 
 DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64,
@@ -278,6 +278,11 @@ class Boxes:
             else:
                 with self._mapped(place, lies) as there:
                     there.copy_(block)
+
+    def fill(self, filler: Filler) -> None:
+        """Write a tensor of one number."""
+        place = self._places[filler.theirs]
+        self._write_range(place.file, place.start, bytes_of(torch.full(place.shape, filler.value, dtype=place.dtype)))
 
     def compare(self, part: Part, values: Tensor, offsets: Sequence[int]) -> tuple[bool, float]:
         """Returns whether the files have these values, in their own dtype, and the largest error of that rounding."""

@@ -11,6 +11,7 @@ import errno
 import json
 import math
 import os
+import re
 import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -34,8 +35,9 @@ from forge_core.engine.build import build_bare_model, build_context, build_token
 from forge_core.plugins.catalog import Catalog
 from forge_plugin_weights.downloads import check_small_files, check_weights
 from forge_plugin_weights.files import BLOCK, Place, places_in
-from forge_plugin_weights.kinds import ArchitectureComponent, Part, Shapes
-from forge_plugin_weights.matching import Match, check_tensors, match_names
+from forge_plugin_weights.kinds import OF_LANGUAGE_MODELS, PIXELS, ArchitectureComponent, Part, Shapes
+from forge_plugin_weights.matching import Match, check_tensors, match_names, unused_tensors
+from forge_plugin_weights.pixels import image_table, processor_of
 from forge_plugin_weights.quantised import wide_places
 from forge_plugin_weights.reading import Digest, Piece, Reader
 from forge_plugin_weights.tables import architecture_of, flattened, load_architecture, read_config, resolved
@@ -52,6 +54,8 @@ START = "start.toml"
 """File of an imported run folder with the tables that a job needs to start from it."""
 ORIGIN = "origin.json"
 """File of an imported run folder: where it came from, the SHA-256 of each file, and what vouches for it."""
+LEFT_OUT = "left_out"
+"""Key of that file: names of the weights that the import has no use for."""
 COMPUTED = "computed.bin"
 """File of tensors that had to be computed."""
 
@@ -76,19 +80,21 @@ class Source:
             JobError: there is no such folder, or its files are damaged.
             JobError: no installed architecture is its own.
         """
-        config = read_json(folder / CONFIG)
+        config = read_folder(folder)
         if architecture:
-            chosen = config.get("model_type", ""), load_architecture(architecture, catalog)
+            name, chosen = architecture, load_architecture(architecture, catalog)
         else:
-            chosen = architecture_of(config, catalog)
+            name, chosen = architecture_of(config, catalog)
+        is_part = chosen.has_text and isinstance(config.get(chosen.table), Mapping)
+        renames = {**(OF_LANGUAGE_MODELS if is_part else {}), **chosen.renames}
         stored = places_in(folder)
         files = {place.file for place in stored.values()}
         return cls(
             folder=folder,
-            config=config,
-            model_type=chosen[0],
-            architecture=chosen[1],
-            places=with_prefix(wide_places(stored, config), chosen[1].prefix),
+            config=chosen.part_of(config),
+            model_type=name,
+            architecture=chosen,
+            places=renamed(wide_places(stored, config), renames, folder),
             files=sorted(files, key=lambda path: -path.stat().st_size),
         )
 
@@ -98,11 +104,24 @@ class Source:
         return {name: place.shape for name, place in self.places.items()}
 
 
-def with_prefix(places: Mapping[str, Place], prefix: str) -> Mapping[str, Place]:
-    """Returns the tensors under the names of the whole model, where those of a file lack a prefix."""
-    if any(name.startswith(prefix) for name in places):
-        return places
-    return {name if name.startswith("lm_head.") else f"{prefix}{name}": place for name, place in places.items()}
+def renamed(places: Mapping[str, Place], renames: Mapping[str, str], folder: Path) -> Mapping[str, Place]:
+    """Returns the tensors under the names that an architecture's rules have; see `ArchitectureComponent.renames`."""
+    names = {}
+    for name in places:
+        names[name] = name
+        for pattern, replacement in renames.items():
+            names[name] = re.sub(pattern, replacement, names[name])
+    if len(set(names.values())) < len(names):
+        twice = next(name for name, new in names.items() if list(names.values()).count(new) > 1)
+        raise JobError(f"{folder} has two tensors that mean {names[twice]}; one of them is {twice}")
+    return {names[name]: place for name, place in places.items()}
+
+
+def read_folder(folder: Path) -> Mapping[str, Any]:
+    """Returns the content of a folder's `config.json`, with that of its `preprocessor_config.json` under `PIXELS`."""
+    config = read_json(folder / CONFIG)
+    pixels = processor_of(folder)
+    return {**config, PIXELS: pixels} if pixels else config
 
 
 def read_json(path: Path) -> Mapping[str, Any]:
@@ -185,14 +204,16 @@ def imported_job(source: Source, output: Path, tokenizer: bool, catalog: Catalog
         JobError: the configuration has something that Forge does not support.
     """
     model = read_config(source.architecture, source.config)
+    images = image_table(source.config, flattened(model))
     table: dict[str, Any] = {
         "job": {"name": output.name},
         "train": {"steps": 1, "global_batch_size": 1, "seq_len": _length(source.config, model)},
         "model": model,
-        "data": {"sources": []},
+        # By its first source of images, `generate` knows how those of a prompt get their size.
+        "data": {"sources": [images.source()] if images and source.architecture.has_text else []},
         "optimizer": {"type": "forge-plugin-adamw/adamw"},
     }
-    if tokenizer:
+    if tokenizer and source.architecture.has_text:
         table["data"]["tokenizer"] = _tokenizer_table(source.folder)
     return parse_job(tomli_w.dumps(table), str(source.folder / CONFIG), catalog)
 
@@ -285,10 +306,11 @@ class ImportedRun:
             "config": dict(self.source.config),
             "files": {path.name: digest for path, digest in sha256.items()},
             "digests": check_weights(self.source.folder, sha256),
+            LEFT_OUT: unused_tensors(self.source.architecture, self.match, self.source.shapes),
         }
         (self.folder / ORIGIN).write_text(json.dumps(origin, indent=1) + "\n")
         final = self.folder.with_name(self.job.job.name)
-        (self.folder / START).write_text(start_toml(self.job, final, self.catalog))
+        (self.folder / START).write_text(start_toml(self.source, self.job, final, self.catalog))
 
 
 def _manifest(files: Mapping[str, Any], job: str, provenance: Mapping[str, Any]) -> dict[str, Any]:
@@ -322,14 +344,23 @@ def _tokenizer(job: Job, catalog: Catalog, folder: Path) -> Tokenizer | None:
     return tokenizer
 
 
-def start_toml(job: Job, folder: Path, catalog: Catalog) -> str:
+def start_toml(source: Source, job: Job, folder: Path, catalog: Catalog) -> str:
     """Returns the tables by which a job starts from an imported model: the model, its tokenizer and its weights."""
-    tables: dict[str, Any] = {"model": to_toml(job.model, catalog)}
+    model = to_toml(job.model, catalog)
+    tables = dict(source.architecture.start_tables(model, {"path": str(folder.resolve())}))
     if job.data.tokenizer is not None:
         tokenizer = to_toml(job.data.tokenizer, catalog) | {"path": str((folder / TOKENIZER).resolve())}
         tables["data"] = {"tokenizer": tokenizer}
-    tables["checkpoint"] = {"load": {"path": str(folder.resolve())}}
-    return "# A job's other tables go into another file: forge-run start.toml job.toml\n" + tomli_w.dumps(tables)
+    comments = ["A job's other tables go into another file: forge-run start.toml job.toml"]
+    if not source.architecture.has_text:
+        comments += [
+            "The tower is a part of a vision-language model, and that file has to say which: [model.language].",
+            "If the language model has weights too, write both tables [[checkpoint.load]] there, this one and another",
+            'with exclude = ["vision.*"]: a list in a later file takes the place of one in an earlier file.',
+        ]
+    if images := image_table(source.config, flattened(model)):
+        comments += images.lines()
+    return "".join(f"# {line}\n" for line in comments) + tomli_w.dumps(tables)
 
 
 @frozen
@@ -364,7 +395,7 @@ def checkpoint_index(source: Source, match: Match) -> tuple[dict[str, Any], Sequ
         chunks = []
         for part in own:
             place = source.places[part.theirs]
-            if part.offsets is not None and place.as_stored and place.dtype == dtype:
+            if part.in_rows and place.as_stored and place.dtype == dtype:
                 start = place.start + part.row * math.prod(part.shape[1:]) * dtype.itemsize
                 chunks.append(_chunk(part, part.sizes, place.file.name, start))
             else:

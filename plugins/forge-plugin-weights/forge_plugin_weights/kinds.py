@@ -17,6 +17,9 @@ from forge_core.contracts.components import Component
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from forge_core.contracts.components import ModelComponent
+    from forge_core.plugins.catalog import Catalog
+
 Config = Mapping[str, Any]
 """The content of a `config.json`."""
 Flat = Mapping[str, Any]
@@ -24,10 +27,39 @@ Flat = Mapping[str, Any]
 Shape = tuple[int, ...]
 Shapes = Mapping[str, Shape]
 """Shapes of Forge's tensors by name."""
+TIED = "tie_word_embeddings"
+"""The key by which the head is the embedding; where a model consists of several, any of their tables may say so."""
+PIXELS = "preprocessor_config"
+"""Key under which a configuration has the content of the file of that name, of models that see images."""
+OTHER = "other."
+"""What names of a larger model's tensors begin with that are not of the part."""
+OF_LANGUAGE_MODELS: Mapping[str, str] = {
+    r"^(?:model\.)?(vision_tower|vision_model|multi_modal_projector|connector)\.": rf"{OTHER}\1.",
+    r"^language_model\.lm_head\.": "lm_head.",
+    r"^(?:language_model\.model|model\.language_model|model\.text_model)\.": "model.",
+}
+"""`ArchitectureComponent.renames` of a language model that is a part of a larger model."""
+SHARED = ("torch_dtype", "dtype", "quantization_config", PIXELS)
+"""Keys of a larger model's configuration that hold for its parts."""
 
 
 class Unsupported(Exception):
     """A key that has no counterpart on the other side; the message says which, and what there is."""
+
+
+@frozen
+class InnerTable:
+    """A table of a configuration that an architecture of its own describes."""
+
+    name: str
+    path: str
+    """What the keys of `[model]` begin with that it stands for."""
+    architecture: ArchitectureComponent
+    fields: Sequence[Field]
+    config: Config
+    """Its content, with what the larger configuration says of it."""
+    harmless: Collection[str] = ()
+    """Further keys that say nothing about what the model computes."""
 
 
 class Field:
@@ -50,6 +82,10 @@ class Field:
     def write(self, model: Flat) -> Config:
         """Returns keys of the configuration; raises `Unsupported` for what it cannot express."""
         return {}
+
+    def inner(self, config: Config) -> InnerTable | None:
+        """Returns the table that it reads by another architecture's fields, if it does; raises as `read`."""
+        return None
 
     def resolve(self, model: Flat) -> Flat:
         """Returns the values of keys of `[model]` whose value there means "derive it", such as a width of 0."""
@@ -75,6 +111,8 @@ class Part:
     """
     sizes: Shape = ()
     """The part's shape in our tensor; needed with `offsets`."""
+    torn: bool = False
+    """Whether it is no such range after all: what is in a row there lies apart."""
     row: int = 0
     of_ours: Callable[[Tensor], Tensor]
     """Returns a view of our tensor: the part."""
@@ -84,6 +122,11 @@ class Part:
     """Whether it repeats numbers that another part has: it may be missing, and must be equal where it is there."""
     written: bool = True
     """Whether an export has it; false for a tied head, which published files leave out."""
+
+    @property
+    def in_rows(self) -> bool:
+        """Whether the published tensor has it as a range of whole rows."""
+        return self.offsets is not None and not self.torn
 
     def overlap(self, sizes: Shape, offsets: Sequence[int]) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
         """Returns the part's share of a box of our tensor: where it is in the box, and where in the part.
@@ -108,6 +151,16 @@ class Part:
         return inside, there
 
 
+@frozen
+class Filler:
+    """A tensor that nothing is computed with, and that an export has only since `transformers` looks for it."""
+
+    theirs: str
+    shape: Shape
+    value: float
+    """Of all its numbers."""
+
+
 class Rule(Protocol):
     """Names of tensors on both sides."""
 
@@ -129,8 +182,19 @@ class ArchitectureComponent(Component[None]):
     """Patterns of keys of `[model]` that matter to training alone, and have no counterpart."""
     ignored: ClassVar[Collection[str]] = ("*rotary_emb.inv_freq",)
     """Patterns of tensors that files may hold, and that are no weights."""
-    prefix: ClassVar[str] = ""
-    """What all names but that of `lm_head` begin with in `transformers`, if there are files whose names lack it."""
+    left_out: ClassVar[Collection[str]] = (f"{OTHER}*",)
+    """Patterns of weights that files may hold, and that Forge has no use for; an import says which it left out."""
+    renames: ClassVar[Mapping[str, str]] = {}
+    """Regular expressions of the names that tensors have in files of some versions, and what replaces a match. They
+    are applied in turn, and the results are the names of `rules`."""
+    table: ClassVar[str] = "text_config"
+    """The table of a larger model's configuration that describes this one, if it is a part of it."""
+    defaults: ClassVar[Config] = {}
+    """Keys that such a table leaves out."""
+    kept: ClassVar[Collection[str]] = ()
+    """Keys that an imported model has again, though they mean nothing to Forge."""
+    has_text: ClassVar[bool] = True
+    """Whether it has a language model, and so a tokenizer, special tokens and a longest sequence."""
 
     def fields(self) -> Sequence[Field]:
         """Returns the table of keys."""
@@ -139,3 +203,33 @@ class ArchitectureComponent(Component[None]):
     def rules(self, model: Flat) -> Sequence[Rule]:
         """Returns the table of names, for a model."""
         raise NotImplementedError
+
+    def fillers(self, model: Flat) -> Sequence[Filler]:
+        """Returns the tensors that `transformers` expects, and computes nothing with."""
+        return ()
+
+    def part_of(self, config: Config) -> Config:
+        """Returns the configuration of this model, from that of a larger one that it is a part of, or from its own."""
+        inner = config.get(self.table)
+        if not isinstance(inner, Mapping):
+            return config
+        shared = {key: config[key] for key in SHARED if key in config}
+        tied = [each[TIED] for each in (config, inner) if TIED in each and self.has_text]
+        return {**self.defaults, **shared, **inner, **({TIED: any(tied)} if tied else {})}
+
+    def start_tables(self, model: Mapping[str, Any], load: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Returns the tables by which a job starts from an imported model.
+
+        Args:
+            model: its table `[model]`.
+            load: the table `[checkpoint.load]` for all of it.
+        """
+        return {"model": model, "checkpoint": {"load": load}}
+
+    def part_of_model(self, model: ModelComponent, catalog: Catalog) -> ModelComponent:
+        """Returns this model of a larger one that has it as a part; any other as it is."""
+        return model
+
+    def has_tensor(self, name: str) -> bool:
+        """Whether a tensor of such a larger model is of the part."""
+        return True

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from attrs import frozen
 
 from forge_core.contracts.errors import JobError
-from forge_plugin_weights.kinds import ArchitectureComponent, Flat, Part, Shape, Shapes
+from forge_plugin_weights.kinds import ArchitectureComponent, Filler, Flat, Part, Shape, Shapes
 from forge_plugin_weights.tables import fits_any
 
 SHOWN = 5
@@ -22,6 +22,7 @@ class Match:
     """By Forge's names."""
     shapes: Shapes
     """Of Forge's tensors."""
+    fillers: Sequence[Filler] = ()
 
     def theirs(self) -> dict[str, Shape]:
         """Returns the shapes of the published tensors that an export has, in the order of ours."""
@@ -47,7 +48,7 @@ def match_names(architecture: ArchitectureComponent, model: Flat, shapes: Shapes
     parts = {name: [part for rule in rules for part in rule.parts(name, shapes)] for name in shapes}
     if lost := [name for name, own in parts.items() if not any(not part.copy for part in own)]:
         raise JobError(f"{architecture.name} has no tensor for {listed(lost)}")
-    return Match(parts, shapes)
+    return Match(parts, shapes, architecture.fillers(model))
 
 
 def check_tensors(architecture: ArchitectureComponent, match: Match, found: Shapes, folder: object) -> None:
@@ -59,7 +60,8 @@ def check_tensors(architecture: ArchitectureComponent, match: Match, found: Shap
     wanted = {part.theirs: part for part in match.all_parts()}
     needed = [name for name, part in wanted.items() if not part.copy]
     missing = [name for name in needed if name not in found]
-    extra = [name for name in found if name not in wanted and not fits_any(name, architecture.ignored)]
+    unused = {*unused_tensors(architecture, match, found)}
+    extra = [name for name in found if not (name in wanted or name in unused or fits_any(name, architecture.ignored))]
     reshaped = [
         f"{name} ({list(found[name])}, where config.json describes {list(part.shape)})"
         for name, part in wanted.items()
@@ -72,6 +74,12 @@ def check_tensors(architecture: ArchitectureComponent, match: Match, found: Shap
     ]
     if faults:
         raise JobError(f"the tensors in {folder} are not those of its config.json: {'; '.join(faults)}")
+
+
+def unused_tensors(architecture: ArchitectureComponent, match: Match, found: Shapes) -> Sequence[str]:
+    """Returns the weights in a folder that Forge computes nothing with, which an import leaves out."""
+    fillers = {filler.theirs for filler in match.fillers}
+    return [name for name in found if name in fillers or fits_any(name, architecture.left_out)]
 
 
 def listed(names: Sequence[str]) -> str:

@@ -89,7 +89,10 @@ def export_training(
         ranks.on_rank0(begin)
         writer = writer_of(files)
         first = _first_holders(own)
-        for name in shapes:  # in one order on all ranks: gathering is collective
+        if global_rank() == 0:
+            for filler in target.match.fillers:
+                writer.fill(filler)
+        for name in target.match.parts:  # in one order on all ranks: gathering is collective
             if name in own:
                 _write(own[name], target, name, writer, first[name] == global_rank())
         ranks.on_all(writer.close)
@@ -136,7 +139,7 @@ def _write(tensor: Tensor, target: Target, name: str, writer: Boxes, first: bool
     for piece in target.match.parts[name]:
         if not piece.written:
             continue
-        if piece.offsets is None and isinstance(tensor, DTensor):
+        if not piece.in_rows and isinstance(tensor, DTensor):
             first = not any(tensor.device_mesh.get_coordinate() or ())
             tensor = tensor.full_tensor()  # collective: its ranks all come here
         part = OwnTensor.of(tensor)

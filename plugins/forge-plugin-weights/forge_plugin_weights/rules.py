@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING
 
-from attrs import frozen
+from attrs import field, frozen
 
 from forge_plugin_weights.kinds import Part, Shapes
 
@@ -69,6 +69,56 @@ def same(ours: str, theirs: str, shape: tuple[int, ...], *, copy: bool = False, 
         copy=copy,
         written=written,
     )
+
+
+@frozen(kw_only=True)
+class Convolution:
+    """Our projection of patches (W, channels * side * side), where theirs is a convolution, or a matrix by pixels."""
+
+    ours: str = field(kw_only=False)
+    theirs: str = field(kw_only=False)
+    side: int
+    """Of a patch in pixels."""
+    flat: bool = False
+    """Whether theirs is (W, side * side * channels)."""
+
+    def parts(self, name: str, shapes: Shapes) -> Sequence[Part]:
+        if name != self.ours:
+            return ()
+        width, values = shapes[name]
+        side, channels = self.side, values // self.side**2
+        if not self.flat:
+            return [
+                Part(
+                    ours=name,
+                    theirs=self.theirs,
+                    shape=(width, channels, side, side),
+                    offsets=(0, 0),
+                    sizes=(width, values),
+                    of_ours=whole,
+                    of_theirs=flattened,
+                )
+            ]
+        return [self._of_channel(name, channel, channels, shapes[name]) for channel in range(channels)]
+
+    def _of_channel(self, ours: str, channel: int, channels: int, shape: tuple[int, ...]) -> Part:
+        area = self.side**2
+        first = channel * area
+        return Part(
+            ours=ours,
+            theirs=self.theirs,
+            shape=shape,
+            offsets=(0, first),
+            sizes=(shape[0], area),
+            torn=True,
+            of_ours=lambda tensor: tensor[:, first : first + area],
+            of_theirs=lambda tensor: tensor.view(len(tensor), area, channels)[..., channel],
+        )
+
+
+def flattened(tensor: Tensor) -> Tensor:
+    """Returns a tensor as a matrix of its first dimension and all others."""
+    return tensor.view(len(tensor), -1)
 
 
 @frozen

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, cast
 
@@ -14,15 +14,15 @@ from forge_core.config.load import parse_component, to_toml
 from forge_core.contracts.components import ModelComponent
 from forge_core.contracts.errors import JobError, Problem
 from forge_core.plugins.catalog import Catalog
-from forge_plugin_weights.kinds import ArchitectureComponent, Config, Field, Flat, Unsupported
-from forge_plugin_weights.layered import PerLayer, differs, merged, outside_kinds, with_pattern, without_pattern
+from forge_plugin_weights.kinds import PIXELS, ArchitectureComponent, Config, Field, Flat, Unsupported
+from forge_plugin_weights.layered import ABSENT, PerLayer, differs, merged, outside_kinds, with_pattern, without_pattern
 
 HARMLESS = frozenset(
     (
         *("architectures", "model_type", "_name_or_path", "transformers_version", "torch_dtype", "dtype"),
         *("use_cache", "initializer_range", "max_position_embeddings", "max_sequence_length"),
         *("bos_token_id", "eos_token_id", "pad_token_id", "is_encoder_decoder", "return_dict", "problem_type"),
-        *("output_attentions", "output_hidden_states", "chunk_size_feed_forward", "id2label", "label2id"),
+        *("output_attentions", "output_hidden_states", "chunk_size_feed_forward", "id2label", "label2id", PIXELS),
         # Code of the publisher's own, which transformers runs only where the user trusts it, and kernels to choose.
         *("auto_map", "_attn_implementation", "_attn_implementation_autoset", "attn_implementation"),
         # Settings of generation, which old files have here; transformers takes them out, too.
@@ -40,18 +40,34 @@ def read_config(architecture: ArchitectureComponent, config: Config) -> dict[str
     Raises:
         JobError: it has keys that Forge does not know, or values that it cannot compute; lists each of them.
     """
-    table = all_fields(architecture)
-    known = {key for field in table for key in field.keys} | HARMLESS | set(architecture.harmless)
+    return nested(read_fields(architecture, all_fields(architecture), architecture.part_of(config)))
+
+
+def read_fields(
+    architecture: ArchitectureComponent, fields: Sequence[Field], config: Config, harmless: Collection[str] = ()
+) -> Flat:
+    """Returns the keys of `[model]` that some fields of an architecture read from a configuration.
+
+    Args:
+        architecture: whose fields they are.
+        fields: the table of keys.
+        config: where every key must be known to one of them.
+        harmless: further keys that say nothing about what the model computes.
+
+    Raises:
+        JobError: as `read_config`.
+    """
+    known = {key for field in fields for key in field.keys} | HARMLESS | {*architecture.harmless, *harmless}
     problems = [Problem(key, f"{config[key]!r} is not known to Forge") for key in config if key not in known]
     flat: dict[str, Any] = {}
-    for field in table:
+    for field in fields:
         try:
             flat |= field.read(config)
         except Unsupported as error:
             problems.append(Problem("", str(error)))
     if problems:
         raise JobError(problems)
-    return nested(with_pattern(flat))
+    return with_pattern(flat)
 
 
 def all_fields(architecture: ArchitectureComponent) -> Sequence[Field]:
@@ -147,7 +163,7 @@ def resolved(architecture: ArchitectureComponent, flat: Flat) -> Flat:
 def _resolved(fields: Sequence[Field], flat: Flat) -> Flat:
     for field in fields:
         flat = {**flat, **field.resolve(flat)}
-    return flat
+    return {path: value for path, value in flat.items() if value is not ABSENT}
 
 
 def flattened(table: Mapping[str, Any], path: str = "") -> dict[str, Any]:
@@ -204,16 +220,31 @@ def load_architecture(type_: str, catalog: Catalog) -> ArchitectureComponent:
     return architecture
 
 
-def fitting_architectures(model: ModelComponent, catalog: Catalog) -> Mapping[str, ArchitectureComponent]:
+def fitting_architectures(
+    model: ModelComponent, catalog: Catalog, among: Mapping[str, ArchitectureComponent] | None = None
+) -> Mapping[str, ArchitectureComponent]:
     """Returns the architectures that a model is of, by `model_type`; most have one.
+
+    Args:
+        model: the component.
+        catalog: which architectures there are.
+        among: those to choose from; all, by default.
 
     Raises:
         JobError: there is none; names the keys that the nearest lacks.
     """
-    known = architectures(catalog)
+    known = architectures(catalog) if among is None else among
     forms = {name: _form(architecture, model, catalog) for name, architecture in known.items()}
     if fitting := {name: known[name] for name, form in forms.items() if not form.problems}:
         return fitting
     nearest = min(forms, key=lambda name: (*forms[name].distance(), name != "llama", name))
     message = f"this model is none of {', '.join(sorted(known))}; the nearest is {nearest}, but"
     raise JobError([Problem("model", message), *forms[nearest].problems])
+
+
+def preferred(fitting: Mapping[str, ArchitectureComponent]) -> str:
+    """Returns the architecture that most programs know, of those that are the same model: Llama, or the plainest."""
+    if "llama" in fitting:
+        return "llama"
+    keys = {name: {key for field in known.fields() for key in field.keys} for name, known in fitting.items()}
+    return min(fitting, key=lambda name: (len(keys[name]), name))

@@ -16,7 +16,7 @@ from forge_core.contracts.errors import JobError
 from forge_plugin_weights.exporting import export_run
 from forge_plugin_weights.importing import import_folder
 
-NAME = "gemma3_language_model"
+NAME = "gemma3_text"
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def test_an_unknown_key_of_the_language_model_is_named(tmp_path, gemma3):
     config = json.loads(path.read_text())
     config["text_config"]["attention_chunk_size"] = 8
     path.write_text(json.dumps(config))
-    with pytest.raises(JobError, match="text_config has attention_chunk_size, which is not known"):
+    with pytest.raises(JobError, match="attention_chunk_size: 8 is not known"):
         import_folder(tmp_path / "published", tmp_path / "run", tokenizer=False, architecture=NAME)
 
 

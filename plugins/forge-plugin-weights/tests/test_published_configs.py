@@ -27,7 +27,7 @@ from forge_plugin_weights.tables import architecture_of, load_architecture, read
 
 CONFIGS: Mapping[str, Mapping[str, Any]] = json.loads(Path(__file__).with_name("published_configs.json").read_text())
 CATALOG = Catalog.installed()
-LANGUAGE_MODELS: Mapping[str, str] = {"gemma3": "gemma3_language_model"}
+LANGUAGE_MODELS: Mapping[str, str] = {"gemma3": "gemma3_text"}
 """Architectures that read a part of a model, by its `model_type`."""
 CLASSES: Mapping[str, str] = {"kimi_k2": "deepseek_v3"}
 """By `model_type`, that of the class in `transformers`."""

@@ -110,7 +110,7 @@ FAULTS = {
     other_head: "lm_head.weight and model.embed_tokens.weight are one tensor by config.json, and differ in the files",
     untied_without_head: "it lacks lm_head.weight",
     unknown_key: "attention_chunk_size: 8 is not known to Forge",
-    unknown_model: "model_type: 'llamma' is none of the installed ones: deepseek_v3",
+    unknown_model: "model_type: 'llamma' is none of the installed ones: clip_vision_model, deepseek_v3",
     two_ropes: "disagree",
     no_header: "is no safetensors file, or is truncated",
     pickles: "pytorch_model.bin is a pickle",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 from attrs import frozen
 
@@ -35,6 +36,10 @@ FFN: Sequence[Rule] = tuple(
     Same(f"layers.{{layer}}.ffn.{ours}.{{tensor}}", f"model.layers.{{layer}}.mlp.{ours}_proj.{{tensor}}")
     for ours in ("gate", "up", "down")
 )
+
+
+OF_7B: Config = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
+"""Sizes that tables of language models leave out; see `ArchitectureComponent.defaults`."""
 
 
 def tied_head(model: Flat) -> Sequence[Rule]:
@@ -116,6 +121,7 @@ class Llama(ArchitectureComponent):
     """Llama 1 to 3.3, and what is published as such: SmolLM, SmolLM2, TinyLlama, Yi, DeepSeek's first models."""
 
     name = "LlamaForCausalLM"
+    defaults: ClassVar[Config] = {**OF_7B, "vocab_size": 32000, "intermediate_size": 11008}
     harmless = ("pretraining_tp", "is_llama_config")
 
     def fields(self) -> Sequence[Field]:
@@ -138,6 +144,12 @@ class Mistral(ArchitectureComponent):
     """Mistral 7B, Mistral Nemo, Mistral Small."""
 
     name = "MistralForCausalLM"
+    defaults: ClassVar[Config] = {
+        **OF_7B,
+        "vocab_size": 32000,
+        "intermediate_size": 14336,
+        "num_key_value_heads": 8,
+    }
 
     def fields(self) -> Sequence[Field]:
         return (
@@ -157,6 +169,12 @@ class Qwen2(ArchitectureComponent):
     """Qwen2 and Qwen2.5: biases of queries, keys and values."""
 
     name = "Qwen2ForCausalLM"
+    defaults: ClassVar[Config] = {
+        **OF_7B,
+        "vocab_size": 151936,
+        "intermediate_size": 22016,
+        "num_key_value_heads": 32,
+    }
 
     def fields(self) -> Sequence[Field]:
         return (

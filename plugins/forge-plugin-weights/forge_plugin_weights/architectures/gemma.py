@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 from attrs import frozen
 
@@ -93,10 +94,11 @@ class Gemma2(ArchitectureComponent):
 
 @frozen(kw_only=True)
 class Gemma3Text(ArchitectureComponent):
-    """Gemma 3 without images: five layers of six have a window, with a base of positions of their own."""
+    """Gemma 3, or its language model: five layers of six have a window, with a base of positions of their own."""
 
     name = "Gemma3ForCausalLM"
     harmless = HARMLESS
+    defaults: ClassVar[Config] = {"vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4}
 
     def fields(self) -> Sequence[Field]:
         pattern = "sliding_window_pattern"

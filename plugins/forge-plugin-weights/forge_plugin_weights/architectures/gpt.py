@@ -39,7 +39,7 @@ class GPT2(ArchitectureComponent):
     """GPT-2: learned positions, and matrices that files hold by columns."""
 
     name = "GPT2LMHeadModel"
-    prefix = "transformer."
+    renames = {r"^(?!transformer\.|lm_head\.)": "transformer."}
     harmless = (
         *("summary_type", "summary_use_proj", "summary_activation", "summary_first_dropout", "summary_proj_to_labels"),
         *("n_ctx", "task_specific_params", "gradient_checkpointing"),

@@ -1,0 +1,324 @@
+"""Vision towers: SigLIP, SigLIP 2 and CLIP, alone or as a part of a larger model."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from math import isqrt
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from attrs import frozen
+
+from forge_core.config.load import parse_component, to_toml
+from forge_core.contracts.components import ModelComponent
+from forge_plugin_weights.fields import Choice, Dropout, Fixed, Key, Only, Synonym, setting, value_of
+from forge_plugin_weights.kinds import OTHER, ArchitectureComponent, Config, Field, Filler, Flat, Rule, Unsupported
+from forge_plugin_weights.pixels import CLIP_MEAN, CLIP_STD, ENCODER, Pixels
+from forge_plugin_weights.rules import Convolution, Same
+
+if TYPE_CHECKING:
+    from forge_core.plugins.catalog import Catalog
+
+VISION = "forge-plugin-vision"
+TOWER, WHOLE = f"{VISION}/vision_tower", f"{VISION}/vision_language"
+"""Types of models."""
+ACTIVATIONS: Mapping[Any, Flat] = {
+    theirs: {f"{ENCODER}.activation": ours}
+    for theirs, ours in (("gelu_pytorch_tanh", "gelu_tanh"), ("gelu", "gelu"), ("quick_gelu", "quick_gelu"))
+}
+BLOCK: Mapping[str, str] = {
+    "attention_norm": "layer_norm1",
+    "q": "self_attn.q_proj",
+    "k": "self_attn.k_proj",
+    "v": "self_attn.v_proj",
+    "o": "self_attn.out_proj",
+    "ffn_norm": "layer_norm2",
+    "up": "mlp.fc1",
+    "down": "mlp.fc2",
+}
+"""Modules of a block: ours, theirs."""
+ENDS: Mapping[str, str] = {
+    "patch.bias": "embeddings.patch_embedding.bias",
+    "class_token": "embeddings.class_embedding",
+    "positions.weight": "embeddings.position_embedding.weight",
+    "pre_norm.{tensor}": "pre_layrnorm.{tensor}",
+    "norm.{tensor}": "post_layernorm.{tensor}",
+}
+"""Tensors before and after the blocks, likewise."""
+
+
+@frozen
+class Size(Field):
+    """`image_size`, the sides of all images in pixels."""
+
+    default: int
+
+    @property
+    def keys(self) -> Collection[str]:
+        return ("image_size",)
+
+    def read(self, config: Config) -> Flat:
+        size = value_of(config, "image_size", self.default)
+        return {f"{ENCODER}.size": [size, size] if isinstance(size, int) else list(size)}
+
+    def write(self, model: Flat) -> Config:
+        height, width = setting(model, f"{ENCODER}.size")
+        return {"image_size": height if height == width else [height, width]}
+
+
+@frozen
+class PatchCount(Field):
+    """`num_patches`, the places of a square table of positions, which is resized to the shape of each image."""
+
+    default: int = 256
+
+    @property
+    def keys(self) -> Collection[str]:
+        return ("num_patches",)
+
+    def read(self, config: Config) -> Flat:
+        count, patch = value_of(config, "num_patches", self.default), value_of(config, "patch_size", 16)
+        if (side := isqrt(count)) ** 2 != count:
+            raise Unsupported(f"num_patches = {count}, which is no square; Forge resizes tables of known sides")
+        return {f"{ENCODER}.size": [side * patch] * 2}
+
+    def write(self, model: Flat) -> Config:
+        sides = [side // setting(model, f"{ENCODER}.patch") for side in setting(model, f"{ENCODER}.size")]
+        if sides[0] != sides[1]:
+            raise Unsupported(f"{ENCODER}.size = {setting(model, f'{ENCODER}.size')}, where it is a square always")
+        return {"num_patches": sides[0] * sides[1]}
+
+
+@frozen
+class PoolingHead(Field):
+    """`vision_use_head`: the head that makes one vector of an image, which Forge does not have."""
+
+    @property
+    def keys(self) -> Collection[str]:
+        return ("vision_use_head",)
+
+    def remark(self, config: Config) -> str:
+        return "vision_use_head = True: the pooling head is left out" if config.get("vision_use_head") else ""
+
+    def write(self, model: Flat) -> Config:
+        return {"vision_use_head": False}
+
+
+def tower_rules(model: Flat, prefix: str, *, flat_patches: bool = False) -> Sequence[Rule]:
+    """Returns the names of a tower's tensors.
+
+    Args:
+        model: whose `vision.encoder` it is.
+        prefix: of all names of theirs.
+        flat_patches: whether the projection of patches is a matrix there, and not a convolution.
+    """
+    return (
+        Convolution(
+            f"{ENCODER}.patch.weight",
+            f"{prefix}embeddings.patch_embedding.weight",
+            side=model[f"{ENCODER}.patch"],
+            flat=flat_patches,
+        ),
+        *(Same(f"{ENCODER}.{ours}", prefix + theirs) for ours, theirs in ENDS.items()),
+        *(
+            Same(
+                f"{ENCODER}.blocks.{{layer}}.{ours}.{{tensor}}", f"{prefix}encoder.layers.{{layer}}.{theirs}.{{tensor}}"
+            )
+            for ours, theirs in BLOCK.items()
+        ),
+    )
+
+
+def tower_fillers(model: Flat, prefix: str) -> Sequence[Filler]:
+    """Returns a tower's tensors behind what Forge computes: blocks after `select_layer`, and a norm that it lacks.
+
+    Such a block hands on what it is given: its norms are plain, and its matrices 0.
+    """
+    width, hidden = model[f"{ENCODER}.dim"], model[f"{ENCODER}.hidden"]
+    fillers: list[Filler] = []
+    first = model[f"{ENCODER}.layers"] + 1 + model[f"{ENCODER}.select_layer"]
+    for layer in range(first, model[f"{ENCODER}.layers"]):
+        for theirs in BLOCK.values():
+            rows, columns = {"mlp.fc1": (hidden, width), "mlp.fc2": (width, hidden)}.get(theirs, (width, width))
+            norm = theirs.startswith("layer_norm")
+            here = f"{prefix}encoder.layers.{layer}.{theirs}"
+            fillers.append(Filler(f"{here}.weight", (width,) if norm else (rows, columns), float(norm)))
+            fillers.append(Filler(f"{here}.bias", (rows,), 0.0))
+    if not model[f"{ENCODER}.norm"]:
+        fillers += [
+            Filler(f"{prefix}post_layernorm.{tensor}", (width,), v) for tensor, v in (("weight", 1.0), ("bias", 0.0))
+        ]
+    return fillers
+
+
+@frozen(kw_only=True)
+class Tower(ArchitectureComponent):
+    """A vision tower alone: the model `vision_tower`."""
+
+    table = "vision_config"
+    has_text = False
+    left_out = ("vision_model.head.*", f"{OTHER}*")
+    ignored = ("*.position_ids",)
+    training_only = ("vision.encoder.select_layer",)
+    # Alone, in a pair with a text tower, or in a larger model; what is not of the tower is left out there.
+    renames = {
+        r"^(model\.)?(vision_tower|vision_model)\.(vision_model\.)?": "vision_model.",
+        r"^(?=embeddings\.|encoder\.|pre_layrnorm\.|post_layernorm\.|head\.)": "vision_model.",
+        r"^(?!vision_model\.)": OTHER,
+    }
+    norm: ClassVar[bool] = True
+    """Whether its features, the last hidden state, are normalised."""
+    flat_patches: ClassVar[bool] = False
+
+    def tower(self) -> Sequence[Field]:
+        """Returns the keys of the encoder but for those that say which of its outputs are the features."""
+        raise NotImplementedError
+
+    def fields(self) -> Sequence[Field]:
+        return (
+            Fixed({"type": TOWER, f"{ENCODER}.norm": self.norm}),
+            *self.tower(),
+        )
+
+    def rules(self, model: Flat) -> Sequence[Rule]:
+        return tower_rules(model, "vision_model.", flat_patches=self.flat_patches)
+
+    def fillers(self, model: Flat) -> Sequence[Filler]:
+        return tower_fillers(model, "vision_model.")
+
+    def start_tables(self, model: Mapping[str, Any], load: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {
+            "model": {**model, "type": WHOLE},
+            "checkpoint": {"load": [{**load, "include": [f"{ENCODER}.*"]}]},
+        }
+
+    def part_of_model(self, model: ModelComponent, catalog: Catalog) -> ModelComponent:
+        table = to_toml(model, catalog)
+        if table["type"] != WHOLE:
+            return model
+        part = {"type": TOWER, "vision": {"encoder": table["vision"]["encoder"]}}
+        return parse_component(part, "model", ModelComponent, catalog)
+
+    def has_tensor(self, name: str) -> bool:
+        return name.startswith(f"{ENCODER}.")
+
+
+def encoder_fields(
+    *, heads: int, dim: int, hidden: int, layers: int, patch: int, eps: float, activation: str
+) -> Sequence[Field]:
+    """Returns the keys that all towers have; the arguments are their defaults."""
+    return (
+        Fixed({f"{ENCODER}.type": f"{VISION}/vit"}),
+        Key("hidden_size", f"{ENCODER}.dim", dim),
+        Key("num_hidden_layers", f"{ENCODER}.layers", layers),
+        Key("num_attention_heads", f"{ENCODER}.heads", heads),
+        Key("intermediate_size", f"{ENCODER}.hidden", hidden, derived=lambda model: 4 * model[f"{ENCODER}.dim"]),
+        Key("patch_size", f"{ENCODER}.patch", patch),
+        Key("layer_norm_eps", f"{ENCODER}.eps", eps),
+        Choice("hidden_act", ACTIVATIONS, activation, f"{ENCODER}.activation"),
+        Only("num_channels", 3, "images are red, green and blue"),
+        Dropout("attention_dropout"),
+    )
+
+
+PLAIN: Flat = {f"{ENCODER}.class_token": False, f"{ENCODER}.pre_norm": False, f"{ENCODER}.patch_bias": True}
+ONE_SIZE = "none"
+
+
+def any_interpolation(*names: str) -> Sequence[Field]:
+    """Returns fields by which a tower may resize its table in these ways, none of which matters at its own size."""
+    path = f"{ENCODER}.position_interpolation"
+    return (*(Synonym(path, name, ONE_SIZE) for name in names), Fixed({path: ONE_SIZE}))
+
+
+@frozen(kw_only=True)
+class SiglipVision(Tower):
+    """SigLIP's tower, and SigLIP 2's for images of one size."""
+
+    name = "SiglipVisionModel"
+
+    def tower(self) -> Sequence[Field]:
+        return (
+            *encoder_fields(
+                heads=12, dim=768, hidden=3072, layers=12, patch=16, eps=1e-6, activation="gelu_pytorch_tanh"
+            ),
+            Fixed(PLAIN),
+            Size(224),
+            *any_interpolation("bicubic"),
+            PoolingHead(),
+            Pixels(processor="Siglip", written={"size": {"height": ..., "width": ...}}),
+        )
+
+
+@frozen(kw_only=True)
+class Siglip2Vision(Tower):
+    """SigLIP 2's tower for images of any shape (NaFlex)."""
+
+    name = "Siglip2VisionModel"
+    flat_patches = True
+
+    def tower(self) -> Sequence[Field]:
+        return (
+            *encoder_fields(
+                heads=12, dim=768, hidden=3072, layers=12, patch=16, eps=1e-6, activation="gelu_pytorch_tanh"
+            ),
+            Fixed(PLAIN),
+            PatchCount(),
+            Fixed({f"{ENCODER}.position_interpolation": "bilinear"}),
+            PoolingHead(),
+            Pixels(processor="Siglip2", resample=2, written={"patch_size": ..., "max_num_patches": 256}),
+        )
+
+
+@frozen(kw_only=True)
+class ClipVision(Tower):
+    """CLIP's tower. Its features are those before `post_layernorm`, which it has for the class token alone."""
+
+    name = "CLIPVisionModel"
+    harmless = ("projection_dim", "initializer_factor", "dropout")
+    norm = False
+
+    def tower(self) -> Sequence[Field]:
+        return (
+            *encoder_fields(heads=12, dim=768, hidden=3072, layers=12, patch=32, eps=1e-5, activation="quick_gelu"),
+            Fixed({f"{ENCODER}.class_token": True, f"{ENCODER}.pre_norm": True, f"{ENCODER}.patch_bias": False}),
+            Size(224),
+            *any_interpolation("bicubic"),
+            Pixels(
+                processor="CLIP",
+                mean=CLIP_MEAN,
+                std=CLIP_STD,
+                written={
+                    "do_center_crop": True,
+                    "size": {"shortest_edge": ...},
+                    "crop_size": {"height": ..., "width": ...},
+                },
+            ),
+        )
+
+
+@frozen(kw_only=True)
+class Idefics3Vision(Tower):
+    """The tower of Idefics3 and SmolVLM, which is published with them only."""
+
+    name = "Idefics3VisionTransformer"
+    harmless = ("max_image_size", "size", "use_base_siglip", "tie_word_embeddings")
+
+    def tower(self) -> Sequence[Field]:
+        return (
+            *encoder_fields(
+                heads=16, dim=1152, hidden=3072, layers=12, patch=32, eps=1e-6, activation="gelu_pytorch_tanh"
+            ),
+            Fixed(PLAIN),
+            Size(224),
+            *any_interpolation("nearest"),
+            Pixels(
+                processor="Idefics3",
+                resample=1,
+                written={
+                    "do_image_splitting": False,
+                    "do_pad": True,
+                    "max_image_size": {"longest_edge": ...},
+                    "size": {"longest_edge": ...},
+                },
+            ),
+        )

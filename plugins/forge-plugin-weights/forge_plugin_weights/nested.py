@@ -1,0 +1,245 @@
+"""Fields and rules of models that consist of other published models, whose tables serve there as they are."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import attrs
+import tomli_w
+from attrs import field, frozen
+
+from forge_core.config.load import parse_component
+from forge_core.contracts.components import ModelComponent
+from forge_core.contracts.errors import JobError
+from forge_core.plugins.catalog import Catalog
+from forge_plugin_weights.architectures.vision_towers import Tower
+from forge_plugin_weights.fields import REQUIRED, value_of
+from forge_plugin_weights.kinds import (
+    PIXELS,
+    TIED,
+    ArchitectureComponent,
+    Config,
+    Field,
+    Flat,
+    InnerTable,
+    Part,
+    Rule,
+    Shapes,
+    Unsupported,
+)
+from forge_plugin_weights.layered import ABSENT, with_pattern
+from forge_plugin_weights.tables import (
+    all_fields,
+    architectures,
+    fitting_architectures,
+    nested,
+    preferred,
+    read_fields,
+    resolved,
+    write_config,
+)
+
+TEXT, VISION = "text_config", "vision_config"
+LANGUAGE = "language."
+"""How keys of the language model begin."""
+
+PLAIN_HEAD: Mapping[str, Any] = {"logit_soft_cap": 0, "logit_scale": 1.0}
+"""Keys of a language model that belong to its head, and mean nothing in a larger model of `transformers`."""
+
+
+@cache
+def languages() -> Mapping[str, ArchitectureComponent]:
+    """Returns the installed architectures of language models, by `model_type`."""
+    known = architectures(Catalog.installed())
+    return {name: each for name, each in known.items() if each.has_text and each.table}
+
+
+@frozen
+class Language:
+    """The language model of a larger one."""
+
+    model_type: str
+    architecture: ArchitectureComponent
+    model: ModelComponent
+    flat: Flat
+    """Its keys, as the architecture's fields see them."""
+
+
+def language_of(model: Flat) -> Language:
+    """Returns the published form of a model's language model.
+
+    Raises:
+        Unsupported: there is none; says which keys of the nearest are missing.
+    """
+    inner = {path.removeprefix(LANGUAGE): value for path, value in model.items() if path.startswith(LANGUAGE)}
+    if not inner:
+        raise Unsupported("there is no model.language")
+    return _language(tomli_w.dumps(nested(with_pattern(inner))))
+
+
+@cache
+def _language(text: str) -> Language:
+    from forge_core.config.load import to_toml
+    from forge_plugin_weights.tables import flattened
+
+    catalog = Catalog.installed()
+    model: ModelComponent = parse_component(tomllib.loads(text), "model.language", ModelComponent, catalog)
+    try:
+        fitting = fitting_architectures(model, catalog, languages())
+    except JobError as error:
+        raise Unsupported("; ".join(map(str, error.problems))) from error
+    name = preferred(fitting)
+    return Language(name, fitting[name], model, resolved(fitting[name], flattened(to_toml(model, catalog))))
+
+
+@frozen(kw_only=True)
+class LanguageTable(Field):
+    """`text_config`: any language model that has an architecture."""
+
+    harmless: Collection[str] = ()
+    """Further keys of the table that say nothing about what the model computes."""
+    default: str = "llama"
+    """The `model_type` of a table without one."""
+
+    @property
+    def keys(self) -> Collection[str]:
+        return (TEXT, TIED)
+
+    def architecture(self, config: Config) -> ArchitectureComponent:
+        """Returns the architecture of a configuration's table."""
+        name = value_of(config, TEXT, REQUIRED).get("model_type", self.default)
+        if name not in languages():
+            raise Unsupported(f"{TEXT}.model_type = {name!r}; Forge has {', '.join(sorted(languages()))}")
+        return languages()[name]
+
+    def inner(self, config: Config) -> InnerTable:
+        architecture = self.architecture(config)
+        own = architecture.part_of(config)
+        return InnerTable(TEXT, LANGUAGE, architecture, all_fields(architecture), own, self.harmless)
+
+    def read(self, config: Config) -> Flat:
+        model = read_table(self.inner(config))
+        check_head(model)
+        return model
+
+    def write(self, model: Flat) -> Config:
+        own = language_of(model)
+        check_head(model)
+        config = write_config(own.architecture, own.model, Catalog.installed())
+        tied = {TIED: config[TIED]} if TIED in config else {}
+        return {TEXT: {"architectures": [own.architecture.name], "model_type": own.model_type, **config}, **tied}
+
+    def resolve(self, model: Flat) -> Flat:
+        before = [path for path in model if path.startswith(LANGUAGE)]
+        try:
+            own = language_of(model).flat
+        except Unsupported:
+            return {}
+        return dict.fromkeys(before, ABSENT) | {LANGUAGE + path: value for path, value in own.items()}
+
+
+def check_head(model: Flat) -> None:
+    """Raise `Unsupported` for what a language model does to its logits, and as a part of a larger one does not."""
+    for path, plain in PLAIN_HEAD.items():
+        if model.get(LANGUAGE + path, plain) != plain:
+            value = model[LANGUAGE + path]
+            message = f"model.{LANGUAGE}{path} = {value!r}, which classes of transformers that see images leave out"
+            raise Unsupported(f"{message}; they have {plain!r} always")
+
+
+def read_table(table: InnerTable) -> Flat:
+    """Returns what `read_fields` does; raises `Unsupported` in place of a `JobError`, with the table's name."""
+    try:
+        own = read_fields(table.architecture, table.fields, table.config, table.harmless)
+    except JobError as error:
+        lines = (f"{table.name}.{problem}" if problem.path else str(problem) for problem in error.problems)
+        raise Unsupported("; ".join(lines)) from error
+    return {table.path + path: value for path, value in own.items()}
+
+
+@frozen(kw_only=True)
+class VisionTable(Field):
+    """`vision_config`, and what is done to pixels: one of several towers."""
+
+    towers: Mapping[str, Tower] = field(repr=False)
+    """By `model_type`; the first is that of a table without one."""
+    harmless: Collection[str] = ()
+
+    @property
+    def keys(self) -> Collection[str]:
+        return (VISION, PIXELS)
+
+    def inner(self, config: Config) -> InnerTable:
+        name = value_of(config, VISION, REQUIRED).get("model_type", next(iter(self.towers)))
+        if name not in self.towers:
+            raise Unsupported(f"{VISION}.model_type = {name!r}; Forge has {', '.join(self.towers)}")
+        tower = self.towers[name]
+        return InnerTable(VISION, "", tower, tower.tower(), tower.part_of(config), self.harmless)
+
+    def read(self, config: Config) -> Flat:
+        return read_table(self.inner(config))
+
+    def write(self, model: Flat) -> Config:
+        name, tower = self._chosen(model)
+        config: dict[str, Any] = {"model_type": name}
+        for each in tower.tower():
+            config |= each.write(model)
+        return {PIXELS: config.pop(PIXELS), VISION: config}
+
+    def resolve(self, model: Flat) -> Flat:
+        try:
+            _, tower = self._chosen(model)
+        except Unsupported:
+            return {}
+        return _resolved(tower, model)
+
+    def _chosen(self, model: Flat) -> tuple[str, Tower]:
+        """The first tower that a model's encoder is; raises `Unsupported` with what the last one lacks."""
+        for name, tower in self.towers.items():
+            own, problem = {**model, **_resolved(tower, model)}, ""
+            try:
+                for each in tower.tower():
+                    each.write(own)
+            except Unsupported as error:
+                problem = f"{tower.name}: {error}"
+                continue
+            return name, tower
+        raise Unsupported(problem)
+
+
+def _resolved(tower: Tower, model: Flat) -> Flat:
+    changed: dict[str, Any] = {}
+    for each in tower.tower():
+        changed |= each.resolve({**model, **changed})
+    return changed
+
+
+@frozen
+class Renamed:
+    """A rule some of whose names of theirs are others in a larger model."""
+
+    rule: Rule
+    rename: Callable[[str], str]
+
+    def parts(self, name: str, shapes: Shapes) -> Sequence[Part]:
+        return [attrs.evolve(part, theirs=self.rename(part.theirs)) for part in self.rule.parts(name, shapes)]
+
+
+def language_rules(model: Flat, body: str, head: str) -> Sequence[Rule]:
+    """Returns the names of the language model's tensors in a larger model.
+
+    Args:
+        model: the keys of the larger one.
+        body: what names begin with, in place of `model.` or the like.
+        head: likewise, of the matrix of logits, whatever it is called.
+    """
+    own = language_of(model)
+
+    def rename(name: str) -> str:
+        first, _, rest = name.partition(".")
+        return f"{head}lm_head.{rest}" if first in ("lm_head", "embed_out") else f"{body}{rest}"
+
+    return [Renamed(rule, rename) for rule in own.architecture.rules(own.flat)]

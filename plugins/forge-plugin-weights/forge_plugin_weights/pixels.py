@@ -1,0 +1,222 @@
+"""What a published model's image processor does, and the keys of a Forge job that do the same.
+
+A folder says it in `preprocessor_config.json`, or in `processor_config.json` under `image_processor`. Mean, standard
+deviation and resampling are the encoder's here; how an image gets its size is a key of the dataset.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from attrs import field, frozen
+
+from forge_core.contracts.errors import JobError
+from forge_plugin_weights.fields import setting
+from forge_plugin_weights.kinds import PIXELS, Config, Field, Flat, Unsupported
+
+PREPROCESSOR, PROCESSOR = "preprocessor_config.json", "processor_config.json"
+CHAT_TEMPLATE = "chat_template.json"
+PROCESSOR_FILES = (PREPROCESSOR, PROCESSOR, CHAT_TEMPLATE)
+"""Files of a folder that say how images and prompts are processed, besides the tokenizer's."""
+ENCODER = "vision.encoder"
+RESAMPLING: Mapping[int, str] = {1: "lanczos", 2: "bilinear", 3: "bicubic"}
+"""By Pillow's numbers."""
+CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+HALF = (0.5, 0.5, 0.5)
+
+KNOWN = frozenset(
+    (
+        *("do_resize", "do_rescale", "do_normalize", "do_center_crop", "do_pad", "do_convert_rgb", "rescale_factor"),
+        *("image_mean", "image_std", "resample", "size", "crop_size", "patch_size", "max_num_patches"),
+        *("do_image_splitting", "max_image_size", "default_to_square", "pad_size", "max_image_tiles"),
+    )
+)
+"""Keys of which `Pixels` knows the meaning."""
+HARMLESS = frozenset(
+    (
+        *("image_processor_type", "feature_extractor_type", "processor_class", "data_format", "input_data_format"),
+        *("device", "return_tensors", "disable_grouping", "image_seq_length", "_valid_processor_keys", "backend"),
+        *("video_sampling", "image_processor_class"),
+    )
+)
+
+
+def processor_of(folder: Path) -> Mapping[str, Any]:
+    """Returns what a folder says about its image processor; empty if it says nothing.
+
+    Raises:
+        JobError: a file cannot be read.
+    """
+    for name, key in ((PREPROCESSOR, None), (PROCESSOR, "image_processor")):
+        path = folder / name
+        if not path.is_file():
+            continue
+        try:
+            content = json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            raise JobError(f"{path} cannot be read: {error}") from error
+        settings = content if key is None else content.get(key)
+        if isinstance(settings, Mapping) and settings:
+            return settings
+    return {}
+
+
+def updated_processor(settings: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the content of a `preprocessor_config.json`: that of a file that travelled along, with what changed."""
+    if not known:
+        return dict(settings)
+    changed = {key: settings[key] for key in ("image_mean", "image_std", "resample") if key in known}
+    return {**known, **changed}
+
+
+@frozen(kw_only=True)
+class Pixels(Field):
+    """What is done to pixels: the keys of an image processor."""
+
+    processor: str
+    """The processor's class, without `ImageProcessor`."""
+    mean: Sequence[float] = HALF
+    """Where no file says it, as the next two."""
+    std: Sequence[float] = HALF
+    resample: int = 3
+    written: Mapping[str, Any] = field(factory=dict)
+    """Further keys that an export has; `...` stands for the image's side in pixels."""
+
+    @property
+    def keys(self) -> Collection[str]:
+        return (PIXELS,)
+
+    def read(self, config: Config) -> Flat:
+        settings: Mapping[str, Any] = config.get(PIXELS) or {}
+        if unknown := [key for key in settings if key not in KNOWN | HARMLESS]:
+            raise Unsupported(f"{PREPROCESSOR} has {', '.join(unknown)}, which Forge does not know")
+        resample = settings.get("resample", self.resample)
+        if resample not in RESAMPLING:
+            raise Unsupported(f"resample = {resample!r} in {PREPROCESSOR}; Forge has {RESAMPLING}")
+        if settings.get("do_rescale", True) is not True or round(1 / settings.get("rescale_factor", 1 / 255)) != 255:
+            raise Unsupported(f"do_rescale, rescale_factor in {PREPROCESSOR}; Forge divides pixels by 255 always")
+        normalised = settings.get("do_normalize", True)
+        mean = _channels(settings, "image_mean", self.mean) if normalised else (0.0,) * 3
+        std = _channels(settings, "image_std", self.std) if normalised else (1.0,) * 3
+        return {
+            f"{ENCODER}.mean": list(mean),
+            f"{ENCODER}.std": list(std),
+            f"{ENCODER}.resample": RESAMPLING[resample],
+        }
+
+    def write(self, model: Flat) -> Config:
+        numbers = {name: number for number, name in RESAMPLING.items()}
+        side = max(setting(model, f"{ENCODER}.size"))
+        return {
+            PIXELS: {
+                "image_processor_type": f"{self.processor}ImageProcessor",
+                "do_convert_rgb": True,
+                "do_resize": True,
+                "do_rescale": True,
+                "rescale_factor": 1 / 255,
+                "do_normalize": True,
+                "image_mean": list(setting(model, f"{ENCODER}.mean")),
+                "image_std": list(setting(model, f"{ENCODER}.std")),
+                "resample": numbers[setting(model, f"{ENCODER}.resample")],
+                **_with_side(self.written, model, side),
+            }
+        }
+
+
+def _with_side(keys: Mapping[str, Any], model: Flat, side: int) -> dict[str, Any]:
+    """The further keys of an export, with the sizes of a model's images."""
+    named = {"patch_size": setting(model, f"{ENCODER}.patch")}
+    filled: dict[str, Any] = {}
+    for key, value in keys.items():
+        inner = _with_side(value, model, side) if isinstance(value, Mapping) else value
+        filled[key] = named.get(key, side) if inner is ... else inner
+    return filled
+
+
+def _channels(settings: Mapping[str, Any], key: str, default: Sequence[float]) -> Sequence[float]:
+    values = settings.get(key) or default
+    values = [values] * 3 if isinstance(values, int | float) else values
+    if len(values) != 3:
+        raise Unsupported(f"{key} = {values!r} in {PREPROCESSOR}; Forge's images have 3 channels")
+    return [float(value) for value in values]
+
+
+@frozen
+class ImageTable:
+    """How a job's images become those that the published model saw: keys of each table `[[data.sources]]`."""
+
+    keys: Mapping[str, Any]
+    differences: Sequence[str] = ()
+    """What Forge's images differ in all the same."""
+
+    def source(self) -> Mapping[str, Any]:
+        """Returns a table `[[data.sources]]` with these keys, of which the path is anything."""
+        return {"type": "forge-plugin-images/image_text", "path": "images.jsonl", **self.keys}
+
+    def lines(self) -> Sequence[str]:
+        """Returns what a user has to know, a line each."""
+        settings = ", ".join(f"{key} = {json.dumps(value)}" for key, value in self.keys.items())
+        first = f"Images are as the published model's with, in each table [[data.sources]]: {settings}"
+        if not self.differences:
+            return [first]
+        nearly = first.replace("Images are as", "Images are nearly as")
+        return [nearly, *(f"but {difference}" for difference in self.differences)]
+
+
+def image_table(config: Config, model: Flat) -> ImageTable | None:
+    """Returns the keys of a dataset for a model's images; None if no file says how they are processed.
+
+    Args:
+        config: with the processor's keys under `PIXELS`.
+        model: the keys of `[model]`.
+    """
+    settings: Mapping[str, Any] = config.get(PIXELS) or {}
+    if not settings:
+        return None
+    height, width = model[f"{ENCODER}.size"]
+    if "max_num_patches" in settings:
+        return ImageTable({"resize": "fill", "max_patches": settings["max_num_patches"]})
+    if "max_image_size" in settings:
+        return _squashed(settings, (height, width))
+    size = _sides(settings.get("crop_size") if settings.get("do_center_crop") else settings.get("size"))
+    differences = []
+    if size not in ((height, width), None):
+        differences.append(f"they are {size[0]} x {size[1]} there, and {height} x {width} by config.json")
+    if not settings.get("do_resize", True):
+        differences.append("they are not resized there")
+    if settings.get("do_pad"):
+        return ImageTable({"resize": "pad"}, differences)
+    if settings.get("do_center_crop"):
+        short = (settings.get("size") or {}).get("shortest_edge")
+        if short != height or height != width:
+            differences.append(f"their shorter side becomes {short} before the middle is taken")
+        return ImageTable({"resize": "crop"}, differences)
+    return ImageTable({"resize": "stretch"}, differences)
+
+
+def _squashed(settings: Mapping[str, Any], size: tuple[int, int]) -> ImageTable:
+    """Of Idefics3 and SmolVLM."""
+    longest = (settings.get("size") or {}).get("longest_edge")
+    differences = [
+        f"they are resized twice there, first until the longer side is {longest}",
+    ]
+    if settings.get("do_image_splitting", True):
+        tile = (settings["max_image_size"] or {}).get("longest_edge")
+        differences.append(
+            f"they are cut into tiles of {tile} pixels there, with texts like <row_1_col_1> between; "
+            'resize = "tiles" with overview = "last" comes near, without the texts'
+        )
+    if settings["max_image_size"].get("longest_edge") != size[0]:
+        differences.append(f"they are {settings['max_image_size']} there, and {size} by config.json")
+    return ImageTable({"resize": "stretch"}, differences)
+
+
+def _sides(size: Any) -> tuple[int, int] | None:
+    if isinstance(size, int):
+        return size, size
+    if isinstance(size, Mapping) and "height" in size and "width" in size:
+        return size["height"], size["width"]
+    return None

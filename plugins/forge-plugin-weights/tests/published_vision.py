@@ -1,0 +1,161 @@
+"""Tiny published models that see images, as `published_models` has those of texts, and batches with images."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from attrs import frozen
+from published_models import GEMMA, SIZES, WINDOWS, lifted
+from torch import Tensor
+
+from forge_plugin_vision import GRIDS, IMAGE, PATCHES
+
+PATCH, SIDE, PLACEHOLDER = 4, 4, 60
+"""Pixels of a patch, patches along a side of an image, the token that stands for an image."""
+TEXT: Mapping[str, Any] = {**SIZES, "num_hidden_layers": 2}
+TOWER: Mapping[str, Any] = {
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 3,
+    "image_size": PATCH * SIDE,
+    "patch_size": PATCH,
+}
+NAFLEX: Mapping[str, Any] = {key: value for key, value in TOWER.items() if key != "image_size"} | {"num_patches": 16}
+
+
+def text(name: str, **keys: Any) -> Any:
+    return getattr(transformers, f"{name}Config")(**{**TEXT, **keys})
+
+
+def clip() -> Any:
+    return transformers.CLIPVisionConfig(**TOWER)
+
+
+def siglip(**keys: Any) -> Any:
+    return transformers.SiglipVisionConfig(**TOWER, **keys)
+
+
+def llava(language: Any, tower: Any, **keys: Any) -> Any:
+    settings = {"image_token_index": PLACEHOLDER, "image_seq_length": SIDE**2, **keys}
+    return transformers.LlavaConfig(text_config=language, vision_config=tower, **settings)
+
+
+def shuffled(name: str, language: Any, **keys: Any) -> Any:
+    settings = {"scale_factor": 2, "image_token_id": PLACEHOLDER, **keys}
+    return getattr(transformers, f"{name}Config")(text_config=language, vision_config=dict(TOWER), **settings)
+
+
+@frozen
+class Seeing:
+    """A class of `transformers`, and how its configuration is made."""
+
+    name: str
+    config: Callable[[], Any]
+    dropped: Sequence[str] = ()
+    """Parts of names of the tensors that Forge computes nothing with."""
+
+    def model(self, dtype: torch.dtype = torch.float32) -> Any:
+        """Returns a model whose parameters, norms and biases too, are random."""
+        torch.manual_seed(0)
+        model = getattr(transformers, self.name)(self.config()).eval()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
+        return model.to(dtype)
+
+    def write(self, folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+        """Write the model to a folder, in several files; returns it."""
+        model = self.model(dtype)
+        model.save_pretrained(folder, max_shard_size="40KB")
+        return model
+
+
+LLAVA, TAIL = "LlavaForConditionalGeneration", ("encoder.layers.2.", "post_layernorm.")
+MODELS: Mapping[str, Seeing] = {
+    "llava": Seeing(LLAVA, lambda: llava(text("Llama"), clip()), TAIL),
+    "llava, siglip": Seeing(
+        LLAVA,
+        lambda: llava(
+            text("Qwen2", tie_word_embeddings=True),
+            siglip(),
+            vision_feature_select_strategy="full",
+            projector_hidden_act="gelu_pytorch_tanh",
+        ),
+        (*TAIL, "vision_tower.head."),
+    ),
+    "llava, last layer": Seeing(
+        LLAVA,
+        lambda: llava(
+            text("Gemma2", **{**GEMMA, "num_hidden_layers": 2, "final_logit_softcapping": None}),
+            clip(),
+            vision_feature_layer=-1,
+        ),
+        ("post_layernorm.",),
+    ),
+    "llava, window": Seeing(
+        LLAVA, lambda: llava(text("Mistral", **WINDOWS), clip(), multimodal_projector_bias=False), TAIL
+    ),
+    "llava, experts": Seeing(
+        LLAVA, lambda: llava(text("Mixtral", num_local_experts=4, num_experts_per_tok=2), clip()), TAIL
+    ),
+    "idefics3": Seeing("Idefics3ForConditionalGeneration", lambda: shuffled("Idefics3", text("Llama"))),
+    "smolvlm": Seeing(
+        "SmolVLMForConditionalGeneration",
+        lambda: shuffled("SmolVLM", text("Llama", tie_word_embeddings=True), tie_word_embeddings=True),
+    ),
+}
+HEAD = ("head.",)
+TOWERS: Mapping[str, Seeing] = {
+    "siglip_vision_model": Seeing("SiglipVisionModel", siglip, HEAD),
+    "siglip2_vision_model": Seeing("Siglip2VisionModel", lambda: transformers.Siglip2VisionConfig(**NAFLEX), HEAD),
+    "clip_vision_model": Seeing("CLIPVisionModel", clip, ("post_layernorm.",)),
+}
+
+
+def wide(published: Any) -> Any:
+    """Returns a model all of which is computed in float64, its tables of positions too, within `lifted`."""
+    model = type(published)(published.config).double()
+    model.set_experts_implementation("eager")
+    model.load_state_dict(published.state_dict())
+    return model.eval()
+
+
+def batch_of(positions: int, images: int = 1, length: int = 40) -> dict[str, Tensor]:
+    """Returns two rows, the first of which has images, of `positions` positions each."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, PLACEHOLDER, (2, length), generator=generator)
+    patches = torch.zeros(2, images * SIDE**2, 3 * PATCH**2, dtype=torch.uint8)
+    grids = torch.zeros(2, images, 3, dtype=torch.int64)
+    for number in range(images):
+        start = 2 + number * (positions + 1)
+        ids[0, start : start + positions] = IMAGE
+        grids[0, number] = torch.tensor([1, SIDE, SIDE])
+    patches[0] = torch.randint(0, 256, patches[0].shape, generator=generator, dtype=torch.uint8)
+    return {"input_ids": ids, PATCHES: patches, GRIDS: grids}
+
+
+def pixels_of(vision: Any, batch: Mapping[str, Tensor]) -> Tensor:
+    """Returns the images of the first row as the tower sees them: (images, channels, height, width)."""
+    patches = vision.normalise(batch[PATCHES][0]).view(-1, SIDE, SIDE, 3, PATCH, PATCH)
+    return patches.permute(0, 3, 1, 4, 2, 5).reshape(-1, 3, SIDE * PATCH, SIDE * PATCH)
+
+
+def inputs_for(name: str, batch: Mapping[str, Tensor], pixels: Tensor, rows: slice = slice(None)) -> dict[str, Tensor]:
+    """Returns what `transformers` takes for our batch."""
+    ids = batch["input_ids"][rows]
+    if name.startswith("llava"):
+        return {"input_ids": ids.where(ids >= 0, PLACEHOLDER), "pixel_values": pixels}
+    images = torch.stack([pixels, torch.zeros_like(pixels)])[rows]  # an image of zeros is none
+    return {"input_ids": ids.where(ids >= 0, PLACEHOLDER), "pixel_values": images}
+
+
+@torch.no_grad()
+def wide_logits(published: Any, inputs: Mapping[str, Tensor]) -> Tensor:
+    """Returns the logits of a published model, all of it computed in float64."""
+    with lifted():
+        return wide(published)(**inputs).logits

@@ -1,0 +1,183 @@
+"""Published models that see images, from their files and back: logits, features, bytes, tokens, configurations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from published_models import lifted, ours
+from published_vision import MODELS, PATCH, SIDE, TOWERS, batch_of, inputs_for, pixels_of, wide, wide_logits
+from torch import Tensor
+
+from forge_core.plugins.catalog import Catalog
+from forge_plugin_generate.generate import Sampling, generate
+from forge_plugin_vision import GRIDS, PATCHES
+from forge_plugin_vision.modules.images import Images
+from forge_plugin_weights.exporting import export_run
+from forge_plugin_weights.importing import import_folder, read_json
+from forge_plugin_weights.tables import HARMLESS, architecture_of, read_config
+
+FURTHER = (
+    *("tie_word_embeddings", "vision_use_head", "layer_types", "max_window_layers"),
+    *("pretraining_tp", "projection_dim", "initializer_factor", "output_router_logits", "router_jitter_noise"),
+    *("router_aux_loss_coef", "cache_implementation"),
+)
+"""Keys of inner tables that mean nothing, or are compared by what they mean."""
+
+
+def imported(tmp_path: Path, model: Any, architecture: str = "") -> tuple[Any, Path]:
+    theirs = model.write(tmp_path / "published")
+    return theirs, import_folder(tmp_path / "published", tmp_path / "run", tokenizer=False, architecture=architecture)
+
+
+def loaded(out: Path, theirs: Any) -> Any:
+    """Returns what `transformers` makes of an export, of which it must miss nothing."""
+    again, loading = type(theirs).from_pretrained(out, output_loading_info=True)
+    assert not any(loading.values())
+    return again
+
+
+def check_tensors(theirs: Any, again: Any, dropped: tuple[str, ...]) -> None:
+    """All tensors are the same to the byte, but for those that nothing is computed with."""
+    before, after = theirs.state_dict(), again.state_dict()
+    unused = {name for name in before if any(part in name for part in dropped)}
+    assert bool(unused) == bool(dropped)
+    assert {*before} - unused == {*after} - unused
+    for name in {*before} - unused:
+        assert before[name].dtype == after[name].dtype
+        assert before[name].numpy().tobytes() == after[name].numpy().tobytes(), name
+
+
+@pytest.mark.parametrize("name", MODELS)
+@torch.no_grad()
+def test_a_model_that_sees_images_comes_in_and_goes_out(tmp_path, name):
+    theirs, run = imported(tmp_path, MODELS[name])
+    ours32, ours64 = ours(run), ours(run, "fp64")
+    batch = batch_of(positions_of(name))
+    inputs = inputs_for(name, batch, pixels_of(ours32.vision, batch))
+    expected = theirs(**inputs).logits
+    assert expected.std() > 0.1
+    assert (logits(ours32, batch) - expected).abs().max() < 1e-4
+    with_wide_pixels = inputs_for(name, batch, pixels_of(ours64.vision, batch))
+    assert (logits(ours64, batch) - wide_logits(theirs, with_wide_pixels)).abs().max() < 1e-9
+    blank = {**inputs, "pixel_values": inputs["pixel_values"] * 0.5}
+    assert (theirs(**blank).logits - expected)[0].abs().max() > 1e-2
+
+    again = loaded(export_run(run, tmp_path / "out"), theirs)
+    check_tensors(theirs, again, tuple(MODELS[name].dropped))
+    assert torch.equal(again(**inputs).logits, expected)
+    prompt = inputs_for(name, batch, pixels_of(ours32.vision, batch), slice(0, 1))
+    settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": 8, "pad_token_id": 0, "eos_token_id": None}
+    settings["attention_mask"] = torch.ones_like(prompt["input_ids"])  # else the token 0 would be taken for padding
+    tokens = again.generate(**prompt, **settings)[0, batch["input_ids"].shape[1] :].tolist()
+    entries = {key: batch[key][:1] for key in (PATCHES, GRIDS)}
+    greedy = Sampling(temperature=0)
+    assert generate(ours32, [batch["input_ids"][0].tolist()], 8, -1, greedy, entries=entries) == [tokens]
+
+
+def positions_of(name: str) -> int:
+    return SIDE**2 if name.startswith("llava") else SIDE**2 // 4
+
+
+def logits(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
+    return model.head.logits(model(batch))
+
+
+@pytest.mark.parametrize("name", TOWERS)
+@torch.no_grad()
+def test_a_tower_comes_in_and_goes_out(tmp_path, name):
+    theirs, run = imported(tmp_path, TOWERS[name])
+    for model, precision, within in ((theirs, "fp32", 1e-4), (theirs, "fp64", 1e-9)):
+        encoder = ours(run, precision).vision["encoder"]
+        dtype = torch.float64 if precision == "fp64" else torch.float32
+        sizes = [(SIDE, SIDE)] if name != "siglip2_vision_model" else [(3, 5), (SIDE, SIDE)]
+        for rows, columns in sizes:
+            image = torch.randn(3, rows * PATCH, columns * PATCH, dtype=dtype)
+            patches = image.unflatten(2, (-1, PATCH)).unflatten(1, (-1, PATCH)).permute(1, 3, 0, 2, 4).flatten(2)
+            features = encoder(
+                patches.flatten(0, 1)[None], Images.of(torch.tensor([[[1, rows, columns]]]), rows * columns)
+            )
+            expected = features_of(model, image, precision == "fp64")
+            assert expected.std() > 0.1
+            assert (features[0] - expected).abs().max() < within
+
+    again = loaded(export_run(run, tmp_path / "out"), with_no_head(theirs))
+    check_tensors(with_no_head(theirs), again, tuple(part for part in TOWERS[name].dropped if part != "head."))
+
+
+def features_of(model: Any, image: Tensor, in_float64: bool) -> Tensor:
+    """Returns the last hidden state of a published tower."""
+    if "Siglip2" in type(model).__name__:
+        rows, columns = image.shape[1] // PATCH, image.shape[2] // PATCH
+        patches = image.unflatten(2, (-1, PATCH)).unflatten(1, (-1, PATCH)).permute(1, 3, 2, 4, 0).flatten(2)
+        inputs = {
+            "pixel_values": patches.flatten(0, 1)[None],
+            "pixel_attention_mask": torch.ones(1, rows * columns, dtype=torch.int64),
+            "spatial_shapes": torch.tensor([[rows, columns]]),
+        }
+    else:
+        inputs = {"pixel_values": image[None]}
+    if not in_float64:
+        hidden = model(**inputs).last_hidden_state
+    else:
+        with lifted():
+            hidden = wide(model)(**inputs).last_hidden_state
+    return hidden[:, 1:] if "CLIP" in type(model).__name__ else hidden
+
+
+def with_no_head(theirs: Any) -> Any:
+    """Returns the published tower without its pooling head, which Forge does not have."""
+    if not hasattr(theirs.config, "vision_use_head"):
+        return theirs
+    config = type(theirs.config)(**{**theirs.config.to_dict(), "vision_use_head": False})
+    model = type(theirs)(config)
+    model.load_state_dict({name: t for name, t in theirs.state_dict().items() if not name.startswith("head.")})
+    return model
+
+
+@pytest.mark.parametrize("name", [*MODELS, *TOWERS])
+def test_a_configuration_is_written_as_it_was_read(tmp_path, name):
+    _, run = imported(tmp_path, {**MODELS, **TOWERS}[name])
+    before, after = (
+        read_json(folder / "config.json") for folder in (tmp_path / "published", export_run(run, tmp_path / "out"))
+    )
+    _, architecture = architecture_of(before, Catalog.installed())
+    check_table(before, after, {*architecture.harmless, "vision_use_head"} - {*architecture.kept})
+    assert read_config(architecture, after) == read_config(architecture, before)
+
+
+def check_table(before: Mapping[str, Any], after: Mapping[str, Any], meaningless: set[str]) -> None:
+    for key, value in before.items():
+        if isinstance(value, Mapping) and key.endswith("_config"):
+            check_table(value, after[key], {*FURTHER})
+        elif key not in HARMLESS | meaningless and value is not None:
+            assert after.get(key) == value, key
+
+
+@pytest.mark.parametrize(
+    ("whole", "part", "left_out"),
+    [
+        ("llava", "llama", "other.vision_tower."),
+        ("llava, siglip", "qwen2", "other.vision_tower."),
+        ("idefics3", "llama", "other.vision_model."),
+        ("llava", "clip_vision_model", "other.language_model."),
+        ("llava, siglip", "siglip_vision_model", "other.language_model."),
+        ("smolvlm", "siglip_vision_model", "other.model.text_model."),
+    ],
+)
+def test_a_part_of_a_model_comes_in_alone(tmp_path, whole, part, left_out):
+    _, run = imported(tmp_path, MODELS[whole], part)
+    _, run_of_all = imported(tmp_path / "all", MODELS[whole])
+    names = read_json(run / "origin.json")["left_out"]
+    assert any(name.startswith(left_out) for name in names)
+    everything, alone = (dict(ours(each).named_parameters()) for each in (run_of_all, run))
+    is_tower = part.endswith("_vision_model")
+    shared = {
+        name for name in everything if (name.startswith("vision.encoder.") if is_tower else name[:7] != "vision.")
+    }
+    assert shared <= {*alone}
+    assert is_tower or shared == {*alone}
+    assert all(torch.equal(everything[name], alone[name]) for name in shared)
