@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import os
+import signal
 import sys
 import warnings
 from importlib.util import find_spec
@@ -37,11 +38,11 @@ _python_format = warnings.formatwarning
 def main(argv: list[str] | None = None) -> int:
     """Run one command line, and return the exit code."""
     # Only as a program: where `main` is called from Python, warnings belong to the caller.
-    if argv is None:
-        argv = sys.argv[1:]
+    as_program = argv is None
+    if as_program:
         warnings.formatwarning = _format_warning
     try:
-        code = int(_dispatch(argv))
+        code = int(_dispatch(sys.argv[1:] if argv is None else argv, as_program))
         sys.stdout.flush()  # here, so that a reader that has ended is met below and not at exit
         return code
     except JobError as error:
@@ -50,6 +51,9 @@ def main(argv: list[str] | None = None) -> int:
     except ForgeError as error:
         print(f"forge-run: {error}", file=sys.stderr)
         return error.exit_code
+    except KeyboardInterrupt:  # not of `run`, which ends in its own ways
+        print("forge-run: interrupted", file=sys.stderr)
+        return ExitCode.SECOND_SIGNAL
     except BrokenPipeError:  # the reader of the output has ended: `forge-run plugins | head`
         # Python flushes once more when it exits, and would print a second error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -64,7 +68,7 @@ def _format_warning(
     return f"warning: {message}\n" if ours else _python_format(message, category, filename, lineno, line)
 
 
-def _dispatch(argv: list[str]) -> int:
+def _dispatch(argv: list[str], as_program: bool) -> int:
     first = argv[0] if argv else "--help"
     catalog = Catalog.installed()
     if first in ("-h", "--help", "--version"):
@@ -73,7 +77,12 @@ def _dispatch(argv: list[str]) -> int:
     # A job file or an override; by its name too, so that a file that is missing is reported as one.
     is_job = first.endswith(".toml") or first.startswith("-") or Path(first).is_file()
     name, rest = ("run", argv) if is_job else (first, argv[1:])
-    return catalog.load_offer(find_command(catalog, name))(rest)
+    command = catalog.load_offer(find_command(catalog, name))
+    if as_program and name != "run":  # in place of what `forge_core.__main__` has set
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_DFL)
+    return command(rest)
 
 
 def find_command(catalog: Catalog, name: str) -> Offer:

@@ -33,9 +33,14 @@ def command(argv: list[str]) -> int:
     parser.add_argument("--nproc", type=int, metavar="N", help=f"{ranks}process as one of several)")
     options, _, overrides = parse_job_arguments(parser, argv)
     # Imports below stand where they are needed: --help answers at once, and no error of a job waits for torch.
+    from forge_core.launch.rank_process import this_process
     from forge_core.launch.world import join_world
 
-    world = join_world()
+    with this_process.stoppable():
+        return _run(options, join_world(), argv, overrides)
+
+
+def _run(options: argparse.Namespace, world: World, argv: list[str], overrides: list[str]) -> int:
     if options.nproc is not None and options.nproc != 1:
         return _supervise(options, world, argv, overrides)
     if world.alone:

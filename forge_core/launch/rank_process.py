@@ -43,6 +43,7 @@ class RankProcess:
         self._log: RankLog | None = None
         self._launcher: socket.socket | None = None
         self._stop_requests: StopRequests | None = None
+        self._stopping = threading.Lock()
         self._reported = False
 
     def join(self, world: World, start_timeout_s: float, hang_timeout_s: float) -> Rendezvous:
@@ -64,10 +65,6 @@ class RankProcess:
     def run(self, world: World, work: Callable[[RankLog], int]) -> NoReturn:
         """End the process with the exit code that `work` returns; if it raises, the other ranks end too."""
         self._world, self._log = world, RankLog(world.rank)
-        if CONTROL in os.environ:
-            self._launcher = socket.socket(fileno=int(os.environ[CONTROL]))
-        # Before the job is read: SIGTERM would end this rank alone then, and the others wait for it
-        self._stop_requests = StopRequests(self._stop_before_training, self._launcher)
         try:
             code = work(self._log)
         except BaseException as error:
@@ -79,11 +76,24 @@ class RankProcess:
         self._exit(code)
 
     @contextmanager
-    def delivering_stop_requests(self, deliver: Deliver) -> Iterator[None]:
-        """Call `deliver` on requests to stop while this context lasts. Without effect outside the main thread."""
+    def stoppable(self) -> Iterator[None]:
+        """A request to stop ends this process at once while this context lasts, until training begins."""
+        # From before the job is read: SIGTERM would end a rank alone then, and the others wait for it
         if threading.current_thread() is not threading.main_thread():  # Python sets signal handlers only there
             yield
-        elif self._stop_requests is None:
+            return
+        if CONTROL in os.environ:
+            self._launcher = socket.socket(fileno=int(os.environ[CONTROL]))
+        with closing(StopRequests(self._stop_before_training, self._launcher)) as self._stop_requests:
+            yield
+        self._stop_requests = None
+
+    @contextmanager
+    def delivering_stop_requests(self, deliver: Deliver) -> Iterator[None]:
+        """Call `deliver` on requests to stop while this context lasts. Without effect outside the main thread."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+        elif self._stop_requests is None:  # a run that a script or a notebook has started
             with closing(StopRequests(deliver)):
                 yield
         else:
@@ -94,15 +104,26 @@ class RankProcess:
                 self._stop_requests.deliver = lambda number: None
 
     def _stop_before_training(self, number: signal.Signals) -> None:
-        text = f"forge-run: rank {self._world.rank} was asked to stop (signal {number.name}) before training began"
+        """End this process, from whichever thread: the main one may be in native code, which no signal interrupts."""
+        if not self._stopping.acquire(blocking=False):  # the other of two threads that deliver one request
+            return
+        text = f"forge-run: stopped by {number.name} before training began; there is nothing new to save"
         report = FailureReport(rank=self._world.rank, code=ExitCode.STOPPED, text=text)
         if self.rendezvous is not None:
             with suppress(Exception):
                 report = self.rendezvous.end(report)
-        assert self._log is not None
-        self._log.write(text)
+        if self._world.rank == 0:
+            terminal = self._log.terminal.fileno() if self._log else 2
+            # In place of a line that is being redrawn; by its number, as the main thread may hold the stream's lock
+            restored = "\r\x1b[K\x1b[?25h" if os.isatty(terminal) else ""
+            os.write(terminal, f"{restored}{text}\n".encode())
+        if self._log is not None:
+            self._log.write(text)
         if self._launcher is None:  # our launcher asks the other ranks itself
             self.leave()
+        # Processes that read data: they would wait for their parent for ever
+        for child in sys.modules["multiprocessing"].active_children() if "multiprocessing" in sys.modules else ():
+            child.kill()
         os._exit(report.code)  # without the main thread: there is nothing to save
 
     def end_run(self, error: BaseException) -> FailureReport:

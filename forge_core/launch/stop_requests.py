@@ -47,9 +47,11 @@ class StopRequests:
         self._old_handlers: dict[int, Any] = {number: signal.signal(number, self._handle) for number in STOP_SIGNALS}
         self._thread = threading.Thread(target=self._listen, name="forge-stop-requests", daemon=True)
         self._thread.start()
+        _listening.add(self)
 
     def close(self) -> None:
         """Put back the handlers that were there."""
+        _listening.discard(self)
         for number, handler in self._old_handlers.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._old_wakeup)  # before its descriptor is closed, to which a signal would be written
@@ -93,3 +95,18 @@ class StopRequests:
             self.deliver(signal.Signals(number))
         elif last[0] != number or now - last[1] > ECHO_S:
             self._on_second()
+
+
+_listening: set[StopRequests] = set()
+
+
+def _stop_listening_in_child() -> None:
+    """A fork shares the socket, and a signal to the child alone (`Process.terminate`) would stop the run."""
+    if _listening:
+        _listening.clear()
+        signal.set_wakeup_fd(-1)
+        for number in STOP_SIGNALS:  # the terminal's Ctrl-C reaches children too, of which the parent decides
+            signal.signal(number, signal.SIG_IGN if number == signal.SIGINT else signal.SIG_DFL)
+
+
+os.register_at_fork(after_in_child=_stop_listening_in_child)
