@@ -134,7 +134,7 @@ def save_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
 def checkpoint_table(folder: Path) -> Mapping[str, Any]:
     """`[checkpoint]` of the resolved job that a run folder keeps; empty before its first start."""
     try:
-        return tomllib.loads((folder / JOB).read_text())["checkpoint"]
+        return tomllib.loads((folder / JOB).read_text()).get("checkpoint", {})
     except FileNotFoundError:
         return {}
 

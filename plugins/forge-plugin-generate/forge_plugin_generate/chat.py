@@ -1,21 +1,58 @@
-"""A chat in the terminal: `forge-run generate RUN --chat`."""
+"""`forge-run chat`: a conversation with a trained model, by its chat template."""
 
 from __future__ import annotations
 
+import argparse
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from forge_core.cli.command_line import with_examples
+from forge_core.contracts.errors import ForgeError, JobError
+from forge_plugin_generate.options import add_run, add_settings, check_path
 from forge_plugin_generate.prompts import chat_ids
+from forge_plugin_generate.streaming import TextStream
+from forge_plugin_generate.terminal import Conversation, write
 
 if TYPE_CHECKING:
     from forge_core.contracts.data import Tokenizer
 
 Message = dict[str, str]
-Answer = Callable[[Sequence[Sequence[int]]], Sequence[Sequence[int]]]
-"""Continues prompts: ids of each -> ids of each answer."""
-MARK = "> "
-"""Stands before what is typed, on a terminal."""
+Answer = Callable[..., Sequence[Sequence[int]]]
+"""Continues prompts: ids of each, and `until` of `generate` -> ids of each answer."""
+
+
+def command(argv: list[str]) -> int:
+    """Talk with the model of a run or checkpoint on the terminal, by its chat template."""
+    parser = argparse.ArgumentParser("forge-run chat", description=command.__doc__)
+    add_run(parser)
+    parser.add_argument("--system", default="", metavar="TEXT", help="the system's message")
+    add_settings(parser)
+    with_examples(
+        parser,
+        "forge-run chat runs/chat",
+        'echo "Which sea is the deepest?" | forge-run chat runs/chat --temperature 0',
+    )
+    options = parser.parse_args(argv)
+    check_path(Path(options.path), options.device)
+    from forge_plugin_generate.command import continued, load_trained
+    from forge_plugin_generate.prompts import stop_ids
+
+    check = partial(check_chat, path=options.path)
+    trained = load_trained(options.path, options.device, options.run, check=check)
+    answer = partial(continued, trained, options, stop_ids(trained.tokenizer, options.stop or ()))
+    return talk(trained.tokenizer, answer, options, trained.job.train.seq_len)
+
+
+def check_chat(tokenizer: Tokenizer, path: str) -> None:
+    """Check that a tokenizer writes chats; raises a `JobError` that offers plain prompts."""
+    try:
+        chat_ids(tokenizer, [_message("user", "?")])
+    except JobError as error:
+        hint = f"plain texts are continued by: forge-run generate {path} --interactive"
+        raise JobError(f"{error}\n{hint}") from error
 
 
 def answer_once(tokenizer: Tokenizer, answer: Answer, system: str, questions: Sequence[str]) -> list[str]:
@@ -24,16 +61,80 @@ def answer_once(tokenizer: Tokenizer, answer: Answer, system: str, questions: Se
     return [tokenizer.decode(row) for row in answer(prompts)]
 
 
-def talk(tokenizer: Tokenizer, answer: Answer, system: str) -> None:
-    """Answer each line of standard input in one conversation, until it ends; raises `JobError` as `chat_ids`."""
-    messages = _begun(system)
-    for line in _lines():
-        messages.append(_message("user", line))
-        # The whole conversation is read again for each answer: a template may write earlier turns in another way now.
-        [row] = answer([chat_ids(tokenizer, messages)])
-        text = tokenizer.decode(row)
-        messages.append(_message("assistant", text))
-        print(text, flush=True)
+def talk(tokenizer: Tokenizer, answer: Answer, options: argparse.Namespace, seq_len: int) -> int:
+    """Answer each line of standard input in one conversation, until it ends; returns the exit code."""
+    chat = Chat(tokenizer, answer, options, seq_len)
+    if sys.stdin.isatty():
+        print("/help lists commands, Ctrl-C ends an answer, Ctrl-D leaves")
+    return Conversation(options, chat.answer, chat.commands()).run()
+
+
+class Chat:
+    """One conversation.
+
+    Args:
+        tokenizer: writes conversations by its template.
+        answer: continues ids.
+        options: `system`, its first message, and `seed`, which `/retry` changes.
+        seq_len: positions that the model was trained with.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, answer: Answer, options: argparse.Namespace, seq_len: int) -> None:
+        self._tokenizer, self._continue, self._options, self._seq_len = tokenizer, answer, options, seq_len
+        self.messages = _begun(options.system)
+        self._has_warned = False
+
+    def commands(self) -> dict[str, tuple[str, Callable[[str], Any]]]:
+        """Returns what a conversation understands besides its messages."""
+        return {
+            "reset": ("begin a new conversation", lambda text: self.reset()),
+            "system": ("begin a new conversation with this message of the system; none without a text", self.begin),
+            "retry": ("answer the last message again, with the next seed", lambda text: self.retry()),
+        }
+
+    def reset(self) -> None:
+        """Begin a new conversation with the same message of the system."""
+        self.messages = _begun(self._options.system)
+
+    def begin(self, system: str) -> None:
+        """Begin a new conversation with this message of the system."""
+        self._options.system = system
+        self.reset()
+
+    def retry(self) -> None:
+        """Answer the last message again."""
+        questions = [number for number, message in enumerate(self.messages) if message["role"] == "user"]
+        if not questions:
+            raise ForgeError("/retry: nothing was asked yet")
+        question = self.messages[questions[-1]]["content"]
+        del self.messages[questions[-1] :]
+        self._options.seed += 1
+        self.answer(question)
+
+    def answer(self, text: str) -> None:
+        """Write the answer to a message as it is made. One that is interrupted stays as far as it came."""
+        self.messages.append(_message("user", text))
+        stream = TextStream(self._tokenizer, write)
+        try:
+            # The whole conversation is read again for each answer: a template may write earlier turns in another way.
+            ids = chat_ids(self._tokenizer, self.messages)
+            self._warn_of_length(len(ids))
+            [row] = self._continue([ids], until=stream.show)
+        except ForgeError:
+            self.messages.pop()  # as if it had not been asked
+            raise
+        except KeyboardInterrupt:
+            self.messages.append(_message("assistant", stream.text))
+            raise
+        stream.finish(row)
+        print(flush=True)
+        self.messages.append(_message("assistant", stream.text))
+
+    def _warn_of_length(self, length: int) -> None:
+        if length + self._options.max_tokens > self._seq_len and not self._has_warned and sys.stdin.isatty():
+            self._has_warned = True
+            limit = f"the model was trained with {self._seq_len} positions (train.seq_len)"
+            print(f"({length} tokens so far; {limit}; /reset begins a new conversation)", file=sys.stderr)
 
 
 def _begun(system: str) -> list[Message]:
@@ -42,15 +143,3 @@ def _begun(system: str) -> list[Message]:
 
 def _message(role: str, content: str) -> Message:
     return {"role": role, "content": content}
-
-
-def _lines() -> Iterator[str]:
-    """Yields the lines of standard input that are not blank, without their ends."""
-    mark = MARK if sys.stdin.isatty() else ""
-    while True:
-        try:
-            line = input(mark)
-        except EOFError:
-            return
-        if line.strip():
-            yield line

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import math
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from forge_core.cli.command_line import positive
+from forge_core.cli.command_line import with_examples
+from forge_core.contracts.errors import ExitCode
+from forge_plugin_generate.options import add_run, add_settings, check_path
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,41 +22,83 @@ if TYPE_CHECKING:
 
 
 def command(argv: list[str]) -> int:
-    """Continue prompts with the model of a run or checkpoint, or chat with it."""
+    """Continue prompts with the model of a run or checkpoint."""
     options = _options(argv)
-    from forge_plugin_generate.chat import answer_once, talk
+    check_path(Path(options.path), options.device)
+    from forge_plugin_generate.chat import answer_once, check_chat, talk
     from forge_plugin_generate.prompts import stop_ids
 
-    trained = load_trained(options.path, options.device, options.run)
-    answer = partial(_continued, trained, options, stop_ids(trained.tokenizer, options.stop or ()))
-    if not options.chat:
-        _show(_continuations(trained, options, answer))
-    elif options.prompt:
+    check = partial(check_chat, path=options.path) if options.chat else lambda tokenizer: None
+    trained = load_trained(options.path, options.device, options.run, check=check)
+    answer = partial(continued, trained, options, stop_ids(trained.tokenizer, options.stop or ()))
+    if options.interactive:
+        return _answer_lines(trained, options, answer)
+    if options.chat and not options.prompt:
+        return talk(trained.tokenizer, answer, options, trained.job.train.seq_len)
+    if options.chat:
         _show(answer_once(trained.tokenizer, answer, options.system, options.prompt))
+    elif options.stream:
+        return _stream(trained, options, answer)
     else:
-        talk(trained.tokenizer, answer, options.system)
-    return 0
+        _show(_continuations(trained, options, answer))
+    return ExitCode.FINISHED
+
+
+def _answer_lines(trained: Trained, options: argparse.Namespace, answer: Any) -> int:
+    """Continue each line of standard input by itself; returns the exit code."""
+    from forge_plugin_generate.terminal import Conversation
+
+    if sys.stdin.isatty():
+        print("each line is continued by itself; /help lists commands, Ctrl-C ends a text, Ctrl-D leaves")
+    return Conversation(options, partial(_continue_aloud, trained, options, answer), {}).run()
+
+
+def _stream(trained: Trained, options: argparse.Namespace, answer: Any) -> int:
+    """Write the continuation of the only prompt as it is made; returns the exit code."""
+    [prompt] = options.prompt or [""]
+    try:
+        _continue_aloud(trained, options, answer, prompt)
+    except KeyboardInterrupt:
+        print(flush=True)
+        return ExitCode.SECOND_SIGNAL
+    return ExitCode.FINISHED
+
+
+def _continue_aloud(trained: Trained, options: argparse.Namespace, answer: Any, prompt: str) -> None:
+    from forge_plugin_generate.streaming import TextStream
+    from forge_plugin_generate.terminal import write
+
+    stream = TextStream(trained.tokenizer, write)
+    write(prompt)
+    [row] = _rows(trained, options, [prompt], partial(answer, until=stream.show))
+    stream.finish(row)
+    print(flush=True)
 
 
 def _continuations(trained: Trained, options: argparse.Namespace, answer: Any) -> list[str]:
     """Returns each prompt with its continuation."""
+    prompts: list[str] = options.prompt or [""]
+    rows = _rows(trained, options, prompts, answer)
+    return [prompt + trained.tokenizer.decode(row) for prompt, row in zip(prompts, rows, strict=True)]
+
+
+def _rows(trained: Trained, options: argparse.Namespace, prompts: Sequence[str], answer: Any) -> list[list[int]]:
+    """Returns the ids that continue prompts, which may have images."""
     from forge_plugin_generate.prompts import prompt_ids
 
     tokenizer, bos = trained.tokenizer, not options.no_bos
-    prompts: list[str] = options.prompt or [""]
     if options.image:
-        rows = answer(*_with_images(prompts, options.image, trained.job, tokenizer, bos))
-    else:
-        rows = answer([prompt_ids(tokenizer, prompt, bos=bos) for prompt in prompts])
-    return [prompt + tokenizer.decode(row) for prompt, row in zip(prompts, rows, strict=True)]
+        return answer(*_with_images(prompts, options.image, trained.job, tokenizer, bos))
+    return answer([prompt_ids(tokenizer, prompt, bos=bos) for prompt in prompts])
 
 
-def _continued(
+def continued(
     trained: Trained,
     options: argparse.Namespace,
     stop: Sequence[int],
     ids: Sequence[Sequence[int]],
     entries: Mapping[str, Tensor] | None = None,
+    until: Callable[[Sequence[int]], bool] | None = None,
 ) -> list[list[int]]:
     """Returns the ids that the model continues each prompt with, by the options of the command."""
     from forge_plugin_generate.generate import Sampling, generate
@@ -68,6 +112,7 @@ def _continued(
         tokenizer.end_of_text,
         Sampling(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p),
         stop=stop,
+        until=until,
         seed=options.seed,
         use_cache=not options.no_cache,
         entries={name: tensor.to(device) for name, tensor in (entries or {}).items()},
@@ -96,68 +141,57 @@ def _with_images(
 def _options(argv: Sequence[str]) -> argparse.Namespace:
     parser = _parser()
     options = parser.parse_args(argv)
+    several = len(options.prompt or ()) > 1
     if options.system and not options.chat:
         parser.error("--system is the first message of a chat: add --chat")
     if options.chat and options.image:
         parser.error("--chat knows texts only; leave --image out, or --chat")
     if options.chat and options.no_bos:
         parser.error("--no-bos is for plain prompts: a chat begins as its template says; leave one of the two out")
+    if options.interactive and (options.prompt or options.chat or options.image):
+        parser.error("--interactive reads plain prompts; leave --prompt, --chat and --image out")
+    if options.stream and several:
+        parser.error("--stream writes one text as it is made, and several prompts are one batch; give one --prompt")
+    if options.stream is None:
+        options.stream = sys.stdout.isatty() and not several
     return options
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="forge-run generate", description=command.__doc__)
+    add_run(parser)
     parser.add_argument(
-        "path", metavar="RUN_OR_CHECKPOINT", help="a run folder (its newest checkpoint) or a checkpoint"
+        "--prompt",
+        action="append",
+        metavar="TEXT",
+        help="text to continue, with --chat a message to answer; repeat it for a batch",
     )
     parser.add_argument(
-        "--prompt", action="append", help="text to continue, with --chat a message to answer; repeat it for a batch"
+        "--stream",
+        action=argparse.BooleanOptionalAction,
+        help="write a text as it is made (on a terminal, unless there are several)",
     )
+    parser.add_argument("--interactive", action="store_true", help="continue each line of standard input, by itself")
     parser.add_argument(
-        "--chat", action="store_true", help="answer messages, by the chat template: lines of standard input, or prompts"
+        "--chat",
+        action="store_true",
+        help="answer messages, by the chat template: those of --prompt, or as `chat` does",
     )
     parser.add_argument("--system", default="", metavar="TEXT", help="with --chat: the system's message")
     parser.add_argument(
         "--image", action="append", metavar="FILE", help="image for the next <image> of the prompts; repeat it for more"
     )
-    parser.add_argument("--max-tokens", type=positive, default=200, help="tokens to generate a prompt (200)")
-    parser.add_argument(
-        "--stop", action="append", metavar="TOKEN", help="a further token at which an answer ends; repeat it for more"
-    )
     parser.add_argument(
         "--no-bos", action="store_true", help="prompts without the tokenizer's beginning of text (begin_of_text)"
     )
-    parser.add_argument("--temperature", type=_temperature, default=0.8, help="0: always the likeliest token (0.8)")
-    parser.add_argument("--top-k", type=_count, default=0, help="only the k likeliest tokens; 0: all (0)")
-    parser.add_argument("--top-p", type=_share, default=0.95, help="only the likeliest with this probability (0.95)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (0)")
-    parser.add_argument(
-        "--run", type=Path, metavar="FOLDER", help="run folder with the tokenizer, if the checkpoint is elsewhere"
+    add_settings(parser)
+    with_examples(
+        parser,
+        'forge-run generate runs/quickstart --prompt "def "',
+        "forge-run generate runs/quickstart --interactive --temperature 0",
+        "forge-run generate runs/quickstart/checkpoints/step-400 --max-tokens 50 --seed 1",
     )
-    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
-    parser.add_argument("--no-cache", action="store_true", help="recompute everything for each token (for comparison)")
     return parser
-
-
-# As `Sampling` demands, which is built only once the model is loaded. NaN is no number here: it fails each comparison.
-
-
-def _temperature(text: str) -> float:
-    if not 0 <= (value := float(text)) < math.inf:
-        raise argparse.ArgumentTypeError(f"must be at least 0, got {text}")
-    return value
-
-
-def _count(text: str) -> int:
-    if (value := int(text)) < 0:
-        raise argparse.ArgumentTypeError(f"must be at least 0, got {text}")
-    return value
-
-
-def _share(text: str) -> float:
-    if not 0 < (value := float(text)) <= 1:
-        raise argparse.ArgumentTypeError(f"must be above 0 and at most 1, got {text}")
-    return value
 
 
 class Trained(NamedTuple):
@@ -178,13 +212,19 @@ def load_model_and_tokenizer(
     return trained.model, trained.tokenizer
 
 
-def load_trained(path: Path | str, device: Literal["auto", "cpu", "cuda"] = "auto", run: Path | None = None) -> Trained:
+def load_trained(
+    path: Path | str,
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+    run: Path | None = None,
+    check: Callable[[Tokenizer], object] = lambda tokenizer: None,
+) -> Trained:
     """Load the trained model, in evaluation mode, the tokenizer and the job of a run folder or checkpoint.
 
     Args:
         path: the run folder, whose newest checkpoint is taken, or the checkpoint.
         device: device of the model; "auto" takes a GPU if there is one.
         run: run folder with the tokenizer; by default `find_run` searches for it.
+        check: is called with the tokenizer before the model is loaded, which may take long.
 
     Raises:
         CheckpointError: there is no intact checkpoint, or the tokenizer is not the one of its training.
@@ -207,6 +247,7 @@ def load_trained(path: Path | str, device: Literal["auto", "cpu", "cuda"] = "aut
     tokenizer = build_tokenizer(job, context)
     assert tokenizer is not None
     check_tokenizer(manifest["provenance"], {"tokenizer": tokenizer.fingerprint()})
+    check(tokenizer)
     context = attrs.evolve(context, tokenizer=tokenizer)
     model = build_model(job, context).model
     load_model(checkpoint, model)

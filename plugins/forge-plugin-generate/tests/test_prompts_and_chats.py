@@ -137,6 +137,46 @@ def test_lines_of_standard_input_are_one_conversation(run, capsys, monkeypatch) 
     assert capsys.readouterr().out == "".join(f"{answer}\n" for answer in answers)
 
 
+def test_chat_is_the_same_conversation_and_its_commands_begin_others(run, capsys, monkeypatch) -> None:
+    def talked(lines: str, *options: str) -> str:
+        monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+        assert main(["chat", str(run), "--device", "cpu", "--max-tokens", "12", *options]) == 0
+        return capsys.readouterr().out
+
+    drawn = ("--temperature", "6", "--top-p", "1")
+    greedy = ("--temperature", "0")
+    assert talked("hi\n", *greedy) == "hello you\n"
+    alone, kind = talked("hi\n", *drawn), talked("hi\n", *drawn, "--system", "be kind")
+    assert talked("hi\n/reset\nhi\n", *drawn) == alone * 2
+    assert talked("hi\n/system be kind\nhi\n", *drawn) == alone + kind
+    assert talked("hi\n/retry\n", *drawn) == alone + talked("hi\n", *drawn, "--seed", "1")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("/retry\n"))
+    assert main(["chat", str(run), "--device", "cpu"]) == 1
+    assert capsys.readouterr().err == "forge-run: /retry: nothing was asked yet\n"
+
+
+def test_an_answer_that_is_interrupted_stays_as_far_as_it_came(run) -> None:
+    from argparse import Namespace
+
+    from forge_plugin_generate.chat import Chat
+
+    tokenizer = load_model_and_tokenizer(run, "cpu")[1]
+    asked: list[list[int]] = []
+
+    def interrupted(prompts, until):
+        asked.append(prompts[0])
+        until(tokenizer.encode("hello"))
+        raise KeyboardInterrupt
+
+    chat = Chat(tokenizer, interrupted, Namespace(system="", seed=0, max_tokens=9), 24)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            chat.answer("hi")
+    turn = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
+    assert chat.messages == turn * 2
+    assert asked[1] == chat_ids(tokenizer, [*turn, turn[0]])
+
+
 def test_several_prompts_are_answered_apart(run, capsys) -> None:
     assert main(["generate", str(run), "--chat", "--prompt", "hi", "--prompt", "hi", *GREEDY]) == 0
     assert capsys.readouterr().out == f"hello you\n{'-' * 40}\n" * 2

@@ -1,0 +1,82 @@
+"""Options of `generate` and `chat`: their parsers, and checks before any model is loaded. Without torch."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from forge_core.cli.command_line import positive
+from forge_core.contracts.errors import JobError
+
+
+def temperature(text: str) -> float:
+    """A temperature, as `Sampling` demands, which is built only once the model is loaded."""
+    if not 0 <= (value := float(text)) < math.inf:  # NaN is no number here: it fails each comparison
+        raise argparse.ArgumentTypeError(f"must be at least 0, got {text}")
+    return value
+
+
+def count(text: str) -> int:
+    """A number that is at least 0."""
+    if (value := int(text)) < 0:
+        raise argparse.ArgumentTypeError(f"must be at least 0, got {text}")
+    return value
+
+
+def share(text: str) -> float:
+    """A probability above 0."""
+    if not 0 < (value := float(text)) <= 1:
+        raise argparse.ArgumentTypeError(f"must be above 0 and at most 1, got {text}")
+    return value
+
+
+SETTINGS: Mapping[str, tuple[Callable[[str], float], float, str]] = {
+    "max-tokens": (positive, 200, "tokens to generate at most (200)"),
+    "temperature": (temperature, 0.8, "0: always the likeliest token (0.8)"),
+    "top-k": (count, 0, "only the k likeliest tokens; 0: all (0)"),
+    "top-p": (share, 0.95, "only the likeliest with this probability (0.95)"),
+    "seed": (int, 0, "seed of the sampling (0)"),
+}
+"""What a conversation can change, too: type, default and help."""
+METAVARS = {"max-tokens": "N", "temperature": "X", "top-k": "N", "top-p": "P", "seed": "N"}
+
+
+def add_run(parser: argparse.ArgumentParser) -> None:
+    """Add the argument that names what was trained."""
+    parser.add_argument("path", metavar="RUN", help="a run folder (its newest checkpoint) or a checkpoint")
+
+
+def add_settings(parser: argparse.ArgumentParser) -> None:
+    """Add the options of sampling, and of where the model is and runs."""
+    for name, (type_, default, help_) in SETTINGS.items():
+        parser.add_argument(f"--{name}", type=type_, default=default, metavar=METAVARS[name], help=help_)
+    parser.add_argument(
+        "--stop", action="append", metavar="TOKEN", help="a further token at which an answer ends; repeat it for more"
+    )
+    parser.add_argument(
+        "--run", type=Path, metavar="FOLDER", help="run folder with the tokenizer, if the checkpoint is elsewhere"
+    )
+    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="where to compute (auto)")
+    parser.add_argument("--no-cache", action="store_true", help="recompute everything for each token (for comparison)")
+
+
+def check_path(path: Path, device: str) -> None:
+    """Check that there is a checkpoint to load, and the device.
+
+    Raises:
+        JobError: there is none.
+    """
+    from forge_core.checkpoint.run_folder import storage_of
+    from forge_core.checkpoint.storage import MANIFEST
+
+    if not path.exists():
+        raise JobError(f"{path}: no such run folder or checkpoint")
+    if not (path / MANIFEST).is_file() and not path.name.startswith("step-") and not storage_of(path).steps():
+        raise JobError(f"{path} is neither a checkpoint nor a run folder with checkpoints")
+    if device == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            raise JobError("--device cuda: torch finds no CUDA device; use cpu or auto")
