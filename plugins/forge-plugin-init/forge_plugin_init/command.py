@@ -1,0 +1,271 @@
+"""`forge-run init`: write a first job."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from forge_core.plugins.catalog import Catalog
+    from forge_plugin_init.corpora import Corpus
+    from forge_plugin_init.writing import Draft
+
+PROGRAM = "forge-run init"
+EXAMPLE = """\
+examples:
+  forge-run init --text ~/books --time 30m
+  forge-run init tune.toml --from runs/qwen3 --dataset chats.jsonl --messages messages
+"""
+SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+COUNTS = {"k": 1e3, "M": 1e6, "B": 1e9, "G": 1e9}
+DEFAULT_TIME = "10m"
+SOURCES = ("text", "dataset", "tokens", "stdlib")
+
+
+def command(argv: list[str]) -> int:
+    """Write a first job for your data, with sizes for your machine and time, and a comment at every key.
+
+    On a terminal, without options, it asks. The job is checked before it is written, and nothing is overwritten.
+    """
+    options = _parse(argv)
+    from forge_core.contracts.errors import ExitCode
+    from forge_core.plugins.catalog import Catalog
+
+    catalog = Catalog.installed()
+    path = Path(options.job)
+    draft = make_draft(options, catalog)
+    write_checked(draft, path, catalog)
+    if options.json:
+        import json
+
+        print(json.dumps(_as_json(draft, path), indent=1, ensure_ascii=False))
+    else:
+        _report(draft, path)
+    return ExitCode.FINISHED
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    from forge_core.contracts.errors import JobError
+
+    parser = _parser()
+    options = parser.parse_args(argv)
+    if Path(options.job).exists():
+        raise JobError(f"{PROGRAM}: {options.job} exists already, and nothing is overwritten; name another file")
+    if not Path(options.job).absolute().parent.is_dir():
+        raise JobError(f"{PROGRAM}: there is no folder {Path(options.job).parent}; make it first")
+    given = [name for name in SOURCES if getattr(options, name)]
+    if not given and _may_ask(argv):
+        from forge_plugin_init.questions import ask
+
+        ask(options)
+        given = [name for name in SOURCES if getattr(options, name)]
+    if len(given) != 1:
+        what = "--text FOLDER, --dataset NAME, --tokens FOLDER or --stdlib"
+        saw = f"{' and '.join(f'--{name}' for name in given)} are given" if given else "nothing is given"
+        raise JobError(f"{PROGRAM}: say what to train on, by one of {what}; {saw}")
+    _check_combinations(options)
+    return options
+
+
+def _may_ask(argv: Sequence[str]) -> bool:
+    asked_nothing = not any(argument.startswith("-") for argument in argv)
+    return asked_nothing and sys.stdin.isatty() and sys.stdout.isatty()
+
+
+def _check_combinations(options: argparse.Namespace) -> None:
+    from forge_core.contracts.errors import JobError, Problem
+
+    lonely = [name for name in ("messages", "config", "tokenizer") if getattr(options, name) and not options.dataset]
+    problems = [f"--{name} goes with --dataset" for name in lonely]
+    if options.split != "train" and not options.dataset:
+        problems.append("--split goes with --dataset")
+    if options.messages and not (options.tokenizer or options.start):
+        problems.append("--messages: chats need a tokenizer with a chat template; give --tokenizer PATH, or --from RUN")
+    if options.memory and not options.tflops:
+        problems.append("--memory goes with --tflops; that of this machine is measured")
+    if options.start and options.parameters:
+        problems.append("--parameters: the model of --from has its size; leave it out")
+    if options.start and (options.tokens or options.tokenizer):
+        other = "--tokens" if options.tokens else "--tokenizer"
+        problems.append(f"{other}: the model of --from has its own tokenizer; leave it out")
+    if problems:
+        raise JobError([Problem("", f"{PROGRAM}: {problem}") for problem in problems])
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        PROGRAM,
+        description=inspect.getdoc(command),
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("job", nargs="?", default="job.toml", metavar="JOB.toml", help="the file to write (job.toml)")
+    data = parser.add_argument_group("what to train on, one of")
+    text = "files, folders or globs of text: .txt, .md, .py, .jsonl, each also .gz or .zst"
+    data.add_argument("--text", nargs="+", metavar="PATH", help=text)
+    data.add_argument("--dataset", metavar="NAME", help="a Hugging Face dataset: its name on the hub, or a folder")
+    data.add_argument("--tokens", metavar="FOLDER", help="tokens that forge-run prepare-data wrote")
+    data.add_argument("--stdlib", action="store_true", help="Python's standard library, to try things out")
+    data.add_argument(
+        "--field", default="text", metavar="NAME", help="field of a row or JSON line with its text (text)"
+    )
+    data.add_argument("--messages", default="", metavar="NAME", help="with --dataset: field of a row with a chat")
+    data.add_argument("--config", default="", metavar="NAME", help="with --dataset: its configuration")
+    data.add_argument("--split", default="train", metavar="NAME", help="with --dataset: the split to train on (train)")
+    data.add_argument("--tokenizer", default="", metavar="PATH", help="with --dataset: a tokenizer that exists")
+    sizes = parser.add_argument_group("sizes")
+    sizes.add_argument(
+        "--time", type=seconds_of, metavar="T", help=f"how long to train: 90s, 30m, 8h, 2d ({DEFAULT_TIME})"
+    )
+    sizes.add_argument("--parameters", type=_count, metavar="N", help="size of the model instead: 300k, 10M, 1.5B")
+    speed = "speed of matrix products on the machine to train on; by default this machine is measured"
+    sizes.add_argument("--tflops", type=_positive, metavar="X", help=speed)
+    memory = "with --tflops: GB of memory of its device, so that batches fit"
+    sizes.add_argument("--memory", type=_positive, metavar="GB", help=memory)
+    start = "run folder of an imported model to train further (forge-run weights import)"
+    sizes.add_argument("--from", dest="start", default="", metavar="RUN", help=start)
+    add("--name", metavar="NAME", help="name of the run (that of the data)")
+    add("--yes", action="store_true", help="ask nothing, also on a terminal")
+    add("--json", action="store_true", help="print what was chosen as JSON")
+    return parser
+
+
+def seconds_of(text: str) -> float:
+    """Returns the seconds of `90s`, `30m`, `8h` or `2d`."""
+    return _scaled(text, SECONDS, "a time such as 90s, 30m, 8h or 2d")
+
+
+def _count(text: str) -> int:
+    return round(_scaled(text, COUNTS, "a number such as 300k, 10M or 1.5B"))
+
+
+def _scaled(text: str, units: dict[str, Any], what: str) -> float:
+    match = re.fullmatch(rf"(\d+(?:\.\d+)?)([{''.join(units)}])", text)
+    if match is None or not float(match[1]):
+        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+    return float(match[1]) * float(units[match[2]])
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError("must be above 0")
+    return value
+
+
+# --- from options to a job ---------------------------------------------------------------------------------------
+
+
+def make_draft(options: argparse.Namespace, catalog: Catalog) -> Draft:
+    """Look at data and machine, and choose the sizes."""
+    from forge_plugin_init.measuring import stated_machine, this_machine
+    from forge_plugin_init.sizes import Budget, Data, choose, token_estimate, vocabulary_for
+    from forge_plugin_init.tuning import start_file, tuning_sizes
+    from forge_plugin_init.writing import Draft
+
+    start = start_file(options.start) if options.start else ""
+    corpus = _corpus(options)
+    machine = stated_machine(options.tflops, options.memory) if options.tflops else this_machine()
+    seconds = options.time
+    if seconds is None and options.parameters is None and not start:
+        seconds = seconds_of(DEFAULT_TIME)
+    budget = Budget(seconds=seconds, parameters=options.parameters)
+    if start:
+        sizes, vocab_size = tuning_sizes(start, corpus, budget, machine, catalog)
+    else:
+        vocab_size = corpus.vocab_size or vocabulary_for(corpus.text_bytes, budget, machine)
+        tokens = corpus.tokens or token_estimate(corpus.text_bytes, vocab_size)
+        sizes = choose(budget, machine, Data(tokens=tokens, vocab_size=vocab_size))
+    return Draft(
+        name=_free_name(options.name or corpus.name),
+        corpus=corpus,
+        vocab_size=vocab_size,
+        machine=machine,
+        budget=budget,
+        sizes=sizes,
+        start=start,
+        curves=bool(catalog.matching("logger", "curves")),
+        samples=bool(catalog.matching("hook", "samples")) and bool(corpus.prompt),
+    )
+
+
+def _corpus(options: argparse.Namespace) -> Corpus:
+    from forge_plugin_init import corpora
+
+    if options.text:
+        return corpora.own_text(options.text, options.field)
+    if options.tokens:
+        return corpora.prepared_tokens(options.tokens)
+    if options.stdlib:
+        return corpora.stdlib()
+    rest = (options.field, options.messages, options.config, options.split, options.tokenizer)
+    return corpora.hugging_face(options.dataset, *rest)
+
+
+def _free_name(name: str) -> str:
+    """The name, or one like it whose run folder is not there yet: a run of another job could not continue in it."""
+    taken = {path.name for path in Path("runs").iterdir()} if Path("runs").is_dir() else set()
+    number = 2
+    free = name
+    while free in taken:
+        free, number = f"{name}-{number}", number + 1
+    return free
+
+
+def write_checked(draft: Draft, path: Path, catalog: Catalog) -> None:
+    """Check the job, then write it.
+
+    Raises:
+        JobError: it is not right; nothing is written.
+    """
+    import tempfile
+
+    from forge_core.config.load import load_job
+    from forge_plugin_init.writing import render
+
+    text = render(draft, str(path))
+    with tempfile.TemporaryDirectory() as folder:
+        trial = Path(folder, path.name)
+        trial.write_text(text, encoding="utf-8")
+        load_job(*([draft.start] if draft.start else []), trial, catalog=catalog, world_size=1)
+    with path.open("x", encoding="utf-8") as file:  # never over a file that came to be meanwhile
+        file.write(text)
+
+
+def _report(draft: Draft, path: Path) -> None:
+    import textwrap
+
+    from forge_plugin_init.writing import command_of, reasons
+
+    print(f"{path} is written, and right:")
+    for subject, sentence in reasons(draft):
+        print(textwrap.fill(f"  {subject:<9}{sentence}", 100, subsequent_indent=" " * 11))
+    files = command_of(draft, str(path))
+    print(f"\nlook at the data:  forge-run data {files}\ntrain:             forge-run {files}")
+
+
+def _as_json(draft: Draft, path: Path) -> dict[str, Any]:
+    from attrs import asdict
+
+    return {
+        "path": str(path),
+        "start": draft.start or None,
+        "name": draft.name,
+        "sizes": asdict(draft.sizes) | {"tokens": draft.sizes.tokens},
+        "vocab_size": draft.vocab_size,
+        "machine": asdict(draft.machine),
+        "budget": asdict(draft.budget),
+        "data": {
+            "bytes": draft.corpus.text_bytes,
+            "tokens": draft.corpus.tokens,
+            "remarks": list(draft.corpus.remarks),
+        },
+    }
