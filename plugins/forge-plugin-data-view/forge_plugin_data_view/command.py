@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import inspect
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from forge_core.cli.command_line import parse_job_arguments, positive
+from forge_core.cli.command_line import parse_job_arguments, positive, with_examples
 
 if TYPE_CHECKING:
     from forge_core.job import Job
 
-EXAMPLE = """\
-example:
-  forge-run data job.toml --step 100 --sample 0 --sample 7
-"""
 MEASURED = 64
 SHOWN = 400
 
@@ -70,12 +65,7 @@ def _check_position(job: Job, step: int, samples: Sequence[int]) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "forge-run data",
-        description=inspect.getdoc(command),
-        epilog=EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = argparse.ArgumentParser("forge-run data", description=command.__doc__)
     parser.add_argument("--step", type=positive, default=1, metavar="S", help="samples of this step, from 1 (1)")
     sample = "number of the sample within the step's global batch, from 0 (0); repeat it for more"
     parser.add_argument("--sample", type=_from_zero, action="append", metavar="N", help=sample)
@@ -86,6 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     ranks = "ranks that the job is to run on (1); the samples are the same on any number"
     parser.add_argument("--world-size", type=positive, default=1, metavar="N", help=ranks)
     parser.add_argument("--json", action="store_true", help="print everything as one JSON object")
+    with_examples(parser, "forge-run data job.toml", "forge-run data job.toml --step 100 --sample 0 --sample 7")
     return parser
 
 

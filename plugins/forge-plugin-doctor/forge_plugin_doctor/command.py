@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import inspect
 import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forge_core.cli.command_line import positive
+from forge_core.cli.command_line import positive, with_examples
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from forge_plugin_doctor.examination import Examined
     from forge_plugin_doctor.results import Surroundings
-
-EXAMPLE = """\
-example:
-  forge-run doctor job.toml --ranks 4
-  srun --ntasks-per-node=1 forge-run doctor --output /scratch/runs
-"""
 
 
 def command(argv: list[str]) -> int:
@@ -126,13 +119,7 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "forge-run doctor",
-        description=inspect.getdoc(command),
-        epilog=EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = argparse.ArgumentParser("forge-run doctor", description=command.__doc__, allow_abbrev=False)
     job = "job to check too, layered from left to right; --section.key=value overrides its keys"
     parser.add_argument("files", nargs="*", metavar="JOB.toml", help=job)
     output = "folder of run folders, whose file system is checked (job.output of the job, else runs)"
@@ -144,6 +131,8 @@ def _parser() -> argparse.ArgumentParser:
     world = "ranks that the job is to run on (1)"
     parser.add_argument("--world-size", type=positive, default=1, metavar="N", help=world)
     parser.add_argument("--json", action="store_true", help="print one JSON object, with all versions")
+    each_node = "srun --ntasks-per-node=1 forge-run doctor --output /scratch/runs"
+    with_examples(parser, "forge-run doctor", "forge-run doctor job.toml --ranks 4", each_node)
     return parser
 
 

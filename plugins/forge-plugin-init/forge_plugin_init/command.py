@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import inspect
 import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from forge_core.cli.command_line import with_examples
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,11 +18,6 @@ if TYPE_CHECKING:
     from forge_plugin_init.writing import Draft
 
 PROGRAM = "forge-run init"
-EXAMPLE = """\
-examples:
-  forge-run init --text ~/books --time 30m
-  forge-run init tune.toml --from runs/qwen3 --dataset chats.jsonl --messages messages
-"""
 SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 COUNTS = {"k": 1e3, "M": 1e6, "B": 1e9, "G": 1e9}
 DEFAULT_TIME = "10m"
@@ -99,19 +95,15 @@ def _check_combinations(options: argparse.Namespace) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        PROGRAM,
-        description=inspect.getdoc(command),
-        epilog=EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = argparse.ArgumentParser(PROGRAM, description=command.__doc__, allow_abbrev=False)
     add = parser.add_argument
     add("job", nargs="?", default="job.toml", metavar="JOB.toml", help="the file to write (job.toml)")
     data = parser.add_argument_group("what to train on, one of")
-    text = "files, folders or globs of text: .txt, .md, .py, .jsonl, each also .gz or .zst"
-    data.add_argument("--text", nargs="+", metavar="PATH", help=text)
-    data.add_argument("--dataset", metavar="NAME", help="a Hugging Face dataset: its name on the hub, or a folder")
+    text = "a file, folder or glob of text: .txt, .md, .py, .jsonl, each also .gz or .zst; repeat it for more"
+    data.add_argument("--text", action="append", metavar="PATH", help=text)
+    data.add_argument(
+        "--dataset", metavar="NAME", help="a Hugging Face dataset: its name on the hub, a folder or a file"
+    )
     data.add_argument("--tokens", metavar="FOLDER", help="tokens that forge-run prepare-data wrote")
     data.add_argument("--stdlib", action="store_true", help="Python's standard library, to try things out")
     data.add_argument(
@@ -135,6 +127,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--name", metavar="NAME", help="name of the run (that of the data)")
     add("--yes", action="store_true", help="ask nothing, also on a terminal")
     add("--json", action="store_true", help="print what was chosen as JSON")
+    tune = "forge-run init tune.toml --from runs/qwen3 --dataset chats.jsonl --messages messages"
+    with_examples(parser, "forge-run init", "forge-run init --text ~/books --time 30m", tune)
     return parser
 
 

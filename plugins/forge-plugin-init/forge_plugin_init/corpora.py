@@ -133,10 +133,12 @@ def hugging_face(path: str, text_field: str, messages: str, config: str, split: 
     Raises:
         JobError: chats are asked for without a tokenizer that has a template.
     """
-    source: list[Key] = [
-        ("type", "huggingface", "a dataset of the Hugging Face hub, or in their formats on disk"),
-        ("path", path, "its name on the hub, or a folder of .jsonl or .parquet files"),
-    ]
+    source: list[Key] = [("type", "huggingface", "a dataset of the Hugging Face hub, or in their formats on disk")]
+    if Path(path).expanduser().is_file():
+        source.append(("path", _format_of(path), "the format of the file"))
+        source.append(("data_files", path, "the file, or a list of files or globs"))
+    else:
+        source.append(("path", path, "its name on the hub, or a folder of .jsonl or .parquet files"))
     if config:
         source.append(("config", config, "its configuration"))
     source.append(("split", split, "the split to train on"))
@@ -157,8 +159,18 @@ def hugging_face(path: str, text_field: str, messages: str, config: str, split: 
         tokenizer=keys,
         chats=bool(messages),
         remarks=remarks,
-        name=_run_name(path.rstrip("/").rpartition("/")[2]),
+        name=_run_name(path.rstrip("/").rpartition("/")[2].partition(".")[0]),
     )
+
+
+FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".arrow": "arrow", ".txt": "text"}
+
+
+def _format_of(path: str) -> str:
+    suffixes = [suffix for suffix in Path(path).suffixes if suffix in FORMATS]  # `.jsonl.gz` too
+    if not suffixes:
+        raise JobError(f"--dataset {path}: its format is not known; there are {', '.join(FORMATS)}")
+    return FORMATS[suffixes[-1]]
 
 
 # --- looking at text ---------------------------------------------------------------------------------------------

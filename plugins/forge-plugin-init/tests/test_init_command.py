@@ -175,6 +175,24 @@ def test_a_hugging_face_dataset_on_disk(here: Path, books: Path, chosen, sentenc
     assert table()["data"]["tokenizer"]["max_bytes"] == 100_000_000
 
 
+def test_a_file_of_chats_is_packed_whole_and_needs_a_tokenizer_with_a_template(here: Path, chosen) -> None:
+    pytest.importorskip("forge_plugin_huggingface")
+    chat = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "I."}]
+    (here / "chats.jsonl").write_text(json.dumps({"messages": chat}) + "\n")
+    found = chosen("--dataset=chats.jsonl", "--messages=messages", "--tokenizer=owner/name")
+    assert found["name"] == "chats"
+    source = table()["data"]["sources"][0]
+    assert (source["path"], source["data_files"], source["messages"]) == ("json", "chats.jsonl", "messages")
+    assert table()["data"]["packing"]["type"] == "best_fit"
+    assert "hooks" not in table()
+
+
+def test_several_texts_are_a_list(books: Path, here: Path, init, sentences) -> None:
+    (here / "more.md").write_text(sentences(9, 300))
+    assert init("--text=books", "--text=more.md", "job.toml", FAST)[0] == 0
+    assert table()["data"]["sources"][0]["path"] == ["books", "more.md"]
+
+
 def test_training_goes_on_from_an_imported_model(here: Path, books: Path, chosen) -> None:
     first = load_job(_first_job(here))
     Trainer(first, echo=lambda text: None).run()
