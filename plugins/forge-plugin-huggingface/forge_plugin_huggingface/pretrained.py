@@ -28,6 +28,12 @@ FORMAT = 1
 TOKENIZER_JSON, CONFIG_JSON = "tokenizer.json", "tokenizer_config.json"
 GENERATION_JSON = "generation_config.json"
 """The settings of generation that lie beside a model's tokenizer; `eos_token_id` lists where an answer ends."""
+PROCESSOR_JSON = ("preprocessor_config.json", "processor_config.json")
+"""Settings of a model's image processor, which lie beside its tokenizer and go where it goes."""
+BESIDE = (GENERATION_JSON, *PROCESSOR_JSON)
+"""Files beside a tokenizer that say nothing about encodings."""
+TEMPLATE_JSON = "chat_template.json"
+"""Where old models with images have their template of conversations."""
 OWN = "auto"
 """As `begin_of_text`: the tokens that the tokenizer's files put before a text."""
 WHERE_IT_CAME_FROM = ("is_local", "local_files_only", "name_or_path")
@@ -102,17 +108,20 @@ def load_pretrained(path: str, revision: str | None, chat_template: str | None) 
     pretrained = AutoTokenizer.from_pretrained(path, trust_remote_code=False, **options)
     if chat_template is not None:
         pretrained.chat_template = chat_template
+    elif pretrained.chat_template is None and (old := _beside(path, TEMPLATE_JSON, options)):
+        pretrained.chat_template = json.loads(Path(old).read_text())["chat_template"]
     with tempfile.TemporaryDirectory() as folder:
         pretrained.save_pretrained(folder)
-        if settings := _generation_settings(path, options):
-            Path(folder, GENERATION_JSON).write_bytes(Path(settings).read_bytes())
+        for name in BESIDE:
+            if found := _beside(path, name, options):
+                Path(folder, name).write_bytes(Path(found).read_bytes())
         return Loaded.of(Path(folder))
 
 
-def _generation_settings(path: str, options: Mapping[str, Any]) -> str | None:
-    """Returns the file with the settings of generation; None if there is none, or the hub cannot be reached."""
+def _beside(path: str, name: str, options: Mapping[str, Any]) -> str | None:
+    """Returns a file that lies beside the tokenizer; None if there is none, or the hub cannot be reached."""
     quiet = {f"_raise_exceptions_for_{reason}": False for reason in ("missing_entries", "connection_errors")}
-    found: str | None = cached_file(path, GENERATION_JSON, **quiet, **options)
+    found: str | None = cached_file(path, name, **quiet, **options)
     return found
 
 
@@ -159,7 +168,7 @@ class PretrainedTokenizer:
     def fingerprint(self) -> str:
         # A tokenizer without tokenizer.json is code of transformers.
         code = "" if self._is_fast else f"{type(self._pretrained).__qualname__} {transformers.__version__}"
-        encoding = {name: data for name, data in self._loaded.files.items() if name != GENERATION_JSON}
+        encoding = {name: data for name, data in self._loaded.files.items() if name not in BESIDE}
         files = {name: _content(name, data) for name, data in encoding.items()}
         begin = [self.begin_of_text] * bool(self.begin_of_text)
         return digest_of("huggingface", FORMAT, files, self._end_of_text, self._variables, code, *begin)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -24,7 +25,7 @@ from forge_plugin_weights.files import BLOCK, INDEX, create, index_json, plan_fi
 from forge_plugin_weights.importing import CONFIG, GENERATION, ORIGIN, read_json, unfinished_folder
 from forge_plugin_weights.kinds import PIXELS, ArchitectureComponent, Part
 from forge_plugin_weights.matching import Match, match_names
-from forge_plugin_weights.pixels import PREPROCESSOR, updated_processor
+from forge_plugin_weights.pixels import PREPROCESSOR, PROCESSOR, processor_of, updated_processor
 from forge_plugin_weights.reading import Piece, Reader
 from forge_plugin_weights.tables import (
     fitting_architectures,
@@ -42,10 +43,14 @@ if TYPE_CHECKING:
 
     from forge_core.job import Job
 
+logger = logging.getLogger(__name__)
+
 SHARD_BYTES = 5 * 10**9
 SHRED = 1 << 26
 """Bytes of a tensor that are read at a time, where the published one has its numbers in another order."""
 TEXT = "text_config"
+IMAGE_TOKENS = ("<image>", "<|image|>", "<|image_pad|>")
+"""Names of the token that stands for an image, where the tokenizer's files do not say it."""
 KEPT = ("max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
 """Keys that an imported model has again, though they mean nothing to Forge."""
 PROVENANCE = "forge"
@@ -288,9 +293,8 @@ def write_extras(folder: Path, target: Target, job: Job, dtypes: Mapping[str, to
     if run is not None and (run / TOKENIZER).is_dir():
         shutil.copytree(run / TOKENIZER, folder, dirs_exist_ok=True)
     if pixels is not None:
-        path = folder / PREPROCESSOR
-        known = read_json(path) if path.is_file() else {}
-        path.write_text(json.dumps(updated_processor(pixels, known), indent=2) + "\n")
+        known = processor_of(folder) or _origin(run).get("config", {}).get(PIXELS, {})
+        (folder / PREPROCESSOR).write_text(json.dumps(updated_processor(pixels, known), indent=2) + "\n")
     ids = _special_ids(run)
     if ids and target.architecture.has_text and not (folder / GENERATION).is_file():
         (folder / GENERATION).write_text(json.dumps(ids, indent=2) + "\n")
@@ -309,6 +313,8 @@ def _config(
     }
     if not architecture.has_text:
         return {**config, **described}
+    if architecture.image_token and architecture.image_token not in config:
+        config |= _image_token(architecture.image_token, run)
     ids = {name: value for name, value in _special_ids(run).items() if not isinstance(value, list)}
     table = {} if architecture.table else described[TEXT]
     known = origin if architecture.table else {**origin, **origin.get(TEXT, {})}
@@ -350,6 +356,30 @@ def _special_ids(run: Path | None) -> dict[str, Any]:
         if content in ids:
             found[f"{name}_token_id"] = ids[content]
     return found
+
+
+def _image_token(key: str, run: Path | None) -> dict[str, int]:
+    """The id of the token that stands for an image, as the tokenizer's files say."""
+    if run is not None:
+        folder = run / TOKENIZER
+        settings: dict[str, Any] = {}
+        for name in ("tokenizer_config.json", PROCESSOR):
+            settings |= read_json(folder / name) if (folder / name).is_file() else {}
+        named = settings.get("image_token")
+        named = named.get("content") if isinstance(named, dict) else named
+        ids = _added_tokens(folder)
+        for token in (named, *IMAGE_TOKENS):
+            if token in ids:
+                return {key: ids[token]}
+    logger.warning("config.json has no %s: the tokenizer has none of the tokens %s", key, ", ".join(IMAGE_TOKENS))
+    return {}
+
+
+def _added_tokens(folder: Path) -> dict[str, int]:
+    """Ids of a tokenizer's added tokens."""
+    if not (folder / "tokenizer.json").is_file():
+        return {}
+    return {token["content"]: token["id"] for token in read_json(folder / "tokenizer.json").get("added_tokens", ())}
 
 
 def write_provenance(folder: Path, checkpoint: Path, manifest: Mapping[str, Any], run: Path | None) -> None:

@@ -37,7 +37,7 @@ from forge_plugin_weights.downloads import check_small_files, check_weights
 from forge_plugin_weights.files import BLOCK, Place, places_in
 from forge_plugin_weights.kinds import OF_LANGUAGE_MODELS, PIXELS, ArchitectureComponent, Part, Shapes
 from forge_plugin_weights.matching import Match, check_tensors, match_names, unused_tensors
-from forge_plugin_weights.pixels import image_table, processor_of
+from forge_plugin_weights.pixels import PROCESSOR_FILES, image_table, processor_of
 from forge_plugin_weights.quantised import wide_places
 from forge_plugin_weights.reading import Digest, Piece, Reader
 from forge_plugin_weights.tables import architecture_of, flattened, load_architecture, read_config, resolved
@@ -332,15 +332,16 @@ def _manifest(files: Mapping[str, Any], job: str, provenance: Mapping[str, Any])
 
 
 def _tokenizer(job: Job, catalog: Catalog, folder: Path) -> Tokenizer | None:
-    """Keep the tokenizer in the run folder, with what says when its model ends a text."""
+    """Keep the tokenizer in the run folder, with what says when a text ends, and how images are processed."""
     if job.data.tokenizer is None:
         return None
     tokenizer = build_tokenizer(job, build_context(job, catalog, folder))
     assert tokenizer is not None
     save_tokenizer(folder, tokenizer)
-    generation = Path(getattr(job.data.tokenizer, "path", "")) / GENERATION
-    if generation.is_file():
-        shutil.copyfile(generation, folder / TOKENIZER / GENERATION)
+    for name in (GENERATION, *PROCESSOR_FILES):
+        beside = Path(getattr(job.data.tokenizer, "path", "")) / name
+        if beside.is_file():
+            shutil.copyfile(beside, folder / TOKENIZER / name)
     return tokenizer
 
 

@@ -193,6 +193,8 @@ class ArchitectureComponent(Component[None]):
     """Keys that such a table leaves out."""
     kept: ClassVar[Collection[str]] = ()
     """Keys that an imported model has again, though they mean nothing to Forge."""
+    image_token: ClassVar[str] = ""
+    """The key with the id of the token that stands for an image, if it sees images."""
     has_text: ClassVar[bool] = True
     """Whether it has a language model, and so a tokenizer, special tokens and a longest sequence."""
 

@@ -18,9 +18,8 @@ from forge_plugin_weights.fields import setting
 from forge_plugin_weights.kinds import PIXELS, Config, Field, Flat, Unsupported
 
 PREPROCESSOR, PROCESSOR = "preprocessor_config.json", "processor_config.json"
-CHAT_TEMPLATE = "chat_template.json"
-PROCESSOR_FILES = (PREPROCESSOR, PROCESSOR, CHAT_TEMPLATE)
-"""Files of a folder that say how images and prompts are processed, besides the tokenizer's."""
+PROCESSOR_FILES = (PREPROCESSOR, PROCESSOR)
+"""Files of a folder that say how images are processed."""
 ENCODER = "vision.encoder"
 RESAMPLING: Mapping[int, str] = {1: "lanczos", 2: "bilinear", 3: "bicubic"}
 """By Pillow's numbers."""

@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import published_vision
 import pytest
 import tomli_w
 import torch
-from published_models import MODELS
+from published_models import MODELS as LANGUAGE_MODELS
 from safetensors.torch import load_file
 
 from forge_core.config.load import parse_job
@@ -26,8 +27,10 @@ LAYOUTS: Mapping[str, Mapping[str, Any]] = {
     "pp2": {"pp": {"degree": 2}},
     "ep2": {"fsdp": {}, "ep": {"degree": 2}},
 }
-ALWAYS = ("llama", "qwen3_moe", "deepseek_v3", "gpt_oss")
+MODELS: Mapping[str, Any] = {**LANGUAGE_MODELS, **published_vision.MODELS}
+ALWAYS = ("llama", "qwen3_moe", "deepseek_v3", "gpt_oss", "llava")
 STEPS = 3
+IMAGES = "forge_plugin_vision.testing:RandomImages"
 JOB: Mapping[str, Any] = {
     "train": {"steps": STEPS, "global_batch_size": 4, "micro_batch_size": 1, "seq_len": 24, "precision": "fp64"},
     "data": {"sources": [{"type": "forge_testing:Numbers"}]},
@@ -44,6 +47,8 @@ def train(runs: Mapping[str, Path], output: Path, stages: Mapping[str, Any]) -> 
     for name, run in runs.items():
         export = {"architecture": name.partition(",")[0]}
         table = tomllib.loads((run / START).read_text()) | JOB
+        if "vision" in table["model"]:
+            table["data"] = {"sources": [{"type": IMAGES, "vocabulary": 60, "sequences": 4}]}
         table |= {
             "job": {"name": run_name(name), "output": str(output)},
             "parallel": stages,
@@ -68,7 +73,10 @@ def check_exports(one: Path, other: Path) -> None:
 
 
 def has_experts(name: str) -> bool:
-    return "moe_intermediate_size" in MODELS[name].keys or "num_local_experts" in MODELS[name].keys
+    if name not in LANGUAGE_MODELS:
+        return "experts" in name
+    keys = LANGUAGE_MODELS[name].keys
+    return "moe_intermediate_size" in keys or "num_local_experts" in keys
 
 
 def check_layouts(folder: Path, names: Sequence[str]) -> None:

@@ -99,9 +99,14 @@ class PositionTable(nn.Module):
     def init_buffers(self, device: torch.device) -> None:
         """There are none."""
 
-    def forward(self, images: Images, dtype: torch.dtype) -> Tensor:
-        """Returns (B, P, W), or (P, W) where all rows have the same."""
-        table = self.weight[self.first :].to(dtype)
+    def forward(self, images: Images, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        """Returns (B, P, W), or (P, W) where all rows have the same, and that of a class token (W), if there is one."""
+        # Both here, as a stage may replace parameters while this very module runs, and not in its parent.
+        weight = self.weight.to(dtype)
+        return self._of_patches(weight[self.first :], images), weight[0] if self.first else None
+
+    def _of_patches(self, table: Tensor, images: Images) -> Tensor:
+        dtype = table.dtype
         if self.coefficients is None:
             patches = images.number.shape[1]
             return table.repeat(-(-patches // len(table)), 1)[:patches]

@@ -191,7 +191,7 @@ class QwenVisionTransformer(nn.Module):
     def forward(self, patches: Tensor, images: Images) -> tuple[Tensor, ...]:
         x = self.patch(patches)
         if self.positions is not None:
-            x = x + self.positions(images, x.dtype)
+            x = x + self.positions(images, x.dtype)[0]
         tables, segments = self.rotary(images, x.dtype), frames(images)
         if not self.window:
             return self._blocks(x, tables, [whole_sight(segments)] * len(self.blocks))

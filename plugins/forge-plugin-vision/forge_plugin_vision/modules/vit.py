@@ -187,7 +187,9 @@ class VisionTransformer(nn.Module):
     def forward(self, patches: Tensor, images: Images) -> tuple[Tensor, ...]:
         arrangement = self._arrangement(images)
         x = self.patch(patches)
-        x = arrangement.arrange(x + self.positions(images, x.dtype), self._token(x.dtype))
+        places, first = self.positions(images, x.dtype)
+        token = None if self.class_token is None else self.class_token.to(x.dtype) + first
+        x = arrangement.arrange(x + places, token)
         x = x if self.pre_norm is None else self.pre_norm(x)
         tapped = []
         for number, block in enumerate(self.blocks):
@@ -201,11 +203,6 @@ class VisionTransformer(nn.Module):
         if self.one_size:
             return OneSize(images, self.grid[0] * self.grid[1])
         return AnySize(images) if self.class_token is None else AnySizeWithClassToken(images)
-
-    def _token(self, dtype: torch.dtype) -> Tensor | None:
-        if self.class_token is None:
-            return None
-        return self.class_token.to(dtype) + self.positions.weight[0].to(dtype)
 
     def flops(self, grid: Grid) -> float:
         """Counts 6 a weight and position, and 12 a pair of positions that see each other and element."""

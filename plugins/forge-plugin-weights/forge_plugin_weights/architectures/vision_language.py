@@ -108,6 +108,7 @@ class Llava(VisionLanguageModel):
     name = "LlavaForConditionalGeneration"
     harmless = ("image_token_index", "image_token_id", "image_seq_length", "ignore_index", "vocab_size")
     kept = ("image_token_index", "image_token_id", "image_seq_length")
+    image_token = "image_token_index"
     left_out = ("vision_tower.vision_model.head.*",)
     body, head, tower_names = "language_model.model.", "language_model.", "vision_tower.vision_model."
     renames = {
@@ -163,6 +164,7 @@ class Idefics3(VisionLanguageModel):
     name = "Idefics3ForConditionalGeneration"
     harmless = (*("image_token_id", "_pad_token_id", "vocab_size", "use_reentrant_checkpointing"),)
     kept = ("image_token_id",)
+    image_token = "image_token_id"
     body, tower_names = "model.text_model.", "model.vision_model."
     tower: ClassVar[str] = "idefics3_vision"
     """The `model_type` of its tower."""
