@@ -136,7 +136,8 @@ class VisionTower(ModelComponent):
     def build(self, context: BuildContext) -> Model:
         from forge_plugin_vision.modules.tower import TowerModel
 
-        return TowerModel(context.at("vision").at("encoder").build(self.vision.encoder, taps=()))
+        encoder = context.at("vision").at("encoder").build(self.vision.encoder, taps=())
+        return TowerModel(encoder, self.vision.encoder.image_format(), context.dtype)
 
 
 @frozen(kw_only=True)

@@ -116,30 +116,41 @@ def verify(options: argparse.Namespace) -> int:
     import json
 
     import attrs
-    import torch
 
     from forge_core.plugins.catalog import Catalog
-    from forge_plugin_weights.verifying import compare_logits, compare_tensors, model_changes, open_side
+    from forge_plugin_weights.verifying import (
+        compare_features,
+        compare_logits,
+        compare_tensors,
+        model_changes,
+        open_side,
+        random_batch,
+    )
 
     catalog = Catalog.installed()
     one, other = (open_side(path, catalog, options.architecture) for path in (options.first, options.second))
     tensors = list(compare_tensors(one, other))
     changes = model_changes(one, other, catalog)
-    vocabulary = one.shapes["embedding.weight"][0]
-    ids = torch.randint(vocabulary, (1, options.tokens), generator=torch.Generator().manual_seed(0))
-    computed = compare_logits(one, other, ids, catalog)
+    has_text = "embedding.weight" in one.shapes  # a vision tower alone has none
+    if has_text:
+        logits = compare_logits(one, other, random_batch(one, options.tokens), catalog)
+        computed, lines = attrs.asdict(logits), list(logits.lines(options.tokens))
+    else:
+        features = compare_features(one, other, catalog)
+        computed, lines = (
+            {"features": features},
+            [f"features of an image: they differ by {features:.3g} of the largest"],
+        )
     for line in changes:
         print(line)
     unequal = [tensor for tensor in tensors if not tensor.equal]
     print(f"tensors: {len(tensors) - len(unequal)} equal, {len(unequal)} with other values")
     for tensor in sorted(unequal, key=lambda tensor: -tensor.largest)[:SHOWN]:
         print(f"  {tensor.name}: {tensor.largest:.3g} of the largest number")
-    for name, difference in computed.layers.items():
-        print(f"layer {name}: hidden states differ by {difference:.3g} of the largest")
-    print(f"logits: largest difference {computed.logits:.3g}, divergence {computed.divergence:.3g} nats a token")
-    print(f"likeliest token: the same at {computed.likeliest:.1%} of {options.tokens} positions")
+    for line in lines:
+        print(line)
     if options.report:
-        report = {"model": changes, "tensors": [*map(attrs.asdict, tensors)], "computed": attrs.asdict(computed)}
+        report = {"model": changes, "tensors": [*map(attrs.asdict, tensors)], "computed": computed}
         options.report.write_text(json.dumps(report, indent=1) + "\n")
     return ExitCode.FINISHED if not unequal and not changes else ExitCode.FAILED
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
@@ -31,6 +31,9 @@ from forge_plugin_weights.importing import CONFIG, Source, imported_job, match_m
 from forge_plugin_weights.kinds import Part, Shapes
 from forge_plugin_weights.matching import check_tensors
 from forge_plugin_weights.tables import flattened
+
+if TYPE_CHECKING:
+    from forge_plugin_vision import Grid, ImageFormat
 
 CPU = torch.device("cpu")
 
@@ -112,6 +115,13 @@ class LogitDifference:
     likeliest: float
     """Share of the positions at which both find the same token likeliest."""
 
+    def lines(self, tokens: int) -> Iterator[str]:
+        """Yields what a user reads; `tokens` were compared, besides an image's positions."""
+        for name, difference in self.layers.items():
+            yield f"layer {name}: hidden states differ by {difference:.3g} of the largest"
+        yield f"logits: largest difference {self.logits:.3g}, divergence {self.divergence:.3g} nats a token"
+        yield f"likeliest token: the same at {self.likeliest:.1%} of {tokens} positions"
+
 
 def compare_tensors(one: Side, other: Side) -> Iterator[TensorDifference]:
     """Yields how each tensor differs, one in memory at a time.
@@ -139,10 +149,53 @@ def model_changes(one: Side, other: Side, catalog: Catalog) -> Sequence[str]:
     return [f"model.{path}: {first.get(path)!r} / {second.get(path)!r}" for path in paths]
 
 
+def random_batch(side: Side, tokens: int) -> Mapping[str, Tensor]:
+    """Returns a row of random tokens, after a random image if the model sees images."""
+    generator = torch.Generator().manual_seed(0)
+    model: Any = side.job.model
+    ids = torch.randint(side.shapes["embedding.weight"][0], (1, tokens), generator=generator)
+    if not hasattr(model, "image_input"):
+        return {"input_ids": ids}
+    from forge_plugin_vision import GRIDS, IMAGE, PATCHES
+
+    seen = model.image_input()
+    grid, own = random_image(seen.format, generator)
+    patches = torch.zeros(1, max(seen.patches_per_sequence, grid.patches), seen.format.values, dtype=torch.uint8)
+    patches[:, : grid.patches] = own
+    grids = torch.zeros(1, seen.images_per_sequence, 3, dtype=torch.int64)
+    grids[0, 0] = torch.tensor(grid)
+    image = torch.full((1, seen.positions(grid)), IMAGE)
+    return {"input_ids": torch.cat([image, ids], 1), PATCHES: patches, GRIDS: grids}
+
+
+def random_image(form: ImageFormat, generator: torch.Generator) -> tuple[Grid, Tensor]:
+    """Returns the grid of an image, and its random patches (1, P, V)."""
+    from forge_plugin_vision import Grid
+
+    rows, columns = form.grid or (2 * form.multiple, 2 * form.multiple)
+    grid = Grid(1, rows, columns)
+    return grid, torch.randint(256, (1, grid.patches, form.values), generator=generator, dtype=torch.uint8)
+
+
 @torch.no_grad()
-def compare_logits(one: Side, other: Side, ids: Tensor, catalog: Catalog) -> LogitDifference:
-    """Returns how the two models' hidden states and logits differ for `ids` (B, S)."""
-    runs = [_LayerByLayer(side, ids, catalog) for side in (one, other)]
+def compare_features(one: Side, other: Side, catalog: Catalog) -> float:
+    """Returns the largest difference of two towers' features of a random image, as a share of the largest of them."""
+    first, second = (_features(side, catalog) for side in (one, other))
+    return ((first - second).abs().max() / first.abs().max().clamp(min=1e-30)).item()
+
+
+def _features(side: Side, catalog: Catalog) -> Tensor:
+    from forge_plugin_vision import GRIDS, PATCHES
+
+    model: Any = side.job.model
+    grid, patches = random_image(model.vision.encoder.image_format(), torch.Generator().manual_seed(0))
+    return _LayerByLayer(side, {PATCHES: patches, GRIDS: torch.tensor([[grid]])}, catalog).features()
+
+
+@torch.no_grad()
+def compare_logits(one: Side, other: Side, batch: Mapping[str, Tensor], catalog: Catalog) -> LogitDifference:
+    """Returns how the two models' hidden states and logits differ for a batch; see `random_batch`."""
+    runs = [_LayerByLayer(side, batch, catalog) for side in (one, other)]
     layers: dict[str, float] = {}
     for (name, first), (_, second) in zip(*(run.hidden_states() for run in runs), strict=True):
         layers[name] = ((first - second).abs().max() / first.abs().max().clamp(min=1e-30)).item()
@@ -156,16 +209,16 @@ def compare_logits(one: Side, other: Side, ids: Tensor, catalog: Catalog) -> Log
 class _LayerByLayer:
     """A model of which the parts are loaded when they are needed, and dropped afterwards."""
 
-    def __init__(self, side: Side, ids: Tensor, catalog: Catalog) -> None:
+    def __init__(self, side: Side, batch: Mapping[str, Tensor], catalog: Catalog) -> None:
         job = attrs.evolve(side.job, parallel={}, train=attrs.evolve(side.job.train, precision="fp32", device="cpu"))
-        self._side, self._ids = side, ids
+        self._side, self._given = side, batch
         self._model: Any = build_bare_model(job, build_context(job, catalog, None))[0].eval()
         self._other_names = dict(self._model.tied_parameters())
         self._carry: Any = ()
 
     def hidden_states(self) -> Iterator[tuple[str, Tensor]]:
         """Yields the first tensor behind each layer, by the layer's name."""
-        model, batch = self._model, {"input_ids": self._ids}
+        model, batch = self._model, self._given
         first, _ = model.ends() or (["embedding"], [])
         self._load(first)
         batch = model.prepare(batch)
@@ -177,6 +230,13 @@ class _LayerByLayer:
             self._carry = model.get_submodule(own[0])(self._carry, batch)
             self._drop(own)
             yield name, self._carry[0]
+
+    def features(self) -> Tensor:
+        """Returns what a tower alone makes of the batch's image: (1, P, W)."""
+        self._load(["vision"])
+        features: Tensor = self._model.features(self._given)
+        self._drop(["vision"])
+        return features
 
     def logits(self) -> Tensor:
         """Returns the logits (B, S, V), after all layers."""

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import re
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
 import torch
+import transformers
 from published_models import lifted, ours
 from published_vision import MODELS, PATCH, SIDE, TOWERS, batch_of, inputs_for, pixels_of, wide, wide_logits
 from torch import Tensor
 
+from forge_core import Trainer
+from forge_core.cli import main
+from forge_core.config.load import parse_job
+from forge_core.contracts.components import TrainingHook
 from forge_core.plugins.catalog import Catalog
 from forge_plugin_generate.generate import Sampling, generate
 from forge_plugin_vision import GRIDS, PATCHES
@@ -181,3 +189,77 @@ def test_a_part_of_a_model_comes_in_alone(tmp_path, whole, part, left_out):
     assert shared <= {*alone}
     assert is_tower or shared == {*alone}
     assert all(torch.equal(everything[name], alone[name]) for name in shared)
+
+
+def test_models_and_towers_are_compared_with_images(tmp_path, capsys):
+    for number, name in enumerate(("llava, siglip", "smolvlm", "siglip2_vision_model", "clip_vision_model")):
+        here = tmp_path / str(number)
+        _, run = imported(here, {**MODELS, **TOWERS}[name])
+        assert main(["weights", "verify", str(here / "published"), str(run)]) == 0
+        same = capsys.readouterr().out
+        assert "0 with other values" in same
+        out = export_run(run, here / "out", dtype=torch.bfloat16)
+        assert main(["weights", "verify", str(run), str(out)]) == 1
+        rounded = capsys.readouterr().out
+        if name in TOWERS:
+            assert "features of an image: they differ by 0 of" in same
+            assert re.search(r"features of an image: they differ by 0\.0\d+ of", rounded)
+        else:
+            assert "logits: largest difference 0, " in same
+            assert re.search(r"layer 1: hidden states differ by 0\.0\d+", rounded)
+
+
+def test_the_tower_of_a_trained_model_is_exported_alone(tmp_path, capsys):
+    theirs, run = imported(tmp_path, MODELS["llava"])
+    arguments = ["weights", "export", str(run), "--output"]
+    assert main([*arguments, str(tmp_path / "tower"), "--architecture", "clip_vision_model"]) == 0
+    tower, loading = transformers.CLIPVisionModel.from_pretrained(tmp_path / "tower", output_loading_info=True)
+    assert not any(loading.values())
+    pixels = torch.randn(1, 3, SIDE * PATCH, SIDE * PATCH)
+    with torch.no_grad():
+        chosen = theirs.model.vision_tower(pixels, output_hidden_states=True).hidden_states[-2]
+        assert torch.equal(tower(pixels).last_hidden_state, chosen)  # the block behind hands it on
+    capsys.readouterr()
+    assert main([*arguments, str(tmp_path / "siglip"), "--architecture", "siglip_vision_model"]) == 2
+    assert "vision.encoder.norm = False, where it has True always" in capsys.readouterr().err
+
+
+def test_a_tower_is_not_trained_alone(tmp_path, capsys):
+    _, run = imported(tmp_path, TOWERS["siglip_vision_model"])
+    start = tomllib.loads((run / "start.toml").read_text())
+    assert start["model"]["type"] == "forge-plugin-vision/vision_language"
+    assert start["checkpoint"]["load"] == [{"path": str(run), "include": ["vision.encoder.*"]}]
+    job = {
+        "job": {"name": "mine", "output": str(tmp_path)},
+        "train": {"steps": 1, "global_batch_size": 2, "seq_len": 40},
+        "data": {"sources": [{"type": "forge_plugin_vision.testing:RandomImages"}]},
+        "optimizer": {"type": "adamw"},
+    }
+    model = {**start["model"], "language": {"vocab_size": 64, "dim": 32, "layers": 1, "attention": {"heads": 4}}}
+    path = tmp_path / "job.toml"
+    path.write_text(tomli_w.dumps({**start, **job, "model": model}))
+    assert main([str(path)]) == 0
+    tower = {name: value for name, value in ours(run).named_parameters() if name.startswith("vision.encoder.")}
+    first = {**ours_at_start(path)}
+    assert tower
+    assert all(torch.equal(first[name], value) for name, value in tower.items())
+
+    path.write_text(tomli_w.dumps({**job, "model": {**start["model"], "type": "vision_tower"}}))
+    capsys.readouterr()
+    assert main(["check", str(path)]) == 2
+    assert 'model: a vision tower alone predicts nothing that could be learned; take type = "vision_language"' in (
+        capsys.readouterr().err
+    )
+
+
+def ours_at_start(path: Path) -> Mapping[str, Tensor]:
+    """Returns the weights that a job starts from."""
+    weights: dict[str, Tensor] = {}
+
+    class First(TrainingHook):
+        def on_train_begin(self, context: Any) -> None:
+            weights.update({name: t.detach().clone() for name, t in context.model.named_parameters()})
+
+    job = parse_job(path.read_text().replace('"mine"', '"first"'), "job.toml", Catalog.installed())
+    Trainer(job, hooks=[First()], echo=lambda text: None).run()
+    return weights

@@ -65,12 +65,14 @@ def test_layers_one_at_a_time_compute_what_the_whole_model_does(tmp_path, name):
 
     catalog = Catalog.installed()
     ids = torch.arange(20)[None]
-    parts = _LayerByLayer(open_side(tmp_path / "published", catalog), ids, catalog)
+    parts = _LayerByLayer(open_side(tmp_path / "published", catalog), {"input_ids": ids}, catalog)
     with torch.no_grad():
         assert [layer for layer, _ in parts.hidden_states()] == [str(n) for n in range(len(parts._model.layers))]
         assert (parts.logits() - logits(ours(run), ids)).abs().max() < 1e-5
     assert all(parameter.is_meta for parameter in parts._model.parameters())
-    same = compare_logits(*(open_side(path, catalog) for path in (run, tmp_path / "published")), ids, catalog)
+    same = compare_logits(
+        *(open_side(path, catalog) for path in (run, tmp_path / "published")), {"input_ids": ids}, catalog
+    )
     assert same.logits == 0
 
 
