@@ -189,7 +189,8 @@ def image_table(config: Config, model: Flat) -> ImageTable | None:
     if settings.get("do_pad"):
         return ImageTable({"resize": "pad"}, differences)
     if settings.get("do_center_crop"):
-        short = (settings.get("size") or {}).get("shortest_edge")
+        given = settings.get("size")
+        short = given.get("shortest_edge") if isinstance(given, Mapping) else given
         if short != height or height != width:
             differences.append(f"their shorter side becomes {short} before the middle is taken")
         return ImageTable({"resize": "crop"}, differences)

@@ -1,0 +1,168 @@
+"""Images of a job that starts from a published model are, to the bit, those that the model saw; its files travel."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from PIL import Image
+from published_models import ours
+from published_vision import MODELS, PATCH, SIDE, TOWERS
+
+from forge_core.checkpoint.resume import locate
+from forge_core.cli import main
+from forge_core.config.load import parse_job
+from forge_core.plugins.catalog import Catalog
+from forge_plugin_images import ImageText
+from forge_plugin_images.processing import ImageProcessor
+from forge_plugin_weights.exporting import export_run
+from forge_plugin_weights.importing import import_folder, read_json
+
+SIDES = {"height": PATCH * SIDE, "width": PATCH * SIDE}
+CROP: Mapping[str, Any] = {"size": {"shortest_edge": PATCH * SIDE}, "crop_size": SIDES}
+CASES: Mapping[str, tuple[str, str, Mapping[str, Any], Mapping[str, Any]]] = {
+    "crop": ("llava", "CLIP", CROP, {"resize": "crop"}),
+    "pad": ("llava", "Llava", {**CROP, "do_pad": True}, {"resize": "pad"}),
+    "stretch": (
+        "llava, siglip",
+        "Siglip",
+        {"size": SIDES, "resample": 2, "image_mean": [0.4, 0.5, 0.6]},
+        {"resize": "stretch"},
+    ),
+    "fill": (
+        "siglip2_vision_model",
+        "Siglip2",
+        {"patch_size": PATCH, "max_num_patches": 20},
+        {"resize": "fill", "max_patches": 20},
+    ),
+}
+"""By the policy: model, processor, its settings, keys of a dataset."""
+SHUFFLED = {"max_image_size": {"longest_edge": PATCH * SIDE}, "size": {"longest_edge": 4 * PATCH * SIDE}}
+
+
+def processor_of(name: str, settings: Mapping[str, Any]) -> Any:
+    return getattr(transformers, f"{name}ImageProcessorPil")(**settings)
+
+
+def written(folder: Path, model: str, processor: Any) -> Path:
+    """Write a model and its processor; returns the run folder made of them."""
+    {**MODELS, **TOWERS}[model].write(folder / "published")
+    processor.save_pretrained(folder / "published")
+    return import_folder(folder / "published", folder / "run", tokenizer=False)
+
+
+def photo(height: int, width: int) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(height).integers(0, 256, (height, width, 3), np.uint8))
+
+
+def patches_of(pixels: torch.Tensor) -> torch.Tensor:
+    """(3, H, W) in the order of our patches."""
+    cut = pixels.unflatten(2, (-1, PATCH)).unflatten(1, (-1, PATCH))
+    return cut.permute(1, 3, 0, 2, 4).flatten(0, 1).flatten(1)
+
+
+@pytest.mark.parametrize("policy", CASES)
+@pytest.mark.parametrize("size", [(37, 61), (100, 33), (16, 16), (15, 40)])
+def test_pixels_are_those_of_the_published_processor(tmp_path, policy, size):
+    model, name, settings, keys = CASES[policy]
+    reference = processor_of(name, settings)
+    run = written(tmp_path, model, reference)
+    [line] = [line for line in (run / "start.toml").read_text().splitlines() if "[[data.sources]]" in line]
+    assert line == f"# Images are as the published model's with, in each table [[data.sources]]: {shown(keys)}"
+
+    loaded: Any = ours(run)
+    vision: Any = loaded.vision
+    normalise = vision.normalise if policy != "fill" else vision["normalise"]
+    source = ImageText(path="none", **keys)
+    processor = ImageProcessor(normalise.form, source.resize, source.max_patches)
+    actual = normalise(torch.from_numpy(processor.patches(photo(*size))))
+    expected = reference(photo(*size), return_tensors="pt")["pixel_values"][0]
+    if policy == "fill":
+        expected = expected[: len(actual)].view(-1, PATCH, PATCH, 3).permute(0, 3, 1, 2).flatten(1)
+    else:
+        expected = patches_of(expected)
+    assert actual.shape == expected.shape
+    assert (actual - expected).abs().max() < 1e-6
+
+
+def shown(keys: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key} = {json.dumps(value)}" for key, value in keys.items())
+
+
+def test_a_prompt_of_the_imported_model_has_its_images_likewise(tmp_path):
+    run = written(tmp_path, "llava", processor_of("CLIP", CROP))
+    _, manifest = locate(run, "full")
+    [source] = parse_job(manifest["job"], "job.toml", Catalog.installed()).data.sources
+    assert isinstance(source, ImageText)
+    assert source.resize == "crop"
+
+
+@pytest.mark.parametrize("splitting", [True, False])
+def test_what_images_cannot_have_is_said(tmp_path, capsys, splitting):
+    run = written(tmp_path, "idefics3", processor_of("Idefics3", {**SHUFFLED, "do_image_splitting": splitting}))
+    start = (run / "start.toml").read_text()
+    assert (
+        '# Images are nearly as the published model\'s with, in each table [[data.sources]]: resize = "stretch"'
+        in start
+    )
+    assert "# but they are resized twice there, first until the longer side is 64" in start
+    assert ("# but they are cut into tiles of 16 pixels there, with texts like <row_1_col_1>" in start) == splitting
+    assert tomllib.loads(start)["model"]["vision"]["encoder"]["resample"] == "lanczos"
+    assert main(["weights", "inspect", str(tmp_path / "published")]) == 0
+    shown = capsys.readouterr().out
+    assert "but they are resized twice there" in shown
+    assert "NOT" not in shown
+
+
+@pytest.mark.parametrize("key", ["do_flip", "resample", "rescale_factor"])
+def test_what_forge_does_not_do_to_pixels_is_named(tmp_path, capsys, key):
+    MODELS["llava"].write(tmp_path / "published")
+    processor_of("CLIP", CROP).save_pretrained(tmp_path / "published")
+    path = tmp_path / "published/preprocessor_config.json"
+    path.write_text(json.dumps({**read_json(path), key: 0.5}))
+    arguments = ["weights", "import", str(tmp_path / "published"), "--output", str(tmp_path / "run"), "--no-tokenizer"]
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert key in error
+    assert "preprocessor_config.json" in error
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_export_has_the_settings_of_the_processor(tmp_path):
+    for number, (model, name, settings) in enumerate(
+        (
+            ("llava, siglip", "Siglip", {"size": SIDES, "resample": 2, "image_mean": [0.4, 0.5, 0.6]}),
+            ("siglip2_vision_model", "Siglip2", {"patch_size": PATCH, "max_num_patches": 20}),
+            ("smolvlm", "SmolVLM", SHUFFLED),
+        )
+    ):
+        here = tmp_path / str(number)
+        run = written(here, model, processor_of(name, settings))
+        out = export_run(run, here / "out")
+        assert read_json(out / "preprocessor_config.json") == read_json(here / "published/preprocessor_config.json")
+
+
+def test_without_a_file_the_settings_are_those_of_the_class(tmp_path):
+    for name, processor, settings in (
+        ("clip_vision_model", "CLIP", CROP),
+        ("siglip_vision_model", "Siglip", {"size": SIDES}),
+        ("siglip2_vision_model", "Siglip2", {"patch_size": PATCH}),
+    ):
+        TOWERS[name].write(tmp_path / name)
+        run = import_folder(tmp_path / name, tmp_path / f"run-{name}", tokenizer=False)
+        assert "data.sources" not in (run / "start.toml").read_text()
+        out = export_run(run, tmp_path / f"out-{name}")
+        cls = getattr(transformers, f"{processor}ImageProcessorPil")
+        image = photo(30, 44)
+        expected, actual = (
+            each(image, return_tensors="pt")["pixel_values"]
+            for each in (processor_of(processor, settings), cls.from_pretrained(out))
+        )
+        assert torch.equal(expected, actual)
