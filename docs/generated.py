@@ -11,6 +11,7 @@ A page asks for them in comments of one line:
     <!-- generated: hooks -->                     every hook of the core
     <!-- generated: events -->                    every event of a run, for training hooks
     <!-- generated: screen forge-run --help -->   a command and what it prints
+    <!-- generated: notebook first_run -->        the cells of a notebook of `docs/notebooks/`, in order
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import re
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import redirect_stdout
+from pathlib import Path
 from typing import Any
 
 from generated_kinds import event_rows, facts, hook_rows, kind_rows, plugin_kind_rows
@@ -35,6 +37,7 @@ from forge_core.plugins.catalog import CORE, Catalog, Distribution
 
 COMMENT = re.compile(r"^<!-- generated: (\w+) ?(.*?) -->$", re.MULTILINE)
 NO_COMPONENTS = ("kind", "command")
+NOTEBOOKS = Path(__file__).with_name("notebooks")
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
@@ -139,6 +142,21 @@ def screen(command: str) -> str:
     return f"```console\n$ {command}\n{output.getvalue().rstrip()}\n```"
 
 
+def notebook(name: str) -> str:
+    """The cells of a notebook that is written as a script, in the format "py:percent" of Jupytext and editors."""
+    cells = re.split(r"^# %%(.*)\n", (NOTEBOOKS / f"{name}.py").read_text(), flags=re.MULTILINE)[1:]
+    pairs = zip(cells[::2], cells[1::2], strict=True)
+    return "\n\n".join(_markdown_cell(text) if "markdown" in kind else _code_cell(text) for kind, text in pairs)
+
+
+def _markdown_cell(text: str) -> str:
+    return re.sub(r"^# ?", "", text.strip(), flags=re.MULTILINE)
+
+
+def _code_cell(text: str) -> str:
+    return f"```python\n{text.strip()}\n```"
+
+
 def keys_table(cls: type) -> str:
     """The keys of a section or component."""
     keys = keys_of(cls)
@@ -194,4 +212,5 @@ MAKERS = {
     "hooks": hooks,
     "events": events,
     "screen": screen,
+    "notebook": notebook,
 }

@@ -1,8 +1,9 @@
 """Forge: a plugin-based training engine for foundation models in PyTorch.
 
-    from forge_core import Trainer, load_job
+    from forge_core import Trainer, load_model
 
-    Trainer(load_job("job.toml")).run()
+    folder = Trainer("job.toml").run().folder
+    load_model(folder).generate("This package")
 
 Importing this package costs next to nothing: every public name is imported when it is first used.
 """
@@ -40,9 +41,11 @@ if TYPE_CHECKING:
     from forge_core.contracts.deprecation import ForgeDeprecation, deprecated, deprecated_key
     from forge_core.contracts.errors import CheckpointError, ForgeError, JobError, PluginError, Problem
     from forge_core.contracts.hookspecs import hookimpl, hookspec
+    from forge_core.engine.trained import load_model
     from forge_core.engine.trainer import Trainer
     from forge_core.job import Job
     from forge_core.launch.progress_beacon import report_progress
+    from forge_core.metrics.jsonl import read_metrics
     from forge_core.plugins.catalog import Catalog
 
     __version__: str
@@ -52,51 +55,22 @@ _HOMES = {
     "forge_core.contracts.deprecation": ["ForgeDeprecation", "deprecated", "deprecated_key"],
     "forge_core.contracts.errors": ["CheckpointError", "ForgeError", "JobError", "PluginError", "Problem"],
     "forge_core.contracts.hookspecs": ["hookimpl", "hookspec"],
+    "forge_core.engine.trained": ["load_model"],
     "forge_core.engine.trainer": ["Trainer"],
     "forge_core.job": ["Job"],
     "forge_core.launch.progress_beacon": ["report_progress"],
+    "forge_core.metrics.jsonl": ["read_metrics"],
     "forge_core.plugins.catalog": ["Catalog"],
 }
 """Public names by the module that defines them; all others are of `forge_core.contracts.components`."""
 
-__all__ = [
-    "Catalog",
-    "CheckpointError",
-    "Component",
-    "DatasetComponent",
-    "EvaluationComponent",
-    "ExecutorComponent",
-    "ForgeDeprecation",
-    "ForgeError",
-    "Job",
-    "JobError",
-    "LoaderComponent",
-    "LoggerComponent",
-    "LossComponent",
-    "ModelComponent",
-    "OptimizerComponent",
-    "PackingComponent",
-    "ParallelComponent",
-    "Plugin",
-    "PluginError",
-    "Problem",
-    "RouterComponent",
-    "SchedulerComponent",
-    "StorageComponent",
-    "TokenizerComponent",
-    "Trainer",
-    "TrainingHook",
-    "__version__",
-    "default_type",
-    "deprecated",
-    "deprecated_key",
-    "dump_job",
-    "hookimpl",
-    "hookspec",
-    "load_job",
-    "report_progress",
-    "when_resumed",
-]
+__all__ = ["Job", "Trainer", "__version__", "dump_job", "load_job", "load_model", "read_metrics", "report_progress"]
+__all__ += ["CheckpointError", "ForgeDeprecation", "ForgeError", "JobError", "PluginError", "Problem"]
+__all__ += ["Catalog", "default_type", "deprecated", "deprecated_key", "hookimpl", "hookspec", "when_resumed"]
+__all__ += ["Component", "DatasetComponent", "EvaluationComponent", "ExecutorComponent", "LoaderComponent"]
+__all__ += ["LoggerComponent", "LossComponent", "ModelComponent", "OptimizerComponent", "PackingComponent"]
+__all__ += ["ParallelComponent", "Plugin", "RouterComponent", "SchedulerComponent", "StorageComponent"]
+__all__ += ["TokenizerComponent", "TrainingHook"]
 
 install()
 

@@ -19,6 +19,7 @@ MODULES: Mapping[str, Sequence[str]] = {
     "forge_core.components": [f"{CONTRACTS}.components"],
     "forge_core.context": [f"{CONTRACTS}.contexts"],
     "forge_core.deprecation": [f"{CONTRACTS}.deprecation"],
+    "forge_core.cli.plugins": ["forge_plugin_author.plugins"],
     "forge_core.cross_entropy": ["forge_core.losses"],
     "forge_core.errors": [f"{CONTRACTS}.errors"],
     "forge_core.hookspecs": [f"{CONTRACTS}.hookspecs"],

@@ -16,7 +16,7 @@ from forge_core.config.keys import children
 from forge_core.config.lines import find_lines
 from forge_core.config.rules import check_rules
 from forge_core.config.structure import INVALID, complete_value, structure
-from forge_core.config.tree import Node, Origin, annotate, read_job
+from forge_core.config.tree import Node, Origin, Overrides, Source, annotate, read_job
 from forge_core.contracts.components import Component, DefaultType
 from forge_core.contracts.errors import JobError, Problem
 from forge_core.job import ALWAYS, Job
@@ -27,27 +27,28 @@ C = TypeVar("C", bound=Component)
 
 
 def load_job(
-    *paths: str | Path,
-    overrides: Iterable[str] = (),
+    *sources: Source,
+    overrides: Overrides = (),
     catalog: Catalog | None = None,
     world_size: int | None = None,
     with_data: bool = True,
 ) -> Job:
-    """The job of one TOML file, or of several layered left to right.
+    """The job of one TOML file, or of several layered left to right; from Python, of texts and tables too.
 
     Args:
-        *paths: the files; a later one replaces keys of those before it.
-        overrides: `section.key=value`, as on the command line; applied after the files.
+        *sources: paths, texts of TOML (strings with a line break), and tables (dicts), each over those before it.
+        overrides: `section.key=value`, as on the command line, or a dict of such keys; applied last.
         catalog: which components there are; by default those that are installed.
         world_size: number of ranks it shall run on; by default those that this process was started as one of.
         with_data: whether what the job reads (data sources, a tokenizer, weights to start from) must be there.
 
     Raises:
         JobError: the job cannot run as written; lists every problem.
+        TypeError: a source is something else.
     """
     catalog = catalog or Catalog.installed()
     world_size = world_size or join_world().size
-    root, problems = read_job(paths, overrides)
+    root, problems = read_job(sources, overrides)
     _add_always(root)  # to the tree and not to the job, so that their keys are known to hints about misplaced ones
     job, findings = structure(root, Job, catalog)
     problems += findings.problems

@@ -8,14 +8,19 @@ from __future__ import annotations
 import re
 import shlex
 import tomllib
-from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path, PurePath
 from typing import Any
 
 from attrs import define, frozen
 
 from forge_core.config.lines import KeyPath, find_lines, split_key
 from forge_core.contracts.errors import SURE, JobError, Problem, did_you_mean
+
+Source = str | Path | Mapping[str, Any]
+"""A layer of a job: a path, a text of TOML (a string with a line break), or a table made in Python."""
+Overrides = str | Iterable[str] | Mapping[str, Any]
+"""`section.key=value`, one or several, or values made in Python by `section.key`."""
 
 _POSITION = re.compile(r" \(at (?:line (\d+), column (\d+)|end of document)\)$")
 SHOWN = 60  # characters of a flag that error messages show
@@ -97,41 +102,73 @@ def merge(base: Node, layer: Node) -> Node:
     return Node(merged, layer.origin, replaced=base)
 
 
-def read_job(paths: Sequence[str | Path], overrides: Iterable[str] = ()) -> tuple[Node, list[Problem]]:
-    """The tree of files and overrides, and the problems of overrides that name a key.
+def read_job(sources: Sequence[Source], overrides: Overrides = ()) -> tuple[Node, list[Problem]]:
+    """The tree of sources and overrides, and the problems of overrides that name a key.
 
     A `JobError` lists every file that is missing or is not TOML, and malformed overrides.
     """
     root, unreadable = Node({}, Origin("job")), []
-    for layer, path in enumerate(paths):
+    for layer, source in enumerate(sources):
         try:
-            root = merge(root, read_file(path, layer))
+            root = merge(root, _read_source(source, layer))
         except JobError as error:
             unreadable += error.problems
-    root.origin = Origin(" + ".join(map(str, paths)) or "job")
-    problems = [p for layer, text in enumerate(overrides, start=len(paths)) for p in apply_override(root, text, layer)]
+    root.origin = Origin(" + ".join(map(_name, sources)) or "job")
+    flags = [overrides] if isinstance(overrides, str) else overrides
+    entries: Iterable[Any] = flags.items() if isinstance(flags, Mapping) else flags
+    numbered = enumerate(entries, start=len(sources))
+    problems = [problem for layer, entry in numbered for problem in apply_override(root, entry, layer)]
     if unreadable:  # then an override may miss its table only because that is in such a file
         raise JobError([*unreadable, *(problem for problem in problems if not problem.path)])
     return root, problems
 
 
-def read_file(path: str | Path, layer: int = 0) -> Node:
-    """The tree of one file; raises `JobError` where it cannot be read or is not TOML, with line and column."""
+def _name(source: Source) -> str:
+    if isinstance(source, Mapping):
+        return "table"
+    return "text" if isinstance(source, str) and "\n" in source else str(source)
+
+
+def _read_source(source: Source, layer: int) -> Node:
+    if isinstance(source, Mapping):
+        return annotate(_plain(source), {}, Origin(_name(source), 0, layer))
+    if not isinstance(source, str | Path):
+        hint = "a job is a path, a text of TOML (with a line break) or a table (a dict)"
+        raise TypeError(f"{hint}, not {type(source).__name__} {source!r:.60}")
+    return _read_text(str(source), "text", layer) if _name(source) == "text" else _read_file(Path(source), layer)
+
+
+def _plain(value: Any) -> Any:
+    """A value made in Python as `tomllib` would return it: tables as dicts, arrays as lists, paths as strings."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, PurePath) else value
+
+
+def _read_file(path: Path, layer: int) -> Node:
     try:
         # Not in text mode, which would turn a lone \r into a new line too: TOML refuses that.
-        text = Path(path).read_bytes().decode("utf-8-sig").replace("\r\n", "\n")
-        return annotate(tomllib.loads(text), find_lines(text), Origin(str(path), 0, layer))
+        return _read_text(path.read_bytes().decode("utf-8-sig").replace("\r\n", "\n"), str(path), layer)
     except FileNotFoundError:
-        others = [str(other) for other in Path(path).parent.glob("*.toml")]
-        raise _fault(f"no such file{did_you_mean(str(path), others, SURE)}", origin=str(path)) from None
+        others = [str(other) for other in path.parent.glob("*.toml")]
+        hint = "; a text of TOML has a line break" if "=" in str(path) else did_you_mean(str(path), others, SURE)
+        raise _fault(f"no such file{hint}", origin=str(path)) from None
     except OSError as error:
         raise _fault(f"cannot be read: {error.strerror}", origin=str(path)) from None
     except UnicodeDecodeError as error:
         byte = error.object[error.start]
         raise _fault(f"not UTF-8 text: byte {byte:#04x} at offset {error.start}", origin=str(path)) from None
+
+
+def _read_text(text: str, name: str, layer: int) -> Node:
+    """The tree of a text; raises `JobError` where it is not TOML, with line and column."""
+    try:
+        return annotate(tomllib.loads(text), find_lines(text), Origin(name, 0, layer))
     except tomllib.TOMLDecodeError as error:
         line, column, reason = _position(text, str(error))
-        raise _fault(f"not valid TOML: {reason[:1].lower()}{reason[1:]}", origin=f"{path}:{line}:{column}") from None
+        raise _fault(f"not valid TOML: {reason[:1].lower()}{reason[1:]}", origin=f"{name}:{line}:{column}") from None
 
 
 def _position(text: str, message: str) -> tuple[int, int, str]:
@@ -156,16 +193,16 @@ def flag(path: str, toml: str) -> str:
     return f"--{path}={shlex.quote(toml)}"
 
 
-def apply_override(root: Node, text: str, layer: int) -> list[Problem]:
-    """Set one key of the tree in place (`--optimizer.lr=1e-3`, `--data.sources.0.weight=2`).
+def apply_override(root: Node, override: str | tuple[str, Any], layer: int) -> list[Problem]:
+    """Set one key of the tree in place (`--optimizer.lr=1e-3`, `--data.sources.0.weight=2`), by a flag or a pair.
 
     Missing tables on the way are created: a misspelt one is reported later, as an unknown key. Returns why it cannot be
     applied, if so: with a path if a key is at fault, without if the flag itself is.
     """
-    text = "--" + text.removeprefix("--")
+    text = f"--{override.removeprefix('--')}" if isinstance(override, str) else override[0]
     origin = Origin(text if len(text) <= SHOWN else text[: SHOWN - 1] + "…", 0, layer)
     try:
-        path, value = parse_override(text)
+        path, value = parse_override(text) if isinstance(override, str) else (_key_path(text), _plain(override[1]))
         _put(root, path, annotate(value, {}, origin))
     except JobError as error:
         return [Problem(problem.path, problem.message, str(origin)) for problem in error.problems]
@@ -177,8 +214,12 @@ def parse_override(text: str) -> tuple[list[str], Any]:
     key, equals, raw = text.removeprefix("--").partition("=")
     if not equals:
         raise _fault(f"there is no value; write {text}=VALUE (to switch something on, =true)")
+    return _key_path(key), _parse_value(raw)
+
+
+def _key_path(key: str) -> list[str]:
     try:
-        return split_key(key), _parse_value(raw)
+        return split_key(key)
     except tomllib.TOMLDecodeError:
         raise _fault(f"{key!r} is not a key; write --section.key=value") from None
 

@@ -367,6 +367,9 @@ class Command(Component):
 
     `forge-run` shows the first line of its docstring as help, read from the source: the module is imported only when
     the command is called. `forge_core.cli.command_line.parse_job_arguments` is for commands that take a job.
+
+    A command that is of use to Python too has a function `of_model(model, …)` beside it, in the same module: as a
+    method of trained models (`load_model(run).generate("…")`), it is called with the `TrainedModel` first.
     """
 
     kind = "command"

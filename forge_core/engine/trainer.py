@@ -16,8 +16,9 @@ from attrs import frozen
 from forge_core.checkpoint.resume import find_start, open_checkpoints
 from forge_core.checkpoint.run_diff import collect_provenance, text_changes
 from forge_core.checkpoint.run_folder import owned, run_folder
-from forge_core.config.load import complete, dump_job
+from forge_core.config.load import complete, dump_job, load_job
 from forge_core.config.rules import check_rules
+from forge_core.config.tree import Source
 from forge_core.contracts.components import TrainingHook
 from forge_core.contracts.errors import ExitCode, JobError
 from forge_core.engine.build import build_context, build_run
@@ -29,6 +30,7 @@ from forge_core.launch.rank_process import this_process
 from forge_core.launch.rendezvous import Rendezvous
 from forge_core.launch.watchdog import Watchdog
 from forge_core.launch.world import join_world
+from forge_core.metrics.jsonl import Metrics, read_metrics
 from forge_core.parallel.mesh import global_rank, world_size
 from forge_core.plugins.catalog import Catalog
 
@@ -47,6 +49,10 @@ class Summary:
     stopped: str
     """Why the run ended before its last step; empty if it did not."""
 
+    def metrics(self) -> Metrics:
+        """The rows of all steps of the run, those before a resume included: `read_metrics(summary.folder)`."""
+        return read_metrics(self.folder)
+
     @property
     def exit_code(self) -> ExitCode:
         return ExitCode.STOPPED if self.stopped else ExitCode.FINISHED
@@ -55,9 +61,10 @@ class Summary:
 class Trainer:
     """Trains what a job describes.
 
-        summary = Trainer(load_job("job.toml")).run()
+        summary = Trainer("job.toml").run()
 
     Args:
+        job: a job, or what `load_job` takes: a path, a text of TOML, or a dict.
         hooks: training hooks besides those of the job; they run last.
         catalog: where components are looked up; by default everything installed.
         resume: `auto` continues the run folder's newest checkpoint, `never` refuses a folder that has any, and a path
@@ -69,7 +76,7 @@ class Trainer:
 
     def __init__(
         self,
-        job: Job,
+        job: Job | Source,
         *,
         hooks: Iterable[TrainingHook] = (),
         catalog: Catalog | None = None,
@@ -78,9 +85,13 @@ class Trainer:
         echo: Callable[[str], object] = print,
         on_folder: Callable[[Path], object] = lambda folder: None,
     ) -> None:
+        self._hooks: list[TrainingHook] = list(hooks) if isinstance(hooks, Iterable) else [hooks]
+        if wrong := [hook for hook in self._hooks if not isinstance(hook, TrainingHook)]:
+            raise TypeError(f"hooks are objects of classes derived from forge_core.TrainingHook, not {wrong[0]!r:.60}")
+        job = job if isinstance(job, Job) else load_job(job, catalog=catalog)
         self._catalog: Catalog = catalog or (job.checked.catalog if job.checked else Catalog.installed())
         self.job = complete(job, self._catalog)
-        self._hooks, self._resume, self._with_changes = list(hooks), resume, resume_with_changes
+        self._resume, self._with_changes = resume, resume_with_changes
         self._echo, self._on_folder = echo, on_folder
 
     def run(self) -> Summary:

@@ -16,6 +16,8 @@ Run = Callable[..., tuple[int, str, str]]
 HEAVY = {"torch", "numpy", "rich"}
 LIGHT = {"forge_core.config.structure", "packaging", "pluggy", *HEAVY}
 """What must not be imported where nothing is read but metadata."""
+AUTHOR = {"forge_plugin_author", "forge_plugin_author.plugins"}
+"""The command `plugins`, which imports nothing else of a plugin to list what is installed."""
 CORE = Distribution("forge-run", "0.1.0")
 LORA = Distribution("forge-plugin-lora", "1.2.0")
 Capture = pytest.CaptureFixture[str]
@@ -79,6 +81,7 @@ class TestDispatch:
             ("checkpoints runs/mine", "forge-plugin-checkpoints"),
             ("generate", "forge-plugin-generate"),
             ("new-plugin optimizer mine", "forge-plugin-author"),
+            ("plugins --check", "forge-plugin-author"),
         ],
     )
     def test_a_first_party_command_that_is_not_installed_comes_with_the_line_that_installs_it(
@@ -90,13 +93,6 @@ class TestDispatch:
         assert capsys.readouterr().err == (
             f"forge-run: the command {name!r} is not installed: pip install {distribution}\n"
         )
-
-    def test_so_does_the_check_of_plugins(self, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-        installed = Catalog.installed()
-        core = [offer for offer in installed.offers() if offer.distribution.name == "forge-run"]
-        monkeypatch.setattr(Catalog, "installed", classmethod(lambda cls: Catalog(core)))
-        assert main(["plugins", "--check"]) == ExitCode.BAD_JOB
-        assert "'check-plugins' is not installed: pip install forge-plugin-author" in capsys.readouterr().err
 
     def test_a_misspelt_command_is_recognised_before_it_is_installed(
         self, with_commands: Commands, capsys: Capture
@@ -193,7 +189,7 @@ class TestLightness:
             ("import forge_core", {"attrs", "importlib.metadata", *LIGHT}),
             ("from forge_core.cli import main; main(['--help'])", LIGHT),
             ("from forge_core.cli import main; main(['--version'])", LIGHT),
-            ("from forge_core.cli import main; main(['plugins'])", LIGHT),
+            ("from forge_core.cli import main; main(['plugins'])", LIGHT - {"packaging"}),
             ("from forge_core.cli import main; main(['explain', 'train'])", HEAVY),
             ("from forge_core.cli import main; main(['schema'])", HEAVY),
             ("from forge_core import load_job, dump_job, Job, hookimpl, Catalog, __version__", HEAVY),
@@ -207,7 +203,7 @@ class TestLightness:
         imported = set(done.stdout.rpartition("IMPORTED")[2].split())
         assert imported & forbidden == set()
         if "schema" not in statement:
-            assert {name for name in imported if name.startswith("forge_plugin")} == set()
+            assert {name for name in imported if name.startswith("forge_plugin")} <= AUTHOR
 
     def test_checking_a_job_imports_no_torch(
         self, python: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path

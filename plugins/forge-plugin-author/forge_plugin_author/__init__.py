@@ -1,1 +1,1 @@
-"""For authors of Forge plugins: `forge-run new-plugin`, and the checks behind `forge-run plugins --check`."""
+"""For authors of Forge plugins: `forge-run new-plugin`, `forge-run schema`, and `forge-run plugins` with its checks."""

@@ -8,21 +8,26 @@ from collections.abc import Iterator, Sequence
 
 from attrs import asdict, evolve
 
-from forge_core.cli.plugins import ListedComponent, list_parser, listing, select, table
 from forge_core.contracts.errors import ExitCode
 from forge_core.plugins.catalog import Catalog, Offer
 from forge_plugin_author.plugin_checks import distribution_problems, probes
+from forge_plugin_author.plugins import ListedComponent, listing, table
 from forge_testing.stale import left_overs
 
 
-def command(argv: list[str]) -> int:
-    """Load installed components one by one, and check each; the same as `plugins --check`."""
-    options = list_parser("forge-run check-plugins", str(command.__doc__)).parse_args(argv)
-    catalog = Catalog.installed()
-    components = checked(select(catalog, options.name, options.kind), catalog)
+def report(offers: Sequence[Offer], catalog: Catalog, *, left_too: bool, as_json: bool) -> int:
+    """Load and check components one by one, print the outcome, and return the exit code.
+
+    Args:
+        offers: the components.
+        catalog: where they are from.
+        left_too: whether files that uninstalled distributions have left are named too.
+        as_json: whether the components are printed as JSON.
+    """
+    components = checked(offers, catalog)
     problems = list(dict.fromkeys(problem for component in components for problem in problems_of(component)))
-    left = [f"stale: {line}" for line in left_overs()] if options.name is None else []
-    if options.json:
+    left = [f"stale: {line}" for line in left_overs()] if left_too else []
+    if as_json:
         print("\n".join(left), end="\n" if left else "", file=sys.stderr)
         print(json.dumps([asdict(component) for component in components], indent=2))
     else:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from forge_core.contracts.data import Tokenizer
     from forge_core.contracts.model import Model
+    from forge_core.engine.trained import TrainedModel
     from forge_core.job import Job
 
 
@@ -73,6 +74,61 @@ def _continue_aloud(trained: Trained, options: argparse.Namespace, answer: Any, 
     [row] = _rows(trained, options, [prompt], partial(answer, until=stream.show))
     stream.finish(row)
     print(flush=True)
+
+
+def of_model(
+    model: TrainedModel,
+    prompt: str | Sequence[str] = "",
+    *,
+    max_tokens: int = 200,
+    temperature: float = 0.8,
+    top_k: int = 0,
+    top_p: float = 0.95,
+    stop: Sequence[str] = (),
+    bos: bool = True,
+    seed: int | None = 0,
+) -> str | list[str]:
+    """Continue a text, or each of several as one batch: `load_model(run).generate("…")`.
+
+    Args:
+        model: of `forge_core.load_model`.
+        prompt: the text, or a sequence of texts; an empty one starts a new document.
+        max_tokens: upper bound of the new tokens of each.
+        temperature: 0 takes the likeliest token.
+        top_k: only the k likeliest tokens; 0: all.
+        top_p: only the likeliest tokens that together have this probability.
+        stop: further tokens at which a text ends, by name or as a text of one token.
+        bos: whether prompts begin with the tokenizer's beginning of text, as documents do in training.
+        seed: seed of the draws; None: torch's default generator.
+
+    Returns:
+        The new text, without the prompt; of several prompts, a list.
+
+    Raises:
+        ForgeError: the model has no tokenizer, or no cache to generate with.
+        JobError: one of `stop` is not a single token.
+        ValueError: a setting is out of its range.
+    """
+    from forge_plugin_generate.generate import Sampling, generate
+    from forge_plugin_generate.prompts import prompt_ids, stop_ids
+
+    prompts = [prompt] if isinstance(prompt, str) else list(prompt)
+    if wrong := [each for each in prompts if not isinstance(each, str)]:
+        raise TypeError(f"a prompt is a text, not {wrong[0]!r:.60}; model(ids) takes ids of tokens")
+    if max_tokens < 1:
+        raise ValueError(f"max_tokens must be at least 1, not {max_tokens}")
+    tokenizer = _demanded(model.tokenizer, model.checkpoint)
+    rows = generate(
+        model.model,
+        [prompt_ids(tokenizer, text, bos=bos) for text in prompts],
+        max_tokens,
+        tokenizer.end_of_text,
+        Sampling(temperature=temperature, top_k=top_k, top_p=top_p),
+        stop=stop_ids(tokenizer, stop),
+        seed=seed,
+    )
+    texts = [tokenizer.decode(row) for row in rows]
+    return texts[0] if isinstance(prompt, str) else texts
 
 
 def _continuations(trained: Trained, options: argparse.Namespace, answer: Any) -> list[str]:
@@ -218,62 +274,26 @@ def load_trained(
     run: Path | None = None,
     check: Callable[[Tokenizer], object] = lambda tokenizer: None,
 ) -> Trained:
-    """Load the trained model, in evaluation mode, the tokenizer and the job of a run folder or checkpoint.
+    """Load model, tokenizer and job as `forge_core.load_model`, from which this differs in that it needs a tokenizer.
 
     Args:
         path: the run folder, whose newest checkpoint is taken, or the checkpoint.
         device: device of the model; "auto" takes a GPU if there is one.
-        run: run folder with the tokenizer; by default `find_run` searches for it.
+        run: run folder with the tokenizer, if the checkpoint is elsewhere.
         check: is called with the tokenizer before the model is loaded, which may take long.
 
     Raises:
-        CheckpointError: there is no intact checkpoint, or the tokenizer is not the one of its training.
-        ForgeError: the run has no tokenizer.
+        ForgeError: as `forge_core.load_model`; or the model was trained without a tokenizer.
     """
-    import attrs
+    from forge_core import load_model
 
-    from forge_core.checkpoint.resume import locate
-    from forge_core.checkpoint.run_diff import check_tokenizer
-    from forge_core.checkpoint.state import load_model
-    from forge_core.config.load import parse_job
-    from forge_core.engine.build import build_context, build_model, build_tokenizer
-    from forge_core.plugins.catalog import Catalog
-
-    checkpoint, manifest = locate(Path(path), "sizes")
-    catalog = Catalog.installed()
-    job = parse_job(manifest["job"], str(checkpoint / "manifest.json"), catalog)
-    job = attrs.evolve(job, parallel={}, train=attrs.evolve(job.train, device=device))
-    context: Any = build_context(job, catalog, find_run(job, checkpoint, [run] if run else [Path(path)]))
-    tokenizer = build_tokenizer(job, context)
-    assert tokenizer is not None
-    check_tokenizer(manifest["provenance"], {"tokenizer": tokenizer.fingerprint()})
-    check(tokenizer)
-    context = attrs.evolve(context, tokenizer=tokenizer)
-    model = build_model(job, context).model
-    load_model(checkpoint, model)
-    model.eval()
-    return Trained(model, tokenizer, job)
+    loaded = load_model(path, device=device, run=run, check=lambda tokenizer: check(_demanded(tokenizer, path)))
+    return Trained(loaded.model, _demanded(loaded.tokenizer, path), loaded.job)
 
 
-def find_run(job: Job, checkpoint: Path, first: Sequence[Path]) -> Path:
-    """Find the run folder with the tokenizer of a checkpoint, which may lie elsewhere, as on another disk.
-
-    Args:
-        job: the job of the checkpoint.
-        checkpoint: folder of the checkpoint.
-        first: folders to search before those beside the checkpoint and that of the job's name.
-
-    Raises:
-        ForgeError: none of them has a tokenizer.
-    """
-    from forge_core.checkpoint.run_folder import TOKENIZER, run_folder
+def _demanded(tokenizer: Tokenizer | None, path: Path | str) -> Tokenizer:
     from forge_core.contracts.errors import ForgeError
 
-    if job.data.tokenizer is None:
-        raise ForgeError(f"the job of {checkpoint} has no tokenizer, so prompts cannot be read")
-    folders = [*first, checkpoint.parent.parent, run_folder(job)]
-    for folder in folders:
-        if (folder / TOKENIZER).is_dir():
-            return folder
-    searched = ", ".join(dict.fromkeys(map(str, folders)))
-    raise ForgeError(f"there is no tokenizer of {checkpoint} in {searched}; give the folder of its run: --run FOLDER")
+    if tokenizer is None:
+        raise ForgeError(f"the job of {path} has no tokenizer, so prompts cannot be read")
+    return tokenizer

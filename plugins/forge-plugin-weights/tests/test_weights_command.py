@@ -6,10 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 import transformers
 from published_models import MODELS, SIZES
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from forge_core import load_model
 from forge_core.cli import main
 
 ROOT = Path(__file__).parents[3]
@@ -64,6 +66,17 @@ def test_a_published_model_is_trained_further_and_taken_out(published, tmp_path,
 
     assert main(export) == 2
     assert "out exists already" in capsys.readouterr().err
+
+
+def test_an_imported_model_has_the_logits_of_the_published_one_in_python(published, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["weights", "import", str(published), "--output", "runs/theirs"]) == 0
+    model = load_model("runs/theirs", device="cpu")
+    ids = torch.tensor([model.tokenizer.encode("import os"), model.tokenizer.encode("return it"[:9])])
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(published, dtype=torch.float32).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids), theirs(ids).logits, rtol=1e-4, atol=1e-5)
+    assert model.step == 0
 
 
 def test_an_import_comes_out_as_it_was(published, tmp_path, monkeypatch):

@@ -9,13 +9,9 @@ from typing import Any
 
 from attrs import asdict, frozen
 
-from forge_core.cli import find_command
 from forge_core.cli.command_line import columns
 from forge_core.contracts.errors import ExitCode, JobError, did_you_mean
 from forge_core.plugins.catalog import Catalog, Offer
-
-CHECK = "check-plugins"
-"""The command that `--check` stands for; a distribution for authors of plugins offers it."""
 
 
 @frozen
@@ -50,11 +46,13 @@ def command(argv: list[str]) -> int:
     parser.add_argument("--check", action="store_true", help=check)
     options = parser.parse_args(argv)
     catalog = Catalog.installed()
+    offers = select(catalog, options.name, options.kind)
     if options.check:
-        # In another distribution: it loads components in processes of their own, which no run needs.
-        return catalog.load_offer(find_command(catalog, CHECK))([word for word in argv if word != "--check"])
+        from forge_plugin_author.check_plugins import report  # late: what it needs to load components takes longer
+
+        return report(offers, catalog, left_too=options.name is None, as_json=options.json)
     # From here on nothing is imported: a component that cannot be loaded is listed all the same.
-    listed = [listing(offer, catalog) for offer in select(catalog, options.name, options.kind)]
+    listed = [listing(offer, catalog) for offer in offers]
     if options.json:
         print(json.dumps([asdict(component) for component in listed], indent=2))
     else:
@@ -63,7 +61,7 @@ def command(argv: list[str]) -> int:
 
 
 def list_parser(program: str, description: str) -> argparse.ArgumentParser:
-    """The options that select components."""
+    """Make a parser with the options that select components."""
     parser = argparse.ArgumentParser(program, description=description)
     parser.add_argument("name", nargs="?", metavar="NAME", help="a distribution or a type")
     parser.add_argument("--kind", help="only components of this kind (`kind` lists the kinds themselves)")

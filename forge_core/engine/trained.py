@@ -1,0 +1,125 @@
+"""Trained models, for Python: logits of token ids, and what commands of plugins do with a model."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import MethodType
+from typing import Any, Literal
+
+import attrs
+import torch
+from attrs import field, frozen
+from torch import Tensor
+
+from forge_core.checkpoint import state
+from forge_core.checkpoint.resume import locate
+from forge_core.checkpoint.run_diff import check_tokenizer
+from forge_core.checkpoint.run_folder import TOKENIZER, run_folder
+from forge_core.config.load import parse_job
+from forge_core.contracts.data import Tokenizer
+from forge_core.contracts.errors import ForgeError, JobError, did_you_mean
+from forge_core.contracts.model import Model
+from forge_core.engine.build import build_context, build_model, build_tokenizer
+from forge_core.job import Job
+from forge_core.parallel.initialise import DTYPES
+from forge_core.plugins.catalog import Catalog, first_party
+
+WANTED = "a model takes ids of tokens, (S) or (B, S); model.tokenizer.encode(text) makes them"
+OF_MODEL = "of_model"  # function of a command's module; see `Command`
+
+
+@frozen(eq=False)
+class TrainedModel:
+    """A trained model, as `load_model` returns it; `model(ids)` are its logits.
+
+    It has a method for each installed command that offers one (see `Command`): `model.generate("…")`, for example.
+    """
+
+    model: Model = field(repr=False)
+    """The module, in evaluation mode."""
+    tokenizer: Tokenizer | None = field(repr=False)
+    job: Job = field(repr=False)
+    """The job of its training, without its parallel stages."""
+    step: int
+    checkpoint: Path
+    _catalog: Catalog = field(repr=False)
+
+    @torch.inference_mode()
+    def __call__(self, ids: Tensor | Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
+        """Compute the logits of the token after each.
+
+        Args:
+            ids: (S) or (B, S): sequences from their first token on, a list or a tensor anywhere.
+
+        Returns:
+            (S, V) or (B, S, V) on the model's device, in float32 (float64 of a model in float64).
+        """
+        try:
+            rows = torch.as_tensor(ids, device=next(self.model.parameters()).device)
+        except (TypeError, ValueError, RuntimeError):
+            raise ForgeError(f"{WANTED}, not {type(ids).__name__} {ids!r:.60}") from None
+        if rows.dtype not in (torch.int64, torch.int32) or rows.dim() not in (1, 2) or not rows.numel():
+            raise ForgeError(f"{WANTED}, not {rows.dtype} of shape {tuple(rows.shape)}")
+        # Here and not by the look-up, which on a GPU would end this process' use of it
+        if self.tokenizer is not None and (largest := int(rows.max())) >= self.tokenizer.vocab_size:
+            raise ForgeError(f"there is no token {largest}: the tokenizer has {self.tokenizer.vocab_size}")
+        hidden = self.model({"input_ids": rows.long().reshape(-1, rows.shape[-1])})
+        with self.model.head.whole(hidden.dtype):
+            logits = self.model.head.logits(hidden)
+        return logits.to(torch.promote_types(logits.dtype, torch.float32)).reshape(*rows.shape, -1)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # notebooks ask for _repr_html_ and the like
+            raise AttributeError(name)
+        offers = self._catalog.matching("command", name)
+        command = self._catalog.load_offer(offers[0]) if len(offers) == 1 else None
+        if command and (method := getattr(sys.modules[command.__module__], OF_MODEL, None)):
+            return MethodType(method, self)
+        missing = "" if offers else first_party()["command"].get(name, "")
+        hint = f": pip install {missing}" if missing else did_you_mean(name, ["generate", *dir(type(self))])
+        raise AttributeError(f"a trained model has no {name!r}{hint}")
+
+
+def load_model(
+    path: Path | str,
+    *,
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+    dtype: str | torch.dtype | None = None,
+    run: Path | str | None = None,
+    catalog: Catalog | None = None,
+) -> TrainedModel:
+    """Load a trained model in evaluation mode, with the weights that evaluations use (an average of them, say).
+
+    Args:
+        path: a run folder, of which the newest intact checkpoint is meant, or a checkpoint.
+        device: `auto` takes a GPU if there is one.
+        dtype: compute dtype, `bf16`, `fp32` or `fp64`; by default that of its training.
+        run: run folder with the tokenizer, where the checkpoint is elsewhere.
+        catalog: where components are looked up; by default everything installed.
+
+    Raises:
+        CheckpointError: there is no intact checkpoint, or the tokenizer is not the one of its training.
+        ForgeError: there is no tokenizer, components are not installed, or an argument is not one of those above.
+    """
+    checkpoint, manifest = locate(Path(path), "sizes")
+    catalog = catalog or Catalog.installed()
+    job = parse_job(manifest["job"], str(checkpoint / "manifest.json"), catalog)
+    names: dict[Any, Any] = {value: name for name, value in DTYPES.items()}
+    precision = names.get(dtype, dtype or job.train.precision)
+    if device not in ("auto", "cpu", "cuda") or precision not in DTYPES:
+        raise JobError(f"device is auto, cpu or cuda, and dtype {', '.join(DTYPES)}; got {device} and {precision}")
+    job = attrs.evolve(job, parallel={}, train=attrs.evolve(job.train, device=device, precision=precision))
+    folders = [Path(run or path), checkpoint.parent.parent, run_folder(job)]  # checkpoints may have been moved
+    folder = next((folder for folder in folders if (folder / TOKENIZER).is_dir()), None)
+    if folder is None and job.data.tokenizer is not None:
+        searched = ", ".join(dict.fromkeys(map(str, folders)))
+        hint = "give the folder of its run: --run FOLDER (from Python, run=FOLDER)"
+        raise ForgeError(f"there is no tokenizer of {checkpoint} in {searched}; {hint}")
+    context = build_context(job, catalog, folder)
+    if (tokenizer := build_tokenizer(job, context)) is not None:
+        check_tokenizer(manifest["provenance"], {"tokenizer": tokenizer.fingerprint()})
+    model = build_model(job, attrs.evolve(context, tokenizer=tokenizer)).model
+    state.load_model(checkpoint, model)
+    return TrainedModel(model.eval(), tokenizer, job, manifest["step"], checkpoint, catalog)

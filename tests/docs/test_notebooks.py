@@ -1,0 +1,54 @@
+"""The notebooks of `docs/notebooks/` run from top to bottom, by public names alone, and are on a page."""
+
+from __future__ import annotations
+
+import ast
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+from public_names import imported, is_public
+
+ROOT = Path(__file__).parents[2]
+NOTEBOOKS = sorted((ROOT / "docs/notebooks").glob("*.py"))
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+def test_it_runs(
+    notebook: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = runpy.run_path(str(notebook))
+    assert names["stopped"].step == 25
+    assert names["resumed"].step == 40
+    assert "continuing from runs/sums-again/checkpoints/step-25, step 25" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+def test_it_uses_the_standard_library_and_public_names(notebook: Path) -> None:
+    source = notebook.read_text()
+    names = list(imported(source))
+    assert {module for module, _ in names} == {"forge_core"}
+    assert all(is_public(*name) for name in names)
+    imports = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import | ast.ImportFrom)]
+    modules = {getattr(node, "module", None) or node.names[0].name for node in imports}
+    assert modules - {"forge_core"} <= sys.stdlib_module_names
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_page_shows_its_cells(notebook: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    comment = f"<!-- generated: notebook {notebook.stem} -->"
+    [page] = [path for path in (ROOT / "docs").rglob("*.md") if comment in path.read_text()]
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    from generated import notebook as cells
+
+    text = cells(notebook.stem)
+    assert "# %%" not in text
+    assert "## Stop and resume" in text.splitlines()
+    for link in re.findall(r"\]\((\.\.?/[^)#]+)", text):
+        assert (page.parent / link).is_file(), link
+    code = "\n".join(re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL))
+    statements = [ast.dump(node) for node in ast.parse(notebook.read_text()).body]
+    assert [ast.dump(node) for node in ast.parse(code).body] == statements
