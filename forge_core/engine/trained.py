@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import MethodType
 from typing import Any, Literal
@@ -89,6 +89,7 @@ def load_model(
     dtype: str | torch.dtype | None = None,
     run: Path | str | None = None,
     catalog: Catalog | None = None,
+    check: Callable[[Tokenizer | None], object] = lambda tokenizer: None,
 ) -> TrainedModel:
     """Load a trained model in evaluation mode, with the weights that evaluations use (an average of them, say).
 
@@ -98,6 +99,7 @@ def load_model(
         dtype: compute dtype, `bf16`, `fp32` or `fp64`; by default that of its training.
         run: run folder with the tokenizer, where the checkpoint is elsewhere.
         catalog: where components are looked up; by default everything installed.
+        check: is called with the tokenizer before the model is loaded, which may take long.
 
     Raises:
         CheckpointError: there is no intact checkpoint, or the tokenizer is not the one of its training.
@@ -120,6 +122,7 @@ def load_model(
     context = build_context(job, catalog, folder)
     if (tokenizer := build_tokenizer(job, context)) is not None:
         check_tokenizer(manifest["provenance"], {"tokenizer": tokenizer.fingerprint()})
+    check(tokenizer)
     model = build_model(job, attrs.evolve(context, tokenizer=tokenizer)).model
     state.load_model(checkpoint, model)
     return TrainedModel(model.eval(), tokenizer, job, manifest["step"], checkpoint, catalog)
