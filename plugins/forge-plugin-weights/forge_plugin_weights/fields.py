@@ -357,6 +357,8 @@ class Rope(Field):
 
     def read(self, config: Config) -> Flat:
         forms = [form for form in (self._first_form(config), self._second_form(config)) if form is not None]
+        if len(forms) == 2 and "rope_scaling" not in config:  # the base stands in both places; the form, in one
+            forms[0] = {**forms[1], "rope_theta": forms[0]["rope_theta"]}
         if len(forms) == 2 and forms[0] != forms[1]:
             raise Unsupported(f"rope_parameters = {forms[1]} and rope_theta, rope_scaling = {forms[0]} disagree")
         form: dict[str, Any] = dict(forms[-1]) if forms else {"rope_type": "default", **self._beside(config)}

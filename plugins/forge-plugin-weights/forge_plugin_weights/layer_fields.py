@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import compress
 from typing import Any
 
 from attrs import frozen
@@ -138,11 +139,9 @@ class RopeOfSomeLayers(Rope):
 
     def write(self, model: Flat) -> Config:
         layers = of_layers(model)
-        encoded = [layer for layer in layers if layer.get(f"{self.path}.type") != NO_ROPE]
-        if not encoded:
-            raise Unsupported(f"{self.path}.type = {NO_ROPE!r} in all layers")
-        own = super().write(merged(encoded))
-        return {**own, "no_rope_layers": [int(layer.get(f"{self.path}.type") != NO_ROPE) for layer in layers]}
+        encoded = [layer.get(f"{self.path}.type") != NO_ROPE for layer in layers]
+        own = super().write(merged(list(compress(layers, encoded)))) if any(encoded) else {}
+        return {**own, "no_rope_layers": [*map(int, encoded)]}
 
 
 @frozen(kw_only=True)

@@ -124,7 +124,10 @@ def _form(architecture: ArchitectureComponent, model: ModelComponent, catalog: C
         by_layer = by_layer or [key for key, value in written.items() if differs(value)]
         contradicted += [Problem("", f"{key} is one for all layers, not {written[key]}") for key in by_layer]
         config |= written
-    lost = () if contradicted else list(_lost(architecture, config, flat, model, catalog))
+    try:
+        lost = () if contradicted else list(_lost(architecture, config, flat, model, catalog))
+    except JobError as error:  # what was written cannot be read, so it is of another architecture
+        lost = error.problems
     unsaid = {key for field in architecture.fields() for key in field.written} - {*config}
     return _Form(config, contradicted, lost, len(unsaid))
 

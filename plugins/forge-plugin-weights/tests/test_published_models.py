@@ -70,6 +70,8 @@ def test_a_configuration_is_written_as_it_was_read(tmp_path, name):
     compared = {key: value for key, value in before.items() if key not in meaningless and value is not None}
     if not before.get("sliding_window"):
         compared.pop("sliding_window", None)  # 0 is null
+    if before.get("rope_parameters", {}).get("rope_type") == "default":
+        compared.pop("original_max_position_embeddings", None)  # nothing is stretched
     for key in SPELT_OUT if "layer_types" in before else ():
         compared.pop(key, None)
     assert {key: after.get(key) for key in compared} == compared

@@ -58,22 +58,26 @@ def shape_fields(*, tied: bool = False) -> Sequence[Field]:
     )
 
 
-def attention_fields(*, theta: float = 10000.0, head_dim: object = None, rope: Field | None = None) -> Sequence[Field]:
+def attention_fields(
+    *, theta: float = 10000.0, head_dim: object = None, kv_heads: int | None = None, rope: Field | None = None
+) -> Sequence[Field]:
     """Returns the keys of grouped-query attention.
 
     Args:
         theta: base of the position encoding where no key says it.
         head_dim: the default of the key; None: the width by heads.
+        kv_heads: the value where the key is missing; None, and where the key is null: as many as there are heads.
         rope: the position encoding, where it is not one for all layers.
     """
     by_width = lambda config: config["hidden_size"] // config["num_attention_heads"]  # noqa: E731
+    key = "num_key_value_heads"
     return (
         Fixed({"attention.type": f"{TRANSFORMER}/gqa"}),
         Key("num_attention_heads", "attention.heads"),
         Key(
-            "num_key_value_heads",
+            key,
             "attention.kv_heads",
-            default=lambda config: config["num_attention_heads"],
+            default=lambda config: config["num_attention_heads"] if key in config or kv_heads is None else kv_heads,
             derived=lambda model: model["attention.heads"],
         ),
         Key(
@@ -154,7 +158,7 @@ class Mistral(ArchitectureComponent):
     def fields(self) -> Sequence[Field]:
         return (
             *shape_fields(),
-            *attention_fields(),
+            *attention_fields(kv_heads=8),
             *swiglu_fields(),
             Key("rms_norm_eps", "norm.eps", 1e-6),
             Window(default=4096),
@@ -179,7 +183,7 @@ class Qwen2(ArchitectureComponent):
     def fields(self) -> Sequence[Field]:
         return (
             *shape_fields(),
-            *attention_fields(),
+            *attention_fields(kv_heads=32),
             QWEN_WINDOWS,
             Only("use_mrope", False, "positions are those of the text alone", write_it=False),
             Fixed({"attention.bias": True, "attention.output_bias": False}),
@@ -200,7 +204,7 @@ class Qwen3(ArchitectureComponent):
     def fields(self) -> Sequence[Field]:
         return (
             *shape_fields(),
-            *attention_fields(head_dim=128),
+            *attention_fields(head_dim=128, kv_heads=32),
             QWEN_WINDOWS,
             all_biases(),
             Fixed({"attention.qk_norm": True}),

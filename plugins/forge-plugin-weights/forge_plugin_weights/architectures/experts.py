@@ -69,7 +69,7 @@ class Mixtral(ArchitectureComponent):
         router = {"ffn.router.type": f"{MOE}/softmax_topk", "ffn.router.normalise": "after"}
         return (
             *shape_fields(),
-            *attention_fields(theta=1e6),
+            *attention_fields(theta=1e6, kv_heads=8),
             Choice("hidden_act", {"silu": {"ffn.type": f"{MOE}/moe"}}, "silu", "experts are gated by silu"),
             Fixed(router),
             Key("num_local_experts", "ffn.experts", 8),
@@ -102,7 +102,7 @@ class Qwen2MoE(ArchitectureComponent):
         }
         return (
             *shape_fields(),
-            *attention_fields(),
+            *attention_fields(kv_heads=16),
             LayerWindows(default=4096, switched=True, rule=odd_windows, further=("max_window_layers",)),
             Choice("qkv_bias", biases, True),
             *dense_layers(),
@@ -136,7 +136,7 @@ class Qwen3MoE(ArchitectureComponent):
     def fields(self) -> Sequence[Field]:
         return (
             *shape_fields(),
-            *attention_fields(head_dim=lambda config: config["hidden_size"] // config["num_attention_heads"]),
+            *attention_fields(kv_heads=4),
             Window(default=4096, switched=True),
             all_biases(),
             Fixed({"attention.qk_norm": True}),

@@ -57,7 +57,7 @@ def gemma_fields(windows: LayerWindows, rope: Field, *, caps: tuple[float | None
         *shape_fields(tied=True),
         Fixed({"norm_placement": "both", "norm.offset": 1}),
         Follows("embedding_scale", _width_root, lambda model: model["dim"] ** 0.5),
-        *attention_fields(head_dim=256, rope=rope),
+        *attention_fields(head_dim=256, kv_heads=4, rope=rope),
         all_biases(),
         Converted(
             "query_pre_attn_scalar",

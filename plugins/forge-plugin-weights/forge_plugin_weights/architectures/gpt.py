@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from attrs import frozen
 
 from forge_plugin_weights.architectures.dense import TRANSFORMER, all_biases
-from forge_plugin_weights.fields import Choice, Derived, Dropout, Fixed, Key, Only, Rope
-from forge_plugin_weights.kinds import ArchitectureComponent, Field, Flat, Rule
+from forge_plugin_weights.fields import SHARE, Choice, Derived, Dropout, Fixed, Key, Only, Rope
+from forge_plugin_weights.kinds import ArchitectureComponent, Config, Field, Flat, Rule, Unsupported
 from forge_plugin_weights.rules import Columns, HeadRows, Repeated, Rows, Same, Transposed
 
 BLOCK = "transformer.h.{layer}"
@@ -42,7 +42,7 @@ class GPT2(ArchitectureComponent):
     renames = {r"^(?!transformer\.|lm_head\.)": "transformer."}
     harmless = (
         *("summary_type", "summary_use_proj", "summary_activation", "summary_first_dropout", "summary_proj_to_labels"),
-        *("n_ctx", "task_specific_params", "gradient_checkpointing"),
+        *("n_ctx", "task_specific_params", "gradient_checkpointing", "reorder_and_upcast_attn"),
     )
     ignored = ("*.attn.bias", "*.attn.masked_bias")
 
@@ -69,7 +69,6 @@ class GPT2(ArchitectureComponent):
             *(Dropout(key) for key in ("resid_pdrop", "embd_pdrop", "attn_pdrop")),
             Only("scale_attn_weights", True, "scores are divided by the square root of a head's width"),
             Only("scale_attn_by_inverse_layer_idx", False, "all layers have the same factor on scores"),
-            Only("reorder_and_upcast_attn", False, "", also=(True,)),
             Only("add_cross_attention", False, "there is no second sequence"),
         )
 
@@ -94,6 +93,31 @@ class GPT2(ArchitectureComponent):
 SAME_HEAD: Rule = Same("head.weight", "lm_head.weight")
 
 
+@frozen
+class NeoXRope(Rope):
+    """The position encoding, whose keys have names of their own; later versions 4 wrote the usual ones, too."""
+
+    theta_key: str = "rotary_emb_base"
+    share: float | None = 0.25
+    share_key: str = "rotary_pct"
+
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        """Usual names of keys, with those of GPT-NeoX."""
+        return {"rope_theta": self.theta_key, SHARE: self.share_key}
+
+    @property
+    def keys(self) -> Collection[str]:
+        return (*super().keys, *self.aliases)
+
+    def read(self, config: Config) -> Flat:
+        own = dict(config)
+        for alias, name in self.aliases.items():
+            if alias in config and own.setdefault(name, config[alias]) != config[alias]:
+                raise Unsupported(f"{name} = {config[name]!r} and {alias} = {config[alias]!r} disagree")
+        return super().read(own)
+
+
 @frozen(kw_only=True)
 class GPTNeoX(ArchitectureComponent):
     """GPT-NeoX and Pythia: attention and feed-forward part side by side, a quarter of each head rotated."""
@@ -116,7 +140,7 @@ class GPTNeoX(ArchitectureComponent):
             gelu("hidden_act", "gelu"),
             Choice("use_parallel_residual", residual, True),
             all_biases(True),
-            Rope(theta_key="rotary_emb_base", share=0.25, share_key="rotary_pct"),
+            NeoXRope(),
             *(Dropout(key) for key in ("hidden_dropout", "attention_dropout")),
         )
 

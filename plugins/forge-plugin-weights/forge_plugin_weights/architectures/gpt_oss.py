@@ -77,7 +77,7 @@ class GptOss(ArchitectureComponent):
     def fields(self) -> Sequence[Field]:
         return (
             *shape_fields(),
-            *attention_fields(head_dim=64, rope=Stretched(theta=150000.0)),
+            *attention_fields(head_dim=64, kv_heads=8, rope=Stretched(theta=150000.0)),
             all_biases(default=True),
             Fixed({"attention.sinks": True}),
             LayerWindows(default=128, rule=every_nth_is_full(2)),

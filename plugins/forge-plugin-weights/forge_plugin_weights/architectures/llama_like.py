@@ -62,7 +62,7 @@ class SmolLM3(ArchitectureComponent):
         rope = RopeOfSomeLayers(theta=2e6)
         return (
             *shape_fields(tied=True),
-            *attention_fields(rope=rope),
+            *attention_fields(kv_heads=4, rope=rope),
             all_biases(),
             LayerWindows(switched=True, rule=lambda config: [not encoded for encoded in rope.layers(config)]),
             Key("mlp_bias", "ffn.bias", False),

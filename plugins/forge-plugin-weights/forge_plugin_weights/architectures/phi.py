@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from attrs import frozen
+from attrs import field, frozen
 
 from forge_plugin_weights.architectures.dense import (
     ENDS,
@@ -15,7 +15,7 @@ from forge_plugin_weights.architectures.dense import (
     swiglu_fields,
     tied_head,
 )
-from forge_plugin_weights.fields import LONGEST, ORIGINAL, Dropout, Fixed, Key, Only, Rope
+from forge_plugin_weights.fields import LONGEST, ORIGINAL, ROPES, Dropout, Fixed, Key, Only, Rope, RopeType
 from forge_plugin_weights.kinds import ArchitectureComponent, Config, Field, Flat, Rule, Unsupported
 from forge_plugin_weights.layer_fields import Window
 from forge_plugin_weights.rules import Rows, Same
@@ -30,6 +30,11 @@ class PhiRope(Rope):
     """The position encoding: the ratio of two keys beside it is the factor of LongRoPE, and one its original length."""
 
     share: float | None = 1.0
+    types: Mapping[str, RopeType] = field(default={name: ROPES[name] for name in ("default", "longrope")}, repr=False)
+
+    @property
+    def keys(self) -> Collection[str]:
+        return (*super().keys, ORIGINAL)
 
     def read(self, config: Config) -> Flat:
         forms = {key: self._whole(config, key) for key in ("rope_scaling", "rope_parameters")}
@@ -62,7 +67,6 @@ class Phi3(ArchitectureComponent):
     """Phi-3, Phi-3.5, Phi-4 and Phi-4-mini."""
 
     name = "Phi3ForCausalLM"
-    harmless = (ORIGINAL,)
 
     def fields(self) -> Sequence[Field]:
         absent = ("attention_bias", "mlp_bias", "lm_head_bias")

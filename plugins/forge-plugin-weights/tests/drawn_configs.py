@@ -1,0 +1,304 @@
+"""Configurations that hypothesis draws: for each architecture, values that it supports for every key that it reads."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import attrs
+from attrs import frozen
+from hypothesis import strategies as st
+
+from forge_core.plugins.catalog import Catalog
+from forge_plugin_weights.kinds import ArchitectureComponent
+from forge_plugin_weights.tables import all_fields, architectures
+
+SEEING = (
+    *("siglip_vision_model", "siglip2_vision_model", "clip_vision_model"),
+    *("llava", "idefics3", "smolvlm"),
+)
+"""Towers, and models that see images: test_published_vision.py has configurations of them, both ways."""
+INSTALLED: Mapping[str, ArchitectureComponent] = architectures(Catalog.installed())
+ARCHITECTURES = {type_: each for type_, each in INSTALLED.items() if type_ not in SEEING}
+"""All others; a new one fails until there are values for each of its keys here."""
+MANY = 20 if os.environ.get("FORGE_TESTS") == "all" else 1
+"""Times as many examples as otherwise."""
+ELSEWHERE: Mapping[str, str] = {"quantization_config": "test_weights_deepseek.py, test_weights_gpt_oss.py"}
+"""Keys that no configuration here has, and the tests that are about them."""
+
+
+@frozen
+class Sizes:
+    """Numbers that several keys depend on."""
+
+    layers: int
+    heads: int
+    width: int
+    window: int | None
+    windowed: bool
+    """Whether layers may have the window."""
+    experts: int
+    expert_width: int
+    groups: int
+
+
+Draw = Callable[[Sizes], st.SearchStrategy[Any]]
+
+WIDTHS = st.integers(1, 99)
+EPS = st.sampled_from([1e-5, 1e-6, 1e-8, 3e-6]) | st.floats(1e-12, 1e-2)
+FACTORS = st.sampled_from([0.015625, 0.1, 0.22, 0.3, 1.0, 3.0, 7.0, 16.0, 49.0]) | st.floats(0.01, 100)
+RATES = st.sampled_from([0.0, 0.1])
+HEADS = st.sampled_from([8, 16, 32, 128])
+GELU = st.sampled_from(["gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh"])
+
+
+def same(strategy: st.SearchStrategy[Any]) -> Draw:
+    """A strategy that no size changes."""
+    return lambda sizes: strategy
+
+
+def by_layer(entries: list[Any]) -> Draw:
+    """A list with one of several entries for each layer."""
+    return lambda sizes: st.lists(st.sampled_from(entries), min_size=sizes.layers, max_size=sizes.layers)
+
+
+def types(sizes: Sizes) -> st.SearchStrategy[Any]:
+    """Types of layers; with a window only where there is one."""
+    return by_layer(["full_attention", *(["sliding_attention"] if sizes.window and sizes.windowed else [])])(sizes)
+
+
+ALWAYS: Mapping[str, Draw] = {
+    **dict.fromkeys(("hidden_size", "n_embd"), lambda sizes: st.just(sizes.width)),
+    **dict.fromkeys(("num_hidden_layers", "n_layer"), lambda sizes: st.just(sizes.layers)),
+    **dict.fromkeys(("num_attention_heads", "n_head"), lambda sizes: st.just(sizes.heads)),
+    **dict.fromkeys(("vocab_size", "intermediate_size"), same(st.integers(1, 300_000))),
+    "n_positions": same(WIDTHS),
+    "moe_intermediate_size": lambda sizes: st.just(sizes.expert_width),
+    "shared_expert_intermediate_size": lambda sizes: st.integers(1, 4).map(lambda n: n * sizes.expert_width),
+    **dict.fromkeys(("num_local_experts", "n_routed_experts"), lambda sizes: st.just(sizes.experts)),
+    "num_experts": lambda sizes: st.just(sizes.experts),
+    "num_experts_per_tok": same(st.integers(1, 2)),
+    "n_group": lambda sizes: st.just(sizes.groups),
+    "topk_group": lambda sizes: st.integers(1, sizes.groups),
+    **dict.fromkeys(("kv_lora_rank", "qk_nope_head_dim", "v_head_dim"), same(WIDTHS)),
+    "qk_rope_head_dim": same(HEADS),
+    "sliding_window": lambda sizes: st.just(sizes.window),
+    "use_sliding_window": lambda sizes: st.just(sizes.window is not None and sizes.windowed),
+    "num_nextn_predict_layers": same(st.integers(0, 2)),
+}
+"""Keys that all configurations of an architecture have which reads them."""
+OPTIONAL: Mapping[str, Draw] = {
+    "tie_word_embeddings": same(st.booleans()),
+    **dict.fromkeys(("attention_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "hidden_dropout"), same(RATES)),
+    **dict.fromkeys(("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps"), same(EPS)),
+    "hidden_act": same(st.just("silu")),
+    "num_key_value_heads": lambda sizes: st.sampled_from([n for n in (1, 2, 4, 8) if sizes.heads % n == 0]),
+    "head_dim": same(HEADS),
+    **dict.fromkeys(("attention_bias", "mlp_bias", "qkv_bias", "norm_topk_prob"), same(st.booleans())),
+    "layer_types": types,
+    "max_window_layers": lambda sizes: st.integers(0, sizes.layers + 1),
+    "sliding_window_pattern": same(st.integers(1, 7)),
+    "q_lora_rank": same(st.none() | WIDTHS),
+    "rope_interleave": same(st.booleans()),
+    "n_shared_experts": same(st.integers(0, 3)),
+    "first_k_dense_replace": lambda sizes: st.integers(0, sizes.layers),
+    "moe_layer_freq": same(st.integers(1, 3)),
+    "decoder_sparse_step": same(st.integers(1, 3)),
+    "mlp_only_layers": same(st.just([])),
+    "routed_scaling_factor": same(FACTORS),
+    "scoring_func": same(st.just("sigmoid")),
+    "topk_method": same(st.just("noaux_tc")),
+    "query_pre_attn_scalar": same(st.integers(1, 999)),
+    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), same(st.none() | FACTORS)),
+    "use_bidirectional_attention": same(st.sampled_from([False, None])),
+    "hidden_activation": same(st.sampled_from(["gelu_pytorch_tanh", "gelu"])),
+    "n_inner": same(st.none() | WIDTHS),
+    "activation_function": same(GELU),
+    "scale_attn_weights": same(st.just(True)),
+    **dict.fromkeys(("scale_attn_by_inverse_layer_idx", "add_cross_attention"), same(st.just(False))),
+    "use_parallel_residual": same(st.booleans()),
+    "swiglu_alpha": same(FACTORS),
+    "swiglu_limit": same(FACTORS),
+    **dict.fromkeys(("attention_multiplier", "embedding_multiplier", "residual_multiplier"), same(FACTORS)),
+    "logits_scaling": same(st.sampled_from([1.0, 3.0, 7.0, 8.0, 16.0, 49.0, 0.3])),
+    **dict.fromkeys(("rope_interleaved", "use_mrope", "lm_head_bias"), same(st.just(False))),
+    "router_jitter_noise": same(st.just(0.0)),
+    **dict.fromkeys(("full_attn_mod", "interpolate_factor"), same(st.just(1))),
+    "no_rope_layers": by_layer([0, 1]),
+    "no_rope_layer_interval": same(st.integers(1, 7)),
+}
+"""Keys that a configuration may lack."""
+OWN: Mapping[tuple[str, str], Draw] = {
+    ("gpt_neox", "hidden_act"): same(GELU),
+    **{("phi3", key): same(st.just(False)) for key in ("attention_bias", "mlp_bias")},
+    **{(type_, "attention_bias"): same(st.just(False)) for type_ in ("deepseek_v3", "kimi_k2")},
+}
+"""Keys that one architecture supports other values of."""
+UNREAD: Mapping[str, tuple[str, ...]] = {
+    "qwen2_moe": ("num_local_experts",),
+    "qwen3_moe": ("num_local_experts",),
+    "gpt_oss": ("num_experts",),
+}
+"""Other names of keys, which a configuration does not have beside them."""
+
+# --- position encodings ------------------------------------------------------------------------------------------
+
+THETAS = st.sampled_from([10000.0, 500000.0, 1e6]) | st.floats(2, 1e7)
+LENGTHS = st.integers(16, 131072)
+LISTS = st.lists(st.floats(1, 60), min_size=1, max_size=3)
+
+
+def maybe(strategy: st.SearchStrategy[Any], **keys: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """The table of a strategy, with further keys that may be missing."""
+    further = st.fixed_dictionaries({}, optional=keys)
+    return st.tuples(strategy, further).map(lambda pair: {**pair[0], **pair[1]})
+
+
+def table(rope_type: str, **keys: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """Tables of a form of the position encoding."""
+    return st.fixed_dictionaries({"rope_type": st.just(rope_type), **keys})
+
+
+ORIGINAL = {"original_max_position_embeddings": LENGTHS}
+PLAIN = table("default")
+SCALED = (
+    table("linear", factor=st.floats(1, 100)),
+    table("dynamic", factor=st.floats(1, 100)),
+    table("llama3", factor=st.floats(1, 100), low_freq_factor=st.just(1.0), high_freq_factor=st.just(4.0), **ORIGINAL),
+    maybe(
+        table("yarn", factor=st.floats(1, 100), **ORIGINAL),
+        beta_fast=st.floats(8, 64),
+        beta_slow=st.floats(0.5, 4),
+        attention_factor=FACTORS,
+        mscale=FACTORS,
+        mscale_all_dim=FACTORS,
+        truncate=st.booleans(),
+    ),
+    maybe(
+        table("longrope", short_factor=LISTS, long_factor=LISTS, factor=st.floats(1, 100), **ORIGINAL),
+        attention_factor=FACTORS,
+    ),
+)
+SPELLINGS = ("4", "5", "both")
+
+
+@st.composite
+def ropes(draw: st.DrawFn, *tables: st.SearchStrategy[Any]) -> dict[str, Any]:
+    """A position encoding as version 4 of `transformers` spells it, as version 5 does, or both."""
+    form, theta, spelling = draw(st.one_of(PLAIN, *tables)), draw(THETAS), draw(st.sampled_from(SPELLINGS))
+    keys: dict[str, Any] = {"max_position_embeddings": draw(LENGTHS)}
+    if spelling != "5":
+        name = draw(st.sampled_from(["type", "rope_type"]))
+        scaling = {name: form["rope_type"], **{key: value for key, value in form.items() if key != "rope_type"}}
+        keys |= {"rope_theta": theta, "rope_scaling": None if form["rope_type"] == "default" else scaling}
+    if spelling != "4":
+        keys["rope_parameters"] = {**form, "rope_theta": theta}
+    return keys
+
+
+@st.composite
+def phi_ropes(draw: st.DrawFn, width: int) -> dict[str, Any]:
+    """Phi-3's: a part of each head, of which there are `width` numbers, and lengths beside the table."""
+    share = draw(st.none() | st.sampled_from([0.25, 0.75, 1.0]))
+    pairs = int(width * (1.0 if share is None else share)) // 2
+    factors = st.lists(st.floats(1, 60), min_size=pairs, max_size=pairs)
+    keys = draw(ropes(table("longrope", short_factor=factors, long_factor=factors)))
+    original = keys["original_max_position_embeddings"] = draw(st.sampled_from([1024, 4096]))
+    keys["max_position_embeddings"] = original * draw(st.integers(1, 32))
+    if share is not None:
+        keys["partial_rotary_factor"] = share
+        if "rope_parameters" in keys:
+            keys["rope_parameters"]["partial_rotary_factor"] = share
+    return keys
+
+
+@st.composite
+def neox_ropes(draw: st.DrawFn) -> dict[str, Any]:
+    """GPT-NeoX's, which has keys of its own in version 4."""
+    keys, share = draw(ropes(*SCALED[:2])), draw(st.none() | st.sampled_from([0.25, 0.5, 1.0]))
+    if "rope_theta" in keys:
+        keys["rotary_emb_base"] = keys["rope_theta"] if draw(st.booleans()) else keys.pop("rope_theta")
+    if share is not None:
+        keys["rotary_pct"] = share
+        if "rope_parameters" in keys:
+            keys["rope_parameters"]["partial_rotary_factor"] = share
+        if draw(st.booleans()):
+            keys["partial_rotary_factor"] = share
+    return keys
+
+
+@st.composite
+def window_ropes(draw: st.DrawFn, near_theta: str, *tables: st.SearchStrategy[Any]) -> dict[str, Any]:
+    """Two: of layers with a window, and of those without."""
+    full, near = draw(st.one_of(PLAIN, *tables)), {"rope_type": "default"}
+    theta, near_base = draw(THETAS), draw(THETAS)
+    keys: dict[str, Any] = {"max_position_embeddings": draw(LENGTHS)}
+    if draw(st.booleans()):
+        if near_theta == "rope_theta":  # of another base, version 5 forgets that it is that of windows, too
+            theta = near_base = 500000.0
+        scaling = None if full["rope_type"] == "default" else full
+        return {**keys, "rope_theta": theta, near_theta: near_base, "rope_scaling": scaling}
+    both = {"full_attention": {**full, "rope_theta": theta}, "sliding_attention": {**near, "rope_theta": near_base}}
+    return {**keys, "rope_parameters": both}
+
+
+ROPES: Mapping[str, st.SearchStrategy[dict[str, Any]]] = {
+    "gpt2": st.just({}),
+    "gpt_neox": neox_ropes(),
+    "mixtral": ropes(*SCALED[:4]),  # version 5 fails at LongRoPE without head_dim
+    "gemma3_text": window_ropes("rope_local_base_freq", *SCALED[:1], *SCALED[2:4]),
+    "olmo3": window_ropes("rope_theta", *SCALED[:1], *SCALED[2:4]),
+}
+"""Where they are not those of most."""
+SET_BY_ROPES = {
+    *("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "rotary_emb_base", "rotary_pct"),
+    *("rope_local_base_freq", "max_position_embeddings", "original_max_position_embeddings"),
+}
+
+# --- whole configurations ----------------------------------------------------------------------------------------
+
+
+@st.composite
+def sizes(draw: st.DrawFn) -> Sizes:
+    """Sizes of a model."""
+    heads = draw(st.sampled_from([1, 2, 4, 8]))
+    return Sizes(
+        layers=draw(st.integers(1, 6)),
+        heads=heads,
+        width=heads * draw(HEADS),
+        window=draw(st.none() | st.integers(1, 9999)),
+        windowed=draw(st.booleans()),
+        experts=draw(st.sampled_from([4, 8])),
+        expert_width=draw(WIDTHS),
+        groups=draw(st.sampled_from([1, 2])),
+    )
+
+
+def keys_of(type_: str) -> list[str]:
+    """All keys that an architecture reads, in one order."""
+    return sorted({key for field in all_fields(ARCHITECTURES[type_]) for key in field.keys})
+
+
+@st.composite
+def configs(draw: st.DrawFn, type_: str) -> dict[str, Any]:
+    """A configuration of an architecture. A key that nothing here draws is a `KeyError`: give it values above."""
+    own, keys = draw(sizes()), keys_of(type_)
+    if "layer_types" in keys and "use_sliding_window" not in keys:  # there is a window always
+        own = attrs.evolve(own, window=own.window or 7, windowed=True)
+    config: dict[str, Any] = {}
+    for key in keys:
+        if key in ELSEWHERE or key in SET_BY_ROPES or key in UNREAD.get(type_, ()):
+            continue
+        if key in ALWAYS:
+            config[key] = draw(ALWAYS[key](own))
+        elif draw(st.booleans()):
+            config[key] = draw((OWN.get((type_, key)) or OPTIONAL[key])(own))
+    if type_ == "phi3":  # whose heads divide the width
+        config.pop("head_dim", None)
+        config |= draw(phi_ropes(own.width // own.heads))
+    else:
+        config |= draw(ROPES.get(type_, ropes(*SCALED)))
+    if type_ == "gpt2":
+        config.pop("max_position_embeddings", None)
+    return {"model_type": type_, **config}
