@@ -46,11 +46,11 @@ def check_versions(_: Surroundings) -> Iterator[Result]:
         yield failed("requirements", "; ".join(text for text, _ in broken), f"pip install --upgrade {wanted}")
     else:
         yield ok("requirements", "those of the core and of every plugin are installed")
-    stale = [one for one in installed if _undeclared(one)]
-    for one in stale:
-        types = ", ".join(sorted(_undeclared(one)))
-        mend = f"pip install --no-deps -e {one.editable_path}"
-        yield warning("editable install", f"{one.name} lacks what its pyproject.toml offers: {types}", mend)
+    for one in installed:
+        if changed := _changed(one):
+            mend = f"pip install --no-deps -e {one.editable_path}"
+            seen = f"the pyproject.toml of {one.name} changed since it was installed: {', '.join(sorted(changed))}"
+            yield warning("editable install", seen, mend)
 
 
 def _unmet(distribution: Distribution) -> Iterator[tuple[str, str]]:
@@ -81,9 +81,11 @@ def _unmet(distribution: Distribution) -> Iterator[tuple[str, str]]:
             yield f"{needs}, installed is {version}", install
 
 
-def _undeclared(distribution: Distribution) -> set[str]:
-    """Types in the sources of an editable install that its metadata lack: it was changed since it was installed."""
+def _changed(distribution: Distribution) -> set[str]:
+    """Types that the sources of an editable install have and its metadata lack, or the other way round."""
     declared = declared_entry_points(distribution)
+    if not declared:
+        return set()
     known = {(offer.kind, offer.type) for offer in Catalog.installed().offers() if offer.distribution == distribution}
-    pairs = {(group.removeprefix(PREFIX), name) for group, entries in declared.items() for name in entries}
-    return {f"{kind} {name}" for kind, name in pairs - known if f"{PREFIX}{kind}" in declared}
+    groups = {group.removeprefix(PREFIX): entries for group, entries in declared.items() if group.startswith(PREFIX)}
+    return {f"{kind} {name}" for kind, name in known ^ {(kind, name) for kind in groups for name in groups[kind]}}

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from forge_core.plugins.catalog import Catalog, Offer
 from forge_plugin_doctor import file_system, machine, network, packages, scheduler
 from forge_plugin_doctor.examination import examine
 from forge_plugin_doctor.job import check_job
@@ -213,6 +214,20 @@ def test_requirements_that_are_not_met_are_named(monkeypatch: pytest.MonkeyPatch
     assert "forge-plugin-lacks 1.0 needs rich>=99, installed is" in result.seen
     assert "forge-plugin-lacks 1.0 needs no-such-package-here>=1, which is not installed" in result.seen
     assert result.mend == "pip install --upgrade forge-run 'rich>=99' 'no-such-package-here>=1'"
+
+
+def test_an_editable_install_that_is_stale_is_named_with_the_line_that_refreshes_it(
+    here: Path, monkeypatch: pytest.MonkeyPatch, around, one
+) -> None:
+    (here / "pyproject.toml").write_text('[project.entry-points."forge.optimizer"]\nsame = "m:A"\nnew = "m:B"\n')
+    url = f'{{"url": "file://{here}", "dir_info": {{"editable": true}}}}'
+    mine = packages.Distribution("forge-plugin-mine", "1.0", (), url)
+    offers = [Offer("optimizer", name, "m:A", mine) for name in ("same", "gone")]
+    monkeypatch.setattr(Catalog, "installed", lambda: Catalog(offers))
+    result = one(packages.check_versions(around()), "editable install")
+    assert result.state == State.WARNING
+    assert result.seen.endswith("changed since it was installed: optimizer gone, optimizer new")
+    assert result.mend == f"pip install --no-deps -e {here}"
 
 
 def test_gpus_that_only_the_driver_sees_are_known(program) -> None:
