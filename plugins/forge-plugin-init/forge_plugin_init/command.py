@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from forge_core.plugins.catalog import Catalog
     from forge_plugin_init.corpora import Corpus
+    from forge_plugin_init.sizes import Machine, Sizes
     from forge_plugin_init.writing import Draft
 
 PROGRAM = "forge-run init"
@@ -120,6 +121,7 @@ def _parser() -> argparse.ArgumentParser:
     sizes.add_argument("--parameters", type=_count, metavar="N", help="size of the model instead: 300k, 10M, 1.5B")
     speed = "speed of matrix products on the machine to train on; by default this machine is measured"
     sizes.add_argument("--tflops", type=_positive, metavar="X", help=speed)
+    sizes.add_argument("--no-trial", action="store_true", help="estimate by matrix products only, without trying steps")
     memory = "with --tflops: GB of memory of its device, so that batches fit"
     sizes.add_argument("--memory", type=_positive, metavar="GB", help=memory)
     start = "run folder of an imported model to train further (forge-run weights import)"
@@ -177,7 +179,11 @@ def make_draft(options: argparse.Namespace, catalog: Catalog) -> Draft:
     else:
         vocab_size = corpus.vocab_size or vocabulary_for(corpus.text_bytes, budget, machine)
         tokens = corpus.tokens or token_estimate(corpus.text_bytes, vocab_size)
-        sizes = choose(budget, machine, Data(tokens=tokens, vocab_size=vocab_size))
+        data = Data(tokens=tokens, vocab_size=vocab_size)
+        sizes = choose(budget, machine, data)
+        if machine.measured and not options.no_trial:
+            machine = _tried(machine, sizes, vocab_size)
+            sizes = choose(budget, machine, data)
     return Draft(
         name=_free_name(options.name or corpus.name),
         corpus=corpus,
@@ -189,6 +195,18 @@ def make_draft(options: argparse.Namespace, catalog: Catalog) -> Draft:
         curves=bool(catalog.matching("logger", "curves")),
         samples=bool(catalog.matching("hook", "samples")) and bool(corpus.prompt),
     )
+
+
+def _tried(machine: Machine, sizes: Sizes, vocab_size: int) -> Machine:
+    """The machine with the efficiency of some steps of the training that was chosen for it."""
+    from attrs import evolve
+
+    from forge_plugin_init.sizes import LEAST_EFFICIENCY
+    from forge_plugin_init.trial import efficiency
+
+    if sys.stderr.isatty():
+        print("trying some steps …", file=sys.stderr)
+    return evolve(machine, efficiency=max(LEAST_EFFICIENCY, efficiency(sizes, vocab_size, machine)), tried=True)
 
 
 def _corpus(options: argparse.Namespace) -> Corpus:

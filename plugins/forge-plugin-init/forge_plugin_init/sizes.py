@@ -2,8 +2,8 @@
 
 The rule, in order (N parameters, D tokens of the run, S positions of a sequence):
 
-1. A budget of time is `seconds x speed x EFFICIENCY` FLOP. A token costs 6 N + 6 layers dim S: forward and backward,
-   with causal attention in the second term.
+1. A budget of time is `seconds x speed x efficiency` FLOP. A token costs 6 N + 6 layers dim S: forward and backward,
+   with causal attention in the second term. The efficiency is assumed, and then measured by some steps of the model.
 2. Models have dim = 64 x layers, heads of 64, SwiGLU and a tied head. The deepest is taken whose 20 N tokens (Hoffmann
    et al. 2022, "Chinchilla") fit the time, and 4 epochs of the data (Muennighoff et al. 2023: up to then, repeated
    tokens are about as good as new ones). A budget of parameters is met by the model that is nearest.
@@ -22,7 +22,9 @@ from attrs import evolve, frozen
 from forge_core.contracts.errors import JobError
 
 EFFICIENCY = 0.3
-"""Share of the speed of large matrix products that training reaches, about."""
+"""Share of the speed of large matrix products that training reaches, where it was not tried."""
+LEAST_EFFICIENCY = 0.01
+"""Of a machine so busy, or a model so small, that a measurement says little."""
 TOKENS_PER_PARAMETER = 20
 WORTH_EPOCHS, MOST_EPOCHS = 4, 10
 TUNING_EPOCHS = 3
@@ -55,6 +57,10 @@ class Machine:
     """Bytes that are free; None: unknown, and then nothing is said of memory."""
     measured: bool = True
     """Whether `flops` was measured here, or is what the user said."""
+    efficiency: float = EFFICIENCY
+    """Share of `flops` that training reaches."""
+    tried: bool = False
+    """Whether `efficiency` was measured by some steps."""
 
 
 @frozen(kw_only=True)
@@ -139,7 +145,7 @@ def token_estimate(text_bytes: int | None, vocab_size: int) -> int | None:
 
 
 def _flop(budget: Budget, machine: Machine) -> float:
-    return math.inf if budget.seconds is None else budget.seconds * machine.flops * EFFICIENCY
+    return math.inf if budget.seconds is None else budget.seconds * machine.flops * machine.efficiency
 
 
 def choose(budget: Budget, machine: Machine, data: Data) -> Sizes:
@@ -221,7 +227,7 @@ def plan(
         steps=steps,
         lr=TUNING_RATE,
         warmup_steps=max(1, steps // WARMUP_SHARE),
-        seconds=run * cost / (machine.flops * EFFICIENCY),
+        seconds=run * cost / (machine.flops * machine.efficiency),
         epochs=None if data.tokens is None else run / data.tokens,
     )
 

@@ -11,7 +11,6 @@ from attrs import frozen
 
 from forge_plugin_init.corpora import BPE_BYTES, Corpus, Key
 from forge_plugin_init.sizes import (
-    EFFICIENCY,
     MOST_EPOCHS,
     TOKENS_PER_PARAMETER,
     WORTH_EPOCHS,
@@ -63,7 +62,9 @@ def reasons(draft: Draft) -> Iterator[tuple[str, str]]:
     machine, sizes, budget = draft.machine, draft.sizes, draft.budget
     how = "measured" if machine.measured else "as given"
     speed = f"{machine.flops / 1e12:.3g} TFLOP/s of {machine.precision} matrix products ({how})"
-    yield "machine", f"{machine.name}, {speed}; training reaches about {EFFICIENCY:g} of that"
+    tried = "measured by some steps" if machine.tried else "assumed"
+    reached = f"training reaches about {machine.efficiency:.2g} of that ({tried})"
+    yield "machine", f"{machine.name}, {speed}; {reached}"
     if machine.memory is None:
         yield "memory", "not known: if it does not suffice, set train.micro_batch_size, or give --memory"
     asked = [duration(budget.seconds)] if budget.seconds else []
@@ -214,9 +215,10 @@ def _optimizer(draft: Draft) -> Iterator[str]:
 def _checks(draft: Draft) -> Iterator[str]:
     every = max(1, draft.sizes.steps // 10)
     yield from _table("[eval]", [("interval", every, "steps between evaluations on what is held out (validation)")])
-    yield from _table(
-        "[evaluations.held_out]", [("sequences", 256, "at most, evenly spread over all that is held out")]
-    )
+    # A forward pass costs a third of a step: evaluations are to take about a twentieth of the time at most.
+    count = min(256, max(8, every * draft.sizes.global_batch_size * 3 // 20))
+    sequences: Key = ("sequences", count, "at most, evenly spread over all held-out ones")
+    yield from _table("[evaluations.held_out]", [sequences])
     interval = ("interval", max(1, draft.sizes.steps // 5), "steps between checkpoints, from which a run continues")
     yield from _table("[checkpoint]", [interval])
     if draft.curves:

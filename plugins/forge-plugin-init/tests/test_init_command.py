@@ -14,6 +14,9 @@ from pathlib import Path
 import pytest
 
 from forge_core import Trainer, load_job
+from forge_core.contracts.errors import JobError
+from forge_plugin_init.sizes import Machine, Sizes
+from forge_plugin_init.trial import efficiency
 
 FAST = "--tflops=0.05"
 
@@ -238,7 +241,7 @@ def test_a_run_has_a_folder_of_its_own(here: Path, books: Path, chosen) -> None:
 
 
 def test_this_machine_is_measured(books: Path, init) -> None:
-    code, out, err = init("--text", "books", "--time=60s", "--json")
+    code, out, err = init("--text", "books", "--time=60s", "--no-trial", "--json")
     assert code == 0, err
     machine = json.loads(out)["machine"]
     assert machine["measured"] is True
@@ -247,7 +250,7 @@ def test_this_machine_is_measured(books: Path, init) -> None:
     assert machine["memory"] > 10**8
 
 
-def test_on_a_terminal_it_asks(books: Path) -> None:
+def test_on_a_terminal_it_asks_and_tries_some_steps(here: Path, books: Path) -> None:
     leader, follower = pty.openpty()
     command = [sys.executable, "-m", "forge_core", "init"]
     process = subprocess.Popen(command, stdin=follower, stdout=follower, stderr=subprocess.PIPE, close_fds=True)
@@ -260,13 +263,35 @@ def test_on_a_terminal_it_asks(books: Path) -> None:
         except OSError:
             break
     os.close(leader)
-    assert process.wait(60) == 0, (shown, process.stderr.read() if process.stderr else b"")
+    assert process.wait(120) == 0, (shown, process.stderr.read() if process.stderr else b"")
     text = shown.decode()
     assert "What do you want to train on?" in text
     assert "nowhere does not exist" in text
     assert "'soon' is not a time such as" in text
-    assert "1.5 minutes" in Path("job.toml").read_text()
+    head = " ".join(Path("job.toml").read_text().replace("#", "").split())
+    assert "budget 1.5 minutes" in head
+    assert "(measured by some steps)" in head
+    assert {path.name for path in here.iterdir()} == {"books", "job.toml"}  # of the trial, nothing is left
     assert table()["data"]["sources"][0]["path"] == "books"
+
+
+def test_a_training_that_does_not_run_here_is_refused_with_its_error(here: Path) -> None:
+    wrong = Sizes(
+        layers=3,
+        dim=100,  # three heads do not divide it
+        parameters=1000,
+        seq_len=16,
+        global_batch_size=2,
+        micro_batch_size=0,
+        steps=10,
+        lr=1e-3,
+        warmup_steps=1,
+        seconds=1.0,
+        epochs=None,
+    )
+    machine = Machine(name="this", flops=1e11, precision="fp32")
+    with pytest.raises(JobError, match=r"a trial of the chosen sizes does not run here: .*model\.attention"):
+        efficiency(wrong, 300, machine)
 
 
 def test_help_is_instant_and_ends_with_examples() -> None:
