@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def grid_of(height: int, width: int, form: ImageFormat) -> Grid:
-    """Returns the grid of an image of this size, whose sides are multiples of the patch."""
+    """Returns the grid of an image of this size."""
     return Grid(1, height // form.patch, width // form.patch)
 
 
@@ -21,7 +21,7 @@ def patches_of(pixels: np.ndarray, form: ImageFormat) -> np.ndarray:
     """Cut an image into patches, row by row.
 
     Args:
-        pixels: (height, width, 3) uint8, RGB; the sides are multiples of the patch.
+        pixels: (height, width, 3) uint8, RGB; what is beyond the last whole patch is left out.
         form: the encoder's format; a still image fills all frames of a patch.
 
     Returns:
@@ -29,6 +29,8 @@ def patches_of(pixels: np.ndarray, form: ImageFormat) -> np.ndarray:
     """
     side = form.patch
     rows, columns = pixels.shape[0] // side, pixels.shape[1] // side
-    cut = pixels.reshape(rows, side, columns, side, 3).transpose(0, 2, 4, 1, 3)  # row, column, channel, y, x
+    cut = (
+        pixels[: rows * side, : columns * side].reshape(rows, side, columns, side, 3).transpose(0, 2, 4, 1, 3)
+    )  # row, column, channel, y, x
     frames = np.repeat(cut[:, :, :, None], form.frames, axis=3)
     return frames.reshape(rows * columns, form.values)

@@ -89,6 +89,7 @@ class ImageProcessor:
         form = self.form
         shape = [form.patch, form.frames, form.channels, form.grid, form.multiple]
         tiling = [self.max_tiles, self.overview] if self.policy == "tiles" else []
+        tiling += [form.pixels] if form.pixels else []
         return [*shape, form.resample, form.mean, self.policy, self.max_patches, self.min_patches, *tiling]
 
     def _tiles(self, size: Size) -> tuple[int, int]:
@@ -101,6 +102,8 @@ class ImageProcessor:
         if self.policy == "fill":
             return filling_size(size, self.step, self._max_pixels)
         assert self.form.grid is not None
+        if self.form.pixels:
+            return self.form.pixels
         return self.form.grid[0] * self.form.patch, self.form.grid[1] * self.form.patch
 
     @property

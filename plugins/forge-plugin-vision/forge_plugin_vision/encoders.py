@@ -38,6 +38,9 @@ class ViT(VisionEncoderComponent):
     """Side of a patch in pixels."""
     size: tuple[int, int] = (224, 224)
     """Height and width in pixels that the position table is for, multiples of `patch`."""
+    pixels: tuple[int, int] | None = None
+    """Height and width that images are resized to, where that is no multiple of `patch`: what is beyond `size`, at the
+    bottom and right, is not seen. SigLIP so400m has patches of 14, `size = [378, 378]`, `pixels = [384, 384]`."""
     position_interpolation: Literal["none", "bilinear", "bicubic", "nearest"] = "none"
     """Fits the table to images of other sizes: `bilinear` with antialias (SigLIP 2 NaFlex), `bicubic` (ViT, CLIP and
     SigLIP in `transformers`), `nearest` (Idefics3, SmolVLM). none: every image has `size`."""
@@ -70,10 +73,21 @@ class ViT(VisionEncoderComponent):
             yield Problem("heads", f"{self.heads} does not divide dim, which is {self.dim}")
         if any(side % self.patch or side <= 0 for side in self.size):
             yield Problem("size", f"{list(self.size)} is not divisible by patch, which is {self.patch}")
+        if self.pixels is not None:
+            yield from self._pixel_problems(self.pixels)
         if self.blocks < 1:
             yield Problem("select_layer", f"{self.select_layer} leaves none of {self.layers} layers; take -1")
         if min(self.std) <= 0:
             yield Problem("std", f"{list(self.std)} must be above 0, since pixels are divided by it")
+
+    def _pixel_problems(self, pixels: tuple[int, int]) -> Iterable[Problem]:
+        if self.position_interpolation != "none":
+            yield Problem(
+                "pixels", 'it is for images of one size; leave it out, or set position_interpolation = "none"'
+            )
+        if any(not size <= side < size + self.patch for side, size in zip(pixels, self.size, strict=True)):
+            message = f"{list(pixels)} has room for other patches than size, which is {list(self.size)}"
+            yield Problem("pixels", f"{message}; it is less than one patch larger")
 
     @property
     def blocks(self) -> int:
@@ -91,6 +105,7 @@ class ViT(VisionEncoderComponent):
             std=self.std,
             resample=self.resample,
             grid=self._table if self.position_interpolation == "none" else None,
+            pixels=self.pixels,
         )
 
     def build(self, context: BuildContext, taps: Sequence[int]) -> nn.Module:

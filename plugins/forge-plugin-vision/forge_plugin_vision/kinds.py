@@ -69,6 +69,8 @@ class ImageFormat:
     """How pixels are interpolated when an image is resized: `bilinear`, `bicubic` or `lanczos`."""
     grid: tuple[int, int] | None = None
     """Rows and columns of patches that every image has; None: any."""
+    pixels: tuple[int, int] | None = None
+    """Height and width that an image is resized to, of which the patches of `grid` are the first; None: just those."""
     multiple: int = field(default=1, validator=ge(1))
     """Rows and columns of patches are multiples of this."""
 

@@ -108,7 +108,7 @@ class Pixels(Field):
 
     def write(self, model: Flat) -> Config:
         numbers = {name: number for number, name in RESAMPLING.items()}
-        side = max(setting(model, f"{ENCODER}.size"))
+        side = max(model.get(f"{ENCODER}.pixels") or setting(model, f"{ENCODER}.size"))
         return {
             PIXELS: {
                 "image_processor_type": f"{self.processor}ImageProcessor",
@@ -175,7 +175,7 @@ def image_table(config: Config, model: Flat) -> ImageTable | None:
     settings: Mapping[str, Any] = config.get(PIXELS) or {}
     if not settings:
         return None
-    height, width = model[f"{ENCODER}.size"]
+    height, width = model.get(f"{ENCODER}.pixels") or model[f"{ENCODER}.size"]
     if "max_num_patches" in settings:
         return ImageTable({"resize": "fill", "max_patches": settings["max_num_patches"]})
     if "max_image_size" in settings:

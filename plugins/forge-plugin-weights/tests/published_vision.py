@@ -11,11 +11,14 @@ import transformers
 from attrs import frozen
 from published_models import GEMMA, SIZES, WINDOWS, lifted
 from torch import Tensor
+from torch.nn import functional as F
 
 from forge_plugin_vision import GRIDS, IMAGE, PATCHES
 
 PATCH, SIDE, PLACEHOLDER = 4, 4, 60
 """Pixels of a patch, patches along a side of an image, the token that stands for an image."""
+REST = 3
+"""Pixels of a side that no patch has, where images have them."""
 TEXT: Mapping[str, Any] = {**SIZES, "num_hidden_layers": 2}
 TOWER: Mapping[str, Any] = {
     "hidden_size": 24,
@@ -32,12 +35,12 @@ def text(name: str, **keys: Any) -> Any:
     return getattr(transformers, f"{name}Config")(**{**TEXT, **keys})
 
 
-def clip() -> Any:
-    return transformers.CLIPVisionConfig(**TOWER)
+def clip(**keys: Any) -> Any:
+    return transformers.CLIPVisionConfig(**{**TOWER, **keys})
 
 
 def siglip(**keys: Any) -> Any:
-    return transformers.SiglipVisionConfig(**TOWER, **keys)
+    return transformers.SiglipVisionConfig(**{**TOWER, **keys})
 
 
 def llava(language: Any, tower: Any, **keys: Any) -> Any:
@@ -82,7 +85,7 @@ MODELS: Mapping[str, Seeing] = {
         LLAVA,
         lambda: llava(
             text("Qwen2", tie_word_embeddings=True),
-            siglip(),
+            siglip(image_size=REST + PATCH * SIDE),
             vision_feature_select_strategy="full",
             projector_hidden_act="gelu_pytorch_tanh",
         ),
@@ -142,7 +145,9 @@ def batch_of(positions: int, images: int = 1, length: int = 40) -> dict[str, Ten
 def pixels_of(vision: Any, batch: Mapping[str, Tensor]) -> Tensor:
     """Returns the images of the first row as the tower sees them: (images, channels, height, width)."""
     patches = vision.normalise(batch[PATCHES][0]).view(-1, SIDE, SIDE, 3, PATCH, PATCH)
-    return patches.permute(0, 3, 1, 4, 2, 5).reshape(-1, 3, SIDE * PATCH, SIDE * PATCH)
+    pixels = patches.permute(0, 3, 1, 4, 2, 5).reshape(-1, 3, SIDE * PATCH, SIDE * PATCH)
+    rest = (vision.normalise.form.pixels or (SIDE * PATCH,))[0] - SIDE * PATCH
+    return F.pad(pixels, (0, rest, 0, rest), value=0.7)
 
 
 def inputs_for(name: str, batch: Mapping[str, Tensor], pixels: Tensor, rows: slice = slice(None)) -> dict[str, Tensor]:

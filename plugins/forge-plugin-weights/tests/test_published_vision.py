@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
 from collections.abc import Mapping
@@ -18,15 +19,15 @@ from torch import Tensor
 
 from forge_core import Trainer
 from forge_core.cli import main
-from forge_core.config.load import parse_job
-from forge_core.contracts.components import TrainingHook
+from forge_core.config.load import parse_component, parse_job
+from forge_core.contracts.components import ModelComponent, TrainingHook
 from forge_core.plugins.catalog import Catalog
 from forge_plugin_generate.generate import Sampling, generate
 from forge_plugin_vision import GRIDS, PATCHES
 from forge_plugin_vision.modules.images import Images
 from forge_plugin_weights.exporting import export_run
 from forge_plugin_weights.importing import import_folder, read_json
-from forge_plugin_weights.tables import HARMLESS, architecture_of, read_config
+from forge_plugin_weights.tables import HARMLESS, architecture_of, load_architecture, read_config, write_config
 
 FURTHER = (
     *("tie_word_embeddings", "vision_use_head", "layer_types", "max_window_layers"),
@@ -263,3 +264,28 @@ def ours_at_start(path: Path) -> Mapping[str, Tensor]:
     job = parse_job(path.read_text().replace('"mine"', '"first"'), "job.toml", Catalog.installed())
     Trainer(job, hooks=[First()], echo=lambda text: None).run()
     return weights
+
+
+CONFIGS: Mapping[str, Any] = json.loads(Path(__file__).with_name("published_vision_configs.json").read_text())
+PARTS = {"siglip": "siglip_vision_model", "siglip2": "siglip2_vision_model", "clip": "clip_vision_model"}
+"""Architectures that read a part of a model, by its `model_type`."""
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_published_configuration_means_what_version_5_makes_of_it(tmp_path, capsys, name):
+    config = CONFIGS[name]
+    part = PARTS.get(config["model_type"], "")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert main(["weights", "inspect", str(tmp_path), *(["--architecture", part] if part else [])]) == 0
+    assert "NOT" not in capsys.readouterr().out
+    catalog = Catalog.installed()
+    architecture = load_architecture(part, catalog) if part else architecture_of(config, catalog)[1]
+    model = read_config(architecture, config)
+    assert model == read_config(architecture, transformers.AutoConfig.for_model(**config).to_dict())
+    component = parse_component(model, name, ModelComponent, catalog)
+    assert read_config(architecture, write_config(architecture, component, catalog)) == model
+    assert not [problem for problem in encoder_problems(component) if "pixels" in problem or "size" in problem]
+
+
+def encoder_problems(model: Any) -> list[str]:
+    return [str(problem) for problem in model.vision.encoder.problems(None, None)]

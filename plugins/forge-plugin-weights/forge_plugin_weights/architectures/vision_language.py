@@ -162,7 +162,7 @@ class Idefics3(VisionLanguageModel):
     """Idefics3 (Laurençon et al. 2024), and the first SmolVLM, which is published as such."""
 
     name = "Idefics3ForConditionalGeneration"
-    harmless = (*("image_token_id", "_pad_token_id", "vocab_size", "use_reentrant_checkpointing"),)
+    harmless = (*("image_token_id", "_pad_token_id", "vocab_size", "use_reentrant_checkpointing", "image_seq_len"),)
     kept = ("image_token_id",)
     image_token = "image_token_id"
     body, tower_names = "model.text_model.", "model.vision_model."

@@ -48,20 +48,24 @@ ENDS: Mapping[str, str] = {
 
 @frozen
 class Size(Field):
-    """`image_size`, the sides of all images in pixels."""
+    """`image_size`, the sides of all images in pixels; what whole patches leave of them is not seen."""
 
     default: int
+    patch: int
+    """The default of `patch_size`."""
 
     @property
     def keys(self) -> Collection[str]:
         return ("image_size",)
 
     def read(self, config: Config) -> Flat:
-        size = value_of(config, "image_size", self.default)
-        return {f"{ENCODER}.size": [size, size] if isinstance(size, int) else list(size)}
+        given, patch = value_of(config, "image_size", self.default), value_of(config, "patch_size", self.patch)
+        pixels = [given, given] if isinstance(given, int) else list(given)
+        size = [side // patch * patch for side in pixels]
+        return {f"{ENCODER}.size": size, **({f"{ENCODER}.pixels": pixels} if pixels != size else {})}
 
     def write(self, model: Flat) -> Config:
-        height, width = setting(model, f"{ENCODER}.size")
+        height, width = model.get(f"{ENCODER}.pixels") or setting(model, f"{ENCODER}.size")
         return {"image_size": height if height == width else [height, width]}
 
 
@@ -101,6 +105,18 @@ class PoolingHead(Field):
 
     def write(self, model: Flat) -> Config:
         return {"vision_use_head": False}
+
+
+OF_EVERY_MODEL = (
+    *("add_cross_attention", "bad_words_ids", "cross_attention_hidden_size", "decoder_start_token_id", "is_decoder"),
+    *("diversity_penalty", "early_stopping", "encoder_no_repeat_ngram_size", "exponential_decay_length_penalty"),
+    *("finetuning_task", "forced_bos_token_id", "forced_eos_token_id", "length_penalty", "min_length", "num_beams"),
+    *("no_repeat_ngram_size", "num_beam_groups", "num_return_sequences", "output_scores", "prefix", "pruned_heads"),
+    *("remove_invalid_values", "return_dict_in_generate", "sep_token_id", "suppress_tokens", "begin_suppress_tokens"),
+    *("task_specific_params", "tf_legacy_loss", "tie_encoder_decoder", "tie_word_embeddings", "tokenizer_class"),
+    *("torchscript", "typical_p", "use_bfloat16", "vocab_size", "initializer_factor"),
+)
+"""Keys that old versions wrote for every model, of texts or not."""
 
 
 def tower_rules(model: Flat, prefix: str, *, flat_patches: bool = False) -> Sequence[Rule]:
@@ -156,6 +172,7 @@ class Tower(ArchitectureComponent):
 
     table = "vision_config"
     has_text = False
+    harmless = OF_EVERY_MODEL
     left_out = ("vision_model.head.*", f"{OTHER}*")
     ignored = ("*.position_ids",)
     training_only = ("vision.encoder.select_layer",)
@@ -242,7 +259,7 @@ class SiglipVision(Tower):
                 heads=12, dim=768, hidden=3072, layers=12, patch=16, eps=1e-6, activation="gelu_pytorch_tanh"
             ),
             Fixed(PLAIN),
-            Size(224),
+            Size(224, 16),
             *any_interpolation("bicubic"),
             PoolingHead(),
             Pixels(processor="Siglip", written={"size": {"height": ..., "width": ...}}),
@@ -274,14 +291,14 @@ class ClipVision(Tower):
     """CLIP's tower. Its features are those before `post_layernorm`, which it has for the class token alone."""
 
     name = "CLIPVisionModel"
-    harmless = ("projection_dim", "initializer_factor", "dropout")
+    harmless = (*OF_EVERY_MODEL, "projection_dim", "dropout")
     norm = False
 
     def tower(self) -> Sequence[Field]:
         return (
             *encoder_fields(heads=12, dim=768, hidden=3072, layers=12, patch=32, eps=1e-5, activation="quick_gelu"),
             Fixed({f"{ENCODER}.class_token": True, f"{ENCODER}.pre_norm": True, f"{ENCODER}.patch_bias": False}),
-            Size(224),
+            Size(224, 32),
             *any_interpolation("bicubic"),
             Pixels(
                 processor="CLIP",
@@ -301,7 +318,7 @@ class Idefics3Vision(Tower):
     """The tower of Idefics3 and SmolVLM, which is published with them only."""
 
     name = "Idefics3VisionTransformer"
-    harmless = ("max_image_size", "size", "use_base_siglip", "tie_word_embeddings")
+    harmless = (*OF_EVERY_MODEL, "max_image_size", "size", "use_base_siglip")
 
     def tower(self) -> Sequence[Field]:
         return (
@@ -309,7 +326,7 @@ class Idefics3Vision(Tower):
                 heads=16, dim=1152, hidden=3072, layers=12, patch=32, eps=1e-6, activation="gelu_pytorch_tanh"
             ),
             Fixed(PLAIN),
-            Size(224),
+            Size(224, 32),
             *any_interpolation("nearest"),
             Pixels(
                 processor="Idefics3",
