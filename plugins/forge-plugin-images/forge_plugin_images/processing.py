@@ -88,7 +88,7 @@ class ImageProcessor:
         """Returns all that patches depend on, besides the image."""
         form = self.form
         shape = [form.patch, form.frames, form.channels, form.grid, form.multiple]
-        tiling = [self.max_tiles, self.overview] if self.policy == "tiles" else []
+        tiling: list[object] = [self.max_tiles, self.overview] if self.policy == "tiles" else []
         tiling += [form.pixels] if form.pixels else []
         return [*shape, form.resample, form.mean, self.policy, self.max_patches, self.min_patches, *tiling]
 

@@ -32,6 +32,16 @@ class TestAnySize(VisionModelSuite):
     [
         (ViT(**{**TOWER, "heads": 3}), "heads", "3 does not divide dim, which is 16"),
         (ViT(**{**TOWER, "size": (6, 7)}), "size", "[6, 7] is not divisible by patch, which is 2"),
+        (
+            ViT(**TOWER, pixels=(6, 8)),
+            "pixels",
+            "[6, 8] has room for other patches than size, which is [6, 6]; it is less than one patch larger",
+        ),
+        (
+            ViT(**TOWER, pixels=(7, 7), position_interpolation="bicubic"),
+            "pixels",
+            'it is for images of one size; leave it out, or set position_interpolation = "none"',
+        ),
         (ViT(**TOWER, select_layer=-3), "select_layer", "-3 leaves none of 2 layers; take -1"),
         (ViT(**TOWER, std=(1, 0, 1)), "std", "[1, 0, 1] must be above 0, since pixels are divided by it"),
     ],

@@ -6,16 +6,21 @@ from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
+from tower_weights import load_published
 from transformers import (
+    CLIPImageProcessorPil,
     CLIPVisionConfig,
     CLIPVisionModel,
+    Siglip2ImageProcessorPil,
     Siglip2VisionConfig,
     Siglip2VisionModel,
+    SiglipImageProcessorPil,
     SiglipVisionConfig,
     SiglipVisionModel,
 )
@@ -23,9 +28,9 @@ from transformers.models.idefics3.configuration_idefics3 import Idefics3VisionCo
 from transformers.models.idefics3.modeling_idefics3 import Idefics3VisionTransformer
 
 from forge_plugin_vision import Grid, ViT
-from forge_plugin_vision.huggingface_names import from_huggingface, to_huggingface
 from forge_plugin_vision.modules import positions
 from forge_plugin_vision.modules.images import Images
+from forge_plugin_vision.modules.vision import Normalise
 
 PATCH, SIDE = 4, 5
 """Pixels of a patch; patches along a side of the position table."""
@@ -46,6 +51,7 @@ CLIP: dict[str, Any] = {
     "norm": False,
     "eps": 1e-5,
 }
+OPENAI_MEAN, OPENAI_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 SIZES = [[(3, 6), (5, 5), (1, 2)], [], [(7, 2)]]
 """Rows and columns of the images of three rows."""
 
@@ -92,11 +98,7 @@ def pair(context: Any, randomised: Callable[..., Any]) -> Callable[..., Any]:
 
     def build(theirs: Any, taps: Sequence[int] = (), **keys: Any) -> Any:
         ours = ViT(**{**OURS, **keys}).build(context, taps=taps).double().eval().requires_grad_(False)
-        weights = from_huggingface(randomised(theirs).state_dict())
-        own = dict(ours.named_parameters())
-        assert {f"vision.encoder.{name}" for name in own} <= set(weights)
-        for name, parameter in own.items():
-            parameter.copy_(weights[f"vision.encoder.{name}"])
+        load_published(ours, randomised(theirs).state_dict(), PATCH)
         return theirs, ours
 
     return build
@@ -268,12 +270,26 @@ def test_flops_are_those_of_the_matrix_products(context, randomised, packed, key
 
 
 @pytest.mark.parametrize(
-    ("family", "tower", "keys"),
-    [("siglip", siglip, {}), ("siglip2", siglip2, {}), ("clip", clip, {**CLIP, "norm": True})],
+    ("processor", "encoder"),
+    [
+        (SiglipImageProcessorPil, ViT(**OURS)),
+        (CLIPImageProcessorPil, ViT(**OURS, **CLIP, mean=OPENAI_MEAN, std=OPENAI_STD)),
+        (Siglip2ImageProcessorPil, ViT(**OURS, position_interpolation="bilinear")),
+    ],
 )
-def test_weights_are_named_both_ways(pair, family, tower, keys):
-    theirs, _ = pair(tower(), **keys)
-    state = {name: tensor for name, tensor in theirs.state_dict().items() if not name.startswith("head.")}
-    back = to_huggingface(from_huggingface(state), family)
-    assert list(back) == list(state)
-    assert all(torch.equal(back[name], state[name]) for name in state)
+def test_towers_see_the_pixels_of_the_image_processor(processor, encoder):
+    image = np.random.default_rng(0).integers(0, 256, (12, 20, 3), np.uint8)
+    cut = image.reshape(3, PATCH, 5, PATCH, 3).transpose(0, 2, 4, 1, 3).reshape(15, -1)
+    normalise = Normalise(encoder.image_format(), torch.float32)
+    normalise.init_buffers(torch.device("cpu"))
+    actual = normalise(torch.tensor(cut))
+    options: dict[str, Any] = {"do_resize": False, "do_center_crop": False}
+    if processor is Siglip2ImageProcessorPil:
+        options = {"patch_size": PATCH, "max_num_patches": 15}
+        expected = processor(**options)(image, return_tensors="pt")["pixel_values"][0]
+        expected = expected.unflatten(-1, (PATCH, PATCH, 3)).permute(0, 3, 1, 2).flatten(1)
+    else:
+        pixels = processor(**options)(image, return_tensors="pt")["pixel_values"][0]
+        expected = pixels.unflatten(2, (5, PATCH)).unflatten(1, (3, PATCH)).permute(1, 3, 0, 2, 4).flatten(2)
+        expected = expected.flatten(0, 1)
+    assert (actual - expected).abs().max() < 1e-6

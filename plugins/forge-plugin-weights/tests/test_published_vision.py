@@ -65,7 +65,7 @@ def check_tensors(theirs: Any, again: Any, dropped: tuple[str, ...]) -> None:
 def test_a_model_that_sees_images_comes_in_and_goes_out(tmp_path, name):
     theirs, run = imported(tmp_path, MODELS[name])
     ours32, ours64 = ours(run), ours(run, "fp64")
-    batch = batch_of(positions_of(name))
+    batch = batch_of(positions_of(name), images=2, length=48)
     inputs = inputs_for(name, batch, pixels_of(ours32.vision, batch))
     expected = theirs(**inputs).logits
     assert expected.std() > 0.1

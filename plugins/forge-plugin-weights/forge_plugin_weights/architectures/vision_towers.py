@@ -172,7 +172,7 @@ class Tower(ArchitectureComponent):
 
     table = "vision_config"
     has_text = False
-    harmless = OF_EVERY_MODEL
+    harmless: ClassVar[Collection[str]] = OF_EVERY_MODEL
     left_out = ("vision_model.head.*", f"{OTHER}*")
     ignored = ("*.position_ids",)
     training_only = ("vision.encoder.select_layer",)
