@@ -2,7 +2,10 @@
 
 python tests/benchmarks/evaluation.py --rounds 5
 
-Requests are made of random words of a vocabulary of 32,000; the best of the rounds counts, in turns in one process.
+Requests are made of random words of a vocabulary of 32,000. Both sides run in turns in one process; ratios are of the
+medians of CPU time. Answers are compared first: log-probabilities within 1e-3, texts where they agree.
+
+With `--onednn`, Forge's side computes as that of a job which names `[plugins.onednn]`, the other side as it does.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import argparse
 import random
 import tempfile
 import time
+from statistics import median
 from types import SimpleNamespace
 
 import torch
@@ -19,8 +23,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from forge_plugin_lm_eval.model import ForgeLM
+from forge_plugin_onednn import products
 from forge_plugin_transformer import GroupedQueryAttention, SwiGLU, Transformer
 from forge_plugin_transformer.huggingface_names import to_huggingface
+from forge_plugin_transformer.layer_parts import default_hidden
 from forge_testing.runs import tiny_run
 
 VOCABULARY, END, LENGTH = 32_000, "<end>", 256
@@ -51,11 +57,15 @@ class Words:
 
 def both(options):
     """Returns the two models, by name."""
-    heads, hidden = options.dim // 64, options.dim * 8 // 3
+    heads, hidden = options.dim // 64, default_hidden(options.dim)
     attention = GroupedQueryAttention(heads=heads, kv_heads=heads)
     sizes = {"dim": options.dim, "layers": options.layers, "vocab_size": VOCABULARY}
     with tempfile.TemporaryDirectory() as folder:
         network = tiny_run(folder, model=Transformer(attention=attention, ffn=SwiGLU(hidden=hidden), **sizes)).model
+    with torch.no_grad():
+        for parameter in network.layers.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(6)  # the likeliest words of fresh weights repeat themselves at once
     reference = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=VOCABULARY,
@@ -93,6 +103,7 @@ def requests():
 
     contexts = [words(40, 120) for _ in range(24)]
     given = {"until": ["w5 w5"], "max_gen_toks": 48, "do_sample": False}
+    until = {"until": ["99"], "max_gen_toks": 96, "do_sample": False}  # in one word of 27
     choices = [request(context, f" {words(8, 30)}") for context in contexts for _ in range(4)]
     letters = [request(context, f" w{number}") for context in contexts for number in range(1, 5)]
     return (
@@ -100,20 +111,51 @@ def requests():
         ("choices of one token", "loglikelihood", letters),
         ("whole texts of 600 tokens", "loglikelihood_rolling", [request(words(600, 600)) for _ in range(4)]),
         ("48 tokens, likeliest", "generate_until", [request(context, given) for context in contexts]),
+        ("up to 96 tokens, until a text", "generate_until", [request(words(40, 120), until) for _ in range(64)]),
     )
+
+
+def compare(method, ours, theirs):
+    """Returns in words how far answers agree; raises `AssertionError` where log-probabilities do not."""
+    if method == "generate_until":
+        lengths = sorted(len(text.split()) for text in ours)
+        quartiles = [lengths[len(lengths) * part // 4] for part in range(1, 4)]
+        same = sum(a == b for a, b in zip(ours, theirs, strict=True))
+        return f"{same} of {len(ours)} texts equal, lengths {lengths[0]} to {lengths[-1]}, quartiles {quartiles}"
+    if method == "loglikelihood":
+        assert [greedy for _, greedy in ours] == [greedy for _, greedy in theirs]
+        ours, theirs = [value for value, _ in ours], [value for value, _ in theirs]
+    difference = max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
+    assert difference < 1e-3 * max(map(abs, theirs)), difference
+    return f"log-probabilities within {difference:.1g}"
+
+
+def timed(lm, method, asked, onednn):
+    """Returns seconds of CPU time."""
+    if onednn:
+        products.take_over()
+    try:
+        started = time.process_time()
+        getattr(lm, method)(asked, disable_tqdm=True)
+        return time.process_time() - started
+    finally:
+        products.give_back()
 
 
 def measure(options):
     lms = both(options)
-    print("| task | forge s | hf s | times as fast |\n|---|---|---|---|")
+    print("| task | forge s | hf s | times as fast | |\n|---|---|---|---|---|")
     for name, method, asked in requests():
-        best = dict.fromkeys(lms, float("inf"))
+        if options.only not in name:
+            continue
+        answers = {which: getattr(lm, method)(asked, disable_tqdm=True) for which, lm in lms.items()}
+        seconds = {which: [] for which in lms}
         for _ in range(options.rounds):
             for which, lm in lms.items():
-                started = time.perf_counter()
-                getattr(lm, method)(asked, disable_tqdm=True)
-                best[which] = min(best[which], time.perf_counter() - started)
-        print(f"| {name} | {best['forge']:.2f} | {best['hf']:.2f} | {best['hf'] / best['forge']:.2f} |")
+                seconds[which].append(timed(lm, method, asked, onednn=options.onednn and which == "forge"))
+        ours, theirs = (median(seconds[which]) for which in ("forge", "hf"))
+        equal = compare(method, answers["forge"], answers["hf"])
+        print(f"| {name} | {ours:.2f} | {theirs:.2f} | **{theirs / ours:.2f}** | {equal} |", flush=True)
 
 
 if __name__ == "__main__":
@@ -123,6 +165,8 @@ if __name__ == "__main__":
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--onednn", action="store_true", help="as a job with [plugins.onednn] on Forge's side")
+    parser.add_argument("--only", default="", help="tasks with this in their name")
     settings = parser.parse_args()
     torch.set_num_threads(settings.threads)
     measure(settings)

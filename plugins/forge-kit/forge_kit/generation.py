@@ -32,6 +32,30 @@ class VoidsCache(Protocol):
     cache_limits: Sequence[int]
 
 
+@runtime_checkable
+class JoinsRows(Protocol):
+    """A cache whose rows can be picked and joined with those of others, so that a row that has ended makes room.
+
+    Rows are flush right: the newest position of each is the last one of the cache, and padding stands on the left.
+    """
+
+    @property
+    def joinable(self) -> bool:
+        """Whether all its parts can, which may be caches of somebody else's modules."""
+        ...
+
+    def joined(self, parts: Sequence[tuple[Any, Tensor]], columns: int, length: int) -> Any:
+        """Returns a new cache of rows of several, in their order.
+
+        Args:
+            parts: caches made by the model that made this one, this one among them; and the rows to take of each, int64
+                on the device of the cache.
+            columns: positions of the longest of these rows so far. What stands before is padding, and left out.
+            length: positions for which the new cache has room.
+        """
+        ...
+
+
 class JointGeneration:
     """How the ranks of one model generate together. Stages derive from it and override what they change.
 
@@ -71,6 +95,14 @@ class JointGeneration:
         """Returns the lengths of a row beyond which caches are void, of all parts of the model: see `VoidsCache`."""
         return self.inner.cache_limits()
 
+    def joins_rows(self, cache: Any) -> bool:
+        """Returns whether the caches of all parts of the model can be joined; see `JoinsRows`. Equal on all ranks.
+
+        Args:
+            cache: one of the model's, after its first positions.
+        """
+        return self.inner.joins_rows(cache)
+
 
 class WholeModel(JointGeneration):
     """Generation by a model that no stage has split, or of which each call of `decode` computes all that it returns."""
@@ -92,6 +124,9 @@ class WholeModel(JointGeneration):
     def cache_limits(self) -> set[int]:
         modules = self.model.modules()
         return {limit for module in modules if isinstance(module, VoidsCache) for limit in module.cache_limits}
+
+    def joins_rows(self, cache: Any) -> bool:
+        return isinstance(cache, JoinsRows) and cache.joinable
 
 
 def joint_generation(model: Any) -> JointGeneration:

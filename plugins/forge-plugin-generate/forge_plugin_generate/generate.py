@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import takewhile
+from functools import partial
 
 import torch
 from attrs import field, frozen
@@ -13,9 +13,7 @@ from torch import Tensor
 from forge_core.contracts.errors import ForgeError
 from forge_core.contracts.model import Generates, Model
 from forge_kit.generation import joint_generation
-
-NO_POSITION = -1
-"""Position of left padding."""
+from forge_plugin_generate.running_rows import RunningRows
 
 
 @frozen(kw_only=True)
@@ -63,12 +61,15 @@ def generate(
     seed: int | None = None,
     use_cache: bool = True,
     entries: Mapping[str, Tensor] | None = None,
+    batch_size: int = 0,
 ) -> list[list[int]]:
     """Continue every prompt by up to `max_tokens` tokens; a row stops before its own end-of-text, or end of an answer.
 
-    Of a model that stages have split, every rank calls this, with an equal `max_tokens`. Ranks of `tp`, `pp` and `cp`
-    pass the same prompts and seed, and return the same rows; those of `fsdp` have prompts of their own, at least one,
-    and go on until the rows of all of them have ended.
+    Of a model that stages have split, every rank calls this. Ranks of `tp`, `pp` and `cp` pass the same prompts and
+    seed, and return the same rows; those of `fsdp` have prompts of their own, at least one, and go on until the rows of
+    all of them have ended.
+
+    Rows that have ended are not computed for long: others take their place, or the batch becomes smaller.
 
     Args:
         model: a model with a cache, in evaluation mode.
@@ -83,10 +84,13 @@ def generate(
         use_cache: False runs the whole model for every token. The tokens are the same, up to the rounding of logits,
             but for encodings of positions whose cached keys stay as they were (`dynamic`).
         entries: further entries (B, …) of the prompts' batch, by name (`patches`).
+        batch_size: rows that are computed together, of greedy tokens; further prompts wait, in their order, until
+            others have ended. 0: all.
 
     Raises:
         ForgeError: there is no prompt, or an empty one; the model has no cache (it is no
-            `forge_core.contracts.model.Generates`); or several ranks share the rows, and there is no seed.
+            `forge_core.contracts.model.Generates`); or several ranks share the rows, and there is no seed;
+            or prompts wait that are drawn or have `entries`.
     """
     if not prompts:
         raise ForgeError("there is no prompt; pass at least one on every rank")
@@ -97,48 +101,33 @@ def generate(
     sampling, joint = sampling or Sampling(), joint_generation(model)
     if joint.same_rows and seed is None and sampling.temperature:
         raise ForgeError("ranks that share a model draw the same tokens only with a seed; pass one")
+    if 0 < batch_size < len(prompts) and (sampling.temperature or entries):
+        raise ForgeError("rows wait for others only without draws and further entries; pass each batch by itself")
     device = next(model.parameters()).device
     generator = None if seed is None else torch.Generator(device).manual_seed(seed)
-    ids, positions = _left_padded(prompts, end_of_text, device)
-    room, limits = ids.shape[1] + max_tokens, joint.cache_limits()
-    cache = model.new_cache(len(prompts), room)
-    stops = torch.tensor([end_of_text, *stop], device=device)
-    done = torch.zeros(len(prompts), dtype=torch.bool, device=device)
-    rows: list[Tensor] = []
-    step_ids, step_positions, step_entries = ids, positions, dict(entries or {})
-    for _ in range(max_tokens):
-        logits = joint.next_logits({"input_ids": step_ids, "positions": step_positions, **step_entries}, cache)
-        token = sampling.draw(logits, generator)
-        token = torch.where(done, end_of_text, token)
-        done |= torch.isin(token, stops)
-        rows.append(token)
-        if until is not None:
-            done |= _ended(until, rows, done)
-        if joint.all_done(bool(done.all())):
-            break
-        following = positions[:, -1:] + 1
-        ids, positions = torch.cat([ids, token[:, None]], 1), torch.cat([positions, following], 1)
-        is_void = any(bool((following == limit).any()) for limit in limits)  # a row exceeds it by this token
-        if use_cache and not is_void:  # it has what the entries brought
-            step_ids, step_positions, step_entries = token[:, None], following, {}
-        else:
-            step_ids, step_positions, step_entries = ids, positions, dict(entries or {})
-            cache = model.new_cache(len(prompts), room if use_cache else ids.shape[1])
-    if not rows:
-        return [[] for _ in prompts]
-    return [list(takewhile(lambda id_: id_ not in (end_of_text, *stop), row)) for row in torch.stack(rows, 1).tolist()]
+    rows = RunningRows(
+        joint,
+        prompts,
+        max_tokens=max_tokens,
+        draw=partial(_draw, sampling, generator, len(prompts)),
+        stops=[end_of_text, *stop],
+        until=until,
+        batch_size=batch_size or len(prompts),
+        use_cache=use_cache,
+        entries=entries or {},
+    )
+    while not joint.all_done(rows.finished):
+        rows.step()
+    return rows.written
 
 
-def _ended(until: Callable[[Sequence[int]], bool], rows: Sequence[Tensor], done: Tensor) -> Tensor:
-    """Returns which rows (B,) have ended, asking of those that had not."""
-    written = torch.stack(list(rows), 1).tolist()
-    ended = [over or until(row) for row, over in zip(written, done.tolist(), strict=True)]
-    return torch.tensor(ended, device=done.device)
-
-
-def _left_padded(prompts: Sequence[Sequence[int]], pad: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Returns ids and positions (B, longest prompt), prompts flush right; padding has a negative position."""
-    length = max(len(prompt) for prompt in prompts)
-    ids = [[pad] * (length - len(prompt)) + list(prompt) for prompt in prompts]
-    positions = [[NO_POSITION] * (length - len(prompt)) + list(range(len(prompt))) for prompt in prompts]
-    return torch.tensor(ids, device=device), torch.tensor(positions, device=device)
+def _draw(
+    sampling: Sampling, generator: torch.Generator | None, count: int, logits: Tensor, rows: Sequence[int]
+) -> Tensor:
+    """Returns the tokens (B,) of some of `count` rows. What one draws does not depend on which others are left."""
+    if sampling.temperature == 0 or len(rows) == count:
+        return sampling.draw(logits, generator)
+    index = torch.tensor(rows, device=logits.device)
+    every = logits.new_zeros(count, logits.shape[-1])
+    every[index] = logits
+    return sampling.draw(every, generator)[index]

@@ -5,6 +5,7 @@ Shapes: B rows, S positions, D model width, V vocabulary, N scored tokens of a b
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from tqdm import tqdm
 
 from forge_core.contracts.data import begin_of_text
 from forge_core.contracts.errors import ForgeError
+from forge_kit.products import size_multiple
 from forge_plugin_generate.generate import Sampling, generate
 from forge_plugin_generate.prompts import stop_ids
 from forge_plugin_lm_eval.chats import WritesChats
@@ -26,8 +28,10 @@ if TYPE_CHECKING:
     from forge_core.contracts.data import Tokenizer
     from forge_core.contracts.model import Model
 
-AT_A_TIME = 1024
-"""Scored tokens whose logits are held at a time."""
+LOGITS = (2**22, 2**28)
+"""Logits that are held at a time, on a CPU, in whose cache a few megabytes stay while they are read, and on a GPU."""
+AT_LEAST = 64
+"""Scored tokens whose logits are held at a time, however large the vocabulary."""
 LOOK_BACK = 2
 """Tokens more than an end has, in which it is looked for: the model may divide it in another way."""
 
@@ -163,7 +167,7 @@ class ForgeLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
     @torch.no_grad()
     def _score(self, rows: Sequence[Row]) -> list[tuple[int, tuple[float, bool]]]:
         """Returns the number of each request of a batch, with its log-probability and whether it is the likeliest."""
-        length = max(len(row.inputs) for row in rows)
+        length = self._padded(max(len(row.inputs) for row in rows), len(rows))
         padded = [[*row.inputs, *[self.eot_token_id] * (length - len(row.inputs))] for row in rows]
         hidden = self._model({"input_ids": torch.tensor(padded, device=self._device)})
         wanted = [(number, len(row.inputs), scored) for number, row in enumerate(rows) for scored in row.scored]
@@ -183,17 +187,27 @@ class ForgeLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
             )
         ]
 
+    def _padded(self, length: int, rows: int) -> int:
+        """Returns the length for rows with which all their positions are of a size whose products are fast."""
+        # In float32 that depends on the library of products; others are multiplied by oneDNN on any CPU.
+        multiple = size_multiple(torch.float32) if self._device.type == "cpu" else 1
+        multiple //= math.gcd(multiple, rows)
+        return min(-(-length // multiple) * multiple, max(self._length, length))
+
     def _log_probabilities(self, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """(N, D) and (N,) -> the labels' log-probabilities (N,), float64, and whether each is the likeliest, (N,)."""
         values, likeliest = [], []
         head = self._model.head
+        at_a_time = max(AT_LEAST, LOGITS[self._device.type == "cuda"] // self._tokenizer.vocab_size // 32 * 32)
         with head.whole(hidden.dtype):
-            for part, label in zip(hidden.split(AT_A_TIME), labels.split(AT_A_TIME), strict=True):
+            for part, label in zip(hidden.split(at_a_time), labels.split(at_a_time), strict=True):
                 logits = head.logits(part)
                 logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-                right = logits.gather(-1, label[:, None])[:, 0]
-                values.append((right - logits.logsumexp(-1)).double())
-                likeliest.append(logits.argmax(-1) == label)
+                right, top = logits.gather(-1, label[:, None]), logits.amax(-1, keepdim=True)
+                likeliest.append(_is_first(logits, label, (right == top)[:, 0]))
+                # In place: further copies of the logits take as long as their product.
+                normaliser = logits.sub_(top).exp_().sum(-1, keepdim=True).log_()
+                values.append((right - top - normaliser)[:, 0].double())
         return torch.cat(values), torch.cat(likeliest)
 
     # --- generation ------------------------------------------------------------------------------------------------
@@ -208,7 +222,8 @@ class ForgeLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
         with tqdm(total=len(requests), disable=disable_tqdm, desc="generation") as bar:
             for settings, group in groups.items():
                 group.sort(key=lambda pair: -len(pair[0]))
-                for batch in batches(group, self._rows):
+                # Greedy rows take the place of those that have ended; what is drawn belongs to a batch.
+                for batch in batches(group, self._rows if settings.temperature else len(group)):
                     answers = self._generate([prompt for prompt, _ in batch], settings)
                     for (_, number), text in zip(batch, answers, strict=True):
                         texts[number] = text
@@ -234,6 +249,7 @@ class ForgeLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
             stop=stop_ids(self._tokenizer),
             until=self._ends(settings.until),
             seed=self._seed,
+            batch_size=0 if settings.temperature else self._rows,
         )
         return [before_any(self._tokenizer.decode(row), settings.until) for row in rows]
 
@@ -243,6 +259,19 @@ class ForgeLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
             return None
         last = max(len(self._tokenizer.encode(text)) for text in until) + LOOK_BACK
         return partial(_contains, self._tokenizer, until, last)
+
+
+def _is_first(logits: Tensor, labels: Tensor, is_largest: Tensor) -> Tensor:
+    """Returns for which rows (N,) the label is what `argmax` returns: the first one of the largest logits.
+
+    Args:
+        logits: (N, V).
+        labels: (N,).
+        is_largest: (N,), whether the label's logit is as large as any.
+    """
+    # `argmax` takes ten times as long as a maximum on a CPU, and where the label has less there is nothing to ask.
+    rows = is_largest.nonzero()[:, 0]
+    return is_largest.index_put((rows,), logits[rows].argmax(-1) == labels[rows])
 
 
 def _contains(tokenizer: Tokenizer, ends: Sequence[str], last: int, row: Sequence[int]) -> bool:

@@ -4,8 +4,8 @@ torch uses oneDNN for float32 products only if they may be rounded to bfloat16 i
 does not round, and returns the same as float32. A small product tests this before oneDNN is used.
 
 oneDNN compiles a kernel for every size that it meets, which takes longer than most products, and keeps it in memory. So
-it receives only large products whose sizes are multiples of 32, of which a run has few. The choice is made in torch's
-dispatcher, below autograd and compilers, so that it applies to every product of a run.
+it receives only large products whose sizes are multiples of 32, or that have at most 32 rows, of which a run has few.
+The choice is made in torch's dispatcher, below autograd and compilers, so that it applies to every product of a run.
 """
 
 from __future__ import annotations
@@ -95,7 +95,9 @@ def _is_worth_it(a: Tensor, b: Tensor) -> bool:
     return (
         a.dtype == torch.float32
         and a.numel() * columns >= LEAST
-        and not (rows % MULTIPLE or inner % MULTIPLE or columns % MULTIPLE)
+        and not (inner % MULTIPLE or columns % MULTIPLE)
+        # Up to so many rows are a step of generation, which has the same few sizes again and again.
+        and (rows <= MULTIPLE or not rows % MULTIPLE)
     )
 
 

@@ -147,9 +147,16 @@ class PipelinedGeneration(JointGeneration):
 
     def cache_limits(self) -> set[int]:
         # Sections may have layers of another kind: all begin anew at the same token, as they pass equal shapes on.
-        everyones: list[Any] = [None] * dist.get_world_size(self._pipeline.group)
-        dist.all_gather_object(everyones, self.inner.cache_limits(), group=self._pipeline.group)
-        return set().union(*everyones)
+        return set().union(*self._everyones(self.inner.cache_limits()))
+
+    def joins_rows(self, cache: Any) -> bool:
+        return all(self._everyones(self.inner.joins_rows(cache)))
+
+    def _everyones(self, own: Any) -> list[Any]:
+        """Returns what each rank of the pipeline has."""
+        values: list[Any] = [None] * dist.get_world_size(self._pipeline.group)
+        dist.all_gather_object(values, own, group=self._pipeline.group)
+        return values
 
     def _section(self, section: Section, batch: Batch, cache: Any, carry: Carry) -> Any:
         decode, model = self._decode, self.model

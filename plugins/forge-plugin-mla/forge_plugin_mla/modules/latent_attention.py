@@ -10,7 +10,7 @@ parts of a head's queries and keys without and with a position, E = N + P, V wid
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,13 @@ from forge_plugin_mla.modules.latent_cache import LatentCache, absorbs
 from forge_plugin_transformer.modules.attention_core import AttentionCore, torch_attention
 from forge_plugin_transformer.modules.narrow_values import NARROW
 from forge_plugin_transformer.modules.norms import RootMeanSquareNorm
-from forge_plugin_transformer.modules.rotary import generation_tables, rotate, tables, with_tables
+from forge_plugin_transformer.modules.rotary import (
+    generation_tables,
+    rotate,
+    tables,
+    with_generation_tables,
+    with_tables,
+)
 
 if TYPE_CHECKING:
     from forge_core.contracts.data import Batch
@@ -137,11 +143,16 @@ class LatentAttention(nn.Module):
     def new_cache(self, batch_size: int, length: int) -> LatentCache:
         return LatentCache(batch_size, length)
 
+    def prepare_decode(self, batch: Batch, cache: Any) -> Batch:
+        """Returns the batch of the next positions with the entries that layers like this one share."""
+        batch = with_generation_tables(self.rotary, batch)
+        return cache.with_mask(batch) if isinstance(cache, LatentCache) else batch
+
     def _attend_cached(self, x: Tensor, batch: Batch, cache: LatentCache) -> Tensor:
         """(B, S, D) -> (B, S, H, V). Each row is one document here: `document_ids` play no part."""
         positions = cache.positions(x, batch)
         turns = generation_tables(self.rotary, positions, batch)
-        cached, mask = cache.extend(*self._compressed(x, turns), positions)
+        cached, mask = cache.extend(*self._compressed(x, turns), positions, cache.shared_mask(batch))
         q = self._queries(x, turns)
         if absorbs(q.shape[1], cached.shape[1], self.widths):
             return self._attend_absorbed(q, cached, mask, cache)

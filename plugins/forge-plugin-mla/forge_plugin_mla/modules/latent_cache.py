@@ -20,18 +20,25 @@ if TYPE_CHECKING:
 class LatentCache(Cache):
     """Caches C + P numbers per position, whatever the number of heads."""
 
-    def __init__(self, batch_size: int, length: int) -> None:
-        super().__init__(batch_size, length)
+    def __init__(self, batch_size: int, length: int, window: int = 0) -> None:
+        super().__init__(batch_size, length, window)
         self._up: Tensor | None = None
 
-    def extend(self, latent: Tensor, rope: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def extend(
+        self, latent: Tensor, rope: Tensor, positions: Tensor, mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Append S positions; returns latents and keys' parts (B, T, C + P) of all so far, and the mask (B, 1, S, T).
 
         Raises:
             ValueError: the cache is full.
         """
-        (cached,), mask = self.append([torch.cat([latent, rope], -1)], positions)
+        (cached,), mask = self.append([torch.cat([latent, rope], -1)], positions, mask)
         return cached, mask
+
+    def emptied(self, batch_size: int, length: int) -> LatentCache:
+        new = super().emptied(batch_size, length)
+        new._up = self._up
+        return new
 
     def up_projection(self, kv_up: nn.Module, width: int, like: Tensor) -> Tensor:
         """Returns the matrix (C, H (N + V)) by which `kv_up` multiplies latents of `width` C, in the dtype of `like`.

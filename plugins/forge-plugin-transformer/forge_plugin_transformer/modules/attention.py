@@ -6,14 +6,20 @@ Shapes: B sequences, S positions, D model width, H query heads, K key/value head
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from forge_kit.modules import Linear
 from forge_plugin_transformer.modules.attention_core import AttentionCore, torch_attention
 from forge_plugin_transformer.modules.cache import Cache
-from forge_plugin_transformer.modules.rotary import generation_tables, rotate, tables, with_tables
+from forge_plugin_transformer.modules.rotary import (
+    generation_tables,
+    rotate,
+    tables,
+    with_generation_tables,
+    with_tables,
+)
 from forge_plugin_transformer.modules.sinks import HeadSinks
 from forge_plugin_transformer.modules.spans import attend_in_spans, see_spans, with_span_mask
 from forge_plugin_transformer.scoring import visible_pairs
@@ -27,13 +33,15 @@ if TYPE_CHECKING:
 class KVCache(Cache):
     """Keys and values of the positions so far."""
 
-    def extend(self, k: Tensor, v: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def extend(
+        self, k: Tensor, v: Tensor, positions: Tensor, mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Append S positions. Returns keys and values (B, T, K, E) of all positions so far, and the mask (B, 1, S, T).
 
         Raises:
             ValueError: the cache is full.
         """
-        (keys, values), mask = self.append((k, v), positions)
+        (keys, values), mask = self.append((k, v), positions, mask)
         return keys, values, mask
 
 
@@ -116,11 +124,16 @@ class GroupedAttention(nn.Module):
         """The mixed values of all heads (B, S, H x E) -> (B, S, D)."""
         return self.o(mixed)
 
+    def prepare_decode(self, batch: Batch, cache: Any) -> Batch:
+        """Returns the batch of the next positions with the entries that layers like this one share."""
+        batch = with_generation_tables(self.rotary, batch)
+        return cache.with_mask(batch) if isinstance(cache, Cache) else batch
+
     def _attend_cached(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, cache: KVCache) -> Tensor:
         """Attend with a cache. Each row is one document here, so `document_ids` are ignored."""
         positions = cache.positions(q, batch)
         turns = generation_tables(self.rotary, positions, batch)
-        keys, values, mask = cache.extend(rotate(k, *turns), v, positions)
+        keys, values, mask = cache.extend(rotate(k, *turns), v, positions, cache.shared_mask(batch))
         mask = see_spans(mask, batch)
         return torch_attention(rotate(q, *turns), keys, values, mask, scoring=self.scoring, sinks=self._sinks(q))
 

@@ -22,7 +22,7 @@ from forge_plugin_transformer.modules.documents import document_bounds, document
 from forge_plugin_transformer.modules.gemm_attention import gemm_attention
 from forge_plugin_transformer.modules.narrow_values import narrowed, padded
 from forge_plugin_transformer.modules.segment_attention import segment_attention
-from forge_plugin_transformer.modules.softmax_attention import softmax_attention
+from forge_plugin_transformer.modules.softmax_attention import one_query_attention, softmax_attention
 from forge_plugin_transformer.scoring import PLAIN, Scoring
 
 if TYPE_CHECKING:
@@ -155,6 +155,8 @@ def torch_attention(
     """
     if not scoring.plain_softmax:
         return softmax_attention(q, k, v, mask, scoring, sinks)
+    if mask is not None and _is_decoding_on_cpu(q):
+        return one_query_attention(q, k, v, mask, scoring)
     width, v = v.shape[-1], padded(v, k, kernel)
     on_cuda = q.device.type == "cuda"
     if kernel == "flash" and mask is not None and on_cuda:
@@ -169,6 +171,12 @@ def torch_attention(
         how = {"is_causal": mask is None, "scale": scoring.given_scale, "enable_gqa": grouped}
         out = F.scaled_dot_product_attention(q, k, v, mask, **how)  # type: ignore[arg-type]
     return narrowed(out.transpose(1, 2), width)
+
+
+def _is_decoding_on_cpu(q: Tensor) -> bool:
+    """Whether this is a step of generation for which two products are faster than torch's kernels."""
+    # Not with 16 bits, in which scores would be rounded before the softmax, as torch's kernels do not.
+    return q.shape[1] == 1 and q.device.type == "cpu" and q.dtype.itemsize >= 4 and not torch.is_grad_enabled()
 
 
 def _only(kernel: Kernel) -> AbstractContextManager[None]:

@@ -6,16 +6,34 @@ Shapes: B sequences, S new positions, T positions so far.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
+
+from forge_kit.generation import JoinsRows
 
 if TYPE_CHECKING:
     from forge_core.contracts.data import Batch
 
 SPARE = 128
 """Positions for which a cache with a window has room besides the window, which is moved when they are used."""
+NO_POSITION = -1
+"""Number of padding."""
+
+
+class LayerCaches(dict[str, Any]):
+    """The caches of a model's parts, by name; see `forge_kit.generation.JoinsRows`."""
+
+    @property
+    def joinable(self) -> bool:
+        return all(isinstance(cache, JoinsRows) and cache.joinable for cache in self.values())
+
+    def joined(self, parts: Sequence[tuple[LayerCaches, Tensor]], columns: int, length: int) -> LayerCaches:
+        return LayerCaches(
+            (name, cache.joined([(caches[name], rows) for caches, rows in parts], columns, length))
+            for name, cache in self.items()
+        )
 
 
 class Cache:
@@ -34,6 +52,7 @@ class Cache:
             window: positions that one sees at most, itself included; 0: all.
         """
         self.batch_size, self.length = batch_size, length
+        self._asked_window = window
         self.window = window if window < length else 0
         self.used = 0
         self._size = min(length, window - 1 + SPARE) if self.window else length
@@ -53,11 +72,44 @@ class Cache:
             return batch["positions"]
         return torch.arange(self.used, self.used + x.shape[1], device=x.device).expand(len(x), -1)
 
-    def append(self, new: Sequence[Tensor], positions: Tensor) -> tuple[list[Tensor], Tensor]:
-        """Append S positions. Returns the tensors (B, T, …) of all positions so far, and the mask (B, 1, S, T).
+    def with_mask(self, batch: Batch) -> Batch:
+        """Returns the batch with the mask of its next positions, which layers with equal windows share."""
+        # Those layers have seen the same positions: a model feeds all of them at once.
+        key = self._mask_key
+        return batch if key in batch or "positions" not in batch else {**batch, key: self.mask(batch["positions"])}
+
+    def shared_mask(self, batch: Batch) -> Tensor | None:
+        """Returns the mask of `with_mask`, if the batch has it."""
+        return batch.get(self._mask_key)
+
+    @property
+    def _mask_key(self) -> str:
+        return f"cache_mask within {self.window}"
+
+    def mask(self, positions: Tensor) -> Tensor:
+        """Returns which of T positions the next ones (B, S) see: (B, 1, S, T).
 
         A position sees every one that is not later, and no padding (negative position); padding sees itself, so that
         its outputs, which are not read, stay finite. With a window, T are the positions that one of the new ones sees.
+        """
+        before = self._past()
+        earlier = self._positions[:, self._held - before : self._held] if before else positions[:, :0]
+        seen_at = torch.cat([earlier, positions], 1)[:, None, None, :]
+        mask = (seen_at >= 0) & (seen_at <= positions[:, None, :, None])
+        if self.window:  # counted in entries, as in training: the numbers of positions may leave some out
+            mask &= torch.ones(mask.shape[2:], dtype=torch.bool, device=mask.device).triu_(before + 1 - self.window)
+        mask |= torch.eye(seen_at.shape[-1], dtype=torch.bool, device=mask.device)[before:]
+        return mask
+
+    def append(
+        self, new: Sequence[Tensor], positions: Tensor, mask: Tensor | None = None
+    ) -> tuple[list[Tensor], Tensor]:
+        """Append S positions. Returns the tensors (B, T, …) of all positions so far, and the mask (B, 1, S, T).
+
+        Args:
+            new: tensors (B, S, …).
+            positions: their numbers (B, S).
+            mask: the mask, if it is known; see `mask`.
 
         Raises:
             ValueError: the cache is full.
@@ -66,23 +118,22 @@ class Cache:
         if stop > self.length:
             usage = f"{start} are used, {positions.shape[1]} more do not fit"
             raise ValueError(f"the cache holds {self.length} positions; {usage}")
-        if not start:
+        if mask is None:
+            mask = self.mask(positions)
+        if not self._stored:
             self._stored = [self._room(tensor) for tensor in new]
             self._positions = self._room(positions)
-        *tensors, seen_at = self._extended([*new, positions])
+        *tensors, _ = self._extended([*new, positions])
         self.used = stop
-        before = seen_at.shape[1] - positions.shape[1]
-        seen_at = seen_at[:, None, None, :]
-        mask = (seen_at >= 0) & (seen_at <= positions[:, None, :, None])
-        if self.window:  # counted in entries, as in training: the numbers of positions may leave some out
-            mask &= torch.ones(mask.shape[2:], dtype=torch.bool, device=mask.device).triu_(before + 1 - self.window)
-        mask |= torch.eye(seen_at.shape[-1], dtype=torch.bool, device=mask.device)[before:]
         return tensors, mask
+
+    def _past(self) -> int:
+        """Returns how many of the stored positions the next one sees."""
+        return min(self._held, self.window - 1) if self.window else self._held
 
     def _extended(self, new: Sequence[Tensor]) -> list[Tensor]:
         """Stores S positions. Returns the tensors of those in the window of the first, and of these."""
-        count, every = new[0].shape[1], (*self._stored, self._positions)
-        past = min(self._held, self.window - 1) if self.window else self._held
+        count, every, past = new[0].shape[1], (*self._stored, self._positions), self._past()
         if self._held + count <= self._size:
             begin, self._held = self._held - past, self._held + count
             for stored, tensor in zip(every, new, strict=True):
@@ -97,4 +148,36 @@ class Cache:
         return whole
 
     def _room(self, like: Tensor) -> Tensor:
-        return like.new_zeros(self.batch_size, self._size, *like.shape[2:])
+        if like.ndim < 4:
+            return like.new_zeros(self.batch_size, self._size, *like.shape[2:])
+        # All positions of a head side by side in memory: a query of one position then reads them in half the time.
+        heads, width = like.shape[2:]
+        return like.new_zeros(self.batch_size, heads, self._size, width).transpose(1, 2)
+
+    # --- rows of several caches --------------------------------------------------------------------------------------
+
+    @property
+    def joinable(self) -> bool:
+        # A class derived from this one may keep its tensors elsewhere.
+        return self.used == 0 or len(self._stored) > 0
+
+    def emptied(self, batch_size: int, length: int) -> Self:
+        """Returns an empty cache of this kind."""
+        return type(self)(batch_size, length, self._asked_window)
+
+    def joined(self, parts: Sequence[tuple[Self, Tensor]], columns: int, length: int) -> Self:
+        """Returns a cache of rows of several; see `forge_kit.generation.JoinsRows`."""
+        new = self.emptied(sum(len(rows) for _, rows in parts), length)
+        new.used = columns
+        new._held = min(max(cache._held for cache, _ in parts), columns, *([new.window - 1] if new.window else []))
+        every = [new._room(tensor) for tensor in (*self._stored, self._positions)]
+        every[-1].fill_(NO_POSITION)
+        start = 0
+        for cache, rows in parts:
+            count, stop = min(cache._held, new._held), start + len(rows)
+            for tensor, stored in zip(every, (*cache._stored, cache._positions), strict=True):
+                newest = stored[:, cache._held - count : cache._held]
+                tensor[start:stop, new._held - count : new._held] = newest.index_select(0, rows)
+            start = stop
+        *new._stored, new._positions = every
+        return new

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -63,3 +65,14 @@ class PositionCount:
         ids = batch["input_ids"]
         start, self._next = self._next, self._next + ids.shape[1]
         return {"positions": torch.arange(start, self._next, device=ids.device).expand(len(ids), -1), **batch}
+
+    @property
+    def joinable(self) -> bool:
+        return True
+
+    def joined(self, parts: Sequence[tuple[PositionCount, Tensor]], columns: int, length: int) -> PositionCount:
+        """Returns the count of a cache of rows of several; see `forge_kit.generation.JoinsRows`."""
+        # Not checked against the table: `length` counts from the longest row, and that with most to come may be short.
+        joined = PositionCount(0, 0)
+        joined._next = columns
+        return joined

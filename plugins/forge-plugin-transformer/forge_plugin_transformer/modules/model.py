@@ -13,6 +13,7 @@ from forge_core.contracts.model import Model, Role
 from forge_kit.modules import Embedding, LinearHead
 from forge_plugin_transformer.modules import parts
 from forge_plugin_transformer.modules.block import PARTS, Block
+from forge_plugin_transformer.modules.cache import LayerCaches
 from forge_plugin_transformer.modules.ends import PositionCount, PositionTable
 from forge_plugin_transformer.modules.multi_token import IDS, LABELS, PredictionBlock, Predictions
 
@@ -85,15 +86,19 @@ class TransformerModel(Model):
 
     # --- generation ----------------------------------------------------------------------------------------------
 
-    def new_cache(self, batch_size: int, length: int) -> dict[str, Any]:
+    def new_cache(self, batch_size: int, length: int) -> LayerCaches:
         """Creates each layer's own cache, by the layer's name."""
         layers: dict[str, Any] = dict(self.layers.items())
         caches = {name: layer.attention.new_cache(batch_size, length) for name, layer in layers.items()}
-        return {POSITIONS: PositionCount(self.longest, length), **caches} if self.longest else caches
+        counts = {POSITIONS: PositionCount(self.longest, length)} if self.longest else {}
+        return LayerCaches(counts | caches)
 
     def decode(self, batch: Batch, cache: Mapping[str, Any]) -> Tensor:
         if POSITIONS in cache:
             batch = cache[POSITIONS].numbered(batch)
+        layers: Any = self.layers
+        for name, layer in layers.items():
+            batch = parts.prepare_decode(layer.attention, batch, cache[name])
         carry = self.embed(batch)
         for name, layer in self.layers.items():
             carry = layer(carry, batch, cache[name])

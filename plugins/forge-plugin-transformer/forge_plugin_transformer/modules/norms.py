@@ -30,6 +30,8 @@ class RootMeanSquareNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         gain = self.gain(x.dtype)
         if x.device.type == "cpu":
+            if not torch.is_grad_enabled():  # as a function of autograd takes as long as the norm of few rows
+                return _normed(x, gain, self.eps)[0]
             return _CPUNorm.apply(x, gain, self.eps)  # type: ignore[no-untyped-call]
         # torch's fused kernel takes one dtype, so a wide gain needs a wide x.
         return F.rms_norm(x.to(gain.dtype), gain.shape, gain, self.eps).to(x.dtype)
@@ -88,6 +90,18 @@ class CentredNorm(nn.Module):
         return f"{self.weight.numel()}, eps={self.eps}, bias={self.bias is not None}"
 
 
+def _normed(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Returns the norm of x (…, D), and the factor on each row (…, 1), float32 or wider."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+    scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    scaled = wide * scale
+    # In place, which halves the time of large tensors. But compiled by torch 2.11, a function whose last operation
+    # returns its own argument, in place or as a conversion without effect, loses the gradients of its inputs.
+    normed = scaled * weight if torch.compiler.is_compiling() else scaled.mul_(weight)
+    return (normed if normed.dtype == x.dtype else normed.to(x.dtype)), scale
+
+
 class _CPUNorm(torch.autograd.Function):
     """RMS norm that saves only x and one number a row for the backward pass.
 
@@ -97,15 +111,9 @@ class _CPUNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-        scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        normed, scale = _normed(x, weight, eps)
         ctx.save_for_backward(x, weight, scale)
-        scaled = wide * scale
-        # In place, which halves the time of large tensors. But compiled by torch 2.11, a function whose last operation
-        # returns its own argument, in place or as a conversion without effect, loses the gradients of its inputs.
-        normed = scaled * weight if torch.compiler.is_compiling() else scaled.mul_(weight)
-        return normed if normed.dtype == x.dtype else normed.to(x.dtype)
+        return normed
 
     @staticmethod
     @once_differentiable

@@ -24,6 +24,12 @@ def prepare(part: nn.Module, batch: Batch) -> Batch:
     return prepared
 
 
+def prepare_decode(part: nn.Module, batch: Batch, cache: Any) -> Batch:
+    """Returns the batch of the next positions with the entries that the part needs, beside its cache."""
+    prepared: Batch = _ask(part, "prepare_decode", batch, batch, cache)
+    return prepared
+
+
 def flops(part: nn.Module, seq_len: int) -> float:
     """Returns FLOPs a token, forward and backward: the part's own count, else 6 an element of its matrices."""
     own: float | None = _ask(part, "flops", None, seq_len)

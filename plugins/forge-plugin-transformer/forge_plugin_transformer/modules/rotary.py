@@ -63,9 +63,22 @@ def generation_tables(rotary: nn.Module, positions: Tensor, batch: Batch) -> tup
     own = positions_of(rotary, {**batch, "positions": positions})
     assert own is not None
     at_lengths: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = getattr(rotary, "at_lengths", None)
-    if at_lengths is None:
-        return rotary(positions.shape[1], own)
-    return at_lengths(own, positions.amax(1) + 1)
+    if at_lengths is not None:
+        return at_lengths(own, positions.amax(1) + 1)
+    key = getattr(rotary, "key", None)
+    if key in batch:
+        cos, sin = batch[key]
+        return cos, sin
+    return rotary(positions.shape[1], own)
+
+
+def with_generation_tables(rotary: nn.Module, batch: Batch) -> Batch:
+    """Returns the batch of the next positions with their tables, shared by all layers, as `with_tables` does."""
+    key = getattr(rotary, "key", None)
+    # Encodings that go by the length share a key where they agree on the length of training, and no other.
+    if key is None or key in batch or "positions" not in batch or hasattr(rotary, "at_lengths"):
+        return batch
+    return {**batch, key: torch.stack(generation_tables(rotary, batch["positions"], batch))}
 
 
 class Rotary(nn.Module):

@@ -63,3 +63,17 @@ def softmax_attention(
         scores = torch.cat([scores, column], -1)
     weights = scores.softmax(-1)[..., : k.shape[-2]].to(v.dtype)
     return (weights.flatten(2, 3) @ v).unflatten(2, (repeats, length)).movedim(3, 1).flatten(2, 3)
+
+
+def one_query_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scoring: Scoring) -> Tensor:
+    """Plain attention of one query: q (B, 1, H, E), k (B, T, K, E), v (B, T, K, V), mask (B, 1, 1, T) -> (B, 1, H, V).
+
+    Scores are in the dtype of q. The mask has the window.
+    """
+    rows, groups, width = len(q), k.shape[2], v.shape[-1]
+    q = q.reshape(rows * groups, -1, q.shape[-1])  # the heads of a group are rows of one product: no key is repeated
+    k, v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (k, v))
+    bias = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(mask.logical_not(), -torch.inf)
+    bias = bias.expand(rows, groups, 1, -1).flatten(0, 1)
+    scores = torch.baddbmm(bias, q, k.mT, alpha=scoring.factor(q.shape[-1]))
+    return torch.bmm(scores.softmax(-1), v).view(rows, 1, -1, width)
