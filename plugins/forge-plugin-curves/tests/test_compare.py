@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 import json
+import math
+import os
+import signal
 import statistics
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 from matplotlib.image import imread
 
 from forge_core.cli import main
-from forge_core.contracts.errors import JobError
-from forge_plugin_curves.compare.grid import read_setting, trials_of
+from forge_core.contracts.errors import ExitCode, ForgeError, JobError
+from forge_core.job import EvalSection
+from forge_plugin_curves.compare import child, processes
+from forge_plugin_curves.compare.grid import Distribution, label_of, read_setting, read_space, trials_of
+from forge_plugin_curves.compare.halving import kept, rungs_of
+from forge_plugin_curves.compare.processes import Finished, Processes
+from forge_plugin_curves.compare.record import Record
 from forge_plugin_curves.compare.results import read_outcome, rows_of
+from forge_plugin_curves.compare.search import Search
 from forge_testing import TINY_JOB
+
+EVALUATED = f"{TINY_JOB.replace('steps = 4', 'steps = 8')}[eval]\ninterval = 1\n"
 
 
 @pytest.fixture
@@ -23,25 +37,287 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.fixture
+def started(monkeypatch):
+    """Runs are trained in this process; returns the names of those that were started, each with where it stops."""
+    names: list[tuple[str, int]] = []
+
+    def run(self, trials, stop_at, on_end):
+        for trial in trials:
+            names.append((trial.name, stop_at))
+            words = [str(trial.cell.job), *trial.overrides, "--loggers.console.style=off"]
+            code = child.main([str(stop_at), *words]) if stop_at else main(["run", *words])
+            on_end(Finished(trial=trial, code=code, cpu_seconds=1.5, peak_memory=10_000_000))
+        return True
+
+    monkeypatch.setattr(Processes, "run", run)
+    return names
+
+
 def lines(run: Path) -> list[dict]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
+def rows(text: str) -> list[list[str]]:
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")]
+
+
 @pytest.mark.slow
-def test_a_grid_is_run_once_and_the_best_is_first(folder, capfd):
-    grid = ["compare", "job.toml", "--set", "optimizer.lr=1e-4,3e-2", "--set", "job.seed=1,2", "--out", "out"]
+def test_processes_train_a_grid_side_by_side_and_the_best_is_first(folder, capfd, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    grid = ["compare", "job.toml", "--set", "optimizer.lr=1e-4,3e-2", "--out", "out", "--parallel", "2"]
     assert main(grid) == 0
-    runs = {path.name: lines(path) for path in Path("out/runs").iterdir()}
-    assert sorted(runs) == ["lr-1e-4-seed-1", "lr-1e-4-seed-2", "lr-3e-2-seed-1", "lr-3e-2-seed-2"]
-    held_out = {name: found[-1]["eval/loss"] for name, found in runs.items()}
-    best, other = ([held_out[f"lr-{lr}-seed-{seed}"] for seed in (1, 2)] for lr in ("3e-2", "1e-4"))
-    table = Path("out/comparison.md").read_text().splitlines()
-    assert table[2].startswith(f"| lr 3e-2 | 2 | {statistics.mean(best):.4f} ± {statistics.stdev(best):.4f} | ")
-    assert table[3].startswith(f"| lr 1e-4 | 2 | {statistics.mean(other):.4f} ± {statistics.stdev(other):.4f} | ")
+    names = ["optimizer.lr-1e-4", "optimizer.lr-3e-2"]
+    assert sorted(path.name for path in Path("out/runs").iterdir()) == names
+    held_out = [lines(Path("out/runs") / name)[-1]["eval/loss"] for name in names]
+    head, best, other = rows(Path("out/comparison.md").read_text())
+    assert head[1:] == ["held-out loss", "difference", "training loss", "steps", "tokens", "s/step", "CPU s", "memory"]
+    assert best[:3] == ["optimizer.lr=3e-2", f"{held_out[1]:.4f}", "best"]
+    assert other[:3] == ["optimizer.lr=1e-4", f"{held_out[0]:.4f}", f"{held_out[0] - held_out[1]:+.4f}"]
+    assert all(float(row[-2]) > 0 and int(row[-1].removesuffix(" MB")) > 50 for row in (best, other)), "seen by wait4"
     assert imread("out/comparison.png").std() > 0.01
-    assert "1/4  lr 1e-4, seed 1  loss " in capfd.readouterr().out
-    assert main([*grid[:3], "optimizer.lr=1e-4", *grid[4:]]) == 0
-    assert runs == {path.name: lines(path) for path in Path("out/runs").iterdir()}, "what is finished is not run again"
+    seen = capfd.readouterr().out
+    assert "1/2  optimizer.lr=" in seen
+    assert "| optimizer.lr=3e-2 | " in seen
+
+
+def test_repetitions_are_one_row(folder, started):
+    assert main(["compare", "job.toml", "--set", "optimizer.lr=1e-4", "--set", "job.seed=1,2", "--out", "out"]) == 0
+    losses = [lines(Path(f"out/runs/optimizer.lr-1e-4-seed-{seed}"))[-1]["eval/loss"] for seed in (1, 2)]
+    _, row = rows(Path("out/comparison.md").read_text())
+    assert row[:3] == ["optimizer.lr=1e-4", "2", f"{statistics.mean(losses):.4f} ± {statistics.stdev(losses):.4f}"]
+
+
+def test_another_setting_adds_rows_and_what_is_finished_is_not_run_again(folder, started):
+    assert main(["compare", "job.toml", "--set", "optimizer.lr=1e-4,3e-2", "--out", "out"]) == 0
+    assert main(["compare", "job.toml", "--set", "optimizer.lr=1e-4,1e-3", "--out", "out"]) == 0
+    assert main(["compare", "job.toml", "--set", "job.seed=7", "--out", "out"]) == 0
+    assert [name for name, _ in started] == [*(f"optimizer.lr-{lr}" for lr in ("1e-4", "3e-2", "1e-3")), "job-seed-7"]
+    labels = [row[0] for row in rows(Path("out/comparison.md").read_text())[1:]]
+    assert sorted(labels) == ["job", *(f"optimizer.lr={lr}" for lr in ("1e-3", "1e-4", "3e-2"))]
+    assert main(["compare", "job.toml", "--set", "optimizer.lr=1e-4", "--train.steps=5", "--out", "out"]) == 0
+    assert started[-1][0] == "optimizer.lr-1e-4", "a job that has changed goes on"
+
+
+def test_runs_that_exist_are_compared_by_what_differs_in_their_jobs(folder, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    for name, more in {"a": [], "b": ["--optimizer.lr=0.03", "--train.steps=6"]}.items():
+        assert main(["run", "job.toml", f"--job.name={name}", "--loggers.console.style=off", *more]) == 0
+    capsys.readouterr()
+    assert main(["compare", "runs/a", "runs/b"]) == 0
+    seen = capsys.readouterr().out
+    assert all(len(line) <= 60 for line in seen.splitlines())
+    assert "1. b: train.steps=6, optimizer.lr=0.03" in seen
+    assert "2. a: train.steps=4, optimizer.lr=0.01" in seen
+    assert "CPU" not in seen, "nothing is known of it"
+    assert not Path("comparison.md").exists()
+    assert main(["compare", "runs/a", "runs/b", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert [row["label"][0] for row in facts["rows"]] == ["b", "a"]
+    assert facts["rows"][0]["difference"] == 0
+    assert facts["rows"][1]["steps"] == 4
+    assert facts["rows"][1]["cpu_seconds"] is None
+    assert facts["failed"] == []
+
+
+class TestHalving:
+    def test_the_worse_half_stops_at_each_rung_with_a_checkpoint(self, folder, started, capsys):
+        Path("job.toml").write_text(EVALUATED)
+        grid = ["compare", "job.toml", "--set", "optimizer.lr=1e-5,3e-2,1e-2,1e-4", "--out", "out"]
+        assert main([*grid, "--halving"]) == 0
+        name = "optimizer.lr-{}".format
+        rates = ("1e-5", "3e-2", "1e-2", "1e-4")
+        assert started[:4] == [(name(rate), 2) for rate in rates]
+        assert started[4:] == [(name("3e-2"), 4), (name("1e-2"), 4), (name("3e-2"), 0)]
+        last = {rate: lines(Path("out/runs") / name(rate))[-1]["step"] for rate in rates}
+        assert last == {"1e-5": 2, "3e-2": 8, "1e-2": 4, "1e-4": 2}
+        assert Path("out/runs/optimizer.lr-1e-5/checkpoints/step-2/manifest.json").is_file()
+        labels = [row[0] for row in rows(Path("out/comparison.md").read_text())[1:]]
+        assert labels[:2] == ["optimizer.lr=3e-2", "optimizer.lr=1e-2 (stopped at step 4, behind the better half)"]
+        again = len(started)
+        assert main([*grid, "--halving"]) == 0
+        assert len(started) == again, "nothing is left to do"
+        assert main(grid) == 0
+        assert started[again:] == [(name(rate), 0) for rate in ("1e-5", "1e-2", "1e-4")], "they are taken up again"
+        assert "(stopped" not in Path("out/comparison.md").read_text()
+
+    @pytest.mark.parametrize(
+        ("count", "steps", "interval", "rungs"),
+        [
+            (2, 100, 10, [50]),
+            (8, 80, 10, [10, 20, 40]),
+            (8, 100, 30, [30, 60]),
+            (5, 1000, 1, [125, 250, 500]),
+            (1, 100, 10, []),
+        ],
+    )
+    def test_rungs_are_evaluations_at_halves_of_the_steps(self, make_job, count, steps, interval, rungs):
+        job = make_job(steps=steps, eval={"interval": interval})
+        assert rungs_of(count, [job] * count) == rungs
+        assert [kept(number) for number in (8, 5, 3, 2, 1)] == [4, 3, 2, 1, 1]
+
+    def test_jobs_that_cannot_be_halved_are_refused(self, make_job):
+        assert EvalSection().interval == 0
+        with pytest.raises(JobError, match=r"set eval\.interval$"):
+            rungs_of(2, [make_job(steps=4)])
+        with pytest.raises(JobError, match=r"before step 4; set eval\.interval below 4"):
+            rungs_of(2, [make_job(steps=4, eval={"interval": 4})])
+        with pytest.raises(JobError, match=r"train\.steps or eval\.interval differ"):
+            rungs_of(2, [make_job(steps=4, eval={"interval": 1}), make_job(steps=5, eval={"interval": 1})])
+
+
+class TestSearch:
+    SPACE = ["--set", "optimizer.lr=log(1e-4,1e-1)", "--set", "optimizer.weight_decay=0.0,0.1"]
+
+    def test_values_are_chosen_and_a_command_continues(self, folder, started):
+        pytest.importorskip("optuna")
+        search = ["compare", "job.toml", *self.SPACE, "--search", "optuna", "--out", "out", "--trials"]
+        assert main([*search, "2"]) == 0
+        assert main([*search, "3"]) == 0
+        assert len(started) == 3
+        entries = json.loads(Path("out/comparison.json").read_text())["runs"].values()
+        rates = [float(entry["settings"]["optimizer.lr"]) for entry in entries]
+        assert len(set(rates)) == 3
+        assert all(1e-4 <= rate <= 1e-1 for rate in rates)
+        assert {entry["settings"]["optimizer.weight_decay"] for entry in entries} <= {"0.0", "0.1"}
+        assert len(rows(Path("out/comparison.md").read_text())) == 1 + 3
+
+    def test_results_draw_it_to_the_optimum(self):
+        pytest.importorskip("optuna")
+        search = Search({"x": Distribution("log", 1e-4, 1.0), "n": Distribution("int", 1, 9)})
+        asked = []
+        for _ in range(30):
+            [values] = search.ask(1)
+            asked.append(values)
+            search.tell(values, abs(math.log10(float(values["x"])) + 2) + abs(int(values["n"]) - 3))
+        near = [v for v in asked[-8:] if 1e-3 < float(v["x"]) < 1e-1 and 1 <= int(v["n"]) <= 5]
+        assert len(near) >= 6
+        again = Search({"x": Distribution("log", 1e-4, 1.0), "n": Distribution("int", 1, 9)})
+        assert again.ask(1) == [asked[0]], "the same results, the same values"
+
+    def test_it_is_refused_by_name_without_optuna(self, folder, monkeypatch, capsys):
+        monkeypatch.setitem(sys.modules, "optuna", None)
+        assert main(["compare", "job.toml", *self.SPACE, "--search", "optuna", "--trials", "2", "--out", "out"]) == 1
+        assert 'needs Optuna: pip install "forge-plugin-curves[optuna]"' in capsys.readouterr().err
+        assert not Path("out").exists()
+
+    @pytest.mark.parametrize(
+        ("text", "read"),
+        [
+            ("a=log(1e-4,1e-2)", Distribution("log", 1e-4, 1e-2)),
+            ("a=uniform(0, 1)", Distribution("uniform", 0, 1)),
+            ("a=int(2,8)", Distribution("int", 2, 8)),
+            ("a=1,2", ["1", "2"]),
+        ],
+    )
+    def test_ranges_and_lists(self, text, read):
+        assert read_space([text]) == {"a": read}
+
+    @pytest.mark.parametrize("text", ["a=log(0,1)", "a=uniform(1,1)", "a=int(1)", "a=log(x,y)"])
+    def test_ranges_that_are_none_are_refused(self, text):
+        with pytest.raises(JobError, match="--set a="):
+            read_space([text])
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["job.toml"], "--out is missing: the folder for runs, logs, table and picture"),
+        (["job.toml", "--set", "optimizer.lr=log(1e-4,1)", "--out=o"], "a distribution is for a search; add --search"),
+        (["job.toml", "--search=optuna", "--out=o"], "--search and --trials come together"),
+        (["job.toml", "--search=optuna", "--trials=2", "--out=o"], "--search needs something to vary"),
+        (["job.toml", "job.toml", "--search=optuna", "--trials=2", "--out=o"], "--search takes one job file"),
+        (["job.toml", "--halving", "--search=optuna", "--trials=2", "--set=a=1", "--out=o"], "Leave one of them out"),
+        (["job.toml", "--halving", "--nproc=2", "--out=o"], "--halving stops runs of one process only"),
+        (["job.toml", "--halving", "--set=optimizer.lr=1.0,2.0", "--out=o"], "set eval.interval"),
+        (["job.toml", "--search=optuna", "--trials=2", "--set=job.seed=1,2", "--out=o"], "luckiest seed"),
+        (["empty"], "empty is a folder without metrics.jsonl; name job files, or run folders"),
+        (["ran", "--set", "a=1"], "--set is for jobs to train, and only run folders are named"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused_before_anything_is_made(folder, capsys, argv, message):
+    (folder / "empty").mkdir()
+    (folder / "ran").mkdir()
+    (folder / "ran/metrics.jsonl").touch()
+    assert main(["compare", *argv]) == ExitCode.BAD_JOB
+    assert message in capsys.readouterr().err
+    assert not Path("o").exists()
+
+
+@pytest.mark.slow
+def test_an_interruption_stops_the_runs_with_checkpoints_and_leaves_a_table(folder):
+    Path("job.toml").write_text(EVALUATED.replace("steps = 8", "steps = 100000"))
+    command = [
+        sys.executable,
+        "-m",
+        "forge_core",
+        "compare",
+        "job.toml",
+        "--set",
+        "optimizer.lr=1e-3,1e-2",
+        "--out=out",
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        metrics = Path("out/runs/optimizer.lr-1e-3/metrics.jsonl")
+        deadline = time.monotonic() + 180
+        while not (metrics.is_file() and metrics.read_text().count("\n") > 3):
+            assert process.poll() is None, process.communicate()[0]
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        seen = process.communicate(timeout=120)[0]
+    assert process.returncode == ExitCode.STOPPED, seen
+    assert "interrupted; the same command continues it" in seen
+    [row] = rows(Path("out/comparison.md").read_text())[1:]
+    assert row[0] == "optimizer.lr=1e-3 (interrupted)"
+    assert list(Path("out/runs/optimizer.lr-1e-3/checkpoints").glob("step-*/manifest.json"))
+
+
+def test_a_further_run_waits_for_memory(folder, monkeypatch):
+    alone = Processes(logs=folder, parallel=3, largest=1000)
+    running = [subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)]
+    alone._running = [processes._Running(None, running[0], ())]
+    try:
+        monkeypatch.setattr(processes, "free_memory", lambda: 10**15)
+        assert alone._has_room()
+        monkeypatch.setattr(processes, "free_memory", lambda: 1100)
+        assert not alone._has_room(), "1.2 times the largest must be free"
+        alone._running = []
+        assert alone._has_room(), "one runs whatever is free"
+    finally:
+        running[0].communicate()
+    assert processes.free_memory() > 0
+
+
+def test_cores_are_divided_between_runs(folder, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(12))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert Processes(logs=folder, parallel=3, ranks=2)._environment([])["OMP_NUM_THREADS"] == "2"
+    assert "OMP_NUM_THREADS" not in Processes(logs=folder)._environment([])
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    assert Processes(logs=folder, parallel=3)._environment([1, 2])["OMP_NUM_THREADS"] == "5"
+    assert Processes(logs=folder, parallel=3)._environment([1, 2])["CUDA_VISIBLE_DEVICES"] == "1,2"
+
+
+@pytest.mark.parametrize(
+    ("settings", "label"),
+    [
+        ({"optimizer.type": "muon"}, "optimizer.type=muon"),
+        ({"optimizer.type": '"muon"', "optimizer.lr": "3e-4"}, "optimizer.type=muon, optimizer.lr=3e-4"),
+        ({"optimizer": '{type = "muon", lr = 0.02}'}, "optimizer.type=muon, optimizer.lr=0.02"),
+        ({"optimizer.betas": "[0.9, 0.95]"}, "optimizer.betas=[0.9, 0.95]"),
+        ({"model": '{ffn = {type = "moe", experts = 4}}'}, "model.ffn.type=moe, model.ffn.experts=4"),
+    ],
+)
+def test_labels_name_keys_as_a_job_has_them(settings, label):
+    assert label_of("", settings) == label
+
+
+def test_a_record_that_is_no_json_is_named(folder):
+    Path("out").mkdir()
+    Path("out/comparison.json").write_text("{")
+    with pytest.raises(ForgeError, match=r"out/comparison\.json cannot be read"):
+        Record(Path("out"))
 
 
 @pytest.mark.slow
@@ -99,7 +375,7 @@ def test_a_setting_that_cannot_be_read_is_refused(text):
 def test_names_do_not_depend_on_what_else_is_compared():
     few = trials_of([Path("a.toml")], ["optimizer.lr=1"], [], Path("out"))
     many = trials_of([Path("a.toml")], ["optimizer.lr=2,1"], [], Path("out"))
-    assert few[0].name == many[1].name == "lr-1"
+    assert few[0].name == many[1].name == "optimizer.lr-1"
     assert len({trial.name for trial in trials_of([Path("x/a.toml"), Path("y/a.toml")], [], [], Path("out"))}) == 2
 
 
@@ -109,5 +385,5 @@ def test_losses_that_are_not_finite_come_last(tmp_path):
         (tmp_path / trial.name).mkdir()
         line = f'{{"step": 1, "loss": {loss}, "tokens": 8, "step_seconds": 0.1}}'
         (tmp_path / trial.name / "metrics.jsonl").write_text(line + "\n")
-    rows = rows_of([read_outcome(trial, tmp_path / trial.name, "") for trial in trials])
-    assert [row.cell.label for row in rows] == ["lr 3", "lr 2", "lr 1"]
+    rows = rows_of([read_outcome(trial, tmp_path / trial.name) for trial in trials])
+    assert [row.cell.label for row in rows] == ["optimizer.lr=3", "optimizer.lr=2", "optimizer.lr=1"]

@@ -3,88 +3,139 @@
 from __future__ import annotations
 
 import argparse
-import os
-import subprocess
+import json
+import shutil
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from forge_core.cli.command_line import parse_job_arguments
-from forge_core.contracts.errors import ExitCode, ForgeError
+from forge_core.cli.command_line import parse_job_arguments, positive, with_examples
+from forge_core.contracts.errors import ExitCode, ForgeError, JobError
 
 if TYPE_CHECKING:
-    from forge_plugin_curves.compare.grid import Trial
+    from forge_plugin_curves.compare.comparison import Comparison
     from forge_plugin_curves.compare.results import Outcome
 
 
 def command(argv: list[str]) -> int:
-    """Run jobs with every combination of some settings, one after the other, and compare their curves.
+    """Compare runs: train jobs with every combination of some settings, or read runs that exist.
 
     Writes `comparison.md` and `comparison.png` to the folder, best first: by held-out loss, or by training loss where a
-    job has no evaluation. Runs that differ in `job.seed` alone are repetitions: mean and standard deviation are given.
-    The same command continues where it was interrupted. With --nproc, each run has several ranks.
+    run has no evaluation. Runs that differ in `job.seed` alone are repetitions: mean and standard deviation are shown.
+    The same command continues where it was interrupted, and further values add rows to those of earlier commands.
     """
-    parser = argparse.ArgumentParser("forge-run compare", description=command.__doc__)
-    add = parser.add_argument
-    add("--set", action="append", default=[], metavar="KEY=A,B", help="values to try for a key; may come several times")
-    add("--out", required=True, metavar="DIR", help="folder for runs, logs, table and picture")
-    add("--nproc", type=int, default=1, metavar="N", help="ranks of each run (1)")
-    options, files, overrides = parse_job_arguments(parser, argv, "jobs to compare, each in a file of its own")
-    from forge_plugin_curves.compare.grid import check_jobs, trials_of
-    from forge_plugin_curves.compare.results import rows_of
+    options, files, overrides = _parse(argv)
+    jobs, runs = _told_apart(files)
+    _check(options, jobs)
+    from forge_plugin_curves.compare.grid import existing, trials_of
+    from forge_plugin_curves.compare.results import read_outcome
 
-    out = Path(options.out)
-    trials = trials_of([Path(file) for file in files], options.set, overrides, out / "runs")
-    check_jobs(trials, options.nproc)
-    (out / "logs").mkdir(parents=True, exist_ok=True)
-    try:
-        outcomes = [_run(trial, number, len(trials), out, options.nproc) for number, trial in enumerate(trials, 1)]
-    except KeyboardInterrupt:
+    if not jobs:
+        outcomes = [read_outcome(trial, trial.cell.job) for trial in existing(runs)]
+        _show(outcomes, options, Path(options.out) if options.out else None)
+        return ExitCode.FINISHED
+    comparison = _comparison(options)
+    if options.search:
+        completed = comparison.search(jobs[0], options.set, overrides, options.trials)
+    else:
+        completed = comparison.train(trials_of(jobs, options.set, overrides, comparison.out / "runs"))
+    outcomes = comparison.outcomes(runs)
+    _show(outcomes, options, comparison.out)
+    if not completed:
         print("interrupted; the same command continues it", file=sys.stderr)
-        return ExitCode.SECOND_SIGNAL
-    rows, failed = rows_of(outcomes), [outcome for outcome in outcomes if outcome.failure]
-    if rows:
-        _write(rows, failed, out)
+        return ExitCode.STOPPED
+    failed = [o.trial.name for o in outcomes if o.failed and o.trial.name in comparison.asked]
     if failed:
-        names = ", ".join(outcome.trial.name for outcome in failed)
-        raise ForgeError(f"{len(failed)} of {len(trials)} runs failed: {names}; see {out / 'logs'}")
+        count = len(comparison.asked)
+        raise ForgeError(f"{len(failed)} of {count} runs failed: {', '.join(failed)}; see {comparison.logs}")
     return ExitCode.FINISHED
 
 
-def _run(trial: Trial, number: int, count: int, out: Path, ranks: int) -> Outcome:
-    """Run a trial to its end, or continue it."""
-    from forge_plugin_curves.compare.results import read_outcome
-
-    begin = time.monotonic()
-    print(f"{number}/{count}  {trial.cell.label}{f', seed {trial.seed}' if trial.seed else ''}", end="", flush=True)
-    arguments = [sys.executable, "-m", "forge_core", "run", str(trial.cell.job), *trial.overrides]
-    arguments += ["--nproc", str(ranks)] if ranks > 1 else []
-    with (out / "logs" / f"{trial.name}.log").open("wb") as log:
-        run = subprocess.run(arguments, check=False, stdout=log, stderr=subprocess.STDOUT, env=_environment())
-        code = run.returncode
-    if code == ExitCode.STOPPED:
-        raise KeyboardInterrupt
-    failure = "" if code == 0 else f"exit code {code}"
-    outcome = read_outcome(trial, out / "runs" / trial.name, failure)
-    held_out = f"  held out {outcome.held_out:.4f}" if outcome.evaluations else ""
-    result = failure or f"loss {outcome.loss:.4f}{held_out}"
-    print(f"  {result}  {time.monotonic() - begin:.0f} s", flush=True)
-    return outcome
-
-
-def _environment() -> dict[str, str]:
-    """Returns the environment without the variables of a rank: a run is not a rank of this command's own launcher."""
-    return {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str], list[str]]:
+    parser = argparse.ArgumentParser("forge-run compare", description=command.__doc__)
+    add = parser.add_argument
+    add("--set", action="append", default=[], metavar="KEY=A,B", help="values to try for a key; may come several times")
+    add("--out", metavar="DIR", help="folder for runs, logs, table and picture; needed to train")
+    add("--nproc", type=positive, default=1, metavar="N", help="ranks of each run (1)")
+    add("--parallel", type=positive, default=1, metavar="N", help="runs at the same time, which share the cores (1)")
+    halving = "stop the worse half at 1/2, 1/4, 1/8, … of the steps (successive halving); needs eval.interval"
+    add("--halving", action="store_true", help=halving)
+    search = "choose values by results: --set 'optimizer.lr=log(1e-4,1e-2)', uniform(a,b), int(a,b), or a list"
+    add("--search", choices=["optuna"], help=search)
+    add("--trials", type=positive, default=0, metavar="N", help="runs of a search, in all")
+    add("--json", action="store_true", help="print the table as JSON")
+    with_examples(
+        parser,
+        "forge-run compare base.toml --set optimizer.lr=1e-3,3e-3 --set job.seed=1,2 --out compared",
+        "forge-run compare base.toml --set optimizer.type=adamw,muon --out compared --parallel 2 --halving",
+        "forge-run compare base.toml --set 'optimizer.lr=log(1e-4,1e-2)' --search optuna --trials 20 --out searched",
+        "forge-run compare runs/first runs/second",
+    )
+    return parse_job_arguments(parser, argv, "jobs to compare, each in a file of its own, or run folders")
 
 
-def _write(rows: Sequence, failed: Sequence[Outcome], out: Path) -> None:
+def _told_apart(files: Sequence[str]) -> tuple[list[Path], list[Path]]:
+    """Job files, and run folders."""
+    paths = [Path(file) for file in files]
+    runs = [path for path in paths if path.is_dir()]
+    if wrong := [path for path in runs if not (path / "metrics.jsonl").is_file()]:
+        raise JobError(f"{wrong[0]} is a folder without metrics.jsonl; name job files, or run folders")
+    return [path for path in paths if path not in runs], runs
+
+
+def _check(options: argparse.Namespace, jobs: Sequence[Path]) -> None:
+    """Refuse options that do not go together."""
+    if not jobs:
+        for name in ("set", "search", "halving"):
+            if getattr(options, name):
+                raise JobError(f"--{name} is for jobs to train, and only run folders are named; name a job file")
+        return
+    if not options.out:
+        raise JobError("--out is missing: the folder for runs, logs, table and picture")
+    if bool(options.search) != bool(options.trials):
+        raise JobError("--search and --trials come together: --search optuna --trials 20")
+    if options.search and len(jobs) > 1:
+        raise JobError(f"--search takes one job file, and there are {len(jobs)}")
+    if options.search and not options.set:
+        raise JobError("--search needs something to vary: --set 'optimizer.lr=log(1e-4,1e-2)'")
+    if options.halving and options.search:
+        raise JobError("--halving ends runs of a grid early; a search has no grid. Leave one of them out")
+    if options.halving and options.nproc > 1:
+        raise JobError("--halving stops runs of one process only; leave out --nproc")
+
+
+def _comparison(options: argparse.Namespace) -> Comparison:
+    from forge_plugin_curves.compare.comparison import Comparison
+
+    return Comparison(
+        out=Path(options.out),
+        ranks=options.nproc,
+        parallel=options.parallel,
+        halving=options.halving,
+        say=lambda text: print(text, file=sys.stderr if options.json else sys.stdout, flush=True),
+    )
+
+
+def _show(outcomes: Sequence[Outcome], options: argparse.Namespace, out: Path | None) -> None:
+    """Print the table, and write it and the picture to the folder, if there is one."""
     from forge_plugin_curves.compare.picture import draw
-    from forge_plugin_curves.compare.results import as_markdown
+    from forge_plugin_curves.compare.results import as_json, as_list, as_markdown, rows_of
 
-    logs = {outcome.trial.name: out / "logs" / f"{outcome.trial.name}.log" for outcome in failed}
+    rows, failed = rows_of(outcomes), [outcome for outcome in outcomes if outcome.failed]
+    logs = {outcome.trial.name: (out or Path()) / "logs" / f"{outcome.trial.name}.log" for outcome in failed}
     table = as_markdown(rows, failed, logs)
-    (out / "comparison.md").write_text(table + "\n")
-    draw(rows, out / "comparison.png")
-    print(f"\n{table}\n\n{out / 'comparison.png'}")
+    if out is not None and rows:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "comparison.md").write_text(table + "\n")
+        draw(rows, out / "comparison.png")
+    if options.json:
+        facts: dict[str, Any] = as_json(rows, failed)
+        print(json.dumps(facts, indent=1))
+        return
+    if rows:
+        width = shutil.get_terminal_size().columns
+        fits = max(map(len, table.splitlines())) <= width
+        print(f"\n{table if fits else as_list(rows, failed, logs, width)}")
+    if out is not None and rows:
+        print(f"\n{out / 'comparison.png'}")

@@ -1,16 +1,19 @@
-"""Results of the runs of a comparison."""
+"""Results of the runs of a comparison, and their table."""
 
 from __future__ import annotations
 
 import math
 import statistics
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any, Literal
 
 from attrs import frozen
 
+from forge_core import read_metrics
 from forge_plugin_curves.compare.grid import Cell, Trial
-from forge_plugin_curves.history import read_lines
+from forge_plugin_curves.compare.record import Entry
 
 LAST = 0.05
 """Share of a run over whose last steps the training loss is averaged."""
@@ -21,16 +24,24 @@ class Outcome:
     """One run."""
 
     trial: Trial
-    failure: str
-    """Why it did not finish; empty if it did."""
+    folder: Path
+    ended: str
+    """Why it has not finished; empty if it has."""
+    failed: bool = False
+    step: int
+    """The last step."""
     tokens: Sequence[float]
     """Positions fed, at each step that has a line of metrics."""
     losses: Sequence[float]
     """Training loss of these steps."""
-    evaluations: Sequence[float]
-    """Held-out losses, in order; none if the job does not evaluate."""
-    seconds: float
-    """Total over all steps."""
+    evaluations: Mapping[int, float]
+    """Held-out losses by step, in order; none if the job does not evaluate."""
+    step_seconds: float
+    """Median wall time of a step; NaN without one."""
+    cpu_seconds: float = math.nan
+    """Of all its processes; NaN where it is not known, as of a run that `compare` did not start."""
+    peak_memory: float = math.nan
+    """Bytes of its largest process; NaN likewise."""
 
     @property
     def loss(self) -> float:
@@ -40,35 +51,57 @@ class Outcome:
 
     @property
     def held_out(self) -> float:
-        """Held-out loss at the end; NaN if there is none."""
-        return self.evaluations[-1] if self.evaluations else math.nan
+        """Held-out loss of the last evaluation; NaN if there is none."""
+        return [math.nan, *self.evaluations.values()][-1]
+
+    @property
+    def fed(self) -> float:
+        """Positions fed in all."""
+        return self.tokens[-1] if self.tokens else 0.0
 
 
-def read_outcome(trial: Trial, folder: Path, failure: str) -> Outcome:
-    """Read the results of a run from its folder."""
-    lines = list(read_lines(folder / "metrics.jsonl", last_step=1 << 62))
-    steps = [line for line in lines if "loss" in line]
+def read_outcome(trial: Trial, folder: Path, entry: Entry | None = None) -> Outcome:
+    """Read the results of a run from its folder; one that has not begun has none."""
+    steps: list[dict[str, Any]] = []
+    evaluations: list[dict[str, Any]] = []
+    if (folder / "metrics.jsonl").is_file():
+        steps = metrics = read_metrics(folder)
+        evaluations = metrics.evaluations
+    known: dict[str, Any] = {}
+    if entry is not None and entry.cpu_seconds:
+        known = {"cpu_seconds": entry.cpu_seconds, "peak_memory": float(entry.peak_memory)}
     return Outcome(
         trial=trial,
-        failure=failure,
-        tokens=[float(line["tokens"]) for line in steps],
-        losses=[float(line["loss"]) for line in steps],
-        evaluations=[float(line["eval/loss"]) for line in lines if "eval/loss" in line],
-        seconds=sum(float(line["step_seconds"]) for line in steps),
+        folder=folder,
+        ended=entry.ended if entry else "",
+        failed=entry.failed if entry else False,
+        step=steps[-1]["step"] if steps else 0,
+        tokens=[float(row["tokens"]) for row in steps],
+        losses=[float(row["loss"]) for row in steps],
+        evaluations={row["step"]: float(row["eval/loss"]) for row in evaluations if "eval/loss" in row},
+        step_seconds=statistics.median(float(row["step_seconds"]) for row in steps) if steps else math.nan,
+        **known,
     )
 
 
 @frozen(kw_only=True)
 class CellResult:
-    """A row of the comparison: all finished runs of a cell."""
+    """A row of the comparison: all runs of a cell that have got equally far."""
 
     cell: Cell
     outcomes: Sequence[Outcome]
+    by: Literal["held_out", "loss"]
+    """What rows are ordered by."""
 
     @property
     def score(self) -> float:
-        """By which rows are ordered: mean held-out loss, or training loss where some job has no evaluation."""
-        return self.mean("held_out") if self.outcomes[0].evaluations else self.mean("loss")
+        """Mean over the seeds of what rows are ordered by."""
+        return self.mean(self.by)
+
+    @property
+    def ended(self) -> str:
+        """Why its runs have not finished; empty if they have."""
+        return self.outcomes[0].ended
 
     def mean(self, name: str) -> float:
         """Over the seeds."""
@@ -81,31 +114,114 @@ class CellResult:
 
 
 def rows_of(outcomes: Sequence[Outcome]) -> list[CellResult]:
-    """Best first. Losses that are not finite come last."""
-    cells: dict[int, list[Outcome]] = {}
-    for outcome in outcomes:
-        if not outcome.failure:
-            cells.setdefault(id(outcome.trial.cell), []).append(outcome)
-    rows = [CellResult(cell=own[0].trial.cell, outcomes=own) for own in cells.values()]
-    return sorted(rows, key=lambda row: (not math.isfinite(row.score), row.score))
+    """Best first: finished rows, then those that ended earlier, the longest first. Losses that are not finite: last.
+
+    By the held-out loss where every finished run has one, else by the training loss.
+    """
+    usable = [outcome for outcome in outcomes if not outcome.failed and outcome.losses]
+    decisive = [outcome for outcome in usable if not outcome.ended] or usable
+    by: Literal["held_out", "loss"] = "held_out" if all(outcome.evaluations for outcome in decisive) else "loss"
+    cells: dict[tuple[str, str, str], list[Outcome]] = {}
+    for outcome in usable:
+        cell = outcome.trial.cell
+        cells.setdefault((str(cell.job), cell.label, outcome.ended), []).append(outcome)
+    rows = [CellResult(cell=own[0].trial.cell, outcomes=own, by=by) for own in cells.values()]
+    return sorted(rows, key=lambda row: (bool(row.ended), -_steps(row), not math.isfinite(row.score), row.score))
+
+
+def _steps(row: CellResult) -> float:
+    return row.mean("step") if row.ended else 0.0  # finished ones are ordered by their loss alone
+
+
+def best_of(rows: Sequence[CellResult]) -> float:
+    """The score that others are compared with: of the first row."""
+    return rows[0].score if rows else math.nan
 
 
 def as_markdown(rows: Sequence[CellResult], failed: Sequence[Outcome], logs: Mapping[str, Path]) -> str:
     """The table, best first, and what failed."""
-    held_out = any(outcome.evaluations for row in rows for outcome in row.outcomes)
     seeds = any(len(row.outcomes) > 1 for row in rows)
-    names = ["", *["seeds"] * seeds, *["held-out loss"] * held_out, "training loss", "tokens", "s"]
+    names = ["", *_columns(rows, seeds)]
     lines = [f"| {' | '.join(names)} |", f"|{'---|' * len(names)}"]
-    for row in rows:
-        first = row.outcomes[0]
-        cells = [row.cell.label, *([str(len(row.outcomes))] if seeds else [])]
-        cells += [_figure(row, "held_out")] if held_out else []
-        cells += [_figure(row, "loss"), f"{first.tokens[-1] if first.tokens else 0:,.0f}", f"{row.mean('seconds'):.1f}"]
-        lines.append(f"| {' | '.join(cells)} |")
-    lines += [f"\n{o.trial.name} failed: {o.failure}; see {logs[o.trial.name]}" for o in failed]
-    return "\n".join(lines)
+    lines += [f"| {' | '.join([_title(row), *_cells(row, rows, seeds).values()])} |" for row in rows]
+    return "\n".join([*lines, *_failures(failed, logs)])
+
+
+def as_list(rows: Sequence[CellResult], failed: Sequence[Outcome], logs: Mapping[str, Path], width: int) -> str:
+    """The same for a narrow terminal: a label, and the figures below it in lines of at most `width` characters."""
+    seeds, lines = any(len(row.outcomes) > 1 for row in rows), []
+    for number, row in enumerate(rows, 1):
+        figures = "; ".join(f"{name} {cell}" for name, cell in _cells(row, rows, seeds).items() if cell != "–")
+        lines += textwrap.wrap(f"{number}. {_title(row)}", width, subsequent_indent="   ")
+        lines += textwrap.wrap(figures, width, initial_indent="   ", subsequent_indent="   ")
+    return "\n".join([*lines, *_failures(failed, logs)])
+
+
+def as_json(rows: Sequence[CellResult], failed: Sequence[Outcome]) -> dict[str, Any]:
+    """The same as plain types; what is not known is None."""
+    return {"rows": [_row(row, rows) for row in rows], "failed": [_failure(outcome) for outcome in failed]}
+
+
+def _row(row: CellResult, rows: Sequence[CellResult]) -> dict[str, Any]:
+    figures = {name: row.mean(name) for name in ("held_out", "loss", "step_seconds", "cpu_seconds", "peak_memory")}
+    figures |= {"difference": row.score - best_of(rows), "held_out_std": row.spread("held_out")}
+    return {
+        "label": row.cell.label,
+        "job": str(row.cell.job),
+        "settings": dict(row.cell.settings),
+        "runs": [str(outcome.folder) for outcome in row.outcomes],
+        "ended": row.ended,
+        "ordered_by": row.by,
+        "steps": row.outcomes[0].step,
+        "tokens": row.outcomes[0].fed,
+        **{name: _plain(value) for name, value in figures.items()},
+    }
+
+
+def _failure(outcome: Outcome) -> dict[str, Any]:
+    return {"label": outcome.trial.cell.label, "run": str(outcome.folder), "ended": outcome.ended}
+
+
+def _plain(value: float) -> float | str | None:
+    if math.isnan(value):
+        return None
+    return value if math.isfinite(value) else str(value)
+
+
+def _title(row: CellResult) -> str:
+    return f"{row.cell.label} ({row.ended})" if row.ended else row.cell.label
+
+
+def _columns(rows: Sequence[CellResult], seeds: bool) -> list[str]:
+    return list(_cells(rows[0], rows, seeds)) if rows else []
+
+
+def _cells(row: CellResult, rows: Sequence[CellResult], seeds: bool) -> dict[str, str]:
+    """Figures of a row by the names of their columns."""
+    evaluated = any(outcome.evaluations for each in rows for outcome in each.outcomes)
+    difference = row.score - best_of(rows)
+    memory = row.mean("peak_memory")
+    return {
+        **({"seeds": str(len(row.outcomes))} if seeds else {}),
+        **({"held-out loss": _figure(row, "held_out")} if evaluated else {}),
+        "difference": "best" if row is rows[0] else "–" if math.isnan(difference) else f"{difference:+.4f}",
+        "training loss": _figure(row, "loss"),
+        "steps": f"{row.outcomes[0].step:,}",
+        "tokens": f"{row.outcomes[0].fed:,.0f}",
+        "s/step": _short(row.mean("step_seconds")),
+        "CPU s": _short(row.mean("cpu_seconds")),
+        "memory": "–" if math.isnan(memory) else f"{memory / 1e6:,.0f} MB",
+    }
+
+
+def _short(value: float) -> str:
+    return "–" if math.isnan(value) else f"{value:.3g}" if value < 100 else f"{value:,.0f}"
 
 
 def _figure(row: CellResult, name: str) -> str:
     mean, spread = row.mean(name), row.spread(name)
     return "–" if math.isnan(mean) else f"{mean:.4f}" + ("" if math.isnan(spread) else f" ± {spread:.4f}")
+
+
+def _failures(failed: Sequence[Outcome], logs: Mapping[str, Path]) -> list[str]:
+    return [f"\n{o.trial.name} failed: {o.ended}; see {logs[o.trial.name]}" for o in failed]
