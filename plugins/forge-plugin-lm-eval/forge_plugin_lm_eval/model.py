@@ -58,7 +58,7 @@ class ForgeLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
         """Wrap a trained model.
 
         Args:
-            model: in evaluation mode (`forge_plugin_generate.command.load_trained`).
+            model: in evaluation mode (`forge_core.load_model`).
             tokenizer: its tokenizer.
             max_length: positions that the model is fed at most; what is longer loses tokens on the left.
             batch_size: rows that are computed together.
