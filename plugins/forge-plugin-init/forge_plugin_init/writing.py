@@ -213,13 +213,13 @@ def _optimizer(draft: Draft) -> Iterator[str]:
 
 
 def _checks(draft: Draft) -> Iterator[str]:
-    every = max(1, draft.sizes.steps // 10)
+    every = max(10, draft.sizes.steps // 10)
     yield from _table("[eval]", [("interval", every, "steps between evaluations on what is held out (validation)")])
     # A forward pass costs a third of a step: evaluations are to take about a twentieth of the time at most.
     count = min(256, max(8, every * draft.sizes.global_batch_size * 3 // 20))
     sequences: Key = ("sequences", count, "at most, evenly spread over all held-out ones")
     yield from _table("[evaluations.held_out]", [sequences])
-    interval = ("interval", max(1, draft.sizes.steps // 5), "steps between checkpoints, from which a run continues")
+    interval = ("interval", max(50, draft.sizes.steps // 5), "steps between checkpoints, from which a run continues")
     yield from _table("[checkpoint]", [interval])
     if draft.curves:
         yield from _table("[loggers.curves]", [("file", "curves.png", "a picture of the losses, in the run folder")])
