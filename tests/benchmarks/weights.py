@@ -146,8 +146,8 @@ def exporting_from_memory(published: Path, run: Path, out: Path) -> Callable[[],
     job = parse_job(manifest["job"], "manifest.json", catalog)
     model = build_model(job, build_context(job, catalog, run)).model
     load_model(checkpoint, model)
-    context: Any = SimpleNamespace(job=job, folder=run, model=model.to(torch.bfloat16), optimizer=None)
-    return lambda: export_training(context, out, None, 5 * 10**9, "")
+    context: Any = SimpleNamespace(job=job, folder=run, model=model.to(torch.bfloat16), optimizer=None, step=0)
+    return lambda: export_training(context, out, None, 5 * 10**9, "", verify=True)
 
 
 def loading(published: Path, _run: Path, _out: Path) -> Callable[[], Any]:

@@ -43,10 +43,13 @@ def _parser() -> argparse.ArgumentParser:
     exporting.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="the folder to make")
     exporting.add_argument("--dtype", choices=DTYPES, help="of the weights; by default as they are stored")
     exporting.add_argument("--shard-size", type=float, default=5.0, metavar="GB", help="of each file (5)")
+    exporting.add_argument("--verify", action="store_true", help="also compare what checkpoint and export compute")
     verifying = add("verify", verify)
     verifying.add_argument("first", type=Path, metavar="A", help="a published model, a run folder or a checkpoint")
     verifying.add_argument("second", type=Path, metavar="B", help="likewise")
-    verifying.add_argument("--tokens", type=positive, default=256, metavar="N", help="random tokens to compute (256)")
+    inputs = verifying.add_mutually_exclusive_group()
+    inputs.add_argument("--tokens", type=positive, default=256, metavar="N", help="random tokens to compute (256)")
+    inputs.add_argument("--prompts", type=Path, metavar="FILE", help="texts to compute in their place, one a line")
     verifying.add_argument("--report", type=Path, metavar="FILE", help="also write everything to a JSON file")
     for action in (inspecting, importing, exporting, verifying):
         action.add_argument("--architecture", default="", metavar="NAME", help="in place of the one found")
@@ -125,6 +128,7 @@ def verify(options: argparse.Namespace) -> int:
         model_changes,
         open_side,
         random_batch,
+        text_batch,
     )
 
     catalog = Catalog.installed()
@@ -133,8 +137,13 @@ def verify(options: argparse.Namespace) -> int:
     changes = model_changes(one, other, catalog)
     has_text = "embedding.weight" in one.shapes  # a vision tower alone has none
     if has_text:
-        logits = compare_logits(one, other, random_batch(one, options.tokens), catalog)
-        computed, lines = attrs.asdict(logits), list(logits.lines(options.tokens))
+        if options.prompts:
+            batch, real = text_batch(options.prompts, (one, other))
+            count = int(real.sum())
+        else:
+            batch, real, count = random_batch(one, options.tokens), None, options.tokens
+        logits = compare_logits(one, other, batch, catalog, real)
+        computed, lines = attrs.asdict(logits), list(logits.lines(count))
     else:
         features = compare_features(one, other, catalog)
         computed, lines = (
@@ -167,6 +176,7 @@ def export(options: argparse.Namespace) -> int:
         dtype=getattr(torch, options.dtype) if options.dtype else None,
         shard_bytes=round(options.shard_size * 1e9),
         architecture=options.architecture,
+        computed=options.verify,
     )
     for path in sorted(folder.iterdir()):
         print(path)

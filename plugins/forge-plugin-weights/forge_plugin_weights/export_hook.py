@@ -41,6 +41,9 @@ class Export(TrainingHook):
     """Of each file at most, in GB."""
     architecture: str = ""
     """`model_type` to export as, such as `llama`; empty: the one that the model is of."""
+    verify: bool = True
+    """Whether each rank reads back what it wrote and compares it with its weights: `forge/parity.json`. What the export
+    computes is not compared; `forge-run weights verify` does that."""
 
     exported_step = -1  # of this process, and not state
 
@@ -77,7 +80,7 @@ class Export(TrainingHook):
         if global_rank() == 0:  # a run that continues from an earlier step exports some steps again
             shutil.rmtree(folder, ignore_errors=True)
         dtype = getattr(torch, self.dtype) if self.dtype else None
-        export_training(context, folder, dtype, round(self.shard_size * 1e9), self.architecture)
+        export_training(context, folder, dtype, round(self.shard_size * 1e9), self.architecture, verify=self.verify)
         if global_rank() == 0:
             self._prune(folder.parent)
 

@@ -14,17 +14,20 @@ import torch
 from attrs import frozen
 
 from forge_core.checkpoint.resume import locate
-from forge_core.checkpoint.run_folder import JOB, TOKENIZER
+from forge_core.checkpoint.run_folder import TOKENIZER
 from forge_core.checkpoint.state import evaluated_names
+from forge_core.checkpoint.storage import threads
 from forge_core.checkpoint.tensors import Index, shared_index, stored_tensors
 from forge_core.config.load import parse_job, to_toml
 from forge_core.contracts.components import ModelComponent
 from forge_core.contracts.errors import CheckpointError, JobError
 from forge_core.plugins.catalog import Catalog
+from forge_plugin_weights.card import write_card
 from forge_plugin_weights.files import BLOCK, INDEX, create, index_json, plan_files, writer_of
-from forge_plugin_weights.importing import CONFIG, GENERATION, ORIGIN, read_json, unfinished_folder
+from forge_plugin_weights.importing import CONFIG, GENERATION, ORIGIN, read_json, run_of, unfinished_folder
 from forge_plugin_weights.kinds import PIXELS, ArchitectureComponent, Part
 from forge_plugin_weights.matching import Match, match_names
+from forge_plugin_weights.parity import ReadBack, write_parity
 from forge_plugin_weights.pixels import PREPROCESSOR, PROCESSOR, processor_of, updated_processor
 from forge_plugin_weights.reading import Piece, Reader
 from forge_plugin_weights.tables import (
@@ -46,8 +49,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SHARD_BYTES = 5 * 10**9
-SHRED = 1 << 26
-"""Bytes of a tensor that are read at a time, where the published one has its numbers in another order."""
+TOKENS = 256
+"""Random tokens for which two models are compared."""
+SHREDS = 1 << 25
+"""Bytes, of all threads, that are read at a time of tensors of which the published ones have another order."""
 TEXT = "text_config"
 IMAGE_TOKENS = ("<image>", "<|image|>", "<|image_pad|>")
 """Names of the token that stands for an image, where the tokenizer's files do not say it."""
@@ -124,12 +129,14 @@ def export_run(
     dtype: torch.dtype | None = None,
     shard_bytes: int = SHARD_BYTES,
     architecture: str = "",
+    computed: bool = False,
     catalog: Catalog | None = None,
 ) -> Path:
     """Write the weights of a run or checkpoint as a published model.
 
-    The folder has the weights in safetensors files, `config.json`, `generation_config.json`, the tokenizer, and in
-    `forge/` the job and where the weights come from. One tensor is in memory at a time.
+    The folder has the weights in safetensors files, `config.json`, `generation_config.json`, the tokenizer, a model
+    card, and in `forge/` the job, where the weights come from, and how the files, read back, differ from them. Blocks
+    of tensors are in memory at a time.
 
     Args:
         path: a run folder, whose newest checkpoint is taken, or a checkpoint.
@@ -137,6 +144,7 @@ def export_run(
         dtype: of the weights; by default as they are stored.
         shard_bytes: of each file at most.
         architecture: `model_type` to export as; by default the plainest that the model is of.
+        computed: whether to compare what both models compute, too, with a layer of each in memory.
         catalog: which architectures there are; by default those that are installed.
 
     Returns:
@@ -156,23 +164,64 @@ def export_run(
     job = parse_job(manifest["job"], str(checkpoint / "manifest.json"), catalog)
     names = {name.partition(".")[2]: name for name in evaluated_names(stored).values()}
     shapes = {own: tuple(stored[name][0]) for own, name in names.items()}
-    run = _run_folder(path, checkpoint)
-    target = find_target(job, shapes, catalog, architecture, _origin(run).get("model_type", ""))
+    run = run_of(path, checkpoint)
+    target = find_target(job, shapes, catalog, architecture, origin_of(run).get("model_type", ""))
     dtypes = {own: dtype or stored[name][1] for own, name in names.items()}
+    taken = {own: names[own] for own in target.match.parts}  # all, unless the architecture is a part of the model
     with unfinished_folder(output) as unfinished:
         files = plan_files(unfinished, tensor_plan(target.match, dtypes), shard_bytes)
         create(unfinished, files)
         writer = writer_of(files)
         for filler in target.match.fillers:
             writer.fill(filler)
-        read_checkpoint(
-            checkpoint, manifest, {own: names[own] for own in target.match.parts}, target.match, writer.write
-        )
+        read_checkpoint(checkpoint, manifest, taken, target.match, writer.write)
         writer.close()
         (unfinished / INDEX).write_text(index_json(files))
         write_extras(unfinished, target, job, dtypes, run)
-        write_provenance(unfinished, checkpoint, manifest, run)
+        write_card(
+            unfinished,
+            job,
+            catalog,
+            architecture=target.architecture.name,
+            shapes=target.match.shapes,
+            dtype=dtype_name(common_dtype(dtypes)),
+            step=manifest["step"],
+            tokens=manifest["tokens"],
+            evaluation=manifest["evaluation"],
+            origin=origin_of(run),
+        )
+        record = write_provenance(unfinished, checkpoint, manifest, run)
+        _prove(unfinished, record, checkpoint, manifest, target, taken, catalog, architecture, computed)
     return output
+
+
+def _prove(
+    folder: Path,
+    record: Path,
+    checkpoint: Path,
+    manifest: Mapping[str, Any],
+    target: Target,
+    names: Mapping[str, str],
+    catalog: Catalog,
+    architecture: str,
+    computed: bool,
+) -> None:
+    """Read an export as a published model, by its own `config.json`, and hold it against the checkpoint."""
+    from forge_plugin_weights.verifying import PublishedSide, TrainedSide, compare_logits, model_changes, random_batch
+
+    published, trained = PublishedSide(folder, catalog, architecture), TrainedSide(checkpoint, catalog)
+    whole = set(published.shapes) == set(trained.shapes)
+    if computed and not (whole and target.architecture.has_text):
+        raise JobError(f"--verify computes language models; {target.architecture.name} is a part of one, or none")
+    back = ReadBack(published.places)
+    match = published.match if whole else target.match
+    read_checkpoint(checkpoint, manifest, names, match, back.compare, hashed=False)
+    difference = None
+    if computed:
+        tokens = min(TOKENS, trained.job.train.seq_len)
+        difference = compare_logits(trained, published, random_batch(trained, tokens), catalog)
+    changes = model_changes(trained, published, catalog) if whole else [f"a part: {target.architecture.name}"]
+    write_parity(record, back.close(), names, changes=changes, computed=difference)
 
 
 def read_checkpoint(
@@ -240,7 +289,7 @@ def _pieces(index: Index, names: Mapping[str, str], match: Match) -> dict[str, l
     for own, name in names.items():
         stored = index.tensors[name]
         # Blocks of a tensor whose rows do not stay together are written in shreds: the fewer the better.
-        limit = BLOCK if all(part.in_rows for part in match.parts[own]) else SHRED
+        limit = BLOCK if all(part.in_rows for part in match.parts[own]) else SHREDS // threads()
         for chunk, file in enumerate(stored.files):
             offsets, sizes = stored.offsets[chunk].tolist(), stored.sizes[chunk].tolist()
             blocks = _rows(own, offsets, sizes, stored.dtype, int(stored.starts[chunk]), limit)
@@ -263,13 +312,8 @@ def _rows(
         yield Piece(start + first * row, rows * row, box)
 
 
-def _run_folder(path: Path, checkpoint: Path) -> Path | None:
-    """The run folder, which may have a tokenizer; None if the checkpoint lies elsewhere."""
-    return next((folder for folder in (path, checkpoint.parent.parent) if (folder / JOB).is_file()), None)
-
-
-def _origin(run: Path | None) -> Mapping[str, Any]:
-    """What an imported run folder was made of; empty for any other."""
+def origin_of(run: Path | None) -> Mapping[str, Any]:
+    """Returns what an imported run folder was made of; empty for any other."""
     return read_json(run / ORIGIN) if run is not None and (run / ORIGIN).is_file() else {}
 
 
@@ -293,7 +337,7 @@ def write_extras(folder: Path, target: Target, job: Job, dtypes: Mapping[str, to
     if run is not None and (run / TOKENIZER).is_dir():
         shutil.copytree(run / TOKENIZER, folder, dirs_exist_ok=True)
     if pixels is not None:
-        known = processor_of(folder) or _origin(run).get("config", {}).get(PIXELS, {})
+        known = processor_of(folder) or origin_of(run).get("config", {}).get(PIXELS, {})
         (folder / PREPROCESSOR).write_text(json.dumps(updated_processor(pixels, known), indent=2) + "\n")
     ids = _special_ids(run)
     if ids and target.architecture.has_text and not (folder / GENERATION).is_file():
@@ -304,11 +348,11 @@ def _config(
     target: Target, described: Mapping[str, Any], job: Job, dtypes: Mapping[str, torch.dtype], run: Path | None
 ) -> dict[str, Any]:
     """The content of `config.json`."""
-    origin, architecture = _origin(run).get("config", {}), target.architecture
+    origin, architecture = origin_of(run).get("config", {}), target.architecture
     config: dict[str, Any] = {
         "architectures": [architecture.name],
         "model_type": target.model_type,
-        "torch_dtype": str(common_dtype(dtypes)).removeprefix("torch."),
+        "torch_dtype": dtype_name(common_dtype(dtypes)),
         **{key: origin[key] for key in architecture.kept if key in origin},
     }
     if not architecture.has_text:
@@ -333,6 +377,11 @@ def common_dtype(dtypes: Mapping[str, torch.dtype]) -> torch.dtype:
     """Returns the dtype of most tensors."""
     values = list(dtypes.values())
     return max(dict.fromkeys(values), key=values.count)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Returns the name that `config.json` has for a dtype."""
+    return str(dtype).removeprefix("torch.")
 
 
 def _special_ids(run: Path | None) -> dict[str, Any]:
@@ -382,8 +431,8 @@ def _added_tokens(folder: Path) -> dict[str, int]:
     return {token["content"]: token["id"] for token in read_json(folder / "tokenizer.json").get("added_tokens", ())}
 
 
-def write_provenance(folder: Path, checkpoint: Path, manifest: Mapping[str, Any], run: Path | None) -> None:
-    """Write the job and where the weights come from."""
+def write_provenance(folder: Path, checkpoint: Path, manifest: Mapping[str, Any], run: Path | None) -> Path:
+    """Write the job and where the weights come from; returns the folder of these records."""
     own = folder / PROVENANCE
     own.mkdir()
     (own / "job.toml").write_text(manifest["job"])
@@ -396,5 +445,6 @@ def write_provenance(folder: Path, checkpoint: Path, manifest: Mapping[str, Any]
         "files": {name: entry["sha256"] for name, entry in manifest["files"].items()},
     }
     (own / "provenance.json").write_text(json.dumps(record, indent=1) + "\n")
-    if origin := _origin(run):
+    if origin := origin_of(run):
         (own / ORIGIN).write_text(json.dumps(origin, indent=1) + "\n")
+    return own

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from threading import Lock
+from threading import Lock, local
 from typing import Any, BinaryIO, ClassVar
 
 import torch
@@ -41,8 +41,10 @@ DTYPES: Mapping[str, torch.dtype] = {
 NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 SUFFIX = ".safetensors"
 INDEX = "model.safetensors.index.json"
-BLOCK = 1 << 23
+BLOCK = 1 << 22
 """Bytes of a tensor that are compared, converted or written at a time."""
+AROUND = 1 << 20
+"""Bytes around a block of a mapped file that leave memory with it."""
 HEADER_LIMIT = 100_000_000
 """Bytes; the format's own limit."""
 ALIGNMENT = 8
@@ -250,6 +252,36 @@ def create(folder: Path, files: Sequence[FilePlan]) -> None:
             file.truncate(plan.size)
 
 
+class Room:
+    """Memory for the bytes of a block in another dtype or order, the same for every block.
+
+    New memory for each would stay with the process: the C library keeps what threads free in blocks of this size.
+    """
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def bytes_of(self, block: Tensor, dtype: torch.dtype) -> memoryview:
+        """Returns the bytes of a tensor in a dtype, valid until the next call."""
+        if block.dtype == dtype and block.is_cpu and block.is_contiguous():
+            return bytes_of(block)
+        return bytes_of(self.copy_of(block, dtype))
+
+    def copy_of(self, block: Tensor, dtype: torch.dtype) -> Tensor:
+        """Returns a tensor in a dtype, contiguous, valid until the next call."""
+        size = block.numel() * dtype.itemsize
+        if size > len(self._memory):
+            self._memory = torch.empty(size, dtype=torch.uint8)
+        return self._memory[:size].view(dtype).view(block.shape).copy_(block)
+
+
+class Rooms(local):
+    """A `Room` of each thread."""
+
+    def __init__(self) -> None:
+        self.own = Room()
+
+
 class Boxes:
     """Where boxes of Forge's tensors lie in the files of a published model, which exist at their final size.
 
@@ -258,7 +290,7 @@ class Boxes:
 
     def __init__(self, places: Mapping[str, Place], *, writable: bool = False) -> None:
         self._places, self._writable = places, writable
-        self._lock = Lock()
+        self._lock, self._rooms = Lock(), Rooms()
         self._files: dict[Path, int] = {}
         self._maps: dict[Path, mmap.mmap] = {}
 
@@ -274,7 +306,7 @@ class Boxes:
             start = place.start + int(lies.storage_offset()) * place.dtype.itemsize
             if lies.is_contiguous():
                 # Not through a mapping: its first touch of each page takes four times as long as writing does.
-                self._write_range(place.file, start, bytes_of(block.to(place.dtype)))
+                self._write_range(place.file, start, self._rooms.own.bytes_of(block, place.dtype))
             else:
                 with self._mapped(place, lies) as there:
                     there.copy_(block)
@@ -287,22 +319,26 @@ class Boxes:
     def compare(self, part: Part, values: Tensor, offsets: Sequence[int]) -> tuple[bool, float]:
         """Returns whether the files have these values, in their own dtype, and the largest error of that rounding."""
         equal, error = True, 0.0
-        for place, lies, block in self._blocks(part, values, offsets):
+        for place, lies, block in self._blocks(part, values, offsets, comparing=True):
             with self._mapped(place, lies) as there:
-                equal = equal and _same_bits(block.to(place.dtype), there)
-                if place.dtype != block.dtype:
+                if place.dtype == block.dtype:
+                    equal = equal and _same_bits(block, there)
+                else:
+                    equal = equal and _same_bits(self._rooms.own.copy_of(block, place.dtype), there)
                     error = max(error, (block.double() - there.double()).abs().max().item())
         return equal, error
 
     def close(self) -> None:
         """Return once all that was written is on the disk."""
-        for memory in self._maps.values():
+        for memory in self._maps.values() if self._writable else ():
             memory.flush()
         with ThreadPoolExecutor(max(1, len(self._files))) as pool:
             list(pool.map(_sync_and_close, self._files.values()))
         self._files.clear()
 
-    def _blocks(self, part: Part, values: Tensor, offsets: Sequence[int]) -> Iterator[tuple[Place, Tensor, Tensor]]:
+    def _blocks(
+        self, part: Part, values: Tensor, offsets: Sequence[int], *, comparing: bool = False
+    ) -> Iterator[tuple[Place, Tensor, Tensor]]:
         """Yields, for each block of a box, the file's place, a meta tensor that lies there as it does, and its values.
 
         Both have their dimensions in the order of the published tensor's memory.
@@ -315,7 +351,9 @@ class Boxes:
         lies = part.of_theirs(torch.empty(place.shape, dtype=place.dtype, device="meta"))
         lies = (lies if part.offsets is None else lies.view(part.sizes))[there]
         order = sorted(range(lies.ndim), key=lies.stride().__getitem__, reverse=True)
-        for of_file, own in _split(lies.permute(order), values[inside].permute(order)):
+        # Differences are computed in float64, which takes several times a block's bytes.
+        limit = BLOCK // 16 if comparing and values.dtype != place.dtype else BLOCK
+        for of_file, own in _split(lies.permute(order), values[inside].permute(order), limit):
             yield place, of_file, own
 
     def _write_range(self, path: Path, start: int, data: memoryview) -> None:
@@ -334,12 +372,12 @@ class Boxes:
         """The bytes of a file as a tensor that lies as `lies`; they leave the process's memory afterwards."""
         memory = self._map(place.file)
         first = place.start + int(lies.storage_offset()) * place.dtype.itemsize
-        extent = 1 + sum((size - 1) * stride for size, stride in zip(lies.shape, lies.stride(), strict=True))
-        raw = torch.frombuffer(memory, dtype=torch.uint8, count=extent * place.dtype.itemsize, offset=first)
+        raw = torch.frombuffer(memory, dtype=torch.uint8, count=extent(lies), offset=first)
         yield raw.view(place.dtype).as_strided(lies.shape, lies.stride())
         if hasattr(mmap, "MADV_DONTNEED"):
-            page = first // mmap.PAGESIZE * mmap.PAGESIZE
-            memory.madvise(mmap.MADV_DONTNEED, page, first - page + len(raw))
+            # With what lies around it, since a fault maps neighbouring pages, too. Others that need them fault again.
+            page = max(0, first - AROUND) // mmap.PAGESIZE * mmap.PAGESIZE
+            memory.madvise(mmap.MADV_DONTNEED, page, min(len(memory), first + len(raw) + AROUND) - page)
 
     def _map(self, path: Path) -> mmap.mmap:
         file = self._file(path)
@@ -361,17 +399,23 @@ def writer_of(files: Sequence[FilePlan]) -> Boxes:
     return Boxes({name: place for plan in files for name, place in plan.places.items()}, writable=True)
 
 
-def _split(lies: Tensor, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields both in blocks of whole rows of at most `BLOCK` bytes."""
-    if lies.numel() * lies.itemsize <= BLOCK:
+def _split(lies: Tensor, values: Tensor, limit: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields both in blocks of whole rows that extend over at most `limit` bytes of the file, or are a number."""
+    if extent(lies) <= limit or not lies.ndim:
         yield lies, values
         return
-    rows = BLOCK // (lies[0].numel() * lies.itemsize)
-    if not rows:
-        for of_file, own in zip(lies, values, strict=True):
-            yield from _split(of_file, own)
+    rows = limit // (lies.stride(0) * lies.itemsize)
+    if rows:
+        yield from zip(lies.split(rows), values.split(rows), strict=True)
         return
-    yield from zip(lies.split(rows), values.split(rows), strict=True)
+    for of_file, own in zip(lies, values, strict=True):
+        yield from _split(of_file, own, limit)
+
+
+def extent(tensor: Tensor) -> int:
+    """Returns the bytes from a tensor's first number to its last."""
+    steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (1 + steps) * tensor.itemsize
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:

@@ -25,16 +25,16 @@ import torch
 from attrs import frozen
 
 from forge_core.checkpoint.run_diff import collect_provenance
-from forge_core.checkpoint.run_folder import TOKENIZER, save_tokenizer, write_record
+from forge_core.checkpoint.run_folder import JOB, TOKENIZER, save_tokenizer, write_record
 from forge_core.checkpoint.state import model_tensors
 from forge_core.checkpoint.storage import FORMAT, LocalStorage, publish, sync, write_file, write_manifest
-from forge_core.checkpoint.tensors import INDEX, bytes_of
+from forge_core.checkpoint.tensors import INDEX
 from forge_core.config.load import dump_job, parse_job, to_toml
 from forge_core.contracts.errors import JobError
 from forge_core.engine.build import build_bare_model, build_context, build_tokenizer
 from forge_core.plugins.catalog import Catalog
 from forge_plugin_weights.downloads import check_small_files, check_weights
-from forge_plugin_weights.files import BLOCK, Place, places_in
+from forge_plugin_weights.files import BLOCK, Place, Room, places_in
 from forge_plugin_weights.kinds import OF_LANGUAGE_MODELS, PIXELS, ArchitectureComponent, Part, Shapes
 from forge_plugin_weights.matching import Match, check_tensors, match_names, unused_tensors
 from forge_plugin_weights.pixels import PROCESSOR_FILES, image_table, processor_of
@@ -135,6 +135,11 @@ def read_json(path: Path) -> Mapping[str, Any]:
     if not isinstance(content, dict):
         raise JobError(f"{path} holds no object")
     return content
+
+
+def run_of(path: Path, checkpoint: Path) -> Path | None:
+    """Returns the run folder of a checkpoint, which may have a tokenizer; None if the checkpoint lies elsewhere."""
+    return next((folder for folder in (path, checkpoint.parent.parent) if (folder / JOB).is_file()), None)
 
 
 def import_folder(
@@ -383,8 +388,9 @@ class Computed:
         """Yields its bytes, of which some rows are in memory at a time, beside the published tensor."""
         tensor = self.part.of_theirs(self.place.read())
         rows = max(1, BLOCK // max(1, tensor[:1].numel() * self.dtype.itemsize)) if tensor.ndim else 1
+        room = Room()
         for block in tensor.split(rows) if tensor.ndim else [tensor]:
-            yield bytes_of(block.to(self.dtype))
+            yield room.bytes_of(block, self.dtype)
 
 
 def checkpoint_index(source: Source, match: Match) -> tuple[dict[str, Any], Sequence[Computed]]:

@@ -1,13 +1,14 @@
 """The weights of a run that goes on, written by all of its ranks: each its own part, where it belongs in the files.
 
 Shapes are known on every rank, so the headers of the files are, too, and with them the place of every byte. Nothing is
-gathered and no file is written twice. Only a tensor that another order of rows would tear apart is gathered, by itself.
+gathered and no file is written twice. Only a tensor that another order of rows would tear apart is, slice by slice.
 """
 
 from __future__ import annotations
 
+import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,33 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from forge_core.checkpoint.ranks import Ranks
+from forge_core.checkpoint.run_diff import collect_provenance
 from forge_core.checkpoint.state import model_tensors
 from forge_core.checkpoint.storage import publish
+from forge_core.config.load import dump_job
 from forge_core.contracts.contexts import TrainContext
 from forge_core.contracts.optimizer import HasEvaluationWeights
 from forge_core.parallel.mesh import gather_objects, global_rank, local_part
 from forge_core.plugins.catalog import Catalog
-from forge_plugin_weights.exporting import Target, find_target, tensor_plan, write_extras
-from forge_plugin_weights.files import INDEX, Boxes, create, index_json, plan_files, writer_of
+from forge_plugin_weights.card import write_card
+from forge_plugin_weights.exporting import (
+    PROVENANCE,
+    Target,
+    common_dtype,
+    dtype_name,
+    find_target,
+    origin_of,
+    tensor_plan,
+    write_extras,
+)
+from forge_plugin_weights.files import INDEX, create, index_json, places_in, plan_files, writer_of
+from forge_plugin_weights.importing import ORIGIN
+from forge_plugin_weights.kinds import Part, Shapes
+from forge_plugin_weights.parity import ReadBack, merged, write_parity
+
+Use = Callable[[Part, Tensor, Sequence[int]], None]
+GATHERED = 1 << 22
+"""Bytes of a slice that is gathered."""
 
 
 @frozen
@@ -54,7 +74,7 @@ class OwnTensor:
 
 
 def export_training(
-    context: TrainContext, folder: Path, dtype: torch.dtype | None, shard_bytes: int, architecture: str
+    context: TrainContext, folder: Path, dtype: torch.dtype | None, shard_bytes: int, architecture: str, *, verify: bool
 ) -> None:
     """Write the weights, as they are evaluated, as a published model. Collective.
 
@@ -64,9 +84,10 @@ def export_training(
         dtype: of the weights; None: as they are trained.
         shard_bytes: of each file at most.
         architecture: `model_type`; empty: the one that fits.
+        verify: whether each rank reads back what it wrote, and compares it with its weights.
 
     Raises:
-        CheckpointError: some rank could not write; nothing is left.
+        CheckpointError: some rank could not write, or did not find what it wrote; nothing is left.
     """
     catalog, ranks = Catalog.installed(), Ranks()
     own = evaluated_tensors(context)
@@ -83,24 +104,65 @@ def export_training(
     def finish() -> None:
         (unfinished / INDEX).write_text(index_json(files))
         write_extras(unfinished, target, context.job, dtypes, context.folder)
-        publish(unfinished, folder)
+        _write_records(unfinished, context, catalog, target, shapes, dtypes)
+
+    first = _first_holders(own)
+
+    def all_parts(use: Use) -> None:
+        for name in target.match.parts:  # in one order on all ranks: gathering is collective
+            if name in own:
+                _hand_over(own[name], target, name, use, first[name] == global_rank())
 
     try:
         ranks.on_rank0(begin)
         writer = writer_of(files)
-        first = _first_holders(own)
         if global_rank() == 0:
             for filler in target.match.fillers:
                 writer.fill(filler)
-        for name in target.match.parts:  # in one order on all ranks: gathering is collective
-            if name in own:
-                _write(own[name], target, name, writer, first[name] == global_rank())
+        all_parts(writer.write)
         ranks.on_all(writer.close)
         ranks.on_rank0(finish)
+        if verify:
+            back = ReadBack(places_in(unfinished))
+            all_parts(back.compare)
+            results = ranks.on_all(back.close)
+            ranks.on_rank0(lambda: write_parity(unfinished / PROVENANCE, merged(results), target.match.parts))
+        ranks.on_rank0(lambda: publish(unfinished, folder))
     except BaseException:
         if global_rank() == 0:
             shutil.rmtree(unfinished, ignore_errors=True)
         raise
+
+
+def _write_records(
+    folder: Path,
+    context: TrainContext,
+    catalog: Catalog,
+    target: Target,
+    shapes: Shapes,
+    dtypes: Mapping[str, torch.dtype],
+) -> None:
+    """Write the card and the job, as far as a run knows of itself what a checkpoint says."""
+    origin = origin_of(context.folder)
+    write_card(
+        folder,
+        context.job,
+        catalog,
+        architecture=target.architecture.name,
+        shapes=shapes,
+        dtype=dtype_name(common_dtype(dtypes)),
+        step=context.step,
+        tokens=None,
+        evaluation={},
+        origin=origin,
+    )
+    own = folder / PROVENANCE
+    own.mkdir()
+    (own / "job.toml").write_text(dump_job(context.job, catalog))
+    record = {"step": context.step, "provenance": collect_provenance(context.job, catalog)}
+    (own / "provenance.json").write_text(json.dumps(record, indent=1) + "\n")
+    if origin:
+        (own / ORIGIN).write_text(json.dumps(origin, indent=1) + "\n")
 
 
 def evaluated_tensors(context: TrainContext) -> dict[str, Tensor]:
@@ -135,13 +197,29 @@ def _first_holders(own: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 @torch.no_grad()
-def _write(tensor: Tensor, target: Target, name: str, writer: Boxes, first: bool) -> None:
+def _hand_over(tensor: Tensor, target: Target, name: str, use: Use, first: bool) -> None:
     for piece in target.match.parts[name]:
         if not piece.written:
             continue
         if not piece.in_rows and isinstance(tensor, DTensor):
             first = not any(tensor.device_mesh.get_coordinate() or ())
-            tensor = tensor.full_tensor()  # collective: its ranks all come here
+            for whole, offsets in _gathered(tensor):
+                if first:
+                    use(piece, whole.cpu(), offsets)
+            continue
         part = OwnTensor.of(tensor)
         if first and part.is_first_copy:
-            writer.write(piece, local_part(tensor).detach().cpu(), part.offsets)
+            use(piece, local_part(tensor).detach().cpu(), part.offsets)
+
+
+def _gathered(tensor: DTensor) -> Iterator[tuple[Tensor, Sequence[int]]]:
+    """Yields slices of a tensor, whole, and where each begins. Collective: the tensor's ranks all come here."""
+    shared = {p.dim % tensor.ndim for p in tensor.placements if hasattr(p, "dim")}
+    # Along a dimension that no rank has a part of, a slice of the whole is a slice of each part.
+    free = [dimension for dimension in range(tensor.ndim) if dimension not in shared]
+    along = max(free, key=lambda dimension: tensor.shape[dimension], default=0)
+    line = tensor.numel() // max(1, tensor.shape[along]) * tensor.itemsize
+    count = max(1, GATHERED // max(1, line)) if free else tensor.shape[along]
+    for start in range(0, tensor.shape[along], count):
+        part: Any = tensor.narrow(along, start, min(count, tensor.shape[along] - start))
+        yield part.full_tensor(), [start if dimension == along else 0 for dimension in range(tensor.ndim)]

@@ -18,16 +18,18 @@ from attrs import frozen
 from torch import Tensor, nn
 
 from forge_core.checkpoint.resume import locate
+from forge_core.checkpoint.run_folder import TOKENIZER
 from forge_core.checkpoint.state import evaluated_names
 from forge_core.checkpoint.tensors import stored_tensors
 from forge_core.config.load import parse_job, to_toml
-from forge_core.contracts.errors import JobError
+from forge_core.contracts.data import Tokenizer, begin_of_text
+from forge_core.contracts.errors import CheckpointError, JobError
 from forge_core.contracts.model import Initialises
-from forge_core.engine.build import build_bare_model, build_context
+from forge_core.engine.build import build_bare_model, build_context, build_tokenizer
 from forge_core.job import Job
 from forge_core.plugins.catalog import Catalog
 from forge_kit.whole_tensors import read_whole
-from forge_plugin_weights.importing import CONFIG, Source, imported_job, match_model
+from forge_plugin_weights.importing import CONFIG, Source, imported_job, match_model, run_of
 from forge_plugin_weights.kinds import Part, Shapes
 from forge_plugin_weights.matching import check_tensors
 from forge_plugin_weights.tables import flattened
@@ -50,19 +52,24 @@ class Side:
         """Returns a tensor, in the dtype that it is stored in."""
         raise NotImplementedError
 
+    def tokenizer(self) -> Tokenizer | None:
+        """Returns the model's tokenizer; None if it has none."""
+        raise NotImplementedError
+
 
 class PublishedSide(Side):
     """A published model in a folder."""
 
     def __init__(self, folder: Path, catalog: Catalog, architecture: str) -> None:
-        self._source = Source.open(folder, catalog, architecture)
-        self.job = imported_job(self._source, folder, False, catalog)
-        match = match_model(self._source, self.job, catalog)
-        check_tensors(self._source.architecture, match, self._source.shapes, folder)
+        self._source, self._catalog = Source.open(folder, catalog, architecture), catalog
+        self.job = imported_job(self._source, Path("published"), False, catalog)  # a folder's name may be none of a job
+        self.match = match_model(self._source, self.job, catalog)
+        check_tensors(self._source.architecture, self.match, self._source.shapes, folder)
+        self.places = self._source.places
         self._parts: Mapping[str, Sequence[Part]] = {
-            name: [part for part in parts if not part.copy] for name, parts in match.parts.items()
+            name: [part for part in parts if not part.copy] for name, parts in self.match.parts.items()
         }
-        self.shapes = match.shapes
+        self.shapes = self.match.shapes
 
     def read(self, name: str) -> Tensor:
         parts = [(part, self._source.places[part.theirs].read()) for part in self._parts[name]]
@@ -71,12 +78,22 @@ class PublishedSide(Side):
             part.of_ours(tensor).copy_(part.of_theirs(theirs))
         return tensor
 
+    def tokenizer(self) -> Tokenizer | None:
+        if not (self._source.folder / "tokenizer_config.json").is_file():
+            return None
+        job = imported_job(self._source, Path("published"), True, self._catalog)
+        return build_tokenizer(job, build_context(job, self._catalog, None))
+
 
 class TrainedSide(Side):
     """The checkpoint of a run."""
 
     def __init__(self, path: Path, catalog: Catalog) -> None:
-        self._checkpoint, manifest = locate(path, "sizes")
+        try:
+            self._checkpoint, manifest = locate(path, "sizes")
+        except CheckpointError as error:
+            raise JobError(str(error)) from error
+        self._catalog, self._run = catalog, run_of(path, self._checkpoint)
         self.job = parse_job(manifest["job"], str(self._checkpoint / "manifest.json"), catalog)
         self._stored = stored_tensors(self._checkpoint)
         self._names = {name.partition(".")[2]: name for name in evaluated_names(self._stored).values()}
@@ -84,6 +101,11 @@ class TrainedSide(Side):
 
     def read(self, name: str) -> Tensor:
         return read_whole(self._checkpoint, [self._names[name]], self._stored)[self._names[name]]
+
+    def tokenizer(self) -> Tokenizer | None:
+        if self._run is None or not (self._run / TOKENIZER).is_dir():
+            return None
+        return build_tokenizer(self.job, build_context(self.job, self._catalog, self._run))
 
 
 def open_side(path: Path, catalog: Catalog, architecture: str = "") -> Side:
@@ -168,6 +190,34 @@ def random_batch(side: Side, tokens: int) -> Mapping[str, Tensor]:
     return {"input_ids": torch.cat([image, ids], 1), PATCHES: patches, GRIDS: grids}
 
 
+def text_batch(path: Path, sides: Sequence[Side]) -> tuple[Mapping[str, Tensor], Tensor]:
+    """Returns the lines of a file, a row each, by the first tokenizer that there is, and which positions are theirs.
+
+    Returns:
+        The batch, and (B, S) bool: false where a shorter row was filled up.
+
+    Raises:
+        JobError: the file cannot be read or has no text, neither model has a tokenizer, or they see images.
+    """
+    try:
+        lines = [line for line in path.read_text().splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise JobError(f"{path} cannot be read: {error}") from error
+    if not lines:
+        raise JobError(f"{path} has no text; a line is a prompt")
+    if any(hasattr(side.job.model, "image_input") for side in sides):
+        raise JobError("prompts are texts; without them, models that see images are compared on tokens and an image")
+    tokenizer = next((known for side in sides if (known := side.tokenizer()) is not None), None)
+    if tokenizer is None:
+        raise JobError("neither model has a tokenizer, which prompts need; without them, random tokens are taken")
+    rows = [[*begin_of_text(tokenizer), *tokenizer.encode(line)] for line in lines]
+    ids = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long)
+    real = torch.zeros_like(ids, dtype=torch.bool)
+    for number, row in enumerate(rows):  # filled up behind, where what comes before does not see it
+        ids[number, : len(row)], real[number, : len(row)] = torch.tensor(row), True
+    return {"input_ids": ids}, real
+
+
 def random_image(form: ImageFormat, generator: torch.Generator) -> tuple[Grid, Tensor]:
     """Returns the grid of an image, and its random patches (1, P, V)."""
     from forge_plugin_vision import Grid
@@ -193,13 +243,25 @@ def _features(side: Side, catalog: Catalog) -> Tensor:
 
 
 @torch.no_grad()
-def compare_logits(one: Side, other: Side, batch: Mapping[str, Tensor], catalog: Catalog) -> LogitDifference:
-    """Returns how the two models' hidden states and logits differ for a batch; see `random_batch`."""
+def compare_logits(
+    one: Side, other: Side, batch: Mapping[str, Tensor], catalog: Catalog, real: Tensor | None = None
+) -> LogitDifference:
+    """Returns how the two models' hidden states and logits differ.
+
+    Args:
+        one: a model.
+        other: the model to compare with it.
+        batch: see `random_batch` and `text_batch`.
+        catalog: which components there are.
+        real: (B, S) bool, the positions that count; by default all.
+    """
+    real = torch.ones_like(batch["input_ids"], dtype=torch.bool) if real is None else real
     runs = [_LayerByLayer(side, batch, catalog) for side in (one, other)]
     layers: dict[str, float] = {}
-    for (name, first), (_, second) in zip(*(run.hidden_states() for run in runs), strict=True):
+    for (name, states), (_, others) in zip(*(run.hidden_states() for run in runs), strict=True):
+        first, second = states[real], others[real]
         layers[name] = ((first - second).abs().max() / first.abs().max().clamp(min=1e-30)).item()
-    first, second = (run.logits() for run in runs)
+    first, second = (run.logits()[real] for run in runs)
     probabilities, others = first.log_softmax(-1), second.log_softmax(-1)
     divergence = (probabilities.exp() * (probabilities - others)).sum(-1).mean().item()
     same = (first.argmax(-1) == second.argmax(-1)).double().mean().item()

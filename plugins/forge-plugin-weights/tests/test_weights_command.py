@@ -91,6 +91,24 @@ def test_an_import_comes_out_as_it_was(published, tmp_path, monkeypatch):
     assert set(origin["files"]) == {path.name for path in published.glob("*.safetensors")}
 
 
+def test_models_are_compared_on_texts(published, tmp_path, capsys):
+    run, prompts = tmp_path / "run", tmp_path / "prompts.txt"
+    assert main(["weights", "import", str(published), "--output", str(run)]) == 0
+    prompts.write_text("def go():\n\nimport torch, a longer line\n")
+    capsys.readouterr()
+    for sides in ([published, run], [run, published]):
+        assert main(["weights", "verify", *map(str, sides), "--prompts", str(prompts)]) == 0
+        positions = len("def go():") + len("import torch, a longer line")  # a token is a byte
+        assert f"the same at 100.0% of {positions} positions" in capsys.readouterr().out
+    prompts.write_text("\n")
+    assert main(["weights", "verify", str(published), str(run), "--prompts", str(prompts)]) == 2
+    assert "has no text; a line is a prompt" in capsys.readouterr().err
+    prompts.write_text("text")
+    MODELS["qwen2"].write(tmp_path / "other")
+    assert main(["weights", "verify", *[str(tmp_path / "other")] * 2, "--prompts", str(prompts)]) == 2
+    assert "neither model has a tokenizer" in capsys.readouterr().err
+
+
 def test_a_configuration_is_shown_key_by_key(tmp_path, capsys):
     MODELS["qwen3_moe"].write(tmp_path)
     assert main(["weights", "inspect", str(tmp_path)]) == 0
