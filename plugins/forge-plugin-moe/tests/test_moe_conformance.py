@@ -75,7 +75,7 @@ class TestModelWithChoosingExperts(ParitySuite):
 
 
 class TestBiasesUnderLayouts(ParitySuite):
-    layouts = ("fsdp2", "tp2", "pp2", "fsdp2_ep2", "fsdp2_tp2_ep2", "checkpointing_fsdp2_ep2")
+    layouts = ("fsdp2", "tp2", "pp2", "cp2", "compiled", "fsdp2_ep2", "fsdp2_tp2_ep2", "checkpointing_fsdp2_ep2")
 
     def parity_changes(self, folder):
         return {"model": model_of(router=SoftmaxTopK(bias=True, z_loss=10.0), shared_experts=1, **GPT_OSS)}

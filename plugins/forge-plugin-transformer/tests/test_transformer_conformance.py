@@ -118,7 +118,7 @@ class RopesOfTheLengthOfTheJob(ParitySuite):
     """Sequences are long, which a rank of `cp` cannot see by the positions that it has."""
 
     rope: RopeComponent
-    layouts = ("tp2", "cp2", "pp2")
+    layouts = ("tp2", "cp2", "pp2", "compiled")
 
     def parity_changes(self, folder):
         attention = GroupedQueryAttention(heads=2, rope=self.rope)
@@ -134,7 +134,6 @@ class TestLongRope(RopesOfTheLengthOfTheJob):
 
 class TestDynamicRope(RopesOfTheLengthOfTheJob):
     rope = DynamicRope(factor=4.0, original_max_position_embeddings=8)
-    layouts = ("tp2", "cp2")
 
 
 class TestTransformerOfSeveralAttentions(ModelSuite):
@@ -152,6 +151,28 @@ class TestTransformerOfSeveralAttentions(ModelSuite):
         ),
     )  # fmt: skip
     layouts = (*ModelSuite.layouts, "tp2_whole_sequences", "compiled")
+
+
+BIASED = {**HEADS, "bias": True, "output_bias": False}
+QUARTER = PlainRope(theta=100.0, partial_rotary_factor=0.25)
+
+
+class TestTransformerWhoseLayersDiffer(ModelSuite):
+    """In bases, parts and absence of positions, and windows; with biases of queries, keys and values, as Qwen2."""
+
+    component = Transformer(
+        vocab_size=32, dim=32, layers=3, norm_placement="both", norm=RMSNorm(offset=1), ffn=GEGLU(hidden=32),
+        embedding_scale=4.0, logit_scale=0.5, logit_soft_cap=3.0,
+        attention=AttentionPattern(
+            layers=("near", "far", "nowhere"),
+            kinds={
+                "near": GroupedQueryAttention(**BIASED, window=5, rope=QUARTER),
+                "far": GroupedQueryAttention(**BIASED, rope=PlainRope(theta=1e6)),
+                "nowhere": GroupedQueryAttention(**BIASED, rope=NoRope()),
+            },
+        ),
+    )  # fmt: skip
+    layouts = ("tp2", "pp2", "cp2", "compiled")
 
 
 class TestPatternThatPredictsFurther(ModelSuite):
