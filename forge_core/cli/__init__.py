@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import ast
 import os
+import shutil
 import signal
 import sys
+import textwrap
 import warnings
 from importlib.util import find_spec
 from pathlib import Path
 
-from forge_core.cli.command_line import columns
 from forge_core.contracts.errors import ExitCode, ForgeError, JobError, did_you_mean
 from forge_core.plugins.catalog import CORE, Catalog, Offer, first_party
 
@@ -75,7 +76,8 @@ def _dispatch(argv: list[str], as_program: bool) -> int:
         print(version_text(catalog) if first == "--version" else help_text(catalog))
         return ExitCode.FINISHED
     # A job file or an override; by its name too, so that a file that is missing is reported as one.
-    is_job = first.endswith(".toml") or first.startswith("-") or Path(first).is_file()
+    is_file = Path(first).is_file() and not catalog.matching("command", first)  # called `runs`, say
+    is_job = first.endswith(".toml") or first.startswith("-") or is_file
     name, rest = ("run", argv) if is_job else (first, argv[1:])
     command = catalog.load_offer(find_command(catalog, name))
     if as_program and name != "run":  # in place of what `forge_core.__main__` has set
@@ -107,12 +109,15 @@ def find_command(catalog: Catalog, name: str) -> Offer:
 def help_text(catalog: Catalog) -> str:
     """Usage and every installed command, those of the core first. Imports none of them."""
     offers = sorted(catalog.offers("command"), key=lambda offer: (offer.distribution.name != CORE, offer.type))
-    rows = []
+    margin, width = max(len(offer.type) for offer in offers) + 4, shutil.get_terminal_size().columns
+    lines = []
     for offer in offers:
-        origin = "" if offer.distribution.name == CORE else f"(from {offer.distribution})"
+        is_known = offer.distribution.name in (CORE, first_party()["command"].get(offer.type))
         module, _, function = offer.value.partition(":")
-        rows.append((f"  {offer.type}", f"{function_summary(module, function)} {origin}".strip()))
-    return f"{USAGE}{columns(rows)}{OPTIONS}"
+        text = f"{function_summary(module, function)}{'' if is_known else f' (from {offer.distribution})'}".strip()
+        wrapping = textwrap.TextWrapper(max(width, margin + 20), f"  {offer.type}".ljust(margin), " " * margin)
+        lines.append(wrapping.fill(text))
+    return USAGE + "\n".join(lines) + OPTIONS
 
 
 def function_summary(module: str, function: str) -> str:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import json
+from typing import Any
 
-from forge_core.cli.command_line import columns, parse_job_arguments
+from forge_core.cli.command_line import columns, parse_job_arguments, with_examples
 from forge_core.config.keys import walk_components
 from forge_core.config.load import load_job
-from forge_core.contracts.errors import ExitCode
+from forge_core.contracts.errors import ExitCode, JobError, Problem
 from forge_core.plugins.catalog import Catalog
 
 
@@ -15,13 +17,33 @@ def command(argv: list[str]) -> int:
     """Check a job and print what it is made of; nothing is run or written."""
     parser = argparse.ArgumentParser("forge-run check", description=command.__doc__)
     parser.add_argument("--world-size", type=int, default=1, metavar="N", help="ranks that the job is to run on (1)")
+    parser.add_argument("--json", action="store_true", help="print JSON, problems too")
+    with_examples(parser, "forge-run check job.toml", "forge-run check job.toml --world-size 8 --parallel.tp.degree=2")
     options, files, overrides = parse_job_arguments(parser, argv)
     catalog = Catalog.installed()
-    job = load_job(*files, overrides=overrides, catalog=catalog, world_size=options.world_size)
+    try:
+        job = load_job(*files, overrides=overrides, catalog=catalog, world_size=options.world_size)
+    except JobError as error:
+        if not options.json:
+            raise
+        print(json.dumps({"ok": False, "files": files, "problems": [*map(_facts, error.problems)]}, indent=2))
+        return error.exit_code
     assert job.checked is not None, "load_job checks every job"
     # First the types: asking for one notes its distribution as used.
     types = {path: catalog.type_of(type(component)) for path, component in walk_components(job)}
+    if options.json:
+        versions = {name: distribution.version for name, distribution in sorted(catalog.used.items())}
+        facts = {"layout": str(job.checked.layout), "components": types, "distributions": versions}
+        print(json.dumps({"ok": True, "files": files, "problems": [], **facts}, indent=2))
+        return ExitCode.FINISHED
     used = ", ".join(str(distribution) for _, distribution in sorted(catalog.used.items()))
     print(f"ok: {' + '.join(files)}\n\n{columns([*types.items()])}")
     print(f"\nlayout: {job.checked.layout}\nfrom: {used or 'no distribution'}")
     return ExitCode.FINISHED
+
+
+def _facts(problem: Problem) -> dict[str, Any]:
+    """A problem for editors and scripts: file, line (None: a flag, or no single place), key and message."""
+    place, _, line = problem.origin.rpartition(":")
+    file, number = (place, int(line)) if line.isdecimal() else (problem.origin, None)
+    return {"file": file, "line": number, "key": problem.path, "message": problem.message}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import textwrap
 from collections.abc import Sequence
+from inspect import cleandoc
 
 WIDTH = 100
 EXAMPLES = "examples:"
@@ -20,7 +21,10 @@ def positive(text: str) -> int:
 
 class _Help(argparse.HelpFormatter):
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        return text if text.startswith(EXAMPLES) else super()._fill_text(text, width, indent)
+        parts = (
+            part if part.startswith(EXAMPLES) else textwrap.fill(part, width) for part in cleandoc(text).split("\n\n")
+        )
+        return "\n\n".join(parts)
 
 
 def with_examples(parser: argparse.ArgumentParser, *commands: str) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Iterator
 from contextlib import suppress
+from typing import Any
 
 from attrs import frozen
 
-from forge_core.cli.command_line import wrapped
+from forge_core.cli.command_line import with_examples, wrapped
 from forge_core.config import field_types
 from forge_core.config.keys import Key, class_doc, keys_of, one_paragraph
 from forge_core.contracts.components import Command, Component
@@ -20,8 +22,16 @@ from forge_core.plugins.catalog import Catalog
 def command(argv: list[str]) -> int:
     """Explain a section, a component or a key: keys, types, defaults, allowed values."""
     parser = argparse.ArgumentParser("forge-run explain", description=command.__doc__)
-    parser.add_argument("path", nargs="?", default="", help="`train`, `optimizer`, `optimizer.adamw`, `train.steps` …")
-    print(explain(parser.parse_args(argv).path, Catalog.installed()))
+    parser.add_argument(
+        "path", nargs="?", default="", metavar="PATH", help="`train`, `optimizer`, `optimizer.adamw`, `train.steps` …"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    with_examples(parser, "forge-run explain optimizer.adamw", "forge-run explain train.precision --json")
+    options, catalog = parser.parse_args(argv), Catalog.installed()
+    if options.json:
+        print(json.dumps(facts(find(options.path, catalog), catalog), indent=2))
+    else:
+        print(explain(options.path, catalog))
     return ExitCode.FINISHED
 
 
@@ -35,12 +45,35 @@ class Target:
     key: Key | None = None
 
 
-def explain(path: str, catalog: Catalog) -> str:
-    """The text about `model.transformer.attention.gqa`: sections, types, keys. A `JobError` if nothing is called so."""
+def find(path: str, catalog: Catalog) -> Target:
+    """The target of a path; a `JobError` if nothing is called so."""
     target, rest = Target("", Job), [part for part in path.split(".") if part]
     while rest:
         taken, target = _step(target, rest, catalog)
         rest = rest[taken:]
+    return target
+
+
+def facts(target: Target, catalog: Catalog) -> dict[str, Any]:
+    """The same as `explain` as plain types, for JSON; a default is TOML."""
+    keys = keys_of(target.table) if target.table is not None else [target.key] if target.key is not None else []
+    return {
+        "path": target.path,
+        "doc": class_doc(target.table) if target.table is not None else "",
+        "types": catalog.types(target.kind.kind) if target.kind is not None else [],
+        "keys": [_key_facts(key) for key in keys],
+    }
+
+
+def _key_facts(key: Key) -> dict[str, Any]:
+    types = {"name": key.name, "type": field_types.type_name(key.type), "choices": field_types.choices(key.type)}
+    limits = [demand.text for demand in key.demands if demand.text]
+    return {**types, "required": key.required, "default": key.default_text, "must": limits, "doc": key.doc}
+
+
+def explain(path: str, catalog: Catalog) -> str:
+    """The text about `model.transformer.attention.gqa`: sections, types, keys. A `JobError` if nothing is called so."""
+    target = find(path, catalog)
     if target.table is not None:
         return _explain_table(target, target.table, catalog)
     key = "\n".join(_key_lines(target.key, catalog)) if target.key is not None else ""

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def command(argv: list[str]) -> int:
     """Train what a job describes; `forge-run job.toml` is short for `forge-run run job.toml`."""
-    from forge_core.cli.command_line import parse_job_arguments
+    from forge_core.cli.command_line import parse_job_arguments, with_examples
 
     parser = argparse.ArgumentParser(prog="forge-run run", description=command.__doc__)
     resume = (
@@ -31,6 +31,11 @@ def command(argv: list[str]) -> int:
     parser.add_argument("--resume", default="auto", metavar="auto|never|PATH", help=resume)
     parser.add_argument("--resume-with-changes", action="store_true", help=changes)
     parser.add_argument("--nproc", type=int, metavar="N", help=f"{ranks}process as one of several)")
+    talk = parser.add_mutually_exclusive_group()
+    quiet, verbose = "print warnings, errors and the last lines only", "also print the resolved job and every step"
+    talk.add_argument("-q", "--quiet", action="store_const", const=-1, default=0, dest="verbosity", help=quiet)
+    talk.add_argument("-v", "--verbose", action="store_const", const=1, default=0, dest="verbosity", help=verbose)
+    with_examples(parser, "forge-run job.toml", "forge-run base.toml layer.toml --train.steps=200 --nproc 2")
     options, _, overrides = parse_job_arguments(parser, argv)
     # Imports below stand where they are needed: --help answers at once, and no error of a job waits for torch.
     from forge_core.launch.rank_process import this_process
@@ -56,9 +61,14 @@ def _train(
 ) -> int:
     """Train in this process, alone or as a rank of `world`."""
     # Every rank reads the job itself: it is a small file, and all then fail in the same way if it is wrong.
-    from forge_core.config.load import load_job
+    from forge_core.config.load import dump_job, load_job
+    from forge_core.launch.rank_process import this_process
 
     job = load_job(*options.files, overrides=overrides, world_size=world.size if world else 1)
+    this_process.verbosity, is_first = options.verbosity, world is None or world.rank == 0
+    if options.verbosity > 0 and is_first:
+        assert job.checked is not None, "load_job checks every job"
+        print(dump_job(job, job.checked.catalog), flush=True)
     from forge_core.engine.trainer import Trainer
     from forge_core.parallel.mesh import leave_group
 
@@ -66,9 +76,10 @@ def _train(
         job,
         resume=options.resume,
         resume_with_changes=options.resume_with_changes,
+        echo=print if options.verbosity >= 0 else lambda text: None,
         on_folder=log.open if log else lambda folder: None,
     ).run()
-    if world is None or world.rank == 0:
+    if is_first:
         print(describe_summary(summary), flush=True)
     leave_group()  # last: what was printed is out even if another rank is gone and this one waits for it
     return int(summary.exit_code)

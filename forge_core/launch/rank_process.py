@@ -39,6 +39,8 @@ class RankProcess:
     def __init__(self) -> None:
         self.rendezvous: Rendezvous | None = None
         """The connection to the other ranks, from `join` to `leave`."""
+        self.verbosity = 0
+        """What is printed: -1 warnings and the end, 0 progress, 1 the resolved job and every step too."""
         self._world = World()
         self._log: RankLog | None = None
         self._launcher: socket.socket | None = None

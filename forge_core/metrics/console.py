@@ -10,6 +10,7 @@ from attrs import field, frozen
 from attrs.validators import ge
 
 from forge_core.contracts.components import LoggerComponent
+from forge_core.launch.rank_process import this_process
 
 if TYPE_CHECKING:
     from rich.console import Console as Terminal
@@ -30,11 +31,12 @@ class Console(LoggerComponent):
     def build(self, context: BuildContext) -> Logger:
         from rich.console import Console as Terminal  # late: importing rich takes longer than reading a job
 
-        terminal = Terminal(highlight=False, quiet=self.style == "off")
+        terminal = Terminal(highlight=False, quiet=self.style == "off" or this_process.verbosity < 0)
         steps = context.job.train.steps
         if self.style == "live" or (self.style == "auto" and terminal.is_terminal):
             return LiveLogger(terminal, steps)
-        return PlainLogger(terminal, steps, self.interval or max(1, steps // 50))
+        usual = 1 if this_process.verbosity > 0 else max(1, steps // 50)
+        return PlainLogger(terminal, steps, self.interval or usual)
 
 
 class LiveLogger:
@@ -43,7 +45,8 @@ class LiveLogger:
     def __init__(self, terminal: Terminal, steps: int) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-        columns = MofNCompleteColumn(), BarColumn(24), TimeRemainingColumn(), TextColumn("{task.description}")
+        self._bar, self._steps = BarColumn(24), steps
+        columns = MofNCompleteColumn(), self._bar, TimeRemainingColumn(), TextColumn("{task.description}")
         self._progress = Progress(*columns, console=terminal, refresh_per_second=4)
         self._task = self._progress.add_task("starting", total=steps)
 
@@ -54,9 +57,20 @@ class LiveLogger:
 
     def log(self, record: Mapping[str, Any]) -> None:
         if "loss" in record:
-            self._progress.update(self._task, completed=record["step"], description=describe(record))
+            description = self._fitted(describe(record))
+            self._progress.update(self._task, completed=record["step"], description=description)
         else:
             self._progress.console.print(f"step {record['step']}  {describe_evaluation(record)}", style="cyan")
+
+    def _fitted(self, description: str) -> str:
+        """Without so many metrics from the right that step, time and loss stay whole on a narrow terminal."""
+        width = self._progress.console.width
+        self._bar.bar_width = 24 if width >= 100 else 8
+        room = width - 2 * len(str(self._steps)) - self._bar.bar_width - len("/  0:00:00 left  ")
+        parts = description.split("  ")
+        while len(parts) > 1 and len("  ".join(parts)) > room:
+            parts.pop()
+        return "  ".join(["left", *parts])
 
     def close(self) -> None:
         self._progress.stop()

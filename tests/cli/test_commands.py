@@ -65,6 +65,30 @@ class TestCheck:
         assert code == 0
         assert "forge-plugin-adamw/adamw" in out
 
+    def test_json_has_what_the_job_is_made_of(self, forge_run: Run, good_job: Path) -> None:
+        code, out, err = forge_run("check", str(good_job), "--json")
+        facts = json.loads(out)
+        assert (code, err, facts["ok"], facts["problems"]) == (0, "", True, [])
+        assert (facts["files"], facts["layout"]) == ([str(good_job)], "one process")
+        assert facts["components"]["model.ffn"] == "forge-plugin-transformer/swiglu"
+        assert facts["distributions"]["forge-plugin-muon"] == "0.2.0"
+
+    def test_json_has_file_line_key_and_message_of_each_problem(self, forge_run: Run, tmp_path: Path) -> None:
+        job = tmp_path / "job.toml"
+        job.write_text("[train]\nsteps = 'x'\nglobal_batch_size = 4\nseq_len = 8\n")
+        code, out, err = forge_run("check", str(job), "--json", "--train.sed=1")
+        facts = json.loads(out)
+        assert (code, err, facts["ok"]) == (ExitCode.BAD_JOB, "", False)
+        by_key = {problem["key"]: problem for problem in facts["problems"]}
+        assert by_key["train.steps"] == {
+            "file": str(job),
+            "line": 2,
+            "key": "train.steps",
+            "message": "expected int, got str 'x'",
+        }
+        assert (by_key["train.sed"]["file"], by_key["train.sed"]["line"]) == ("--train.sed=1", None)
+        assert by_key["model"]["message"].startswith("required table is missing")
+
 
 class TestPlugins:
     def test_what_is_installed_is_listed_in_columns(self, forge_run: Run) -> None:
@@ -304,6 +328,33 @@ class TestExplain:
         assert "one table [hooks.NAME] each, NAME being the default for `type`; installed: grad_histogram" in explain(
             "", small_catalog
         )
+
+    def test_json_has_keys_types_defaults_and_limits(self, forge_run: Run) -> None:
+        def facts(path: str) -> dict:
+            code, out, _ = forge_run("explain", path, "--json")
+            assert code == 0
+            return json.loads(out)
+
+        assert facts("train.seq_len") == {
+            "path": "train.seq_len",
+            "doc": "",
+            "types": [],
+            "keys": [
+                {
+                    "name": "seq_len",
+                    "type": "int",
+                    "choices": [],
+                    "required": True,
+                    "default": "",
+                    "must": ["be > 0"],
+                    "doc": "Tokens per sequence.",
+                }
+            ],
+        }
+        [precision] = [key for key in facts("train")["keys"] if key["name"] == "precision"]
+        assert (precision["choices"], precision["default"]) == (["bf16", "fp32", "fp64"], '"fp32"')
+        assert "muon" in facts("optimizer")["types"]
+        assert forge_run("explain", "trian", "--json")[0] == ExitCode.BAD_JOB
 
     def test_the_command_prints_it(self, forge_run: Run) -> None:
         assert forge_run("explain", "train.seq_len") == (

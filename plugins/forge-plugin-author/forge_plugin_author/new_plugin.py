@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
+from forge_core.cli.command_line import with_examples
 from forge_core.contracts.errors import ExitCode, JobError, did_you_mean
 from forge_core.plugins.catalog import CORE, Catalog, core_version
 
@@ -27,12 +28,15 @@ LONGEST = 30
 
 
 def command(argv: list[str]) -> int:
-    """Write a new distribution with a component that works, its tests, a README and a job, to be changed at will."""
+    """Write a new plugin to start from: a component that works, its tests, a README and a job."""
     parser = argparse.ArgumentParser("forge-run new-plugin", description=command.__doc__)
     parser.add_argument("kind", metavar="KIND", help=f"what it offers: {', '.join(kinds())}")
     parser.add_argument("name", metavar="NAME", help="the type that jobs will use: my_optimizer")
     parser.add_argument(
         "--dir", type=Path, default=Path(), metavar="PATH", help="where to make the folder forge-plugin-NAME (here)"
+    )
+    with_examples(
+        parser, "forge-run new-plugin optimizer my_optimizer", "forge-run new-plugin hook watch --dir plugins"
     )
     options = parser.parse_args(argv)
     catalog = Catalog.installed()

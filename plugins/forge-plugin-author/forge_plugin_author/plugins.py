@@ -9,7 +9,7 @@ from typing import Any
 
 from attrs import asdict, frozen
 
-from forge_core.cli.command_line import columns
+from forge_core.cli.command_line import columns, with_examples
 from forge_core.contracts.errors import ExitCode, JobError, did_you_mean
 from forge_core.plugins.catalog import Catalog, Offer
 
@@ -44,6 +44,7 @@ def command(argv: list[str]) -> int:
     parser = list_parser("forge-run plugins", str(command.__doc__))
     check = "load each one in a process of its own, and look at it; exit code 1 if anything is wrong"
     parser.add_argument("--check", action="store_true", help=check)
+    with_examples(parser, "forge-run plugins --kind optimizer", "forge-run plugins forge-plugin-muon --check")
     options = parser.parse_args(argv)
     catalog = Catalog.installed()
     offers = select(catalog, options.name, options.kind)
@@ -64,8 +65,10 @@ def list_parser(program: str, description: str) -> argparse.ArgumentParser:
     """Make a parser with the options that select components."""
     parser = argparse.ArgumentParser(program, description=description)
     parser.add_argument("name", nargs="?", metavar="NAME", help="a distribution or a type")
-    parser.add_argument("--kind", help="only components of this kind (`kind` lists the kinds themselves)")
-    parser.add_argument("--json", action="store_true", help="as JSON")
+    parser.add_argument(
+        "--kind", metavar="KIND", help="only components of this kind (`kind` lists the kinds themselves)"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
 

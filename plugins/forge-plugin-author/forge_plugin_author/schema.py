@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from forge_core.cli.command_line import with_examples
 from forge_core.config import field_types as types
 from forge_core.config.keys import Key, class_doc, keys_of, one_paragraph
 from forge_core.config.load import to_toml
@@ -29,8 +30,10 @@ Schema = dict[str, Any]
 
 
 def command(argv: list[str]) -> int:
-    """Print a JSON Schema of the job file with everything installed, for completion and checks in editors."""
-    argparse.ArgumentParser("forge-run schema", description=command.__doc__).parse_args(argv)
+    """Print a JSON Schema of the job file, for completion and checks in editors."""
+    parser = argparse.ArgumentParser("forge-run schema", description=command.__doc__)
+    with_examples(parser, "forge-run schema > forge.schema.json")
+    parser.parse_args(argv)
     schema, left_out = job_schema(Catalog.installed())
     print(json.dumps(schema, indent=2, ensure_ascii=False))
     # Apart from the schema, so that standard output can go into a file.

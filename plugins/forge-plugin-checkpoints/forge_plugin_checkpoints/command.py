@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import json
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -14,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from attrs import fields_dict, frozen
 
 from forge_core.checkpoint.storage import MANIFEST, UNFINISHED, How, find_faults, read_manifest
-from forge_core.cli.command_line import columns, positive
+from forge_core.cli.command_line import columns, positive, with_examples
 from forge_core.contracts.errors import CheckpointError, ExitCode, JobError
 
 if TYPE_CHECKING:
@@ -41,11 +43,18 @@ def _with_action(argv: list[str]) -> list[str]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(PROGRAM, description=command.__doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="a run folder")
+    with_examples(
+        parser,
+        "forge-run checkpoints runs/quickstart",
+        "forge-run checkpoints runs/quickstart verify 400",
+        "forge-run checkpoints runs/quickstart export --output model.safetensors",
+    )
     actions = parser.add_subparsers(metavar="ACTION", required=True, help="list if left out")
     add = partial(_add, actions)
-    listing = add("list", list_checkpoints)
+    listing, verify = add("list", list_checkpoints), add("verify", verify_checkpoints)
+    for action in (listing, verify):
+        action.add_argument("--json", action="store_true", help="print JSON")
     listing.add_argument("--full", action="store_true", help="compare SHA-256 of every file, not only sizes")
-    verify = add("verify", verify_checkpoints)
     verify.add_argument("steps", nargs="*", type=int, metavar="STEP", help="by default all")
     diff = add("diff", diff_checkpoints)
     diff.add_argument("first", metavar="A", help="a step of the run, or the path of a checkpoint or run folder")
@@ -101,6 +110,15 @@ class Row:
         tokens = f"{self.manifest['tokens']:,}"
         return [str(self.step), saved, _size(self.size), tokens, self._loss(), "damaged" if self.faults else "intact"]
 
+    def facts(self) -> dict[str, Any]:
+        """The same as plain types, for JSON."""
+        get = self.manifest.get
+        names = {"step": self.step, "saved": get("time"), "size": self.size, "tokens": get("tokens")}
+        metrics = (get("evaluation") or {}).get("metrics", {})
+        finite = {name: value if math.isfinite(value) else str(value) for name, value in metrics.items()}
+        evaluation = {"step": self.manifest["evaluation"]["step"], "metrics": finite} if metrics else None
+        return {**names, "evaluation": evaluation, "faults": list(self.faults)}
+
     def _loss(self) -> str:
         evaluation = self.manifest.get("evaluation") or {}
         loss = evaluation.get("metrics", {}).get("eval/loss")
@@ -115,6 +133,11 @@ def list_checkpoints(options: argparse.Namespace) -> int:
 
     storage = _storage(options.run)
     rows = list(_rows(storage, "full" if options.full else "sizes"))
+    if options.json:
+        unfinished = [path.name for path in _unfinished_folders(storage)]
+        facts = {"run": str(options.run), "in_use_by": owner(options.run), "unfinished": unfinished}
+        print(json.dumps({**facts, "checkpoints": [row.facts() for row in rows]}, indent=2))
+        return ExitCode.FINISHED
     method = "SHA-256" if options.full else "sizes"
     head = ["step", "saved", "size", "tokens", "eval/loss", f"files ({method})"]
     if rows:
@@ -142,14 +165,17 @@ def verify_checkpoints(options: argparse.Namespace) -> int:
     steps = storage.steps()
     for step in options.steps:
         _demand_step(step, steps, options.run)
-    damaged = False
+    rows = []
     for step in options.steps or steps:
         row = Row.of(storage, step, "full")
-        damaged |= bool(row.faults)
-        print("\n".join(_damage([row])) or f"step {step}: intact, {_size(row.size)}", flush=True)
-    if not steps:
+        rows.append(row)
+        if not options.json:
+            print("\n".join(_damage([row])) or f"step {step}: intact, {_size(row.size)}", flush=True)
+    if options.json:
+        print(json.dumps({"run": str(options.run), "checkpoints": [row.facts() for row in rows]}, indent=2))
+    elif not steps:
         print(f"{options.run} has no checkpoints")
-    return ExitCode.FAILED if damaged else ExitCode.FINISHED
+    return ExitCode.FAILED if any(row.faults for row in rows) else ExitCode.FINISHED
 
 
 def _damage(rows: Sequence[Row]) -> Iterator[str]:
@@ -158,8 +184,11 @@ def _damage(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _unfinished(storage: Storage) -> Iterator[str]:
-    for path in sorted(storage.path(0).parent.glob(f"*{UNFINISHED}")):
-        yield f"{path.name}: unfinished; the next save removes it"
+    yield from (f"{path.name}: unfinished; the next save removes it" for path in _unfinished_folders(storage))
+
+
+def _unfinished_folders(storage: Storage) -> list[Path]:
+    return sorted(storage.path(0).parent.glob(f"*{UNFINISHED}"))
 
 
 # --- diff --------------------------------------------------------------------------------------------------------

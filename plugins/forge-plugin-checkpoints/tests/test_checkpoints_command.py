@@ -77,6 +77,26 @@ def checkpoints(run, capsys) -> Checkpoints:
     return call
 
 
+def test_json_has_the_facts_of_each_checkpoint_and_of_damage(checkpoints, run) -> None:
+    facts = json.loads(checkpoints("--json")[1])
+    assert (facts["run"], facts["in_use_by"], facts["unfinished"]) == (str(run), "", [])
+    assert [each["step"] for each in facts["checkpoints"]] == [2, 4]
+    last = facts["checkpoints"][-1]
+    manifest = json.loads((step(run, 4) / "manifest.json").read_text())
+    assert (last["saved"], last["tokens"]) == (manifest["time"], manifest["tokens"])
+    assert last["size"] == sum(file.stat().st_size for file in step(run, 4).iterdir())
+    assert last["evaluation"] == manifest["evaluation"]
+    assert last["faults"] == []
+    victim = next(file for file in step(run, 2).iterdir() if file.name != "manifest.json")
+    victim.write_bytes(bytes([victim.read_bytes()[0] ^ 1]) + victim.read_bytes()[1:])
+    assert json.loads(checkpoints("--json")[1])["checkpoints"][0]["faults"] == []  # sizes only
+    code, out, _ = checkpoints("verify", "--json")
+    damaged, intact = json.loads(out)["checkpoints"]
+    assert code == ExitCode.FAILED
+    assert "is damaged: its SHA-256" in damaged["faults"][0]
+    assert intact["faults"] == []
+
+
 def step(run: Path, number: int) -> Path:
     return run / f"checkpoints/step-{number}"
 

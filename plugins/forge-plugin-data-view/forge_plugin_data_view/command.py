@@ -17,7 +17,7 @@ SHOWN = 400
 
 
 def command(argv: list[str]) -> int:
-    """Show the samples that a job trains on: decoded, with documents and learned positions; counts per source.
+    """Show the samples that a job trains on, as training reads them, and counts per source.
 
     Tokenizer, sources, packing and order are those of training; no model is built and no run folder is made. The first
     time, tokenising fills the same cache that training uses.
@@ -75,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--measure", type=positive, default=MEASURED, metavar="N", help=measure)
     ranks = "ranks that the job is to run on (1); the samples are the same on any number"
     parser.add_argument("--world-size", type=positive, default=1, metavar="N", help=ranks)
-    parser.add_argument("--json", action="store_true", help="print everything as one JSON object")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     with_examples(parser, "forge-run data job.toml", "forge-run data job.toml --step 100 --sample 0 --sample 7")
     return parser
 

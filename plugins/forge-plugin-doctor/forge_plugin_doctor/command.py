@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 
 
 def command(argv: list[str]) -> int:
-    """Check this machine: versions, devices, file systems, limits, network, ranks, scheduler; and a job, if given.
+    """Check this machine, and a job if given: what was seen, and how to mend what is not well.
 
+    Versions, devices, file systems, limits, network, ranks and scheduler are looked at.
     Each line says what was seen, and how to mend what is not well. The exit code is 1 if something failed. Nothing is
     left behind, and no network is needed. On several machines, each checks itself.
     """
@@ -130,7 +131,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--time-limit", type=positive, default=60, metavar="S", help=limit)
     world = "ranks that the job is to run on (1)"
     parser.add_argument("--world-size", type=positive, default=1, metavar="N", help=world)
-    parser.add_argument("--json", action="store_true", help="print one JSON object, with all versions")
+    parser.add_argument("--json", action="store_true", help="print JSON, with all versions")
     each_node = "srun --ntasks-per-node=1 forge-run doctor --output /scratch/runs"
     with_examples(parser, "forge-run doctor", "forge-run doctor job.toml --ranks 4", each_node)
     return parser

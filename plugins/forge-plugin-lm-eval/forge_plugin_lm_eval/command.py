@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forge_core.cli.command_line import positive
+from forge_core.cli.command_line import positive, with_examples
 
 if TYPE_CHECKING:
     from forge_plugin_lm_eval.model import ForgeLM
@@ -91,9 +91,7 @@ def _load(options: argparse.Namespace) -> ForgeLM:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="forge-run evaluate", description=command.__doc__)
-    parser.add_argument(
-        "path", metavar="RUN_OR_CHECKPOINT", help="a run folder (its newest checkpoint) or a checkpoint"
-    )
+    parser.add_argument("path", metavar="RUN", help="a run folder (its newest checkpoint) or a checkpoint")
     parser.add_argument("--tasks", required=True, metavar="NAMES", help="tasks or groups, with commas; globs too")
     parser.add_argument(
         "--include", action="append", type=Path, default=[], metavar="FOLDER", help="folder with tasks of your own"
@@ -109,7 +107,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--gen-kwargs", metavar="K=V,…", help="settings of tasks that generate: max_gen_toks=64,temperature=0.7"
     )
-    parser.add_argument("--seed", type=int, default=0, help="seed of tasks that sample (0)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of tasks that sample (0)")
     parser.add_argument("--bootstrap", type=int, default=1000, metavar="N", help="draws for standard errors (1000)")
     parser.add_argument("--unsafe-code", action="store_true", help="allow tasks that run the code that a model writes")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write all results there, as JSON")
@@ -117,5 +115,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--run", type=Path, metavar="FOLDER", help="run folder with the tokenizer, if the checkpoint is elsewhere"
     )
-    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="where to compute (auto)")
+    with_examples(
+        parser,
+        "forge-run evaluate runs/quickstart --tasks hellaswag,arc_easy --limit 100",
+        "forge-run evaluate runs/chat --tasks gsm8k --chat --few-shot 5 --output results.json",
+    )
     return parser

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import json
 
-from forge_core.cli.command_line import parse_job_arguments
+from forge_core.cli.command_line import parse_job_arguments, with_examples
 
 
 def command(argv: list[str]) -> int:
@@ -14,6 +15,10 @@ def command(argv: list[str]) -> int:
     parser.add_argument("--gpu", metavar="NAME", help="GPU by which to bound the time: h100, h200, b200, a100 …")
     parser.add_argument(
         "--network", type=float, metavar="GBITS", help="Gbit/s that each GPU has to other nodes, with --gpu (400)"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    with_examples(
+        parser, "forge-run plan job.toml", "forge-run plan job.toml --world-size 512 --gpu h200 --parallel.tp.degree=8"
     )
     options, files, overrides = parse_job_arguments(parser, argv)
     if options.world_size < 1:
@@ -29,7 +34,9 @@ def command(argv: list[str]) -> int:
     catalog = Catalog.installed()
     job = load_job(*files, overrides=overrides, catalog=catalog, world_size=options.world_size, with_data=False)
     from forge_plugin_plan.estimate import make_plan
+    from forge_plugin_plan.facts import facts
     from forge_plugin_plan.report import report
 
-    print(report(make_plan(job, catalog, options.world_size), gpu, (options.network or NETWORK_GBITS) * 1e9 / 8))
+    plan, network = make_plan(job, catalog, options.world_size), (options.network or NETWORK_GBITS) * 1e9 / 8
+    print(json.dumps(facts(plan, gpu, network), indent=2) if options.json else report(plan, gpu, network))
     return ExitCode.FINISHED

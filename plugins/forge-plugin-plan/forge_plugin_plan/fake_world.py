@@ -7,10 +7,10 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
+import torch
 import torch.distributed as dist
 from attrs import define, field, frozen
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from forge_core.contracts.errors import ForgeError
@@ -28,8 +28,8 @@ class BroadcastLog:
 
 
 @contextmanager
-def fake_world(size: int, rank: int, log: BroadcastLog) -> Iterator[None]:
-    """Within this context, this process is rank `rank` of `size`.
+def fake_world(size: int, rank: int, log: BroadcastLog, pipelined: bool) -> Iterator[None]:
+    """Within this context, this process is rank `rank` of `size`, of a pipeline if `pipelined`.
 
     Raises:
         ForgeError: the process is part of a real world.
@@ -54,12 +54,27 @@ def fake_world(size: int, rank: int, log: BroadcastLog) -> Iterator[None]:
         with (
             patch.object(dist, "broadcast_object_list", broadcast),
             patch.object(dist, "all_gather_object", gather),
-            _without_vote(),
+            _without_vote() if pipelined else nullcontext(),
         ):
             yield
     finally:
         dist.destroy_process_group()
-        _clear_sharding_prop_cache()  # it holds on to meshes, which another world's equal
+        _forget_sharding()
+
+
+def _forget_sharding() -> None:
+    """Clear DTensor's caches of shardings: they hold on to meshes, which another world's equal."""
+    from torch.distributed.tensor import DTensor
+
+    dispatcher: Any = DTensor._op_dispatcher
+    native: Any = torch._C
+    try:
+        dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+        native._clear_DTensor_sharding_propagator_cache()
+    except AttributeError:  # in another version of torch; the import of its own function takes a second
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        _clear_sharding_prop_cache()
 
 
 def _without_vote() -> AbstractContextManager:

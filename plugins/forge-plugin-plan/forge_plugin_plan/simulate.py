@@ -17,7 +17,7 @@ from forge_core.contracts.errors import JobError
 from forge_core.engine.build import Outline, Run
 from forge_core.engine.step import Stepper
 from forge_core.job import Job
-from forge_core.parallel.layout import micro_batches
+from forge_core.parallel.layout import micro_batches, plan_layout
 from forge_core.plugins.catalog import Catalog
 from forge_kit.batches import zero_batch
 from forge_plugin_plan.fake_run import FakeRun, fake_run
@@ -87,7 +87,8 @@ def simulate(
     Raises:
         JobError: the job cannot be built on this number of ranks.
     """
-    with fake_world(world_size, rank, log):
+    pipelined = plan_layout(job, world_size)[0].pp > 1
+    with fake_world(world_size, rank, log, pipelined):
         built = fake_run(job, catalog, device)
         with built.mode:
             return _Rank(built, rank, device).plan(play)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -42,6 +43,33 @@ def plan(folder: Path, *arguments: str, command: str = "plan") -> int:
     leave_group()
     (folder / "job.toml").write_text(JOB)
     return main([command, str(folder / "job.toml"), *arguments])
+
+
+def test_json_has_the_figures_that_the_text_rounds(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    where = ("--world-size=8", "--parallel.fsdp.shard=2", "--parallel.pp.degree=2", "--parallel.tp.degree=2")
+    assert plan(tmp_path, *where, "--gpu=h100", "--json") == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["world_size"], facts["layout"], facts["gpu"]) == (8, "pp 2, shard 2, tp 2", "H100 SXM")
+    assert facts["tokens"] == 64 * 256
+    assert [rank["pipeline_rank"] for rank in facts["ranks"]] == [0, 1]
+    for rank in facts["ranks"]:
+        assert rank["peak"] == sum(rank["at_peak"].values())
+        assert all(rank["most"][purpose] >= size for purpose, size in rank["at_peak"].items())
+        assert rank["flops"] > 0
+        assert {"compute", "memory"} <= rank["seconds_at_least"].keys()
+        assert any(sent["along"].startswith("pp (2 ranks") and sent["bytes"] for sent in rank["sent"])
+    assert plan(tmp_path, "--json") == 0
+    [alone] = json.loads(capsys.readouterr().out)["ranks"]
+    assert (alone["sent"], alone["seconds_at_least"]) == ([], None)
+
+
+def test_a_plan_of_one_process_imports_nothing_that_takes_long_and_is_not_used(tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_text(JOB)
+    script = "import sys; from forge_core.cli import main; main(['plan', 'job.toml']); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True)
+    # Each takes a second or more to import; torch's fake tensors bring its compiler in any case
+    for module in ("torch.distributed.pipelining", "torch.distributed.tensor.debug", "torchao", "transformers"):
+        assert module not in done.stdout.splitlines()[-1].split(), module
 
 
 def test_it_needs_neither_data_nor_ranks(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

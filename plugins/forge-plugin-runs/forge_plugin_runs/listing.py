@@ -36,9 +36,11 @@ def command(argv: list[str]) -> int:
     parser = argparse.ArgumentParser("forge-run runs", description=command.__doc__)
     add = parser.add_argument
     add("folders", nargs="*", type=Path, metavar="FOLDER", help="where to search (runs)")
-    add("--state", action="append", choices=list(STATES), help="only runs in this state; repeat it for more")
+    states = f"only runs in this state, of {', '.join(STATES)}; repeat it for more"
+    add("--state", action="append", choices=list(STATES), metavar="STATE", help=states)
     add("--name", metavar="GLOB", help="only runs whose folder's name matches: 'muon-*'")
-    add("--sort", choices=list(SORTS), default="updated", help="order: newest, largest or best first (updated)")
+    order = f"newest, largest or best first: by {', '.join(SORTS)} (updated)"
+    add("--sort", choices=list(SORTS), default="updated", metavar="FACT", help=order)
     add("--limit", type=int, metavar="N", help="only the first N")
     add("--json", action="store_true", help="print JSON")
     with_examples(parser, "forge-run runs", "forge-run runs compared --sort held-out", "forge-run runs --state running")

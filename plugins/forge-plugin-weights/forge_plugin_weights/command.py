@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import json
+import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forge_core.cli.command_line import columns, positive
+from forge_core.cli.command_line import columns, positive, with_examples
 from forge_core.contracts.errors import ExitCode
 
 if TYPE_CHECKING:
@@ -29,7 +31,13 @@ def command(argv: list[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(PROGRAM, description=command.__doc__)
-    actions = parser.add_subparsers(metavar="ACTION", required=True)
+    with_examples(
+        parser,
+        "forge-run weights import Qwen3-0.6B --output runs/qwen3",
+        "forge-run weights export runs/qwen3 --output exported --dtype bfloat16",
+        "forge-run weights verify Qwen3-0.6B exported",
+    )
+    actions = parser.add_subparsers(metavar="ACTION", required=True, help="what to do")
     add = partial(_add, actions)
     inspecting = add("inspect", inspect)
     inspecting.add_argument("folder", type=Path, metavar="FOLDER", help="a published model")
@@ -51,6 +59,8 @@ def _parser() -> argparse.ArgumentParser:
     inputs.add_argument("--tokens", type=positive, default=256, metavar="N", help="random tokens to compute (256)")
     inputs.add_argument("--prompts", type=Path, metavar="FILE", help="texts to compute in their place, one a line")
     verifying.add_argument("--report", type=Path, metavar="FILE", help="also write everything to a JSON file")
+    for action in (inspecting, verifying):
+        action.add_argument("--json", action="store_true", help="print JSON")
     for action in (inspecting, importing, exporting, verifying):
         action.add_argument("--architecture", default="", metavar="NAME", help="in place of the one found")
     return parser
@@ -72,9 +82,12 @@ def inspect(options: argparse.Namespace) -> int:
     catalog, config = Catalog.installed(), read_folder(options.folder)
     architecture = _architecture(config, options.architecture, catalog)
     rows, supported = describe(architecture, config)
-    print(columns([["KEY", "VALUE", "IN FORGE"], *rows]))
-    for line in describe_images(architecture, config):
-        print(line)
+    images = list(describe_images(architecture, config))
+    if options.json:
+        keys = [dict(zip(("key", "value", "in_forge"), row, strict=True)) for row in rows]
+        print(json.dumps({"supported": supported, "keys": keys, "images": images}, indent=2))
+    else:
+        print("\n".join([columns([["KEY", "VALUE", "IN FORGE"], *rows]), *images]))
     return ExitCode.FINISHED if supported else ExitCode.BAD_JOB
 
 
@@ -116,8 +129,6 @@ def import_model(options: argparse.Namespace) -> int:
 
 def verify(options: argparse.Namespace) -> int:
     """Compare two models: their tensors, and what they compute, with a layer of each in memory at a time."""
-    import json
-
     import attrs
 
     from forge_core.plugins.catalog import Catalog
@@ -150,18 +161,31 @@ def verify(options: argparse.Namespace) -> int:
             {"features": features},
             [f"features of an image: they differ by {features:.3g} of the largest"],
         )
+    unequal = [tensor for tensor in tensors if not tensor.equal]
+    code = ExitCode.FINISHED if not unequal and not changes else ExitCode.FAILED
+    report = _finite({"model": changes, "tensors": [*map(attrs.asdict, tensors)], "computed": computed})
+    if options.report:
+        options.report.write_text(json.dumps(report, indent=1) + "\n")
+    if options.json:
+        print(json.dumps(report, indent=2))
+        return code
     for line in changes:
         print(line)
-    unequal = [tensor for tensor in tensors if not tensor.equal]
     print(f"tensors: {len(tensors) - len(unequal)} equal, {len(unequal)} with other values")
     for tensor in sorted(unequal, key=lambda tensor: -tensor.largest)[:SHOWN]:
         print(f"  {tensor.name}: {tensor.largest:.3g} of the largest number")
     for line in lines:
         print(line)
-    if options.report:
-        report = {"model": changes, "tensors": [*map(attrs.asdict, tensors)], "computed": computed}
-        options.report.write_text(json.dumps(report, indent=1) + "\n")
-    return ExitCode.FINISHED if not unequal and not changes else ExitCode.FAILED
+    return code
+
+
+def _finite(value: Any) -> Any:
+    """Plain types with numbers that are not finite as strings: JSON has none."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def export(options: argparse.Namespace) -> int:

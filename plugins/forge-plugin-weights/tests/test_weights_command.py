@@ -121,6 +121,11 @@ def test_a_configuration_is_shown_key_by_key(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "NOT SUPPORTED: mlp_only_layers = [1]; every n-th layer may lack experts by decoder_sparse_step only" in out
     assert any("novelty" in line and "NOT KNOWN" in line for line in out.splitlines())
+    assert main(["weights", "inspect", str(tmp_path), "--json"]) == 2
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["supported"] is False
+    [novelty] = [row for row in facts["keys"] if row["key"] == "novelty"]
+    assert (novelty["value"], "NOT KNOWN" in novelty["in_forge"]) == ("3", True)
 
 
 def test_an_architecture_of_a_stranger_comes_from_a_file(tmp_path, monkeypatch, capsys):

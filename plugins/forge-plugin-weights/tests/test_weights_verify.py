@@ -31,6 +31,11 @@ def test_an_import_equals_its_source(folders, capsys):
     assert "0 with other values" in out
     assert "logits: largest difference 0, divergence 0 nats" in out
     assert "the same at 100.0% of 256 positions" in out
+    assert main(["weights", "verify", str(published), str(run), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["model"] == []
+    assert {tensor["equal"] for tensor in facts["tensors"]} == {True}
+    assert facts["computed"]["logits"] == 0
 
 
 def test_rounding_and_a_wrong_tensor_are_told_by_layer(folders, tmp_path, capsys):

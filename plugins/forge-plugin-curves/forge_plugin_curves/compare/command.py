@@ -56,7 +56,9 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str], list[str]]:
     parser = argparse.ArgumentParser("forge-run compare", description=command.__doc__)
     add = parser.add_argument
     add("--set", action="append", default=[], metavar="KEY=A,B", help="values to try for a key; may come several times")
-    add("--out", metavar="DIR", help="folder for runs, logs, table and picture; needed to train")
+    add(
+        "--output", "--out", dest="out", metavar="DIR", help="folder for runs, logs, table and picture; needed to train"
+    )
     add("--nproc", type=positive, default=1, metavar="N", help="ranks of each run (1)")
     add("--parallel", type=positive, default=1, metavar="N", help="runs at the same time, which share the cores (1)")
     halving = "stop the worse half at 1/2, 1/4, 1/8, … of the steps (successive halving); needs eval.interval"
@@ -64,12 +66,12 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str], list[str]]:
     search = "choose values by results: --set 'optimizer.lr=log(1e-4,1e-2)', uniform(a,b), int(a,b), or a list"
     add("--search", choices=["optuna"], help=search)
     add("--trials", type=positive, default=0, metavar="N", help="runs of a search, in all")
-    add("--json", action="store_true", help="print the table as JSON")
+    add("--json", action="store_true", help="print JSON")
     with_examples(
         parser,
-        "forge-run compare base.toml --set optimizer.lr=1e-3,3e-3 --set job.seed=1,2 --out compared",
-        "forge-run compare base.toml --set optimizer.type=adamw,muon --out compared --parallel 2 --halving",
-        "forge-run compare base.toml --set 'optimizer.lr=log(1e-4,1e-2)' --search optuna --trials 20 --out searched",
+        "forge-run compare base.toml --set optimizer.lr=1e-3,3e-3 --set job.seed=1,2 --output compared",
+        "forge-run compare base.toml --set optimizer.type=adamw,muon --output compared --parallel 2 --halving",
+        "forge-run compare base.toml --set 'optimizer.lr=log(1e-4,1e-2)' --search optuna --trials 20 --output searched",
         "forge-run compare runs/first runs/second",
     )
     return parse_job_arguments(parser, argv, "jobs to compare, each in a file of its own, or run folders")

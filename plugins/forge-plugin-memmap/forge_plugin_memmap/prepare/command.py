@@ -8,6 +8,8 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from forge_core.cli.command_line import with_examples
+
 if TYPE_CHECKING:
     from forge_plugin_memmap.prepare.run import Settings
 
@@ -76,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
         "given as --tokenizer.KEY=VALUE, the value as in TOML")  # fmt: skip
     which.add_argument("--job", action="append", metavar="JOB.toml", help="take the tokenizer of a job's "
         "[data.tokenizer]; several files are layered")  # fmt: skip
-    add("--field", default="text", help="the key of a line, or the column, that holds the text (text)")
+    add("--field", default="text", metavar="NAME", help="the key of a line, or the column, that holds the text (text)")
     add("--shard-tokens", type=_count, default=_count("100M"), metavar="N", help="a shard ends with the document that "
         "brings it to so many tokens (100M)")  # fmt: skip
     add("--held-out-every", type=_off_or_at_least_two, default=0, metavar="N", help="hold out every n-th document, "
@@ -84,6 +86,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--errors", choices=("strict", "skip"), default="strict", help="what is not UTF-8, not JSON or has no text: "
         "strict stops, skip leaves it out and counts it (strict)")  # fmt: skip
     add("--workers", type=_at_least_zero, default=0, metavar="N", help="processes that encode; 0: one a core (0)")
+    with_examples(
+        parser,
+        "forge-run prepare-data texts/ --tokenizer bpe --tokenizer.vocab_size=32000 --output data",
+        "forge-run prepare-data 'web/*.jsonl.zst' --job job.toml --output data --held-out-every 1000",
+    )
     return parser
 
 

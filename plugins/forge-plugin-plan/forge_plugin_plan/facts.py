@@ -1,0 +1,57 @@
+"""A plan as plain types, for JSON. Bytes, FLOPs and seconds, all of one step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from forge_core.parallel.layout import micro_batches
+from forge_plugin_plan.bounds import bounds
+from forge_plugin_plan.estimate import Plan
+from forge_plugin_plan.gpus import GPU
+from forge_plugin_plan.simulate import RankPlan, Traffic
+from forge_plugin_plan.storages import Purpose
+
+
+def facts(plan: Plan, gpu: GPU | None, network: float) -> dict[str, Any]:
+    """Returns the estimates; see `report` for the arguments."""
+    train, (count, rows) = plan.job.train, micro_batches(plan.job, plan.layout)
+    tokens = train.global_batch_size * train.seq_len
+    per_token = plan.ranks[0].outline.flops
+    return {
+        "world_size": plan.layout.world_size,
+        "layout": str(plan.layout),
+        "device": plan.device,
+        "precision": train.precision,
+        "parameters": sum(plan.ranks[0].outline.sizes.values()),
+        "tokens": tokens,
+        "micro_batches": count,
+        "micro_batch_size": rows,
+        "model_flops": per_token * tokens if per_token else None,
+        "gpu": gpu.name if gpu else None,
+        "gpu_memory": gpu.memory if gpu else None,
+        "ranks": [_rank(rank, gpu, network) for rank in plan.ranks],
+    }
+
+
+def _rank(rank: RankPlan, gpu: GPU | None, network: float) -> dict[str, Any]:
+    memory, traffic = rank.memory, rank.traffic
+    return {
+        "rank": rank.rank,
+        "pipeline_rank": rank.pipeline_rank,
+        "state": {purpose.value: value for purpose, value in rank.training_state.items()},
+        "peak": memory.peak if memory else None,
+        "most": {purpose.value: memory.most[purpose] for purpose in Purpose} if memory else None,
+        "at_peak": {purpose.value: memory.at_peak[purpose] for purpose in Purpose} if memory else None,
+        "flops": traffic.flops if traffic else None,
+        "sent": [*_sent(traffic)] if traffic else None,
+        "seconds_at_least": {b.what: b.seconds for b in bounds(rank, gpu, network)} if gpu and traffic else None,
+        "failure": rank.failure,
+    }
+
+
+def _sent(traffic: Traffic) -> Iterator[dict[str, Any]]:
+    for transfer, times in sorted(traffic.transfers.items(), key=str):
+        if transfer.sent:
+            line = str(traffic.lines[transfer.group])
+            yield {"along": line, "kind": transfer.kind, "times": times, "bytes": transfer.sent * times}

@@ -1,0 +1,91 @@
+"""Every command's help has one form: a summary, options with help, and examples that its own parser takes."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from unittest.mock import patch
+
+import pytest
+
+from forge_core.cli import function_summary, main
+from forge_core.plugins.catalog import Catalog, Offer, first_party
+
+OFFERS = [offer for offer in Catalog.installed().offers("command") if offer.type in first_party()["command"]]
+OFFERS += [offer for offer in Catalog.installed().offers("command") if offer.distribution.name == "forge-run"]
+PLACES = {"--output": {"DIR", "FOLDER", "FILE", "PATH", "RUN"}, "--json": {None}, "--device": {None}}
+
+
+class Made(BaseException):
+    """Carries a parser and what it was asked to parse out of a command."""
+
+    def __init__(self, parser: argparse.ArgumentParser, argv: list[str]) -> None:
+        super().__init__()
+        self.parser, self.argv = parser, argv
+
+
+def parsed(offer: Offer, argv: list[str]) -> Made:
+    def parse(parser: argparse.ArgumentParser, args: list[str] | None = None, namespace: object = None) -> None:
+        raise Made(parser, list(args or []))
+
+    with patch.object(argparse.ArgumentParser, "parse_known_args", parse), pytest.raises(Made) as made:
+        Catalog.installed().load_offer(offer)(argv)
+    return made.value
+
+
+def parsers(parser: argparse.ArgumentParser):
+    yield parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            yield from action.choices.values()
+
+
+@pytest.mark.parametrize("offer", OFFERS, ids=lambda offer: offer.type)
+class TestEachCommand:
+    def test_its_summary_is_a_short_sentence(self, offer: Offer) -> None:
+        summary = function_summary(*offer.value.split(":"))
+        assert summary[0].isupper()
+        assert summary.endswith((".", "`."))
+        assert len(summary) <= 100
+
+    def test_its_options_have_help_and_names_of_one_style(self, offer: Offer) -> None:
+        for parser in parsers(parsed(offer, []).parser):
+            for action in parser._actions:
+                assert action.help, action
+                takes_value = action.option_strings and action.nargs != 0 and not action.choices
+                if takes_value and not isinstance(action, argparse.BooleanOptionalAction):
+                    assert action.metavar, f"{action.option_strings}: a metavar, else it is the option once more"
+                if isinstance(action.metavar, str) and "|" not in action.metavar:
+                    assert action.metavar.partition(".")[0].partition("=")[0].isupper(), action.metavar
+                for option in set(action.option_strings) & set(PLACES):
+                    assert action.metavar in PLACES[option]
+
+    def test_its_help_ends_with_examples_that_it_understands(
+        self, offer: Offer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("COLUMNS", "60")
+        with pytest.raises(SystemExit) as end:
+            main([offer.type, "--help"])
+        assert end.value.code == 0
+        text, _, examples = capsys.readouterr().out.partition("\nexamples:\n")
+        assert examples, "no examples"
+        assert max(map(len, text.partition("\n\n")[2].splitlines())) <= 60
+        lines = [line.strip() for line in examples.splitlines()]
+        assert any(f"forge-run {offer.type}" in line or offer.type in ("run",) for line in lines)
+        for line in lines:
+            words = shlex.split(line.partition("forge-run ")[2].partition(" > ")[0].partition(" | ")[0].rstrip(")"))
+            made = parsed(offer, words[1:] if words[0] == offer.type else words)
+            made.parser.parse_args(made.argv)
+
+
+def test_the_list_of_commands_wraps_and_says_what_each_does(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    assert main(["--help"]) == 0
+    out = capsys.readouterr().out
+    listed = out.partition("commands (")[2].partition("options:")[0].splitlines()[1:]
+    assert max(map(len, listed)) <= 60
+    assert "(from forge-plugin" not in out
+    for offer in OFFERS:
+        assert any(line.startswith(f"  {offer.type} ") for line in listed)
