@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from forge_core.cli.explain import explain
 from forge_core.contracts.errors import ExitCode, JobError
 from forge_core.plugins.catalog import Catalog, Distribution, Offer
+from forge_plugin_author.explain import explain
 from forge_plugin_author.plugins import select
 from forge_plugin_author.schema import command as print_schema
 from forge_testing.stale import left_overs, stale_entries

@@ -16,7 +16,7 @@ Run = Callable[..., tuple[int, str, str]]
 HEAVY = {"torch", "numpy", "rich"}
 LIGHT = {"forge_core.config.structure", "packaging", "pluggy", *HEAVY}
 """What must not be imported where nothing is read but metadata."""
-AUTHOR = {"forge_plugin_author", "forge_plugin_author.plugins"}
+AUTHOR = {"forge_plugin_author", "forge_plugin_author.plugins", "forge_plugin_author.explain"}
 """The command `plugins`, which imports nothing else of a plugin to list what is installed."""
 CORE = Distribution("forge-run", "0.1.0")
 LORA = Distribution("forge-plugin-lora", "1.2.0")

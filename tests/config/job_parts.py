@@ -358,7 +358,7 @@ PLUGINS: dict[str, dict[str, dict[str, Any]]] = {
     "forge-plugin-odd": {"scheduler": {"odd": AdamW}},
     "forge-plugin-soap": {"optimizer": {"soap": AdamW}},
 }
-COMMANDS = ("check", "explain")
+COMMANDS = ("check",)
 REQUIRES = {"forge-plugin-soap": ("forge-run>=2.0,<3",)}
 
 
@@ -375,6 +375,7 @@ def make_catalog() -> Catalog:
     author = Distribution("forge-plugin-author", "0.1.0")
     offers.append(Offer("command", "new-plugin", "forge_plugin_author.new_plugin:command", author))
     offers.append(Offer("command", "plugins", "forge_plugin_author.plugins:command", author))
+    offers.append(Offer("command", "explain", "forge_plugin_author.explain:command", author))
     broken = Distribution("forge-plugin-sophia", "0.1.0")
     offers.append(Offer("optimizer", "sophia", "forge_plugin_sophia:Sophia", broken))
     return Catalog(offers)

@@ -13,10 +13,10 @@ from job_parts import make_catalog
 
 from forge_core import dump_job, load_job
 from forge_core.checkpoint.state import Progress
-from forge_core.cli.explain import explain
 from forge_core.config.mixture import first_step, lr_factor, phase_weights, source_names
 from forge_core.data.order import limits, phase_shares
 from forge_core.job import DataSection, Job, Phase
+from forge_plugin_author.explain import explain
 from forge_plugin_author.schema import job_schema
 
 Load = Callable[..., Job]
