@@ -13,7 +13,7 @@ import pytest
 import tomli_w
 import torch
 import transformers
-from published_models import lifted, ours
+from published_models import SIZES, lifted, ours
 from published_vision import MODELS, PATCH, SIDE, TOWERS, batch_of, inputs_for, pixels_of, wide, wide_logits
 from torch import Tensor
 
@@ -21,6 +21,7 @@ from forge_core import Trainer
 from forge_core.cli import main
 from forge_core.config.load import parse_component, parse_job
 from forge_core.contracts.components import ModelComponent, TrainingHook
+from forge_core.contracts.errors import JobError
 from forge_core.plugins.catalog import Catalog
 from forge_plugin_generate.generate import Sampling, generate
 from forge_plugin_vision import GRIDS, PATCHES
@@ -289,3 +290,57 @@ def test_a_published_configuration_means_what_version_5_makes_of_it(tmp_path, ca
 
 def encoder_problems(model: Any) -> list[str]:
     return [str(problem) for problem in model.vision.encoder.problems(None, None)]
+
+
+def test_models_that_are_not_supported_are_refused_with_what_there_is(tmp_path, capsys):
+    for config, reason in (
+        ({"model_type": "mllama"}, "no tower whose tiles of one image attend to each other"),
+        (
+            {
+                "model_type": "paligemma",
+                "text_config": {"model_type": "gemma2"},
+                "vision_config": {"model_type": "siglip_vision_model"},
+            },
+            "a part of it comes in alone by --architecture gemma2 or siglip_vision_model",
+        ),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert main(["weights", "inspect", str(tmp_path)]) == 2
+        assert reason in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vision_feature_layer": [-2, -5]}, "features of several layers side by side are missing"),
+        ({"vision_feature_select_strategy": "full"}, "features of patches are all there are: no class token"),
+        ({"projector_hidden_act": "mish"}, "projector_hidden_act = 'mish'; Forge has 'gelu'"),
+        ({"text_config": {"model_type": "mamba"}}, "text_config.model_type = 'mamba'; Forge has deepseek_v3"),
+        (
+            {"text_config": {"model_type": "llama", "mlp_dropout": 1}},
+            "text_config.mlp_dropout: 1 is not known to Forge",
+        ),
+        (
+            {"vision_config": {"model_type": "dinov2"}},
+            "vision_config.model_type = 'dinov2'; Forge has clip_vision_model",
+        ),
+        ({"vision_config": {"model_type": "clip_vision_model", "num_channels": 1}}, "images are red, green and blue"),
+        (
+            {"text_config": {"model_type": "gemma2", **SIZES, "final_logit_softcapping": 30.0}},
+            "model.language.logit_soft_cap = 30.0, which classes of transformers that see images leave out",
+        ),
+    ],
+)
+def test_what_forge_does_not_compute_is_named(changes, message):
+    config = {**CONFIGS["llava-hf/llava-1.5-7b-hf"], **changes}
+    _, architecture = architecture_of(config, Catalog.installed())
+    with pytest.raises(JobError, match=re.escape(message)):
+        read_config(architecture, config)
+
+
+def test_a_model_of_another_kind_is_not_exported_as_one_of_these(tmp_path, capsys):
+    _, run = imported(tmp_path, MODELS["idefics3"])
+    arguments = ["weights", "export", str(run), "--output", str(tmp_path / "out"), "--architecture", "llava"]
+    assert main(arguments) == 2
+    assert "vision.encoder.norm = True, where it has False always" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
