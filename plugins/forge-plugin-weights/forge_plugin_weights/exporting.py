@@ -113,13 +113,18 @@ def find_form(
 
 def _with_vocabulary(job: Job, shapes: Mapping[str, tuple[int, ...]]) -> Any:
     """The model's component, with the size of the vocabulary that it took from its tokenizer."""
+    rows = shapes.get("embedding.weight")
+    return _of_vocabulary(job.model, rows[0]) if rows else job.model
+
+
+def _of_vocabulary(model: Any, size: int) -> Any:
     import attrs
 
-    rows = shapes.get("embedding.weight")
-    if rows and getattr(job.model, "vocab_size", None) == 0:
-        model: Any = job.model
-        return attrs.evolve(model, vocab_size=rows[0])
-    return job.model
+    if getattr(model, "vocab_size", None) == 0:
+        return attrs.evolve(model, vocab_size=size)
+    if hasattr(model, "language"):
+        return attrs.evolve(model, language=_of_vocabulary(model.language, size))
+    return model
 
 
 def export_run(

@@ -344,3 +344,29 @@ def test_a_model_of_another_kind_is_not_exported_as_one_of_these(tmp_path, capsy
     assert main(arguments) == 2
     assert "vision.encoder.norm = True, where it has False always" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_a_model_of_ones_own_is_exported_with_the_vocabulary_of_its_tokenizer(tmp_path):
+    encoder = {"type": "vit", "dim": 24, "layers": 3, "heads": 3, "hidden": 40, "patch": 4, "size": [16, 16]}
+    job = {
+        "job": {"name": "mine", "output": str(tmp_path)},
+        "train": {"steps": 1, "global_batch_size": 2, "seq_len": 40},
+        "model": {
+            "type": "vision_language",
+            "language": {"dim": 32, "layers": 1, "attention": {"heads": 4}},
+            "vision": {"encoder": {**encoder, "norm": False, "select_layer": -2}},
+        },
+        "data": {
+            "tokenizer": {"type": "bytes"},
+            "sources": [{"type": "forge_plugin_vision.testing:RandomImages"}],
+        },
+        "optimizer": {"type": "adamw"},
+        "hooks": {"export": {}},
+    }
+    path = tmp_path / "job.toml"
+    path.write_text(tomli_w.dumps(job))
+    assert main([str(path)]) == 0
+    out = tmp_path / "mine/exports/step-1"
+    assert read_json(out / "config.json")["text_config"]["vocab_size"] == 257
+    _, loading = transformers.LlavaForConditionalGeneration.from_pretrained(out, output_loading_info=True)
+    assert not any(loading.values())
