@@ -222,7 +222,7 @@ def _reason(name: str, config: Config, known: Collection[str]) -> str:
     if name in MISSING:
         return f"; {MISSING[name]}"
     parts = (config.get(table) for table in ("text_config", "vision_config"))
-    types = (part.get("model_type") for part in parts if isinstance(part, Mapping))
+    types = (str(part.get("model_type")) for part in parts if isinstance(part, Mapping))
     if inside := [type_ for type_ in types if type_ in known]:
         return f"; a part of it comes in alone by --architecture {' or '.join(inside)}"
     return ""
