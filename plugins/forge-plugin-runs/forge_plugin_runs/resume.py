@@ -28,6 +28,9 @@ def command(argv: list[str]) -> int:
     add("--resume-with-changes", action="store_true", help="continue even if the job has changed in ways that make "
         "another run of it: objective, data, learning rate")  # fmt: skip
     add("--nproc", type=positive, metavar="N", help="start N ranks on this machine, which make one run (1)")
+    talk = parser.add_mutually_exclusive_group()
+    talk.add_argument("-q", "--quiet", action="store_true", help="as in `forge-run run`")
+    talk.add_argument("-v", "--verbose", action="store_true", help="as in `forge-run run`")
     parser.add_argument_group("overrides", "--section.key=value …: a key of the job, its value written as in TOML")
     with_examples(parser, "forge-run resume runs/quickstart", "forge-run resume runs/quickstart --train.steps=4000")
     overrides = [word for word in argv if word.startswith("--") and "." in word.partition("=")[0]]
@@ -40,6 +43,7 @@ def command(argv: list[str]) -> int:
         return ExitCode.FINISHED
     arguments += ["--resume-with-changes"] if options.resume_with_changes else []
     arguments += [f"--nproc={options.nproc}"] if options.nproc else []
+    arguments += ["--quiet"] if options.quiet else ["--verbose"] if options.verbose else []
     [train] = catalog.matching("command", "forge-run/run")
     return int(catalog.load_offer(train)(arguments))
 

@@ -196,7 +196,9 @@ class TestResume:
         assert forge("job.toml", "layer.toml", "--job.name=whole")[0] == 0
         (tmp_path / "elsewhere").mkdir()
         monkeypatch.chdir(tmp_path / "elsewhere")
-        assert forge("resume", "../runs/tiny", "--train.steps=6")[0] == 0
+        code, out, _ = forge("resume", "../runs/tiny", "--train.steps=6", "--quiet")
+        assert code == 0
+        assert out.startswith("finished at step 6: ")
         resumed, whole = (last_records(tmp_path / f"runs/{name}/metrics.jsonl") for name in ("tiny", "whole"))
         assert resumed[0]["loss"] == whole[0]["loss"]
         assert resumed[0]["step"] == 6
