@@ -15,7 +15,7 @@ from forge_testing.distribution import check_distribution
 
 def test_the_distribution():
     vision = {"vision": {"encoder": {"type": "vit"}}}
-    check_distribution("forge-plugin-vision", samples={"vision_language": vision})
+    check_distribution("forge-plugin-vision", samples={"vision_language": vision, "vision_tower": vision})
 
 
 class TestJoint(VisionModelSuite):
