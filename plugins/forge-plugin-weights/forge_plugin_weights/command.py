@@ -62,7 +62,9 @@ def _parser() -> argparse.ArgumentParser:
     for action in (inspecting, verifying):
         action.add_argument("--json", action="store_true", help="print JSON")
     for action in (inspecting, importing, exporting, verifying):
-        action.add_argument("--architecture", default="", metavar="NAME", help="in place of the one found")
+        action.add_argument(
+            "--architecture", default="", metavar="NAME", help="of the model, in place of the one that its files name"
+        )
     return parser
 
 

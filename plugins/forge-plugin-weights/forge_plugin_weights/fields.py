@@ -1,4 +1,4 @@
-"""Fields of which architectures are made; see `forge_plugin_weights.kinds.Field`."""
+"""Kinds of entries in an architecture's table of keys; see `forge_plugin_weights.kinds.Field`."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Key(Field):
         values = {path: model[path] for path in self.paths if path in model}
         if len(set(values.values())) > 1:
             settings = ", ".join(f"{path} = {value!r}" for path, value in values.items())
-            raise Unsupported(f"{settings} are both {self.theirs}")
+            raise Unsupported(f"{settings} must be equal: {self.theirs} stands for all of them")
         return dict.fromkeys([self.theirs] if values else [], next(iter(values.values()), None))
 
     def resolve(self, model: Flat) -> Flat:
@@ -79,7 +79,7 @@ class Key(Field):
 
 @frozen
 class OrNone(Field):
-    """A key whose null is our 0, as of a bound or a window that there is not."""
+    """A key whose null is our 0, such as a bound or a window that is absent."""
 
     theirs: str
     ours: str
@@ -166,7 +166,7 @@ class Choice(Field):
     options: Mapping[Any, Flat]
     default: Any = REQUIRED
     why: str = ""
-    """Which option of Forge other values would need."""
+    """The option of Forge that other values would need."""
 
     @property
     def keys(self) -> Collection[str]:
@@ -184,7 +184,8 @@ class Choice(Field):
             if all(model.get(path) == setting for path, setting in settings.items()):
                 return {self.theirs: value}
         paths = sorted({path for settings in self.options.values() for path in settings})
-        raise Unsupported(", ".join(f"{path} = {model.get(path)!r}" for path in paths) + f" has no {self.theirs}")
+        settings = ", ".join(f"{path} = {model.get(path)!r}" for path in paths)
+        raise Unsupported(f"{settings} has no counterpart in {self.theirs} ({', '.join(map(repr, self.options))})")
 
 
 @frozen
@@ -252,11 +253,11 @@ class Only(Field):
     theirs: str
     value: Any
     why: str
-    """Which option is missing for others."""
+    """The option that is missing for others."""
     also: Sequence[Any] = ()
     """Values of the same meaning."""
     default: Any = None
-    """Where the key is missing; None: `value`."""
+    """The value where the key is missing; None: `value`."""
     write_it: bool = True
 
     @property
@@ -342,7 +343,7 @@ class Rope(Field):
     path: str = "attention.rope"
     """Path of the component's table."""
     theta: float = 10000.0
-    """Where the configuration has none."""
+    """The base where the configuration has none."""
     theta_key: str = "rope_theta"
     """Its name beside `rope_scaling`."""
     share: float | None = None
@@ -381,7 +382,7 @@ class Rope(Field):
         return {f"{self.path}.type": known.component, f"{self.path}.theta": theta, **share, **own}
 
     def _beside(self, config: Config) -> dict[str, Any]:
-        """What the configuration says outside of `rope_scaling` and `rope_parameters`."""
+        """Returns the keys that stand outside of `rope_scaling` and `rope_parameters`."""
         share = {} if self.share is None else {SHARE: value_of(config, self.share_key, self.share)}
         return {"rope_theta": value_of(config, self.theta_key, self.theta), **share}
 
@@ -413,4 +414,4 @@ class Rope(Field):
             if self.share is not None:
                 config[self.share_key] = parameters[SHARE] = model[f"{self.path}.{SHARE}"]
             return {**config, "rope_scaling": scaling, "rope_parameters": parameters}
-        raise Unsupported(f"{self.path}.type = {component!r} has no rope_type")
+        raise Unsupported(f"{self.path}.type = {component!r} has no counterpart in rope_type ({', '.join(self.types)})")

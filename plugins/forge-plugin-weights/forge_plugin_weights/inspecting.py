@@ -1,4 +1,4 @@
-"""What a configuration means to Forge."""
+"""The meaning of each key of a configuration to Forge."""
 
 from __future__ import annotations
 

@@ -103,9 +103,9 @@ class Part:
     ours: str
     theirs: str
     shape: Shape
-    """Of the published model's tensor."""
+    """The shape of the published model's tensor."""
     offsets: Shape | None = None
-    """Where the part begins in our tensor, if in the published one it is a range of whole rows: those from `row` on.
+    """The part's beginning in our tensor, if in the published one it is a range of whole rows: those from `row` on.
 
     None for a part that is all of our tensor, in another order.
     """

@@ -27,7 +27,7 @@ class Window(Field):
     """`sliding_window`, which all layers have."""
 
     default: int | None = None
-    """Where the configuration has no such key."""
+    """The window where the configuration has no such key."""
     switched: bool = False
     """Whether `use_sliding_window` must be true for there to be one."""
 
@@ -79,7 +79,7 @@ class LayerWindows(Window):
     def read(self, config: Config) -> Flat:
         width, layers = self.width(config), self.layers(config)
         if any(layers) and not width:
-            raise Unsupported(f"layer_types has {SLIDING!r}, and there is no sliding_window")
+            raise Unsupported(f"layer_types has {SLIDING!r}, and sliding_window is missing, null or switched off")
         return merged([{WINDOW: width if windowed else 0} for windowed in layers])
 
     def write(self, model: Flat) -> Config:
@@ -117,7 +117,7 @@ class RopeOfSomeLayers(Rope):
     """A position encoding that some layers are without: `no_rope_layers` has a 0 for each of those (SmolLM3)."""
 
     interval: int = 4
-    """Where nothing says which layers, each so-many-th is without."""
+    """The period of layers without it, where no key says which they are."""
 
     @property
     def keys(self) -> Collection[str]:
@@ -155,9 +155,9 @@ class RopeByWindow(Field):
     windows: LayerWindows
     """Which layers have a window."""
     full: Rope
-    """Of layers without one."""
+    """The encoding of layers without one."""
     near: Rope
-    """Of layers with one."""
+    """The encoding of layers with one."""
     near_theta: str
     """The key of version 4 with the base of layers with a window; it may be `rope_theta`, too."""
 
@@ -188,7 +188,7 @@ class RopeByWindow(Field):
         }
 
     def _first_form(self, tables: Mapping[str, Mapping[str, Any]]) -> Config:
-        """The keys of version 4; none if they cannot say it."""
+        """Returns the keys of version 4; none if they cannot say it."""
         full, near = tables.get(FULL), tables.get(SLIDING)
         if full is None or (near is not None and near["rope_scaling"]):
             return {}

@@ -32,8 +32,8 @@ def pattern(template: str) -> re.Pattern[str]:
 
 def match(template: str, name: str) -> dict[str, str] | None:
     """Returns what the placeholders stand for, or None if the name is not of the template."""
-    found = pattern(template).fullmatch(name)
-    return found.groupdict() if found else None
+    matched = pattern(template).fullmatch(name)
+    return matched.groupdict() if matched else None
 
 
 def whole(tensor: Tensor) -> Tensor:

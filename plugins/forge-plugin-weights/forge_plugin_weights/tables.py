@@ -209,7 +209,9 @@ def architecture_of(config: Config, catalog: Catalog) -> tuple[str, Architecture
     """
     name = config.get("model_type")
     if not isinstance(name, str):
-        raise JobError([Problem("model_type", "it is missing, so nothing says which architecture this is")])
+        raise JobError(
+            [Problem("model_type", "it is missing; say which architecture this is with --architecture NAME")]
+        )
     known = architectures(catalog)
     if name not in known:
         message = f"{name!r} is none of the installed ones: {', '.join(sorted(known))}"

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from attrs import frozen
 
+from forge_plugin_transformer.huggingface_names import COPIES, PREDICTION
 from forge_plugin_transformer.layer_parts import default_hidden
 from forge_plugin_weights.architectures.dense import ENDS, FFN, NORMS, TRANSFORMER, shape_fields, tied_head
 from forge_plugin_weights.architectures.experts import MATRICES, MOE, expert_rules
@@ -24,13 +25,6 @@ ATTENTION: Mapping[str, str] = {
     "o": "o_proj",
 }
 """Modules of latent attention, by our names."""
-PREDICTION: Mapping[str, str] = {
-    "embedding_norm": "enorm",
-    "hidden_norm": "hnorm",
-    "projection": "eh_proj",
-    "norm": "shared_head.norm",
-}
-"""Modules of multi-token prediction besides those of a layer."""
 LAYER = "model.layers.{layer}"
 PREDICTED = "num_nextn_predict_layers"
 
@@ -62,8 +56,11 @@ def prediction_rules(block: int, number: int) -> Sequence[Rule]:
         assert isinstance(rule, Same | Stack)
         names = rule.ours.replace("layers.{layer}", own), rule.theirs.replace("{layer}", str(number))
         rules.append(type(rule)(*names))
-    copies = {"embedding.weight": "embed_tokens.weight", "head.weight": "shared_head.head.weight"}
-    return [*rules, *(Repeated(o, f"model.layers.{number}.{t}", written=True) for o, t in copies.items())]
+    copies = (
+        Repeated(f"{ours}.weight", f"model.layers.{number}.{theirs}.weight", written=True)
+        for theirs, ours in COPIES.items()
+    )
+    return [*rules, *copies]
 
 
 @frozen

@@ -7,6 +7,8 @@ from typing import ClassVar
 
 from attrs import frozen
 
+from forge_plugin_transformer import huggingface_names
+from forge_plugin_transformer.huggingface_names import PARTS
 from forge_plugin_transformer.layer_parts import default_hidden
 from forge_plugin_weights.fields import Choice, Dropout, Fixed, Irrelevant, Key, Only, Rope, Synonym
 from forge_plugin_weights.kinds import ArchitectureComponent, Config, Field, Flat, Rule
@@ -15,27 +17,20 @@ from forge_plugin_weights.rules import Repeated, Same
 
 TRANSFORMER = "forge-plugin-transformer"
 
-ENDS: Sequence[Rule] = (
-    Same("embedding.weight", "model.embed_tokens.weight"),
-    Same("norm.weight", "model.norm.weight"),
-    Same("head.weight", "lm_head.weight"),
-)
-NORMS: Sequence[Rule] = (
-    Same("layers.{layer}.attention_norm.weight", "model.layers.{layer}.input_layernorm.weight"),
-    Same("layers.{layer}.ffn_norm.weight", "model.layers.{layer}.post_attention_layernorm.weight"),
-)
-ATTENTION: Sequence[Rule] = tuple(
-    Same(f"layers.{{layer}}.attention.{ours}.{{tensor}}", f"model.layers.{{layer}}.self_attn.{ours}_proj.{{tensor}}")
-    for ours in "qkvo"
-)
-QK_NORM: Sequence[Rule] = tuple(
-    Same(f"layers.{{layer}}.attention.{ours}.weight", f"model.layers.{{layer}}.self_attn.{ours}.weight")
-    for ours in ("q_norm", "k_norm")
-)
-FFN: Sequence[Rule] = tuple(
-    Same(f"layers.{{layer}}.ffn.{ours}.{{tensor}}", f"model.layers.{{layer}}.mlp.{ours}_proj.{{tensor}}")
-    for ours in ("gate", "up", "down")
-)
+
+def named_alike(*modules: str) -> Sequence[Rule]:
+    """Returns the rules of modules of a layer, by our names, that are called as in Llama and Qwen3."""
+    return [
+        Same(f"layers.{{layer}}.{module}.{{tensor}}", f"model.layers.{{layer}}.{PARTS[module]}.{{tensor}}")
+        for module in modules
+    ]
+
+
+ENDS: Sequence[Rule] = [Same(f"{ours}.weight", f"{theirs}.weight") for ours, theirs in huggingface_names.ENDS.items()]
+NORMS = named_alike("attention_norm", "ffn_norm")
+ATTENTION = named_alike(*(f"attention.{matrix}" for matrix in "qkvo"))
+QK_NORM = named_alike("attention.q_norm", "attention.k_norm")
+FFN = named_alike("ffn.gate", "ffn.up", "ffn.down")
 
 
 OF_7B: Config = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}

@@ -44,8 +44,8 @@ class Stretched(Rope):
     """The position encoding, which is YaRN where no key says it."""
 
     def read(self, config: Config) -> Flat:
-        said = config.get("rope_scaling") or config.get("rope_parameters")
-        return super().read(config if said else {**config, "rope_scaling": SCALING})
+        scaling = config.get("rope_scaling") or config.get("rope_parameters") or SCALING
+        return super().read({**config, "rope_scaling": SCALING} if scaling is SCALING else config)
 
 
 @frozen

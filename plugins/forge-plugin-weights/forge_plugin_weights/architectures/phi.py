@@ -55,7 +55,7 @@ class PhiRope(Rope):
         original, factor = (model[f"{self.path}.{name}"] for name in (ORIGINAL, "factor"))
         longest = round(original * factor)
         if longest / original != factor:
-            raise Unsupported(f"{self.path}.factor = {factor!r} times {original} is no whole number of positions")
+            raise Unsupported(f"{self.path}.factor = {factor!r} times {original} is not a whole number of positions")
         del config["rope_parameters"]["factor"]
         scaling = {name: config["rope_scaling"][name] for name in ("short_factor", "long_factor")}
         # transformers 4 refuses a fourth key.
@@ -78,7 +78,10 @@ class Phi3(ArchitectureComponent):
             Fixed({"attention.bias": False, "ffn.bias": False}),
             *(Only(key, False, "there are no such biases", write_it=False) for key in absent),
             *(Dropout(key) for key in ("resid_pdrop", "embd_pdrop")),
-            *(Only(key, 1, "none is known", write_it=False) for key in ("full_attn_mod", "interpolate_factor")),
+            *(
+                Only(key, 1, "its meaning is not known: published models have 1", write_it=False)
+                for key in ("full_attn_mod", "interpolate_factor")
+            ),
             Key("rms_norm_eps", "norm.eps", 1e-5),
         )
 
