@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forge_core.cli.command_line import positive, with_examples
+from forge_plugin_generate.options import check_path
 
 if TYPE_CHECKING:
     from forge_plugin_lm_eval.model import ForgeLM
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 def command(argv: list[str]) -> int:
     """Evaluate the model of a run or checkpoint on tasks of lm-evaluation-harness."""
     options = _parser().parse_args(argv)
+    check_path(Path(options.path), options.device)
     from lm_eval import simple_evaluate
     from lm_eval.utils import make_table
 
@@ -57,7 +59,19 @@ def _tasks(names: str, folders: Sequence[Path]) -> tuple[Any, list[str]]:
 
     if missing := [folder for folder in folders if not folder.is_dir()]:
         raise JobError([Problem("--include", f"{folder} is not a folder") for folder in missing])
-    manager = TaskManager(include_path=[str(folder) for folder in folders] or None)
+
+    class Manager(TaskManager):  # type: ignore[misc]  # the harness has no types
+        """Says in one line why a task cannot be loaded, its data included, which the harness fetches there."""
+
+        def load(self, *arguments: Any, **options: Any) -> Any:
+            try:
+                return super().load(*arguments, **options)
+            except (OSError, ValueError, KeyError, ImportError) as error:
+                reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+                hint = "its data comes from the Hugging Face hub, or from the files that its dataset_kwargs name"
+                raise JobError([Problem("--tasks", f"a task of {names} cannot be loaded: {reason}; {hint}")]) from error
+
+    manager = Manager(include_path=[str(folder) for folder in folders] or None)
     found: dict[str, None] = {}
     problems = []
     for name in filter(None, map(str.strip, names.split(","))):

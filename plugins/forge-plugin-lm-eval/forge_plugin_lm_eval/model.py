@@ -17,7 +17,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from forge_core.contracts.data import begin_of_text
-from forge_core.contracts.errors import ForgeError
+from forge_core.contracts.errors import ForgeError, JobError
 from forge_kit.products import size_multiple
 from forge_plugin_generate.generate import Sampling, generate
 from forge_plugin_generate.prompts import stop_ids
@@ -69,7 +69,7 @@ class ForgeLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
             info: entries for `config` of the results.
 
         Raises:
-            ForgeError: `chat`, and the tokenizer writes no chats.
+            JobError: `chat`, and the tokenizer writes no chats.
         """
         super().__init__()
         self._model: Any = model
@@ -80,7 +80,7 @@ class ForgeLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
         self._chats = tokenizer if chat and isinstance(tokenizer, WritesChats) else None
         if chat and (self._chats is None or not self._chats.chat_template):
             hint = 'train with [data.tokenizer] of type "auto" and a chat_template, or leave --chat out'
-            raise ForgeError(f"this tokenizer has no chat template; {hint}")
+            raise JobError(f"this tokenizer has no chat template; {hint}")
 
     # --- what the harness asks for ---------------------------------------------------------------------------------
 
@@ -235,7 +235,7 @@ class ForgeLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
         room = self._length - settings.max_tokens
         if room < 1:
             message = f"{settings.max_tokens} tokens to generate leave no room for a prompt in {self._length} positions"
-            raise ForgeError(f"{message}; choose a larger --max-length, or fewer by --gen-kwargs max_gen_toks=…")
+            raise JobError(f"{message}; choose a larger --max-length, or fewer by --gen-kwargs max_gen_toks=…")
         return (self.tok_encode(context) or [self.prefix_token_id])[-room:]
 
     def _generate(self, prompts: Sequence[list[int]], settings: GenerationSettings) -> list[str]:

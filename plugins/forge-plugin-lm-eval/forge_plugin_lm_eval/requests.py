@@ -7,7 +7,7 @@ from typing import Any
 
 from attrs import field, frozen
 
-from forge_core.contracts.errors import ForgeError
+from forge_core.contracts.errors import JobError
 
 MOST_TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 """Names under which tasks give the most tokens to generate; the first one counts, as in the harness."""
@@ -41,13 +41,13 @@ def rows_of(requests: Sequence[tuple[Any, Sequence[int], Sequence[int]]], max_le
         max_length: positions of a row; longer ones lose tokens on the left.
 
     Raises:
-        ForgeError: a continuation is empty, or does not fit.
+        JobError: a continuation is empty, or does not fit.
     """
     rows: dict[tuple[int, ...], Row] = {}
     for number, (_, context, continuation) in enumerate(requests):
         if not 0 < len(continuation) <= max_length:
             message = f"a continuation has {len(continuation)} tokens, and rows have 1 to {max_length}"
-            raise ForgeError(f"{message}; choose another --max-length, or leave its task out")
+            raise JobError(f"{message}; choose another --max-length, or leave its task out")
         tokens = (*context, *continuation)[-(max_length + 1) :]
         inputs = tuple(tokens[:-1])
         rows.setdefault(inputs, Row(inputs)).scored.append(Scored(number, tuple(continuation)))
@@ -75,11 +75,11 @@ class GenerationSettings:
             max_tokens: tokens to generate at most, where it does not say.
 
         Raises:
-            ForgeError: there are settings that Forge does not have.
+            JobError: there are settings that Forge does not have.
         """
         if unknown := sorted(set(given) - SETTINGS):
             message = f"generation_kwargs has {', '.join(unknown)}, and Forge has {', '.join(sorted(SETTINGS))}"
-            raise ForgeError(f"{message}; set others by --gen-kwargs, or leave the task out")
+            raise JobError(f"{message}; set others by --gen-kwargs, or leave the task out")
         until = given.get("until") or ()
         temperature = float(given.get("temperature") or 0.0)
         sampled = given.get("do_sample")

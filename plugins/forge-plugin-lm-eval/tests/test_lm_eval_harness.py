@@ -22,6 +22,7 @@ from forge_core.cli import main
 from forge_core.contracts.errors import ForgeError
 from forge_plugin_generate.command import load_trained
 from forge_plugin_generate.generate import Sampling, generate
+from forge_plugin_lm_eval import model
 from forge_plugin_lm_eval.model import ForgeLM
 from forge_plugin_transformer.huggingface_names import to_huggingface
 from forge_testing.distribution import check_distribution
@@ -361,6 +362,49 @@ def test_wrong_tasks_are_named(lm, capsys):
     assert message in capsys.readouterr().err
     assert main(["evaluate", "runs/plain", "--tasks", "choice", "--include", "nowhere"]) == 2
     assert "--include: nowhere is not a folder" in capsys.readouterr().err
+
+
+def test_mistakes_are_one_message_and_a_bad_job(lm, runs, capsys):
+    (runs / "tasks/no_data.yaml").write_text(
+        (runs / "tasks/choice.yaml")
+        .read_text()
+        .replace("task: choice", "task: no_data")
+        .replace("choice.jsonl", "gone")
+    )
+    (runs / "published").mkdir()
+    (runs / "published/config.json").write_text("{}")
+    cases = {
+        ("runs/plain", "--tasks", "no_data"): "--tasks: a task of no_data cannot be loaded: FileNotFoundError: ",
+        ("runs/plain", "--tasks", "written", "--gen-kwargs", "num_beams=4"): "generation_kwargs has num_beams",
+        ("runs/plain", "--tasks", "written", "--max-length", "4"): "leave no room for a prompt in 4 positions",
+        ("runs/plain", "--tasks", "choice", "--chat"): "this tokenizer has no chat template",
+        ("published", "--tasks", "choice"): "forge-run weights import published --output runs/published",
+        ("runs/gone", "--tasks", "choice"): "runs/gone: no such run folder or checkpoint",
+        ("tasks", "--tasks", "choice"): "tasks is neither a checkpoint nor a run folder with checkpoints",
+    }
+    for options, message in cases.items():
+        capsys.readouterr()
+        assert main(["evaluate", *options, "--device", "cpu", "--include", "tasks"]) == 2
+        shown = capsys.readouterr().err
+        assert message in shown
+        assert "Traceback" not in shown
+
+
+def test_one_batch_of_any_size_and_ties_are_those_of_argmax(lm):
+    hidden = torch.randn(70, 32)
+    with torch.no_grad():
+        logits = lm._model.head.logits(hidden).double()
+        top = logits.argmax(-1)
+        second = logits.scatter(-1, top[:, None], -torch.inf).argmax(-1)
+        labels = torch.where(torch.arange(70) % 2 == 0, top, second)
+        values, likeliest = lm._log_probabilities(hidden, labels)
+    torch.testing.assert_close(values, logits.log_softmax(-1).gather(-1, labels[:, None])[:, 0], atol=1e-5, rtol=0)
+    assert likeliest.tolist() == [number % 2 == 0 for number in range(70)]
+    tied = torch.tensor([[0.0, 2.0, 2.0], [1.0, 0.0, 1.0]])
+    for label in range(3):
+        right, top = tied[:, label], tied.amax(-1)
+        first = model._is_first(tied, torch.full((2,), label), right == top)
+        assert first.tolist() == (tied.argmax(-1) == label).tolist()
 
 
 def test_settings_of_generation_come_from_the_command_too(lm, runs):
