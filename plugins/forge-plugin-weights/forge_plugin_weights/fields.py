@@ -184,8 +184,8 @@ class Choice(Field):
             if all(model.get(path) == setting for path, setting in settings.items()):
                 return {self.theirs: value}
         paths = sorted({path for settings in self.options.values() for path in settings})
-        settings = ", ".join(f"{path} = {model.get(path)!r}" for path in paths)
-        raise Unsupported(f"{settings} has no counterpart in {self.theirs} ({', '.join(map(repr, self.options))})")
+        ours = ", ".join(f"{path} = {model.get(path)!r}" for path in paths)
+        raise Unsupported(f"{ours} has no counterpart in {self.theirs} ({', '.join(map(repr, self.options))})")
 
 
 @frozen
