@@ -46,7 +46,7 @@ class TrainedModel:
     checkpoint: Path
     _catalog: Catalog = field(repr=False)
 
-    @torch.inference_mode()
+    @torch.no_grad()  # and not inference_mode: tables that modules keep from here on must serve training, too
     def __call__(self, ids: Tensor | Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
         """Compute the logits of the token after each.
 

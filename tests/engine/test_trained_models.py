@@ -47,7 +47,7 @@ def model(run):
 def test_logits_of_plain_ids_in_any_form(model):
     ids = model.tokenizer.encode("the cat")
     logits = model(ids)
-    assert (logits.shape, logits.dtype, logits.is_inference()) == ((len(ids), 257), torch.float32, True)
+    assert (logits.shape, logits.dtype, logits.requires_grad) == ((len(ids), 257), torch.float32, False)
     assert torch.equal(model(torch.tensor(ids)), logits)
     torch.testing.assert_close(model(torch.tensor([ids, ids], dtype=torch.int32))[1], logits)
     torch.testing.assert_close(model(ids[:3]), logits[:3])  # causal, and positions from 0 on

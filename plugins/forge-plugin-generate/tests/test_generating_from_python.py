@@ -64,3 +64,14 @@ def test_a_model_without_a_tokenizer_is_named(make_job, train):
     model = load_model(train(make_job(steps=1)).folder, device="cpu")
     with pytest.raises(ForgeError, match=r"the job of .* has no tokenizer, so prompts cannot be read"):
         model.generate("the")
+
+
+def test_training_goes_on_in_the_process_that_used_a_model(model, tmp_path):
+    """Tables of positions are shared by all models of a process, however long the sequence was that they were made for."""
+    length = 24  # longer than the job's sequences, so that the table is made by the call
+    model(model.tokenizer.encode("the cat sat on the mat and")[:length])
+    source = model.job.data.sources[0].path
+    train = {**JOB["train"], "seq_len": length}
+    data = {**JOB["data"], "sources": [{"type": "text", "path": source}]}
+    job = {**JOB, "train": train, "data": data, "job": {"output": str(tmp_path)}}
+    assert Trainer(job, echo=lambda text: None).run().step == 3
