@@ -67,7 +67,7 @@ def test_a_model_without_a_tokenizer_is_named(make_job, train):
 
 
 def test_training_goes_on_in_the_process_that_used_a_model(model, tmp_path):
-    """Tables of positions are shared by all models of a process, however long the sequence was that they were made for."""
+    """Tables of positions are shared by all models of a process, whichever of them they were made for."""
     length = 24  # longer than the job's sequences, so that the table is made by the call
     model(model.tokenizer.encode("the cat sat on the mat and")[:length])
     source = model.job.data.sources[0].path
