@@ -29,11 +29,12 @@ from generated_kinds import event_rows, facts, hook_rows, kind_rows, plugin_kind
 from mkdocs.exceptions import PluginError
 
 from forge_core.cli import main
-from forge_core.config.field_types import component_in, header, is_section, section_in, type_name
-from forge_core.config.keys import Key, class_doc, keys_of
+from forge_core.config.field_types import component_in, header, is_section, type_name
 from forge_core.contracts.components import Component
 from forge_core.job import Job
 from forge_core.plugins.catalog import CORE, Catalog, Distribution
+from forge_kit.documented_keys import Key, class_doc, keys_of
+from forge_plugin_author.explain import section_in
 
 COMMENT = re.compile(r"^<!-- generated: (\w+) ?(.*?) -->$", re.MULTILINE)
 NO_COMPONENTS = ("kind", "command")

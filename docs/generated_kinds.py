@@ -13,12 +13,12 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-from forge_core.config.keys import class_doc, one_paragraph
 from forge_core.contracts.components import Command, Component, TrainingHook
 from forge_core.contracts.hookspecs import PROJECT, ForgeHooks
 from forge_core.engine.hooks import EVENTS
 from forge_core.plugins.catalog import CORE, Catalog
 from forge_core.plugins.manager import BUILD_HOOKS
+from forge_kit.documented_keys import class_doc, one_paragraph
 from forge_testing import suites
 
 COMPONENTS, PROTOCOLS = "/reference/components.md", "/reference/protocols.md"

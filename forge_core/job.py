@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from attrs import field, frozen
-from attrs.validators import ge, gt, matches_re, min_len, optional
+from attrs.validators import ge, gt, le, matches_re, min_len, optional
 
 from forge_core.contracts import components
 from forge_core.contracts.components import default_type, when_resumed
@@ -36,9 +36,9 @@ class JobSection:
 class TrainSection:
     """`[train]`: length, batch and numerics of the training."""
 
-    steps: int = field(validator=gt(0), metadata=SAFE)
+    steps: int = field(validator=[gt(0), le(1 << 53)], metadata=SAFE)  # schedules compute in float64
     """Optimizer steps of the whole run."""
-    global_batch_size: int = field(validator=gt(0))
+    global_batch_size: int = field(validator=[gt(0), le(1 << 53)])
     """Sequences per optimizer step, whatever the layout."""
     micro_batch_size: int = field(default=0, validator=ge(0), metadata=SAFE)
     """Sequences per forward pass on one data-parallel rank; 0: as many as fall to the rank, in one pass."""
@@ -137,7 +137,9 @@ class CheckpointSection:
     """
 
     interval: int = field(default=1000, validator=ge(0))
-    """Steps between checkpoints; 0: only at the end."""
+    """Steps between checkpoints; 0: only at the end, and by `interval_minutes`."""
+    interval_minutes: float = field(default=30.0, validator=ge(0))
+    """Save too when this many minutes have passed since the last checkpoint; 0: never by time."""
     early_steps: int = field(default=0, validator=ge(0))
     """Up to this step, also save at the powers of two (1, 2, 4, …), and keep those forever."""
     at_start: bool = False

@@ -44,7 +44,7 @@ PLACES |= {"parallel": "parallel.it", "evaluation": "evaluations.it"}
 OFFERS = """
 import json
 from forge_core import Catalog
-from forge_core.config.keys import keys_of
+from forge_core.config.keys import resolved_fields
 from attrs import NOTHING
 catalog = Catalog.installed()
 mine = [offer for offer in catalog.offers() if offer.distribution and offer.distribution.name == {name!r}]
@@ -52,7 +52,7 @@ found = []
 for offer in mine:
     if offer.kind in {kinds!r}:
         component = catalog.load(offer.kind, offer.type)
-        if not any(key.default is NOTHING for key in keys_of(component)):
+        if not any(field.default is NOTHING for field in resolved_fields(component).values()):
             found.append((offer.kind, offer.type))
 print(json.dumps(found))
 """

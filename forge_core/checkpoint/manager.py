@@ -211,7 +211,7 @@ def verify(folder: Path, how: How, ranks: Ranks | None = None) -> dict[str, Any]
 
 
 class Saver:
-    """Saves the states of a run. All its methods but `due` are collective.
+    """Saves the states of a run. All its methods but `due` and `overdue` are collective.
 
     `saved_step` was saved last, or is being written; None if there is none, or saving it failed. `evaluation` is the
     last one, which checkpoints record: `step` and `metrics`; empty before the first.
@@ -237,6 +237,7 @@ class Saver:
         """The step that a background thread is writing."""
         self.evaluation: Mapping[str, Any] = {}
         self.saved_step: int | None = None
+        self._saved_at = time.monotonic()
         if section.async_save:
             # One thread for the whole run, where DCP's `async_save` starts one for each save
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -262,12 +263,18 @@ class Saver:
         interval = self._section.interval
         return bool(interval and step % interval == 0) or self._checkpoints.retention.is_early(step)
 
+    @property
+    def overdue(self) -> bool:
+        """Whether the clock of this rank asks for a checkpoint; others may still have another minute."""
+        return time.monotonic() - self._saved_at >= (60 * self._section.interval_minutes or math.inf)
+
     def save(self, step: int, state: State, final: bool = False) -> None:
         """Save the state of `step`, or with `async_save` copy it and start to write it.
 
         The last save of a run is `final`: it is waited for, and must succeed. Raises a `CheckpointError` if a save
         failed, this or the one before, and `on_failure` does not let it pass.
         """
+        self._saved_at = time.monotonic()  # also if it fails: the next one is not tried at once
         self.settle()  # one at a time: the copy in host memory is reused, and checkpoints appear in the order of steps
         try:
             state = State(state.tensors, self._plain_values(step, state))

@@ -214,12 +214,12 @@ def _reads(tensors: Mapping[str, Tensor], index: Index) -> Iterator[Read]:
 
 def _read_files(folder: Path, reads: Iterable[Read]) -> None:
     """Fill the targets of all reads, each file from its start to its end, as disks read fastest."""
-    in_order = sorted(reads, key=lambda read: (read.file, read.start))
+    in_order, done = sorted(reads, key=lambda read: (read.file, read.start)), itertools.count(1)
     for name, of_file in itertools.groupby(in_order, key=lambda read: read.file):
         with (folder / name).open("rb") as file:
             for read in of_file:
                 _read(file, read)
-                report_progress("reading")
+                report_progress("reading tensors", next(done), len(in_order))
 
 
 def _read(file: BinaryIO, read: Read) -> None:

@@ -15,7 +15,7 @@ import warnings
 from importlib.util import find_spec
 from pathlib import Path
 
-from forge_core.contracts.errors import ExitCode, ForgeError, JobError, did_you_mean
+from forge_core.contracts.errors import ExitCode, ForgeError, JobError, closest
 from forge_core.plugins.catalog import CORE, Catalog, Offer, first_party
 
 USAGE = """\
@@ -77,13 +77,12 @@ def _dispatch(argv: list[str], as_program: bool) -> int:
         return ExitCode.FINISHED
     # A job file or an override; by its name too, so that a file that is missing is reported as one.
     is_file = Path(first).is_file() and not catalog.matching("command", first)  # called `runs`, say
-    is_job = first.endswith(".toml") or first.startswith("-") or is_file
+    is_job = first.endswith(".toml") or first[:1] in ("-", "+") or "=" in first or is_file
     name, rest = ("run", argv) if is_job else (first, argv[1:])
     command = catalog.load_offer(find_command(catalog, name))
     if as_program and name != "run":  # in place of what `forge_core.__main__` has set
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        for number in (signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, signal.SIG_DFL)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     return command(rest)
 
 
@@ -98,7 +97,12 @@ def find_command(catalog: Catalog, name: str) -> Offer:
         if distribution := first_party_commands.get(name):
             raise JobError(f"forge-run: the command {name!r} is not installed: pip install {distribution}")
         names = catalog.types("command")
-        hint = did_you_mean(name, [*names, *first_party_commands]) or f". Commands: {', '.join(names)}"
+        if os.path.isdir(name):
+            is_run, hint = os.path.isfile(os.path.join(name, "job.toml")), "is a folder, and no job file"
+            hint = f"is a run folder; to continue it: forge-run resume {name}" if is_run else hint
+            raise JobError(f"forge-run: {name!r} {hint}")
+        likely = closest(name, [*names, *first_party_commands, "train"])  # as other programs call `run`
+        hint = f"; did you mean {likely.replace('train', 'run')!r}?" if likely else f". Commands: {', '.join(names)}"
         raise JobError(f"forge-run: {name!r} is no command and no job file{hint}")
     if len(offers) > 1:
         choices = " or ".join(f"forge-run {offer.qualified}" for offer in offers)

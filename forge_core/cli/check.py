@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import Any
 
-from forge_core.cli.command_line import columns, parse_job_arguments, with_examples
+from forge_core.cli.command_line import columns, parse_job_arguments, positive, with_examples
 from forge_core.config.keys import walk_components
 from forge_core.config.load import load_job
 from forge_core.contracts.errors import ExitCode, JobError, Problem
@@ -16,7 +16,7 @@ from forge_core.plugins.catalog import Catalog
 def command(argv: list[str]) -> int:
     """Check a job and print what it is made of; nothing is run or written."""
     parser = argparse.ArgumentParser("forge-run check", description=command.__doc__)
-    parser.add_argument("--world-size", type=int, default=1, metavar="N", help="ranks that the job is to run on (1)")
+    parser.add_argument("--world-size", type=positive, default=1, metavar="N", help="ranks of the run (1)")
     parser.add_argument("--json", action="store_true", help="print JSON, problems too")
     with_examples(parser, "forge-run check job.toml", "forge-run check job.toml --world-size 8 --parallel.tp.degree=2")
     options, files, overrides = parse_job_arguments(parser, argv)

@@ -6,6 +6,12 @@ import argparse
 import textwrap
 from collections.abc import Sequence
 from inspect import cleandoc
+from pathlib import Path
+
+from attrs import fields_dict
+
+from forge_core.contracts.errors import JobError, did_you_mean
+from forge_core.job import Job
 
 WIDTH = 100
 EXAMPLES = "examples:"
@@ -37,16 +43,33 @@ def parse_job_arguments(
 ) -> tuple[argparse.Namespace, list[str], list[str]]:
     """Parse `[OPTIONS] JOB.toml … [--section.key=value …]`: returns options, job files and overrides, in order.
 
-    Every argument that starts with `--` and is no option of `parser`, which has the command's own, is an override.
+    Overrides may also be written `--section.key value` and `section.key=value`; any other option that is none of
+    `parser`, which has the command's own, is refused by a `JobError`.
     Files, which the help describes by `files`, and overrides are added to the parser.
     """
     parser.allow_abbrev = False  # `--res=never` is no `--resume`: it may be a key of a plugin
     parser.add_argument("files", nargs="+", metavar="JOB.toml", help=files)
     parser.add_argument_group("overrides", "--section.key=value …: a key of the job, its value written as in TOML")
-    options = {option for action in parser._actions for option in action.option_strings}
+    takes_value = {option: action.nargs != 0 for action in parser._actions for option in action.option_strings}
     # Separated first: argparse does not know the keys of a job, and would take the file after one for its value.
-    overrides = [each for each in argv if each.startswith("--") and each.partition("=")[0] not in options]
-    parsed = parser.parse_args([each for each in argv if each not in overrides])
+    own, overrides, rest = list[str](), list[str](), list(argv)
+    while rest:
+        word = rest.pop(0)
+        key = word.lstrip("-+").partition("=")[0]
+        if word.partition("=")[0] in takes_value:
+            own += [word, *([rest.pop(0)] if rest and takes_value.get(word) else [])]
+        elif word[:1] not in ("-", "+") and ("=" not in word or Path(word).exists()):
+            own.append(word)
+        elif (word[:2] != "--" and word[0] in "-+") or (
+            key.replace("-", "_").isidentifier() and key not in fields_dict(Job)
+        ):
+            meant = f"; did you mean '--{word.lstrip('-+')}'?" if "." in key else did_you_mean(word, takes_value)
+            raise JobError(f"{word}: unknown option{meant or '; keys of the job are written --section.key=value'}")
+        elif "=" not in word and rest and not rest[0].startswith("-") and not rest[0].endswith(".toml"):
+            overrides.append(f"{word}={rest.pop(0)}")
+        else:
+            overrides.append(f"--{word.removeprefix('--')}")  # Hydra's form, without dashes, too
+    parsed = parser.parse_args(own)
     return parsed, parsed.files, overrides
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def command(argv: list[str]) -> int:
     """Train what a job describes; `forge-run job.toml` is short for `forge-run run job.toml`."""
-    from forge_core.cli.command_line import parse_job_arguments, with_examples
+    from forge_core.cli.command_line import parse_job_arguments, positive, with_examples
 
     parser = argparse.ArgumentParser(prog="forge-run run", description=command.__doc__)
     resume = (
@@ -30,7 +30,7 @@ def command(argv: list[str]) -> int:
     ranks = "start N ranks on this machine, which make one run (default: 1, unless torchrun or srun has started this "
     parser.add_argument("--resume", default="auto", metavar="auto|never|PATH", help=resume)
     parser.add_argument("--resume-with-changes", action="store_true", help=changes)
-    parser.add_argument("--nproc", type=int, metavar="N", help=f"{ranks}process as one of several)")
+    parser.add_argument("--nproc", type=positive, metavar="N", help=f"{ranks}process as one of several)")
     talk = parser.add_mutually_exclusive_group()
     quiet, verbose = "print warnings, errors and the last lines only", "also print the resolved job and every step"
     talk.add_argument("-q", "--quiet", action="store_const", const=-1, default=0, dest="verbosity", help=quiet)
@@ -42,18 +42,13 @@ def command(argv: list[str]) -> int:
     from forge_core.launch.world import join_world
 
     with this_process.stoppable():
-        return _run(options, join_world(), argv, overrides)
-
-
-def _run(options: argparse.Namespace, world: World, argv: list[str], overrides: list[str]) -> int:
-    if options.nproc is not None and options.nproc != 1:
-        return _supervise(options, world, argv, overrides)
-    if world.alone:
-        _warn_of_idle_tasks()
-        return _train(options, overrides)
-    from forge_core.launch.rank_process import this_process
-
-    return this_process.run(world, lambda log: _train(options, overrides, world, log))
+        world = join_world()
+        if options.nproc is not None and options.nproc != 1:
+            return _supervise(options, world, argv, overrides)
+        if world.alone:
+            _warn_of_idle_tasks()
+            return _train(options, overrides)
+        return this_process.run(world, lambda log: _train(options, overrides, world, log))
 
 
 def _train(
@@ -69,16 +64,19 @@ def _train(
     if options.verbosity > 0 and is_first:
         assert job.checked is not None, "load_job checks every job"
         print(dump_job(job, job.checked.catalog), flush=True)
-    from forge_core.engine.trainer import Trainer
-    from forge_core.parallel.mesh import leave_group
+    from forge_core.metrics.console import showing_progress
 
-    summary = Trainer(
-        job,
-        resume=options.resume,
-        resume_with_changes=options.resume_with_changes,
-        echo=print if options.verbosity >= 0 else lambda text: None,
-        on_folder=log.open if log else lambda folder: None,
-    ).run()
+    with showing_progress(job.loggers if is_first else {}):
+        from forge_core.engine.trainer import Trainer
+        from forge_core.parallel.mesh import leave_group
+
+        summary = Trainer(
+            job,
+            resume=options.resume,
+            resume_with_changes=options.resume_with_changes,
+            echo=print if options.verbosity >= 0 else lambda text: None,
+            on_folder=log.open if log else lambda folder: None,
+        ).run()
     if is_first:
         print(describe_summary(summary), flush=True)
     leave_group()  # last: what was printed is out even if another rank is gone and this one waits for it
@@ -91,8 +89,6 @@ def _supervise(options: argparse.Namespace, world: World, argv: list[str], overr
     from forge_core.launch.rank_process import LOGS
     from forge_core.launch.supervisor import Supervisor
 
-    if options.nproc < 1:
-        raise JobError(f"--nproc is {options.nproc}; it must be at least 1")
     if not world.alone:
         already = f"this process is one of {world.size} ranks already"
         raise JobError(f"--nproc starts ranks, and {already}; leave it out, or start one process only")

@@ -22,6 +22,7 @@ from forge_core.contracts.errors import SURE, did_you_mean
 
 SCALARS: Mapping[type, tuple[type, ...]] = {bool: (bool,), int: (int,), float: (int, float), str: (str,), Path: (str,)}
 """Types of TOML values that each scalar type accepts. A bool is not an int here, though it is in Python."""
+BOOLS = dict.fromkeys(("true", "1", "yes", "on"), "true") | dict.fromkeys(("false", "0", "no", "off"), "false")
 _SHORT = Repr()
 _SHORT.maxstring = _SHORT.maxother = 60
 
@@ -112,12 +113,6 @@ def component_in(type_: Any) -> type[Component] | None:
         if is_component(entry):
             return entry
     return None
-
-
-def section_in(type_: Any) -> type | None:
-    """The section class that a field holds: itself, as entries of an array, or as a member of a union."""
-    entries = (item_type(member) if is_array(member) else member for member in members(type_))
-    return next(filter(is_section, entries), None)
 
 
 # --- names in messages -------------------------------------------------------------------------------------------
@@ -222,7 +217,7 @@ def _corrected(value: Any, type_: Any) -> str | None:
     if type_ is str and isinstance(value, bool | int | float):
         return toml_text(toml_text(value))
     if type_ is bool:
-        return {"true": "true", "false": "false", "1": "true", "0": "false"}.get(str(value).lower())
+        return BOOLS.get(str(value).lower())
     with suppress(ValueError):
         if type_ is float and isinstance(value, str):
             return str(float(value))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,7 +32,7 @@ def check_rules(job: Job, catalog: Catalog, world_size: int = 1, with_data: bool
     planned = not problems
     problems += batch_problems(job, layout) if planned else ()
     problems += [*mixture_problems(job), *_core_problems(job, catalog), *_loader_problems(job, catalog)]
-    problems += _load_problems(job) if with_data else ()
+    problems += [*_load_problems(job), *_output_problems(job)] if with_data else ()
     for path, component in walk_components(job):
         if with_data or not path.startswith(READS):
             problems += _component_problems(path, component, job, layout, catalog)
@@ -94,6 +95,15 @@ def _load_problems(job: Job) -> Iterator[Problem]:
         elif not _may_hold_checkpoints(path):
             what = "neither a checkpoint (it has no manifest.json) nor a run folder with checkpoints"
             yield Problem(f"{table}.path", f"{load.path!r} is {what}")
+
+
+def _output_problems(job: Job) -> Iterator[Problem]:
+    """Whether the run folder can be made, as is known before torch is imported and data read."""
+    folder = Path(job.job.output) / job.job.name
+    existing = next(path for path in (folder, *folder.parents) if os.path.exists(path))
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):  # not even by root, if it is read-only
+        what = "cannot be written" if existing.is_dir() else "is a file"
+        yield Problem("job.output", f"{str(existing)!r} {what}; name a folder that can hold run folders")
 
 
 def _may_hold_checkpoints(path: Path) -> bool:

@@ -168,7 +168,9 @@ def _read_text(text: str, name: str, layer: int) -> Node:
         return annotate(tomllib.loads(text), find_lines(text), Origin(name, 0, layer))
     except tomllib.TOMLDecodeError as error:
         line, column, reason = _position(text, str(error))
-        raise _fault(f"not valid TOML: {reason[:1].lower()}{reason[1:]}", origin=f"{name}:{line}:{column}") from None
+        other = "JSON" if text.lstrip()[:1] == "{" else "YAML" if re.match(r"(---|- |[\w-]+:\s)", text) else ""
+        message = f"looks like {other}, and jobs are TOML" if other else "not valid TOML"
+        raise _fault(f"{message}: {reason[:1].lower()}{reason[1:]}", origin=f"{name}:{line}:{column}") from None
 
 
 def _position(text: str, message: str) -> tuple[int, int, str]:

@@ -22,6 +22,7 @@ from forge_core.contracts.errors import DataError
 from forge_core.data.order import SampleOrder, check_supply, sample_order, sizes_of
 from forge_core.data.reading import LanePositions, Plain, RowReader, collate
 from forge_core.job import WORKER_LOADER
+from forge_core.launch.progress_beacon import report_progress
 from forge_core.parallel.layout import micro_batches
 from forge_core.parallel.mesh import gather_objects, sample_rank
 
@@ -219,5 +220,6 @@ def evaluation_batches(dataset: Dataset, count: int, job: Job, context: BuildCon
     for start in range(0, count, ranks * size):
         first = start + rank * size
         rows = [dataset[index] for index in drawn[first : first + size]]
+        report_progress(done=start, total=count)
         batch = collate([*rows, *[ignored] * (size - len(rows))], job.model.batch_fields(job))
         yield {name: tensor.to(context.device, non_blocking=True) for name, tensor in batch.items()}

@@ -30,7 +30,7 @@ from forge_core.engine.executor import SplittingExecutor
 from forge_core.engine.groups import Names, Rates, apply_settings, check_groups, check_modes
 from forge_core.engine.hooks import HookRunner, collect_hooks
 from forge_core.job import Job
-from forge_core.launch.progress_beacon import ProgressBeacon, report_progress
+from forge_core.launch.progress_beacon import ProgressBeacon
 from forge_core.parallel.initialise import DTYPES, bare_model, check_finite, materialise, ties
 from forge_core.parallel.layout import layout_of
 from forge_core.parallel.mesh import choose_device, make_mesh, world_size
@@ -136,11 +136,10 @@ def build_run(
     # The tokenizer first: data and model need it. Data before the model: what is wrong shows before memory is taken.
     context = attrs.evolve(context, tokenizer=build_tokenizer(job, context))
     datasets = build_datasets(job, context)
-    report_progress("data built")  # each part may take minutes, and the watchdogs of all ranks look
+    runner = HookRunner(collect_hooks(job, context.plugins, hooks), beacon)
+    runner.beacon.enter("building the model")  # each part may take minutes, and the watchdogs of all ranks look
     built = build_model(job, context)
-    report_progress("model built")
-    loss = context.build(job.loss)
-    return assemble(job, context, built, loss, datasets, HookRunner(collect_hooks(job, context.plugins, hooks), beacon))
+    return assemble(job, context, built, context.build(job.loss), datasets, runner)
 
 
 def assemble(

@@ -226,8 +226,8 @@ class Agreement:
     def reach(self) -> bool:
         """Agree on whether to end, and return whether to save. Collective."""
         self._beacon.enter("agreement of the ranks")
-        requests = self._requests
-        asked = [bool(requests.stop), requests.checkpoint, bool(requests.non_finite), self._saver.writing]
+        requests, saver = self._requests, self._saver
+        asked = [bool(requests.stop), requests.checkpoint or saver.overdue, bool(requests.non_finite), saver.writing]
         stop, checkpoint, non_finite, writing = asked if self._alone else any_rank(asked)
         # Texts travel only in the step in which ranks have agreed that there is one: other steps cost four flags.
         if stop:

@@ -14,6 +14,7 @@ from torch import Size
 from forge_core.checkpoint.manager import State
 from forge_core.checkpoint.resume import FLAG, Start
 from forge_core.checkpoint.run_diff import check_tokenizer, describe_changes
+from forge_core.checkpoint.run_folder import JOB
 from forge_core.checkpoint.state import Progress, evaluated_names, gather_state, holders, model_tensors, restore_state
 from forge_core.checkpoint.tensors import Index, load_tensors, shared_index
 from forge_core.config.load import dump_job
@@ -44,6 +45,8 @@ def restore(start: Start, run: Run, provenance: Mapping[str, Any], echo: Callabl
     if start.weights:
         echo("\n".join(_take_weights(start, run, provenance)))
     if start.checkpoint is None:
+        if (folder := run.context.folder) and (folder / JOB).exists():  # which every run writes before its first step
+            echo(f"an earlier run in {folder} ended before its first checkpoint: this one starts from step 0 again")
         return Progress()
     run.hooks.beacon.enter("loading the checkpoint")
     # Checks first: a run that is refused has not read the tensors, which may take minutes.

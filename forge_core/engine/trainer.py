@@ -121,7 +121,7 @@ class Trainer:
             checkpoints = open_checkpoints(self.job, context)
             # Before anything is built: data and model may take minutes, and the job may not be allowed to continue.
             start = find_start(self.job, self._catalog, checkpoints, self._resume, self._with_changes)
-            beacon.enter("building")
+            beacon.enter("reading data")
             run = build_run(self.job, context, self._hooks, beacon)
             # The stack closes the loop's loader and loggers before it gives up the lock of the folder.
             loop = Loop(run, checkpoints, start, stack, self._echo if global_rank() == 0 else lambda text: None)

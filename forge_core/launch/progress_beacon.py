@@ -1,7 +1,8 @@
-"""Where a rank is in its work, and whether it moves: the watchdogs of all ranks judge a hang by it."""
+"""The position of a rank in its work, and whether it moves: shown to users, and judged by watchdogs."""
 
 from __future__ import annotations
 
+import time
 from typing import ClassVar
 
 from attrs import frozen
@@ -24,8 +25,12 @@ class ProgressBeacon:
     # On the class: a tokenizer that reports knows no run. Without a lock: of two reports at once one may be lost
     reports: ClassVar[int] = 0
     """Calls of `report_progress` in this process, from any thread."""
+    phase: ClassVar[str] = "importing torch"
     detail: ClassVar[str] = ""
-    """Text of the last report."""
+    """Text of the last report that had one."""
+    done, total = 0.0, 0.0
+    since: ClassVar[float] = time.monotonic()
+    """When the phase began, or the work in it of which `total` is the amount."""
 
     def __init__(self) -> None:
         self.position = Position(0, 0, "start-up")
@@ -35,17 +40,39 @@ class ProgressBeacon:
         before = self.position
         # A new object in one assignment: the watchdog's thread reads it at any time, without a lock
         self.position = Position(before.count + 1, before.step if step is None else step, phase)
-        ProgressBeacon.detail = ""
+        name = phase.partition(",")[0]  # batches of an evaluation are one phase to users
+        if name != ProgressBeacon.phase:
+            ProgressBeacon.phase, ProgressBeacon.since = name, time.monotonic()
+            ProgressBeacon.detail, ProgressBeacon.done, ProgressBeacon.total = "", 0.0, 0.0
+
+    @classmethod
+    def describe(cls) -> str:
+        """The present work in words, with its share that is done, and the time it has taken and will take."""
+        elapsed = time.monotonic() - cls.since
+        share = min(cls.done / cls.total, 1.0) if cls.total else 0.0
+        subject, passed = ": ".join(filter(None, [cls.phase, cls.detail])), f"{clock(elapsed)} so far"
+        left = f"{share:.0%}, {passed}, {clock(elapsed / share - elapsed)} left" if share else passed
+        return f"{subject}, {left}"
 
 
-def report_progress(detail: str = "") -> None:
+def clock(seconds: float) -> str:
+    """Seconds as `h:mm:ss`."""
+    return f"{int(seconds) // 3600}:{int(seconds) // 60 % 60:02}:{int(seconds) % 60:02}"
+
+
+def report_progress(detail: str = "", done: float = 0, total: float = 0) -> None:
     """Report that this rank moves, from inside work that takes longer than a second.
 
     A run in which no rank has moved for `launch.hang_timeout_s` is ended as a hang; each phase of the engine and each
     call of this function is a move. Tokenizing, building a cache, downloading or saving calls it once for every
     document, file or batch. It costs about a microsecond, may be called from any thread of a rank's process (not from a
-    worker process, which the watchdog does not see), and does nothing where no run is watched. When a run hangs,
-    `detail` is shown beside the phase: work done so far, such as `"3 of 7 files"`.
+    worker process, which the watchdog does not see), and does nothing where no run is watched.
+
+    Users see `detail` beside the phase, the kind of work such as `"encoding text"` (empty: what was there stays), and
+    from the amounts `done` and `total`, in any unit (0: not known), how much time is left.
     """
     ProgressBeacon.reports += 1
-    ProgressBeacon.detail = detail
+    if total and (detail != ProgressBeacon.detail or total != ProgressBeacon.total):
+        ProgressBeacon.since = time.monotonic()  # of other work the speed says nothing
+    if detail or total:
+        ProgressBeacon.detail, ProgressBeacon.done, ProgressBeacon.total = detail, done, total

@@ -115,10 +115,8 @@ class RankProcess:
             with suppress(Exception):
                 report = self.rendezvous.end(report)
         if self._world.rank == 0:
-            terminal = self._log.terminal.fileno() if self._log else 2
-            # In place of a line that is being redrawn; by its number, as the main thread may hold the stream's lock
-            restored = "\r\x1b[K\x1b[?25h" if os.isatty(terminal) else ""
-            os.write(terminal, f"{restored}{text}\n".encode())
+            # By its number, as the main thread may hold the lock of the stream
+            os.write(self._log.terminal.fileno() if self._log else 2, f"{text}\n".encode())
         if self._log is not None:
             self._log.write(text)
         if self._launcher is None:  # our launcher asks the other ranks itself

@@ -10,6 +10,7 @@ import math
 import os
 import socket
 import time
+import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
@@ -116,14 +117,18 @@ class Rendezvous:
         """
         keys = [f"{topic}/{rank}" for rank in ranks]
         deadline = time.monotonic() + self.start_timeout_s
+        due = min(deadline, time.monotonic() + SILENT_S)
         # By polls and not by the store's own `wait`: that sees neither that the run has ended nor which rank is missing
         while not self._exist(keys):
             if report := self.ending():
                 raise EndedElsewhere(report)
-            if time.monotonic() > deadline:
+            if time.monotonic() > due:
                 missing = listed([rank for rank, key in zip(ranks, keys, strict=True) if not self._exist([key])])
                 limit = f"launch.start_timeout_s = {self.start_timeout_s:g} s"
-                raise RanksMissing(f"of {self.world.size} ranks, {missing} did not arrive within {limit}")
+                if due == deadline:
+                    raise RanksMissing(f"of {self.world.size} ranks, {missing} did not arrive within {limit}")
+                warnings.warn(f"waiting for rank {missing} of {self.world.size}, up to {limit}", stacklevel=2)
+                due = deadline
             time.sleep(POLL_S)
         return self.get(topic, ranks)
 

@@ -64,7 +64,9 @@ def _number(variables: Mapping[str, str], name: str, default: str | None = None)
     try:
         return int(value or "")
     except ValueError:
-        raise JobError(f"the variable {name} is {value!r}; it must be a whole number") from None
+        raise JobError(
+            f"the variable {name} is {(value and repr(value)) or 'not set'}; it must be a whole number"
+        ) from None
 
 
 def is_rank_of_step(variables: Mapping[str, str]) -> bool:

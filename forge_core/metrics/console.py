@@ -1,15 +1,18 @@
-"""Metrics on the terminal."""
+"""Metrics on the terminal, and what takes long before and between them."""
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 from attrs import field, frozen
-from attrs.validators import ge
+from attrs.validators import ge, gt
 
 from forge_core.contracts.components import LoggerComponent
+from forge_core.launch.progress_beacon import ProgressBeacon, clock
 from forge_core.launch.rank_process import this_process
 
 if TYPE_CHECKING:
@@ -17,6 +20,8 @@ if TYPE_CHECKING:
 
     from forge_core.contracts.contexts import BuildContext
     from forge_core.contracts.runtime import Logger
+
+STEP = ("data", "forward and backward", "optimizer", "agreement of the ranks")  # phases of every step
 
 
 @frozen(kw_only=True)
@@ -27,16 +32,42 @@ class Console(LoggerComponent):
     """auto: live on a terminal, plain otherwise."""
     interval: int = field(default=0, validator=ge(0))
     """Steps between plain lines; 0: about fifty lines in the whole run."""
+    every: float = field(default=60.0, validator=gt(0))
+    """Seconds after which there is another plain line in any case, in the middle of a step too."""
 
-    def build(self, context: BuildContext) -> Logger:
+    def terminal(self) -> Terminal:
         from rich.console import Console as Terminal  # late: importing rich takes longer than reading a job
 
-        terminal = Terminal(highlight=False, quiet=self.style == "off" or this_process.verbosity < 0)
-        steps = context.job.train.steps
+        return Terminal(highlight=False, quiet=self.style == "off" or this_process.verbosity < 0)
+
+    def build(self, context: BuildContext) -> Logger:
+        terminal, steps = self.terminal(), context.job.train.steps
         if self.style == "live" or (self.style == "auto" and terminal.is_terminal):
             return LiveLogger(terminal, steps)
         usual = 1 if this_process.verbosity > 0 else max(1, steps // 50)
-        return PlainLogger(terminal, steps, self.interval or usual)
+        return PlainLogger(terminal, steps, self.interval or usual, self.every)
+
+
+@contextmanager
+def showing_progress(loggers: Mapping[str, LoggerComponent]) -> Iterator[None]:
+    """Show phases that last for a second or more, as `[loggers.console]` says; by a thread, as the main one is busy."""
+    console, ended = next((each for each in loggers.values() if isinstance(each, Console)), None), threading.Event()
+
+    def show(console: Console) -> None:
+        terminal, shown, last = console.terminal(), 0.0, 0.0
+        while not ended.wait(min(console.every, 1.0)):
+            now, since = time.monotonic(), ProgressBeacon.since
+            is_new = since != shown and ProgressBeacon.phase not in STEP
+            if now - since >= (1.0 if is_new else console.every) and (is_new or now - last >= console.every):
+                shown, last = since, now
+                terminal.print(ProgressBeacon.describe(), soft_wrap=True)
+
+    if console is not None:
+        threading.Thread(target=show, args=[console], name="forge-progress", daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()
 
 
 class LiveLogger:
@@ -77,32 +108,34 @@ class LiveLogger:
 
 
 class PlainLogger:
-    """A line every `interval` steps, and one for each evaluation."""
+    """A line every `interval` steps and every `every` seconds, and one for each evaluation."""
 
-    def __init__(self, terminal: Terminal, steps: int, interval: int) -> None:
-        self._terminal, self._steps, self._interval = terminal, steps, interval
+    def __init__(self, terminal: Terminal, steps: int, interval: int, every: float) -> None:
+        self._terminal, self._steps, self._interval, self._every = terminal, steps, interval, every
 
     def start(self, step: int) -> None:
         self._first, self._began = step, time.perf_counter()
+        self._last = self._began  # time of the last line
 
     def log(self, record: Mapping[str, Any]) -> None:
-        step = record["step"]
+        step, due = record["step"], time.perf_counter() - self._last >= self._every
         if "loss" not in record:
             self._print(f"step {step}/{self._steps}  {describe_evaluation(record)}")
         # The first step shows at once that the run trains; a skipped update is never left out.
-        elif step % self._interval == 0 or step in (self._first + 1, self._steps) or record.get("skipped"):
-            self._print(f"step {step}/{self._steps}  {describe(record)}  {self._remaining(step)}")
+        elif due or step % self._interval == 0 or step in (self._first + 1, self._steps) or record.get("skipped"):
+            self._print(f"step {step}/{self._steps}  {describe(record)}  {self._times(step)}")
 
     def close(self) -> None:
         pass
 
     def _print(self, line: str) -> None:
+        self._last = time.perf_counter()
         self._terminal.print(line, soft_wrap=True)  # else rich breaks lines at 80 columns where output goes to a file
 
-    def _remaining(self, step: int) -> str:
+    def _times(self, step: int) -> str:
         # From the steps of this process alone: a run that continues may be on other machines than before.
-        seconds = (time.perf_counter() - self._began) / (step - self._first) * (self._steps - step)
-        return f"{int(seconds) // 3600}:{int(seconds) // 60 % 60:02}:{int(seconds) % 60:02} left"
+        elapsed = time.perf_counter() - self._began
+        return f"{clock(elapsed)} so far, {clock(elapsed / (step - self._first) * (self._steps - step))} left"
 
 
 def describe(record: Mapping[str, Any]) -> str:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import re
 import warnings
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -27,6 +29,7 @@ from forge_core.plugins.manager import Plugins, RunContext
 if TYPE_CHECKING:
     from forge_core.job import Job
 
+MEMINFO = Path("/proc/meminfo")
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 
@@ -195,6 +198,7 @@ def materialise(model: Model, device: torch.device, seed: int, home: torch.devic
 
     A `ForgeError` names a parameter or buffer that was left uninitialised, and the module's class.
     """
+    _check_memory(model, home or device)
     allocate(model, device, home)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -202,6 +206,17 @@ def materialise(model: Model, device: torch.device, seed: int, home: torch.devic
     drawn: set[int] = set()  # a tied parameter is drawn once, under the name by which it is listed
     for module_name, module in model.named_modules():
         _initialise_module(module, module_name, device, seed, drawn)
+
+
+def _check_memory(model: Model, device: torch.device) -> None:
+    """Raise a `JobError` if weights and gradients alone do not fit: an allocator says less, and Linux may kill."""
+    sizes = [(local_part(each).numel(), each.element_size(), each.requires_grad) for each in model.parameters()]
+    needed = sum(count * (size + max(size, 4) * trained) for count, size, trained in sizes)
+    host = re.search(r"MemAvailable: *(\d+) kB", MEMINFO.read_text() if MEMINFO.exists() else "")
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 1024 * int(host[1]) if host else needed
+    if needed > free:
+        what = f"{sum(row[0] for row in sizes):,} parameters on this rank take {needed / 1e9:,.1f} GB with gradients"
+        raise JobError([Problem("model", f"{what}, and {device} has {free / 1e9:,.1f} GB free; see `forge-run plan`")])
 
 
 def allocate(model: Model, device: torch.device, home: torch.device | None = None) -> None:

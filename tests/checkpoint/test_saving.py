@@ -154,6 +154,35 @@ def test_the_last_step_is_saved_once_and_after_its_evaluation(make_job, train):
     assert manifest["extras"]["hook:python.Learnt"] == {"evaluations": 1}
 
 
+def test_a_save_is_due_by_time_too(tmp_path, monkeypatch):
+    clock = [100.0]
+    monkeypatch.setattr("forge_core.checkpoint.manager.time.monotonic", lambda: clock[0])
+    make_mesh(Layout(), torch.device("cpu"))
+    checkpoints = Checkpoints(LocalStorage(tmp_path), Retention(), "full")
+
+    def saver(**keys):
+        return Saver(CheckpointSection(storage=None, **keys), checkpoints, lambda: None, lambda step, path: None)
+
+    by_default, never = saver(), saver(interval_minutes=0)
+    clock[0] += 29 * 60
+    assert not by_default.overdue
+    clock[0] += 61
+    assert by_default.overdue
+    assert not never.overdue
+    by_default.save(7, State({"a": torch.ones(3)}, {}))
+    assert not by_default.overdue
+
+
+def test_a_run_saves_by_time(make_job, train, monkeypatch):
+    monkeypatch.setattr(Saver, "overdue", property(lambda self: True))
+    summary = train(make_job(steps=3, checkpoint={"interval": 0, "keep": 0}))
+    assert sorted(path.name for path in (summary.folder / "checkpoints").glob("step-*")) == [
+        "step-1",
+        "step-2",
+        "step-3",
+    ]
+
+
 class TestAnAsynchronousSave:
     SECTION = CheckpointSection(async_save=True, storage=None)
 

@@ -264,7 +264,7 @@ class TestPluginsCheck:
 class TestExplain:
     def test_a_section_tells_its_keys(self, small_catalog: Catalog) -> None:
         text = explain("train", small_catalog)
-        assert "steps: int (required, > 0)\n    Optimizer steps of the whole run.\n" in text
+        assert "steps: int (required, > 0, <= 9007199254740992)\n    Optimizer steps of the whole run.\n" in text
         assert "precision: one of 'bf16', 'fp32', 'fp64' (default \"fp32\")\n" in text
 
     def test_a_component_tells_its_class_and_inherited_keys(self, small_catalog: Catalog) -> None:
@@ -282,7 +282,7 @@ class TestExplain:
         ("path", "start"),
         [
             ("", "a job\n"),
-            ("train.steps", "steps: int (required, > 0)"),
+            ("train.steps", "steps: int (required, > 0, <= 9007199254740992)"),
             ("optimizer.adamw", "optimizer forge-plugin-adamw/adamw\n"),
             ("optimizer.forge-plugin-adamw/adamw", "optimizer forge-plugin-adamw/adamw\n"),
             ("optimizer.adamw.lr", "lr: float (default 0.0003, > 0)"),
@@ -362,6 +362,11 @@ class TestExplain:
             "seq_len: int (required, > 0)\n    Tokens per sequence.\n",
             "",
         )
+
+    def test_a_type_alone_is_found_where_one_kind_has_it(self, small_catalog: Catalog) -> None:
+        assert explain("muon", small_catalog) == explain("optimizer.muon", small_catalog)
+        with pytest.raises(JobError, match=r"nothing is called 'muonn'; did you mean 'optimizer\.muon'\?"):
+            explain("muonn", small_catalog)
 
 
 class TestSchema:

@@ -20,9 +20,9 @@ from forge_core.config.field_types import (
     item_type,
     members,
 )
-from forge_core.config.keys import Key, keys_of
 from forge_core.contracts.components import Component
 from forge_core.plugins.catalog import Catalog
+from forge_kit.documented_keys import Key, keys_of
 
 NAMES = st.text(alphabet="abcdef._- é", min_size=1, max_size=6)
 DEEP = 3

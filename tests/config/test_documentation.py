@@ -18,7 +18,7 @@ from job_parts import MoE, Text, Transformer, make_catalog
 from job_strategies import tables
 
 from forge_core.cli import function_summary
-from forge_core.config.keys import class_doc, demands, field_docs, keys_of, one_paragraph
+from forge_core.config.keys import demands
 from forge_core.config.load import dump_job
 from forge_core.contracts.components import OptimizerComponent, SchedulerComponent
 from forge_core.job import (
@@ -31,6 +31,7 @@ from forge_core.job import (
     TrainSection,
 )
 from forge_core.plugins.catalog import Catalog
+from forge_kit.documented_keys import class_doc, field_docs, keys_of, one_paragraph
 from forge_plugin_author.schema import job_schema
 
 Validator = jsonschema.Draft202012Validator

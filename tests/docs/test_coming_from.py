@@ -8,9 +8,10 @@ import pytest
 from fences import ROOT
 
 from forge_core import Catalog
-from forge_core.config.field_types import component_in, section_in
-from forge_core.config.keys import keys_of
+from forge_core.config.field_types import component_in
 from forge_core.job import Job
+from forge_kit.documented_keys import keys_of
+from forge_plugin_author.explain import section_in
 
 PAGE = ROOT / "docs" / "coming-from.md"
 ROWS = [line.split(" | ") for line in PAGE.read_text().splitlines() if line.startswith("| `")]

@@ -40,6 +40,7 @@ def test_a_corpus_that_tokenizes_for_longer_than_the_limit_starts_on_two_ranks(j
     source = '--data.sources=[{type = "text", path = "corpus.jsonl", held_out_every = 0}]'
     keys = (source, "--data.tokenizer={type = './slow.py:SlowBytes'}", "--launch.hang_timeout_s=15")
     began = time.monotonic()
-    code, _, err = job.finish(job.start("--nproc", "2", *keys))
+    code, out, err = job.finish(job.start("--nproc", "2", *keys))
     assert (code, err) == (0, ""), err
+    assert "reading data: encoding text, " in out
     assert time.monotonic() - began > 5 * BATCHES

@@ -22,12 +22,12 @@ from forge_core import (
     load_job,
 )
 from forge_core.cli import main
-from forge_core.config.keys import keys_of
 from forge_core.contracts.components import Component
 from forge_core.contracts.deprecation import deprecation_of
 from forge_core.contracts.hookspecs import PROJECT, ForgeHooks
 from forge_core.job import Job
 from forge_core.plugins.catalog import CORE, Catalog, core_version
+from forge_kit.documented_keys import keys_of
 from forge_testing import TINY_JOB
 from forge_testing.catalogs import catalog_of, load_target, plugins_with
 

@@ -157,7 +157,7 @@ class TokenFileWriter:
         if is_last:
             self._documents += 1
             self._new_ends.append(self._tokens)
-        report_progress("tokenizing")  # other ranks wait for this one
+        report_progress()  # other ranks wait for this one
 
     def _checked(self, name: str, ids: Sequence[int] | np.ndarray) -> np.ndarray:
         checked = np.asarray(ids, dtype=np.int64)

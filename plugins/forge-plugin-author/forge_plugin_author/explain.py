@@ -12,11 +12,11 @@ from attrs import frozen
 
 from forge_core.cli.command_line import with_examples, wrapped
 from forge_core.config import field_types
-from forge_core.config.keys import Key, class_doc, keys_of, one_paragraph
 from forge_core.contracts.components import Command, Component
-from forge_core.contracts.errors import ExitCode, JobError, PluginError, did_you_mean
+from forge_core.contracts.errors import ExitCode, JobError, PluginError, closest
 from forge_core.job import Job
 from forge_core.plugins.catalog import Catalog
+from forge_kit.documented_keys import Key, class_doc, keys_of, one_paragraph
 
 
 def command(argv: list[str]) -> int:
@@ -98,8 +98,15 @@ def _step(target: Target, rest: list[str], catalog: Catalog) -> tuple[int, Targe
     kinds = [kind for kind in catalog.kinds() if kind != Command.kind]
     if target.table is Job and rest[0] in kinds:
         return 1, Target(rest[0], kind=catalog.kind_base(rest[0]))
-    known = [*keys, *(kinds if target.table is Job else [])]
-    hint = did_you_mean(rest[0], known) or f". There is: {', '.join(known) or 'nothing below it'}"
+    known = list(dict.fromkeys([*keys, *(kinds if target.table is Job else [])]))
+    by_type = {type_: f"{kind}.{type_}" for kind in kinds if target.table is Job for type_ in catalog.types(kind)}
+    owners = [kind for kind in kinds if target.table is Job and rest[0] in catalog.types(kind)]
+    if len(owners) == 1:  # a type alone, which no other kind has
+        return 0, Target(owners[0], kind=catalog.kind_base(owners[0]))
+    likely = closest(rest[0], [*known, *by_type])
+    hint = f"; did you mean {by_type.get(likely, likely)!r}?" if likely else ""
+    hint = f": {' or '.join(f'{kind}.{rest[0]}' for kind in owners)}?" if owners else hint
+    hint = hint or f". There is: {', '.join(known) or 'nothing below it'}"
     raise JobError(f"forge-run explain: nothing is called {path!r}{hint}")
 
 
@@ -117,7 +124,7 @@ def _key_of_any_type(base: type[Component], name: str, catalog: Catalog) -> Key 
 def _target_of(path: str, key: Key) -> Target:
     base = field_types.component_in(key.type)
     if base is None:
-        return Target(path, table=field_types.section_in(key.type), key=key)
+        return Target(path, table=section_in(key.type), key=key)
     either = len(field_types.members(key.type)) > 1  # a value or a component
     return Target(path, kind=base, key=key if either else None)
 
@@ -131,7 +138,7 @@ def _explain_table(target: Target, cls: type, catalog: Catalog) -> str:
 
 def _key_lines(key: Key, catalog: Catalog) -> Iterator[str]:
     yield f"{key.name}: {field_types.type_name(key.type)}{_conditions(key)}"
-    section = field_types.section_in(key.type)
+    section = section_in(key.type)
     if doc := key.doc or (one_paragraph(class_doc(section)) if section else ""):
         yield wrapped(" ".join(doc.split()), "    ")
     base = field_types.component_in(key.type)
@@ -166,3 +173,10 @@ def _summary(base: type[Component], type_: str, catalog: Catalog) -> str:
         return one_paragraph(class_doc(catalog.load(base.kind, type_, base)))
     except PluginError as error:
         return str(error)
+
+
+def section_in(type_: Any) -> type | None:
+    """The section class that a field holds: itself, as entries of an array, or as a member of a union."""
+    members = field_types.members(type_)
+    entries = (field_types.item_type(member) if field_types.is_array(member) else member for member in members)
+    return next(filter(field_types.is_section, entries), None)

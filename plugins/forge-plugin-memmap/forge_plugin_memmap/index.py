@@ -52,7 +52,7 @@ def blocks(shard: Shard) -> Iterator[tuple[int, np.ndarray]]:
     reader, dtype = Reader(), np.dtype(shard.dtype)
     for start in range(0, shard.tokens, BLOCK):
         count = min(BLOCK, shard.tokens - start)
-        report_progress(f"{start:,} of {shard.tokens:,} tokens of {shard.path}")
+        report_progress(f"reading {shard.path}", start, shard.tokens)
         yield start, reader.read(shard.path, dtype, shard.offset + start * dtype.itemsize, count)
 
 

@@ -234,7 +234,7 @@ class _JobKeys:
             yield "type", False
 
     def _keys(self, table: Any) -> Sequence[Any]:
-        from forge_core.config.keys import keys_of
+        from forge_kit.documented_keys import keys_of
 
         return keys_of(table) if isinstance(table, type) else ()
 

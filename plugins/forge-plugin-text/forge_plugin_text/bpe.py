@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from attrs import field, frozen
 from attrs.validators import ge, gt, min_len
 
+from forge_core import report_progress
 from forge_core.contracts.components import TokenizerComponent
 from forge_core.contracts.errors import JobError, Problem
 from forge_kit.cache import cached_folder, digest_of
@@ -57,7 +58,7 @@ class BPE(TokenizerComponent):
         expected = sample.digest()
 
         def train(folder: Path) -> dict[str, int]:
-            again = Sample(documents(), self.max_bytes)
+            again = Sample(documents(), self.max_bytes, "reading text for the tokenizer again")
             vocab_size = self._train(again, folder)
             if again.digest() != expected:
                 raise JobError("the corpus changed while bpe was trained on it; start again when nothing writes to it")
@@ -106,8 +107,8 @@ class BPE(TokenizerComponent):
 class Sample:
     """The documents that BPE is trained on: the first, until they have `max_bytes` (0: all). To be iterated once."""
 
-    def __init__(self, documents: Iterable[str], max_bytes: int) -> None:
-        self._documents, self._max_bytes = documents, max_bytes
+    def __init__(self, documents: Iterable[str], max_bytes: int, work: str = "reading text for the tokenizer") -> None:
+        self._documents, self._max_bytes, self._work = documents, max_bytes, work
         self._digest = hashlib.sha256()
 
     def __iter__(self) -> Iterator[str]:
@@ -118,8 +119,10 @@ class Sample:
             self._digest.update(data)
             yield text
             taken += len(data)
+            report_progress(f"{self._work}, {taken / 1e6:,.1f} MB", taken, self._max_bytes)  # other ranks wait
             if self._max_bytes and taken >= self._max_bytes:
-                return
+                break
+        report_progress(f"training the tokenizer on {taken / 1e6:,.1f} MB")  # in Rust, which says nothing meanwhile
 
     def digest(self) -> str:
         """SHA-256 (hex) of the documents taken so far."""

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from attrs import frozen
 
+from forge_core import report_progress
 from forge_core.contracts.errors import JobError
 from forge_kit.cache import cache_root, digest_of, file_digest, locked, writable_cache, write_atomically
 from forge_plugin_text.listing import TextFile
@@ -46,6 +47,12 @@ class TextCorpus:
         for number, document in enumerate(documents):
             yield document, self.split.holds_out(number, document)
 
+    def text_bytes(self) -> int:
+        """Returns about how many bytes of text there are, for progress; 0 if files are compressed."""
+        if any(file.compression for file in self.files):
+            return 0
+        return sum(file.stat().st_size for file in self.files)
+
     def fingerprint(self) -> str:
         """Returns the SHA-256 (hex) of all inputs of `documents`: names and contents of the files, and the settings.
 
@@ -80,7 +87,10 @@ def _update(path: Path, files: Sequence[TextFile]) -> dict[str, Entry]:
     index = {name: entry for name, entry in _read_index(path).items() if os.path.exists(name)}
     entries = _current(files, index)  # another process may have read some meanwhile
     started = time.time_ns()
-    entries |= {file.path: _read_entry(file) for file in files if file.path not in entries}
+    unread = [file for file in files if file.path not in entries]
+    for number, file in enumerate(unread, 1):
+        entries[file.path] = _read_entry(file)
+        report_progress("reading files", number, len(unread))  # other ranks wait for this one
     settled = {name: entry for name, entry in entries.items() if _is_settled(entry, started)}
     write_atomically(path, json.dumps(index | settled).encode())
     return entries

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
+from collections import Counter
 from collections.abc import Collection, Container, Iterable, Iterator
 from pathlib import Path
 
@@ -71,6 +72,16 @@ def find_files(patterns: Collection[str]) -> list[TextFile]:
     return _distinct(names)
 
 
+def passed_over(patterns: Collection[str]) -> str:
+    """Returns how many files of these patterns are of no known format, by suffix; an empty string if there are none."""
+    suffixes = Counter(
+        Path(path).suffix or "no suffix" for p in patterns for path in _candidates(p) if not format_of(path)
+    )
+    kinds = ", ".join(f"{suffix} {count:,}" for suffix, count in suffixes.most_common(4))
+    more = ", …" if len(suffixes) > 4 else ""
+    return f"{suffixes.total():,} of other formats passed over ({kinds}{more})" if suffixes else ""
+
+
 def walk(root: str, excluded: Container[str] = ()) -> Iterator[str]:
     """Yields paths of the files below `root`, in no particular order.
 
@@ -90,6 +101,8 @@ def walk(root: str, excluded: Container[str] = ()) -> Iterator[str]:
 def _expand(pattern: str) -> list[str]:
     candidates = _candidates(pattern)
     paths = [path for path in candidates if format_of(path)]
+    if not candidates:
+        raise JobError(f"{pattern!r} is an empty folder (hidden files do not count); give one that has text")
     if not paths:
         example = f"; the first is {min(candidates)!r}" if candidates else ""
         raise JobError(f"{pattern!r}: none of {len(candidates)} files is of a known format ({_KNOWN}){example}")

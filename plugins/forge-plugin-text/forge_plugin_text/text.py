@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Literal
 
 from attrs import frozen
 
 from forge_core.contracts.errors import JobError, Problem
-from forge_plugin_text.listing import TextFile, find_files
+from forge_plugin_text.listing import TextFile, find_files, passed_over
 from forge_plugin_text.reading import Reading
 from forge_plugin_text.source import CorpusDataset
+
+if TYPE_CHECKING:
+    from forge_core.contracts.contexts import BuildContext
 
 
 @frozen(kw_only=True)
@@ -42,3 +46,11 @@ class Text(CorpusDataset):
 
     def reading(self) -> Reading:
         return Reading(self.errors, self.field)
+
+    def choices(self, context: BuildContext) -> Iterable[tuple[str, str, str]]:
+        files = self.files()
+        empty = sum(file.stat().st_size == 0 for file in files)
+        size = sum(file.stat().st_size for file in files) / 1e6
+        patterns = [self.path] if isinstance(self.path, str) else self.path
+        notes = [passed_over(patterns), f"{empty:,} empty" if empty else ""]
+        yield "files", f"{len(files):,} of text, {size:,.1f} MB", ", ".join(filter(None, notes)) or "none passed over"

@@ -52,7 +52,7 @@ def cached_tokens(corpus: TextCorpus, tokenizer: Tokenizer, verify: Verify) -> C
 
     def make(folder: Path) -> dict[str, Any]:
         logger.info("tokenising %s", corpus)
-        info = write_tokens(folder, corpus, tokenizer)
+        info = write_tokens(folder, corpus, tokenizer, corpus.text_bytes())
         if corpus.fingerprint() != fingerprint:
             raise JobError(f"{corpus} changed while it was tokenised; start again when nothing writes to it")
         return info
@@ -74,8 +74,8 @@ def open_documents(stored: CachedFolder, corpus: TextCorpus) -> TokenFile:
     return TokenFile(stored.path / TRAIN, held_out, stored.identity(TRAIN))
 
 
-def write_tokens(folder: Path, corpus: TextCorpus, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Encode a corpus into `folder`, continuing after an interrupted process.
+def write_tokens(folder: Path, corpus: TextCorpus, tokenizer: Tokenizer, size: int = 0) -> dict[str, Any]:
+    """Encode a corpus of about `size` bytes (0: not known) into `folder`, continuing after an interrupted process.
 
     Returns:
         The counts of both splits.
@@ -83,6 +83,7 @@ def write_tokens(folder: Path, corpus: TextCorpus, tokenizer: Tokenizer) -> dict
     vocabulary, begin = (tokenizer.vocab_size, tokenizer.end_of_text), begin_of_text(tokenizer)
     progress = Progress(folder)
     done: int = progress.state.get("parts", 0)
+    encoded = 0
     with (
         TokenFileWriter(folder / TRAIN, *vocabulary, resume=progress.state.get(TRAIN)) as train,
         TokenFileWriter(folder / HELD_OUT, *vocabulary, resume=progress.state.get(HELD_OUT)) as held_out,
@@ -91,9 +92,11 @@ def write_tokens(folder: Path, corpus: TextCorpus, tokenizer: Tokenizer) -> dict
             for part, ids in zip(batch, tokenizer.encode_batch([part.text for part in batch]), strict=True):
                 writer = held_out if part.held_out else train
                 whole = [*begin, *ids] if part.is_first else ids
-                writer.add(part.document, whole, text_bytes=len(part.text.encode()), is_last=part.is_last)
+                text_bytes = len(part.text.encode())
+                writer.add(part.document, whole, text_bytes=text_bytes, is_last=part.is_last)
+                encoded += text_bytes
             done += len(batch)
-            report_progress(f"{done:,} documents tokenised")  # other ranks wait for this one
+            report_progress("encoding text", encoded, size)  # other ranks wait for this one
             if progress.is_due:
                 progress.save({"parts": done, TRAIN: train.sync(), HELD_OUT: held_out.sync()})
     progress.finish()

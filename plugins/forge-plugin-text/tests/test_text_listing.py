@@ -10,7 +10,7 @@ from attrs import frozen
 
 from forge_core.contracts.errors import JobError
 from forge_plugin_text import CorpusDataset, Text, TextFile, find_files
-from forge_plugin_text.listing import format_of
+from forge_plugin_text.listing import format_of, passed_over
 
 KNOWN = ".txt, .py, .md, .jsonl, each also with .gz or .zst"
 
@@ -80,7 +80,7 @@ def test_the_format_is_told_by_the_suffix_below_the_compression(path: str, forma
         ("m/*.txt", "'m/*.txt' matches no file (looked from {here}); correct the path or provide the data"),
         ("a.csv", f"'a.csv': none of 1 files is of a known format ({KNOWN}); the first is 'a.csv'"),
         ("*.csv", f"'*.csv': none of 2 files is of a known format ({KNOWN}); the first is 'a.csv'"),
-        ("bare", f"'bare': none of 0 files is of a known format ({KNOWN})"),
+        ("bare", "'bare' is an empty folder (hidden files do not count); give one that has text"),
         ("", "'' names nothing; give a file, folder or glob, or a list"),
         ((), "() names nothing; give a file, folder or glob, or a list"),
         ("empty.txt", "all 1 files are empty (0 bytes), the first is 'empty.txt'; give files with text"),
@@ -121,3 +121,11 @@ def test_a_link_to_nothing_is_an_error_that_names_it(here: Path, make_context) -
     Path("data/a.txt").symlink_to("gone.txt")
     with pytest.raises(JobError, match=r"data/a\.txt: cannot be read \(No such file or directory\)"):
         Text(path="data").build(make_context())
+
+
+def test_files_of_other_formats_are_counted_by_suffix(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.txt", "b.pdf", "c.pdf", "LICENSE", ".hidden.pdf"):
+        (tmp_path / name).touch()
+    assert passed_over(["."]) == "3 of other formats passed over (.pdf 2, no suffix 1)"
+    assert passed_over(["a.txt"]) == ""

@@ -16,12 +16,13 @@ import tomli_w
 from attrs import Attribute
 
 from forge_core.config.field_types import is_component, is_literal, is_union, members
-from forge_core.config.keys import field_docs, resolved_fields
+from forge_core.config.keys import resolved_fields
 from forge_core.config.load import to_toml
 from forge_core.contracts.components import Component, Plugin, TrainingHook, call_refusal
 from forge_core.contracts.errors import PluginError
 from forge_core.plugins.catalog import Catalog, Offer
 from forge_core.plugins.manager import Plugins
+from forge_kit.documented_keys import field_docs
 from forge_testing.tables import read_value
 
 

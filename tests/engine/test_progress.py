@@ -1,0 +1,107 @@
+"""What takes long shows that it moves: before the first step, and between steps."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from rich.console import Console as Terminal
+
+from forge_core import Trainer, TrainingHook, report_progress
+from forge_core.launch.progress_beacon import ProgressBeacon
+from forge_core.metrics.console import Console, PlainLogger, showing_progress
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The seconds that `time.monotonic` shows, in a list of one."""
+    now = [1000.0]
+    monkeypatch.setattr("forge_core.launch.progress_beacon.time.monotonic", lambda: now[0])
+    ProgressBeacon().enter("another phase")
+    return now
+
+
+def test_work_of_a_known_amount_says_how_long_it_will_take(clock):
+    ProgressBeacon().enter("reading data")
+    clock[0] += 100
+    report_progress("encoding text", 1, 4)
+    clock[0] += 30
+    report_progress("encoding text", 3, 4)
+    assert ProgressBeacon.describe() == "reading data: encoding text, 75%, 0:00:30 so far, 0:00:10 left"
+    report_progress()
+    assert ProgressBeacon.describe() == "reading data: encoding text, 75%, 0:00:30 so far, 0:00:10 left"
+
+
+def test_work_of_an_unknown_amount_says_how_long_it_has_taken(clock):
+    ProgressBeacon().enter("building")
+    clock[0] += 3700
+    assert ProgressBeacon.describe() == "building, 1:01:40 so far"
+    report_progress("layer 7")
+    assert ProgressBeacon.describe() == "building: layer 7, 1:01:40 so far"
+
+
+def test_batches_of_an_evaluation_are_one_phase(clock):
+    beacon = ProgressBeacon()
+    for number in range(1, 4):
+        clock[0] += 10
+        beacon.enter(f"evaluation, batch {number}")
+        report_progress(done=number, total=4)
+    assert ProgressBeacon.describe() == "evaluation, 75%, 0:00:20 so far, 0:00:06 left"
+    assert beacon.position.phase == "evaluation, batch 3"
+
+
+def lines_within(capsys, words: str) -> str:
+    """Standard output, once these words stand in it."""
+    out = ""
+    for _ in range(600):
+        out += capsys.readouterr().out
+        if words in out:
+            return out
+        time.sleep(0.05)
+    raise AssertionError(out)
+
+
+def test_a_phase_that_lasts_for_a_second_has_a_line(make_job, capsys):
+    job = make_job(loggers={"console": Console(style="plain")})
+    ProgressBeacon().enter("waiting for the test")
+    with showing_progress(job.loggers):
+        assert lines_within(capsys, "waiting for the test, 0:00:01 so far\n").count("\n") == 1
+
+
+def test_a_long_step_has_a_line_too_but_later(make_job, capsys):
+    job = make_job(loggers={"console": Console(style="plain", every=2.0)})
+    ProgressBeacon().enter("forward and backward")
+    with showing_progress(job.loggers):
+        assert "forward and backward, 0:00:02 so far" in lines_within(capsys, "so far\n")
+
+
+def test_nothing_is_shown_where_the_console_is_off(make_job, capsys):
+    job = make_job(loggers={"console": Console(style="off", every=0.1)})
+    ProgressBeacon().enter("waiting for the test")
+    with showing_progress(job.loggers):
+        time.sleep(1.5)
+    assert capsys.readouterr().out == ""
+
+
+def test_plain_output_has_a_line_after_some_time_whatever_the_step(capsys):
+    logger = PlainLogger(Terminal(), 100, 50, 0.2)
+    logger.start(0)
+    record = {"loss": 1.0, "grad_norm": 1.0, "lr": 1.0, "tokens_per_second": 1.0}
+    for step in (1, 2, 3):
+        logger.log({"step": step, **record})
+    time.sleep(0.3)
+    logger.log({"step": 4, **record})
+    assert [line.split()[1] for line in capsys.readouterr().out.splitlines()] == ["1/100", "4/100"]
+
+
+def test_a_run_that_begins_again_from_nothing_says_so(make_job, train):
+    class Fails(TrainingHook):
+        def on_step_end(self, context):
+            raise ValueError("no more")
+
+    job = make_job(steps=2, checkpoint={"interval": 0})
+    with pytest.raises(ValueError, match="no more"):
+        train(job, Fails())
+    told = []
+    Trainer(job, echo=told.append).run()
+    assert any(text.endswith("ended before its first checkpoint: this one starts from step 0 again") for text in told)
