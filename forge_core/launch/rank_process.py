@@ -84,11 +84,12 @@ class RankProcess:
         if threading.current_thread() is not threading.main_thread():  # Python sets signal handlers only there
             yield
             return
-        if CONTROL in os.environ:
-            self._launcher = socket.socket(fileno=int(os.environ[CONTROL]))
-        with closing(StopRequests(self._stop_before_training, self._launcher)) as self._stop_requests:
-            yield
-        self._stop_requests = None
+        self._launcher = socket.socket(fileno=int(os.environ[CONTROL])) if CONTROL in os.environ else None
+        try:
+            with closing(StopRequests(self._stop_before_training, self._launcher)) as self._stop_requests:
+                yield
+        finally:
+            self._stop_requests = None
 
     @contextmanager
     def delivering_stop_requests(self, deliver: Deliver) -> Iterator[None]:

@@ -64,9 +64,8 @@ def _number(variables: Mapping[str, str], name: str, default: str | None = None)
     try:
         return int(value or "")
     except ValueError:
-        raise JobError(
-            f"the variable {name} is {(value and repr(value)) or 'not set'}; it must be a whole number"
-        ) from None
+        seen = repr(value) if value else "not set"
+        raise JobError(f"the variable {name} is {seen}; it must be a whole number") from None
 
 
 def is_rank_of_step(variables: Mapping[str, str]) -> bool:

@@ -13,6 +13,7 @@ from attrs import define, frozen
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from forge_core.cli import main
 from forge_core.contracts.components import OptimizerComponent, SchedulerComponent, TrainingHook
 from forge_core.contracts.errors import ExitCode, ForgeError, JobError, NonFiniteError
 from forge_core.engine.evaluation import evaluation_mode
@@ -88,6 +89,7 @@ def test_a_signal_finishes_the_step_saves_and_stops(make_job, train, number):
             if context.step == 2:
                 os.kill(os.getpid(), number)
 
+    assert main(["run", "no-such-job.toml"]) == ExitCode.BAD_JOB, "a command that failed here before leaves nothing"
     summary = train(make_job(), Send())
     assert summary.stopped == f"signal {number.name}"
     assert summary.exit_code == ExitCode.STOPPED
