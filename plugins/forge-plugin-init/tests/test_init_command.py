@@ -69,7 +69,7 @@ def test_nothing_is_overwritten(books: Path, init) -> None:
         (["--yes"], "nothing is given"),
         (["--text", "books", "--stdlib"], "--text and --stdlib are given"),
         (["--text", "nowhere"], "'nowhere' does not exist"),
-        (["--text", "empty"], "none of 0 files is of a known format"),
+        (["--text", "empty"], "'empty' is an empty folder"),
         (["--tokens", "books"], "no manifest.json that prepare-data wrote"),
         (["--text", "books", "--messages=m"], "--messages goes with --dataset"),
         (["--dataset=x/y", "--messages=m"], "chats need a tokenizer with a chat template"),
