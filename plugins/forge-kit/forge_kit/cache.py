@@ -24,6 +24,7 @@ from typing import Any, BinaryIO, Literal
 import attrs
 from attrs import frozen
 
+from forge_core import report_progress
 from forge_core.checkpoint.storage import publish, sync
 from forge_core.contracts.errors import ForgeError
 
@@ -278,6 +279,7 @@ def _acquire(file: BinaryIO, path: Path) -> bool:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         logger.info("waiting for another process that makes %s", path)
+        report_progress("waiting for another process that makes it")
         fcntl.flock(file, fcntl.LOCK_EX)
     except OSError as error:
         if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
