@@ -63,8 +63,8 @@ class TrainedModel:
         if rows.dtype not in (torch.int64, torch.int32) or rows.dim() not in (1, 2) or not rows.numel():
             raise ForgeError(f"{WANTED}, not {rows.dtype} of shape {tuple(rows.shape)}")
         # Here and not by the look-up, which on a GPU would end this process' use of it
-        if self.tokenizer is not None and (largest := int(rows.max())) >= self.tokenizer.vocab_size:
-            raise ForgeError(f"there is no token {largest}: the tokenizer has {self.tokenizer.vocab_size}")
+        if self.tokenizer is not None and len(wrong := rows[(rows < 0) | (rows >= self.tokenizer.vocab_size)]):
+            raise ForgeError(f"there is no token {int(wrong[0])}: the tokenizer has {self.tokenizer.vocab_size}")
         hidden = self.model({"input_ids": rows.long().reshape(-1, rows.shape[-1])})
         with self.model.head.whole(hidden.dtype):
             logits = self.model.head.logits(hidden)

@@ -115,6 +115,7 @@ def test_a_checkpoint_elsewhere_needs_the_folder_of_its_run(run, tmp_path, monke
         ([[[1]]], r"not torch\.int64 of shape \(1, 1, 1\)"),
         ([True], r"not torch\.bool"),
         ([3, 257], r"there is no token 257: the tokenizer has 257"),
+        ([[3, -1]], r"there is no token -1: the tokenizer has 257"),
     ],
 )
 def test_what_is_no_ids_gets_a_sentence(model, ids, message):
