@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 from attrs import field, frozen
@@ -35,13 +36,14 @@ class Console(LoggerComponent):
     every: float = field(default=60.0, validator=gt(0))
     """Seconds after which there is another plain line in any case, in the middle of a step too."""
 
-    def terminal(self) -> Terminal:
+    @cached_property  # one for all: lines from elsewhere would break the one that is redrawn
+    def terminal(self) -> Any:  # a rich Console; attrs takes its type for a field's, read before rich is imported
         from rich.console import Console as Terminal  # late: importing rich takes longer than reading a job
 
         return Terminal(highlight=False, quiet=self.style == "off" or this_process.verbosity < 0)
 
     def build(self, context: BuildContext) -> Logger:
-        terminal, steps = self.terminal(), context.job.train.steps
+        terminal, steps = self.terminal, context.job.train.steps
         if self.style == "live" or (self.style == "auto" and terminal.is_terminal):
             return LiveLogger(terminal, steps)
         usual = 1 if this_process.verbosity > 0 else max(1, steps // 50)
@@ -54,7 +56,7 @@ def showing_progress(loggers: Mapping[str, LoggerComponent]) -> Iterator[None]:
     console, ended = next((each for each in loggers.values() if isinstance(each, Console)), None), threading.Event()
 
     def show(console: Console) -> None:
-        terminal, shown, last = console.terminal(), 0.0, 0.0
+        terminal, shown, last = console.terminal, 0.0, 0.0
         while not ended.wait(min(console.every, 1.0)):
             now, since = time.monotonic(), ProgressBeacon.since
             is_new = since != shown and ProgressBeacon.phase not in STEP
@@ -88,15 +90,13 @@ class LiveLogger:
 
     def log(self, record: Mapping[str, Any]) -> None:
         if "loss" in record:
-            description = self._fitted(describe(record))
-            self._progress.update(self._task, completed=record["step"], description=description)
+            self._progress.update(self._task, completed=record["step"], description=self._fitted(describe(record)))
         else:
             self._progress.console.print(f"step {record['step']}  {describe_evaluation(record)}", style="cyan")
 
     def _fitted(self, description: str) -> str:
-        """Without so many metrics from the right that step, time and loss stay whole on a narrow terminal."""
-        width = self._progress.console.width
-        self._bar.bar_width = 24 if width >= 100 else 8
+        """Drop metrics from the right until step, time and loss fit into a narrow terminal."""
+        self._bar.bar_width = 24 if (width := self._progress.console.width) >= 100 else 8
         room = width - 2 * len(str(self._steps)) - self._bar.bar_width - len("/  0:00:00 left  ")
         parts = description.split("  ")
         while len(parts) > 1 and len("  ".join(parts)) > room:

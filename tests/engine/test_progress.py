@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import pytest
 from rich.console import Console as Terminal
 
 from forge_core import Trainer, TrainingHook, report_progress
+from forge_core.engine.build import build_context
 from forge_core.launch.progress_beacon import ProgressBeacon
 from forge_core.metrics.console import Console, PlainLogger, showing_progress
 
@@ -81,6 +83,16 @@ def test_nothing_is_shown_where_the_console_is_off(make_job, capsys):
     with showing_progress(job.loggers):
         time.sleep(1.5)
     assert capsys.readouterr().out == ""
+
+
+def test_lines_of_progress_go_to_the_console_whose_line_is_redrawn(make_job, catalog, monkeypatch):
+    console = Console(style="live")
+    job, printed = make_job(loggers={"console": console}), threading.Event()
+    logger = console.build(build_context(job, catalog, None))
+    monkeypatch.setattr(logger._progress.console, "print", lambda *text, **how: printed.set())
+    ProgressBeacon().enter("waiting for the test")
+    with showing_progress(job.loggers):
+        assert printed.wait(30)
 
 
 def test_plain_output_has_a_line_after_some_time_whatever_the_step(capsys):
