@@ -67,6 +67,9 @@ class CrossAttention(FusionComponent):
     """`[model.fusion.norm]`: normalises the input of both parts of a block."""
     ffn: FFNComponent = default_type("forge-plugin-transformer/swiglu")
     """`[model.fusion.ffn]`: the feed-forward part of a block."""
+    markers: int = field(default=2, validator=ge(2))
+    """Rows of the table of embeddings of images: the first is that of an image, the second that of a video, and no
+    other is used. Llama 3.2 Vision has 8."""
     init_std: float = field(default=0.02, validator=gt(0))
     """Standard deviation of initial matrices."""
 
@@ -102,7 +105,7 @@ class CrossAttention(FusionComponent):
         grafted: Any = graft(model, GeneratingModel if isinstance(model, Generates) else CrossAttentionModel, vision)
         embedding: Any = type(grafted.embedding)
         grafted.embedding.__class__ = derived(TokensOnly, embedding)
-        add_blocks(grafted, blocks, self.place, self.sees, context)
+        add_blocks(grafted, blocks, self, context)
         return grafted
 
     def _check_width(self, dim: int) -> None:

@@ -12,7 +12,7 @@ from forge_core.job import Job
 from forge_core.plugins.catalog import Catalog
 from forge_plugin_compile import Compile
 from forge_plugin_parallel import ContextParallel, PipelineParallel, TensorParallel
-from forge_plugin_vision import MLPAdapter, VisionLanguage, VisionPart, ViT
+from forge_plugin_vision import LinearAdapter, MLPAdapter, TiledViT, VisionLanguage, VisionPart, ViT
 from forge_plugin_vision.suite import VisionModelSuite
 from forge_plugin_vision.testing import RandomImages, tiny_language, tiny_vision
 from forge_testing import tiny_job
@@ -31,6 +31,24 @@ class TestCrossAttention(VisionModelSuite):
     component = VisionLanguage(
         language=tiny_language(), vision=tiny_vision(), fusion=Open(layers=(1,), qk_norm=True, **SMALL)
     )
+    layouts = ("replicate2", "fsdp2", "tp2", "pp2", "cp2", "checkpointing2")
+
+
+class TestTiles(VisionModelSuite):
+    """Images of one to two tiles, behind the encoder of Llama 3.2 Vision."""
+
+    component = VisionLanguage(
+        language=tiny_language(),
+        vision=VisionPart(
+            encoder=TiledViT(
+                dim=16, layers=2, global_layers=1, heads=2, hidden=24, patch=2, tile=4,
+                arrangements=((1, 1), (1, 2), (2, 1)), intermediate=(0,), gate_start=0.5,
+            ),
+            adapter=LinearAdapter(),
+            images_per_sequence=2,
+        ),
+        fusion=Open(layers=(1,), sees="together", qk_norm=True, markers=8, **SMALL),
+    )  # fmt: skip
     layouts = ("replicate2", "fsdp2", "tp2", "pp2", "cp2", "checkpointing2")
 
 

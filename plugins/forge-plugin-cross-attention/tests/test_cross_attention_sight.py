@@ -11,7 +11,7 @@ from transformers.models.mllama.processing_mllama import get_cross_attention_tok
 from forge_plugin_cross_attention.modules.block import Attention
 from forge_plugin_cross_attention.modules.sight import GRIDS, MASK, SEEN, VISIBLE, Sight, visible_images
 from forge_plugin_transformer import InitStd
-from forge_plugin_vision import PATCHES, ImageFormat, ImageInput, LinearAdapter
+from forge_plugin_vision import PATCHES, ImageFormat, ImageInput, LinearAdapter, ViT
 
 GENERATOR = torch.Generator().manual_seed(0)
 
@@ -31,7 +31,12 @@ def sight_of(images: int, features: int) -> Sight:
     """Whose images have as many features as patches."""
     form = ImageFormat(patch=1)
     budget = ImageInput(
-        format=form, patches_per_sequence=features, images_per_sequence=images, adapter=LinearAdapter(), fusion=Open()
+        format=form,
+        patches_per_sequence=features,
+        images_per_sequence=images,
+        encoder=ViT(),
+        adapter=LinearAdapter(),
+        fusion=Open(),
     )
     return Sight(budget, features, torch.float64)
 

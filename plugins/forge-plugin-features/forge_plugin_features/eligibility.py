@@ -11,6 +11,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from forge_core import Job, Problem
 from forge_plugin_freeze import Freeze
 from forge_plugin_freeze.selection import trains
+from forge_plugin_vision import image_input
 
 PREFIX = "vision.encoder."
 """Prefix of the tower's parameters in the model."""
@@ -22,6 +23,10 @@ FIX = f'freeze = ["{PREFIX}*"]'
 def problems_of(encoder: nn.Module, job: Job) -> Iterator[Problem]:
     """Yields why features of `encoder` cannot be kept in `job`; paths are relative to the plugin's table."""
     yield from _unsteady(encoder)
+    seen = image_input(job)
+    if (room := seen.encoder.feature_room(patches := seen.patches_per_sequence)) != patches:
+        message = f"a row of {patches} patches has {room} features, and one is kept for each patch of an image"
+        yield Problem("", f"{message}; leave [plugins.features] out, or take an encoder such as vit")
     freezing = [(name, plugin) for name, plugin in job.plugins.items() if isinstance(plugin, Freeze)]
     names = [f"{PREFIX}{name}" for name, _ in encoder.named_parameters()]
     # By the patterns alone, which decide for the whole run: what requires a gradient now is that of one stage, or of

@@ -10,7 +10,8 @@ from torch import nn
 from forge_core.cli import main
 from forge_plugin_features import Features
 from forge_plugin_freeze import Freeze, Stage
-from forge_plugin_vision import VisionLanguage, VisionPart, ViT
+from forge_plugin_vision import Joint, LinearAdapter, TiledViT, VisionLanguage, VisionPart, ViT
+from forge_plugin_vision.testing import tiny_language
 from forge_testing import Numbers, TinyModel, job_problems
 
 JOB = """
@@ -103,3 +104,12 @@ def test_a_tower_whose_features_differ_from_call_to_call_is_refused(tmp_path, dr
     seeing = VisionLanguage(language=model().language, vision=VisionPart(encoder=tower, images_per_sequence=2))
     (problem,) = refusals(tmp_path, model=seeing, plugins={"freeze": FROZEN})
     assert problem.startswith(f"plugins.features: vision.encoder.extra {what}")
+
+
+def test_a_tower_whose_features_are_not_its_patches_is_refused(tmp_path):
+    tower = TiledViT(dim=16, layers=1, global_layers=1, heads=2, patch=2, tile=4, intermediate=())
+    model = VisionLanguage(
+        language=tiny_language(), vision=VisionPart(encoder=tower, adapter=LinearAdapter()), fusion=Joint()
+    )
+    (problem,) = refusals(tmp_path, model=model)
+    assert "a row of 16 patches has 20 features, and one is kept for each patch of an image; leave" in problem

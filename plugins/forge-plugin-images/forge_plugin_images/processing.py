@@ -13,16 +13,16 @@ from attrs import frozen
 from PIL import Image
 
 from forge_plugin_images.patches import grid_of, patches_of
-from forge_plugin_images.tiling import tile_grid, tiles_of
+from forge_plugin_images.tiling import PADDING, canvas_of, fitted_size, tile_grid, tiles_of
 
 if TYPE_CHECKING:
     from forge_plugin_images.source import Overview
     from forge_plugin_vision import Grid, ImageFormat
 
-Policy = Literal["native", "fill", "stretch", "crop", "pad", "tiles"]
+Policy = Literal["native", "fill", "stretch", "crop", "pad", "tiles", "canvas"]
 """How an image gets the size of a grid. `native` (Qwen2-VL's `smart_resize`) and `fill` (SigLIP 2's NaFlex) keep its
 shape nearly; the others make images of one size, as SigLIP (`stretch`), CLIP (`crop`) and LLaVA-1.5 (`pad`) do, or
-several of one size (`tiles`, LLaVA-NeXT)."""
+several of one size (`tiles`, LLaVA-NeXT). `canvas` makes one image of several tiles (Llama 3.2 Vision)."""
 RESAMPLING = {
     "bilinear": Image.Resampling.BILINEAR,
     "bicubic": Image.Resampling.BICUBIC,
@@ -76,7 +76,9 @@ class ImageProcessor:
         """Returns the patches of the whole image as one: (patches, V) uint8."""
         size = image.height, image.width
         height, width = self._target(size)
-        if self.policy == "pad":
+        if self.policy == "canvas":
+            image = self._on_canvas(image, (height, width))
+        elif self.policy == "pad":
             image = _padded(image, height / width, tuple(int(255 * mean) for mean in self.form.mean))
         elif self.policy == "crop":
             image = _covering(image, (height, width), RESAMPLING[self.form.resample])
@@ -84,12 +86,20 @@ class ImageProcessor:
             image = image.resize((width, height), RESAMPLING[self.form.resample])
         return patches_of(np.asarray(image), self.form)
 
+    def _on_canvas(self, image: Image.Image, target: Size) -> Image.Image:
+        """Returns the image at the top left of black of the target's size."""
+        height, width = fitted_size((image.height, image.width), target, self.step)
+        canvas = Image.new("RGB", (target[1], target[0]), PADDING)
+        canvas.paste(image.resize((width, height), RESAMPLING[self.form.resample]))
+        return canvas
+
     def key(self) -> list[object]:
         """Returns all that patches depend on, besides the image."""
         form = self.form
         shape = [form.patch, form.frames, form.channels, form.grid, form.multiple]
         tiling: list[object] = [self.max_tiles, self.overview] if self.policy == "tiles" else []
         tiling += [form.pixels] if form.pixels else []
+        tiling += [form.arrangements] if form.arrangements else []
         return [*shape, form.resample, form.mean, self.policy, self.max_patches, self.min_patches, *tiling]
 
     def _tiles(self, size: Size) -> tuple[int, int]:
@@ -101,6 +111,9 @@ class ImageProcessor:
             return native_size(size, self.step, self.min_patches * self.form.patch**2, self._max_pixels)
         if self.policy == "fill":
             return filling_size(size, self.step, self._max_pixels)
+        if self.policy == "canvas":
+            rows, columns = canvas_of(size, self.step, self.form.arrangements)
+            return rows * self.step, columns * self.step
         assert self.form.grid is not None
         if self.form.pixels:
             return self.form.pixels

@@ -14,7 +14,7 @@ from forge_core.data.reading import collate
 from forge_plugin_images.content import MARK
 from forge_plugin_images.decoding import BrokenImage, FileImage, decode
 from forge_plugin_images.processing import ImageProcessor
-from forge_plugin_images.source import ImageDataset
+from forge_plugin_images.source import ImageDataset, default_policy
 from forge_plugin_vision import GRIDS, IMAGE, PATCHES, image_input
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def _processor(job: Job, seen: ImageInput) -> ImageProcessor:
     own = (source.processor(seen) for source in job.data.sources if isinstance(source, ImageDataset))
     default = ImageProcessor(
         seen.format,
-        "stretch" if seen.format.grid else "native",
+        default_policy(seen.format),
         seen.patches_per_sequence // seen.images_per_sequence,
     )
     return next(own, default)

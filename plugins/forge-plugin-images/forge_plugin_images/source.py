@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from forge_core.contracts.layout import Layout
     from forge_core.job import Job
     from forge_plugin_images.documents import ImageDocuments, Part
-    from forge_plugin_images.processing import ImageProcessor
+    from forge_plugin_images.processing import ImageProcessor, Policy
     from forge_plugin_images.records import ImageSource, Record, Records
-    from forge_plugin_vision import ImageInput
+    from forge_plugin_vision import ImageFormat, ImageInput
 
 FIXED, FREE = ("stretch", "crop", "pad", "tiles"), ("native", "fill")
 """Policies of encoders with one size of images, and of those with any."""
@@ -72,10 +72,11 @@ class ImageDataset(DatasetComponent):
     """Of a stream or a table, Parquet or `save_to_disk`: the split to train on."""
     folder: str = ""
     """Where relative paths of images start; empty: beside the file that names them."""
-    resize: Literal["auto", "native", "fill", "stretch", "crop", "pad", "tiles"] = "auto"
+    resize: Literal["auto", "native", "fill", "stretch", "crop", "pad", "tiles", "canvas"] = "auto"
     """How images get their size. For encoders of any size `native` (nearest multiples, smaller only if `max_patches`
     demands it) or `fill` (as large as `max_patches` allows); for those of one size `stretch`, `crop` (the middle),
-    `pad` (bars of the mean colour) or `tiles` (any-res: several images of that size). auto: `native` or `stretch`."""
+    `pad` (bars of the mean colour) or `tiles` (any-res: several images of that size). For those of one image in tiles
+    `canvas`: at the top left of as many as suit it (Llama 3.2 Vision). auto: `native`, `stretch` or `canvas`."""
     max_tiles: int = field(default=0, validator=ge(0))
     """With `tiles`: tiles of an image at most, without the overview; 0: as many as a sequence has room for."""
     overview: Overview = "first"
@@ -185,9 +186,8 @@ class ImageDataset(DatasetComponent):
         """Returns what turns images into patches for a model that has `seen` as its input."""
         from forge_plugin_images.processing import ImageProcessor
 
-        auto: Literal["stretch", "native"] = "stretch" if seen.format.grid else "native"
         most = self.max_patches or seen.patches_per_sequence // seen.images_per_sequence
-        policy = auto if self.resize == "auto" else self.resize
+        policy = default_policy(seen.format) if self.resize == "auto" else self.resize
         return ImageProcessor(seen.format, policy, most, self.min_patches, self._tiles(seen), self.overview)
 
     def _tiles(self, seen: ImageInput) -> int:
@@ -233,11 +233,17 @@ class ImageDataset(DatasetComponent):
             rows, columns = form.grid
             size = f"{rows * form.patch} x {columns * form.patch} pixels"
             yield Problem("resize", f"{self.resize!r}, but the encoder takes images of {size}; take one of {FIXED}")
-        if not form.grid and self.resize in FIXED:
+        if form.arrangements and self.resize in (*FIXED, *FREE):
+            yield Problem("resize", f"{self.resize!r}, but the encoder takes images in tiles; take 'canvas'")
+        elif not form.grid and self.resize in FIXED:
             yield Problem("resize", f"{self.resize!r}, but the encoder takes images of any size; take one of {FREE}")
+        if not form.arrangements and self.resize == "canvas":
+            policies = FIXED if form.grid else FREE
+            yield Problem("resize", f"'canvas' is for encoders of images in tiles; take one of {policies}")
         for key in ("max_patches", "min_patches"):
-            if form.grid and (value := getattr(self, key)):
-                yield Problem(key, f"{value}, but all images of this encoder have one size; leave it out")
+            if (form.grid or form.arrangements) and (value := getattr(self, key)):
+                sizes = "one size" if form.grid else "the sizes of its tiles"
+                yield Problem(key, f"{value}, but all images of this encoder have {sizes}; leave it out")
         most = self.max_patches or seen.patches_per_sequence // seen.images_per_sequence
         if not form.grid and most < form.multiple**2:
             message = f"{most} patches of an image at most, and the smallest has {form.multiple**2} with this adapter"
@@ -271,6 +277,13 @@ class ImageDataset(DatasetComponent):
                 has = f"an image may become {tiles} tiles{' and an overview' if whole else ''}"
                 message = f"{has}, which need model.vision.{name} = {needed}, and it is {room}"
                 yield Problem("max_tiles", f"{message}; raise it, or lower max_tiles")
+
+
+def default_policy(form: ImageFormat) -> Policy:
+    """Returns how images get their size where no key says it."""
+    if form.arrangements:
+        return "canvas"
+    return "stretch" if form.grid else "native"
 
 
 def _names(path: str) -> frozenset[str]:

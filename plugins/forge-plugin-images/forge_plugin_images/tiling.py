@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 
 from PIL import Image
@@ -40,6 +40,37 @@ def tile_grid(size: tuple[int, int], tile: tuple[int, int], most: int) -> tuple[
         return shown, shown - canvas[0] * canvas[1]
 
     return max(tile_grids(most), key=merit)  # the first of equals
+
+
+def canvas_of(size: tuple[int, int], tile: int, arrangements: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """Returns the rows and columns of tiles that suit an image best.
+
+    Those in which it is enlarged least; if it is larger than all of them, those in which it is shrunk least. Of equals,
+    the fewest tiles. This is `get_optimal_tiled_canvas` of Llama 3.2 Vision.
+
+    Args:
+        size: height and width of the image in pixels.
+        tile: side of a tile in pixels.
+        arrangements: rows and columns to choose from.
+    """
+
+    def merit(tiles: tuple[int, int]) -> tuple[bool, float, int]:
+        scale = min(side * tile / own for side, own in zip(tiles, size, strict=True))
+        return scale < 1, scale if scale >= 1 else -scale, math.prod(tiles)
+
+    return min(arrangements, key=merit)  # the first of equals
+
+
+def fitted_size(size: tuple[int, int], canvas: tuple[int, int], tile: int) -> tuple[int, int]:
+    """Returns the height and width of an image on its canvas: within it, and not enlarged beyond a tile.
+
+    This is `get_image_size_fit_to_canvas` of Llama 3.2 Vision, whose roundings matter.
+    """
+    most_height, most_width = (min(max(own, tile), side) for own, side in zip(size, canvas, strict=True))
+    across, down = most_width / size[1], most_height / size[0]
+    if across < down:
+        return min(math.floor(size[0] * across) or 1, most_height), most_width
+    return most_height, min(math.floor(size[1] * down) or 1, most_width)
 
 
 def tiles_of(

@@ -20,6 +20,7 @@ from forge_plugin_vision.kinds import (
 from forge_plugin_vision.looking import Looking
 from forge_plugin_vision.mrope import MultimodalRope
 from forge_plugin_vision.qwen import Merger, QwenViT
+from forge_plugin_vision.tiled import TiledViT
 from forge_plugin_vision.vision import Joint, TowerPart, VisionLanguage, VisionPart, VisionTower
 
 __all__ = [
@@ -45,6 +46,7 @@ __all__ = [
     "Perceiver",
     "PixelShuffle",
     "QwenViT",
+    "TiledViT",
     "TowerPart",
     "ViT",
     "VisionEncoderComponent",

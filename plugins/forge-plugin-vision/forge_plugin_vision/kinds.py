@@ -11,7 +11,8 @@ model's width; a fusion says how the language model sees them. A batch has, besi
   it stands;
 - `patches` (B, P, V) uint8: patches of the row's images, one image after the other, each row by row; zeros at the end.
   The values of a patch are in the order channel, frame, row, column;
-- `grids` (B, N, 3) int64: frames, rows and columns of each image, in patches; zeros where there is no image;
+- `grids` (B, N, 3) int64: frames, rows and columns of each image, in patches; zeros where there is no image. An image
+  that the encoder sees as several tiles is one image, whose grid covers them all, so its sides say how they lie;
 - `broken_documents` (B,) int64: documents that the row would have, and that its dataset left out since an image of them
   cannot be read. It is only counted, for the metric `vision/broken_documents`.
 """
@@ -73,19 +74,32 @@ class ImageFormat:
     """Height and width that an image is resized to, of which the patches of `grid` are the first; None: just those."""
     multiple: int = field(default=1, validator=ge(1))
     """Rows and columns of patches are multiples of this."""
+    arrangements: tuple[tuple[int, int], ...] = ()
+    """Rows and columns of tiles, squares of `multiple` patches a side, that an image may have; empty: it has none."""
 
     @property
     def values(self) -> int:
         """V, the numbers of a patch."""
         return self.channels * self.frames * self.patch**2
 
+    @property
+    def largest(self) -> Grid | None:
+        """The grid with the most patches that an image may have; None: there is no such bound."""
+        if self.grid:
+            return Grid(1, *self.grid)
+        if not self.arrangements:
+            return None
+        rows, columns = max(self.arrangements, key=lambda tiles: tiles[0] * tiles[1])
+        return Grid(1, rows * self.multiple, columns * self.multiple)
+
 
 @frozen(kw_only=True)
 class VisionEncoderComponent(Component["nn.Module"]):
     """Builds the network that turns patches into features: a vision tower.
 
-    The module maps `(patches (B, P, V), images)` to a tuple of (B, P, W): its features, then the hidden states after
-    each block of `taps`. `patches` are normalised and in the compute dtype; `images` is a
+    The module maps `(patches (B, P, V), images)` to a tuple of (B, F, W): its features, then the hidden states after
+    each block of `taps`. F is `feature_room(P)`, which is P unless an encoder has other features than one a patch.
+    `patches` are normalised and in the compute dtype; `images` is a
     `forge_plugin_vision.modules.images.Images`. An image's features depend on its own patches only. The module has
     `width`, and may have `flops(grid)` (of an image of that `Grid`, forward and backward; arithmetic that holds for a
     `Grid` of float64 tensors, and 0 for one of zeros), `blocks` (an `nn.ModuleList`, whose entries are recomputed,
@@ -98,6 +112,18 @@ class VisionEncoderComponent(Component["nn.Module"]):
         """Returns how an image becomes patches."""
         raise NotImplementedError
 
+    def feature_grid(self, grid: Grid) -> Grid:
+        """Returns the grid of an image's features, which the adapter sees; arithmetic that holds for tensors, too.
+
+        Args:
+            grid: of its patches, whose features it has by default.
+        """
+        return grid
+
+    def feature_room(self, patches: int) -> int:
+        """Returns F, the features of a row that has room for so many patches."""
+        return patches
+
     def build(self, context: BuildContext, taps: Sequence[int]) -> nn.Module:
         """Build it; `taps` are numbers of blocks, ascending, whose outputs the fusion uses besides."""
         raise NotImplementedError
@@ -107,9 +133,10 @@ class VisionEncoderComponent(Component["nn.Module"]):
 class AdapterComponent(Component["nn.Module"]):
     """Builds the module between the encoder and the language model.
 
-    It maps `(features (B, P, W), images)` to (B, M, D): first the features of the row's first image, as many as
-    `positions(grid)`, then those of the next; the rest is arbitrary but finite. M follows from P and N alone. It may
-    have `flops(grid)` and `parameter_roles` as the encoder.
+    It maps `(features (B, F, W), images)` to (B, M, D): first the features of the row's first image, as many as
+    `positions(grid)`, then those of the next; the rest is arbitrary but finite. M follows from F and N alone. `images`
+    has the places of the encoder's features, and `grid` is the encoder's `feature_grid` of an image. It may have
+    `flops(grid)` and `parameter_roles` as the encoder.
     """
 
     kind = "adapter"
@@ -144,7 +171,12 @@ class FusionComponent(Component["Model"]):
         return ()
 
     def positions(self, grid: Grid, adapter: AdapterComponent) -> int:
-        """Returns the positions of the sequence that an image takes: by default one for each of its features."""
+        """Returns the positions of the sequence that an image takes: by default one for each of its features.
+
+        Args:
+            grid: of the encoder's features.
+            adapter: of the model.
+        """
         return adapter.positions(grid)
 
     def tile_problem(self) -> str:
@@ -169,12 +201,17 @@ class ImageInput:
     """P: a sample with more patches is refused."""
     images_per_sequence: int
     """N, likewise."""
+    encoder: VisionEncoderComponent
     adapter: AdapterComponent
     fusion: FusionComponent
 
+    def features(self, grid: Grid) -> int:
+        """Returns the features of an image behind the adapter; of many for a `Grid` of int64 tensors."""
+        return self.adapter.positions(self.encoder.feature_grid(grid))
+
     def positions(self, grid: Grid) -> int:
         """Returns the positions of the sequence that an image takes."""
-        return self.fusion.positions(grid, self.adapter)
+        return self.fusion.positions(self.encoder.feature_grid(grid), self.adapter)
 
 
 @runtime_checkable
@@ -204,8 +241,12 @@ def format_for(encoder: VisionEncoderComponent, adapter: AdapterComponent) -> Im
     return evolve(own, multiple=lcm(own.multiple, adapter.multiple))
 
 
-def grid_problems(form: ImageFormat) -> Iterable[Problem]:
+def grid_problems(form: ImageFormat, encoder: VisionEncoderComponent, adapter: AdapterComponent) -> Iterable[Problem]:
     """Yields why every image's grid, if it is fixed, does not suit the adapter; paths are relative to `vision`."""
+    seen = encoder.feature_grid(smallest := Grid(1, form.multiple, form.multiple))
+    if seen != smallest and (seen.rows % adapter.multiple or seen.columns % adapter.multiple):
+        message = f"it joins {adapter.multiple} x {adapter.multiple} features of a grid, which this encoder's are not"
+        yield Problem("adapter", f"{message}; take one that does not join any, such as linear or mlp")
     if form.grid and any(side % form.multiple for side in form.grid):
         rows, columns = form.grid
         message = f"images have {rows} x {columns} patches, which {form.multiple} does not divide"

@@ -106,7 +106,8 @@ class _Rows:
         """Yields grids of images, as long as they fit into the row."""
         form, patches, positions = self._input.format, self._input.patches_per_sequence, self._length - 2
         for _ in range(self._input.images_per_sequence):
-            rows, columns = form.grid or (int(n) * form.multiple for n in generator.integers(1, 4, 2))
+            tiles = generator.choice(form.arrangements) if form.arrangements else generator.integers(1, 4, 2)
+            rows, columns = form.grid or (int(n) * form.multiple for n in tiles)
             grid = Grid(1, rows, columns)
             patches -= grid.patches
             positions -= self._input.positions(grid) + 1

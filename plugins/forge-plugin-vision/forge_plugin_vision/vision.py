@@ -46,7 +46,7 @@ class VisionPart:
     """Images of a sequence at most."""
     patches_per_sequence: int = field(default=0, validator=ge(0))
     """Patches of a sequence at most: every row has room for as many. 0: of `images_per_sequence` images of the
-    encoder's size, if that is fixed."""
+    encoder's size, or the largest that it takes, if there is one."""
 
 
 @frozen(kw_only=True)
@@ -67,6 +67,7 @@ class VisionLanguage(ModelComponent):
             format=self._format,
             patches_per_sequence=self._patches,
             images_per_sequence=self.vision.images_per_sequence,
+            encoder=self.vision.encoder,
             adapter=self.vision.adapter,
             fusion=self.fusion,
         )
@@ -79,7 +80,7 @@ class VisionLanguage(ModelComponent):
         }
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
-        for problem in grid_problems(self._format):
+        for problem in grid_problems(self._format, self.vision.encoder, self.vision.adapter):
             yield problem.below("vision")
         if not self._patches:
             message = "0 needs an encoder whose images have one size; say how many patches a sequence may have"
@@ -91,9 +92,9 @@ class VisionLanguage(ModelComponent):
 
     @property
     def _patches(self) -> int:
-        if self.vision.patches_per_sequence or not self._format.grid:
+        if self.vision.patches_per_sequence or (largest := self._format.largest) is None:
             return self.vision.patches_per_sequence
-        return self.vision.images_per_sequence * Grid(1, *self._format.grid).patches
+        return self.vision.images_per_sequence * largest.patches
 
     def build(self, context: BuildContext) -> Model:
         from forge_plugin_vision.modules.grafting import count_costs, embedding_width
@@ -169,7 +170,8 @@ class Joint(FusionComponent):
         if not self.deepstack:
             yield Problem("deepstack_adapter", "it has no use without deepstack; set that, or leave the table out")
         adapter, side = image_input(job).adapter, image_input(job).format.multiple
-        counts = [each.positions(Grid(2, 2 * side, 3 * side)) for each in (adapter, self.deepstack_adapter)]
+        grid = image_input(job).encoder.feature_grid(Grid(2, 2 * side, 3 * side))
+        counts = [each.positions(grid) for each in (adapter, self.deepstack_adapter)]
         if counts[0] != counts[1] or side % self.deepstack_adapter.multiple:
             message = f"it makes {counts[1]} features where [model.vision.adapter] makes {counts[0]}"
             yield Problem("deepstack_adapter", f"{message}; they must be as many, as they take the same places")
@@ -192,7 +194,7 @@ class Joint(FusionComponent):
             component, here = self.deepstack_adapter or adapter, context.at("vision.deepstack")
             sizes = {"width": vision.encoder.width, "dim": embedding_width(model)}
             add_deepstack(grafted, [here.at(str(n)).build(component, **sizes) for n in range(len(self.deepstack))])
-        add_spatial_positions(grafted, adapter)
+        add_spatial_positions(grafted, vision.image_input)
         if self.bidirectional:
             add_image_spans(grafted)
         return grafted

@@ -62,5 +62,6 @@ def test_heads_must_divide_the_encoders_width(context):
 
 
 def test_images_of_one_size_must_suit_the_adapter():
-    assert next(iter(grid_problems(format_for(ViT(**TOWER), PixelShuffle(factor=2))))).path == "adapter"
-    assert not list(grid_problems(format_for(ViT(**TOWER), AveragePool(window=2, ragged=True))))
+    tower, unsuited, suited = ViT(**TOWER), PixelShuffle(factor=2), AveragePool(window=2, ragged=True)
+    assert next(iter(grid_problems(format_for(tower, unsuited), tower, unsuited))).path == "adapter"
+    assert not list(grid_problems(format_for(tower, suited), tower, suited))

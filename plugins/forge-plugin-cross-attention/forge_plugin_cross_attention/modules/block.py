@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor, nn
 
 from forge_kit.modules import Linear
@@ -17,30 +16,12 @@ from forge_plugin_cross_attention.modules.sight import MASK, SEEN
 from forge_plugin_transformer.modules.attention_core import torch_attention
 from forge_plugin_transformer.modules.norms import RootMeanSquareNorm
 from forge_plugin_vision.modules.cost import LayerCost
+from forge_plugin_vision.modules.gate import Gate
 
 if TYPE_CHECKING:
     from forge_core.contracts.data import Batch
-    from forge_core.contracts.model import Fill
     from forge_plugin_cross_attention.modules.cache import LayerCache
     from forge_plugin_transformer import InitStd
-
-
-class Gate(nn.Module):
-    """tanh(weight) x; `weight` (1,) is `start` at first."""
-
-    def __init__(self, start: float) -> None:
-        super().__init__()
-        self.start = start
-        self.weight = nn.Parameter(torch.empty(1))
-
-    def init_parameter(self, name: str, fill: Fill) -> None:
-        fill.constant(self.start)
-
-    def init_buffers(self, device: torch.device) -> None:
-        """There are none."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.weight.to(x.dtype).tanh()
 
 
 class Attention(nn.Module):

@@ -18,12 +18,12 @@ from torch.nn import functional as F
 from forge_kit.modules import Embedding
 from forge_plugin_cross_attention.modules.block import CrossAttentionBlock
 from forge_plugin_cross_attention.modules.cache import ImageCache, LayerCache
-from forge_plugin_cross_attention.modules.sight import MASK, VISIBLE, Sight, features_of_row, visible_images
+from forge_plugin_cross_attention.modules.sight import MASK, VISIBLE, Sight, visible_images
 from forge_plugin_transformer.modules import parts
 from forge_plugin_vision.kinds import GRIDS, IMAGE, PATCHES, VIDEO
 from forge_plugin_vision.modules.cost import LayerCost
 from forge_plugin_vision.modules.grafting import VisionLanguageModel, derived
-from forge_plugin_vision.modules.vision import SharedVision
+from forge_plugin_vision.modules.vision import SharedVision, feature_count
 
 if TYPE_CHECKING:
     import torch
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from forge_core.contracts.contexts import BuildContext
     from forge_core.contracts.data import Batch
     from forge_core.contracts.model import Carry, Role
+    from forge_plugin_cross_attention.cross_attention import CrossAttention
 
     Layer = nn.Module
 else:
@@ -40,7 +41,7 @@ FEATURES = "features"
 """Batch entry (B, M, D), only while decoding: features that were made before the carry."""
 BLOCK = "cross_attention"
 """Name of the block in its layer."""
-MARKERS = (IMAGE, VIDEO)
+KINDS = len((IMAGE, VIDEO))
 
 
 class Markers(nn.Module):
@@ -49,13 +50,13 @@ class Markers(nn.Module):
     Its output is a sum over the tensor-parallel ranks, of which one has a summand.
     """
 
-    def __init__(self, dim: int, dtype: torch.dtype, *, summand: bool) -> None:
+    def __init__(self, rows: int, dim: int, dtype: torch.dtype, *, summand: bool) -> None:
         super().__init__()
-        self.table = Embedding(len(MARKERS), dim, dtype=dtype)
+        self.table = Embedding(rows, dim, dtype=dtype)
         self.summand = summand
 
     def forward(self, ids: Tensor) -> Tensor:
-        rows = self.table((-1 - ids).clamp(0, len(MARKERS) - 1))
+        rows = self.table((-1 - ids).clamp(0, KINDS - 1))
         return rows * ((ids < 0).unsqueeze(-1) * float(self.summand)).to(rows.dtype)
 
 
@@ -248,19 +249,19 @@ class GeneratingModel(CrossAttentionModel):
         return super().decode(batch, cache.layers)
 
 
-def add_blocks(model: Any, blocks: Mapping[str, nn.Module], place: str, sees: str, context: BuildContext) -> None:
+def add_blocks(model: Any, blocks: Mapping[str, nn.Module], keys: CrossAttention, context: BuildContext) -> None:
     """Adds blocks by layer name to a language model of class `CrossAttentionModel`, and all that they share."""
     rank, ranks = 0, context.layout.tp
     if ranks > 1 and context.mesh is not None:
         rank = context.mesh["tp"].get_local_rank()
     vision, dim = model.vision, model.embedding.weight.shape[1]
     vision.__class__, vision.share, model.whole = SummedVision, (rank, ranks), Whole()
-    features = features_of_row(vision)
+    features = feature_count(vision)
     features += -features % ranks
-    model.sees = sees
+    model.sees = keys.sees
     model.sight = Sight(vision.image_input, features, context.dtype, summand=rank == 0)
-    model.markers = Markers(dim, context.dtype, summand=rank == 0)
-    looks = LooksBefore if place == "before" else LooksAfter
+    model.markers = Markers(keys.markers, dim, context.dtype, summand=rank == 0)
+    looks = LooksBefore if keys.place == "before" else LooksAfter
     for name, layer in model.layers.items():
         own: Any = type(layer)
         layer.__class__ = derived(looks if name in blocks else PassesFeatures, own)

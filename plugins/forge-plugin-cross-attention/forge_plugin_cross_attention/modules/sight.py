@@ -13,12 +13,10 @@ from torch.nn import functional as F
 
 from forge_core.contracts.errors import ForgeError
 from forge_plugin_vision.kinds import GRIDS, PATCHES, Grid
-from forge_plugin_vision.modules.images import Images
 
 if TYPE_CHECKING:
     from forge_core.contracts.data import Batch
     from forge_plugin_vision.kinds import ImageInput
-    from forge_plugin_vision.modules.vision import Vision
 
 VISIBLE = "images_visible"
 """Batch entry (B, S, 2): numbers in the row of the first image that a position sees, and of the one after the last."""
@@ -55,16 +53,6 @@ def _begins(document_ids: Tensor, several: bool) -> Tensor:
 def _latest(numbers: Tensor, where: Tensor) -> Tensor:
     """Returns, for each position of (B, S), the number at the latest position that is true; 0 before the first."""
     return numbers.where(where, 0).cummax(1).values
-
-
-def features_of_row(vision: Vision) -> int:
-    """Returns M of the batches of training, by a call of the adapter on the meta device."""
-    budget = vision.image_input
-    with torch.device("meta"), torch.no_grad():
-        images = Images.of(torch.zeros(1, budget.images_per_sequence, 3, dtype=torch.long), budget.patches_per_sequence)
-        width: int = vision.encoder.width  # type: ignore[assignment]
-        adapted: Tensor = vision.adapter(torch.empty(1, budget.patches_per_sequence, width), images)
-    return adapted.shape[1]
 
 
 class Sight(nn.Module):
@@ -109,7 +97,7 @@ class Sight(nn.Module):
 
     def numbers(self, grids: Tensor, features: int) -> Tensor:
         """Returns (B, M), the number in the row of each feature's image, -1 for none, for M = `features`."""
-        sizes = self.budget.adapter.positions(Grid(*grids.unbind(-1))) * (grids.prod(-1) > 0)  # type: ignore[arg-type]
+        sizes = self.budget.features(Grid(*grids.unbind(-1))) * (grids.prod(-1) > 0)  # type: ignore[arg-type]
         index = torch.arange(features, device=grids.device).expand(len(grids), -1).contiguous()
         numbers = torch.searchsorted(sizes.cumsum(1), index, right=True)
         return numbers.where(numbers < grids.shape[1], -1)

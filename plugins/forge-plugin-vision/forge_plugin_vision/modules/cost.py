@@ -127,7 +127,7 @@ class StepCost:
             rows = [[cost.feature_weights, cost.feature_attention * self._length] for cost in self._costs]
             self._of_features = torch.tensor(rows, dtype=torch.float64, device=grids.device)
         whole: Any = grids.unbind(-1)
-        features = torch.as_tensor(model.vision.image_input.adapter.positions(Grid(*whole))).sum()
+        features = torch.as_tensor(model.vision.image_input.features(Grid(*whole))).sum()
         values[:, :2] += self._of_features * features
 
     def _summary(self, rows: Mapping[int, Tensor]) -> Mapping[str, Tensor]:

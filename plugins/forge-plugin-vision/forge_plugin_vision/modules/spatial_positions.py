@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from forge_core.contracts.errors import JobError, Problem
 from forge_core.contracts.model import Model
 from forge_plugin_transformer.modules.documents import document_starts
-from forge_plugin_vision.kinds import GRIDS, VIDEO, AdapterComponent, Grid
+from forge_plugin_vision.kinds import GRIDS, VIDEO, Grid, ImageInput
 from forge_plugin_vision.modules.grafting import derived
 from forge_plugin_vision.modules.images import Images
 from forge_plugin_vision.modules.mrope import POSITIONS
@@ -127,7 +127,7 @@ class SpatialModel(Base):
         return decoded
 
 
-def add_spatial_positions(model: Any, adapter: AdapterComponent) -> None:
+def add_spatial_positions(model: Any, seen: ImageInput) -> None:
     """Has a vision-language model compute `POSITIONS` if a module of it has that as its `entry`; else changes nothing.
 
     Raises:
@@ -136,8 +136,8 @@ def add_spatial_positions(model: Any, adapter: AdapterComponent) -> None:
     asking = next((module for module in model.modules() if getattr(module, "entry", None) == POSITIONS), None)
     if asking is None:
         return
-    side = adapter.multiple
-    if [adapter.positions(Grid(*size)) for size in ((1, side, side), (2, 2 * side, 3 * side))] != [1, 12]:
+    adapter, side = seen.adapter, seen.adapter.multiple
+    if [seen.features(Grid(*size)) for size in ((1, side, side), (2, 2 * side, 3 * side))] != [1, 12]:
         message = f"{type(adapter).__name__} does not make one feature of each {side} x {side} patches, and so"
         hint = "take another adapter, or another position encoding"
         raise JobError([Problem("model.vision.adapter", f"{message} none has a row and a column for mrope; {hint}")])

@@ -29,7 +29,7 @@ class TowerModel(Model):
         self.layers = nn.ModuleDict()
 
     def features(self, batch: Batch) -> Tensor:
-        """Returns the features (B, P, W) of a batch's images."""
+        """Returns the features (B, F, W) of a batch's images."""
         images = Images.of(batch[GRIDS], batch[PATCHES].shape[1])
         features: Tensor = self.vision["encoder"](self.vision["normalise"](batch[PATCHES]), images)[0]
         return features

@@ -19,7 +19,7 @@ from forge_plugin_vision.modules.images import Images
 if TYPE_CHECKING:
     from forge_core.contracts.contexts import BuildContext
     from forge_core.contracts.data import Batch
-    from forge_plugin_vision.kinds import ImageFormat, ImageInput
+    from forge_plugin_vision.kinds import ImageFormat, ImageInput, VisionEncoderComponent
 
 
 class Normalise(nn.Module):
@@ -74,12 +74,13 @@ class Vision(nn.Module):
         return (self.adapter(encoded, images),)
 
     def encode(self, batch: Batch) -> tuple[Images, Sequence[Tensor]]:
-        """Returns the places of the patches, and (B, P, W) each: the encoder's features, then those of its taps.
+        """Returns the places of features, and (B, F, W) each: the encoder's features, then those of its taps.
 
         All fusions call the encoder here, so a mixin that overrides this method may bring features from elsewhere.
         """
         images = Images.of(batch[GRIDS], batch[PATCHES].shape[1])
-        return images, self.encoder(self.normalise(batch[PATCHES]), images)
+        encoded: Sequence[Tensor] = self.encoder(self.normalise(batch[PATCHES]), images)
+        return places_of_features(self.image_input.encoder, images), encoded
 
     def count(self, batch: Batch) -> None:
         """Count the patches of a micro-batch, and the documents that it lacks, for the metrics `vision/…`."""
@@ -101,7 +102,7 @@ class Vision(nn.Module):
         """
         form, patches = self.image_input.format, self.image_input.patches_per_sequence
         side = max(isqrt(patches // self.image_input.images_per_sequence) // form.multiple, 1) * form.multiple
-        image = Grid(1, *(form.grid or (side, side)))
+        image = form.largest or Grid(1, side, side)
         return (self.encoder_flops(image) + self.adapter_flops(image)) * patches / image.patches
 
     def encoder_flops(self, grid: Grid) -> float:
@@ -110,7 +111,16 @@ class Vision(nn.Module):
 
     def adapter_flops(self, grid: Grid) -> float:
         """Returns FLOPs of all adapters likewise."""
-        return flops_of(self.adapter, grid)
+        return flops_of(self.adapter, self.image_input.encoder.feature_grid(grid))
+
+
+def places_of_features(encoder: VisionEncoderComponent, images: Images) -> Images:
+    """Returns where the features of an encoder stand in their images, of which these are the places of patches."""
+    grids: Any = images.grids.unbind(-1)
+    if (seen := encoder.feature_grid(before := Grid(*grids))) is before:
+        return images
+    sides: Any = seen
+    return Images.of(torch.stack(tuple(sides), -1), encoder.feature_room(images.number.shape[1]))
 
 
 class SharedVision(Vision):
@@ -154,7 +164,9 @@ def flops_of(part: nn.Module, grid: Grid) -> float:
 def feature_count(vision: Vision) -> int:
     """Returns M, the features of a row, of a bare model: from shapes alone."""
     sizes = vision.image_input
-    features = torch.empty(1, sizes.patches_per_sequence, vision.encoder.width, device="meta")  # type: ignore[call-overload]
+    room = sizes.encoder.feature_room(sizes.patches_per_sequence)
+    features = torch.empty(1, room, vision.encoder.width, device="meta")  # type: ignore[call-overload]
     grids = torch.empty(1, sizes.images_per_sequence, 3, dtype=torch.int64, device="meta")
-    adapted: Tensor = vision.adapter(features, Images.of(grids, sizes.patches_per_sequence))
+    with torch.no_grad():
+        adapted: Tensor = vision.adapter(features, Images.of(grids, room))
     return adapted.shape[1]
