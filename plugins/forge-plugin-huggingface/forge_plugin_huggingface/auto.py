@@ -47,6 +47,9 @@ class Auto(TokenizerComponent):
     begin_of_text: str = ""
     """The token before every document, chat and prompt, such as `<s>`; `auto`: those that its files put before a text,
     as Llama 3's, Gemma's and Mistral's do. Empty: none. A chat whose template writes it gets no second one."""
+    placeholders: tuple[str, ...] = ()
+    """Tokens at the end of the vocabulary that only mark where something else stands, and for which the model has no
+    row: `<|image|>` of Llama 3.2 Vision. They are not counted in its size, and no text may have them."""
     chat_template: str = ""
     """File with a Jinja template for chats, in place of the tokenizer's own."""
     chat_variables: Mapping[str, str | bool | int | float] = field(factory=dict)
@@ -85,7 +88,7 @@ class Auto(TokenizerComponent):
         return self._of(loaded)
 
     def _of(self, loaded: Loaded) -> PretrainedTokenizer:
-        return loaded.tokenizer(self.end_of_text, self.chat_variables, self.begin_of_text)
+        return loaded.tokenizer(self.end_of_text, self.chat_variables, self.begin_of_text, self.placeholders)
 
     def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
         if message := local_problem(self.path):

@@ -59,14 +59,22 @@ class Loaded:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_bytes(content)
 
-    def tokenizer(self, end_of_text: str, variables: Mapping[str, Any], begin_of_text: str = "") -> PretrainedTokenizer:
+    def tokenizer(
+        self,
+        end_of_text: str,
+        variables: Mapping[str, Any],
+        begin_of_text: str = "",
+        placeholders: Sequence[str] = (),
+    ) -> PretrainedTokenizer:
         """Returns the tokenizer.
 
         Raises:
             JobError: a token does not exist, text could spell it, or documents would begin with their end.
         """
         end = self._end_of_text(end_of_text)
-        return PretrainedTokenizer(self, end, variables, self._begin_of_text(begin_of_text, end))
+        begin = self._begin_of_text(begin_of_text, end)
+        self._check_placeholders(placeholders)
+        return PretrainedTokenizer(self, end, variables, begin, placeholders)
 
     def _end_of_text(self, asked: str) -> str:
         token = asked or self.pretrained.eos_token
@@ -87,6 +95,12 @@ class Loaded:
             hint = "leave begin_of_text out: the end of each document stands before the next one"
             raise JobError([Problem("begin_of_text", f"{message}; {hint}")])
         return tokens
+
+    def _check_placeholders(self, tokens: Sequence[str]) -> None:
+        last = sorted(self.pretrained.get_vocab().items(), key=lambda item: item[1])[-len(tokens) :] if tokens else []
+        if {token for token, _ in last} != {*tokens} or {*tokens} - {*self._added}:
+            hint = f"the vocabulary ends with {', '.join(repr(token) for token, _ in last)}"
+            raise JobError([Problem("placeholders", f"{list(tokens)} are not its last added tokens; {hint}")])
 
     def _own_beginning(self) -> tuple[str, ...]:
         """Returns the tokens that transformers puts before a text."""
@@ -132,13 +146,18 @@ class PretrainedTokenizer:
     """
 
     def __init__(
-        self, loaded: Loaded, end_of_text: str, variables: Mapping[str, Any], begin_of_text: Sequence[str] = ()
+        self,
+        loaded: Loaded,
+        end_of_text: str,
+        variables: Mapping[str, Any],
+        begin_of_text: Sequence[str] = (),
+        placeholders: Sequence[str] = (),
     ) -> None:
         self._loaded, self._end_of_text, self._variables = loaded, end_of_text, dict(variables)
-        self._begin_of_text = tuple(begin_of_text)
+        self._begin_of_text, self._placeholders = tuple(begin_of_text), tuple(placeholders)
         self._pretrained = loaded.pretrained
         vocabulary = self._pretrained.get_vocab()
-        self.vocab_size = max(vocabulary.values()) + 1
+        self.vocab_size = min((vocabulary[token] for token in placeholders), default=max(vocabulary.values()) + 1)
         self.end_of_text = vocabulary[end_of_text]
         self.begin_of_text = [vocabulary[token] for token in self._begin_of_text]
         self._check_unspellable("end_of_text", self._end_of_text, "that a document could end itself")
@@ -146,7 +165,8 @@ class PretrainedTokenizer:
             self._check_unspellable("begin_of_text", token, "that a document could begin within another")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return PretrainedTokenizer, (self._loaded, self._end_of_text, self._variables, self._begin_of_text)
+        inputs = (self._loaded, self._end_of_text, self._variables, self._begin_of_text, self._placeholders)
+        return PretrainedTokenizer, inputs
 
     def encode(self, text: str) -> list[int]:
         return self.encode_batch([text])[0]
@@ -207,12 +227,12 @@ class PretrainedTokenizer:
             JobError: the template refuses the conversation, or does not show which part is the assistant's.
         """
         rendered = self._template.render(messages, tools)
-        return self._begun(self._chat_tokens(rendered.text, rendered.spans))
+        return self._begun(self._checked(self._chat_tokens(rendered.text, rendered.spans)))
 
     def chat_prompt(self, messages: Messages, tools: Tools = None) -> list[int]:
         """Returns the ids of a conversation up to where the assistant's next answer begins; raises as `chat`."""
         text = self._template.prompt(messages, tools)
-        return self._begun(self._chat_tokens(text, ())).ids.tolist()
+        return self._begun(self._checked(self._chat_tokens(text, ()))).ids.tolist()
 
     @property
     def chat_template(self) -> str:
@@ -231,7 +251,7 @@ class PretrainedTokenizer:
 
     def encode_special(self, text: str) -> list[int]:
         """Encode a text whose special tokens, spelt out, are special tokens, such as one of `chat_text`."""
-        return self._chat_tokens(text, ()).ids.tolist()
+        return self._checked(self._chat_tokens(text, ())).ids.tolist()
 
     def chat_parts(self, messages: Messages, mark: str, tools: Tools = None) -> list[ChatTokens]:
         """See `forge_plugin_huggingface.chat.PartedChatTokenizer`; raises as `chat`."""
@@ -241,16 +261,24 @@ class PretrainedTokenizer:
             whole = self._begun(self._chat_tokens(rendered.text, rendered.spans))
             at = np.flatnonzero(whole.ids == token)
             bounds = zip([0, *(at + 1)], [*at, len(whole.ids)], strict=True)
-            return [ChatTokens(whole.ids[start:end], whole.learned[start:end]) for start, end in bounds]
+            return [self._checked(ChatTokens(whole.ids[start:end], whole.learned[start:end])) for start, end in bounds]
         parts, start = [], 0
         for text in rendered.text.split(mark):
-            parts.append(self._chat_tokens(text, clipped(rendered.spans, start, start + len(text))))
+            spans = clipped(rendered.spans, start, start + len(text))
+            parts.append(self._checked(self._chat_tokens(text, spans)))
             start += len(text) + len(mark)
         return [self._begun(parts[0]), *parts[1:]]
 
     def _chat_tokens(self, text: str, spans: Sequence[Span]) -> ChatTokens:
         encoding = self._with_special_tokens.encode(text, add_special_tokens=False)
         return ChatTokens(np.array(encoding.ids, np.int64), learned_tokens(encoding.offsets, spans))
+
+    def _checked(self, chat: ChatTokens) -> ChatTokens:
+        """Returns a chat; raises `JobError` for one with a placeholder, for which the model has no row."""
+        if self._placeholders and (chat.ids >= self.vocab_size).any():
+            names = ", ".join(self._placeholders)
+            raise JobError(f"a conversation has {names} where nothing stands for it; take it out of the text")
+        return chat
 
     def _begun(self, chat: ChatTokens) -> ChatTokens:
         """Returns a chat that begins with the beginning of text, which its template may have written."""
