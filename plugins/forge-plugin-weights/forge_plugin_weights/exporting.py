@@ -24,7 +24,15 @@ from forge_core.contracts.errors import CheckpointError, JobError
 from forge_core.plugins.catalog import Catalog
 from forge_plugin_weights.card import write_card
 from forge_plugin_weights.files import BLOCK, INDEX, create, index_json, plan_files, writer_of
-from forge_plugin_weights.importing import CONFIG, GENERATION, ORIGIN, read_json, run_of, unfinished_folder
+from forge_plugin_weights.importing import (
+    CONFIG,
+    GENERATION,
+    ORIGIN,
+    added_tokens,
+    read_json,
+    run_of,
+    unfinished_folder,
+)
 from forge_plugin_weights.kinds import PIXELS, ArchitectureComponent, Part
 from forge_plugin_weights.matching import Match, match_names
 from forge_plugin_weights.parity import ReadBack, write_parity
@@ -421,19 +429,12 @@ def _image_token(key: str, run: Path | None) -> dict[str, int]:
             settings |= read_json(folder / name) if (folder / name).is_file() else {}
         named = settings.get("image_token")
         named = named.get("content") if isinstance(named, dict) else named
-        ids = _added_tokens(folder)
+        ids = added_tokens(folder)
         for token in (named, *IMAGE_TOKENS):
             if token in ids:
                 return {key: ids[token]}
     logger.warning("config.json has no %s: the tokenizer has none of the tokens %s", key, ", ".join(IMAGE_TOKENS))
     return {}
-
-
-def _added_tokens(folder: Path) -> dict[str, int]:
-    """Ids of a tokenizer's added tokens."""
-    if not (folder / "tokenizer.json").is_file():
-        return {}
-    return {token["content"]: token["id"] for token in read_json(folder / "tokenizer.json").get("added_tokens", ())}
 
 
 def write_provenance(folder: Path, checkpoint: Path, manifest: Mapping[str, Any], run: Path | None) -> Path:

@@ -219,8 +219,15 @@ def imported_job(source: Source, output: Path, tokenizer: bool, catalog: Catalog
         "optimizer": {"type": "forge-plugin-adamw/adamw"},
     }
     if tokenizer and source.architecture.has_text:
-        table["data"]["tokenizer"] = _tokenizer_table(source.folder)
+        table["data"]["tokenizer"] = _tokenizer_table(source)
     return parse_job(tomli_w.dumps(table), str(source.folder / CONFIG), catalog)
+
+
+def added_tokens(folder: Path) -> dict[str, int]:
+    """Ids of a tokenizer's added tokens."""
+    if not (folder / "tokenizer.json").is_file():
+        return {}
+    return {token["content"]: token["id"] for token in read_json(folder / "tokenizer.json").get("added_tokens", ())}
 
 
 def _length(config: Mapping[str, Any], model: Mapping[str, Any]) -> int:
@@ -228,11 +235,15 @@ def _length(config: Mapping[str, Any], model: Mapping[str, Any]) -> int:
     return min(int(model.get("learned_positions") or config.get("max_position_embeddings") or 2048), 4096)
 
 
-def _tokenizer_table(folder: Path) -> dict[str, Any]:
+def _tokenizer_table(source: Source) -> dict[str, Any]:
+    folder, architecture = source.folder, source.architecture
     if not (folder / "tokenizer_config.json").is_file():
         hint = "add the tokenizer's files, or leave it out with --no-tokenizer"
         raise JobError(f"{folder} has no tokenizer (tokenizer_config.json is missing); {hint}")
-    return {"type": "forge-plugin-huggingface/auto", "path": str(folder), "begin_of_text": "auto"}
+    table = {"type": "forge-plugin-huggingface/auto", "path": str(folder), "begin_of_text": "auto"}
+    first = architecture.placeholders_from(source.config)
+    placeholders = [token for token, id_ in added_tokens(folder).items() if first is not None and id_ >= first]
+    return {**table, **({"placeholders": placeholders} if placeholders else {})}
 
 
 def match_model(source: Source, job: Job, catalog: Catalog) -> Match:

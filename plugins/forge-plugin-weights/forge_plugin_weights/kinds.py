@@ -210,6 +210,10 @@ class ArchitectureComponent(Component[None]):
         """Returns the tensors that `transformers` expects, and computes nothing with."""
         return ()
 
+    def placeholders_from(self, config: Config) -> int | None:
+        """Returns the first id of tokens that the head has no row for, as they only mark where images stand, if any."""
+        return None
+
     def part_of(self, config: Config) -> Config:
         """Returns the configuration of this model, from that of a larger one that it is a part of, or from its own."""
         inner = config.get(self.table)

@@ -108,7 +108,6 @@ class Pixels(Field):
 
     def write(self, model: Flat) -> Config:
         numbers = {name: number for number, name in RESAMPLING.items()}
-        side = max(model.get(f"{ENCODER}.pixels") or setting(model, f"{ENCODER}.size"))
         return {
             PIXELS: {
                 "image_processor_type": f"{self.processor}ImageProcessor",
@@ -120,9 +119,27 @@ class Pixels(Field):
                 "image_mean": list(setting(model, f"{ENCODER}.mean")),
                 "image_std": list(setting(model, f"{ENCODER}.std")),
                 "resample": numbers[setting(model, f"{ENCODER}.resample")],
-                **_with_side(self.written, model, side),
+                **self.further(model),
             }
         }
+
+    def further(self, model: Flat) -> Config:
+        """Returns the keys that say which sizes images get."""
+        side = max(model.get(f"{ENCODER}.pixels") or setting(model, f"{ENCODER}.size"))
+        return _with_side(self.written, model, side)
+
+
+@frozen(kw_only=True)
+class TiledPixels(Pixels):
+    """What is done to pixels of a tower that sees images in tiles."""
+
+    def further(self, model: Flat) -> Config:
+        side = setting(model, f"{ENCODER}.tile")
+        return {"do_pad": True, "size": {"height": side, "width": side}, "max_image_tiles": _most_tiles(model)}
+
+
+def _most_tiles(model: Flat) -> int:
+    return max(rows * columns for rows, columns in setting(model, f"{ENCODER}.arrangements"))
 
 
 def _with_side(keys: Mapping[str, Any], model: Flat, side: int) -> dict[str, Any]:
@@ -175,6 +192,8 @@ def image_table(config: Config, model: Flat) -> ImageTable | None:
     settings: Mapping[str, Any] = config.get(PIXELS) or {}
     if not settings:
         return None
+    if f"{ENCODER}.arrangements" in model:
+        return _tiled(settings, model)
     height, width = model.get(f"{ENCODER}.pixels") or model[f"{ENCODER}.size"]
     if "max_num_patches" in settings:
         return ImageTable({"resize": "fill", "max_patches": settings["max_num_patches"]})
@@ -195,6 +214,17 @@ def image_table(config: Config, model: Flat) -> ImageTable | None:
             differences.append(f"their shorter side becomes {short} before the middle is taken")
         return ImageTable({"resize": "crop"}, differences)
     return ImageTable({"resize": "stretch"}, differences)
+
+
+def _tiled(settings: Mapping[str, Any], model: Flat) -> ImageTable:
+    """Of Llama 3.2 Vision."""
+    side, most, differences = model[f"{ENCODER}.tile"], settings.get("max_image_tiles", 4), []
+    if _sides(settings.get("size")) not in ((side, side), None):
+        differences.append(f"their tiles are {settings['size']} there, and {side} x {side} by config.json")
+    pairs = [(rows, columns) for rows in range(1, most + 1) for columns in range(1, most // rows + 1)]
+    if [*map(tuple, model[f"{ENCODER}.arrangements"])] != pairs:
+        differences.append(f"they have all arrangements of {most} tiles there, which config.json has not")
+    return ImageTable({"resize": "canvas"}, differences)
 
 
 def _squashed(settings: Mapping[str, Any], size: tuple[int, int]) -> ImageTable:

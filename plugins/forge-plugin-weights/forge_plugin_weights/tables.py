@@ -34,12 +34,6 @@ HARMLESS = frozenset(
 """Keys of every configuration that say nothing about what the model computes."""
 
 
-MISSING: Mapping[str, str] = {
-    "mllama": "forge-plugin-vision has no tower whose tiles of one image attend to each other (Llama 3.2 Vision)",
-}
-"""By `model_type`: which part of a model Forge lacks."""
-
-
 def read_config(architecture: ArchitectureComponent, config: Config) -> dict[str, Any]:
     """Returns the table `[model]` that a configuration describes.
 
@@ -215,14 +209,12 @@ def architecture_of(config: Config, catalog: Catalog) -> tuple[str, Architecture
     known = architectures(catalog)
     if name not in known:
         message = f"{name!r} is none of the installed ones: {', '.join(sorted(known))}"
-        raise JobError([Problem("model_type", f"{message}{_reason(name, config, known)}")])
+        raise JobError([Problem("model_type", f"{message}{_reason(config, known)}")])
     return name, known[name]
 
 
-def _reason(name: str, config: Config, known: Collection[str]) -> str:
+def _reason(config: Config, known: Collection[str]) -> str:
     """What else a user wants to know of a model whose architecture is not there."""
-    if name in MISSING:
-        return f"; {MISSING[name]}"
     parts = (config.get(table) for table in ("text_config", "vision_config"))
     types = (str(part.get("model_type")) for part in parts if isinstance(part, Mapping))
     if inside := [type_ for type_ in types if type_ in known]:

@@ -222,8 +222,7 @@ def random_image(form: ImageFormat, generator: torch.Generator) -> tuple[Grid, T
     """Returns the grid of an image, and its random patches (1, P, V)."""
     from forge_plugin_vision import Grid
 
-    rows, columns = form.grid or (2 * form.multiple, 2 * form.multiple)
-    grid = Grid(1, rows, columns)
+    grid = form.largest or Grid(1, 2 * form.multiple, 2 * form.multiple)
     return grid, torch.randint(256, (1, grid.patches, form.values), generator=generator, dtype=torch.uint8)
 
 

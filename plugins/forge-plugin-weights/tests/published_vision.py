@@ -119,6 +119,37 @@ TOWERS: Mapping[str, Seeing] = {
     "clip_vision_model": Seeing("CLIPVisionModel", clip, ("post_layernorm.",)),
 }
 
+TILE, MOST_TILES = 2, 4
+"""Patches along a side of a tile, and tiles of an image at most."""
+TILED_TOWER: Mapping[str, Any] = {
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_global_layers": 2,
+    "attention_heads": 3,
+    "image_size": PATCH * TILE,
+    "patch_size": PATCH,
+    "intermediate_layers_indices": [0, 2],
+    "vision_output_dim": 72,
+}
+
+
+def tiled_text(**keys: Any) -> dict[str, Any]:
+    rope = {"rope_type": "default", "rope_theta": 20000.0}
+    crossing = {"num_hidden_layers": 5, "cross_attention_layers": [0, 3], "rope_parameters": rope}
+    return {**SIZES, "vocab_size": PLACEHOLDER, "pad_token_id": 0, **crossing, **keys}
+
+
+TILED: Mapping[str, Seeing] = {
+    "mllama": Seeing(
+        "MllamaForConditionalGeneration",
+        lambda: transformers.MllamaConfig(
+            text_config=tiled_text(), vision_config=dict(TILED_TOWER), image_token_index=PLACEHOLDER
+        ),
+    ),
+    "mllama_vision_model": Seeing("MllamaVisionModel", lambda: transformers.MllamaVisionConfig(**TILED_TOWER)),
+}
+
 
 def wide(published: Any) -> Any:
     """Returns a model all of which is computed in float64, its tables of positions too, within `lifted`."""

@@ -294,7 +294,6 @@ def encoder_problems(model: Any) -> list[str]:
 
 def test_models_that_are_not_supported_are_refused_with_what_there_is(tmp_path, capsys):
     for config, reason in (
-        ({"model_type": "mllama"}, "no tower whose tiles of one image attend to each other"),
         (
             {
                 "model_type": "paligemma",

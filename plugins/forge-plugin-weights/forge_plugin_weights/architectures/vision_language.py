@@ -77,7 +77,7 @@ class VisionLanguageModel(ArchitectureComponent):
     """What the architectures of this module have in common."""
 
     table = ""
-    training_only = ("vision.images_per_sequence", "vision.patches_per_sequence")
+    training_only: ClassVar[Collection[str]] = ("vision.images_per_sequence", "vision.patches_per_sequence")
     ignored = ("*rotary_emb.inv_freq", "*.position_ids")
     body: ClassVar[str]
     """What names of the language model begin with."""
