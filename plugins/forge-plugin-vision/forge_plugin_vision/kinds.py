@@ -121,7 +121,7 @@ class VisionEncoderComponent(Component["nn.Module"]):
         return grid
 
     def feature_room(self, patches: int) -> int:
-        """Returns F, the features of a row that has room for so many patches."""
+        """Returns F, the largest number of features of a row with at most this many patches."""
         return patches
 
     def build(self, context: BuildContext, taps: Sequence[int]) -> nn.Module:

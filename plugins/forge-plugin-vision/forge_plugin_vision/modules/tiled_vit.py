@@ -84,9 +84,9 @@ class TileTable(nn.Module):
 
 
 class TilePositions(nn.Module):
-    """Vectors of the places of a tile, of which a share gives way to those of the tile's arrangement.
+    """Gated position embedding of tiles: (1 - tanh(gate)) times one for all tiles, plus that of `tiles`.
 
-    That share is the tanh of the gate of `tiles`.
+    `tiles` multiplies the embedding of the tile's arrangement by tanh(gate), with the same gate.
     """
 
     def __init__(self, places: int, width: int, tiles: TileTable, std: float) -> None:
