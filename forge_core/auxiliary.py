@@ -7,11 +7,14 @@ carried to the loss, so it works the same in every pipeline stage, under recompu
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
+
+from forge_core.moved import forwarding
+
+__getattr__ = forwarding(__name__, ["forge_kit.recomputing"])  # `Recomputing` was here
 
 Unit = Literal["token", "sequence", "layer"]
 
@@ -39,22 +42,6 @@ class _Attach(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         return grad, grad.new_ones((), dtype=ctx.dtype)
-
-
-class Recomputing(AbstractContextManager):
-    """Marks a second forward pass, such as a recomputation: metrics do not count again. One may lie within another."""
-
-    # A class and not a generator: zero-bubble schedules enter one object many times.
-    def __init__(self, auxiliary: Auxiliary) -> None:
-        self._auxiliary = auxiliary
-        self._before: list[bool] = []
-
-    def __enter__(self) -> None:
-        self._before.append(self._auxiliary.recomputing)
-        self._auxiliary.recomputing = True
-
-    def __exit__(self, *exc: object) -> None:
-        self._auxiliary.recomputing = self._before.pop()
 
 
 class Counter:

@@ -15,7 +15,7 @@ import warnings
 from importlib.util import find_spec
 from pathlib import Path
 
-from forge_core.contracts.errors import ExitCode, ForgeError, JobError, closest
+from forge_core.contracts.errors import ExitCode, JobError, closest, in_words
 from forge_core.plugins.catalog import CORE, Catalog, Offer, first_party
 
 USAGE = """\
@@ -46,12 +46,6 @@ def main(argv: list[str] | None = None) -> int:
         code = int(_dispatch(sys.argv[1:] if argv is None else argv, as_program))
         sys.stdout.flush()  # here, so that a reader that has ended is met below and not at exit
         return code
-    except JobError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
-    except ForgeError as error:
-        print(f"forge-run: {error}", file=sys.stderr)
-        return error.exit_code
     except KeyboardInterrupt:  # not of `run`, which ends in its own ways
         print("forge-run: interrupted", file=sys.stderr)
         return ExitCode.SECOND_SIGNAL
@@ -59,6 +53,11 @@ def main(argv: list[str] | None = None) -> int:
         # Python flushes once more when it exits, and would print a second error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ExitCode.FAILED
+    except Exception as error:
+        if not (text := in_words(error)):
+            raise
+        print(text, file=sys.stderr)
+        return int(getattr(error, "exit_code", ExitCode.FAILED))
 
 
 def _format_warning(

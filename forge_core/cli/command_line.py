@@ -12,8 +12,9 @@ from attrs import fields_dict
 
 from forge_core.contracts.errors import JobError, did_you_mean
 from forge_core.job import Job
+from forge_core.moved import forwarding
 
-WIDTH = 100
+__getattr__ = forwarding(__name__, ["forge_kit.commands"])  # `wrapped` was here
 EXAMPLES = "examples:"
 
 
@@ -78,8 +79,3 @@ def columns(rows: Sequence[Sequence[str]]) -> str:
     widths = [max(map(len, column)) + 2 for column in zip(*rows, strict=True)]
     lines = ("".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
     return "\n".join(line.rstrip() for line in lines)
-
-
-def wrapped(text: str, indent: str = "") -> str:
-    """A paragraph in lines of moderate width."""
-    return textwrap.fill(text, WIDTH, initial_indent=indent, subsequent_indent=indent)

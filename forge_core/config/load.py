@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import tomllib
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from enum import Enum
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import Any, TypeVar
 
 import attrs
@@ -21,9 +21,11 @@ from forge_core.contracts.components import Component, DefaultType
 from forge_core.contracts.errors import JobError, Problem
 from forge_core.job import ALWAYS, Job
 from forge_core.launch.world import join_world
+from forge_core.moved import forwarding
 from forge_core.plugins.catalog import CORE, Catalog, install_line
 
 C = TypeVar("C", bound=Component)
+__getattr__ = forwarding(__name__, ["forge_kit.commands"])  # `load_component` was here
 
 
 def load_job(
@@ -71,7 +73,7 @@ def parse_job(text: str, source: str, catalog: Catalog | None = None) -> Job:
         JobError: a component is not installed, or this version lacks a key.
     """
     root = annotate(tomllib.loads(text), find_lines(text), Origin(source))
-    return _structured(root, "", Job, catalog or Catalog.installed(), [])
+    return _structured(root, Job, catalog or Catalog.installed())
 
 
 def complete(job: Job, catalog: Catalog | None = None) -> Job:
@@ -94,37 +96,19 @@ def complete(job: Job, catalog: Catalog | None = None) -> Job:
     return completed
 
 
-def load_component(
-    table: str, base: type[C], catalog: Catalog, paths: Sequence[str | Path] = (), overrides: Iterable[str] = ()
-) -> C:
-    """The component that one table (`data.tokenizer`) of job files and overrides describes, by its base class.
-
-    Everything else in the files is ignored, and rules across sections are not checked.
-
-    Raises:
-        JobError: the table is missing or invalid; lists every problem.
-    """
-    root, problems = read_job(paths, overrides)
-    nodes = list(root.along(table))
-    if len(nodes) <= len(table.split(".")):
-        raise JobError([*problems, Problem(table, "required table is missing; add it with a type", str(root.origin))])
-    return _structured(nodes[-1], table, base, catalog, problems)
-
-
 def parse_component(table: Mapping[str, Any], source: str, base: type[C], catalog: Catalog) -> C:
     """The component that a table describes, as a job has it and `to_toml` writes it; `source` names its file.
 
     Raises:
         JobError: the table is invalid; lists every problem.
     """
-    return _structured(annotate(table, {}, Origin(source)), "", base, catalog, [])
+    return _structured(annotate(table, {}, Origin(source)), base, catalog)
 
 
-def _structured(node: Node, path: str, cls: type[Any], catalog: Catalog, known: list[Problem]) -> Any:
+def _structured(node: Node, cls: type[Any], catalog: Catalog) -> Any:
     value, findings = structure(node, cls, catalog)
-    problems = [*known, *(problem.below(path) for problem in findings.problems)]
-    if problems:
-        raise JobError([*problems, *install_line(findings.missing)])
+    if findings.problems:
+        raise JobError([*findings.problems, *install_line(findings.missing)])
     return value
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 from enum import IntEnum
 
@@ -75,6 +76,26 @@ class DataError(ForgeError):
 
 class CheckpointError(ForgeError):
     """A checkpoint is missing, damaged, or does not fit the job."""
+
+
+_NO_MEMORY = re.compile("out of memory|(can't|cannot|unable to) allocate|not enough memory", re.IGNORECASE)
+
+
+def memory_words(error: BaseException) -> str:
+    """An allocator's own words, if memory of the host or of a device ran out; empty for any other error."""
+    if isinstance(error, ForgeError) or not (isinstance(error, MemoryError) or _NO_MEMORY.search(str(error))):
+        return ""
+    words = re.sub(r"^\[enforce fail at .*?\] .*?\. ", "", str(error).partition("\n")[0])  # torch's lines of C++
+    return re.sub(r"\d{7,}(?= bytes)", lambda digits: f"{int(digits[0]):,}", words) or "Python has no more of it"
+
+
+def in_words(error: BaseException, speaker: str = "forge-run") -> str:
+    """The text to show for an error of ours, or for memory that ran out; empty for others, which need a traceback."""
+    if isinstance(error, JobError):
+        return str(error)  # the same on every rank, and complete without its number
+    words = memory_words(error)
+    text = str(error) if isinstance(error, ForgeError) else f"memory ran out: {words}" if words else ""
+    return f"{speaker}: {text}" if text else ""
 
 
 SURE = 0.8

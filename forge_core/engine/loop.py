@@ -19,15 +19,17 @@ from forge_core.checkpoint.run_diff import collect_provenance
 from forge_core.checkpoint.state import Progress
 from forge_core.contracts.contexts import CheckpointContext, Requests, StepContext, TrainContext
 from forge_core.contracts.data import Batch
-from forge_core.contracts.errors import CheckpointError, ForgeError, NonFiniteError
+from forge_core.contracts.errors import CheckpointError, ForgeError, NonFiniteError, memory_words
 from forge_core.data.loader import TrainLoader
 from forge_core.engine.build import Run
 from forge_core.engine.evaluation import evaluate
+from forge_core.engine.hooks import named
 from forge_core.engine.reporting import Recorder, announce
 from forge_core.engine.run_state import restore, snapshot
 from forge_core.engine.step import Stepper, agreed_reason
 from forge_core.job import TrainSection
 from forge_core.launch.rank_process import this_process
+from forge_core.parallel.layout import micro_batches
 from forge_core.parallel.mesh import any_rank
 
 
@@ -60,8 +62,9 @@ class Loop:
             try:
                 self._train()
             except BaseException as error:
+                error = _in_words(self._run, error)
                 self._fail(error)
-                raise
+                raise error
 
     def _train(self) -> None:
         self._begin()
@@ -166,6 +169,17 @@ class Loop:
         return StepContext(**self._run.references, step=step, batches=batches, may_skip=may_skip, requests=requests)
 
 
+def _in_words(run: Run, error: BaseException) -> BaseException:
+    """`error` with the keys that reduce memory, if it ran out; any other error as it is."""
+    if not (words := memory_words(error)):
+        return error
+    position, (_, size) = run.hooks.beacon.position, micro_batches(run.job, run.context.layout)
+    where = f"step {position.step}, {position.phase}" if position.step else position.phase
+    keys = f"train.micro_batch_size (here {size}), train.seq_len ({run.job.train.seq_len}) or the model"
+    stages = "let a stage of [parallel] recompute activations or divide the model"
+    return ForgeError(f"memory ran out in {where}: {words}\nReduce {keys}, or {stages}; see `forge-run plan`")
+
+
 @contextmanager
 def _collecting(interval: int) -> Iterator[None]:
     """Python's own garbage collection is off within this context, in which the loop collects (0: it stays on)."""
@@ -185,15 +199,15 @@ def _rehearse(run: Run, progress: Progress, echo: Callable[[str], object]) -> No
     mode, device = run.job.train.dry_run, run.context.device
     if mode == "never" or (mode == "auto" and device.type == "cpu"):  # an accelerator's memory may not suffice
         return
+    run.hooks.beacon.enter("dry run")
     with closing(TrainLoader(run.job, run.datasets, run.context, progress)) as loader:  # the run's uses up no samples
         batches = loader.next_step()
     buffers = {name: buffer.clone() for name, buffer in run.model.named_buffers()}
     shape = tuple(batches[0]["input_ids"].shape)
-    try:  # a pipeline's schedule is made for all its micro-batches; one alone would not run
+    with named(f"the dry run, on a micro-batch of {shape}"):
+        # A pipeline's schedule is made for all its micro-batches; one alone would not run
         pipelined = any(dimension.layers and size > 1 for dimension, size in run.context.layout.sizes)
         Stepper(run).gradients(batches if pipelined else batches[:1], step=0)
-    except Exception as error:
-        raise ForgeError(f"the dry run failed on a micro-batch of {shape}: {type(error).__name__}: {error}") from error
     # Gradients and buffers are all that it has changed: generators are seeded anew, and counts zeroed, in every step.
     run.optimizer.zero_grad(set_to_none=True)
     with torch.no_grad():

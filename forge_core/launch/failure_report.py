@@ -8,7 +8,7 @@ import traceback
 
 from attrs import asdict, field, frozen
 
-from forge_core.contracts.errors import ExitCode, ForgeError, JobError
+from forge_core.contracts.errors import ExitCode, ForgeError, in_words
 
 LONGEST = 60_000
 """Characters of a text that are passed on, the last ones: a socket takes this much in one piece."""
@@ -52,8 +52,5 @@ def report_of(rank: int, error: BaseException) -> FailureReport:
 
 def describe(rank: int, error: BaseException) -> str:
     """An error of ours in words, any other one as a traceback."""
-    if isinstance(error, JobError):
-        return str(error)  # the same on every rank, and complete without its number
-    if isinstance(error, ForgeError):
-        return f"forge-run: rank {rank}: {error}"
-    return f"forge-run: rank {rank} failed:\n{''.join(traceback.format_exception(error)).rstrip()}"
+    trace = "".join(traceback.format_exception(error)).rstrip()
+    return in_words(error, f"forge-run: rank {rank}") or f"forge-run: rank {rank} failed:\n{trace}"

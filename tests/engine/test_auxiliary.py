@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from forge_core.auxiliary import Auxiliary, Recomputing
+from forge_core.auxiliary import Auxiliary
 from forge_core.data.loader import TrainLoader
 from forge_core.engine.step import Stepper, metrics
+from forge_kit.recomputing import Recomputing
 from forge_testing import Numbers, PenalisedModel
 from forge_testing.tiny_model import PENALTY
 

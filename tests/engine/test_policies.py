@@ -7,6 +7,7 @@ import os
 import signal
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 from attrs import define, frozen
@@ -122,8 +123,40 @@ def test_the_dry_run_finds_errors_before_the_first_step(make_job, train):
         def on_step_begin(self, context):
             pytest.fail("training started")
 
-    with pytest.raises(ForgeError, match=r"the dry run failed on a micro-batch of \(4, 8\): IndexError"):
+    with pytest.raises(IndexError) as caught:
         train(make_job(dry_run="always", data={"sources": (Broken(),)}), Never())
+    assert caught.value.__notes__ == ["in the dry run, on a micro-batch of (4, 8)"]
+
+
+CUDA = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has 79.10 GiB in all.")
+
+
+@pytest.mark.parametrize(
+    ("allocate", "words"),
+    [
+        (lambda: torch.empty(10**13), r"DefaultCPUAllocator: .* 40,000,000,000,000 bytes"),
+        (lambda: np.zeros(10**14), "Unable to allocate 728. TiB for an array"),
+        (lambda: (_ for _ in ()).throw(MemoryError), "Python has no more of it"),
+        (lambda: (_ for _ in ()).throw(CUDA), r"CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has"),
+    ],
+    ids=["torch", "numpy", "python", "cuda"],
+)
+@pytest.mark.parametrize("dry_run", ["never", "always"])
+def test_memory_that_runs_out_is_an_error_in_words_with_the_keys_that_reduce_it(
+    make_job, train, allocate, words, dry_run
+):
+    @define
+    class Greedy(TinyModel):
+        def build(self, context):
+            model = super().build(context)
+            model.register_forward_pre_hook(lambda *_: allocate())
+            return model
+
+    where = "dry run" if dry_run == "always" else "step 1, forward and backward"
+    keys = r"Reduce train.micro_batch_size \(here 4\), train.seq_len \(8\) or the model"
+    with pytest.raises(ForgeError, match=rf"^memory ran out in {where}: {words}[^\n]*\n{keys}") as caught:
+        train(make_job(model=Greedy(), dry_run=dry_run))
+    assert isinstance(caught.value.__context__, MemoryError | RuntimeError), "the cause is kept for Python"
 
 
 @frozen(kw_only=True)

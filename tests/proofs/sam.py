@@ -14,8 +14,8 @@ from attrs import field, frozen
 from attrs.validators import gt
 
 from forge_core import ExecutorComponent, default_type
-from forge_core.auxiliary import Recomputing
 from forge_core.engine.step import global_norm
+from forge_kit.recomputing import Recomputing
 
 
 @frozen(kw_only=True)

@@ -9,6 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from attrs.validators import gt, le
+
+DEPTH = (gt(0), le(10_000))
+"""Numbers of layers: at most ten times the depth of the deepest published transformers (DeepNet, arXiv 2203.00555).
+Each layer is a module, so that a mistyped count would be built for hours before memory is known not to suffice."""
+
 
 def betas(_: object, _attribute: Any, value: Sequence[float]) -> None:
     """Decays of moving averages: each in [0, 1).

@@ -10,12 +10,13 @@ from typing import Any
 
 from attrs import frozen
 
-from forge_core.cli.command_line import with_examples, wrapped
+from forge_core.cli.command_line import with_examples
 from forge_core.config import field_types
 from forge_core.contracts.components import Command, Component
 from forge_core.contracts.errors import ExitCode, JobError, PluginError, closest
 from forge_core.job import Job
 from forge_core.plugins.catalog import Catalog
+from forge_kit.commands import wrapped
 from forge_kit.documented_keys import Key, class_doc, keys_of, one_paragraph
 
 

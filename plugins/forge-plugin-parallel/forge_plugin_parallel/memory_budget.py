@@ -12,12 +12,13 @@ import torch.distributed as dist
 from attrs import frozen
 from torch import Tensor, nn
 
-from forge_core.auxiliary import Auxiliary, Recomputing
+from forge_core.auxiliary import Auxiliary
 from forge_core.contracts.errors import JobError, Problem
 from forge_core.parallel.layout import micro_batches
 from forge_core.parallel.mesh import local_part, pipeline_group
 from forge_kit.batches import zero_batch
 from forge_kit.blocks import blocks_of, further_blocks
+from forge_kit.recomputing import Recomputing
 from forge_plugin_parallel.fsdp import FSDP
 from forge_plugin_parallel.memory import (
     Bytes,

@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import pipelining
 
-from forge_core.auxiliary import Recomputing
 from forge_core.contracts.errors import ForgeError
 from forge_core.contracts.runtime import LossOutput, StepOutput
 from forge_core.engine.executor import combine
 from forge_core.parallel.stages import around
+from forge_kit.recomputing import Recomputing
 from forge_plugin_parallel.cuts import Section
 from forge_plugin_parallel.pp import ONE_STAGE
 

@@ -12,7 +12,7 @@ from attrs import frozen
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from forge_core.auxiliary import Recomputing
+from forge_kit.recomputing import Recomputing
 
 if TYPE_CHECKING:
     from forge_core.contracts.contexts import BuildContext

@@ -19,6 +19,7 @@ from forge_core.contracts.components import (
     when_resumed,
 )
 from forge_core.contracts.errors import JobError, Problem
+from forge_kit.fields import DEPTH
 from forge_plugin_transformer.kinds import AttentionComponent, FFNComponent, InitStd, NormComponent
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ class MultiTokenPrediction:
     only: the reported loss, evaluations and generation are the model's own.
     """
 
-    depth: int = field(default=1, validator=ge(1))
+    depth: int = field(default=1, validator=DEPTH)
     """Number of modules, each of which predicts one token further ahead."""
     weight: float | SchedulerComponent = field(default=0.3, validator=_weight, metadata=when_resumed("flag"))
     """Factor on the mean of the modules' losses in the objective: with one module, the weight of its targets relative
@@ -96,7 +97,7 @@ class Transformer(ModelComponent):
 
     dim: int = field(default=256, validator=gt(0))
     """Width of the residual stream."""
-    layers: int = field(default=6, validator=gt(0))
+    layers: int = field(default=6, validator=DEPTH)
     """Number of blocks, each an attention and a feed-forward part."""
     vocab_size: int = field(default=0, validator=ge(0))
     """Rows of the embedding table and of the head; 0: the tokenizer's."""

@@ -8,6 +8,7 @@ from attrs import field, frozen
 from attrs.validators import ge, gt
 
 from forge_core.contracts.errors import JobError, Problem
+from forge_kit.fields import DEPTH
 from forge_plugin_vision.kinds import AdapterComponent, Grid
 
 if TYPE_CHECKING:
@@ -155,7 +156,7 @@ class Perceiver(AdapterComponent):
 
     latents: int = field(default=64, validator=gt(0))
     """Positions of an image."""
-    layers: int = field(default=6, validator=gt(0))
+    layers: int = field(default=6, validator=DEPTH)
     """Number of blocks."""
     heads: int = field(default=8, validator=gt(0))
     """Attention heads."""

@@ -9,6 +9,7 @@ from attrs import field, frozen
 from attrs.validators import ge, gt, lt
 
 from forge_core.contracts.errors import JobError, Problem
+from forge_kit.fields import DEPTH
 from forge_plugin_vision.kinds import ImageFormat, VisionEncoderComponent
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ class ViT(VisionEncoderComponent):
 
     dim: int = field(default=768, validator=gt(0))
     """Width W."""
-    layers: int = field(default=12, validator=gt(0))
+    layers: int = field(default=12, validator=DEPTH)
     """Number of blocks."""
     heads: int = field(default=12, validator=gt(0))
     """Attention heads, a divisor of `dim`."""

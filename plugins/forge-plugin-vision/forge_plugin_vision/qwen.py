@@ -11,6 +11,7 @@ from attrs.validators import deep_iterable, ge, gt
 
 from forge_core.contracts.components import when_resumed
 from forge_core.contracts.errors import Problem
+from forge_kit.fields import DEPTH
 from forge_plugin_vision.kinds import AdapterComponent, Grid, ImageFormat, VisionEncoderComponent
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ class QwenViT(VisionEncoderComponent):
 
     dim: int = field(default=1280, validator=gt(0))
     """Width W."""
-    layers: int = field(default=32, validator=gt(0))
+    layers: int = field(default=32, validator=DEPTH)
     """Number of blocks."""
     heads: int = field(default=16, validator=gt(0))
     """Attention heads; their width, `dim / heads`, is a multiple of 4."""

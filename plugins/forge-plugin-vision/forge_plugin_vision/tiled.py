@@ -7,9 +7,10 @@ from math import pi
 from typing import TYPE_CHECKING, Literal
 
 from attrs import field, frozen
-from attrs.validators import ge, gt
+from attrs.validators import ge, gt, le
 
 from forge_core.contracts.errors import JobError, Problem
+from forge_kit.fields import DEPTH
 from forge_plugin_vision.kinds import Grid, ImageFormat, VisionEncoderComponent
 
 if TYPE_CHECKING:
@@ -34,9 +35,9 @@ class TiledViT(VisionEncoderComponent):
 
     dim: int = field(default=1280, validator=gt(0))
     """Width of the blocks; that of features is larger by the `intermediate` ones."""
-    layers: int = field(default=32, validator=gt(0))
+    layers: int = field(default=32, validator=DEPTH)
     """Number of blocks before the second encoding of tiles."""
-    global_layers: int = field(default=8, validator=ge(0))
+    global_layers: int = field(default=8, validator=[ge(0), le(10_000)])
     """Number of blocks after it, whose parts are multiplied by the tanh of learned numbers."""
     heads: int = field(default=16, validator=gt(0))
     """Attention heads, a divisor of `dim`."""

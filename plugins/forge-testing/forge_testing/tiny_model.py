@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from forge_core.auxiliary import Auxiliary, Recomputing, Unit
+from forge_core.auxiliary import Auxiliary, Unit
 from forge_core.contracts.data import Batch
 from forge_core.contracts.model import Carry, Model, Role
 from forge_kit.modules import Embedding, LayerNorm, Linear, LinearHead
+from forge_kit.recomputing import Recomputing
 
 
 class Layer(nn.Module):

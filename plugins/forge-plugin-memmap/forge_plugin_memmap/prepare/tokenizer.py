@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import cast
 
-from forge_core.config.load import load_component, to_toml
+from forge_core.config.load import to_toml
 from forge_core.contracts.components import TokenizerComponent
 from forge_core.contracts.contexts import BuildContext
 from forge_core.contracts.errors import ForgeError, JobError
 from forge_core.contracts.layout import Layout
 from forge_core.plugins.catalog import Catalog
+from forge_kit.commands import load_component
 from forge_plugin_memmap.prepared import TOKENIZER
 from forge_plugin_memmap.tokenizer_folder import NO_RUN, KeptTokenizer, load_kept
 

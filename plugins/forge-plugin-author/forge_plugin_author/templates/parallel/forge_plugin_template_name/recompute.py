@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from forge_core.auxiliary import Recomputing
 from forge_core.contracts.runtime import ParallelStage
+from forge_kit.recomputing import Recomputing
 
 if TYPE_CHECKING:
     from forge_core.auxiliary import Auxiliary

@@ -1,0 +1,43 @@
+"""For commands of plugins: one component of a job's files, and paragraphs of text."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from forge_core.config.structure import structure
+from forge_core.config.tree import read_job
+from forge_core.contracts.components import Component
+from forge_core.contracts.errors import JobError, Problem
+from forge_core.plugins.catalog import Catalog, install_line
+
+C = TypeVar("C", bound=Component)
+WIDTH = 100
+
+
+def load_component(
+    table: str, base: type[C], catalog: Catalog, paths: Sequence[str | Path] = (), overrides: Iterable[str] = ()
+) -> C:
+    """The component that one table (`data.tokenizer`) of job files and overrides describes, by its base class.
+
+    Everything else in the files is ignored, and rules across sections are not checked.
+
+    Raises:
+        JobError: the table is missing or invalid; lists every problem.
+    """
+    root, problems = read_job(paths, overrides)
+    nodes = list(root.along(table))
+    if len(nodes) <= len(table.split(".")):
+        raise JobError([*problems, Problem(table, "required table is missing; add it with a type", str(root.origin))])
+    component, findings = structure(nodes[-1], base, catalog)
+    problems += [problem.below(table) for problem in findings.problems]
+    if problems:
+        raise JobError([*problems, *install_line(findings.missing)])
+    return component
+
+
+def wrapped(text: str, indent: str = "") -> str:
+    """A paragraph in lines of moderate width."""
+    return textwrap.fill(text, WIDTH, initial_indent=indent, subsequent_indent=indent)
