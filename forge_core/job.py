@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from attrs import field, frozen
@@ -130,21 +130,14 @@ class LoadSection:
 
 
 @frozen(kw_only=True)
-class CheckpointSection:
-    """`[checkpoint]`: when states are saved. The last step and a requested stop are always saved.
+class Retention:
+    """The checkpoints to keep, by keys of `[checkpoint]`: one stays if any of these asks for it."""
 
-    A checkpoint is kept if any of `keep`, `keep_every`, `keep_best`, `early_steps` and `at_start` asks for it.
-    """
-
-    interval: int = field(default=1000, validator=ge(0))
-    """Steps between checkpoints; 0: only at the end, and by `interval_minutes`."""
-    interval_minutes: float = field(default=30.0, validator=ge(0))
-    """Save too when this many minutes have passed since the last checkpoint; 0: never by time."""
     early_steps: int = field(default=0, validator=ge(0))
     """Up to this step, also save at the powers of two (1, 2, 4, …), and keep those forever."""
     at_start: bool = False
     """Also save before the first step, as step 0, and keep it forever."""
-    keep: int = field(default=3, validator=ge(0))
+    keep: int = field(default=0, validator=ge(0))
     """Number of the newest checkpoints to keep; 0 keeps all."""
     keep_every: int = field(default=0, validator=ge(0))
     """Keep forever what is saved at multiples of this step; 0: none."""
@@ -153,6 +146,35 @@ class CheckpointSection:
     best_metric: str = field(default="eval/loss", validator=min_len(1))
     """Metric of the evaluations that says which checkpoints are best: lower is better. The newest evaluation at or
     before a checkpoint counts, and for the first checkpoint after it only."""
+
+    def to_delete(self, steps: Sequence[int], metrics: Mapping[int, float]) -> list[int]:
+        """The steps of checkpoints that nothing asks to keep, ascending; of `metrics`, by step, lower is better."""
+        staying = {step for step in steps if self.keeps_forever(step)}
+        staying |= set(sorted(steps)[-self.keep :])  # all of them if `keep` is 0
+        best = sorted((metrics[step], step) for step in steps if step in metrics)
+        staying |= {step for _, step in best[: self.keep_best]}
+        return sorted(set(steps) - staying)
+
+    def keeps_forever(self, step: int) -> bool:
+        """Whether a checkpoint of this step is never deleted, whatever comes later."""
+        every = bool(self.keep_every) and step > 0 and step % self.keep_every == 0
+        return every or self.is_early(step) or (self.at_start and step == 0)
+
+    def is_early(self, step: int) -> bool:
+        """Whether the step is in the dense window at the start: a power of two."""
+        return 0 < step <= self.early_steps and step & (step - 1) == 0
+
+
+@frozen(kw_only=True)
+class CheckpointSection(Retention):
+    """`[checkpoint]`: when states are saved, always after the last step and a requested stop, and which are kept."""
+
+    interval: int = field(default=1000, validator=ge(0))
+    """Steps between checkpoints; 0: only at the end, and by `interval_minutes`."""
+    interval_minutes: float = field(default=30.0, validator=ge(0))
+    """Save too when this many minutes have passed since the last checkpoint; 0: never by time."""
+    keep: int = field(default=3, validator=ge(0))
+    """Number of the newest checkpoints to keep; 0 keeps all."""
     async_save: bool = False
     """Copy the state to host memory and write it while training goes on. Takes host memory of the size of the state."""
     on_failure: Literal["stop", "continue"] = "stop"

@@ -25,7 +25,7 @@ from forge_core.checkpoint.storage import FORMAT, How, find_faults, read_manifes
 from forge_core.checkpoint.tensors import Staging, TensorWriter
 from forge_core.contracts.errors import CheckpointError
 from forge_core.contracts.runtime import Storage
-from forge_core.job import CheckpointSection
+from forge_core.job import CheckpointSection, Retention
 from forge_core.parallel.mesh import gather_objects, group_timeout
 
 ADVICE = "Once that is mended, the same command continues from the newest checkpoint"
@@ -37,35 +37,6 @@ class State:
 
     tensors: Mapping[str, Tensor]
     values: Mapping[str, Any]
-
-
-@frozen(kw_only=True)
-class Retention:
-    """The checkpoints to keep; see the keys of `[checkpoint]`. A checkpoint stays if any of these names it."""
-
-    keep: int = 0
-    keep_every: int = 0
-    keep_best: int = 0
-    best_metric: str = "eval/loss"
-    early_steps: int = 0
-    at_start: bool = False
-
-    def to_delete(self, steps: Sequence[int], metrics: Mapping[int, float]) -> list[int]:
-        """The steps of checkpoints that nothing asks to keep, ascending; of `metrics`, by step, lower is better."""
-        staying = {step for step in steps if self.keeps_forever(step)}
-        staying |= set(sorted(steps)[-self.keep :])  # all of them if `keep` is 0
-        best = sorted((metrics[step], step) for step in steps if step in metrics)
-        staying |= {step for _, step in best[: self.keep_best]}
-        return sorted(set(steps) - staying)
-
-    def keeps_forever(self, step: int) -> bool:
-        """Whether a checkpoint of this step is never deleted, whatever comes later."""
-        every = bool(self.keep_every) and step > 0 and step % self.keep_every == 0
-        return every or self.is_early(step) or (self.at_start and step == 0)
-
-    def is_early(self, step: int) -> bool:
-        """Whether the step is in the dense window at the start: a power of two."""
-        return 0 < step <= self.early_steps and step & (step - 1) == 0
 
 
 @frozen

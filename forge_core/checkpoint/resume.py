@@ -7,15 +7,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from attrs import field, fields_dict, frozen
+from attrs import field, frozen
 
-from forge_core.checkpoint.manager import Checkpoints, Retention, verify
+from forge_core.checkpoint.manager import Checkpoints, verify
 from forge_core.checkpoint.run_diff import Change, collect_provenance, compare_provenance, describe_changes, job_changes
 from forge_core.checkpoint.run_folder import run_folder, storage_of
 from forge_core.checkpoint.storage import MANIFEST, How
 from forge_core.contracts.contexts import BuildContext
 from forge_core.contracts.errors import CheckpointError, ForgeError
-from forge_core.job import Job
+from forge_core.job import Job, Retention
 from forge_core.plugins.catalog import Catalog
 
 FLAG = "--resume-with-changes"
@@ -54,9 +54,7 @@ class Start:
 
 def open_checkpoints(job: Job, context: BuildContext) -> Checkpoints:
     """The checkpoints of the run of `job`."""
-    section = job.checkpoint
-    retention = Retention(**{name: getattr(section, name) for name in fields_dict(Retention)})
-    return Checkpoints(context.build(section.storage), retention, section.verify)
+    return Checkpoints(context.build(job.checkpoint.storage), job.checkpoint, job.checkpoint.verify)
 
 
 def find_start(job: Job, catalog: Catalog, checkpoints: Checkpoints, resume: str, with_changes: bool) -> Start:

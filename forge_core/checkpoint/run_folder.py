@@ -156,6 +156,6 @@ def storage_of(folder: Path) -> Storage:
     from forge_core.plugins.catalog import Catalog
 
     catalog = Catalog.installed()
-    job = parse_job((folder / JOB).read_text(), str(folder / JOB), catalog)
+    job = parse_job((folder / JOB).read_text(), str(folder / JOB), catalog, ("checkpoint", "plugins"))
     context = attrs.evolve(bare_context(job, Layout(), catalog, torch.device("cpu")), folder=folder)
     return context.build(job.checkpoint.storage)

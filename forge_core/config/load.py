@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from enum import Enum
 from pathlib import PurePath
-from typing import Any, TypeVar
+from typing import Any
 
 import attrs
 import tomli_w
@@ -17,15 +17,15 @@ from forge_core.config.lines import find_lines
 from forge_core.config.rules import check_rules
 from forge_core.config.structure import INVALID, complete_value, structure
 from forge_core.config.tree import Node, Origin, Overrides, Source, annotate, read_job
-from forge_core.contracts.components import Component, DefaultType
+from forge_core.contracts.components import Component, DefaultType, Unavailable
 from forge_core.contracts.errors import JobError, Problem
 from forge_core.job import ALWAYS, Job
 from forge_core.launch.world import join_world
 from forge_core.moved import forwarding
 from forge_core.plugins.catalog import CORE, Catalog, install_line
 
-C = TypeVar("C", bound=Component)
-__getattr__ = forwarding(__name__, ["forge_kit.commands"])  # `load_component` was here
+__getattr__ = forwarding(__name__, ["forge_kit.commands"])  # `load_component` and `parse_component` were here
+MODEL_TABLES = ("model", "data.tokenizer", "plugins")  # of a job that the use of its trained model needs
 
 
 def load_job(
@@ -64,16 +64,20 @@ def load_job(
     return job
 
 
-def parse_job(text: str, source: str, catalog: Catalog | None = None) -> Job:
+def parse_job(text: str, source: str, catalog: Catalog | None = None, needed: tuple[str, ...] = ("",)) -> Job:
     """A resolved job from TOML that `dump_job` wrote, as a run folder or a checkpoint keeps it.
 
     Rules across fields are not checked: the data that a job trains on need not exist to use the model that it trained.
+    Nor need components outside the tables `needed` (`MODEL_TABLES` for a model): what cannot be read is `Unavailable`.
 
     Raises:
         JobError: a component is not installed, or this version lacks a key.
     """
     root = annotate(tomllib.loads(text), find_lines(text), Origin(source))
-    return _structured(root, Job, catalog or Catalog.installed())
+    job, findings = structure(root, Job, catalog or Catalog.installed(), needed)
+    if findings.problems:
+        raise JobError([*findings.problems, *install_line(findings.missing)])
+    return job
 
 
 def complete(job: Job, catalog: Catalog | None = None) -> Job:
@@ -94,22 +98,6 @@ def complete(job: Job, catalog: Catalog | None = None) -> Job:
     if problems:
         raise JobError(problems)
     return completed
-
-
-def parse_component(table: Mapping[str, Any], source: str, base: type[C], catalog: Catalog) -> C:
-    """The component that a table describes, as a job has it and `to_toml` writes it; `source` names its file.
-
-    Raises:
-        JobError: the table is invalid; lists every problem.
-    """
-    return _structured(annotate(table, {}, Origin(source)), base, catalog)
-
-
-def _structured(node: Node, cls: type[Any], catalog: Catalog) -> Any:
-    value, findings = structure(node, cls, catalog)
-    if findings.problems:
-        raise JobError([*findings.problems, *install_line(findings.missing)])
-    return value
 
 
 def _add_always(root: Node) -> None:
@@ -153,6 +141,8 @@ def to_toml(value: Any, catalog: Catalog) -> Any:
     """A part of a job as the plain types that TOML has."""
     if isinstance(value, DefaultType):
         return {"type": value.type}
+    if isinstance(value, Unavailable):
+        return value.table
     if attrs.has(type(value)) or isinstance(value, Mapping):
         type_ = {"type": catalog.type_of(type(value))} if isinstance(value, Component) else {}
         return type_ | {key: to_toml(item, catalog) for key, item in children(value) if item is not None}

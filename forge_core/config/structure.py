@@ -19,10 +19,10 @@ from forge_core.config import field_types as types
 from forge_core.config.field_types import Mismatch, read_scalar, unexpected
 from forge_core.config.keys import children, default_of, key_fields, plain_message, resolved_fields, validate
 from forge_core.config.tree import Node, Origin, flag
-from forge_core.contracts.components import Component, DefaultType
+from forge_core.contracts.components import Component, DefaultType, Unavailable
 from forge_core.contracts.deprecation import ForgeDeprecation, deprecation_of
-from forge_core.contracts.errors import SURE, PluginError, Problem, closest, did_you_mean
-from forge_core.plugins.catalog import Catalog, UnknownTypeError
+from forge_core.contracts.errors import SURE, JobError, PluginError, Problem, closest, did_you_mean
+from forge_core.plugins.catalog import Catalog, UnknownTypeError, install_line
 
 DEEPEST = 32  # tables within tables that defaults may make
 INVALID: Any = object()
@@ -44,12 +44,13 @@ class Findings:
     """Distributions to install, for types that no installed one offers."""
 
 
-def structure(root: Node, type_: Any, catalog: Catalog) -> tuple[Any, Findings]:
+def structure(root: Node, type_: Any, catalog: Catalog, needed: tuple[str, ...] = ("",)) -> tuple[Any, Findings]:
     """The typed value of a tree, or `INVALID`.
 
     After a mistake in a key, its default stands in, so that further rules can be checked; do not use such a value.
+    A component that is neither in nor below the tables `needed`, and cannot be read, is `Unavailable`, and no mistake.
     """
-    structurer = _Structurer(root, catalog)
+    structurer = _Structurer(root, catalog, needed=needed)
     value = structurer.read(None, structurer.convert, root.plain(), type_)
     # Last, when every table is known: a key may be misplaced, and belong in a table that was read later.
     unknown = [_unknown_key(root, table, key, structurer.tables, catalog) for table, key in structurer.unknown]
@@ -64,13 +65,14 @@ def complete_value(value: Any, catalog: Catalog) -> tuple[Any, list[Problem]]:
 
 
 class _Structurer:
-    def __init__(self, root: Node, catalog: Catalog, path: Sequence[str] = ()) -> None:
+    def __init__(self, root: Node, catalog: Catalog, path: Sequence[str] = (), needed: tuple[str, ...] = ("",)) -> None:
         self.findings = Findings()
         self.tables: dict[str, type] = {}  # class of every table that the job has or could have, by path
         self.unknown: list[tuple[str, str]] = []  # table and name of each key that its table does not have
         self._root = root
         self._catalog = catalog
         self._path = path
+        self._needed = needed
 
     def read(self, key: str | None, convert: Callable[..., Any], *args: Any) -> Any:
         """The result of `convert` below `key` (None: right here), or `INVALID` after noting the problem."""
@@ -117,12 +119,21 @@ class _Structurer:
         self.findings.problems.append(Problem(self._here, message, str(origin)))
 
     def _component(self, value: Mapping[str, Any], base: type[Component], default: str | None) -> Any:
+        if "type" in value and not self._here.startswith(self._needed):
+            return self._if_available(value, base)
         if default is None or "type" in value:
             cls = self.read("type", self._named_class, value, base)
             _demand_valid([cls])  # without its class, nothing is known of the other keys
         else:
             cls = self._load(base, default)
         return self._fields({key: item for key, item in value.items() if key != "type"}, cls)
+
+    def _if_available(self, table: Mapping[str, Any], base: type[Component]) -> Any:
+        component, findings = structure(list(self._root.along(self._here))[-1], base, self._catalog)
+        if not findings.problems:
+            return component
+        error = JobError([*findings.problems, *install_line(findings.missing)])
+        return type("Unavailable", (Unavailable, base), {"table": table, "error": error})()
 
     def _mapping(self, value: Mapping[str, Any], item: Any) -> dict[str, Any]:
         """Named tables, whose names are the default for `type`; or a table of anything else."""

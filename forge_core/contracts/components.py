@@ -17,7 +17,7 @@ import attrs
 from attrs import define, field, frozen
 from attrs.validators import ge, matches_re, min_len, optional
 
-from forge_core.contracts.errors import Problem
+from forge_core.contracts.errors import JobError, Problem
 from forge_core.contracts.layout import MeshDimension
 
 if TYPE_CHECKING:
@@ -88,6 +88,20 @@ class Component(Generic[Built]):
     def training_hooks(self, job: Job) -> Iterable[TrainingHook]:
         """Hooks that this component needs in the run loop, in order."""
         return ()
+
+
+class Unavailable(Component[Any]):
+    """Stands in, by the defaults of its kind's base, for a component that cannot be read and that nobody needs now."""
+
+    table: ClassVar[Mapping[str, Any]]
+    error: ClassVar[JobError]
+    """Why its `table` cannot be read, with paths relative to that."""
+
+    def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        return self.error.problems
+
+    def build(self, context: BuildContext, **inputs: Any) -> Any:
+        raise self.error
 
 
 @frozen(kw_only=True)

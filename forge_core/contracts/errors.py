@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from enum import IntEnum
 
 from attrs import frozen
@@ -100,6 +100,15 @@ def in_words(error: BaseException, speaker: str = "forge-run") -> str:
 
 SURE = 0.8
 """Similarity from which a word is more likely a misspelling than a word of its own."""
+
+
+SHOWN = 8
+"""Names that a message lists; the rest are counted."""
+
+
+def listed(names: Sequence[object], shown: int = SHOWN) -> str:
+    """Names, or numbers of ranks, for a message: the first few of many."""
+    return ", ".join(map(str, names[:shown])) + (f" and {len(names) - shown} more" if len(names) > shown else "")
 
 
 def closest(word: str, options: Iterable[str], cutoff: float = 0.6) -> str | None:

@@ -11,7 +11,7 @@ import attrs
 
 from forge_core.config.mixture import lr_factor
 from forge_core.contracts.components import SchedulerComponent
-from forge_core.contracts.errors import ForgeError, JobError, Problem, did_you_mean
+from forge_core.contracts.errors import ForgeError, JobError, Problem, did_you_mean, listed
 
 if TYPE_CHECKING:
     import torch
@@ -21,9 +21,6 @@ if TYPE_CHECKING:
     from forge_core.contracts.optimizer import NamedParameters, Schedule
     from forge_core.engine.build import Outline
     from forge_core.job import Job
-
-SHOWN = 8
-"""Names, or ranks, that a message lists; the rest are counted."""
 
 Group = dict[str, Any]
 """As in `torch.optim.Optimizer.param_groups`."""
@@ -102,11 +99,6 @@ def _problems(tables: Sequence[ParameterGroup], groups: Sequence[Group], names: 
 def fits(names: Iterable[str], patterns: Iterable[str]) -> bool:
     """Whether a pattern fits one of the names."""
     return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
-
-
-def listed(names: Sequence[str]) -> str:
-    """The names for a message, the first few of many."""
-    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
 
 
 class Rates:

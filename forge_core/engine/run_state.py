@@ -21,11 +21,11 @@ from forge_core.config.load import dump_job
 from forge_core.config.mixture import source_names
 from forge_core.contracts.components import Plugin, TrainingHook, state_fields
 from forge_core.contracts.contexts import CheckpointContext
-from forge_core.contracts.errors import CheckpointError, JobError, Problem, did_you_mean
+from forge_core.contracts.errors import SHOWN, CheckpointError, JobError, Problem, did_you_mean, listed
 from forge_core.data.loader import identities_of
 from forge_core.data.order import sizes_of, source_changes
 from forge_core.engine.build import Outline, Run
-from forge_core.engine.groups import SHOWN, Names, Rates, fits, listed
+from forge_core.engine.groups import Names, Rates, fits
 from forge_core.job import LoadSection
 from forge_core.parallel.mesh import pipeline_group
 

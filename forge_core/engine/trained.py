@@ -17,7 +17,7 @@ from forge_core.checkpoint import state
 from forge_core.checkpoint.resume import locate
 from forge_core.checkpoint.run_diff import check_tokenizer
 from forge_core.checkpoint.run_folder import TOKENIZER, run_folder
-from forge_core.config.load import parse_job
+from forge_core.config.load import MODEL_TABLES, parse_job
 from forge_core.contracts.data import Tokenizer
 from forge_core.contracts.errors import ForgeError, JobError, did_you_mean
 from forge_core.contracts.model import Model
@@ -103,11 +103,11 @@ def load_model(
 
     Raises:
         CheckpointError: there is no intact checkpoint, or the tokenizer is not the one of its training.
-        ForgeError: there is no tokenizer, components are not installed, or an argument is not one of those above.
+        ForgeError: there is no tokenizer, a part of the model is not installed, or an argument is not as above.
     """
     checkpoint, manifest = locate(Path(path), "sizes")
     catalog = catalog or Catalog.installed()
-    job = parse_job(manifest["job"], str(checkpoint / "manifest.json"), catalog)
+    job = parse_job(manifest["job"], str(checkpoint / "manifest.json"), catalog, MODEL_TABLES)
     names: dict[Any, Any] = {value: name for name, value in DTYPES.items()}
     precision = names.get(dtype, dtype or job.train.precision)
     if device not in ("auto", "cpu", "cuda") or precision not in DTYPES:

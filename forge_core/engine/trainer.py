@@ -20,9 +20,8 @@ from forge_core.config.load import complete, dump_job, load_job
 from forge_core.config.rules import check_rules
 from forge_core.config.tree import Source
 from forge_core.contracts.components import TrainingHook
-from forge_core.contracts.errors import ExitCode, JobError
+from forge_core.contracts.errors import SHOWN, ExitCode, JobError
 from forge_core.engine.build import build_context, build_run
-from forge_core.engine.groups import SHOWN
 from forge_core.engine.loop import Loop
 from forge_core.job import Job
 from forge_core.launch.progress_beacon import ProgressBeacon

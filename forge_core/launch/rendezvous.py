@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from torch.distributed import DistNetworkError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from forge_core.contracts.errors import ForgeError
+from forge_core.contracts.errors import ForgeError, listed
 from forge_core.launch.failure_report import EndedElsewhere, FailureReport
 from forge_core.launch.world import LISTENING, World
 
@@ -123,7 +123,7 @@ class Rendezvous:
             if report := self.ending():
                 raise EndedElsewhere(report)
             if time.monotonic() > due:
-                missing = listed([rank for rank, key in zip(ranks, keys, strict=True) if not self._exist([key])])
+                missing = listed([rank for rank, key in zip(ranks, keys, strict=True) if not self._exist([key])], 20)
                 limit = f"launch.start_timeout_s = {self.start_timeout_s:g} s"
                 if due == deadline:
                     raise RanksMissing(f"of {self.world.size} ranks, {missing} did not arrive within {limit}")
@@ -189,11 +189,6 @@ class Rendezvous:
             if now - began > FAREWELL_S and self.ending() is not None:
                 return
             time.sleep(POLL_S)
-
-
-def listed(ranks: Sequence[int]) -> str:
-    """Numbers of ranks, for messages."""
-    return ", ".join(map(str, ranks[:20])) + (" …" if len(ranks) > 20 else "")
 
 
 def _named(store: Store) -> Store:

@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from attrs import asdict
 
+from forge_core.contracts.errors import listed
 from forge_core.launch.failure_report import EndedElsewhere, FailureReport, report_of
 from forge_core.launch.progress_beacon import ProgressBeacon
-from forge_core.launch.rendezvous import HEARTBEAT, Rendezvous, StoreUnresponsive, listed
+from forge_core.launch.rendezvous import HEARTBEAT, Rendezvous, StoreUnresponsive
 
 PATIENCE_S = 3.0
 """Seconds that the main thread has, once another rank has ended the run, to fail by itself: that closes loggers."""

@@ -107,16 +107,12 @@ def read_metrics(path: Path | str) -> Metrics:
     tables: tuple[dict[int, dict[str, Any]], ...] = ({}, {})
     for line in file.read_text(encoding="utf-8").splitlines(keepends=True):
         if record := _parse(line):
-            row = {name: _number(value) for name, value in record.items()}
+            row: dict[str, Any] = {key: float(value) if value in NOT_FINITE else value for key, value in record.items()}
             rows = tables["loss" not in row]
             rows[row["step"]] = rows.get(row["step"], {}) | row
     metrics = Metrics(tables[0].values())
     metrics.evaluations = [*tables[1].values()]
     return metrics
-
-
-def _number(value: Any) -> Any:
-    return float(value) if value in NOT_FINITE else value
 
 
 def _finite(value: Any) -> Any:

@@ -1,14 +1,14 @@
-"""For commands of plugins: one component of a job's files, and paragraphs of text."""
+"""For commands of plugins: one component of a job's files or of a table, and paragraphs of text."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from forge_core.config.structure import structure
-from forge_core.config.tree import read_job
+from forge_core.config.tree import Origin, annotate, read_job
 from forge_core.contracts.components import Component
 from forge_core.contracts.errors import JobError, Problem
 from forge_core.plugins.catalog import Catalog, install_line
@@ -35,6 +35,18 @@ def load_component(
     problems += [problem.below(table) for problem in findings.problems]
     if problems:
         raise JobError([*problems, *install_line(findings.missing)])
+    return component
+
+
+def parse_component(table: Mapping[str, Any], source: str, base: type[C], catalog: Catalog) -> C:
+    """The component that a table describes, as a job has it and `to_toml` writes it; `source` names its file.
+
+    Raises:
+        JobError: the table is invalid; lists every problem.
+    """
+    component, findings = structure(annotate(table, {}, Origin(source)), base, catalog)
+    if findings.problems:
+        raise JobError([*findings.problems, *install_line(findings.missing)])
     return component
 
 

@@ -261,8 +261,9 @@ def prune_checkpoints(options: argparse.Namespace) -> int:
 
 
 def _prune(options: argparse.Namespace, storage: Storage) -> int:
-    from forge_core.checkpoint.manager import Checkpoints, Retention
+    from forge_core.checkpoint.manager import Checkpoints
     from forge_core.checkpoint.run_folder import checkpoint_table
+    from forge_core.job import Retention
 
     table = {"keep": options.keep} if options.keep else checkpoint_table(options.run)
     retention = Retention(**{name: table[name] for name in fields_dict(Retention) if name in table})

@@ -45,6 +45,22 @@ def test_neither_data_nor_optimizer_is_built(run, capsys, monkeypatch):
     assert capsys.readouterr().out == expected
 
 
+def test_the_optimizer_and_the_data_need_not_be_installed(run, capsys):
+    capsys.readouterr()
+    assert main(ASK) == 0
+    expected = capsys.readouterr().out
+    for path in (run / "runs/run/job.toml", *run.glob("runs/run/checkpoints/*/manifest.json")):
+        text = path.read_text()
+        for type_ in ("forge_testing:TinyAdamW", "forge-plugin-text/text"):
+            assert type_ in text
+            text = text.replace(type_, "forge-plugin-nowhere/nobody")
+        path.write_text(text)
+    assert main(ASK) == 0
+    assert capsys.readouterr().out == expected
+    assert main(["runs/run/job.toml"]) == 2
+    assert "optimizer.type: forge-plugin-nowhere is not installed" in capsys.readouterr().err
+
+
 def test_a_folder_that_is_no_run_is_refused_with_what_to_do(run, capsys):
     (run / "published").mkdir()
     (run / "published/config.json").write_text("{}")

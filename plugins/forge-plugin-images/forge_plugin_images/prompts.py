@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from forge_core.contracts.components import Unavailable
 from forge_core.contracts.data import begin_of_text
-from forge_core.contracts.errors import ForgeError
+from forge_core.contracts.errors import ForgeError, JobError
 from forge_core.data.reading import collate
 from forge_plugin_images.content import MARK
 from forge_plugin_images.decoding import BrokenImage, FileImage, decode
@@ -51,6 +52,7 @@ def prompts_with_images(
 
     Raises:
         ForgeError: the texts refer to more or fewer images, an image cannot be read, or a prompt has too many.
+        JobError: the source that says how images are resized is not installed.
     """
     if len(texts) == 1 and MARK not in texts[0]:
         texts = [MARK * len(files) + texts[0]]
@@ -67,13 +69,16 @@ def prompts_with_images(
 
 
 def _processor(job: Job, seen: ImageInput) -> ImageProcessor:
-    own = (source.processor(seen) for source in job.data.sources if isinstance(source, ImageDataset))
-    default = ImageProcessor(
+    for number, source in enumerate(job.data.sources):
+        if isinstance(source, ImageDataset):
+            return source.processor(seen)
+        if isinstance(source, Unavailable):  # images may be resized as it says
+            raise JobError(problem.below(f"data.sources.{number}") for problem in source.error.problems)
+    return ImageProcessor(
         seen.format,
         default_policy(seen.format),
         seen.patches_per_sequence // seen.images_per_sequence,
     )
-    return next(own, default)
 
 
 def _decoded(file: str) -> Image.Image:

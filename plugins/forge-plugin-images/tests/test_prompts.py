@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import tomllib
+
 import numpy as np
 import pytest
+import tomli_w
 from PIL import Image
 
-from forge_core import ForgeError, Trainer
+from forge_core import ForgeError, JobError, Trainer, dump_job
 from forge_core.cli import main
+from forge_core.config.load import MODEL_TABLES, parse_job
 from forge_plugin_images import RenderedText
 from forge_plugin_images.prompts import prompts_with_images
 from forge_plugin_images.testing import tiny_model
@@ -54,6 +58,18 @@ def test_what_does_not_fit_is_refused(job, tokenizer, files):
         prompts_with_images(["a"], [*files, files[0]], job, tokenizer)
     with pytest.raises(ForgeError, match=r"image 'nowhere\.png' cannot be read"):
         prompts_with_images(["a"], ["nowhere.png"], job, tokenizer)
+
+
+def test_a_source_that_is_not_installed_may_say_how_images_are_resized(job, tokenizer, files, catalog):
+    """So its plugin is named where there are images, and not missed elsewhere."""
+    table = tomllib.loads(dump_job(job, catalog))
+    table["data"]["sources"] = [{"type": "forge-plugin-nowhere/pictures"}]
+    read = parse_job(tomli_w.dumps(table), "job.toml", catalog, MODEL_TABLES)
+    with pytest.raises(JobError) as caught:
+        prompts_with_images(["a"], files, read, tokenizer)
+    first, last = map(str, caught.value.problems)
+    assert "data.sources.0.type: forge-plugin-nowhere is not installed" in first
+    assert last == "data.sources.0: to install what is missing: pip install forge-plugin-nowhere"
 
 
 def test_generate_takes_images(job, catalog, files, capsys):

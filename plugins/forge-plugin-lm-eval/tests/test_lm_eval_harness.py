@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -354,6 +355,21 @@ def test_the_command_prints_a_table_and_writes_a_file(lm, runs, capsys):
     assert written["config"]["checkpoint"].endswith("runs/plain/checkpoints/step-2")
     assert len(written["samples"]["choice"]) == 3
     assert {"choice", "rolling"} == set(written["results"])
+
+
+def test_what_trained_the_model_need_not_be_installed(lm, runs, tmp_path, capsys):
+    shutil.copytree(runs / "runs/plain", tmp_path / "plain")
+    [manifest] = tmp_path.glob("plain/checkpoints/*/manifest.json")
+    text = manifest.read_text()
+    assert "forge_testing:TinyAdamW" in text
+    manifest.write_text(text.replace("forge_testing:TinyAdamW", "forge-plugin-nowhere/nobody"))
+    shown = []
+    options = ["--device=cpu", "--include=tasks", "--bootstrap=0", "--tasks=choice", "--limit=3"]
+    for run in ("runs/plain", str(tmp_path / "plain")):
+        assert main(["evaluate", run, *options]) == 0
+        shown.append(capsys.readouterr().out)
+    assert "|choice|" in shown[0]
+    assert shown[1] == shown[0]
 
 
 def test_wrong_tasks_are_named(lm, capsys):

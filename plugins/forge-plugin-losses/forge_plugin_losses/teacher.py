@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from forge_core.auxiliary import Auxiliary
 from forge_core.checkpoint.resume import locate
 from forge_core.checkpoint.state import load_model
-from forge_core.config.load import parse_job
+from forge_core.config.load import MODEL_TABLES, parse_job
 from forge_core.contracts.contexts import BuildContext
 from forge_core.contracts.errors import CheckpointError
 from forge_core.contracts.layout import Layout
@@ -74,7 +74,7 @@ def load_trained(source: Path, context: BuildContext) -> TrainedModel:
 
     Raises:
         CheckpointError: there is no intact checkpoint.
-        JobError: it needs components that are not installed.
+        JobError: its model needs components that are not installed.
     """
     checkpoint, manifest = find_trained(source)
     own = context_beside(context, manifest["job"], str(checkpoint / "manifest.json"))
@@ -105,11 +105,11 @@ def context_beside(context: BuildContext, resolved: str, source: str) -> RunCont
         source: where it is from, for messages.
 
     Raises:
-        JobError: it needs components that are not installed.
+        JobError: its model needs components that are not installed.
     """
     assert isinstance(context, RunContext), "components receive the engine's context"
     catalog = context.plugins.catalog
-    job = parse_job(resolved, source, catalog)
+    job = parse_job(resolved, source, catalog, MODEL_TABLES)
     return attrs.evolve(
         context,
         job=job,

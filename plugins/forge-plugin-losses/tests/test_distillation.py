@@ -254,6 +254,16 @@ def test_the_teacher_is_not_in_the_checkpoint_and_the_run_resumes_bit_for_bit(fo
     assert numbers(folder, "cut") == student
 
 
+def test_the_optimizer_of_the_teacher_need_not_be_installed(folder, student):
+    shutil.copytree(folder / "teacher", folder / "stranger")
+    manifest = folder / "stranger/checkpoints/step-6/manifest.json"
+    text = manifest.read_text()
+    assert "forge_testing:TinyAdamW" in text
+    manifest.write_text(text.replace("forge_testing:TinyAdamW", "forge-plugin-nowhere/nobody"))
+    assert distil(folder, "of-a-stranger", teacher="stranger/checkpoints/step-6") == 0
+    assert numbers(folder, "of-a-stranger") == student
+
+
 def test_a_run_does_not_go_on_with_a_newer_teacher(folder, capsys):
     shutil.copytree(folder / "teacher", folder / "growing")
     shutil.rmtree(folder / "growing/checkpoints/step-6")

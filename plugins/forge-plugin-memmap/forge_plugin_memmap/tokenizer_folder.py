@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from forge_core.config.load import parse_component
 from forge_core.contracts.components import TokenizerComponent
 from forge_core.contracts.contexts import BuildContext
 from forge_core.contracts.data import Tokenizer
 from forge_core.contracts.errors import ForgeError, JobError
 from forge_core.plugins.catalog import Catalog
+from forge_kit.commands import parse_component
 
 COMPONENT, FILES = "component.json", "files"
 

@@ -18,7 +18,7 @@ from forge_core.checkpoint.run_folder import TOKENIZER
 from forge_core.checkpoint.state import evaluated_names
 from forge_core.checkpoint.storage import threads
 from forge_core.checkpoint.tensors import Index, shared_index, stored_tensors
-from forge_core.config.load import parse_job, to_toml
+from forge_core.config.load import MODEL_TABLES, parse_job, to_toml
 from forge_core.contracts.components import ModelComponent
 from forge_core.contracts.errors import CheckpointError, JobError
 from forge_core.plugins.catalog import Catalog
@@ -174,7 +174,7 @@ def export_run(
         stored = stored_tensors(checkpoint)
     except CheckpointError as error:
         raise JobError(str(error)) from error
-    job = parse_job(manifest["job"], str(checkpoint / "manifest.json"), catalog)
+    job = parse_job(manifest["job"], str(checkpoint / "manifest.json"), catalog, MODEL_TABLES)
     names = {name.partition(".")[2]: name for name in evaluated_names(stored).values()}
     shapes = {own: tuple(stored[name][0]) for own, name in names.items()}
     run = run_of(path, checkpoint)

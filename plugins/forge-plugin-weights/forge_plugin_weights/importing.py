@@ -29,7 +29,7 @@ from forge_core.checkpoint.run_folder import JOB, TOKENIZER, save_tokenizer, wri
 from forge_core.checkpoint.state import model_tensors
 from forge_core.checkpoint.storage import FORMAT, LocalStorage, publish, sync, write_file, write_manifest
 from forge_core.checkpoint.tensors import INDEX
-from forge_core.config.load import dump_job, parse_job, to_toml
+from forge_core.config.load import MODEL_TABLES, dump_job, parse_job, to_toml
 from forge_core.contracts.errors import JobError
 from forge_core.engine.build import build_bare_model, build_context, build_tokenizer
 from forge_core.plugins.catalog import Catalog
@@ -220,7 +220,7 @@ def imported_job(source: Source, output: Path, tokenizer: bool, catalog: Catalog
     }
     if tokenizer and source.architecture.has_text:
         table["data"]["tokenizer"] = _tokenizer_table(source)
-    return parse_job(tomli_w.dumps(table), str(source.folder / CONFIG), catalog)
+    return parse_job(tomli_w.dumps(table), str(source.folder / CONFIG), catalog, MODEL_TABLES)
 
 
 def added_tokens(folder: Path) -> dict[str, int]:

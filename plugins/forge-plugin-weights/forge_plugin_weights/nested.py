@@ -11,10 +11,10 @@ import attrs
 import tomli_w
 from attrs import field, frozen
 
-from forge_core.config.load import parse_component
 from forge_core.contracts.components import ModelComponent
 from forge_core.contracts.errors import JobError
 from forge_core.plugins.catalog import Catalog
+from forge_kit.commands import parse_component
 from forge_plugin_weights.architectures.vision_towers import Tower
 from forge_plugin_weights.fields import REQUIRED, value_of
 from forge_plugin_weights.kinds import (

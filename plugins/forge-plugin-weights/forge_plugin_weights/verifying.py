@@ -21,7 +21,7 @@ from forge_core.checkpoint.resume import locate
 from forge_core.checkpoint.run_folder import TOKENIZER
 from forge_core.checkpoint.state import evaluated_names
 from forge_core.checkpoint.tensors import stored_tensors
-from forge_core.config.load import parse_job, to_toml
+from forge_core.config.load import MODEL_TABLES, parse_job, to_toml
 from forge_core.contracts.data import Tokenizer, begin_of_text
 from forge_core.contracts.errors import CheckpointError, JobError
 from forge_core.contracts.model import Initialises
@@ -94,7 +94,7 @@ class TrainedSide(Side):
         except CheckpointError as error:
             raise JobError(str(error)) from error
         self._catalog, self._run = catalog, run_of(path, self._checkpoint)
-        self.job = parse_job(manifest["job"], str(self._checkpoint / "manifest.json"), catalog)
+        self.job = parse_job(manifest["job"], str(self._checkpoint / "manifest.json"), catalog, MODEL_TABLES)
         self._stored = stored_tensors(self._checkpoint)
         self._names = {name.partition(".")[2]: name for name in evaluated_names(self._stored).values()}
         self.shapes = {own: tuple(self._stored[name][0]) for own, name in self._names.items()}

@@ -11,10 +11,10 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forge_core.config.load import parse_component
 from forge_core.contracts.components import ModelComponent
 from forge_core.contracts.errors import JobError
 from forge_core.plugins.catalog import Catalog
+from forge_kit.commands import parse_component
 from forge_plugin_weights.exporting import find_form
 from forge_plugin_weights.kinds import Unsupported
 from forge_plugin_weights.tables import architectures, fitting_architectures, read_config, write_config

@@ -24,10 +24,10 @@ from transformers.models.mllama.processing_mllama import (
 )
 
 from forge_core.cli import main
-from forge_core.config.load import parse_component
 from forge_core.contracts.components import ModelComponent
 from forge_core.contracts.errors import JobError
 from forge_core.plugins.catalog import Catalog
+from forge_kit.commands import parse_component
 from forge_plugin_generate.generate import Sampling, generate
 from forge_plugin_huggingface import Auto
 from forge_plugin_images.processing import ImageProcessor

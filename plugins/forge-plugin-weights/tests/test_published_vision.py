@@ -19,10 +19,11 @@ from torch import Tensor
 
 from forge_core import Trainer
 from forge_core.cli import main
-from forge_core.config.load import parse_component, parse_job
+from forge_core.config.load import parse_job
 from forge_core.contracts.components import ModelComponent, TrainingHook
 from forge_core.contracts.errors import JobError
 from forge_core.plugins.catalog import Catalog
+from forge_kit.commands import parse_component
 from forge_plugin_generate.generate import Sampling, generate
 from forge_plugin_vision import GRIDS, PATCHES
 from forge_plugin_vision.modules.images import Images

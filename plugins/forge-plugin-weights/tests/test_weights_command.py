@@ -67,6 +67,14 @@ def test_a_published_model_is_trained_further_and_taken_out(published, tmp_path,
     assert main(export) == 2
     assert "out exists already" in capsys.readouterr().err
 
+    [manifest] = Path("runs/smollm2-python/checkpoints").glob("*/manifest.json")
+    text = manifest.read_text().replace("forge-plugin-adamw/adamw", "forge-plugin-nowhere/nobody")
+    manifest.write_text(text.replace("forge-plugin-text/text", "forge-plugin-nowhere/pages"))
+    assert main(["weights", "export", "runs/smollm2-python", "--output", "again"]) == 0
+    card = Path("again/README.md").read_text()
+    assert "`forge-plugin-nowhere/nobody`, learning rate" in card, "parts of the training need not be installed"
+    assert "`forge-plugin-nowhere/pages`" in card
+
 
 def test_an_imported_model_has_the_logits_of_the_published_one_in_python(published, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

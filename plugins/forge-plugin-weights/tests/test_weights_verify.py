@@ -38,6 +38,26 @@ def test_an_import_equals_its_source(folders, capsys):
     assert facts["computed"]["logits"] == 0
 
 
+def test_the_optimizer_need_not_be_installed(folders, tmp_path, capsys):
+    published, run = folders
+    for path in (run / "job.toml", *run.glob("checkpoints/*/manifest.json")):
+        text = path.read_text()
+        assert "forge-plugin-adamw/adamw" in text
+        path.write_text(text.replace("forge-plugin-adamw/adamw", "forge-plugin-nowhere/nobody"))
+    assert main(["weights", "verify", str(published), str(run)]) == 0
+    assert main(["weights", "export", str(run), "--output", str(tmp_path / "out")]) == 0
+    assert "forge-plugin-nowhere/nobody" in (tmp_path / "out/forge/job.toml").read_text()
+    assert main(["weights", "verify", str(published), str(tmp_path / "out")]) == 0
+
+
+def test_an_import_needs_no_optimizer(tmp_path):
+    MODELS["qwen2"].write(tmp_path / "published")
+    catalog = Catalog.installed()
+    offers = [offer for offer in catalog.offers() if offer.distribution.name != "forge-plugin-adamw"]
+    run = import_folder(tmp_path / "published", tmp_path / "run", tokenizer=False, catalog=Catalog(offers))
+    assert 'type = "forge-plugin-adamw/adamw"' in (run / "job.toml").read_text()
+
+
 def test_rounding_and_a_wrong_tensor_are_told_by_layer(folders, tmp_path, capsys):
     published, run = folders
     out = export_run(run, tmp_path / "narrow", dtype=torch.bfloat16)

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from attrs import frozen
 
-from forge_core.config.load import parse_component, to_toml
+from forge_core.config.load import to_toml
 from forge_core.contracts.components import ModelComponent
+from forge_kit.commands import parse_component
 from forge_plugin_weights.fields import Choice, Dropout, Fixed, Key, Only, Synonym, setting, value_of
 from forge_plugin_weights.kinds import OTHER, ArchitectureComponent, Config, Field, Filler, Flat, Rule, Unsupported
 from forge_plugin_weights.pixels import CLIP_MEAN, CLIP_STD, ENCODER, Pixels
