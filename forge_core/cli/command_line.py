@@ -46,10 +46,11 @@ def parse_job_arguments(
 
     Overrides may also be written `--section.key value` and `section.key=value`; any other option that is none of
     `parser`, which has the command's own, is refused by a `JobError`.
-    Files, which the help describes by `files`, and overrides are added to the parser.
+    Files, described by `files` unless the parser has an argument of that name, and overrides are added to the help.
     """
     parser.allow_abbrev = False  # `--res=never` is no `--resume`: it may be a key of a plugin
-    parser.add_argument("files", nargs="+", metavar="JOB.toml", help=files)
+    if all(action.dest != "files" for action in parser._actions):
+        parser.add_argument("files", nargs="+", metavar="JOB.toml", help=files)
     parser.add_argument_group("overrides", "--section.key=value …: a key of the job, its value written as in TOML")
     takes_value = {option: action.nargs != 0 for action in parser._actions for option in action.option_strings}
     # Separated first: argparse does not know the keys of a job, and would take the file after one for its value.

@@ -27,7 +27,6 @@ from forge_core.parallel.initialise import DTYPES
 from forge_core.plugins.catalog import Catalog, first_party
 
 WANTED = "a model takes ids of tokens, (S) or (B, S); model.tokenizer.encode(text) makes them"
-OF_MODEL = "of_model"  # function of a command's module; see `Command`
 
 
 @frozen(eq=False)
@@ -75,7 +74,7 @@ class TrainedModel:
             raise AttributeError(name)
         offers = self._catalog.matching("command", name)
         command = self._catalog.load_offer(offers[0]) if len(offers) == 1 else None
-        if command and (method := getattr(sys.modules[command.__module__], OF_MODEL, None)):
+        if command and (method := getattr(sys.modules[command.__module__], "of_model", None)):
             return MethodType(method, self)
         missing = "" if offers else first_party()["command"].get(name, "")
         hint = f": pip install {missing}" if missing else did_you_mean(name, ["generate", *dir(type(self))])

@@ -8,7 +8,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forge_core.cli.command_line import positive, with_examples
+from forge_core.cli.command_line import parse_job_arguments, positive, with_examples
+from forge_core.contracts.errors import JobError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,7 +25,9 @@ def command(argv: list[str]) -> int:
     Each line says what was seen, and how to mend what is not well. The exit code is 1 if something failed. Nothing is
     left behind, and no network is needed. On several machines, each checks itself.
     """
-    options, overrides = _parse(argv)
+    options, files, overrides = parse_job_arguments(_parser(), argv)
+    if overrides and not files:
+        raise JobError(f"{overrides[0]}: is a key of a job, and there is none to check; name its file too")
     from forge_plugin_doctor.ranks import Ranks
 
     started = time.perf_counter()
@@ -108,20 +111,9 @@ def _as_json(examined: Sequence[Examined], seconds: float) -> dict[str, Any]:
     }
 
 
-def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Parse as `parse_job_arguments` does, but that a job may be left out."""
-    parser = _parser()
-    known = {option for action in parser._actions for option in action.option_strings}
-    overrides = [each for each in argv if each.startswith("--") and each.partition("=")[0] not in known]
-    options = parser.parse_args([each for each in argv if each not in overrides])
-    if overrides and not options.files:
-        parser.error(f"unrecognized arguments: {' '.join(overrides)}")
-    return options, overrides
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("forge-run doctor", description=command.__doc__, allow_abbrev=False)
-    job = "job to check too, layered from left to right; --section.key=value overrides its keys"
+    parser = argparse.ArgumentParser("forge-run doctor", description=command.__doc__)
+    job = "job to check too, layered from left to right"
     parser.add_argument("files", nargs="*", metavar="JOB.toml", help=job)
     output = "folder of run folders, whose file system is checked (job.output of the job, else runs)"
     parser.add_argument("--output", metavar="FOLDER", help=output)
