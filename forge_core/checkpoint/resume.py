@@ -14,7 +14,7 @@ from forge_core.checkpoint.run_diff import Change, collect_provenance, compare_p
 from forge_core.checkpoint.run_folder import run_folder, storage_of
 from forge_core.checkpoint.storage import MANIFEST, How
 from forge_core.contracts.contexts import BuildContext
-from forge_core.contracts.errors import CheckpointError, ForgeError
+from forge_core.contracts.errors import ForgeError, ResumeError
 from forge_core.job import Job, Retention
 from forge_core.plugins.catalog import Catalog
 
@@ -82,7 +82,7 @@ def find_checkpoint(resume: str, checkpoints: Checkpoints, how: How) -> tuple[Pa
     if resume == "never":
         if steps := list(checkpoints.storage.steps()):
             hint = "choose another job.name, delete the folder, or continue it with --resume auto"
-            raise CheckpointError(f"this run folder has checkpoints already (steps {steps}); {hint}")
+            raise ResumeError(f"this run folder has checkpoints already (steps {steps}); {hint}")
         return None
     newest = checkpoints.newest()
     # Also with a path: the same command, started again after a crash, must not lose the steps since its first start
@@ -101,7 +101,7 @@ def locate(path: Path, how: How) -> tuple[Path, dict[str, Any]]:
         return path, verify(path, how)
     newest = Checkpoints(storage_of(path), Retention(), how).newest()
     if newest is None:
-        raise CheckpointError(f"{path} is neither a checkpoint nor a run folder with checkpoints")
+        raise ResumeError(f"{path} is neither a checkpoint nor a run folder with checkpoints")
     return newest
 
 
@@ -114,7 +114,7 @@ def check_storage(folder: Path) -> None:
     if steps := before.steps():
         place = before.path(steps[-1]).parent
         hint = "set [checkpoint.storage] back, move the checkpoints, or choose another job.name"
-        raise CheckpointError(f"{place} has checkpoints of this run, but the job keeps them elsewhere now; {hint}")
+        raise ResumeError(f"{place} has checkpoints of this run, but the job keeps them elsewhere now; {hint}")
 
 
 def check_changes(path: Path, changes: Sequence[Change], allowed: bool) -> None:
@@ -122,7 +122,7 @@ def check_changes(path: Path, changes: Sequence[Change], allowed: bool) -> None:
     meanings = {change.means for change in changes}
     listed = f"the job is not the one that saved {path}:\n{describe_changes(changes)}"
     if "impossible" in meanings:
-        raise CheckpointError(f"{listed}\nUndo what is impossible. {ANEW.format(path=path)}")
+        raise ResumeError(f"{listed}\nUndo what is impossible. {ANEW.format(path=path)}")
     if "flag" in meanings and not allowed:
         hint = f"To continue all the same, run the same command with {FLAG}. Or undo the changes"
-        raise CheckpointError(f"{listed}\n{hint}")
+        raise ResumeError(f"{listed}\n{hint}")

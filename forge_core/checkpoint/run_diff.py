@@ -21,7 +21,7 @@ from forge_core.config import field_types
 from forge_core.config.keys import default_of, resolved_fields, walk_components
 from forge_core.config.load import dump_job, to_toml
 from forge_core.contracts.components import Component, DefaultType, WhenResumed
-from forge_core.contracts.errors import CheckpointError, PluginError
+from forge_core.contracts.errors import PluginError, ResumeError
 from forge_core.job import Job
 from forge_core.plugins.catalog import CORE, Catalog, Distribution, core_version
 
@@ -226,7 +226,7 @@ def compare_provenance(
         used = f"the checkpoint used {', '.join(missing).replace('==', ' ')}, which is not installed"
         if not with_changes:
             hint = "or continue without it: --resume-with-changes"
-            raise CheckpointError(f"{used}: pip install {' '.join(missing)}; {hint}")
+            raise ResumeError(f"{used}: pip install {' '.join(missing)}; {hint}")
         warnings.append(used)
     # A local file that has moved is known by its name
     now_at = {Path(path).name: digest for path, digest in current["files"].items()} | dict(current["files"])
@@ -239,7 +239,7 @@ def compare_provenance(
 def check_tokenizer(recorded: Mapping[str, Any], current: Mapping[str, Any]) -> None:
     """Raise a `CheckpointError` if the run has another tokenizer than it began with: its ids mean other texts."""
     if recorded.get("tokenizer") != current.get("tokenizer"):
-        raise CheckpointError("the checkpoint was trained with another tokenizer than this run has")
+        raise ResumeError("the checkpoint was trained with another tokenizer than this run has")
 
 
 def _describe(dist: Distribution) -> dict[str, str]:

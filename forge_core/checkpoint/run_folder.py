@@ -17,7 +17,7 @@ from typing import IO, TYPE_CHECKING, Any
 import attrs
 
 from forge_core.checkpoint.storage import LocalStorage
-from forge_core.contracts.errors import ForgeError
+from forge_core.contracts.errors import ForgeError, JobError, Problem
 from forge_core.job import LOCAL_STORAGE
 
 if TYPE_CHECKING:
@@ -87,8 +87,11 @@ def owner(folder: Path) -> str:
 def _lock(folder: Path, advice: str) -> IO[str]:
     # A lock of the kernel and not the mere existence of a file: it goes when the process ends, however it ends
     while True:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / LOCK).open("a+")  # not "w": the name of an owner that is there must stay readable
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = (folder / LOCK).open("a+")  # not "w": the name of an owner that is there must stay readable
+        except OSError as error:
+            raise JobError([Problem("job.output", f"{folder} cannot be written: {error.strerror}")]) from error
         if not _take(lock, fcntl.LOCK_EX):
             with lock:
                 lock.seek(0)

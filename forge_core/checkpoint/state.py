@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 from forge_core.checkpoint.manager import State
 from forge_core.checkpoint.tensors import Shapes, load_tensors, shared_index
 from forge_core.contracts.components import Plugin, TrainingHook
-from forge_core.contracts.errors import CheckpointError
+from forge_core.contracts.errors import ResumeError
 from forge_core.contracts.model import Model
 from forge_core.contracts.optimizer import HasEvaluationWeights, PlacesState
 from forge_core.parallel.initialise import ties
@@ -179,7 +179,7 @@ def _empty_slots(
         if name in trained and name not in known:
             continue  # another pipeline rank has it
         if name not in known:
-            raise CheckpointError(f"the checkpoint has optimizer state of {name}, which this job does not train")
+            raise ResumeError(f"the checkpoint has optimizer state of {name}, which this job does not train")
         parameter = known[name]
         memory = own(parameter, slot, size, dtype) if own else empty_slot(parameter, size, dtype)
         if memory is not None:
@@ -231,6 +231,6 @@ def _fill_groups(optimizer: torch.optim.Optimizer, saved: Sequence[Mapping[str, 
     if any(counters.values()) and counters.keys() != set(matches):
         theirs, ours = (", ".join(map(repr, names)) for names in (counters, matches))
         hint = f"this job has {ours}; give [[optimizer.groups]] the patterns that it had, in any order"
-        raise CheckpointError(f"the checkpoint has counters of the parameter groups {theirs}, {hint}")
+        raise ResumeError(f"the checkpoint has counters of the parameter groups {theirs}, {hint}")
     for match, group in zip(matches, optimizer.param_groups, strict=True):
         group.update(counters.get(match, {}))

@@ -106,8 +106,7 @@ def _warn_of_idle_tasks() -> None:
     """Warn of a batch script without srun: it trains on one of its tasks and pays for all."""
     from forge_core.launch.world import tasks_of_shell
 
-    tasks = tasks_of_shell(os.environ)
-    if tasks > 1:
+    if (tasks := tasks_of_shell(os.environ)) > 1:
         allotted = f"SLURM has allotted {tasks} tasks, and this is the shell of the job, which is one process"
         warnings.warn(f"{allotted}; `srun forge-run …` makes each task a rank", stacklevel=2)
 

@@ -21,10 +21,8 @@ from forge_core.contracts.components import Component, DefaultType, Unavailable
 from forge_core.contracts.errors import JobError, Problem
 from forge_core.job import ALWAYS, Job
 from forge_core.launch.world import join_world
-from forge_core.moved import forwarding
 from forge_core.plugins.catalog import CORE, Catalog, install_line
 
-__getattr__ = forwarding(__name__, ["forge_kit.commands"])  # `load_component` and `parse_component` were here
 MODEL_TABLES = ("model", "data.tokenizer", "plugins")  # of a job that the use of its trained model needs
 
 

@@ -17,7 +17,7 @@ from forge_core.contracts.layout import Layout
 from forge_core.job import LOCAL_STORAGE, WORKER_LOADER, Checked, Job
 from forge_core.parallel.layout import batch_problems, plan_layout
 from forge_core.parallel.stages import order_stages
-from forge_core.plugins.catalog import Catalog, UnknownTypeError
+from forge_core.plugins.catalog import Catalog
 
 READS = ("data.sources", "data.tokenizer")
 """Tables of components that read files, which need not exist where a job is only looked at."""
@@ -31,7 +31,7 @@ def check_rules(job: Job, catalog: Catalog, world_size: int = 1, with_data: bool
     layout, problems = _plan(job, world_size)
     planned = not problems
     problems += batch_problems(job, layout) if planned else ()
-    problems += [*mixture_problems(job), *_core_problems(job, catalog), *_loader_problems(job, catalog)]
+    problems += [*mixture_problems(job), *_core_problems(job, catalog)]
     problems += [*_load_problems(job), *_output_problems(job)] if with_data else ()
     for path, component in walk_components(job):
         if with_data or not path.startswith(READS):
@@ -69,19 +69,12 @@ def _core_problems(job: Job, catalog: Catalog) -> Iterator[Problem]:
         order_stages(job.parallel, catalog)
     except JobError as error:
         yield from error.problems
-
-
-def _loader_problems(job: Job, catalog: Catalog) -> Iterator[Problem]:
-    """Whether the loader that `data.workers` needs is there; one that the job names has been looked up before."""
-    if job.data.loader is not None or not job.data.workers:
-        return
-    try:
-        catalog.load("loader", WORKER_LOADER)
-    except UnknownTypeError as error:
-        install = f"; pip install {error.distribution}" if error.distribution else ""
-        yield Problem("data.workers", f"workers need the loader {WORKER_LOADER!r}: {error.message}{install}")
-    except PluginError as error:
-        yield Problem("data.workers", str(error))
+    if job.data.loader is None and job.data.workers:  # one that the job names has been looked up before
+        try:
+            catalog.load("loader", WORKER_LOADER)
+        except PluginError as error:
+            reason = "; ".join(problem.message for problem in error.problems)
+            yield Problem("data.workers", f"workers need the loader {WORKER_LOADER!r}: {reason}")
 
 
 def _load_problems(job: Job) -> Iterator[Problem]:

@@ -75,7 +75,13 @@ class DataError(ForgeError):
 
 
 class CheckpointError(ForgeError):
-    """A checkpoint is missing, damaged, or does not fit the job."""
+    """A checkpoint is missing, damaged, or cannot be written, or the job cannot go on from it (`ResumeError`)."""
+
+
+class ResumeError(CheckpointError):
+    """The job, or the command, cannot go on from a checkpoint that is there; nothing has been changed."""
+
+    exit_code = ExitCode.BAD_JOB
 
 
 _NO_MEMORY = re.compile("out of memory|(can't|cannot|unable to) allocate|not enough memory", re.IGNORECASE)
@@ -91,11 +97,10 @@ def memory_words(error: BaseException) -> str:
 
 def in_words(error: BaseException, speaker: str = "forge-run") -> str:
     """The text to show for an error of ours, or for memory that ran out; empty for others, which need a traceback."""
-    if isinstance(error, JobError):
-        return str(error)  # the same on every rank, and complete without its number
     words = memory_words(error)
-    text = str(error) if isinstance(error, ForgeError) else f"memory ran out: {words}" if words else ""
-    return f"{speaker}: {text}" if text else ""
+    text = str(error) if isinstance(error, ForgeError) else words and f"memory ran out: {words}"
+    # An error of the job is the same on every rank, and complete without the number of one
+    return text if isinstance(error, JobError) or not text else f"{speaker}: {text}"
 
 
 SURE = 0.8

@@ -175,9 +175,8 @@ def _in_words(run: Run, error: BaseException) -> BaseException:
         return error
     position, (_, size) = run.hooks.beacon.position, micro_batches(run.job, run.context.layout)
     where = f"step {position.step}, {position.phase}" if position.step else position.phase
-    keys = f"train.micro_batch_size (here {size}), train.seq_len ({run.job.train.seq_len}) or the model"
-    stages = "let a stage of [parallel] recompute activations or divide the model"
-    return ForgeError(f"memory ran out in {where}: {words}\nReduce {keys}, or {stages}; see `forge-run plan`")
+    hint = f"Reduce train.micro_batch_size (here {size}), train.seq_len or the model, or recompute activations"
+    return ForgeError(f"memory ran out in {where}: {words}\n{hint}; see `forge-run plan`")
 
 
 @contextmanager
@@ -203,8 +202,8 @@ def _rehearse(run: Run, progress: Progress, echo: Callable[[str], object]) -> No
     with closing(TrainLoader(run.job, run.datasets, run.context, progress)) as loader:  # the run's uses up no samples
         batches = loader.next_step()
     buffers = {name: buffer.clone() for name, buffer in run.model.named_buffers()}
-    shape = tuple(batches[0]["input_ids"].shape)
-    with named(f"the dry run, on a micro-batch of {shape}"):
+    shape = " x ".join(map(str, batches[0]["input_ids"].shape))
+    with named(f"the dry run, on a micro-batch of {shape} tokens"):
         # A pipeline's schedule is made for all its micro-batches; one alone would not run
         pipelined = any(dimension.layers and size > 1 for dimension, size in run.context.layout.sizes)
         Stepper(run).gradients(batches if pipelined else batches[:1], step=0)
@@ -215,8 +214,7 @@ def _rehearse(run: Run, progress: Progress, echo: Callable[[str], object]) -> No
             buffer.copy_(buffers[name])
     resident = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # which getrusage states in kB
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else resident
-    batch = f"a micro-batch of {shape[0]} x {shape[1]} tokens"
-    echo(f"dry run: {batch} went forward and backward, peak memory {peak / 1e9:.1f} GB")
+    echo(f"dry run: a micro-batch of {shape} tokens went forward and backward, peak memory {peak / 1e9:.1f} GB")
 
 
 class Agreement:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,11 +17,13 @@ from torch import Tensor
 
 from forge_core.auxiliary import Count
 from forge_core.checkpoint.run_folder import save_tokenizer, write_record
+from forge_core.checkpoint.storage import Local
 from forge_core.config.keys import walk_components
 from forge_core.config.load import dump_job
 from forge_core.config.mixture import first_step, source_names
 from forge_core.contracts.contexts import StepContext
 from forge_core.contracts.data import HasDescription
+from forge_core.contracts.errors import JobError, Problem
 from forge_core.contracts.runtime import Flushes, Logger
 from forge_core.data.order import expected_draws, limits, phase_shares, sizes_of
 from forge_core.engine.build import Run
@@ -72,6 +76,8 @@ def _rows(run: Run, stepper: Stepper, provenance: Mapping[str, Any]) -> Iterator
         for subject, choice, why in choices:
             yield subject, f"{choice} ({why})"
     yield "memory", _memory(run)
+    if isinstance(job.checkpoint.storage, Local) and context.folder is not None:
+        yield "checkpoints", _room(run, context.folder / job.checkpoint.storage.folder)
     yield "waits", f"{stepper.waits()} a step"
 
 
@@ -122,10 +128,21 @@ def _parts(shares: Sequence[int]) -> list[str]:
 
 
 def _memory(run: Run) -> str:
-    sizes = [(p.numel() * p.element_size(), p.requires_grad) for p in (item.parameter for item in run.parameters)]
+    sizes = [(p.numel() * p.element_size() / 1e6, p.requires_grad) for p in (item.parameter for item in run.parameters)]
     weights, trained = sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained)
-    known = f"weights {weights / 1e6:,.0f} MB, gradients {trained / 1e6:,.0f} MB"
-    return f"{known}, besides optimizer state and activations"
+    return f"weights {weights:,.0f} MB, gradients {trained:,.0f} MB, besides optimizer state and activations"
+
+
+def _room(run: Run, folder: Path) -> str:
+    """Whether checkpoints fit on their disk; a `JobError` if one has no room for its weights, the least that it has."""
+    size = sum(run.outline.sizes.values()) * next(iter(run.parameters)).parameter.element_size()
+    free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.is_dir())).free
+    text = f"weights of {size / 1e6:,.0f} MB each, besides optimizer state; {free / 1e9:,.1f} GB free in {folder}"
+    if size > free:
+        raise JobError([Problem("checkpoint", f"not one fits: {text}; free space, or name another disk in job.output")])
+    if 3 * size * (run.job.checkpoint.keep + 1) > free:  # two moments each, as of AdamW, and the next one
+        warnings.warn(f"checkpoints may not fit: {text}; free space, or lower checkpoint.keep", stacklevel=2)
+    return text
 
 
 class Recorder:

@@ -21,7 +21,7 @@ from forge_core.config.load import dump_job
 from forge_core.config.mixture import source_names
 from forge_core.contracts.components import Plugin, TrainingHook, state_fields
 from forge_core.contracts.contexts import CheckpointContext
-from forge_core.contracts.errors import SHOWN, CheckpointError, JobError, Problem, did_you_mean, listed
+from forge_core.contracts.errors import SHOWN, JobError, Problem, ResumeError, did_you_mean, listed
 from forge_core.data.loader import identities_of
 from forge_core.data.order import sizes_of, source_changes
 from forge_core.engine.build import Outline, Run
@@ -72,7 +72,7 @@ def _check_extras(start: Start, own: Mapping[str, TrainingHook | Plugin]) -> Ite
         # No job records hooks from Python, so that the comparison of jobs has not noticed that this one is new.
         if name.startswith("hook:python.") and not start.with_changes:
             hint = f"to let it start afresh, continue with resume_with_changes ({FLAG})"
-            raise CheckpointError(f"{start.checkpoint} holds no state of {name}, which this run has; {hint}")
+            raise ResumeError(f"{start.checkpoint} holds no state of {name}, which this run has; {hint}")
         yield f"{name} starts afresh: the checkpoint has no state of it"
     yield from (f"state of {name} is left behind" for name, state in saved.items() if state and name not in own)
 
@@ -88,7 +88,7 @@ def _check_sources(start: Start, run: Run) -> list[str]:
     saved = start.manifest["progress"]["samples"]
     if (changes := source_changes(saved, sizes, identities_of(run.job, run.datasets))) and not start.with_changes:
         hint = f"to continue all the same, run the same command with {FLAG}"
-        raise CheckpointError(f"the data is not that of {start.checkpoint}: {'; '.join(changes)}; {hint}")
+        raise ResumeError(f"the data is not that of {start.checkpoint}: {'; '.join(changes)}; {hint}")
     return changes
 
 
@@ -146,7 +146,7 @@ def _select(table: str, section: LoadSection, folder: Path, outline: Outline) ->
     selected, missing = ([n for n in names if n in wanted and (n in stored) is there] for there in (True, False))
     _check_shapes(table, folder, selected, outline.tensors, stored)
     if missing and section.strict:
-        raise CheckpointError(
+        raise ResumeError(
             f"{folder} lacks some of what [{table}] selects: {listed(missing)}. Exclude these, or set "
             "strict = false to let them keep their initial values"
         )
@@ -162,7 +162,7 @@ def _check_overlap(selections: Mapping[str, _Selection]) -> None:
     """Refuse weights that two tables load: which one stays would be a matter of their order."""
     for (one, first), (other, second) in combinations(selections.items(), 2):
         if both := [name for name in first.loaded if name in second.loaded]:
-            raise CheckpointError(f"[{one}] and [{other}] both load {listed(both)}; exclude these from one of them")
+            raise ResumeError(f"[{one}] and [{other}] both load {listed(both)}; exclude these from one of them")
 
 
 def _check_patterns(table: str, section: LoadSection, names: Names, stored: Iterable[str]) -> None:
@@ -186,7 +186,7 @@ def _check_shapes(
         shapes = "; ".join(f"{n} is {list(stored[n])} there, {list(own[n])} in this model" for n in wrong[:SHOWN])
         more = f"; and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
         names_to_exclude = ", ".join(f'"{name}"' for name in wrong[:SHOWN]) + (", …" if len(wrong) > SHOWN else "")
-        raise CheckpointError(
+        raise ResumeError(
             f"{folder} does not fit the model: {shapes}{more}. To train these anew, add to [{table}]: "
             f"exclude = [{names_to_exclude}]"
         )

@@ -169,8 +169,7 @@ def _agree_on_job(rendezvous: Rendezvous, job: Job, catalog: Catalog) -> None:
         ranks = range(rendezvous.world.size)
         digests = rendezvous.wait_for("digest", ranks)
         others = [rank for rank in ranks if digests[rank] != digests[0]]
-        differences = _describe(identity, rendezvous.wait_for("identity", others), catalog)
-        if differences:
+        if differences := _describe(identity, rendezvous.wait_for("identity", others), catalog):
             raise JobError(differences)
 
     rendezvous.on_rank0("agreed", compare)

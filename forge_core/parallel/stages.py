@@ -122,8 +122,7 @@ def apply_stages(
             raise ForgeError(f"stage parallel.{stage.name} {message}")
         # A stage that swaps modules may drop what an earlier one has hung on them, and nothing would fail: torchao's
         # float8 swap silently drops the hooks of tensor parallelism, which then computes with a part of the weights.
-        lost = hooks - _hooks(model)
-        if lost:
+        if lost := hooks - _hooks(model):
             places = ", ".join(f"{name} ({hook})" for name, hook in sorted(lost)[:4])
             raise ForgeError(f"stage parallel.{stage.name} lost what earlier stages had put on {places}")
         built.append(transform)

@@ -369,8 +369,7 @@ def check_requirement(distribution: Distribution) -> None:
             continue
         # Each bound by itself, so that the message says which side is too old. A release candidate of the core loads
         # the plugins of its version.
-        broken = [spec for spec in requirement.specifier if not spec.contains(version, prereleases=True)]
-        if broken:
+        if broken := [spec for spec in requirement.specifier if not spec.contains(version, prereleases=True)]:
             newer = any(Version(version) < Version(spec.version.removesuffix(".*")) for spec in broken)
             upgrade = f"pip install --upgrade {CORE if newer else distribution.name}"
             needs = f"{distribution} requires {CORE}{requirement.specifier}"

@@ -122,7 +122,7 @@ def importing(published: Path, run: Path, _out: Path) -> Callable[[], Any]:
 
 
 def importing_and_reading(published: Path, run: Path, _out: Path) -> Callable[[], Any]:
-    from forge_core.checkpoint.tensors import stored_tensors
+    from forge_kit.checkpoints import stored_tensors
     from forge_kit.whole_tensors import read_whole
     from forge_plugin_weights.importing import import_folder
 

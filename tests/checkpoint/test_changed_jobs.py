@@ -487,7 +487,7 @@ def test_the_command_line_has_the_flag(tmp_path, monkeypatch, capsys):
     (tmp_path / "job.toml").write_text(TINY_JOB)
     assert main(["job.toml"]) == 0
     changed = ["--train.steps=6", "--optimizer.lr=0.5"]
-    assert main(["job.toml", *changed]) == 1
+    assert main(["job.toml", *changed]) == 2
     err = capsys.readouterr().err
     assert "need --resume-with-changes:\n    optimizer.lr: 0.01 -> 0.5" in err
     assert main(["job.toml", *changed, "--resume-with-changes"]) == 0

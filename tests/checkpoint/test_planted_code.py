@@ -13,8 +13,9 @@ import warnings
 import pytest
 import torch
 
-from forge_core.checkpoint.tensors import load_tensors, stored_tensors
+from forge_core.checkpoint.tensors import load_tensors
 from forge_core.contracts.errors import CheckpointError
+from forge_kit.checkpoints import stored_tensors
 from forge_testing.processes import run_on_ranks
 
 FILES = ["manifest.json", "index.json", "__0_0.distcp", "__1_0.distcp"]

@@ -14,12 +14,13 @@ from attrs import define, field, frozen
 
 from forge_core.checkpoint.manager import Checkpoints, Retention, Saver, State
 from forge_core.checkpoint.storage import Local, LocalStorage
-from forge_core.checkpoint.tensors import TensorWriter, load_tensors, stored_tensors
+from forge_core.checkpoint.tensors import TensorWriter, load_tensors
 from forge_core.contracts.components import TrainingHook
 from forge_core.contracts.errors import CheckpointError
 from forge_core.contracts.layout import Layout
 from forge_core.job import CheckpointSection
 from forge_core.parallel.mesh import make_mesh
+from forge_kit.checkpoints import stored_tensors
 from forge_testing import TinyModel
 from forge_testing.processes import run_on_ranks
 

@@ -18,9 +18,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from forge_core.checkpoint import storage, tensors
 from forge_core.checkpoint.manager import Checkpoints, Retention, State, verify
 from forge_core.checkpoint.storage import LocalStorage
-from forge_core.checkpoint.tensors import TensorWriter, load_tensors, stored_tensors
+from forge_core.checkpoint.tensors import TensorWriter, load_tensors
 from forge_core.contracts.errors import CheckpointError
 from forge_core.engine.trainer import Trainer
+from forge_kit.checkpoints import stored_tensors
 from forge_testing import tiny_job
 from forge_testing.processes import run_on_ranks
 

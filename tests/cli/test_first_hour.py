@@ -59,6 +59,8 @@ class Mistake:
     variables: Mapping[str, str] = field(factory=dict)
     torch: bool = False
     """Whether it takes more than reading the job to see the mistake."""
+    before: str = ""
+    """Statements that are run in the folder first; `forge("…")` is a command line, `stack` ends after the mistake."""
     begins: bool = False
     """Whether it shows only in a run that has begun, and so has its folder."""
 
@@ -69,6 +71,7 @@ def job(replace: str, by: str) -> Mapping[str, str]:
 
 
 HOOK = "--hooks.h.type=./hooks.py:"
+RUN = "forge('job.toml')"
 GREEDY = """
 from forge_core import TrainingHook
 
@@ -140,12 +143,28 @@ MISTAKES = [
     Mistake(22, "job.toml --epochs=3", "--epochs=3: unknown option; keys of the job are written --section.key=value"),
     Mistake(22, "job.toml --resme=never", "--resme=never: unknown option; did you mean '--resume'?"),
     Mistake(22, "check job.toml --verbose", "--verbose: unknown option"),
-    Mistake(23, "job.toml --resume auto --resume runs/zzz", "is neither a checkpoint nor a run", code=1, torch=True),
+    Mistake(23, "job.toml --resume auto --resume runs/zzz", "is neither a checkpoint nor a run", torch=True),
     Mistake(24, "job.toml --nproc 0", "--nproc: must be at least 1"),
     Mistake(25, "job.toml --nproc two", "--nproc: invalid positive value: 'two'"),
+    Mistake(
+        16,
+        "job.toml --data.sources.0.path=log.jsonl",
+        "the corpus is a single document, which cannot be split; divide it into several files, or set held_out_every",
+        {"log.jsonl": '{"text": "' + "hello " * 200_000 + '"}'},
+    ),
     Mistake(27, "job.toml", "the variable WORLD_SIZE is not set; it must be a whole number", variables={"RANK": "1"}),
     Mistake(27, "job.toml", "RANK is 'x'; it must be a whole number", variables={"RANK": "x", "WORLD_SIZE": "1"}),
     Mistake(27, "job.toml", "WORLD_SIZE is 2, but RANK is not set", variables={"WORLD_SIZE": "2"}),
+    Mistake(
+        30,
+        "job.toml --train.device=cuda",
+        (
+            "SLURM has allotted 4 tasks, and this is the shell of the job, which is one process; `srun ",
+            "train.device: ",
+        ),
+        variables={"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"},
+        torch=True,
+    ),
     Mistake(31, "job.toml --train.device=cuda", 'train.device: is "cuda", but torch finds no CUDA device', torch=True),
     Mistake(
         32,
@@ -209,7 +228,70 @@ MISTAKES = [
     ),
     Mistake(58, f"job.toml {HOOK}H", "SyntaxError: ", {"hooks.py": "def x(:\n"}),
     Mistake(59, "check job.toml --loggers.nosuch={}", "no logger 'nosuch' is installed"),
+    Mistake(60, "job.toml --job.output=/proc/nowhere", "job.output: /proc/nowhere/b cannot be written: ", torch=True),
+    Mistake(
+        61,
+        "job.toml --train.steps=2",
+        "checkpoint: not one fits: weights of 0 MB each, besides optimizer state; 0.0 GB free in runs/b",
+        before="import shutil; stack.enter_context(mock.patch('shutil.disk_usage', return_value=mock.Mock(free=1000)))",
+        torch=True,
+    ),
     Mistake(62, "job.toml", "cannot write the cache: ", variables={"FORGE_CACHE": "/proc/nope"}, code=1, torch=True),
+    Mistake(
+        63,
+        "job.toml --train.steps=4",
+        (
+            "passing over a damaged checkpoint: ",
+            "its SHA-256 is not the manifest's",
+            "no checkpoint is intact: ",
+        ),
+        before=f"{RUN}; flip(next(Path('runs/b/checkpoints/step-2').glob('*.distcp')))",
+        code=1,
+        torch=True,
+    ),
+    Mistake(
+        64,
+        "job.toml",
+        ("runs/b is in use by process ", "; give this run another job.name"),
+        before="stack.enter_context(owned(Path('runs/b')))",
+        code=1,
+        torch=True,
+    ),
+    Mistake(
+        65,
+        "checkpoints runs/b prune",
+        ("runs/b is in use by process ", "stop that run first, or wait until it ends"),
+        before=f"{RUN}; stack.enter_context(owned(Path('runs/b')))",
+        code=1,
+        torch=True,
+    ),
+    Mistake(
+        66,
+        "job.toml --train.steps=4 --model.dim=64",
+        (
+            "the job is not the one that saved runs/b/checkpoints/step-2:",
+            "impossible:\n    model.dim: 32 -> 64",
+            "Undo what is impossible. To start a new run from these weights instead",
+            "[checkpoint.load]",
+        ),
+        before=RUN,
+        torch=True,
+    ),
+    Mistake(
+        66,
+        "job.toml --train.steps=4 --optimizer.lr=0.5",
+        ("need --resume-with-changes:\n    optimizer.lr: 0.001 -> 0.5", "Or undo the changes"),
+        before=RUN,
+        torch=True,
+    ),
+    Mistake(
+        67,
+        "job.toml --resume never",
+        ("this run folder has checkpoints already (steps [2])", "continue it with --resume auto"),
+        before=RUN,
+        torch=True,
+    ),
+    Mistake(68, "job.toml --resume runs/zzz", "runs/zzz is neither a checkpoint nor a run folder", torch=True),
     Mistake(70, "generate runs/b --temperature -1", "--temperature: must be at least 0, got -1"),
     Mistake(70, "generate runs/b --top-p 7", "--top-p: must be above 0 and at most 1, got 7"),
     Mistake(71, "generate runs/zzz", "runs/zzz", torch=True),
@@ -230,7 +312,7 @@ MISTAKES = [
         (
             "forge-run: memory ran out in step 2, hook hooks.h, on_gradients: ",
             "40,000,000,000,000 bytes",
-            "Reduce train.micro_batch_size (here 8), train.seq_len (32) or the model, or let a stage of [parallel] ",
+            "Reduce train.micro_batch_size (here 8), train.seq_len or the model, or recompute activations; ",
             "see `forge-run plan`",
         ),
         {"hooks.py": GREEDY},
@@ -252,15 +334,28 @@ MISTAKES = [
 DRIVER = """
 import contextlib, io, json, os, signal, sys, traceback
 from pathlib import Path
+from unittest import mock
+from forge_core.checkpoint.run_folder import owned
 from forge_core.cli import main
 
 def accepted(number, frame):
     raise TimeoutError("this mistake has been accepted, and runs")
 
+def forge(line):
+    with contextlib.redirect_stdout(io.StringIO()):
+        assert main(line.split()) == 0
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
 signal.signal(signal.SIGALRM, accepted)
 outcomes = []
 for row in json.loads(sys.stdin.read()):
     os.chdir(row["folder"])
+    stack = contextlib.ExitStack()
+    exec(row["before"])
     there = "torch" in sys.modules
     before = {str(path) for path in Path().rglob("*")}
     os.environ.update(row["variables"])
@@ -275,6 +370,7 @@ for row in json.loads(sys.stdin.read()):
             code = 1
             traceback.print_exc()
     signal.alarm(0)
+    stack.close()
     for name in row["variables"]:
         del os.environ[name]
     os.environ["FORGE_CACHE"] = row["cache"]
@@ -316,6 +412,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
                 "variables": dict(MISTAKES[number].variables),
                 "cache": str(root / "cache"),
                 "limit_s": 60,
+                "before": MISTAKES[number].before,
             }
             for number in chosen
         ]

@@ -134,5 +134,5 @@ def test_workers_without_their_loader_name_once_what_to_install(load: Load) -> N
     [problem] = check_rules(job, without)
     assert problem.path == "data.workers"
     assert problem.message.startswith("workers need the loader 'nodes': ")
-    assert problem.message.endswith("; pip install forge-plugin-torchdata")
+    assert problem.message.endswith(": pip install forge-plugin-torchdata")
     assert problem.message.count("pip install") == 1

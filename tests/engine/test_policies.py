@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from attrs import define, frozen
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from forge_core.checkpoint.storage import Local
 from forge_core.cli import main
 from forge_core.contracts.components import OptimizerComponent, SchedulerComponent, TrainingHook
 from forge_core.contracts.errors import ExitCode, ForgeError, JobError, NonFiniteError
@@ -125,7 +127,7 @@ def test_the_dry_run_finds_errors_before_the_first_step(make_job, train):
 
     with pytest.raises(IndexError) as caught:
         train(make_job(dry_run="always", data={"sources": (Broken(),)}), Never())
-    assert caught.value.__notes__ == ["in the dry run, on a micro-batch of (4, 8)"]
+    assert caught.value.__notes__ == ["in the dry run, on a micro-batch of 4 x 8 tokens"]
 
 
 CUDA = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has 79.10 GiB in all.")
@@ -153,10 +155,56 @@ def test_memory_that_runs_out_is_an_error_in_words_with_the_keys_that_reduce_it(
             return model
 
     where = "dry run" if dry_run == "always" else "step 1, forward and backward"
-    keys = r"Reduce train.micro_batch_size \(here 4\), train.seq_len \(8\) or the model"
+    keys = r"Reduce train.micro_batch_size \(here 4\), train.seq_len or the model"
     with pytest.raises(ForgeError, match=rf"^memory ran out in {where}: {words}[^\n]*\n{keys}") as caught:
         train(make_job(model=Greedy(), dry_run=dry_run))
     assert isinstance(caught.value.__context__, MemoryError | RuntimeError), "the cause is kept for Python"
+
+
+class TestRoomForCheckpoints:
+    """Known before training, so that no step is trained in vain."""
+
+    @pytest.fixture
+    def weights(self, build, make_job):
+        return 4 * sum(build(make_job()).outline.sizes.values())
+
+    @pytest.fixture
+    def disk(self, monkeypatch):
+        def set_free(free):
+            usage = SimpleNamespace(total=10**12, used=0, free=free)
+            monkeypatch.setattr("forge_core.engine.reporting.shutil.disk_usage", lambda path: usage)
+
+        return set_free
+
+    def test_a_job_whose_weights_do_not_fit_is_refused_and_leaves_nothing(
+        self, make_job, train, disk, weights, tmp_path
+    ):
+        disk(weights - 1)
+        with pytest.raises(JobError, match=r"^checkpoint: not one fits: weights of 0 MB each, .* free in .*run"):
+            train(make_job())
+        assert not (tmp_path / "run").exists()
+
+    def test_less_than_is_kept_with_two_moments_each_is_a_warning(self, make_job, train, disk, weights):
+        disk(3 * weights * 4 - 1)  # three are kept while the next is written
+        with pytest.warns(UserWarning, match="checkpoints may not fit: .*; free space, or lower checkpoint.keep"):
+            assert train(make_job()).step == 4
+
+    def test_enough_is_neither(self, make_job, train, disk, weights, recwarn):
+        disk(3 * weights * 4)
+        assert train(make_job()).step == 4
+        assert not [warning for warning in recwarn if "checkpoints" in str(warning.message)]
+
+    def test_the_disk_is_that_of_the_storage(self, make_job, train, monkeypatch, tmp_path):
+        asked = []
+
+        def usage(path):
+            asked.append(path)
+            return SimpleNamespace(free=10**12)
+
+        monkeypatch.setattr("forge_core.engine.reporting.shutil.disk_usage", usage)
+        (tmp_path / "scratch").mkdir()
+        train(make_job(checkpoint={"storage": Local(folder=str(tmp_path / "scratch/checkpoints"))}))
+        assert asked == [tmp_path / "scratch"]
 
 
 @frozen(kw_only=True)

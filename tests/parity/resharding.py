@@ -25,10 +25,10 @@ from attrs import frozen
 from images import FUSIONS, row
 from torch import Tensor
 
-from forge_core.checkpoint.tensors import stored_tensors
 from forge_core.engine.trainer import Trainer
 from forge_core.job import Job
 from forge_core.plugins.catalog import Catalog
+from forge_kit.checkpoints import stored_tensors
 from forge_kit.whole_tensors import read_whole
 from forge_plugin_moe import MoE, SigmoidTopK
 from forge_plugin_parallel import FSDP, ContextParallel, ExpertParallel, PipelineParallel, TensorParallel

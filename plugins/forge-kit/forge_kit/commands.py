@@ -1,4 +1,4 @@
-"""For commands of plugins: one component of a job's files or of a table, and paragraphs of text."""
+"""For commands of plugins: single components, of a job's files or a table, and paragraphs of text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from forge_core.config.structure import structure
-from forge_core.config.tree import Origin, annotate, read_job
+from forge_core.config.tree import Node, Origin, annotate, read_job
 from forge_core.contracts.components import Component
 from forge_core.contracts.errors import JobError, Problem
 from forge_core.plugins.catalog import Catalog, install_line
@@ -31,11 +31,7 @@ def load_component(
     nodes = list(root.along(table))
     if len(nodes) <= len(table.split(".")):
         raise JobError([*problems, Problem(table, "required table is missing; add it with a type", str(root.origin))])
-    component, findings = structure(nodes[-1], base, catalog)
-    problems += [problem.below(table) for problem in findings.problems]
-    if problems:
-        raise JobError([*problems, *install_line(findings.missing)])
-    return component
+    return _structured(nodes[-1], table, base, catalog, problems)
 
 
 def parse_component(table: Mapping[str, Any], source: str, base: type[C], catalog: Catalog) -> C:
@@ -44,9 +40,13 @@ def parse_component(table: Mapping[str, Any], source: str, base: type[C], catalo
     Raises:
         JobError: the table is invalid; lists every problem.
     """
-    component, findings = structure(annotate(table, {}, Origin(source)), base, catalog)
-    if findings.problems:
-        raise JobError([*findings.problems, *install_line(findings.missing)])
+    return _structured(annotate(table, {}, Origin(source)), "", base, catalog, [])
+
+
+def _structured(node: Node, path: str, base: type[C], catalog: Catalog, known: list[Problem]) -> C:
+    component, findings = structure(node, base, catalog)
+    if problems := [*known, *(problem.below(path) for problem in findings.problems)]:
+        raise JobError([*problems, *install_line(findings.missing)])
     return component
 
 

@@ -10,7 +10,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from forge_core.checkpoint.tensors import stored_tensors
+from forge_kit.checkpoints import stored_tensors
 from forge_kit.whole_tensors import Stored, batches, read_whole
 
 AT_A_TIME = 2**30

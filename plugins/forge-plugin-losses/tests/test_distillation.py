@@ -16,13 +16,13 @@ from torch import distributed as dist
 from torch.nn import functional as F
 
 from forge_core.auxiliary import Auxiliary
-from forge_core.checkpoint.tensors import stored_tensors
 from forge_core.cli import main
 from forge_core.contracts.errors import CheckpointError, ForgeError, JobError
 from forge_core.contracts.layout import Layout
 from forge_core.engine.build import build_context
 from forge_core.engine.trainer import Trainer
 from forge_core.parallel.replicate import Replicate
+from forge_kit.checkpoints import stored_tensors
 from forge_kit.modules import LinearHead
 from forge_plugin_losses import ChunkedCrossEntropy, Distillation
 from forge_plugin_losses.distilled import distillation_loss

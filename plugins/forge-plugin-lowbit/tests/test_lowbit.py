@@ -17,13 +17,13 @@ from torchao.optim import AdamWFp8 as TorchaoAdamWFp8
 from torchao.optim import _AdamW as TorchaoAdamW
 
 from forge_core.checkpoint.state import Progress, gather_state
-from forge_core.checkpoint.tensors import stored_tensors
 from forge_core.config.rules import check_rules
 from forge_core.contracts.components import ParameterGroup
 from forge_core.contracts.errors import JobError
 from forge_core.engine.trainer import Trainer
 from forge_core.parallel.mesh import leave_group
 from forge_core.plugins.catalog import Catalog
+from forge_kit.checkpoints import stored_tensors
 from forge_kit.whole_tensors import read_whole
 from forge_plugin_checkpoints.differences import compare_tensors
 from forge_plugin_lowbit import AdamW4bit, AdamW8bit, AdamWBF16, AdamWFloat8

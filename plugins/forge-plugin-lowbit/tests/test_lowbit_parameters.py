@@ -9,9 +9,9 @@ import torch
 from torch.distributed.tensor import DTensor
 from torchao.optim import _AdamW as TorchaoAdamW
 
-from forge_core.checkpoint.tensors import stored_tensors
 from forge_core.parallel.mesh import leave_group
 from forge_core.plugins.catalog import Catalog
+from forge_kit.checkpoints import stored_tensors
 from forge_kit.whole_matrices import own_box
 from forge_plugin_checkpoints.differences import compare_tensors
 from forge_plugin_ema import EMA

@@ -57,7 +57,7 @@ def loaded_names(job: Job) -> set[str]:
 def _selected(section: LoadSection) -> Iterable[str]:
     from forge_core.checkpoint.resume import locate
     from forge_core.checkpoint.state import evaluated_names
-    from forge_core.checkpoint.tensors import stored_tensors
+    from forge_kit.checkpoints import stored_tensors
 
     folder, _ = locate(Path(section.path), "sizes")
     for name in evaluated_names(stored_tensors(folder)):

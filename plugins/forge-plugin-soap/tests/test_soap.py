@@ -9,13 +9,13 @@ import torch
 from pytorch_optimizer import SOAP as ReferenceSOAP
 from torch import nn
 
-from forge_core.checkpoint.tensors import stored_tensors
 from forge_core.contracts.components import ParameterGroup
 from forge_core.contracts.optimizer import NamedParameter, NamedParameters
 from forge_core.engine.build import build_context
 from forge_core.engine.trainer import Trainer
 from forge_core.parallel.mesh import leave_group
 from forge_core.plugins.catalog import Catalog
+from forge_kit.checkpoints import stored_tensors
 from forge_kit.whole_tensors import read_whole
 from forge_plugin_parallel import FSDP, ContextParallel, PipelineParallel, TensorParallel
 from forge_plugin_plan.estimate import make_plan

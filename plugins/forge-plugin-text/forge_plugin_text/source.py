@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -99,9 +100,18 @@ class CorpusDataset(DatasetComponent):
             )
         elif self.held_out_list:
             yield from self._list_problems(files)
-        elif self.held_out_every and len(files) == 1 and all(file.format != ".jsonl" for file in files):
+        elif self.held_out_every and len(files) == 1 and self._is_single(tuple(files)):
             message = f"{self.held_out_every}, but the corpus is a single document, which cannot be split; "
             yield Problem("held_out_every", message + "divide it into several files, or set held_out_every = 0")
+
+    def _is_single(self, files: tuple[TextFile, ...]) -> bool:
+        """Whether one file is one document; of JSON lines, two at the most are read."""
+        if files[0].format != ".jsonl":
+            return True
+        try:
+            return len(list(islice(self.reading().documents(files[0]), 2))) == 1
+        except JobError:  # a line that cannot be read; named when the corpus is
+            return False
 
     def _list_problems(self, files: Collection[TextFile]) -> Iterator[Problem]:
         path = Path(self.held_out_list)

@@ -108,6 +108,17 @@ def test_a_single_document_cannot_be_split(letters: Path, problems) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("lines", "single"),
+    [('{"text": "one"}\n', True), ('{"text": "one"}\n{"text": "two"}\n', False), ("no JSON", False)],
+)
+def test_json_lines_of_one_document_are_a_single_one(letters: Path, problems, lines: str, single: bool) -> None:
+    (letters / "log.jsonl").write_text(lines)
+    found = problems(Text(path="log.jsonl", held_out_every=20))
+    assert [problem for problem in found if "a single document" in problem] == (found if single else [])
+    assert bool(found) == single
+
+
 def test_a_line_that_the_file_does_not_have_is_found_when_the_corpus_is_read(here: Path, make_context) -> None:
     Path("a.jsonl").write_text('{"text": "a line of some length"}')
     with pytest.raises(

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from forge_core.checkpoint.storage import MANIFEST
-from forge_core.checkpoint.tensors import load_tensors, stored_tensors
+from forge_core.checkpoint.tensors import load_tensors
+from forge_kit.checkpoints import stored_tensors
 from harness.launch import committed
 
 TIMES = {"tokens_per_second", "step_seconds", "mfu", "data_wait"}

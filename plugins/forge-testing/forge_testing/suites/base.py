@@ -14,7 +14,6 @@ from attrs import define
 from torch import Tensor
 
 from forge_core.checkpoint.storage import read_manifest
-from forge_core.checkpoint.tensors import stored_tensors
 from forge_core.contracts.components import TrainingHook
 from forge_core.contracts.contexts import StepContext
 from forge_core.engine.build import build_context
@@ -22,6 +21,7 @@ from forge_core.engine.trainer import Summary, Trainer
 from forge_core.job import Job
 from forge_core.plugins.catalog import Catalog
 from forge_core.plugins.manager import RunContext
+from forge_kit.checkpoints import stored_tensors
 from forge_kit.whole_tensors import read_whole
 from forge_testing import tiny_job
 
