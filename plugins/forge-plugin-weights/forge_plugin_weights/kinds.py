@@ -28,7 +28,7 @@ Shape = tuple[int, ...]
 Shapes = Mapping[str, Shape]
 """Shapes of Forge's tensors by name."""
 TIED = "tie_word_embeddings"
-"""The key by which the head is the embedding; where a model consists of several, any of their tables may say so."""
+"""The key by which the head is the embedding; where a model consists of several, several of their tables have it."""
 PIXELS = "preprocessor_config"
 """Key under which a configuration has the content of the file of that name, of models that see images."""
 OTHER = "other."
@@ -41,6 +41,12 @@ OF_LANGUAGE_MODELS: Mapping[str, str] = {
 """`ArchitectureComponent.renames` of a language model that is a part of a larger model."""
 SHARED = ("torch_dtype", "dtype", "quantization_config", PIXELS)
 """Keys of a larger model's configuration that hold for its parts."""
+
+
+def _major_version(config: Config) -> int:
+    """The first number of the version of `transformers` that saved a configuration; 0 if it does not say."""
+    first = str(config.get("transformers_version", "")).partition(".")[0]
+    return int(first) if first.isdecimal() else 0
 
 
 class Unsupported(Exception):
@@ -220,7 +226,10 @@ class ArchitectureComponent(Component[None]):
         if not isinstance(inner, Mapping):
             return config
         shared = {key: config[key] for key in SHARED if key in config}
-        tied = [each[TIED] for each in (config, inner) if TIED in each and self.has_text]
+        # Version 4 of `transformers` goes by the inner table. Version 5 goes by the outer one, which it always writes,
+        # and leaves a default of the inner one there that may contradict it.
+        tables = (config,) if TIED in config and _major_version(config) >= 5 else (config, inner)
+        tied = [each[TIED] for each in tables if TIED in each and self.has_text]
         return {**self.defaults, **shared, **inner, **({TIED: any(tied)} if tied else {})}
 
     def start_tables(self, model: Mapping[str, Any], load: Mapping[str, Any]) -> Mapping[str, Any]:

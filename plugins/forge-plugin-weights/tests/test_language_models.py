@@ -19,9 +19,8 @@ from forge_plugin_weights.importing import import_folder
 NAME = "gemma3_text"
 
 
-@pytest.fixture
-def gemma3(tmp_path: Path) -> Any:
-    """A tiny Gemma 3 with images, written to `published`."""
+def write_gemma3(folder: Path, inner: dict[str, Any] | None = None, **outer: Any) -> Any:
+    """Write a tiny Gemma 3 with images; `inner` and `outer` have further keys of its text and of the whole."""
     text = {
         "vocab_size": VOCABULARY,
         "hidden_size": 32,
@@ -36,20 +35,57 @@ def gemma3(tmp_path: Path) -> Any:
     }
     vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = transformers.Gemma3Config(
-        text_config=text,
+        text_config={**text, **(inner or {})},
         vision_config={**vision, "image_size": 16, "patch_size": 8},
         mm_tokens_per_image=1,
         image_token_index=60,
         boi_token_index=61,
         eoi_token_index=62,
+        **outer,
     )
     torch.manual_seed(0)
     model = transformers.Gemma3ForConditionalGeneration(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
-    model.save_pretrained(tmp_path / "published")
+    model.save_pretrained(folder)
     return model
+
+
+@pytest.fixture
+def gemma3(tmp_path: Path) -> Any:
+    """A tiny Gemma 3 with images, written to `published`."""
+    return write_gemma3(tmp_path / "published")
+
+
+@pytest.mark.parametrize("outer", [True, False])
+@pytest.mark.parametrize("inner", [True, False])
+def test_the_head_is_the_embedding_where_version_5_says_so(tmp_path, outer, inner):
+    """In the outer table: it leaves a default in the inner one, which may contradict it."""
+    tied = "tie_word_embeddings"
+    model = write_gemma3(tmp_path / "published", {tied: inner}, **{tied: outer})
+    config = json.loads((tmp_path / "published/config.json").read_text())
+    assert (config[tied], config["text_config"][tied]) == (outer, inner)
+    run = import_folder(tmp_path / "published", tmp_path / "run", tokenizer=False, architecture=NAME)
+    ids = ids_of() % 60
+    with torch.no_grad():
+        expected = model(ids).logits
+    assert (logits(ours(run), ids) - expected).abs().max() < 1e-4
+    again = transformers.AutoModelForCausalLM.from_pretrained(export_run(run, tmp_path / "out"))
+    assert again.config.tie_word_embeddings is outer
+    with torch.no_grad():
+        assert torch.equal(again(ids).logits, expected)
+
+
+def test_version_4_says_it_in_the_inner_table(tmp_path):
+    model = write_gemma3(tmp_path / "published")
+    path = tmp_path / "published/config.json"
+    config = json.loads(path.read_text()) | {"tie_word_embeddings": False, "transformers_version": "4.57.1"}
+    path.write_text(json.dumps(config))
+    run = import_folder(tmp_path / "published", tmp_path / "run", tokenizer=False, architecture=NAME)
+    ids = ids_of() % 60
+    with torch.no_grad():
+        assert (logits(ours(run), ids) - model(ids).logits).abs().max() < 1e-4
 
 
 def test_the_language_model_comes_in_and_goes_out_without_its_vision_tower(tmp_path, gemma3):
