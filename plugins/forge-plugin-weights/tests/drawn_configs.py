@@ -18,8 +18,7 @@ SEEING = (
     *("siglip_vision_model", "siglip2_vision_model", "clip_vision_model"),
     *("llava", "idefics3", "smolvlm", "mllama", "mllama_vision_model"),
 )
-"""Towers, and models that see images: test_published_vision.py has configurations of them, both ways, and
-test_published_tiles.py."""
+"""Towers, and models that see images: drawn_vision_configs.py has those."""
 INSTALLED: Mapping[str, ArchitectureComponent] = architectures(Catalog.installed())
 ARCHITECTURES = {type_: each for type_, each in INSTALLED.items() if type_ not in SEEING}
 """All others; a new one fails until there are values for each of its keys here."""

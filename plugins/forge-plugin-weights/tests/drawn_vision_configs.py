@@ -1,0 +1,159 @@
+"""Configurations of vision towers, and of models that see images, that hypothesis draws."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from drawn_configs import EPS, INSTALLED, RATES, SEEING, configs
+from hypothesis import strategies as st
+
+from forge_plugin_weights.kinds import TIED
+from forge_plugin_weights.tables import all_fields
+
+ACTIVATIONS = st.sampled_from(["gelu", "gelu_pytorch_tanh", "quick_gelu"])
+LANGUAGES = st.sampled_from(["llama", "mistral", "qwen2", "qwen3", "olmo2"])
+"""Of those that leave their logits as they are, as a part of a larger model must."""
+PIXELS = "preprocessor_config"
+ELSEWHERE: Mapping[str, str] = {
+    PIXELS: "test_published_processors.py, test_published_pixels.py",
+    "quantization_config": "test_weights_deepseek.py, test_weights_gpt_oss.py",
+}
+"""Keys that no configuration here has, and the tests that are about them."""
+
+
+@st.composite
+def some(draw: st.DrawFn, **keys: st.SearchStrategy[Any]) -> dict[str, Any]:
+    """Some of the keys."""
+    return draw(st.fixed_dictionaries({}, optional=keys))
+
+
+@st.composite
+def vits(draw: st.DrawFn, activations: st.SearchStrategy[str] = ACTIVATIONS) -> dict[str, Any]:
+    """What all towers have but their sizes in pixels."""
+    heads = draw(st.sampled_from([1, 2, 4]))
+    sizes = {
+        "hidden_size": heads * draw(st.sampled_from([8, 16, 32])),
+        "num_hidden_layers": draw(st.integers(2, 6)),
+        "num_attention_heads": heads,
+        "intermediate_size": draw(st.integers(1, 99)),
+        "patch_size": draw(st.sampled_from([8, 14, 16])),
+    }
+    further = some(layer_norm_eps=EPS, hidden_act=activations, num_channels=st.just(3), attention_dropout=RATES)
+    return {**sizes, **draw(further)}
+
+
+@st.composite
+def towers(draw: st.DrawFn) -> dict[str, Any]:
+    """One for images of one size, of whole patches or with some pixels left over."""
+    config = draw(vits())
+    return {**config, "image_size": config["patch_size"] * draw(st.integers(1, 9)) + draw(st.sampled_from([0, 0, 6]))}
+
+
+@st.composite
+def any_shape_towers(draw: st.DrawFn) -> dict[str, Any]:
+    """One for images of any shape, whose table of positions is a square."""
+    return {**draw(vits()), "num_patches": draw(st.integers(1, 9)) ** 2}
+
+
+@st.composite
+def tiled_towers(draw: st.DrawFn) -> dict[str, Any]:
+    """Llama 3.2 Vision's, with some of the arrangements of its tiles."""
+    config = draw(vits())
+    config["norm_eps"] = config.pop("layer_norm_eps", 1e-5)
+    config.pop("attention_dropout", None)
+    if draw(st.booleans()):
+        config["attention_heads"] = config.pop("num_attention_heads")
+    layers = st.integers(0, config["num_hidden_layers"] - 1)
+    taken = draw(st.lists(layers, min_size=1, unique=True))
+    most = draw(st.integers(1, 4))
+    pairs = [[1, most], *([rows, 1] for rows in range(1, most + 1) if rows > 1 or most > 1)]
+    return {
+        **config,
+        "image_size": config["patch_size"] * draw(st.integers(1, 9)),
+        "num_global_layers": draw(st.integers(1, 3)),
+        "supported_aspect_ratios": draw(st.permutations(pairs)),
+        "max_num_tiles": most,
+        "intermediate_layers_indices": taken,
+        "vision_output_dim": config["hidden_size"] * (1 + len(taken)),
+    }
+
+
+TOWERS: Mapping[str, Callable[[], st.SearchStrategy[dict[str, Any]]]] = {
+    "siglip_vision_model": lambda: st.builds(dict.__or__, towers(), some(vision_use_head=st.booleans())),
+    "siglip2_vision_model": lambda: st.builds(dict.__or__, any_shape_towers(), some(vision_use_head=st.booleans())),
+    "clip_vision_model": towers,
+    "mllama_vision_model": tiled_towers,
+}
+
+
+@st.composite
+def llavas(draw: st.DrawFn) -> dict[str, Any]:
+    """LLaVA: the tower of CLIP or of SigLIP, and features of one of its blocks."""
+    tower = draw(st.sampled_from(["clip_vision_model", "siglip_vision_model"]))
+    vision = {**draw(TOWERS[tower]()), "model_type": tower}
+    layers = vision["num_hidden_layers"]
+    type_ = draw(LANGUAGES)
+    further = some(
+        multimodal_projector_bias=st.booleans(),
+        projector_hidden_act=st.sampled_from(["gelu", "gelu_pytorch_tanh", "quick_gelu", "silu", "relu"]),
+    )
+    return {
+        "text_config": draw(configs(type_)),
+        "vision_config": vision,
+        "vision_feature_layer": draw(st.integers(-layers, layers)),
+        "vision_feature_select_strategy": "default" if tower == "clip_vision_model" else "full",
+        **draw(some(**{TIED: st.booleans()})),
+        **draw(further),
+    }
+
+
+@st.composite
+def shuffled(draw: st.DrawFn, tower: str) -> dict[str, Any]:
+    """Idefics3 and SmolVLM, whose patches are joined in squares of `scale_factor`."""
+    factor = draw(st.integers(1, 3))
+    vision = {**draw(vits()), "model_type": tower}
+    vision["image_size"] = vision["patch_size"] * factor * draw(st.integers(1, 4))
+    tied = draw(st.booleans())  # as both versions of `transformers` say it
+    text = {**draw(configs(draw(LANGUAGES))), TIED: tied}
+    return {"text_config": text, "vision_config": vision, "scale_factor": factor, TIED: tied}
+
+
+@st.composite
+def mllamas(draw: st.DrawFn) -> dict[str, Any]:
+    """Llama 3.2 Vision: a Llama some of whose layers are cross-attention."""
+    text = draw(configs("llama"))
+    # Keys that this Llama has not
+    text = {key: value for key, value in text.items() if key not in ("attention_bias", "mlp_bias", "head_dim", TIED)}
+    crossing = sorted(draw(st.sets(st.integers(0, text["num_hidden_layers"] - 1), min_size=1)))
+    text |= {
+        "model_type": "mllama_text_model",
+        "num_hidden_layers": text["num_hidden_layers"] + len(crossing),
+        "cross_attention_layers": [layer + number for number, layer in enumerate(crossing)],
+        "num_key_value_heads": text.get("num_key_value_heads", text["num_attention_heads"]),
+    }
+    token = draw(st.sampled_from(["image_token_index", "image_token_id"]))
+    ties = draw(some(**{TIED: st.booleans()}))  # of which nothing follows
+    return {"text_config": text, "vision_config": draw(tiled_towers()), token: text["vocab_size"], **ties}
+
+
+MODELS: Mapping[str, Callable[[], st.SearchStrategy[dict[str, Any]]]] = {
+    "llava": llavas,
+    "idefics3": lambda: shuffled("idefics3_vision"),
+    "smolvlm": lambda: shuffled("smolvlm_vision"),
+    "mllama": mllamas,
+}
+DRAWN = {**TOWERS, **MODELS}
+
+
+def vision_configs(type_: str) -> st.SearchStrategy[dict[str, Any]]:
+    """Configurations of a tower, or of a model that sees images."""
+    return DRAWN[type_]().map(lambda config: {"model_type": type_, **config})
+
+
+def keys_that_are_read(type_: str) -> set[str]:
+    """All keys that an architecture reads, but for those that other tests draw."""
+    return {key for field in all_fields(INSTALLED[type_]) for key in field.keys} - ELSEWHERE.keys()
+
+
+assert DRAWN.keys() == {*SEEING}
