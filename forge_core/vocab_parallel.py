@@ -34,7 +34,10 @@ def vocab_cross_entropy(logits: Tensor, labels: Tensor, shard: VocabShard | None
 
 def vocab_mean(logits: Tensor, shard: VocabShard | None) -> Tensor:
     """The mean logit over the vocabulary: (…, V), or this rank's slice, -> (…), float32 or wider. One collective."""
-    return _Mean.apply(logits, shard)
+    total = logits.sum(-1, dtype=accumulation_dtype(logits.dtype))
+    mean, size = combine_mean(total.detach(), logits.shape[-1], shard)
+    # The value of all ranks with the gradient of this one's slice; not by a difference of sums, NaN where one is inf.
+    return mean.where(mean.isinf(), mean + (total - total.detach()) / size)
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -82,22 +85,6 @@ def subtract_at(values: Tensor, index: Tensor, amount: Tensor) -> None:
     """values[…, index] -= amount, in place and in a fixed order: `values` (…, V), `index` and `amount` (…)."""
     index = index.unsqueeze(-1)
     values.scatter_(-1, index, values.gather(-1, index) - amount.unsqueeze(-1))
-
-
-class _Mean(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, shard: VocabShard | None) -> Tensor:
-        total = logits.sum(-1, dtype=accumulation_dtype(logits.dtype))
-        mean, size = combine_mean(total, logits.shape[-1], shard)
-        ctx.save_for_backward(size)
-        ctx.shape, ctx.dtype = logits.shape, logits.dtype
-        return mean
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        (size,) = ctx.saved_tensors
-        return (grad / size).to(ctx.dtype).unsqueeze(-1).expand(ctx.shape), None
 
 
 class _CrossEntropy(torch.autograd.Function):

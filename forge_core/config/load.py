@@ -16,7 +16,7 @@ from forge_core.config.keys import children
 from forge_core.config.lines import find_lines
 from forge_core.config.rules import check_rules
 from forge_core.config.structure import INVALID, complete_value, structure
-from forge_core.config.tree import Node, Origin, Overrides, Source, annotate, read_job
+from forge_core.config.tree import Node, Origin, Overrides, Source, annotate, apply_overrides, read_job
 from forge_core.contracts.components import Component, DefaultType, Unavailable
 from forge_core.contracts.errors import JobError, Problem
 from forge_core.job import ALWAYS, Job
@@ -62,8 +62,10 @@ def load_job(
     return job
 
 
-def parse_job(text: str, source: str, catalog: Catalog | None = None, needed: tuple[str, ...] = ("",)) -> Job:
-    """A resolved job from TOML that `dump_job` wrote, as a run folder or a checkpoint keeps it.
+def parse_job(
+    text: str, source: str, catalog: Catalog | None = None, needed: tuple[str, ...] = ("",), *overrides: Overrides
+) -> Job:
+    """A resolved job from TOML that `dump_job` wrote, as a run folder or a checkpoint keeps it, with keys changed.
 
     Rules across fields are not checked: the data that a job trains on need not exist to use the model that it trained.
     Nor need components outside the tables `needed` (`MODEL_TABLES` for a model): what cannot be read is `Unavailable`.
@@ -72,9 +74,10 @@ def parse_job(text: str, source: str, catalog: Catalog | None = None, needed: tu
         JobError: a component is not installed, or this version lacks a key.
     """
     root = annotate(tomllib.loads(text), find_lines(text), Origin(source))
+    problems = [problem for each in overrides for problem in apply_overrides(root, each, 1)]
     job, findings = structure(root, Job, catalog or Catalog.installed(), needed)
-    if findings.problems:
-        raise JobError([*findings.problems, *install_line(findings.missing)])
+    if problems := [*problems, *findings.problems]:
+        raise JobError([*problems, *install_line(findings.missing)])
     return job
 
 

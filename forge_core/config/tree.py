@@ -114,10 +114,7 @@ def read_job(sources: Sequence[Source], overrides: Overrides = ()) -> tuple[Node
         except JobError as error:
             unreadable += error.problems
     root.origin = Origin(" + ".join(map(_name, sources)) or "job")
-    flags = [overrides] if isinstance(overrides, str) else overrides
-    entries: Iterable[Any] = flags.items() if isinstance(flags, Mapping) else flags
-    numbered = enumerate(entries, start=len(sources))
-    problems = [problem for layer, entry in numbered for problem in apply_override(root, entry, layer)]
+    problems = apply_overrides(root, overrides, len(sources))
     if unreadable:  # then an override may miss its table only because that is in such a file
         raise JobError([*unreadable, *(problem for problem in problems if not problem.path)])
     return root, problems
@@ -193,6 +190,13 @@ def _fault(message: str, path: str = "", origin: str = "") -> JobError:
 def flag(path: str, toml: str) -> str:
     """The command-line flag that sets a key, quoted for a shell."""
     return f"--{path}={shlex.quote(toml)}"
+
+
+def apply_overrides(root: Node, overrides: Overrides, layer: int) -> list[Problem]:
+    """Set keys of the tree in place, in layers from `layer` on; returns why some cannot be set."""
+    flags = [overrides] if isinstance(overrides, str) else overrides
+    entries: Iterable[Any] = flags.items() if isinstance(flags, Mapping) else flags
+    return [problem for number, each in enumerate(entries, layer) for problem in apply_override(root, each, number)]
 
 
 def apply_override(root: Node, override: str | tuple[str, Any], layer: int) -> list[Problem]:

@@ -325,9 +325,7 @@ def _source_problems(job: Job, sizes: Sequence[int | None]) -> Iterator[Problem]
     columns = zip(job.data.sources, sizes, limits(job, sizes), most_in_a_batch, strict=True)
     for number, (source, size, limit, most) in enumerate(columns):
         path = f"data.sources.{number}"
-        if size == 0 and is_drawn(job, number):
-            yield Problem(path, f"holds less than one sequence of {job.train.seq_len} tokens")
-        elif size is None and source.max_epochs:
+        if size is None and source.max_epochs:
             yield Problem(f"{path}.max_epochs", "is a stream, which has no epochs to count; leave max_epochs out")
         elif limit == 0 and is_drawn(job, number):
             message = f"{source.max_epochs:g} epochs of its {size:,} sequences are less than one sequence"

@@ -31,12 +31,12 @@ from forge_core.engine.groups import Names, Rates, apply_settings, check_groups,
 from forge_core.engine.hooks import HookRunner, collect_hooks
 from forge_core.job import Job
 from forge_core.launch.progress_beacon import ProgressBeacon
-from forge_core.parallel.initialise import DTYPES, bare_model, check_finite, materialise, ties
+from forge_core.parallel.initialise import bare_context, bare_model, check_finite, materialise, ties
 from forge_core.parallel.layout import layout_of
 from forge_core.parallel.mesh import choose_device, make_mesh, world_size
 from forge_core.parallel.stages import OrderedStage, apply_stages, order_stages, with_owner
 from forge_core.plugins.catalog import Catalog
-from forge_core.plugins.manager import Plugins, RunContext
+from forge_core.plugins.manager import RunContext
 
 
 @frozen(kw_only=True)
@@ -99,30 +99,20 @@ def build_context(job: Job, catalog: Catalog, folder: Path | None) -> RunContext
     Raises:
         JobError: the layout does not fit the number of ranks, or a plugin cannot be used.
     """
-    # Plugins first: one that cannot be used ends the run before there is a process group whose ranks would wait.
-    plugins = Plugins(job.plugins, catalog)
-    layout = job.layout_for(world_size()) or layout_of(job, world_size())
     device = choose_device(job.train.device)
+    # Plugins before the mesh: one that cannot be used ends the run without a process group whose ranks would wait.
+    context = bare_context(job, job.layout_for(world_size()) or layout_of(job, world_size()), catalog, device)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # before NCCL: its first collective takes the current device
     # Set in every run: another run of the same process may have left its own settings.
     matmul = job.train.float32_matmul
     torch.set_float32_matmul_precision("highest" if matmul == "auto" else matmul)
-    plugins.configure_backend(job, device)
+    context.plugins.configure_backend(job, device)
     if job.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before its first product: torch demands it
     if torch.are_deterministic_algorithms_enabled() != job.train.deterministic:  # the call imports the compiler
         torch.use_deterministic_algorithms(job.train.deterministic)
-    return RunContext(
-        job=job,
-        plugins=plugins,
-        layout=layout,
-        mesh=make_mesh(layout, device),
-        device=device,
-        dtype=DTYPES[job.train.precision],
-        auxiliary=Auxiliary(device),
-        folder=folder,
-    )
+    return attrs.evolve(context, mesh=make_mesh(context.layout, device), auxiliary=Auxiliary(device), folder=folder)
 
 
 def build_run(
@@ -167,7 +157,7 @@ def assemble(
         parameters=parameters,
         optimizer=optimizer,
         rates=Rates(job, optimizer, context),
-        executor=_executor(job, context, built, loss),
+        executor=build_executor(job, context, built, loss),
         hooks=hooks,
     )
 
@@ -267,7 +257,7 @@ def stages_of(job: Job, context: RunContext) -> list[OrderedStage]:
     return order_stages(with_owner(job, context.layout, catalog), catalog)
 
 
-def _executor(job: Job, context: BuildContext, built: BuiltModel, loss: LossFunction) -> Executor:
+def build_executor(job: Job, context: BuildContext, built: BuiltModel, loss: LossFunction) -> Executor:
     """The executor of the stage that brings one, else the job's; it receives this rank's part of each micro-batch."""
     model, stages = built.model, built.built_stages
     brought = (stage.executor(model, loss, stages) for stage in stages)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MethodType
 from typing import Any, Literal
 
 import attrs
 import torch
+import torch.distributed as dist
 from attrs import field, frozen
 from torch import Tensor
 
@@ -18,13 +19,21 @@ from forge_core.checkpoint.resume import locate
 from forge_core.checkpoint.run_diff import check_tokenizer
 from forge_core.checkpoint.run_folder import TOKENIZER, run_folder
 from forge_core.config.load import MODEL_TABLES, parse_job
+from forge_core.config.tree import Overrides
 from forge_core.contracts.data import Tokenizer
 from forge_core.contracts.errors import ForgeError, JobError, did_you_mean
 from forge_core.contracts.model import Model
-from forge_core.engine.build import build_context, build_model, build_tokenizer
+from forge_core.contracts.runtime import Executor
+from forge_core.engine.build import build_context, build_executor, build_model, build_tokenizer
+from forge_core.engine.executor import Plain
 from forge_core.job import Job
+from forge_core.launch.rank_process import this_process
+from forge_core.launch.world import join_world
+from forge_core.losses import cross_entropy_loss
 from forge_core.parallel.initialise import DTYPES
+from forge_core.parallel.mesh import world_size
 from forge_core.plugins.catalog import Catalog, first_party
+from forge_core.plugins.manager import RunContext
 
 WANTED = "a model takes ids of tokens, (S) or (B, S); model.tokenizer.encode(text) makes them"
 
@@ -40,9 +49,13 @@ class TrainedModel:
     """The module, in evaluation mode."""
     tokenizer: Tokenizer | None = field(repr=False)
     job: Job = field(repr=False)
-    """The job of its training, without its parallel stages."""
+    """The job of its training, with the stages and keys that `load_model` was given."""
     step: int
     checkpoint: Path
+    context: RunContext = field(repr=False)
+    """Where it was built: layout, mesh and device."""
+    executor: Executor = field(repr=False)
+    """Runs the model under every layout: each rank calls `evaluate(batches, measure)`."""
     _catalog: Catalog = field(repr=False)
 
     @torch.no_grad()  # and not inference_mode: tables that modules keep from here on must serve training, too
@@ -55,6 +68,8 @@ class TrainedModel:
         Returns:
             (S, V) or (B, S, V) on the model's device, in float32 (float64 of a model in float64).
         """
+        if self.context.layout.world_size > self.context.layout.replicate:
+            raise ForgeError(f"no rank has all of the model ({self.context.layout}); run it by model.executor.evaluate")
         try:
             rows = torch.as_tensor(ids, device=next(self.model.parameters()).device)
         except (TypeError, ValueError, RuntimeError):
@@ -87,6 +102,8 @@ def load_model(
     device: Literal["auto", "cpu", "cuda"] = "auto",
     dtype: str | torch.dtype | None = None,
     run: Path | str | None = None,
+    parallel: Mapping[str, Any] | bool = False,
+    overrides: Overrides = (),
     catalog: Catalog | None = None,
     check: Callable[[Tokenizer | None], object] = lambda tokenizer: None,
 ) -> TrainedModel:
@@ -97,31 +114,50 @@ def load_model(
         device: `auto` takes a GPU if there is one.
         dtype: compute dtype, `bf16`, `fp32` or `fp64`; by default that of its training.
         run: run folder with the tokenizer, where the checkpoint is elsewhere.
+        parallel: stages by which ranks share the model, each of which calls this: a table as `[parallel]` of a job, or
+            True for that of its own job. False: each process has the whole model.
+        overrides: keys of its job to change, as in `load_job`.
         catalog: where components are looked up; by default everything installed.
         check: is called with the tokenizer before the model is loaded, which may take long.
 
     Raises:
         CheckpointError: there is no intact checkpoint, or the tokenizer is not the one of its training.
-        ForgeError: there is no tokenizer, a part of the model is not installed, or an argument is not as above.
+        ForgeError: there is no tokenizer, a part of the model is not installed, stages do not fit the ranks, or an
+            argument is not as above.
     """
     checkpoint, manifest = locate(Path(path), "sizes")
     catalog = catalog or Catalog.installed()
-    job = parse_job(manifest["job"], str(checkpoint / "manifest.json"), catalog, MODEL_TABLES)
-    names: dict[Any, Any] = {value: name for name, value in DTYPES.items()}
-    precision = names.get(dtype, dtype or job.train.precision)
-    if device not in ("auto", "cpu", "cuda") or precision not in DTYPES:
-        raise JobError(f"device is auto, cpu or cuda, and dtype {', '.join(DTYPES)}; got {device} and {precision}")
-    job = attrs.evolve(job, parallel={}, train=attrs.evolve(job.train, device=device, precision=precision))
-    folders = [Path(run or path), checkpoint.parent.parent, run_folder(job)]  # checkpoints may have been moved
+    needed = (*MODEL_TABLES, "parallel") if parallel else MODEL_TABLES
+    stages = {} if isinstance(parallel, bool) else {"parallel": parallel}
+    job = parse_job(manifest["job"], str(checkpoint / "manifest.json"), catalog, needed, stages, overrides)
+    job = _on_device(job if parallel else attrs.evolve(job, parallel={}), device, dtype)
+    if not (dist.is_initialized() or (world := join_world()).alone):
+        this_process.join(world, job.launch.start_timeout_s, job.launch.hang_timeout_s)
+    # A batch that all stages accept on these ranks: a pipeline wants as many micro-batches as stages, in whole rounds
+    train = attrs.evolve(job.train, global_batch_size=64 * world_size() ** 2, micro_batch_size=1)
+    evaluated = attrs.evolve(job, train=train, executor=Plain())
+    context = build_context(evaluated, catalog, _folder(job, checkpoint, Path(run or path)))
+    if (tokenizer := build_tokenizer(job, context)) is not None:
+        check_tokenizer(manifest["provenance"], {"tokenizer": tokenizer.fingerprint()})
+    check(tokenizer)
+    built = build_model(evaluated, context := attrs.evolve(context, tokenizer=tokenizer))
+    state.load_model(checkpoint, built.model)
+    executor = build_executor(evaluated, context, built, cross_entropy_loss(None))
+    return TrainedModel(built.model.eval(), tokenizer, job, manifest["step"], checkpoint, context, executor, catalog)
+
+
+def _folder(job: Job, checkpoint: Path, first: Path) -> Path | None:
+    folders = [first, checkpoint.parent.parent, run_folder(job)]  # checkpoints may have been moved
     folder = next((folder for folder in folders if (folder / TOKENIZER).is_dir()), None)
     if folder is None and job.data.tokenizer is not None:
         searched = ", ".join(dict.fromkeys(map(str, folders)))
         hint = "give the folder of its run: --run FOLDER (from Python, run=FOLDER)"
         raise ForgeError(f"there is no tokenizer of {checkpoint} in {searched}; {hint}")
-    context = build_context(job, catalog, folder)
-    if (tokenizer := build_tokenizer(job, context)) is not None:
-        check_tokenizer(manifest["provenance"], {"tokenizer": tokenizer.fingerprint()})
-    check(tokenizer)
-    model = build_model(job, attrs.evolve(context, tokenizer=tokenizer)).model
-    state.load_model(checkpoint, model)
-    return TrainedModel(model.eval(), tokenizer, job, manifest["step"], checkpoint, catalog)
+    return folder
+
+
+def _on_device(job: Job, device: Any, dtype: Any) -> Job:
+    precision: Any = next((name for name, value in DTYPES.items() if value == dtype), dtype or job.train.precision)
+    if device not in ("auto", "cpu", "cuda") or precision not in DTYPES:
+        raise JobError(f"device is auto, cpu or cuda, and dtype {', '.join(DTYPES)}; got {device} and {precision}")
+    return attrs.evolve(job, train=attrs.evolve(job.train, device=device, precision=precision))

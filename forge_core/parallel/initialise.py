@@ -104,7 +104,7 @@ class _TokenizerToBe:
 
 def bare_context(
     job: Job, layout: Layout, catalog: Catalog, device: torch.device, tokenizer: Tokenizer | None = None
-) -> BuildContext:
+) -> RunContext:
     """A context without a mesh: no process group is needed to look at a job."""
     return RunContext(
         job=job,
