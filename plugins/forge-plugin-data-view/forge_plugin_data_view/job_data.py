@@ -104,7 +104,7 @@ def open_data(job: Job, catalog: Catalog) -> JobData:
     """
     # The order depends on no layout, and stages take no part in reading data: one process stands for all ranks.
     job = attrs.evolve(job, parallel={})
-    context = bare_context(job, Layout(), catalog, torch.device("cpu"))
+    context: BuildContext = bare_context(job, Layout(), catalog, torch.device("cpu"))
     context = attrs.evolve(context, folder=run_folder(job))
     builder = _RecordingBuilder(context)
     context = attrs.evolve(context, plugins=builder)

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from forge_core.cli.command_line import with_examples
 from forge_core.contracts.errors import ForgeError, JobError
-from forge_plugin_generate.options import add_run, add_settings, check_path
+from forge_kit.ranks import ranks_asked_for
+from forge_plugin_generate.options import add_run, add_settings, check_path, separated
 from forge_plugin_generate.prompts import chat_ids
 from forge_plugin_generate.streaming import TextStream
 from forge_plugin_generate.terminal import Conversation, write
@@ -35,13 +36,17 @@ def command(argv: list[str]) -> int:
         "forge-run chat runs/chat",
         'echo "Which sea is the deepest?" | forge-run chat runs/chat --temperature 0',
     )
-    options = parser.parse_args(argv)
+    parser.add_argument("--nproc", type=int, help=argparse.SUPPRESS)  # to say why not, instead of "unrecognized"
+    options = separated(parser, argv)
+    if ranks_asked_for(options.nproc) > 1:
+        hint = f"ask several ranks by: forge-run generate {options.path} --chat --prompt TEXT --nproc N"
+        raise JobError(f"chat reads standard input, which ranks do not have; use one process, or {hint}")
     check_path(Path(options.path), options.device)
     from forge_plugin_generate.command import continued, load_trained
     from forge_plugin_generate.prompts import stop_ids
 
     check = partial(check_chat, path=options.path)
-    trained = load_trained(options.path, options.device, options.run, check=check)
+    trained = load_trained(options.path, options.device, options.run, check, options.overrides)
     answer = partial(continued, trained, options, stop_ids(trained.tokenizer, options.stop or ()))
     return talk(trained.tokenizer, answer, options, trained.job.train.seq_len)
 

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from forge_core.cli.command_line import with_examples
-from forge_core.contracts.errors import ExitCode
-from forge_plugin_generate.options import add_run, add_settings, check_path
+from forge_core.contracts.errors import ExitCode, JobError, Problem
+from forge_kit.ranks import add_ranks, ranks_asked_for, run_on_ranks
+from forge_plugin_generate.options import add_run, add_settings, check_path, separated
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,15 +23,27 @@ if TYPE_CHECKING:
     from forge_core.job import Job
 
 
+ASK = "ask several ranks by --prompt, or use one process"
+
+
 def command(argv: list[str]) -> int:
     """Continue prompts with the model of a run or checkpoint."""
     options = _options(argv)
     check_path(Path(options.path), options.device)
+    if ranks_asked_for(options.nproc) > 1 and (options.interactive or (options.chat and not options.prompt)):
+        what = "--interactive" if options.interactive else "--chat without --prompt"
+        raise JobError(f"{what} reads standard input, which ranks do not have; {ASK}")
+    return run_on_ranks("generate", argv, options.nproc, partial(_generate, options))
+
+
+def _generate(options: argparse.Namespace) -> int:
+    """Generate in this process, alone or as one of several ranks, which all have the same prompts."""
     from forge_plugin_generate.chat import answer_once, check_chat, talk
     from forge_plugin_generate.prompts import stop_ids
 
     check = partial(check_chat, path=options.path) if options.chat else lambda tokenizer: None
-    trained = load_trained(options.path, options.device, options.run, check=check)
+    trained = load_trained(options.path, options.device, options.run, check, options.overrides)
+    check_generation(trained)
     answer = partial(continued, trained, options, stop_ids(trained.tokenizer, options.stop or ()))
     if options.interactive:
         return _answer_lines(trained, options, answer)
@@ -159,7 +172,7 @@ def continued(
     """Returns the ids that the model continues each prompt with, by the options of the command."""
     from forge_plugin_generate.generate import Sampling, generate
 
-    model, tokenizer, _ = trained
+    model, tokenizer = trained.model, trained.tokenizer
     device = next(model.parameters()).device
     return generate(
         model,
@@ -196,7 +209,7 @@ def _with_images(
 
 def _options(argv: Sequence[str]) -> argparse.Namespace:
     parser = _parser()
-    options = parser.parse_args(argv)
+    options = separated(parser, argv)
     several = len(options.prompt or ()) > 1
     if options.system and not options.chat:
         parser.error("--system is the first message of a chat: add --chat")
@@ -241,9 +254,11 @@ def _parser() -> argparse.ArgumentParser:
         "--no-bos", action="store_true", help="prompts without the tokenizer's beginning of text (begin_of_text)"
     )
     add_settings(parser)
+    add_ranks(parser)
     with_examples(
         parser,
         'forge-run generate runs/quickstart --prompt "def "',
+        'forge-run generate runs/large --prompt "def " --nproc 2 --parallel.tp.degree=2',
         "forge-run generate runs/quickstart --interactive --temperature 0",
         "forge-run generate runs/quickstart/checkpoints/step-400 --max-tokens 50 --seed 1",
     )
@@ -257,7 +272,9 @@ class Trained(NamedTuple):
     """In evaluation mode."""
     tokenizer: Tokenizer
     job: Job
-    """The job of its training, without its stages."""
+    """The job of its training, with overrides and the stages that apply here."""
+    loaded: TrainedModel
+    """All of it, with layout and executor."""
 
 
 def load_model_and_tokenizer(
@@ -273,6 +290,7 @@ def load_trained(
     device: Literal["auto", "cpu", "cuda"] = "auto",
     run: Path | None = None,
     check: Callable[[Tokenizer], object] = lambda tokenizer: None,
+    overrides: Sequence[str] = (),
 ) -> Trained:
     """Load model, tokenizer and job as `forge_core.load_model`, from which this differs in that it needs a tokenizer.
 
@@ -281,14 +299,42 @@ def load_trained(
         device: device of the model; "auto" takes a GPU if there is one.
         run: run folder with the tokenizer, if the checkpoint is elsewhere.
         check: is called with the tokenizer before the model is loaded, which may take long.
+        overrides: keys of the job to change, `--section.key=value`. Several ranks share the model by the stages that
+            these name, or else by those of its job; one process has all of it unless these name stages.
 
     Raises:
         ForgeError: as `forge_core.load_model`; or the model was trained without a tokenizer.
     """
     from forge_core import load_model
 
-    loaded = load_model(path, device=device, run=run, check=lambda tokenizer: check(_demanded(tokenizer, path)))
-    return Trained(loaded.model, _demanded(loaded.tokenizer, path), loaded.job)
+    names_stages, ranks = any(word.startswith("--parallel") for word in overrides), ranks_asked_for(None)
+    try:
+        loaded = load_model(
+            path,
+            device=device,
+            run=run,
+            parallel=names_stages or ranks > 1,
+            overrides=["--parallel={}", *overrides] if names_stages else overrides,
+            check=lambda tokenizer: check(_demanded(tokenizer, path)),
+        )
+    except JobError as error:
+        if not any(problem.path.startswith("parallel") for problem in error.problems) or (names_stages and ranks > 1):
+            raise
+        hint = "these are the stages of its training; name others in their place, such as --parallel.tp.degree=2"
+        if names_stages:
+            hint = "this is one process; --nproc N starts ranks"
+        raise JobError([*error.problems, Problem("", hint)]) from error
+    return Trained(loaded.model, _demanded(loaded.tokenizer, path), loaded.job, loaded)
+
+
+def check_generation(trained: Trained) -> None:
+    """Raise a `JobError` if stages have split the model and none says how its ranks generate together."""
+    from forge_kit.generation import generates_jointly
+
+    layout = trained.loaded.context.layout
+    if layout.replicate != layout.world_size and not generates_jointly(trained.model):
+        message = f"no stage of the layout ({layout}) lets its ranks generate together (forge_kit.generation)"
+        raise JobError([Problem("parallel", f"{message}; name others, or use one process")])
 
 
 def _demanded(tokenizer: Tokenizer | None, path: Path | str) -> Tokenizer:

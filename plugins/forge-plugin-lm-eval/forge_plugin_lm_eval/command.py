@@ -5,11 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forge_core.cli.command_line import positive, with_examples
-from forge_plugin_generate.options import check_path
+from forge_core.contracts.errors import ExitCode
+from forge_core.launch.world import join_world
+from forge_kit.ranks import add_ranks, run_on_ranks
+from forge_plugin_generate.options import check_path, separated
 
 if TYPE_CHECKING:
     from forge_plugin_lm_eval.model import ForgeLM
@@ -17,8 +21,13 @@ if TYPE_CHECKING:
 
 def command(argv: list[str]) -> int:
     """Evaluate the model of a run or checkpoint on tasks of lm-evaluation-harness."""
-    options = _parser().parse_args(argv)
+    options = separated(_parser(), argv)
     check_path(Path(options.path), options.device)
+    return run_on_ranks("evaluate", argv, options.nproc, partial(_evaluate, options))
+
+
+def _evaluate(options: argparse.Namespace) -> int:
+    """Evaluate in this process, alone or as one of several ranks, each of which has all tasks and results."""
     from lm_eval import simple_evaluate
     from lm_eval.utils import make_table
 
@@ -38,13 +47,15 @@ def command(argv: list[str]) -> int:
         bootstrap_iters=options.bootstrap,
         confirm_run_unsafe_code=options.unsafe_code,
     )
+    if join_world().rank != 0:
+        return ExitCode.FINISHED
     print(make_table(results))
     if results.get("groups"):
         print(make_table(results, "groups"))
     if options.output:
         options.output.parent.mkdir(parents=True, exist_ok=True)
         options.output.write_text(json.dumps(results, indent=1, default=str, ensure_ascii=False) + "\n", "utf-8")
-    return 0
+    return ExitCode.FINISHED
 
 
 def _tasks(names: str, folders: Sequence[Path]) -> tuple[Any, list[str]]:
@@ -86,21 +97,23 @@ def _tasks(names: str, folders: Sequence[Path]) -> tuple[Any, list[str]]:
 
 
 def _load(options: argparse.Namespace) -> ForgeLM:
-    from forge_core.checkpoint.resume import locate
-    from forge_plugin_generate.command import load_trained
+    from forge_plugin_generate.command import check_generation, load_trained
     from forge_plugin_lm_eval.model import ForgeLM
+    from forge_plugin_lm_eval.shared_model import SharedLM
 
-    trained = load_trained(options.path, options.device, options.run)
-    checkpoint, manifest = locate(Path(options.path), "sizes")
-    return ForgeLM(
-        trained.model,
-        trained.tokenizer,
-        max_length=options.max_length or trained.job.train.seq_len,
-        batch_size=options.batch_size,
-        chat=options.chat,
-        seed=options.seed,
-        info={"checkpoint": str(checkpoint), "step": manifest["step"], "precision": trained.job.train.precision},
-    )
+    trained = load_trained(options.path, options.device, options.run, overrides=options.overrides)
+    loaded, layout = trained.loaded, trained.loaded.context.layout
+    info = {"checkpoint": str(loaded.checkpoint), "step": loaded.step, "precision": trained.job.train.precision}
+    settings = {
+        "max_length": options.max_length or trained.job.train.seq_len,
+        "batch_size": options.batch_size,
+        "chat": options.chat,
+        "seed": options.seed,
+    }
+    if layout.world_size == 1:
+        return ForgeLM(trained.model, trained.tokenizer, info=info, **settings)
+    check_generation(trained)
+    return SharedLM(loaded, trained.tokenizer, info={**info, "layout": str(layout)}, **settings)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -130,9 +143,11 @@ def _parser() -> argparse.ArgumentParser:
         "--run", type=Path, metavar="FOLDER", help="run folder with the tokenizer, if the checkpoint is elsewhere"
     )
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="where to compute (auto)")
+    add_ranks(parser)
     with_examples(
         parser,
         "forge-run evaluate runs/quickstart --tasks hellaswag,arc_easy --limit 100",
         "forge-run evaluate runs/chat --tasks gsm8k --chat --few-shot 5 --output results.json",
+        "forge-run evaluate runs/large --tasks hellaswag --nproc 2 --parallel.tp.degree=2",
     )
     return parser

@@ -6,7 +6,7 @@ Shapes: B rows, S positions, D model width, V vocabulary, N scored tokens of a b
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from forge_core.contracts.data import Tokenizer
     from forge_core.contracts.model import Model
 
+Prompts = Sequence[tuple[list[int], int]]
+"""Prompts of a batch, each with the number of its request."""
 LOGITS = (2**22, 2**28)
 """Logits that are held at a time, on a CPU, in whose cache a few megabytes stay while they are read, and on a GPU."""
 AT_LEAST = 64
@@ -194,17 +196,21 @@ class ForgeLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
         multiple //= math.gcd(multiple, rows)
         return min(-(-length // multiple) * multiple, max(self._length, length))
 
+    def _at_a_time(self) -> int:
+        """Returns for how many scored positions logits are held."""
+        return max(AT_LEAST, LOGITS[self._device.type == "cuda"] // self._tokenizer.vocab_size // 32 * 32)
+
     def _log_probabilities(self, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """(N, D) and (N,) -> the labels' log-probabilities (N,), float64, and whether each is the likeliest, (N,)."""
         values, likeliest = [], []
         head = self._model.head
-        at_a_time = max(AT_LEAST, LOGITS[self._device.type == "cuda"] // self._tokenizer.vocab_size // 32 * 32)
+        at_a_time = self._at_a_time()
         with head.whole(hidden.dtype):
             for part, label in zip(hidden.split(at_a_time), labels.split(at_a_time), strict=True):
                 logits = head.logits(part)
                 logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
                 right, top = logits.gather(-1, label[:, None]), logits.amax(-1, keepdim=True)
-                likeliest.append(_is_first(logits, label, (right == top)[:, 0]))
+                likeliest.append(first_of_largest(logits, label, (right == top)[:, 0]))
                 # In place: further copies of the logits take as long as their product.
                 normaliser = logits.sub_(top).exp_().sum(-1, keepdim=True).log_()
                 values.append((right - top - normaliser)[:, 0].double())
@@ -223,13 +229,18 @@ class ForgeLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
             for settings, group in groups.items():
                 group.sort(key=lambda pair: -len(pair[0]))
                 # Greedy rows take the place of those that have ended; what is drawn belongs to a batch.
-                for batch in batches(group, self._rows if settings.temperature else len(group)):
+                together = list(batches(group, self._rows)) if settings.temperature else [group]
+                for batch in self._own(together, drawn=bool(settings.temperature)):
                     answers = self._generate([prompt for prompt, _ in batch], settings)
                     for (_, number), text in zip(batch, answers, strict=True):
                         texts[number] = text
                         self.cache_hook.add_partial("generate_until", requests[number].args, text)
                     bar.update(len(batch))
         return texts
+
+    def _own(self, together: Sequence[Prompts], drawn: bool) -> Iterator[Prompts]:
+        """Yields the batches of prompts that this process generates."""
+        yield from together
 
     def _prompt(self, context: str, settings: GenerationSettings) -> list[int]:
         room = self._length - settings.max_tokens
@@ -261,7 +272,7 @@ class ForgeLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
         return partial(_contains, self._tokenizer, until, last)
 
 
-def _is_first(logits: Tensor, labels: Tensor, is_largest: Tensor) -> Tensor:
+def first_of_largest(logits: Tensor, labels: Tensor, is_largest: Tensor) -> Tensor:
     """Returns for which rows (N,) the label is what `argmax` returns: the first one of the largest logits.
 
     Args:

@@ -419,7 +419,7 @@ def test_one_batch_of_any_size_and_ties_are_those_of_argmax(lm):
     tied = torch.tensor([[0.0, 2.0, 2.0], [1.0, 0.0, 1.0]])
     for label in range(3):
         right, top = tied[:, label], tied.amax(-1)
-        first = model._is_first(tied, torch.full((2,), label), right == top)
+        first = model.first_of_largest(tied, torch.full((2,), label), right == top)
         assert first.tolist() == (tied.argmax(-1) == label).tolist()
 
 

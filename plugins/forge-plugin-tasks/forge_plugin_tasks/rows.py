@@ -12,6 +12,7 @@ from attrs import field, frozen
 
 from forge_core.contracts.data import IGNORED_LABEL, begin_of_text
 from forge_core.contracts.errors import DataError
+from forge_kit.batches import length_multiple
 
 if TYPE_CHECKING:
     from forge_core.contracts.data import Tokenizer
@@ -115,9 +116,7 @@ def row_length(longest: int, seq_len: int, layout: Layout) -> int:
         seq_len: positions of a training sequence, which every stage has accepted.
         layout: the run's.
     """
-    # Ranks that share sequences or matrices take equal pieces of one; context parallel two each.
-    sharing = math.prod(size for dimension, size in layout.sizes if not dimension.samples and not dimension.layers)
-    step = math.lcm(STEP, 2 * sharing)
+    step = math.lcm(STEP, length_multiple(layout))
     return min(-(-longest // step) * step, seq_len)
 
 
