@@ -6,14 +6,13 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import attrs
-from attrs import Attribute, field, frozen
+from attrs import Attribute, frozen
 
 from forge_core.config.field_types import Mismatch
 from forge_core.contracts.components import Component
 from forge_core.contracts.errors import PluginError
 from forge_core.moved import forwarding
 
-_BOUNDS = {">": "exclusiveMinimum", ">=": "minimum", "<": "exclusiveMaximum", "<=": "maximum"}
 _FACTORY: Any = attrs.Factory
 
 
@@ -69,8 +68,6 @@ class Demand:
     text: str
     """Completes the sentence "it must …": `be > 0`."""
     check: Callable[[Any, Any, Any], Any]
-    schema: dict[str, Any] = field(factory=dict)
-    """JSON Schema keywords that say the same."""
 
 
 def demands(validator: Any) -> Iterator[Demand]:
@@ -83,14 +80,11 @@ def demands(validator: Any) -> Iterator[Demand]:
         for part in validator._validators:
             yield from demands(part)
     elif hasattr(validator, "compare_op"):  # lt, le, ge, gt
-        bound, operator = validator.bound, validator.compare_op
-        yield Demand(f"be {operator} {bound}", validator, {_BOUNDS[operator]: bound})
+        yield Demand(f"be {validator.compare_op} {validator.bound}", validator)
     elif hasattr(validator, "options"):  # in_
-        options = list(validator.options)
-        yield Demand(f"be one of {', '.join(map(repr, options))}", validator, {"enum": options})
+        yield Demand(f"be one of {', '.join(map(repr, validator.options))}", validator)
     elif hasattr(validator, "pattern"):  # matches_re, a full match by default
-        pattern = validator.pattern.pattern
-        yield Demand(f"match {pattern!r}", validator, {"pattern": f"^(?:{pattern})$"})
+        yield Demand(f"match {validator.pattern.pattern!r}", validator)
     elif hasattr(validator, "min_length"):
         least = validator.min_length
         yield Demand("not be empty" if least == 1 else f"be of length {least} or more", validator)

@@ -55,7 +55,8 @@ def load_job(
     if job is not INVALID:  # also with problems: rules are checked on all that could be read
         problems += _broken_rules(job, catalog, world_size, with_data, root, problems)
     if problems:
-        problems.sort(key=lambda problem: _place(root, problem))  # in the order in which a reader meets them
+        # In the order in which a reader meets them
+        problems.sort(key=lambda problem: ((origin := root.origin_of(problem.path)).layer, origin.line))
         raise JobError([*problems, *install_line(findings.missing)])
     for warning in findings.deprecated:
         warnings.warn(warning, stacklevel=1)  # its place is in the text, and not in the code
@@ -123,11 +124,6 @@ def _broken_rules(
 
 def _related(path: str, table: str) -> bool:
     return not table or f"{path}.".startswith(f"{table}.") or f"{table}.".startswith(f"{path}.")
-
-
-def _place(root: Node, problem: Problem) -> tuple[int, int]:
-    origin = root.origin_of(problem.path)
-    return origin.layer, origin.line
 
 
 def dump_job(job: Job, catalog: Catalog | None = None) -> str:

@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 import attrs
 import torch
-import torch.distributed as dist
 from attrs import field, frozen
 from torch import Tensor
 
@@ -23,15 +22,10 @@ from forge_core.config.tree import Overrides
 from forge_core.contracts.data import Tokenizer
 from forge_core.contracts.errors import ForgeError, JobError, did_you_mean
 from forge_core.contracts.model import Model
-from forge_core.contracts.runtime import Executor
-from forge_core.engine.build import build_context, build_executor, build_model, build_tokenizer
-from forge_core.engine.executor import Plain
+from forge_core.engine.build import BuiltModel, build_context, build_model, build_tokenizer
 from forge_core.job import Job
-from forge_core.launch.rank_process import this_process
-from forge_core.launch.world import join_world
-from forge_core.losses import cross_entropy_loss
+from forge_core.parallel import mesh
 from forge_core.parallel.initialise import DTYPES
-from forge_core.parallel.mesh import world_size
 from forge_core.plugins.catalog import Catalog, first_party
 from forge_core.plugins.manager import RunContext
 
@@ -54,8 +48,8 @@ class TrainedModel:
     checkpoint: Path
     context: RunContext = field(repr=False)
     """Where it was built: layout, mesh and device."""
-    executor: Executor = field(repr=False)
-    """Runs the model under every layout: each rank calls `evaluate(batches, measure)`."""
+    built: BuiltModel = field(repr=False)
+    """The model with its stages, and facts of all of it; `forge_kit.ranks.executor_of` runs it under every layout."""
     _catalog: Catalog = field(repr=False)
 
     @torch.no_grad()  # and not inference_mode: tables that modules keep from here on must serve training, too
@@ -69,7 +63,7 @@ class TrainedModel:
             (S, V) or (B, S, V) on the model's device, in float32 (float64 of a model in float64).
         """
         if self.context.layout.world_size > self.context.layout.replicate:
-            raise ForgeError(f"no rank has all of the model ({self.context.layout}); run it by model.executor.evaluate")
+            raise ForgeError(f"ranks share the model ({self.context.layout}): run it by forge_kit.ranks.executor_of")
         try:
             rows = torch.as_tensor(ids, device=next(self.model.parameters()).device)
         except (TypeError, ValueError, RuntimeError):
@@ -114,36 +108,32 @@ def load_model(
         device: `auto` takes a GPU if there is one.
         dtype: compute dtype, `bf16`, `fp32` or `fp64`; by default that of its training.
         run: run folder with the tokenizer, where the checkpoint is elsewhere.
-        parallel: stages by which ranks share the model, each of which calls this: a table as `[parallel]` of a job, or
-            True for that of its own job. False: each process has the whole model.
+        parallel: stages by which ranks share the model, all of which call this: a table like `[parallel]`, or True for
+            that of its job. False: each process has the whole model, but for stages that `overrides` name.
         overrides: keys of its job to change, as in `load_job`.
         catalog: where components are looked up; by default everything installed.
         check: is called with the tokenizer before the model is loaded, which may take long.
 
     Raises:
         CheckpointError: there is no intact checkpoint, or the tokenizer is not the one of its training.
-        ForgeError: there is no tokenizer, a part of the model is not installed, stages do not fit the ranks, or an
-            argument is not as above.
+        ForgeError: there is no tokenizer, a part is not installed, stages do not fit, or an argument is not as above.
     """
     checkpoint, manifest = locate(Path(path), "sizes")
     catalog = catalog or Catalog.installed()
-    needed = (*MODEL_TABLES, "parallel") if parallel else MODEL_TABLES
-    stages = {} if isinstance(parallel, bool) else {"parallel": parallel}
+    stages: Overrides = {} if parallel is True else {"parallel": parallel or {}}
+    needed = (*MODEL_TABLES, "parallel")
     job = parse_job(manifest["job"], str(checkpoint / "manifest.json"), catalog, needed, stages, overrides)
-    job = _on_device(job if parallel else attrs.evolve(job, parallel={}), device, dtype)
-    if not (dist.is_initialized() or (world := join_world()).alone):
-        this_process.join(world, job.launch.start_timeout_s, job.launch.hang_timeout_s)
+    job = _on_device(job, device, dtype)
+    mesh.join_ranks(job.launch)
     # A batch that all stages accept on these ranks: a pipeline wants as many micro-batches as stages, in whole rounds
-    train = attrs.evolve(job.train, global_batch_size=64 * world_size() ** 2, micro_batch_size=1)
-    evaluated = attrs.evolve(job, train=train, executor=Plain())
-    context = build_context(evaluated, catalog, _folder(job, checkpoint, Path(run or path)))
+    train = attrs.evolve(job.train, global_batch_size=64 * mesh.world_size() ** 2, micro_batch_size=1)
+    context = build_context(attrs.evolve(job, train=train), catalog, _folder(job, checkpoint, Path(run or path)))
     if (tokenizer := build_tokenizer(job, context)) is not None:
         check_tokenizer(manifest["provenance"], {"tokenizer": tokenizer.fingerprint()})
     check(tokenizer)
-    built = build_model(evaluated, context := attrs.evolve(context, tokenizer=tokenizer))
+    built = build_model(context.job, context := attrs.evolve(context, tokenizer=tokenizer))
     state.load_model(checkpoint, built.model)
-    executor = build_executor(evaluated, context, built, cross_entropy_loss(None))
-    return TrainedModel(built.model.eval(), tokenizer, job, manifest["step"], checkpoint, context, executor, catalog)
+    return TrainedModel(built.model.eval(), tokenizer, job, manifest["step"], checkpoint, context, built, catalog)
 
 
 def _folder(job: Job, checkpoint: Path, first: Path) -> Path | None:

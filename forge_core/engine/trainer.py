@@ -10,7 +10,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from attrs import frozen
 
 from forge_core.checkpoint.resume import find_start, open_checkpoints
@@ -28,9 +27,8 @@ from forge_core.launch.progress_beacon import ProgressBeacon
 from forge_core.launch.rank_process import this_process
 from forge_core.launch.rendezvous import Rendezvous
 from forge_core.launch.watchdog import Watchdog
-from forge_core.launch.world import join_world
 from forge_core.metrics.jsonl import Metrics, read_metrics
-from forge_core.parallel.mesh import global_rank, world_size
+from forge_core.parallel.mesh import global_rank, join_ranks, world_size
 from forge_core.plugins.catalog import Catalog
 
 
@@ -142,11 +140,9 @@ class Trainer:
 @contextmanager
 def _joined_run(job: Job, beacon: ProgressBeacon) -> Iterator[Rendezvous | None]:
     """Join the other ranks; while this context lasts, a watchdog watches this rank, and an exception ends all ranks."""
-    # None for a process alone, and in a process group that was there before the run: its maker looks after its ranks.
-    if dist.is_initialized() or (world := join_world()).alone:
-        yield None
+    if (rendezvous := join_ranks(job.launch)) is None:
+        yield None  # whoever made its process group looks after the ranks
         return
-    rendezvous = this_process.join(world, job.launch.start_timeout_s, job.launch.hang_timeout_s)
     watchdog = Watchdog(rendezvous, beacon, this_process.emit)
     try:
         yield rendezvous

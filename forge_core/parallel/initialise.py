@@ -176,9 +176,7 @@ def _number(key: str) -> int:
 
 
 def _rows_per_block(parameter: Tensor) -> int:
-    if parameter.ndim > 2:
-        return 1
-    return max(1, BLOCK // max(1, parameter.numel() // max(1, parameter.shape[0])))
+    return 1 if parameter.ndim > 2 else max(1, BLOCK // max(1, parameter.numel() // max(1, parameter.shape[0])))
 
 
 def _local_rows(parameter: Tensor) -> list[tuple[Tensor, int, int, Any]]:

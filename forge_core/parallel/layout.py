@@ -70,12 +70,10 @@ def _collect_degrees(job: Job, known: Mapping[str, MeshDimension], degrees: dict
 
 
 def layout_of(job: Job, world_size: int) -> Layout:
-    """The layout of a job that has not been checked; raises JobError if none fits, the batch or the stages do not."""
+    """The layout of a job that has not been checked; raises JobError if none fits, or a stage does not."""
     layout, problems = plan_layout(job, world_size)
-    if not problems:
-        problems = [*batch_problems(job, layout)]
-        for name, stage in job.parallel.items():
-            problems += [problem.below(f"parallel.{name}") for problem in stage.problems(job, layout)]
+    for name, stage in job.parallel.items() if not problems else ():
+        problems += [problem.below(f"parallel.{name}") for problem in stage.problems(job, layout)]
     if problems:
         raise JobError(problems)
     return layout

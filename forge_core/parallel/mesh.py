@@ -16,7 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from forge_core.contracts.errors import JobError, Problem
 from forge_core.contracts.layout import Layout, MeshDimension
+from forge_core.job import LaunchSection
 from forge_core.launch.rank_process import this_process
+from forge_core.launch.rendezvous import Rendezvous
 from forge_core.launch.world import is_rank_of_step, join_world
 from forge_core.moved import forwarding
 
@@ -52,6 +54,13 @@ def choose_device(name: str) -> torch.device:
     if global_rank() == 0:
         warnings.warn(f"there are {counts}: training on the CPU, with gloo; start {gpus} to use CUDA", stacklevel=2)
     return torch.device("cpu")
+
+
+def join_ranks(launch: LaunchSection) -> Rendezvous | None:
+    """The connection to the other ranks of this run. None: a process alone, or in a process group of somebody else."""
+    if dist.is_initialized() or (world := join_world()).alone:
+        return None
+    return this_process.join(world, launch.start_timeout_s, launch.hang_timeout_s)
 
 
 def make_mesh(layout: Layout, device: torch.device) -> DeviceMesh:

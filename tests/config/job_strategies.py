@@ -23,6 +23,7 @@ from forge_core.config.field_types import (
 from forge_core.contracts.components import Component
 from forge_core.plugins.catalog import Catalog
 from forge_kit.documented_keys import Key, keys_of
+from forge_plugin_author.schema import keywords
 
 NAMES = st.text(alphabet="abcdef._- é", min_size=1, max_size=6)
 DEEP = 3
@@ -53,7 +54,7 @@ def components(base: type[Component], catalog: Catalog, depth: int = 0) -> st.Se
 def values(key: Key, catalog: Catalog, depth: int) -> st.SearchStrategy[Any]:
     limits: dict[str, Any] = {}
     for demand in key.demands:
-        limits |= demand.schema
+        limits |= keywords(demand)
     least = 1 if any(demand.text == "not be empty" for demand in key.demands) else 0
     return st.one_of([_of_type(member, catalog, depth, limits, least) for member in members(key.type)])
 

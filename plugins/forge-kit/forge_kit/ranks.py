@@ -1,4 +1,4 @@
-"""Commands that several ranks run together besides training: how ranks start, work and end."""
+"""What several ranks do together besides training: commands that they run, and the use of a model that they share."""
 
 from __future__ import annotations
 
@@ -7,11 +7,18 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import attrs
 
 from forge_core.cli.command_line import positive
 from forge_core.contracts.errors import JobError
 from forge_core.job import LaunchSection
 from forge_core.launch.world import join_world
+
+if TYPE_CHECKING:
+    from forge_core.contracts.runtime import Executor
+    from forge_core.engine.trained import TrainedModel
 
 GRACE_S = 5.0
 """Seconds that ranks have to end after a request to stop: there is nothing to save."""
@@ -92,3 +99,22 @@ def _as_rank(work: Callable[[], int]) -> int:
         watchdog.stop()
     leave_group()
     return code
+
+
+def executor_of(trained: TrainedModel) -> Executor:
+    """Returns an executor that evaluates a trained model under every layout.
+
+    Each rank calls its `evaluate(batches, measure)` alike: by default for the plain cross-entropy. Batches have what
+    training has (`input_ids` and `labels` (B, S)), of equal shape on all ranks, and S as the layout divides it
+    (`forge_kit.batches.length_multiple`).
+
+    Args:
+        trained: of `forge_core.load_model`.
+    """
+    from forge_core.engine.build import build_executor
+    from forge_core.engine.executor import Plain
+    from forge_core.losses import cross_entropy_loss
+
+    # In place of the executor of its training, which need not be installed: a stage may still bring its own.
+    job = attrs.evolve(trained.context.job, executor=Plain())
+    return build_executor(job, trained.context, trained.built, cross_entropy_loss(None))

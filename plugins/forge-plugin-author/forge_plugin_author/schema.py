@@ -14,6 +14,7 @@ from typing import Any
 
 from forge_core.cli.command_line import with_examples
 from forge_core.config import field_types as types
+from forge_core.config.keys import Demand
 from forge_core.config.load import to_toml
 from forge_core.contracts.components import Component, DefaultType
 from forge_core.contracts.errors import ExitCode, PluginError
@@ -23,6 +24,7 @@ from forge_kit.documented_keys import Key, class_doc, keys_of, one_paragraph
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 SCALARS = {bool: "boolean", int: "integer", float: "number", str: "string", Path: "string"}
+BOUNDS = {">": "exclusiveMinimum", ">=": "minimum", "<": "exclusiveMaximum", "<=": "maximum"}
 BY_PATH = {"type": "string", "pattern": ":"}
 """A `type` that names a local file or a module: nothing is known of its keys."""
 
@@ -70,7 +72,7 @@ class _Writer:
     def _key(self, key: Key) -> Schema:
         schema = dict(self.value(key.type, key.default.type if isinstance(key.default, DefaultType) else None))
         for demand in key.demands:
-            schema |= demand.schema
+            schema |= keywords(demand)
         if key.doc:
             schema["description"] = " ".join(key.doc.split())
         if not key.required and key.default is not None and not isinstance(key.default, DefaultType):
@@ -156,3 +158,13 @@ class _Writer:
             self.definitions[name] = {}  # before it is written: it may refer to itself
             self.definitions[name] = write()
         return {"$ref": f"#/$defs/{name}"}
+
+
+def keywords(demand: Demand) -> Schema:
+    """Returns the keywords of JSON Schema that say what a condition of a validator says, if there are any."""
+    validator: Any = demand.check
+    if hasattr(validator, "compare_op"):
+        return {BOUNDS[validator.compare_op]: validator.bound}
+    if hasattr(validator, "options"):
+        return {"enum": list(validator.options)}
+    return {"pattern": f"^(?:{validator.pattern.pattern})$"} if hasattr(validator, "pattern") else {}

@@ -313,8 +313,8 @@ def load_trained(
             path,
             device=device,
             run=run,
-            parallel=names_stages or ranks > 1,
-            overrides=["--parallel={}", *overrides] if names_stages else overrides,
+            parallel=ranks > 1 and not names_stages,
+            overrides=overrides,
             check=lambda tokenizer: check(_demanded(tokenizer, path)),
         )
     except JobError as error:

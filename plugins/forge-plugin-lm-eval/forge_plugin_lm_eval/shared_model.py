@@ -27,6 +27,7 @@ from forge_core.vocab_parallel import (
 )
 from forge_kit.batches import length_multiple
 from forge_kit.products import size_multiple
+from forge_kit.ranks import executor_of
 from forge_plugin_lm_eval.model import ForgeLM, Prompts, first_of_largest
 from forge_plugin_lm_eval.requests import Row, batches, rows_of
 
@@ -67,14 +68,12 @@ class SharedLM(ForgeLM):
         if self._length % self._divides and self._length != trained.job.train.seq_len:
             message = f"--max-length {self._length} is not divisible by {self._divides}, and {layout} divides sequences"
             raise JobError(f"{message}; take {self._length // self._divides * self._divides or self._divides}")
-        # By name: ranks have parts of the same parameters (a DTensor counts the whole), or of a pipeline others.
-        named = gather_objects({name: each.numel() for name, each in self._model.named_parameters()})
-        self._parameters = sum({name: size for part in named for name, size in part.items()}.values())
+        self._executor = executor_of(trained)
         self._generated: set[int] = set()
         """Requests of `generate_until` whose texts this rank has generated."""
 
     def get_model_info(self) -> dict[str, Any]:
-        return {**super().get_model_info(), "model_num_parameters": self._parameters}
+        return {**super().get_model_info(), "model_num_parameters": sum(self._trained.built.outline.sizes.values())}
 
     # --- log-probabilities -----------------------------------------------------------------------------------------
 
@@ -91,7 +90,7 @@ class SharedLM(ForgeLM):
         with tqdm(total=len(rows), disable=disable_tqdm, desc="log-probabilities") as bar:
             for step in batches(rows, self._rows * self._group * self._at_once):
                 micro_batches, numbers = self._micro_batches(step)
-                outputs = self._trained.executor.evaluate(micro_batches, self._measure).per_sequence
+                outputs = self._executor.evaluate(micro_batches, self._measure).per_sequence
                 table.index_add_(1, numbers, torch.stack([output.double() for output in outputs]))
                 bar.update(len(step))
         sums, hits = all_reduce_tokens(table, self._trained.context.mesh).tolist()

@@ -138,7 +138,7 @@ def test_what_ranks_cannot_do_is_refused(runs):
         with pytest.raises(JobError, match=r"parallel\.ep\.degree: 2 does not divide shard 1 x cp 1 = 1; add \[par"):
             shared(runs / "experts", {"ep": {"degree": 2}})
         lm = shared(runs / "dense", {"tp": {"degree": 2}})
-        with pytest.raises(ForgeError, match=r"no rank has all of the model \(tp 2\); run it by model\.executor"):
+        with pytest.raises(ForgeError, match=r"ranks share the model \(tp 2\): run it by forge_kit"):
             lm._trained([1, 2, 3])
         with pytest.raises(ForgeError, match="ranks have different requests; give all of them the same tasks"):
             lm._loglikelihood_tokens([(None, [1], [number])], disable_tqdm=True)
