@@ -170,52 +170,94 @@ def export_run(
     if output.exists():
         raise JobError(f"{output} exists already; choose another --output, or remove it")
     catalog = catalog or Catalog.installed()
+    weights = _open_weights(path, dtype, catalog)
+    target = find_target(weights.job, weights.shapes, catalog, architecture, weights.origin.get("model_type", ""))
+    with unfinished_folder(output) as unfinished:
+        _write_tensors(unfinished, weights, target, shard_bytes)
+        write_extras(unfinished, target, weights.job, weights.dtypes, weights.run)
+        _write_card(unfinished, weights, target, catalog)
+        record = write_provenance(unfinished, weights.checkpoint, weights.manifest, weights.run)
+        _prove(unfinished, record, weights, target, catalog, architecture, computed)
+    return output
+
+
+@frozen(kw_only=True)
+class Weights:
+    """The weights of a checkpoint as they are evaluated; tensors go by their names in the model."""
+
+    checkpoint: Path
+    manifest: Mapping[str, Any]
+    job: Job
+    run: Path | None
+    """The run folder, where there is one."""
+    names: Mapping[str, str]
+    """Of each tensor in the checkpoint."""
+    shapes: Mapping[str, tuple[int, ...]]
+    dtypes: Mapping[str, torch.dtype]
+    """As they are exported."""
+
+    @property
+    def origin(self) -> Mapping[str, Any]:
+        """What is known of a published model that the run began as."""
+        return origin_of(self.run)
+
+    def names_of(self, target: Target) -> dict[str, str]:
+        """The names of the tensors that an export has: all, unless its architecture is a part of the model."""
+        return {own: self.names[own] for own in target.match.parts}
+
+
+def _open_weights(path: Path, dtype: torch.dtype | None, catalog: Catalog) -> Weights:
+    """The weights of a checkpoint or of a run's newest one; raises a `JobError` where there is none."""
     try:
         checkpoint, manifest = locate(path, "sizes")
         stored = stored_tensors(checkpoint)
     except CheckpointError as error:
         raise JobError(str(error)) from error
-    job = parse_job(manifest["job"], str(checkpoint / "manifest.json"), catalog, MODEL_TABLES)
     names = {name.partition(".")[2]: name for name in evaluated_names(stored).values()}
-    shapes = {own: tuple(stored[name][0]) for own, name in names.items()}
-    run = run_of(path, checkpoint)
-    target = find_target(job, shapes, catalog, architecture, origin_of(run).get("model_type", ""))
-    dtypes = {own: dtype or stored[name][1] for own, name in names.items()}
-    taken = {own: names[own] for own in target.match.parts}  # all, unless the architecture is a part of the model
-    with unfinished_folder(output) as unfinished:
-        files = plan_files(unfinished, tensor_plan(target.match, dtypes), shard_bytes)
-        create(unfinished, files)
-        writer = writer_of(files)
-        for filler in target.match.fillers:
-            writer.fill(filler)
-        read_checkpoint(checkpoint, manifest, taken, target.match, writer.write)
-        writer.close()
-        (unfinished / INDEX).write_text(index_json(files))
-        write_extras(unfinished, target, job, dtypes, run)
-        write_card(
-            unfinished,
-            job,
-            catalog,
-            architecture=target.architecture.name,
-            shapes=target.match.shapes,
-            dtype=dtype_name(common_dtype(dtypes)),
-            step=manifest["step"],
-            tokens=manifest["tokens"],
-            evaluation=manifest["evaluation"],
-            origin=origin_of(run),
-        )
-        record = write_provenance(unfinished, checkpoint, manifest, run)
-        _prove(unfinished, record, checkpoint, manifest, target, taken, catalog, architecture, computed)
-    return output
+    return Weights(
+        checkpoint=checkpoint,
+        manifest=manifest,
+        job=parse_job(manifest["job"], str(checkpoint / "manifest.json"), catalog, MODEL_TABLES),
+        run=run_of(path, checkpoint),
+        names=names,
+        shapes={own: tuple(stored[name][0]) for own, name in names.items()},
+        dtypes={own: dtype or stored[name][1] for own, name in names.items()},
+    )
+
+
+def _write_tensors(folder: Path, weights: Weights, target: Target, shard_bytes: int) -> None:
+    """Write the safetensors files and their index, with the checkpoint's files read once and hashed on the way."""
+    files = plan_files(folder, tensor_plan(target.match, weights.dtypes), shard_bytes)
+    create(folder, files)
+    writer = writer_of(files)
+    for filler in target.match.fillers:
+        writer.fill(filler)
+    read_checkpoint(weights.checkpoint, weights.manifest, weights.names_of(target), target.match, writer.write)
+    writer.close()
+    (folder / INDEX).write_text(index_json(files))
+
+
+def _write_card(folder: Path, weights: Weights, target: Target, catalog: Catalog) -> None:
+    manifest = weights.manifest
+    write_card(
+        folder,
+        weights.job,
+        catalog,
+        architecture=target.architecture.name,
+        shapes=target.match.shapes,
+        dtype=dtype_name(common_dtype(weights.dtypes)),
+        step=manifest["step"],
+        tokens=manifest["tokens"],
+        evaluation=manifest["evaluation"],
+        origin=weights.origin,
+    )
 
 
 def _prove(
     folder: Path,
     record: Path,
-    checkpoint: Path,
-    manifest: Mapping[str, Any],
+    weights: Weights,
     target: Target,
-    names: Mapping[str, str],
     catalog: Catalog,
     architecture: str,
     computed: bool,
@@ -223,13 +265,13 @@ def _prove(
     """Read an export as a published model, by its own `config.json`, and hold it against the checkpoint."""
     from forge_plugin_weights.verifying import PublishedSide, TrainedSide, compare_logits, model_changes, random_batch
 
-    published, trained = PublishedSide(folder, catalog, architecture), TrainedSide(checkpoint, catalog)
+    published, trained = PublishedSide(folder, catalog, architecture), TrainedSide(weights.checkpoint, catalog)
     whole = set(published.shapes) == set(trained.shapes)
     if computed and not (whole and target.architecture.has_text):
         raise JobError(f"--verify computes language models; {target.architecture.name} is a part of one, or none")
-    back = ReadBack(published.places)
+    back, names = ReadBack(published.places), weights.names_of(target)
     match = published.match if whole else target.match
-    read_checkpoint(checkpoint, manifest, names, match, back.compare, hashed=False)
+    read_checkpoint(weights.checkpoint, weights.manifest, names, match, back.compare, hashed=False)
     difference = None
     if computed:
         tokens = min(TOKENS, trained.job.train.seq_len)
