@@ -71,8 +71,8 @@ def _format_warning(
 def _dispatch(argv: list[str], as_program: bool) -> int:
     first = argv[0] if argv else "--help"
     catalog = Catalog.installed()
-    if first in ("-h", "--help", "--version"):
-        print(version_text(catalog) if first == "--version" else help_text(catalog))
+    if first in ("-h", "--help", "help", "--version", "version"):
+        print(version_text(catalog) if first.endswith("version") else help_text(catalog))
         return ExitCode.FINISHED
     # A job file or an override; by its name too, so that a file that is missing is reported as one.
     is_file = Path(first).is_file() and not catalog.matching("command", first)  # called `runs`, say

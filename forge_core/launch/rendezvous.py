@@ -204,7 +204,7 @@ def _serve(world: World) -> Store:
         return TCPStore(world.address, world.port, **options)
     except DistNetworkError as error:
         hint = "set MASTER_PORT to a free port, the same for all ranks"
-        raise ForgeError(f"rank 0 cannot serve the ranks' store at port {world.port}; {hint}: {error}") from error
+        raise ForgeError(f"cannot serve the ranks' store at port {world.port}; {hint}: {error}") from error
 
 
 def _connect(world: World, timeout_s: float) -> Store:

@@ -56,12 +56,12 @@ def showing_progress(loggers: Mapping[str, LoggerComponent]) -> Iterator[None]:
     console, ended = next((each for each in loggers.values() if isinstance(each, Console)), None), threading.Event()
 
     def show(console: Console) -> None:
-        terminal, shown, last = console.terminal, 0.0, 0.0
+        terminal, shown, last = console.terminal, {*STEP}, 0.0
         while not ended.wait(min(console.every, 1.0)):
-            now, since = time.monotonic(), ProgressBeacon.since
-            is_new = since != shown and ProgressBeacon.phase not in STEP
+            now, since, work = time.monotonic(), ProgressBeacon.since, ProgressBeacon.detail or ProgressBeacon.phase
+            is_new = work not in shown  # a second evaluation of some seconds needs no line, only a long one
             if now - since >= (1.0 if is_new else console.every) and (is_new or now - last >= console.every):
-                shown, last = since, now
+                shown, last = {*shown, work}, now
                 terminal.print(ProgressBeacon.describe(), soft_wrap=True)
 
     if console is not None:

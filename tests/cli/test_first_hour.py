@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -327,6 +328,7 @@ MISTAKES = [
         "nothing is overwritten; choose another --dir",
         {"forge-plugin-mine/README.md": ""},
     ),
+    Mistake(0, "completion", "name the shell: bash, zsh, fish"),
     Mistake(0, "explain adamww", "did you mean 'optimizer.adamw'?"),
     Mistake(0, "explain nothing_of_the_kind", "nothing is called 'nothing_of_the_kind'"),
 ]
@@ -439,3 +441,35 @@ def test_a_mistake_is_named_and_leaves_nothing(outcomes: list[dict], number: int
     assert outcome["code"] == mistake.code
     assert mistake.begins or outcome["created"] == []
     assert mistake.torch or not outcome["torch"], "torch was imported"
+
+
+def forge_run(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess:
+    """What a process alone shows: variables that libraries read once, and ranks, which end their process."""
+    prepare(folder, Mistake(0, "", ""))
+    environment = {**os.environ, "FORGE_CACHE": str(folder / "cache"), "OMP_NUM_THREADS": "1", **variables}
+    command = [sys.executable, "-m", "forge_core", *arguments]
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=HANG_S, check=False
+    )
+
+
+def test_threads_that_are_no_number_and_a_world_of_one_disturb_no_ranks(tmp_path: Path) -> None:
+    """Mistakes 26 and 29: torch's own library names the variable, and the ranks of `--nproc` are those asked for."""
+    variables = {"OMP_NUM_THREADS": "abc", "RANK": "0", "WORLD_SIZE": "1"}
+    done = forge_run(tmp_path, "job.toml", "--nproc", "2", "--train.steps=1", **variables)
+    assert done.returncode == 0, done.stderr
+    assert "replicate 2, fp32" in done.stdout
+    assert "finished at step 1" in done.stdout
+
+
+def test_a_port_that_is_taken_is_named_and_leaves_nothing(tmp_path: Path) -> None:
+    """Mistake 69, with two ranks, which need one."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        variables = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        done = forge_run(tmp_path, "job.toml", **variables)
+    assert done.returncode == 1
+    hint = "set MASTER_PORT to a free port, the same for all ranks"
+    assert f"forge-run: rank 0: cannot serve the ranks' store at port {port}; {hint}: " in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "runs").exists()

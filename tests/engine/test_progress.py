@@ -70,6 +70,16 @@ def test_a_phase_that_lasts_for_a_second_has_a_line(make_job, capsys):
         assert lines_within(capsys, "waiting for the test, 0:00:01 so far\n").count("\n") == 1
 
 
+def test_a_phase_that_comes_again_has_a_line_only_if_it_is_long(make_job, capsys):
+    job, beacon = make_job(loggers={"console": Console(style="plain", every=2.5)}), ProgressBeacon()
+    beacon.enter("evaluation")
+    with showing_progress(job.loggers):
+        assert lines_within(capsys, "so far\n") == "evaluation, 0:00:01 so far\n"
+        beacon.enter("data", 2)
+        beacon.enter("evaluation")
+        assert lines_within(capsys, "so far\n") in ("evaluation, 0:00:02 so far\n", "evaluation, 0:00:03 so far\n")
+
+
 def test_a_long_step_has_a_line_too_but_later(make_job, capsys):
     job = make_job(loggers={"console": Console(style="plain", every=2.0)})
     ProgressBeacon().enter("forward and backward")

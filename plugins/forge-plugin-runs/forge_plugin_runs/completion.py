@@ -34,11 +34,13 @@ HINTS = {
 def command(argv: list[str]) -> int:
     """Print the script that lets bash, zsh or fish complete command lines of forge-run."""
     parser = argparse.ArgumentParser("forge-run completion", description=command.__doc__)
-    which = parser.add_mutually_exclusive_group(required=True)
+    which = parser.add_mutually_exclusive_group()
     which.add_argument("shell", nargs="?", choices=list(HINTS), help="; ".join(HINTS.values()))
     which.add_argument("--line", metavar="TEXT", help="print what may follow this line, as the scripts ask")
     with_examples(parser, "source <(forge-run completion bash)")
     options = parser.parse_args(argv)
+    if not options.shell and options.line is None:
+        parser.error(f"name the shell: {', '.join(HINTS)}")
     if options.shell:
         print((SCRIPTS / f"{options.shell}.sh").read_text(encoding="utf-8"), end="")
     else:
