@@ -25,7 +25,7 @@ from urllib.parse import unquote
 
 import attrs
 
-from forge_core.contracts.components import Component, call_refusal
+from forge_core.contracts.components import Component, Unavailable, call_refusal
 from forge_core.contracts.errors import SURE, PluginError, Problem, closest
 
 CORE = "forge-run"
@@ -217,8 +217,8 @@ class Catalog:
 
     def type_of(self, cls: type) -> str:
         """The spelling of a class in resolved jobs: `distribution/type`, or the path it was loaded from."""
-        if cls in self._types:
-            return self._types[cls]
+        if known := self._types.get(cls) or (issubclass(cls, Unavailable) and cls.table["type"]):
+            return known
         # A job made in Python has classes that this catalog never loaded; most are what an entry point names.
         kind = getattr(cls, "kind", None)
         for offer in self.offers(kind) if kind else ():

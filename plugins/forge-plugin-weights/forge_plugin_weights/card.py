@@ -84,7 +84,7 @@ def _training_rows(job: Job, catalog: Catalog, step: int, tokens: int | None) ->
     rate = f", learning rate {optimizer['lr']:g}" if isinstance(optimizer.get("lr"), float) else ""
     yield "optimizer", f"`{optimizer['type']}`{rate}"
     for source in job.data.sources:
-        yield "data", f"`{to_toml(source, catalog)['type']}`"
+        yield "data", f"`{catalog.type_of(type(source))}`"
 
 
 def _evaluation_rows(evaluation: Mapping[str, Any]) -> Iterable[tuple[str, str]]:

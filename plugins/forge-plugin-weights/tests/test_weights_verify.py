@@ -56,6 +56,10 @@ def test_an_import_needs_no_optimizer(tmp_path):
     offers = [offer for offer in catalog.offers() if offer.distribution.name != "forge-plugin-adamw"]
     run = import_folder(tmp_path / "published", tmp_path / "run", tokenizer=False, catalog=Catalog(offers))
     assert 'type = "forge-plugin-adamw/adamw"' in (run / "job.toml").read_text()
+    [manifest] = run.glob("checkpoints/*/manifest.json")
+    recorded = json.loads(manifest.read_text())["provenance"]
+    assert recorded["components"]["optimizer"] == "forge-plugin-adamw/adamw"
+    assert "forge-plugin-adamw" not in recorded["distributions"]
 
 
 def test_rounding_and_a_wrong_tensor_are_told_by_layer(folders, tmp_path, capsys):
