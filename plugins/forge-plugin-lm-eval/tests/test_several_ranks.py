@@ -5,8 +5,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import torch
+from torch.nn.functional import cross_entropy
 
 from forge_core import ForgeError, JobError, Trainer, load_model
+from forge_kit.ranks import executor_of
 from forge_plugin_lm_eval.model import ForgeLM
 from forge_plugin_lm_eval.shared_model import SharedLM
 from forge_testing.processes import run_on_ranks
@@ -127,6 +130,31 @@ def test_ranks_that_share_experts(runs, expected):
     parallel = {"fsdp": {}, "ep": {"degree": 2}}
     for found in run_on_ranks(2, lambda rank: asked(shared(runs / "experts", parallel))):
         check(found, expected["experts"])
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "changes",
+    [{"plugins": {"ema": {"decay": 0.5, "warmup": False}}}, {"optimizer": {"type": "schedule_free_adamw", "lr": 0.05}}],
+    ids=["ema", "schedule-free"],
+)
+def test_weights_are_those_that_evaluations_use(changes, runs):
+    source = {"type": "text", "path": f"{runs}/text.txt"}
+    job = {**JOB, "job": {"name": f"averaged-{next(iter(changes))}", "output": str(runs)}, "model": MODEL, **changes}
+    job = {**job, "train": {**JOB["train"], "steps": 3}, "data": {**JOB["data"], "sources": [source]}}
+    run = Trainer(job, echo=lambda text: None).run().folder
+    ids = 30 + torch.arange(42).reshape(2, 21)
+    batch = {"input_ids": ids[:, :-1], "labels": ids[:, 1:]}
+    logits = load_model(run, device="cpu")(batch["input_ids"])
+    expected = cross_entropy(logits.mT, batch["labels"], reduction="none").sum(1)
+
+    def rank(number):
+        models = (load_model(run, device="cpu", parallel=LAYOUTS[name]) for name in QUICK)
+        return [executor_of(model).evaluate([batch]).per_sequence[0].tolist() for model in models]
+
+    for sums in run_on_ranks(2, rank):
+        for found in sums:
+            assert found == pytest.approx(expected.tolist(), rel=1e-6)
 
 
 def test_what_ranks_cannot_do_is_refused(runs):
