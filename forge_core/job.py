@@ -101,7 +101,7 @@ class DataSection:
     """`[data.tokenizer]`: needed by sources of text."""
     packing: components.PackingComponent = default_type("forge-run/concatenate")
     """`[data.packing]`: how documents become sequences; by default they follow each other without a border."""
-    workers: int = field(default=0, validator=ge(0), metadata=SAFE)
+    workers: int = field(default=0, validator=[ge(0), le(1024)], metadata=SAFE)
     """Processes that load data, for sources that decode or tokenise; 0 loads in a background thread."""
     loader: components.LoaderComponent | None = None
     """`[data.loader]`: reads samples ahead; by default `plain`, one thread, and with `workers` the installed loader

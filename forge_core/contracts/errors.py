@@ -84,7 +84,7 @@ class ResumeError(CheckpointError):
     exit_code = ExitCode.BAD_JOB
 
 
-_NO_MEMORY = re.compile("out of memory|(can't|cannot|unable to) allocate|not enough memory", re.IGNORECASE)
+_NO_MEMORY = re.compile(r"out of memory|(can't|cannot|unable to) allocate|not enough memory|size .*overflowed", re.I)
 
 
 def memory_words(error: BaseException) -> str:

@@ -306,6 +306,16 @@ MISTAKES = [
         ("model: ", " parameters on this rank take ", "GB free; see `forge-run plan`"),
         torch=True,
     ),
+    Mistake(74, "job.toml --model.dim=2000000000000", "model.dim: must be <= 16777216, got 2000000000000"),
+    Mistake(74, 'job.toml --data.tokenizer={type="bpe",vocab_size=2000000000}', "must be <= 1048576, got 2000000000"),
+    Mistake(74, "job.toml --data.workers=100000", "data.workers: must be <= 1024, got 100000"),
+    Mistake(
+        74,
+        "job.toml --model.vocab_size=9000000000000000000",
+        "forge-run: memory ran out: Storage size calculation overflowed",
+        code=1,
+        torch=True,
+    ),
     Mistake(74, "job.toml --model.layers=2000000000", "model.layers: must be <= 10000, got 2000000000"),
     Mistake(
         74,

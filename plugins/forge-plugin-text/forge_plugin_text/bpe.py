@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from attrs import field, frozen
-from attrs.validators import ge, gt, min_len
+from attrs.validators import ge, gt, le, min_len
 
 from forge_core import report_progress
 from forge_core.contracts.components import TokenizerComponent
@@ -35,7 +35,8 @@ class BPE(TokenizerComponent):
     The same documents and settings yield the same tokenizer, which is cached.
     """
 
-    vocab_size: int = field(default=4096, validator=gt(ALPHABET))
+    # The library reserves memory for all, and ends the process where that fails
+    vocab_size: int = field(default=4096, validator=[gt(ALPHABET), le(1 << 20)])
     """Upper bound of the tokens, including special ones and the 256 bytes; a small corpus yields fewer."""
     min_frequency: int = field(default=2, validator=ge(1))
     """Smallest number of occurrences of a pair for which it is merged."""

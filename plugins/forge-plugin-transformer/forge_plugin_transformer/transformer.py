@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, cast
 
 import attrs
 from attrs import define, field, frozen
-from attrs.validators import ge, gt
+from attrs.validators import ge, gt, le
 
 from forge_core.contracts.components import (
     LossComponent,
@@ -95,7 +95,7 @@ class PredictionWeight(TrainingHook):
 class Transformer(ModelComponent):
     """Decoder-only transformer of residual blocks; by default normalised before each part, as Llama, Qwen, Mistral."""
 
-    dim: int = field(default=256, validator=gt(0))
+    dim: int = field(default=256, validator=[gt(0), le(1 << 24)])  # a thousand times what is published
     """Width of the residual stream."""
     layers: int = field(default=6, validator=DEPTH)
     """Number of blocks, each an attention and a feed-forward part."""
