@@ -36,7 +36,8 @@ def command(argv: list[str]) -> int:
         "forge-run chat runs/chat",
         'echo "Which sea is the deepest?" | forge-run chat runs/chat --temperature 0',
     )
-    parser.add_argument("--nproc", type=int, help=argparse.SUPPRESS)  # to say why not, instead of "unrecognized"
+    # Known to say why not, instead of "unrecognized"
+    parser.add_argument("--nproc", type=int, metavar="N", help=argparse.SUPPRESS)
     options = separated(parser, argv)
     if ranks_asked_for(options.nproc) > 1:
         hint = f"ask several ranks by: forge-run generate {options.path} --chat --prompt TEXT --nproc N"
