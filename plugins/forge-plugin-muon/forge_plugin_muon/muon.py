@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Literal
 
 from attrs import field, frozen
-from attrs.validators import ge, gt, le
+from attrs.validators import ge, gt, le, optional
 
 from forge_core.contracts.components import OptimizerComponent, SchedulerComponent, when_resumed
 from forge_kit import fields
@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
     from forge_core.contracts.contexts import BuildContext
     from forge_core.contracts.optimizer import NamedParameters
+
+SMALL = 5e-3
+"""Rates below it, with the original scaling, are more often left from another optimizer than meant."""
 
 
 def _momentum(_instance: object, _attribute: object, value: float | SchedulerComponent) -> None:
@@ -66,8 +69,9 @@ class Muon(OptimizerComponent):
     about three times this beside the state. Less memory means more rounds, each with two collectives; the result is
     the same."""
 
-    adam_lr: float = field(default=3e-4, validator=gt(0))
-    """Base learning rate of all other parameters."""
+    adam_lr: float | None = field(default=None, validator=optional(gt(0)))
+    """Base learning rate of all other parameters. None: as `scaling` relates the two rates, 0.15 x `lr` with original
+    (3e-3 for the default `lr`) and `lr` with match_rms_adamw."""
     adam_betas: tuple[float, float] = field(default=(0.9, 0.95), validator=fields.betas)
     """Decay of AdamW's averages of the gradient and of its square."""
     adam_eps: float = field(default=1e-8, validator=gt(0))
@@ -79,7 +83,14 @@ class Muon(OptimizerComponent):
 
     def choices(self, context: BuildContext) -> Iterable[tuple[str, str, str]]:
         from forge_plugin_muon.newton_schulz import fast_dtype
+        from forge_plugin_muon.optimizer import ADAM_SHARE
 
+        if self.scaling == "original" and self.lr < SMALL:
+            takes_it = 'scaling = "match_rms_adamw", which takes it'
+            yield "lr", f"{self.lr:g} is small", f"AdamW's? Set lr near {Muon().lr:g}, or {takes_it}"
+        if self.adam_lr is None:
+            share = ADAM_SHARE[self.scaling]
+            yield "adam_lr", f"{share * self.lr:.3g}", f'{share:g} x lr, with scaling = "{self.scaling}"'
         if self.ns_dtype == "auto":
             dtype = str(fast_dtype(context.device)).removeprefix("torch.")
             native = "this processor multiplies bfloat16 natively"

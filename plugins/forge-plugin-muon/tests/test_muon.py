@@ -121,6 +121,37 @@ def test_plain_tensors_are_stepped_as_by_torch():
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize(("scaling", "share"), [("original", 0.15), ("match_rms_adamw", 1.0)])
+def test_the_rate_of_the_rest_follows_from_that_of_matrices(tmp_path, scaling, share):
+    """One rate is enough to swap another optimizer for this one; the plan shows the other."""
+    component = Muon(lr=0.04, scaling=scaling)
+    run = tiny_run(tmp_path, optimizer=component, model=TinyModel())
+    rates = {name: group["lr"] for group in run.optimizer.param_groups for name in group["names"]}
+    for item in run.parameters:
+        assert rates[item.name] == pytest.approx(0.04 if item.role == "matrix" else 0.04 * share), item.name
+    (shown,) = [value for what, value, _ in component.choices(run.context) if what == "adam_lr"]
+    assert float(shown) == pytest.approx(0.04 * share)
+
+
+def test_a_rate_that_is_given_for_the_rest_is_taken(tmp_path):
+    component = Muon(lr=0.04, adam_lr=3e-4)
+    run = tiny_run(tmp_path, optimizer=component, model=TinyModel())
+    assert {group["lr"] for group in run.optimizer.param_groups} == {0.04, 3e-4}
+    assert not [what for what, _, _ in component.choices(run.context) if what == "adam_lr"]
+
+
+@pytest.mark.parametrize(
+    ("scaling", "lr", "is_small"),
+    [("original", 3e-3, True), ("original", 0.02, False), ("match_rms_adamw", 3e-3, False)],
+)
+def test_a_rate_left_from_adamw_is_pointed_out(tmp_path, scaling, lr, is_small):
+    component = Muon(lr=lr, scaling=scaling)
+    run = tiny_run(tmp_path, optimizer=component, model=TinyModel())
+    whys = [why for what, _, why in component.choices(run.context) if what == "lr"]
+    assert bool(whys) is is_small
+    assert all("0.02" in why and "match_rms_adamw" in why for why in whys)
+
+
 def test_groups_may_have_settings_of_their_own():
     together, alone = ([torch.nn.Parameter(draw(f"{n}", (6, 4), 0)) for n in range(2)] for _ in range(2))
     settings = [{"lr": 0.5, "nesterov": False}, {"ns_steps": 3}]
@@ -255,7 +286,7 @@ def test_patterns_change_the_rate_of_both_kinds(make_job, build):
     run = build(make_job(optimizer=Muon(groups=(ParameterGroup(match="layers.0.*", lr=0.5),))))
     rates = {name: group["lr"] for group in run.optimizer.param_groups for name in group["names"]}
     assert rates["layers.0.up.weight"] == rates["layers.0.up.bias"] == 0.5
-    assert (rates["layers.1.up.weight"], rates["layers.1.up.bias"]) == (0.02, 3e-4)
+    assert (rates["layers.1.up.weight"], rates["layers.1.up.bias"]) == (0.02, pytest.approx(3e-3))
 
 
 def test_a_frozen_matrix_stays_and_trains_once_it_is_unfrozen(make_job, build):
