@@ -77,6 +77,8 @@ class Trial:
     keys: dict[str, str]
 
 
+ADAMW = {"optimizer.type": '"adamw"', "optimizer.lr": "6e-3", "optimizer.adam_lr": "", "optimizer.ns_steps": ""}
+"""An empty value leaves a key out."""
 ROUNDS: dict[str, dict[str, Trial]] = {
     "heads and batch": {
         "heads of 32": Trial(300, 350, W288_32),
@@ -109,6 +111,10 @@ ROUNDS: dict[str, dict[str, Trial]] = {
         "96, six layers": Trial(910, 115, {**W96, "model.layers": "6"}),
         "96, batches of 16": Trial(640, 165, {**W96, "train.global_batch_size": "16"}),
     },
+    "what two parts gave": {
+        "96, five steps of Newton-Schulz": Trial(1120, 92, {**W96, "optimizer.ns_steps": "5"}),
+        "96, AdamW": Trial(1230, 83, {**W96, **ADAMW}),
+    },
     "whole length": {
         "160": Trial(3250, 140, {**W160, "optimizer.adam_lr": "0.008"}),
         "112": Trial(4790, 95, W112),
@@ -135,7 +141,7 @@ def write_job(path: Path, text: Path, trial: Trial) -> Path:
     source = f'data.sources = [{{ type = "text", path = "{text}", held_out_every = 20 }}]'
     keys = {**ALL, **trial.keys, "train.steps": str(trial.steps), "scheduler.warmup_steps": str(trial.steps // 30)}
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join([source, *(f"{key} = {value}" for key, value in keys.items())]) + "\n")
+    path.write_text("\n".join([source, *(f"{key} = {value}" for key, value in keys.items() if value)]) + "\n")
     return path
 
 
