@@ -109,7 +109,6 @@ ROUNDS: dict[str, dict[str, Trial]] = {
         "96, sequences of 128": Trial(1165, 86, {**W96, "train.seq_len": "128", "train.global_batch_size": "16"}),
         "96, head untied": Trial(1165, 90, {**W96, "model.tie_embeddings": "false"}),
         "96, six layers": Trial(910, 115, {**W96, "model.layers": "6"}),
-        "96, batches of 16": Trial(640, 165, {**W96, "train.global_batch_size": "16"}),
     },
     "what two parts gave": {
         "96, five steps of Newton-Schulz": Trial(1120, 92, {**W96, "optimizer.ns_steps": "5"}),

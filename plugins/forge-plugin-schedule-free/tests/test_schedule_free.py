@@ -107,3 +107,12 @@ def test_a_job_knows_that_other_weights_are_evaluated(tmp_path):
         optimizer = tiny_run(tmp_path, optimizer=component).optimizer
         assert component.has_evaluation_weights
         assert isinstance(optimizer, HasEvaluationWeights)
+
+
+@pytest.mark.parametrize(
+    ("steps", "betas", "is_long"), [(300, (0.9, 0.999), True), (3001, (0.9, 0.999), False), (300, (0.95, 0.99), False)]
+)
+def test_an_average_that_spans_the_run_is_pointed_out(tmp_path, steps, betas, is_long):
+    component = ScheduleFreeAdamW(betas=betas)
+    run = tiny_run(tmp_path, optimizer=component, steps=steps)
+    assert [what for what, _, _ in component.choices(run.context)] == ["betas"] * is_long
