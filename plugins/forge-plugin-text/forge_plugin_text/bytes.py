@@ -28,8 +28,11 @@ class ByteTokenizer:
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Returns the text; bytes that are not UTF-8 become U+FFFD, and end-of-text is dropped."""
-        return bytes(id_ for id_ in ids if id_ != self.end_of_text).decode("utf-8", "replace")
+        """Returns the text; bytes that are not UTF-8 become U+FFFD, and ids that are no byte are dropped.
+
+        These are end-of-text, and what a model draws from a vocabulary that is larger than the tokenizer's.
+        """
+        return bytes(id_ for id_ in ids if id_ < self.end_of_text).decode("utf-8", "replace")
 
     def save(self, folder: Path) -> None:
         """Does nothing: there is no state."""

@@ -101,6 +101,7 @@ def test_bytes_are_the_bytes_of_utf8() -> None:
     assert tokenizer.encode("ä!") == [0xC3, 0xA4, 0x21]
     assert (tokenizer.vocab_size, tokenizer.end_of_text) == (257, 256)
     assert tokenizer.decode([0xC3, 0x21]) == "\ufffd!"
+    assert tokenizer.decode([0x21, tokenizer.end_of_text, 319]) == "!"  # of a vocabulary padded to 320
 
 
 # --- bpe -------------------------------------------------------------------------------------------------------------
