@@ -52,16 +52,16 @@ SQRT = {"scheduler.shape": '"sqrt"', "scheduler.decay_fraction": "0.6"}
 LINEAR = {"scheduler.shape": '"linear"', "scheduler.decay_fraction": "0.9"}
 HALF = {"train.global_batch_size": "4"}
 FEW = {"optimizer.ns_steps": "3"}
+THREE = {"model.layers": "3", "optimizer.ns_steps": "5"}
 W288_32 = {**width(288, 768, 9, 3, 32), **SQRT}
 """The best by hand before the search."""
 W288 = {**width(288, 768, 4, 2), **SQRT}
-W192, W160, W128, W112, W96 = (
+W192, W160, W128, W96 = (
     {**sizes, **LINEAR, **FEW}
     for sizes in (
         width(192, 512, 3, 1),
         width(160, 448, 2, 1),
         width(128, 384, 2, 1),
-        width(112, 320, 2, 1),
         width(96, 256, 2, 1),
     )
 )
@@ -114,9 +114,13 @@ ROUNDS: dict[str, dict[str, Trial]] = {
         "96, five steps of Newton-Schulz": Trial(1120, 92, {**W96, "optimizer.ns_steps": "5"}),
         "96, AdamW": Trial(1230, 83, {**W96, **ADAMW}),
     },
+    "three layers": {
+        "96, three layers": Trial(1390, 74, {**W96, **THREE}),
+        "128, three layers": Trial(1050, 98, {**W128, **THREE}),
+    },
     "whole length": {
         "160": Trial(3250, 140, {**W160, "optimizer.adam_lr": "0.008"}),
-        "112": Trial(4790, 95, W112),
+        "128, three layers, whole length": Trial(3000, 150, {**W128, **THREE}),
     },
 }
 
