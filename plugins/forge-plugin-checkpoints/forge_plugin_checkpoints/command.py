@@ -46,10 +46,13 @@ def _parser() -> argparse.ArgumentParser:
     with_examples(
         parser,
         "forge-run checkpoints runs/quickstart",
+        "forge-run checkpoints runs/quickstart --json",
         "forge-run checkpoints runs/quickstart verify 400",
         "forge-run checkpoints runs/quickstart export --output model.safetensors",
     )
-    actions = parser.add_subparsers(metavar="ACTION", required=True, help="list if left out")
+    actions = parser.add_subparsers(
+        metavar="ACTION", required=True, help="list if left out; ACTION --help has its options"
+    )
     add = partial(_add, actions)
     listing, verify = add("list", list_checkpoints), add("verify", verify_checkpoints)
     for action in (listing, verify):
