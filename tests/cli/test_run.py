@@ -164,7 +164,7 @@ def test_a_folder_in_use_is_refused_and_names_its_owner(folder):
 def test_never_refuses_a_folder_that_has_steps(folder):
     assert forge_run(folder, "job.toml").returncode == 0
     done = forge_run(folder, "job.toml", "--resume", "never")
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "this run folder has checkpoints already (steps [6])" in done.stderr
 
 

@@ -122,8 +122,8 @@ def test_the_summary_says_what_each_stage_trains(make_job, train):
     train(make_job(plugins=plugins), echo=lambda line: text.append(str(line)))
     rows = [line for line in "\n".join(text).splitlines() if line.startswith("freeze ")]
     assert rows == [
-        "freeze 0  steps 1 to 1 train 2,048 of 3,168 parameters (64.6%) (layers.* but *.bias)",
-        "freeze 1  steps 2 to 4 train 3,168 of 3,168 parameters (100.0%) (*)",
+        "freeze 0     steps 1 to 1 train 2,048 of 3,168 parameters (64.6%) (layers.* but *.bias)",
+        "freeze 1     steps 2 to 4 train 3,168 of 3,168 parameters (100.0%) (*)",
     ]
 
 

@@ -147,6 +147,6 @@ def test_a_shard_that_was_written_again_between_save_and_resume_is_noticed(forge
     assert forge_run("job.toml", "--train.steps=3")[0] == 0
     shutil.copy("b.npy", "a.npy")
     code, _, err = forge_run("job.toml", "--train.steps=4")
-    assert code == 1
+    assert code == 2
     assert "source '0' has another content than it had" in err
     assert forge_run("job.toml", "--train.steps=4", "--resume-with-changes")[0] == 0

@@ -95,5 +95,5 @@ def test_nothing_is_told_where_the_past_is_as_it_was(folder, capsys):
 
 def test_another_warm_up_must_be_asked_for(folder, capsys):
     resume = f"--resume={folder / 'base/checkpoints/step-8'}"
-    assert branch(folder, "warm", resume, "--scheduler.warmup_steps=3") == 1
+    assert branch(folder, "warm", resume, "--scheduler.warmup_steps=3") == 2
     assert "need --resume-with-changes:\n    scheduler.warmup_steps: 2 -> 3" in capsys.readouterr().err
