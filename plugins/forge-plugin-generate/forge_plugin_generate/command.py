@@ -23,16 +23,15 @@ if TYPE_CHECKING:
     from forge_core.job import Job
 
 
-ASK = "ask several ranks by --prompt, or use one process"
-
-
 def command(argv: list[str]) -> int:
     """Continue prompts with the model of a run or checkpoint."""
     options = _options(argv)
     check_path(Path(options.path), options.device)
     if ranks_asked_for(options.nproc) > 1 and (options.interactive or (options.chat and not options.prompt)):
         what = "--interactive" if options.interactive else "--chat without --prompt"
-        raise JobError(f"{what} reads standard input, which ranks do not have; {ASK}")
+        raise JobError(
+            f"{what} reads standard input, which ranks do not have; ask several ranks by --prompt, or use one process"
+        )
     return run_on_ranks("generate", argv, options.nproc, partial(_generate, options))
 
 
