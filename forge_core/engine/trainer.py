@@ -141,7 +141,7 @@ class Trainer:
 def _joined_run(job: Job, beacon: ProgressBeacon) -> Iterator[Rendezvous | None]:
     """Join the other ranks; while this context lasts, a watchdog watches this rank, and an exception ends all ranks."""
     if (rendezvous := join_ranks(job.launch)) is None:
-        yield None  # whoever made its process group looks after the ranks
+        yield None  # the caller that created the process group supervises its ranks
         return
     watchdog = Watchdog(rendezvous, beacon, this_process.emit)
     try:
