@@ -10,10 +10,9 @@ Importing this package costs next to nothing: every public name is imported when
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from forge_core.moved import install
+from forge_core.moved import import_home, install
 
 if TYPE_CHECKING:
     from forge_core.config.load import dump_job, load_job
@@ -41,7 +40,6 @@ if TYPE_CHECKING:
     from forge_core.contracts.deprecation import ForgeDeprecation, deprecated, deprecated_key
     from forge_core.contracts.errors import CheckpointError, ForgeError, JobError, PluginError, Problem
     from forge_core.contracts.hookspecs import hookimpl, hookspec
-    from forge_core.engine.trained import load_model
     from forge_core.engine.trainer import Trainer
     from forge_core.job import Job
     from forge_core.launch.progress_beacon import report_progress
@@ -49,18 +47,19 @@ if TYPE_CHECKING:
     from forge_core.plugins.catalog import Catalog
 
     __version__: str
+    load_model: Any  # of forge-kit, which the core does not import; `forge_kit.trained` has its types
 
 _HOMES = {
     "forge_core.config.load": ["dump_job", "load_job"],
     "forge_core.contracts.deprecation": ["ForgeDeprecation", "deprecated", "deprecated_key"],
     "forge_core.contracts.errors": ["CheckpointError", "ForgeError", "JobError", "PluginError", "Problem"],
     "forge_core.contracts.hookspecs": ["hookimpl", "hookspec"],
-    "forge_core.engine.trained": ["load_model"],
     "forge_core.engine.trainer": ["Trainer"],
     "forge_core.job": ["Job"],
     "forge_core.launch.progress_beacon": ["report_progress"],
     "forge_core.metrics.jsonl": ["read_metrics"],
     "forge_core.plugins.catalog": ["Catalog"],
+    "forge_kit.trained": ["load_model"],
 }
 """Public names by the module that defines them; all others are of `forge_core.contracts.components`."""
 
@@ -83,7 +82,7 @@ def __getattr__(name: str) -> Any:
 
         return core_version()
     # One module and not all: `Trainer` imports torch, which takes seconds, and a component's file needs only its base.
-    return getattr(import_module(_home(name)), name)
+    return getattr(import_home(f"forge_core.{name}", _home(name)), name)
 
 
 def _home(name: str) -> str:

@@ -33,6 +33,7 @@ MODULES: Mapping[str, Sequence[str]] = {
     "forge_core.parallel.whole_matrices": ["forge_kit.whole_matrices"],
     "forge_core.modules": ["forge_kit.modules"],
     "forge_core.data.cache": ["forge_kit.cache"],
+    "forge_core.engine.trained": ["forge_kit.trained"],
 }
 """Modules that were documented, each with the modules that now have its names."""
 TESTING = "forge_core.testing"
@@ -57,15 +58,19 @@ class MovedModules(MetaPathFinder, Loader):
         # Imported at once, although names are looked up late: `import forge_core.modules` without forge-kit must fail
         # as an import, with the line that installs it.
         homes = _homes(module.__name__)
-        try:
-            import_module(homes[0])
-        except ModuleNotFoundError as error:
-            if error.name != homes[0].partition(".")[0]:  # something that the new module itself imports is missing
-                raise
-            distribution = str(error.name).replace("_", "-")
-            hint = f"{module.__name__} is now {homes[0]}: pip install {distribution}"
-            raise ModuleNotFoundError(hint, name=error.name) from error
+        import_home(module.__name__, homes[0])
         vars(module)["__getattr__"] = forwarding(module.__name__, homes)
+
+
+def import_home(name: str, home: str) -> ModuleType:
+    """Import the module `home`, where `name` is now; an error has the line that installs the distribution."""
+    try:
+        return import_module(home)
+    except ModuleNotFoundError as error:
+        if error.name != home.partition(".")[0]:  # something that the new module itself imports is missing
+            raise
+        hint = f"{name} is now {home}: pip install {error.name.replace('_', '-')}"
+        raise ModuleNotFoundError(hint, name=error.name) from error
 
 
 def forwarding(old: str, homes: Sequence[str]) -> Callable[[str], Any]:

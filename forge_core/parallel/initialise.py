@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 MEMINFO = Path("/proc/meminfo")
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+"""The dtype of each `train.precision`."""
 
 
 def bare_model(job: Job, context: BuildContext) -> Model:

@@ -8,6 +8,7 @@ from importlib import import_module
 
 import pytest
 
+import forge_core
 from forge_core import ForgeDeprecation
 from forge_core.moved import MODULES, REMOVED_IN
 
@@ -24,6 +25,7 @@ from forge_core.moved import MODULES, REMOVED_IN
         ("forge_core.engine.hooks", "StepContext", "forge_core.contracts.contexts"),
         ("forge_core.vocab_parallel", "vocab_gather", "forge_kit.vocab"),
         ("forge_core.modules", "Linear", "forge_kit.modules"),
+        ("forge_core.engine.trained", "TrainedModel", "forge_kit.trained"),
         ("forge_core.testing", "tiny_job", "forge_testing"),
         ("forge_core.testing.suites", "OptimizerSuite", "forge_testing.suites"),
         ("forge_core.testing.fixtures", "catalog", "forge_testing.fixtures"),
@@ -38,6 +40,23 @@ def test_an_old_path_leads_to_the_new_object_with_a_warning(old: str, name: str,
 @pytest.mark.parametrize("old", MODULES)
 def test_every_old_module_can_be_imported(old: str) -> None:
     assert import_module(old).__name__ == old
+
+
+def test_a_name_of_forge_core_that_moved_is_still_its_own(monkeypatch) -> None:
+    assert forge_core.load_model is import_module("forge_kit.trained").load_model
+    for name in [name for name in sys.modules if name.partition(".")[0] == "forge_kit"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [WithoutKit(), *sys.meta_path])
+    with pytest.raises(ModuleNotFoundError, match=r"load_model is now forge_kit\.trained: pip install forge-kit"):
+        from forge_core import load_model  # noqa: F401
+
+
+class WithoutKit:
+    """Finds no forge_kit."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name == "forge_kit":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 
 def test_the_warning_points_to_the_line_that_imports(tmp_path) -> None:

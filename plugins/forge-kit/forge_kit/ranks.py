@@ -18,7 +18,7 @@ from forge_core.launch.world import join_world
 
 if TYPE_CHECKING:
     from forge_core.contracts.runtime import Executor
-    from forge_core.engine.trained import TrainedModel
+    from forge_kit.trained import TrainedModel
 
 GRACE_S = 5.0
 """Seconds that ranks have to end after a request to stop: there is nothing to save."""

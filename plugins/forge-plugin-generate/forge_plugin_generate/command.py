@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     from forge_core.contracts.data import Tokenizer
     from forge_core.contracts.model import Model
-    from forge_core.engine.trained import TrainedModel
     from forge_core.job import Job
+    from forge_kit.trained import TrainedModel
 
 
 def command(argv: list[str]) -> int:
