@@ -43,11 +43,11 @@ if TYPE_CHECKING:
     from forge_core.engine.trainer import Trainer
     from forge_core.job import Job
     from forge_core.launch.progress_beacon import report_progress
-    from forge_core.metrics.jsonl import read_metrics
     from forge_core.plugins.catalog import Catalog
 
     __version__: str
-    load_model: Any  # of forge-kit, which the core does not import; `forge_kit.trained` has its types
+    load_model: Any  # these two are forge-kit's, which the core does not import; `forge_kit` has their types
+    read_metrics: Any
 
 _HOMES = {
     "forge_core.config.load": ["dump_job", "load_job"],
@@ -57,8 +57,8 @@ _HOMES = {
     "forge_core.engine.trainer": ["Trainer"],
     "forge_core.job": ["Job"],
     "forge_core.launch.progress_beacon": ["report_progress"],
-    "forge_core.metrics.jsonl": ["read_metrics"],
     "forge_core.plugins.catalog": ["Catalog"],
+    "forge_kit.metrics": ["read_metrics"],
     "forge_kit.trained": ["load_model"],
 }
 """Public names by the module that defines them; all others are of `forge_core.contracts.components`."""

@@ -27,7 +27,7 @@ from forge_core.launch.progress_beacon import ProgressBeacon
 from forge_core.launch.rank_process import this_process
 from forge_core.launch.rendezvous import Rendezvous
 from forge_core.launch.watchdog import Watchdog
-from forge_core.metrics.jsonl import Metrics, read_metrics
+from forge_core.moved import import_home
 from forge_core.parallel.mesh import global_rank, join_ranks, world_size
 from forge_core.plugins.catalog import Catalog
 
@@ -46,9 +46,9 @@ class Summary:
     stopped: str
     """Why the run ended before its last step; empty if it did not."""
 
-    def metrics(self) -> Metrics:
-        """The rows of all steps of the run, those before a resume included: `read_metrics(summary.folder)`."""
-        return read_metrics(self.folder)
+    def metrics(self) -> Any:
+        """The rows of all steps of the run, those before a resume included: a `forge_kit.metrics.Metrics`."""
+        return import_home("read_metrics", "forge_kit.metrics").read_metrics(self.folder)
 
     @property
     def exit_code(self) -> ExitCode:

@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING, Any
 from attrs import frozen
 
 from forge_core.contracts.components import LoggerComponent
-from forge_core.contracts.errors import ForgeError
+from forge_core.moved import forwarding
 
 if TYPE_CHECKING:
     from forge_core.contracts.contexts import BuildContext
 
 
 LINES = "metrics.jsonl"
-NOT_FINITE = ("nan", "inf", "-inf")
+"""Name of the file in the run folder."""
+__getattr__ = forwarding(__name__, ["forge_kit.metrics"])  # `read_metrics` was here
 
 
 @frozen(kw_only=True)
@@ -83,36 +84,6 @@ def _parse(line: str) -> dict[str, Any] | None:
         return json.loads(line) if line.endswith("\n") else None
     except ValueError:
         return None
-
-
-class Metrics(list[dict[str, Any]]):
-    """A row of metrics for each step that was logged: `pandas.DataFrame(metrics)`."""
-
-    evaluations: list[dict[str, Any]]
-    """A row for each evaluation, with its `step`."""
-
-
-def read_metrics(path: Path | str) -> Metrics:
-    """Read the metrics of a run, finished or not, each step once.
-
-    Args:
-        path: the run folder; or the file itself, where `[loggers.jsonl]` gives it another name.
-
-    Raises:
-        ForgeError: there is no such file.
-    """
-    file = Path(path) / LINES if Path(path).is_dir() else Path(path)
-    if not file.is_file():
-        raise ForgeError(f"{file} does not exist; give a run folder, or the file that [loggers.jsonl] names")
-    tables: tuple[dict[int, dict[str, Any]], ...] = ({}, {})
-    for line in file.read_text(encoding="utf-8").splitlines(keepends=True):
-        if record := _parse(line):
-            row: dict[str, Any] = {key: float(value) if value in NOT_FINITE else value for key, value in record.items()}
-            rows = tables["loss" not in row]
-            rows[row["step"]] = rows.get(row["step"], {}) | row
-    metrics = Metrics(tables[0].values())
-    metrics.evaluations = [*tables[1].values()]
-    return metrics
 
 
 def _finite(value: Any) -> Any:

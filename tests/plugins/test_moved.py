@@ -26,6 +26,7 @@ from forge_core.moved import MODULES, REMOVED_IN
         ("forge_core.vocab_parallel", "vocab_gather", "forge_kit.vocab"),
         ("forge_core.modules", "Linear", "forge_kit.modules"),
         ("forge_core.engine.trained", "TrainedModel", "forge_kit.trained"),
+        ("forge_core.metrics.jsonl", "read_metrics", "forge_kit.metrics"),
         ("forge_core.testing", "tiny_job", "forge_testing"),
         ("forge_core.testing.suites", "OptimizerSuite", "forge_testing.suites"),
         ("forge_core.testing.fixtures", "catalog", "forge_testing.fixtures"),

@@ -13,10 +13,10 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
-from forge_core.checkpoint import state
 from forge_core.checkpoint.resume import locate
 from forge_core.checkpoint.run_diff import check_tokenizer
 from forge_core.checkpoint.run_folder import TOKENIZER, run_folder
+from forge_core.checkpoint.state import load_model as load_weights
 from forge_core.config.load import MODEL_TABLES, parse_job
 from forge_core.config.tree import Overrides
 from forge_core.contracts.data import Tokenizer
@@ -132,7 +132,7 @@ def load_model(
         check_tokenizer(manifest["provenance"], {"tokenizer": tokenizer.fingerprint()})
     check(tokenizer)
     built = build_model(context.job, context := attrs.evolve(context, tokenizer=tokenizer))
-    state.load_model(checkpoint, built.model)
+    load_weights(checkpoint, built.model)
     return TrainedModel(built.model.eval(), tokenizer, job, manifest["step"], checkpoint, context, built, catalog)
 
 

@@ -181,7 +181,7 @@ def test_options_that_contradict_each_other_are_refused(forge, arguments, messag
 
 
 def test_a_chat_without_a_template_offers_what_works_before_the_model_is_loaded(forge, monkeypatch) -> None:
-    monkeypatch.setattr("forge_core.checkpoint.state.load_model", None)  # would fail
+    monkeypatch.setattr("forge_kit.trained.load_weights", None)  # would fail
     code, _, err = forge("chat", "runs/run")
     assert code == ExitCode.BAD_JOB
     assert "this tokenizer writes no chats" in err
