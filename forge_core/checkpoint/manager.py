@@ -13,8 +13,9 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from attrs import evolve, field, frozen
@@ -24,10 +25,11 @@ from forge_core.checkpoint.ranks import Ranks
 from forge_core.checkpoint.storage import FORMAT, How, find_faults, read_manifest, to_json, write_manifest
 from forge_core.checkpoint.tensors import Staging, TensorWriter
 from forge_core.contracts.errors import CheckpointError
-from forge_core.contracts.runtime import Storage
+from forge_core.contracts.runtime import SpreadStorage, Storage
 from forge_core.job import CheckpointSection, Retention
 from forge_core.parallel.mesh import gather_objects, group_timeout
 
+T = TypeVar("T")
 ADVICE = "Once that is mended, the same command continues from the newest checkpoint"
 
 
@@ -58,16 +60,38 @@ class Checkpoints:
         try:
             # The manifest is written last and the folder renamed after that: a save that dies leaves nothing
             # under the name of a checkpoint
-            folder = self.ranks.on_rank0(lambda: self.storage.begin(step))
+            folder = self._call(lambda: self.storage.begin(step))
             files = self.writer.write(folder, state.tensors, staged, self.ranks)
-            self.ranks.on_rank0(lambda: self._commit(step, folder, files, state.values))
+            if isinstance(storage := self.storage, SpreadStorage):
+                self.ranks.on_each(lambda: storage.publish(step))
+            manifest = {"format": FORMAT, "step": step, "time": time.time(), "files": files, **state.values}
+            self.ranks.on_rank0(lambda: write_manifest(folder, manifest))
+            self._call(lambda: self.storage.commit(step))
         except CheckpointError as error:
             raise self.failure(step, error) from error
+        self.tidy(step)  # after the commit: until then the older ones are all that a crash would leave
         return self.storage.path(step)
+
+    def _call(self, action: Callable[[], T]) -> T:
+        """Call `action` on rank 0, or on each rank of a `SpreadStorage`. Collective."""
+        return (self.ranks.on_each if isinstance(self.storage, SpreadStorage) else self.ranks.on_rank0)(action)
 
     def failure(self, step: int, cause: CheckpointError) -> CheckpointError:
         """The error to raise when `step` could not be saved; removes its unfinished files. Collective."""
-        return CheckpointError(self.ranks.on_rank0(lambda: self._give_up(step, str(cause))))
+        self._call(lambda: self.storage.discard(step))
+        return CheckpointError(self.ranks.on_rank0(lambda: self._describe_failure(step, str(cause))))
+
+    def steps(self) -> list[int]:
+        """Steps that have a committed checkpoint. Collective."""
+        if isinstance(self.storage, SpreadStorage):
+            self.storage.join(lambda value: gather_objects(value, self.ranks.group))
+        # Rank 0 lists the steps for all: a network file system may show the ranks different folders
+        return list(self.ranks.on_rank0(self.storage.steps))
+
+    def close(self) -> None:
+        """The run ends well: wait until the storage has all. Collective."""
+        if isinstance(storage := self.storage, SpreadStorage):
+            self.ranks.on_each(storage.close)
 
     def newest(self) -> tuple[Path, dict[str, Any]] | None:
         """The newest intact checkpoint: its folder and manifest. Collective; all ranks take the same one.
@@ -75,8 +99,7 @@ class Checkpoints:
         Damaged ones are named in a warning and passed over. Raises a `CheckpointError` if none of several is intact.
         """
         faults = []
-        # Rank 0 lists the steps for all: a network file system may show the ranks different folders
-        for step in reversed(self.ranks.on_rank0(self.storage.steps)):
+        for step in reversed(self.steps()):
             path = self.storage.path(step)
             try:
                 return path, verify(path, self.how, self.ranks)
@@ -93,37 +116,33 @@ class Checkpoints:
         return self.retention.to_delete(steps, self._metrics(steps))
 
     def prune(self, intact: int | None = None) -> list[int]:
-        """Delete the checkpoints that retention does not keep; returns their steps. Not collective: for rank 0 alone.
+        """Delete the checkpoints that retention does not keep; returns their steps. Collective.
 
         A step that is known to be `intact` stays whatever retention says. Without one, at least one of those that stay
         must be whole by the sizes of its files.
         """
+        for step in (doomed := self.ranks.on_rank0(lambda: self._doomed(intact))):
+            self._call(partial(self.storage.delete, step))
+        return doomed
+
+    def _doomed(self, intact: int | None) -> list[int]:
         # A newer one may be damaged in a way that sizes do not show: with `keep = 1` it would be all that is left
         doomed = [step for step in self.to_prune() if step != intact]
         staying = [step for step in self.storage.steps() if step not in doomed]
         if doomed and intact not in staying and not any(self._whole(step) for step in reversed(staying)):
             self.warn(f"none of the checkpoints to keep (steps {staying}) is whole, so nothing is deleted")
             return []
-        for step in doomed:
-            self.storage.delete(step)
         return doomed
 
     def tidy(self, intact: int) -> None:
-        """Delete what retention does not keep (see `prune`) and what dead saves have left. For rank 0 alone."""
+        """Delete what retention does not keep (see `prune`) and what dead saves have left. Collective."""
         try:
-            self.storage.clear()
+            self._call(self.storage.clear)
             self.prune(intact)
-        except OSError as error:  # no failed save: the checkpoint itself is committed by now
+        except CheckpointError as error:  # no failed save: the checkpoint itself is committed by now
             self.warn(f"could not delete an old checkpoint: {error}")
 
-    def _commit(self, step: int, folder: Path, files: Mapping[str, Any], values: Mapping[str, Any]) -> None:
-        write_manifest(folder, {"format": FORMAT, "step": step, "time": time.time(), "files": files, **values})
-        self.storage.commit(step)
-        self.tidy(step)  # after the commit: until then the older ones are all that a crash would leave
-
-    def _give_up(self, step: int, fault: str) -> str:
-        """Remove the files of an unfinished checkpoint; returns the message."""
-        self.storage.discard(step)
+    def _describe_failure(self, step: int, fault: str) -> str:
         folder = self.storage.path(step).parent
         steps = self.storage.steps()
         listed = ", ".join(map(str, steps if len(steps) < 8 else [*steps[:3], "…", *steps[-3:]]))
@@ -280,7 +299,7 @@ class Saver:
 
     def tidy(self, intact: int) -> None:
         """Delete what a process that was killed right after saving the step `intact` left undeleted."""
-        self._checkpoints.ranks.on_rank0(lambda: self._checkpoints.tidy(intact))
+        self._checkpoints.tidy(intact)
 
     def abandon(self, error: BaseException) -> None:
         """The run fails with `error`: wait for the background save, which may be good, and note if it failed too."""
@@ -293,6 +312,7 @@ class Saver:
 
     def close(self) -> None:
         """The run ends well. Every save was waited for."""
+        self._checkpoints.close()
         if self._section.async_save:
             self._thread.shutdown()
             dist.destroy_process_group(self._checkpoints.ranks.group)

@@ -57,6 +57,12 @@ class Ranks:
             raise CheckpointError(fault) from cause
         return result
 
+    def on_each(self, action: Callable[[], T]) -> T:
+        """Call `action` on every rank; returns its result on this one, or raises as `on_all`. Collective."""
+        results: list[T] = []
+        self.on_all(lambda: results.append(action()))
+        return results[0]
+
     def on_all(self, action: Callable[[], T]) -> list[T]:
         """Call `action` on every rank; returns all results on rank 0, an empty list elsewhere. Collective.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ from attrs import field, frozen
 
 from forge_core.checkpoint.manager import Checkpoints, verify
 from forge_core.checkpoint.run_diff import Change, collect_provenance, compare_provenance, describe_changes, job_changes
-from forge_core.checkpoint.run_folder import run_folder, storage_of
+from forge_core.checkpoint.run_folder import JOB, run_folder, storage_of
 from forge_core.checkpoint.storage import MANIFEST, How
 from forge_core.contracts.contexts import BuildContext
 from forge_core.contracts.errors import ForgeError, ResumeError
+from forge_core.contracts.runtime import SpreadStorage
 from forge_core.job import Job, Retention
 from forge_core.plugins.catalog import Catalog
 
@@ -80,7 +82,7 @@ def find_checkpoint(resume: str, checkpoints: Checkpoints, how: How) -> tuple[Pa
     Raises a `CheckpointError` if a path leads to none, if there is one though `never`, or if none is intact.
     """
     if resume == "never":
-        if steps := list(checkpoints.storage.steps()):
+        if steps := checkpoints.steps():
             hint = "choose another job.name, delete the folder, or continue it with --resume auto"
             raise ResumeError(f"this run folder has checkpoints already (steps {steps}); {hint}")
         return None
@@ -98,11 +100,23 @@ def locate(path: Path, how: How) -> tuple[Path, dict[str, Any]]:
         CheckpointError: there is none, or it is damaged.
     """
     if (path / MANIFEST).is_file() or re.fullmatch(r"step-\d+", path.name):
-        return path, verify(path, how)
+        return (path := in_storage(path)), verify(path, how)
     newest = Checkpoints(storage_of(path), Retention(), how).newest()
     if newest is None:
         raise ResumeError(f"{path} is neither a checkpoint nor a run folder with checkpoints")
     return newest
+
+
+def in_storage(path: Path) -> Path:
+    """The folder of the checkpoint that `RUN/…/step-N` names, where the run's storage keeps it elsewhere."""
+    run = next((folder for folder in [*path.parents][:2] if (folder / JOB).is_file()), None)
+    with suppress(ForgeError):  # the plugin of the storage may not be installed any more
+        if run is not None and (step := re.fullmatch(r"step-(\d+)", path.name)):
+            storage, number = storage_of(run), int(step[1])
+            # Also if the folder exists: it may be the part of a checkpoint that this machine keeps
+            if (isinstance(storage, SpreadStorage) or not path.exists()) and number in storage.steps():
+                return storage.path(number)
+    return path
 
 
 def check_storage(folder: Path) -> None:

@@ -19,6 +19,7 @@ import attrs
 from forge_core.checkpoint.storage import LocalStorage
 from forge_core.contracts.errors import ForgeError, JobError, Problem
 from forge_core.job import LOCAL_STORAGE
+from forge_core.plugins.catalog import Catalog
 
 if TYPE_CHECKING:
     from forge_core.contracts.data import Tokenizer
@@ -136,10 +137,23 @@ def save_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
 
 def checkpoint_table(folder: Path) -> Mapping[str, Any]:
     """`[checkpoint]` of the resolved job that a run folder keeps; empty before its first start."""
+    return _table(folder, "checkpoint")
+
+
+def _table(folder: Path, name: str) -> Mapping[str, Any]:
     try:
-        return tomllib.loads((folder / JOB).read_text()).get("checkpoint", {})
+        return tomllib.loads((folder / JOB).read_text()).get(name, {})
     except FileNotFoundError:
         return {}
+
+
+def _plugins_build_storage(folder: Path) -> bool:
+    """Whether a plugin of the run has a say in what its storage is; one that is not installed has none."""
+    for table in _table(folder, "plugins").values():
+        with suppress(ForgeError):
+            if "forge_build_storage" in dir(Catalog.installed().load("plugin", table["type"])):
+                return True
+    return False
 
 
 def storage_of(folder: Path) -> Storage:
@@ -149,14 +163,13 @@ def storage_of(folder: Path) -> Storage:
     """
     table = checkpoint_table(folder).get("storage", {})
     # The core's own is opened without the job, whose plugins need not be installed to look at its checkpoints
-    if table.get("type", LOCAL_STORAGE) == LOCAL_STORAGE:
+    if table.get("type", LOCAL_STORAGE) == LOCAL_STORAGE and not _plugins_build_storage(folder):
         return LocalStorage(folder / table.get("folder", "checkpoints"))
     import torch
 
     from forge_core.config.load import parse_job
     from forge_core.contracts.layout import Layout
     from forge_core.parallel.initialise import bare_context
-    from forge_core.plugins.catalog import Catalog
 
     catalog = Catalog.installed()
     job = parse_job((folder / JOB).read_text(), str(folder / JOB), catalog, ("checkpoint", "plugins"))

@@ -19,6 +19,7 @@ from attrs import frozen
 
 from forge_core.contracts.components import StorageComponent
 from forge_core.contracts.errors import CheckpointError
+from forge_core.contracts.runtime import SpreadStorage
 from forge_core.launch.progress_beacon import report_progress
 
 if TYPE_CHECKING:
@@ -180,6 +181,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """
     path = folder / MANIFEST
     try:
+        fetch(folder, [MANIFEST])
         manifest = json.loads(path.read_text())
         if manifest["format"] != FORMAT:
             message = f"format {manifest['format']!r}; this version of forge-run reads {FORMAT}"
@@ -190,6 +192,13 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     except MALFORMED as error:
         raise CheckpointError(f"{path}: {describe_fault(error)}") from error
     return manifest
+
+
+def fetch(folder: Path, names: Sequence[str]) -> None:
+    """Bring files of a checkpoint into its folder, if it is one of a storage that keeps them elsewhere."""
+    if folder in SpreadStorage.opened:
+        storage, step = SpreadStorage.opened[folder]
+        storage.fetch(step, names)
 
 
 def own_file(name: str) -> str:
@@ -214,7 +223,10 @@ def threads() -> int:
 
 def _fault(path: Path, entry: Mapping[str, Any], how: How) -> str:
     try:
-        size = path.stat().st_size
+        storage, step = SpreadStorage.opened.get(path.parent, (None, 0))
+        if how == "full":
+            fetch(path.parent, [path.name])
+        size = storage.size(step, path.name) if storage and how == "sizes" else path.stat().st_size
         if size != entry["size"]:
             return f"{path} has {size} bytes, the manifest says {entry['size']}"
         if how == "full" and _sha256(path) != entry["sha256"]:
@@ -223,6 +235,8 @@ def _fault(path: Path, entry: Mapping[str, Any], how: How) -> str:
         return f"{path} is missing, the manifest says {entry['size']} bytes"
     except OSError as error:
         return f"{path} cannot be read: {error.strerror}"
+    except CheckpointError as error:
+        return str(error)
     return ""
 
 

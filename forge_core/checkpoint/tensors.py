@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from forge_core.checkpoint.ranks import Ranks
-from forge_core.checkpoint.storage import MALFORMED, describe_fault, own_file, threads, write_file
+from forge_core.checkpoint.storage import MALFORMED, describe_fault, fetch, own_file, threads, write_file
 from forge_core.contracts.errors import CheckpointError
 from forge_core.launch.progress_beacon import report_progress
 from forge_core.parallel.mesh import local_part
@@ -124,6 +124,7 @@ def read_index(folder: Path) -> Index:
     """The index, read by this process; a `CheckpointError` says that it is missing, or not of the form written here."""
     path = folder / INDEX
     try:
+        fetch(folder, [INDEX])
         status = path.stat()
         return _read_version(path, (status.st_mtime_ns, status.st_size, status.st_ino))
     except MALFORMED as error:
@@ -207,6 +208,7 @@ def _reads(tensors: Mapping[str, Tensor], index: Index) -> Iterator[Read]:
 def _read_files(folder: Path, reads: Iterable[Read]) -> None:
     """Fill the targets of all reads, each file from its start to its end, as disks read fastest."""
     in_order, done = sorted(reads, key=lambda read: (read.file, read.start)), itertools.count(1)
+    fetch(folder, list(dict.fromkeys(read.file for read in in_order)))
     for name, of_file in itertools.groupby(in_order, key=lambda read: read.file):
         with (folder / name).open("rb") as file:
             for read in of_file:

@@ -82,10 +82,12 @@ def _load_problems(job: Job) -> Iterator[Problem]:
     begun = (Path(job.job.output) / job.job.name / "job.toml").exists()
     for table, load in job.checkpoint.loads.items() if not begun else ():
         path = Path(load.path)
+        if _may_hold_checkpoints(path):
+            continue
         if not path.is_dir():
             hint = did_you_mean(path.name, [sibling.name for sibling in path.parent.glob("*/")])
             yield Problem(f"{table}.path", f"there is no folder {load.path!r}{hint}")
-        elif not _may_hold_checkpoints(path):
+        else:
             what = "neither a checkpoint (it has no manifest.json) nor a run folder with checkpoints"
             yield Problem(f"{table}.path", f"{load.path!r} is {what}")
 
@@ -103,7 +105,8 @@ def _may_hold_checkpoints(path: Path) -> bool:
     if (path / "manifest.json").is_file() or any(path.glob("*/step-*/manifest.json")):
         return True
     # A storage other than the core's may keep them anywhere, which shows when the run starts.
-    job = tomllib.loads((path / "job.toml").read_text()) if (path / "job.toml").is_file() else {}
+    jobs = (folder / "job.toml" for folder in (path, *[*path.parents][:2]))  # of a run, or of one of its checkpoints
+    job = next((tomllib.loads(job.read_text()) for job in jobs if job.is_file()), {})
     return bool(job.get("checkpoint", {}).get("storage", {}).get("type", LOCAL_STORAGE) != LOCAL_STORAGE)
 
 

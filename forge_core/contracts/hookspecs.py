@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from forge_core.contracts.layout import Layout
     from forge_core.contracts.model import Model
     from forge_core.contracts.optimizer import NamedParameters, Schedule
-    from forge_core.contracts.runtime import Logger, LossFunction, ParallelStage
+    from forge_core.contracts.runtime import Logger, LossFunction, ParallelStage, Storage
     from forge_core.job import Job
 
 PROJECT = "forge"
@@ -85,6 +85,10 @@ class ForgeHooks:
         self, component: components.ParallelComponent, context: BuildContext
     ) -> ParallelStage | None:
         """Build one parallel stage, before it is applied to the model."""
+
+    @hookspec(firstresult=True)
+    def forge_build_storage(self, component: components.StorageComponent, context: BuildContext) -> Storage | None:
+        """Build the storage of checkpoints, for the run and for commands that read it; a wrapper may count bytes."""
 
     @hookspec(firstresult=True)
     def forge_build_logger(self, component: components.LoggerComponent, context: BuildContext) -> Logger | None:

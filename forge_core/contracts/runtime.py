@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     import torch
@@ -147,3 +148,46 @@ class Storage(Protocol):
 
     def path(self, step: int) -> Path: ...
     def delete(self, step: int) -> None: ...
+
+
+class SpreadStorage(ABC):
+    """Base of storages whose checkpoints are on no file system of all ranks, but in a bucket or in memory of nodes.
+
+    Its methods and those of `Storage` are called on every rank; an error on one is raised on all. The manifest is in
+    rank 0's folder when `commit` is called. A process that never calls `join` (a command's) reads alone.
+    """
+
+    opened: ClassVar[dict[Path, tuple[SpreadStorage, int]]] = {}
+    """Folders of all checkpoints that this process may read, with storage and step: readers fetch the files first."""
+
+    def path(self, step: int) -> Path:
+        """Returns the folder in which this rank finds the files of a checkpoint that it has written or fetched."""
+        folder = self.folder(step)
+        self.opened[folder] = self, step
+        return folder
+
+    # All of them abstract: one that was misspelt, or forgotten, would be missed only when a machine is lost.
+
+    @abstractmethod
+    def folder(self, step: int) -> Path:
+        """Returns what `path` returns. Ranks of a machine may share it."""
+
+    @abstractmethod
+    def join(self, gather: Callable[[Any], list[Any]]) -> None:
+        """Called before `steps` when ranks start or continue together. `gather` returns a value of every rank."""
+
+    @abstractmethod
+    def publish(self, step: int) -> None:
+        """Put this rank's files, now in the folder of `begin`, where others find them, before any rank commits."""
+
+    @abstractmethod
+    def fetch(self, step: int, names: Sequence[str]) -> None:
+        """Bring files of a checkpoint, intact by the SHA-256 of its manifest, into its folder. Called by any thread."""
+
+    @abstractmethod
+    def size(self, step: int, name: str) -> int:
+        """Returns the bytes of a file of a checkpoint, which need not be fetched; or raises a `FileNotFoundError`."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Finish what is under way in the background: the run ends well, and all is saved."""

@@ -99,11 +99,12 @@ class Row:
     @classmethod
     def of(cls, storage: Storage, step: int, method: How) -> Row:
         path = storage.path(step)
-        size = sum(file.stat().st_size for file in path.iterdir())
         try:
             manifest = read_manifest(path)
         except CheckpointError as error:
-            return cls(step, {}, size, [str(error)])
+            return cls(step, {}, sum(file.stat().st_size for file in path.glob("*")), [str(error)])
+        # By the manifest: this machine may have a part of the files
+        size = (path / MANIFEST).stat().st_size + sum(entry["size"] for entry in manifest["files"].values())
         return cls(step, manifest, size, find_faults(path, manifest, list(manifest["files"]), method))
 
     def cells(self) -> list[str]:
@@ -158,7 +159,7 @@ def _rows(storage: Storage, method: How) -> Iterator[Row]:
     for step in storage.steps():
         with suppress(FileNotFoundError):  # a running job may delete it meanwhile
             row = Row.of(storage, step, method)
-            if storage.path(step).is_dir():
+            if step in storage.steps():
                 yield row
 
 

@@ -99,10 +99,11 @@ def check_path(path: Path, device: str) -> None:
     Raises:
         JobError: there is none.
     """
+    from forge_core.checkpoint.resume import in_storage
     from forge_core.checkpoint.run_folder import storage_of
     from forge_core.checkpoint.storage import MANIFEST
 
-    if not path.exists():
+    if not path.exists() and in_storage(path) == path:
         raise JobError(f"{path}: no such run folder or checkpoint")
     if (path / "config.json").is_file() and not (path / MANIFEST).is_file():
         run = f"runs/{path.absolute().name}"
