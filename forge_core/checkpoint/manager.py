@@ -19,26 +19,17 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 from attrs import evolve, field, frozen
-from torch import Tensor
 
 from forge_core.checkpoint.ranks import Ranks
 from forge_core.checkpoint.storage import FORMAT, How, find_faults, read_manifest, to_json, write_manifest
 from forge_core.checkpoint.tensors import Staging, TensorWriter
 from forge_core.contracts.errors import CheckpointError
-from forge_core.contracts.runtime import SpreadStorage, Storage
+from forge_core.contracts.runtime import SpreadStorage, State, Storage
 from forge_core.job import CheckpointSection, Retention
 from forge_core.parallel.mesh import gather_objects, group_timeout
 
 T = TypeVar("T")
 ADVICE = "Once that is mended, the same command continues from the newest checkpoint"
-
-
-@frozen
-class State:
-    """Contents of a checkpoint: tensors by name, and plain types."""
-
-    tensors: Mapping[str, Tensor]
-    values: Mapping[str, Any]
 
 
 @frozen
@@ -93,13 +84,15 @@ class Checkpoints:
         if isinstance(storage := self.storage, SpreadStorage):
             self.ranks.on_each(storage.close)
 
-    def newest(self) -> tuple[Path, dict[str, Any]] | None:
-        """The newest intact checkpoint: its folder and manifest. Collective; all ranks take the same one.
+    def newest(self, limit: int | None = None) -> tuple[Path, dict[str, Any]] | None:
+        """The newest intact checkpoint, of at most `limit` steps: its folder and manifest. Collective.
 
         Damaged ones are named in a warning and passed over. Raises a `CheckpointError` if none of several is intact.
         """
         faults = []
         for step in reversed(self.steps()):
+            if limit is not None and step > limit:
+                continue
             path = self.storage.path(step)
             try:
                 return path, verify(path, self.how, self.ranks)
@@ -226,6 +219,8 @@ class Saver:
         self._pending: tuple[int, Future[Path]] | None = None
         """The step that a background thread is writing."""
         self.evaluation: Mapping[str, Any] = {}
+        self.ended = ""
+        """Why the run has ended for good, for its last checkpoint."""
         self.saved_step: int | None = None
         self._saved_at = time.monotonic()
         if section.async_save:
@@ -239,6 +234,7 @@ class Saver:
     def continues(self, manifest: Mapping[str, Any]) -> None:
         """Note that the run continues from a checkpoint."""
         self.saved_step, self.evaluation = manifest["step"], manifest["evaluation"]
+        self.ended = manifest.get("ended", "")
 
     def note_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record this evaluation in all checkpoints from now on."""
@@ -323,7 +319,8 @@ class Saver:
         def take() -> str:
             # Metrics go to the disk first: a run that continues from this checkpoint does not make these lines again
             self._before()
-            return to_json({"evaluation": self.evaluation, **state.values})
+            ended = {"ended": self.ended} if self.ended else {}
+            return to_json({"evaluation": self.evaluation, **ended, **state.values})
 
         try:
             return json.loads(self._checkpoints.ranks.on_rank0(take))

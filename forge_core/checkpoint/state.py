@@ -8,23 +8,24 @@ Randomness inside a step is seeded from (seed, step), so no generator's state ne
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from attrs import asdict, define, field
+from attrs import asdict, define, field, frozen
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 
-from forge_core.checkpoint.manager import State
 from forge_core.checkpoint.tensors import Shapes, load_tensors, shared_index
 from forge_core.contracts.components import Plugin, TrainingHook
 from forge_core.contracts.errors import ResumeError
 from forge_core.contracts.model import Model
 from forge_core.contracts.optimizer import HasEvaluationWeights, PlacesState
+from forge_core.contracts.runtime import State
 from forge_core.parallel.initialise import ties
-from forge_core.parallel.mesh import gather_objects
+from forge_core.parallel.mesh import gather_objects, local_part
 
 MODEL = "model."
 """Starts the name of every parameter and persistent buffer in a checkpoint."""
@@ -45,6 +46,8 @@ class Progress:
     skipped_in_a_row: int = 0
     schedule: float | None = None
     """Factor of the schedule for the last update; None before the first."""
+    leave_out_until: int = 0
+    """The data of steps up to this number are passed over, after a roll-back."""
     samples: dict[str, Any] = field(factory=dict)
     """Where the order of samples is (see `SampleOrder.state`); empty before the first."""
 
@@ -89,21 +92,49 @@ def gather_state(
     return State(tensors, {"progress": asdict(progress), "optimizer": saved, "extras": extras})
 
 
+@frozen
+class Source:
+    """Where a state is read from: a checkpoint, or memory."""
+
+    values: Mapping[str, Any]
+    stored: Shapes
+    fill: Callable[[Mapping[str, Tensor]], None]
+    """Fills tensors by name, in place. Collective."""
+
+
+def in_folder(folder: Path, manifest: Mapping[str, Any]) -> Source:
+    """The state in a checkpoint. Collective."""
+    index = shared_index(folder)
+    return Source(manifest, index.shapes, lambda tensors: load_tensors(folder, tensors, index))
+
+
+def in_memory(state: State) -> Source:
+    """The state of which `state` has this rank's part."""
+
+    def fill(tensors: Mapping[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            saved: Any = state.tensors[name]
+            # A hook gets whole tensors back, as from a file, even if it gave parts of them
+            if isinstance(saved, DTensor) and not isinstance(tensor, DTensor):
+                saved = saved.full_tensor()
+            local_part(tensor.detach()).copy_(local_part(saved))
+
+    return Source(state.values, {name: (tensor.shape, tensor.dtype) for name, tensor in state.tensors.items()}, fill)
+
+
 def restore_state(
-    folder: Path,
-    manifest: Mapping[str, Any],
+    source: Source,
     model: Model,
     optimizer: torch.optim.Optimizer,
     own: Mapping[str, TrainingHook | Plugin],
     trained: Collection[str],
 ) -> Progress:
-    """Load a checkpoint into a freshly built run; returns its progress. Collective.
+    """Load a state into a run, whose optimizer has none; returns its progress. Collective.
 
-    Holders whose state the checkpoint lacks are left as they are. `trained` has the names of the
+    Holders whose state the source lacks are left as they are. `trained` has the names of the
     parameters of the whole model, of which `model` may be a part. Raises a `CheckpointError` if the job does not fit.
     """
-    index = shared_index(folder)
-    stored = index.shapes
+    stored, manifest = source.stored, source.values
     slots = _empty_slots(optimizer, stored, trained)
     held = {owner: _empty_held(owner, stored) for owner in own if owner in manifest["extras"]}
     evaluated = _empty_evaluated(optimizer, stored)
@@ -111,7 +142,7 @@ def restore_state(
     tensors |= {f"optimizer.{name}.{slot}": tensor for name, parts in slots.items() for slot, tensor in parts.items()}
     tensors |= {f"{owner}.{name}": tensor for owner, parts in held.items() for name, tensor in parts.items()}
     tensors |= {EVALUATION + name: tensor for name, (_, tensor) in evaluated.items()}
-    load_tensors(folder, tensors, index)
+    source.fill(tensors)
     # Into memory of its own first: to step a fresh optimizer for its state, as torch does, would change the training
     _fill_optimizer(optimizer, slots, manifest["optimizer"])
     # After parameters and state: an optimizer may derive the weights for evaluation from these

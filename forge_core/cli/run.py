@@ -116,6 +116,8 @@ def describe_summary(summary: Summary) -> str:
     numbers = {} if summary.loss is None else {"loss": summary.loss}
     numbers |= {name: value for name, value in summary.evaluation.items() if not name.endswith("tokens")}
     figures = ", ".join(f"{name} {value:.4f}" for name, value in numbers.items())
+    if summary.final:
+        return f"ended for good at step {summary.step} ({summary.stopped}): {figures}\n{summary.folder}"
     if summary.stopped:
         ending = f"stopped at step {summary.step} ({summary.stopped}), everything saved"
         return f"{ending}{': ' if figures else ''}{figures}\nrun the same command to continue\n{summary.folder}"

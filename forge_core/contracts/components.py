@@ -430,6 +430,9 @@ class LoggerComponent(Component["Logger"]):
 class _WithState:
     """A component that is the running object itself, and whose state is saved."""
 
+    rolls_back: ClassVar[bool] = True
+    """Whether its state goes back with weights and optimizer in a roll-back (`StepContext.request_rollback`)."""
+
     def state_dict(self) -> dict[str, Any]:
         """State to save: by default the `field(init=False)` fields."""
         return {f.name: getattr(self, f.name) for f in state_fields(type(self))}
@@ -473,6 +476,9 @@ class TrainingHook(Component, _WithState):
 
     def on_checkpoint_load(self, context: contexts.CheckpointContext) -> None:
         """A checkpoint was restored, before anything else."""
+
+    def on_rollback(self, context: contexts.TrainContext, step: int, reason: str) -> None:
+        """The run went back from `context.step` to the state that it had after `step` steps, for a reason in words."""
 
     def on_train_end(self, context: contexts.TrainContext) -> None:
         """The loop ended without an error, or only its last save failed."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from forge_core.contracts.data import Batch, Dataset, Tokenizer
     from forge_core.contracts.layout import Layout
     from forge_core.contracts.model import Model
-    from forge_core.contracts.runtime import Executor, StepOutput
+    from forge_core.contracts.runtime import Executor, State, StepOutput
     from forge_core.job import Job
 
 
@@ -78,6 +78,40 @@ class BuildContext:
         return attrs.evolve(self, path=path, layer=self.layer if layer is None else layer)
 
 
+class Engine(Protocol):
+    """The part of the run loop that hooks use through their contexts."""
+
+    def seconds(self) -> Mapping[str, float]: ...
+    def take_state(self) -> State: ...
+
+
+@define(kw_only=True)
+class Requests:
+    """Requests of hooks and signals. Ranks may differ until the point of the step where they agree."""
+
+    skip: str = ""
+    """Why this step's update shall be skipped; cleared at each step."""
+    checkpoint: bool = False
+    stop: str = ""
+    final: bool = False
+    """Whether the run shall end for good, and not be continued by the same command."""
+    non_finite: str = ""
+    rollback: Rollback | None = None
+
+
+@frozen(kw_only=True)
+class Rollback:
+    """A request to go back; see `StepContext.request_rollback`."""
+
+    reason: str
+    step: int | None = None
+    """At most so many steps; None: as many as there are."""
+    state: State | None = None
+    leave_out: int = 0
+    with_data: bool = False
+    """Whether progress, data and all hooks go back, too."""
+
+
 @define(kw_only=True)
 class TrainContext:
     """Live references to what is trained."""
@@ -89,17 +123,35 @@ class TrainContext:
     folder: Path | None
     step: int
     """Completed steps."""
+    requests: Requests = field(factory=Requests, repr=False)
+    engine: Engine | None = field(default=None, repr=False)
+    """The run loop; None where a hook is tried without one."""
 
+    @property
+    def seconds(self) -> Mapping[str, float]:
+        """Seconds that this rank has spent in each phase of the run so far, the present one included.
 
-@define(kw_only=True)
-class Requests:
-    """Requests of hooks and signals. Ranks may differ until the point of the step where they agree."""
+        Phases are `data`, `forward and backward` (with waits for other ranks), `optimizer`, `agreement of the ranks`,
+        `evaluation`, `save`, each hook (`hook hooks.ema`), and those before the first step.
+        """
+        return self._engine.seconds()
 
-    skip: str = ""
-    """Why this step's update shall be skipped; cleared at each step."""
-    checkpoint: bool = False
-    stop: str = ""
-    non_finite: str = ""
+    def take_state(self) -> State:
+        """All that a checkpoint holds, copied in memory: this rank's part of each tensor, on its device. Collective."""
+        return self._engine.take_state()
+
+    def put_state(self, state: State) -> None:
+        """Go back, before the next step, to a state that `take_state` returned: progress and data too.
+
+        Every rank asks in the same step, for its own part. Lines of steps that are made again are written again.
+        """
+        self.requests.rollback = Rollback(reason="a state was put back", state=state, with_data=True)
+
+    @property
+    def _engine(self) -> Engine:
+        if self.engine is None:
+            raise ForgeError("this context has no run loop, which keeps seconds and state")
+        return self.engine
 
 
 @define(kw_only=True)
@@ -115,7 +167,6 @@ class StepContext(TrainContext):
     """Whether the update was skipped; None before it, and where only the device knows."""
     may_skip: bool = False
     """Whether some hook of the run declares `may_skip`."""
-    requests: Requests = field(factory=Requests)
     logged: dict[str, Any] = field(factory=dict)
 
     def skip_update(self, reason: str) -> None:
@@ -128,9 +179,28 @@ class StepContext(TrainContext):
         """Save after this step."""
         self.requests.checkpoint = True
 
-    def request_stop(self, reason: str) -> None:
-        """Save after this step and end the run (exit code 75)."""
-        self.requests.stop = reason
+    def request_stop(self, reason: str, final: bool = False) -> None:
+        """Save after this step and end the run: to be continued (exit code 75), or as a `final` one (exit code 0).
+
+        A final end is noted in the checkpoint: the same command then says so and trains no further.
+        """
+        self.requests.stop, self.requests.final = reason, final or self.requests.final
+
+    def request_rollback(self, reason: str, to: int | State | None = None, leave_out: int = 0) -> None:
+        """Go back to an earlier state of model, optimizer, hooks and plugins, while steps, schedules and data go on.
+
+        Hooks that declare `rolls_back = False` keep their own state. The run goes back before the next step, once the
+        ranks have agreed: it is enough that one of them asks, unless `to` is a state, of which each has its own part.
+
+        Args:
+            reason: in words, for the user.
+            to: where to: the newest intact checkpoint (None), the newest of at most so many steps, or a state that
+                `take_state` returned.
+            leave_out: also pass over the data of so many further steps, which then count as skipped (PaLM, Chowdhery et
+                al. 2022, section 5.1, restarted about 100 steps before a spike and skipped 200 to 500 batches).
+        """
+        step, state = (to, None) if to is None or isinstance(to, int) else (None, to)
+        self.requests.rollback = Rollback(reason=reason, step=step, state=state, leave_out=leave_out)
 
     def log(self, name: str, value: float | Tensor) -> None:
         """Add a number to this step's line of metrics. A tensor is a device scalar, the same on every rank."""

@@ -18,7 +18,7 @@ does not return None decides, and the core's own, which comes last, calls `compo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import pluggy
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from forge_core.contracts.layout import Layout
     from forge_core.contracts.model import Model
     from forge_core.contracts.optimizer import NamedParameters, Schedule
-    from forge_core.contracts.runtime import Logger, LossFunction, ParallelStage, Storage
+    from forge_core.contracts.runtime import Executor, Logger, LossFunction, ParallelStage, Storage
     from forge_core.job import Job
 
 PROJECT = "forge"
@@ -85,6 +85,17 @@ class ForgeHooks:
         self, component: components.ParallelComponent, context: BuildContext
     ) -> ParallelStage | None:
         """Build one parallel stage, before it is applied to the model."""
+
+    @hookspec(firstresult=True)
+    def forge_build_executor(
+        self,
+        component: components.ExecutorComponent,
+        context: BuildContext,
+        model: Model,
+        loss: LossFunction,
+        stages: Sequence[ParallelStage],
+    ) -> Executor | None:
+        """Build the executor over the model after all stages. One that a stage brings passes through here, too."""
 
     @hookspec(firstresult=True)
     def forge_build_storage(self, component: components.StorageComponent, context: BuildContext) -> Storage | None:

@@ -8,6 +8,8 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
+from attrs import frozen
+
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
@@ -126,6 +128,14 @@ class Flushes(Protocol):
     def flush(self) -> None:
         """Put all records where they outlive the process. Called before each checkpoint; raising fails the save."""
         # A run that is killed continues from the checkpoint, and does not log the steps before it again.
+
+
+@frozen
+class State:
+    """Contents of a checkpoint: tensors by name, and plain types."""
+
+    tensors: Mapping[str, Tensor]
+    values: Mapping[str, Any]
 
 
 class Storage(Protocol):

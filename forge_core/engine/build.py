@@ -26,7 +26,7 @@ from forge_core.contracts.runtime import Executor, LossFunction, ParallelStage
 from forge_core.data.loader import held_out
 from forge_core.data.packing import WindowPacking
 from forge_core.data.windows import StreamWindows
-from forge_core.engine.executor import SplittingExecutor
+from forge_core.engine.executor import Brought, SplittingExecutor
 from forge_core.engine.groups import Names, Rates, apply_settings, check_groups, check_modes
 from forge_core.engine.hooks import HookRunner, collect_hooks
 from forge_core.job import Job
@@ -261,9 +261,9 @@ def build_executor(job: Job, context: BuildContext, built: BuiltModel, loss: Los
     """The executor of the stage that brings one, else the job's; it receives this rank's part of each micro-batch."""
     model, stages = built.model, built.built_stages
     brought = (stage.executor(model, loss, stages) for stage in stages)
-    executor = next((executor for executor in brought if executor is not None), None)
-    if executor is None:
-        executor = context.build(job.executor, model=model, loss=loss, stages=stages)
+    component = next((Brought(executor=executor) for executor in brought if executor is not None), job.executor)
+    # Through the hooks, whoever brings it: a plugin that wraps executors wraps a pipeline's too
+    executor = context.build(component, model=model, loss=loss, stages=stages)
     # Where a stage divides sequences, the executor alone sees this rank's part: hooks and evaluations see whole ones.
     splits = [stage.split for stage in stages if type(stage).split is not ParallelStage.split]
     if not splits:

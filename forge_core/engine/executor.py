@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import TYPE_CHECKING
 
-from attrs import frozen
+from attrs import field, frozen
 
 from forge_core.contracts.components import ExecutorComponent
 from forge_core.contracts.runtime import StepOutput
@@ -29,6 +29,18 @@ class Plain(ExecutorComponent):
         self, context: BuildContext, model: Model, loss: LossFunction, stages: Sequence[ParallelStage]
     ) -> Executor:
         return PlainExecutor(model, loss, stages)
+
+
+@frozen(kw_only=True)
+class Brought(ExecutorComponent):
+    """The executor that a stage brings."""
+
+    executor: Executor = field(repr=False)
+
+    def build(
+        self, context: BuildContext, model: Model, loss: LossFunction, stages: Sequence[ParallelStage]
+    ) -> Executor:
+        return self.executor
 
 
 class PlainExecutor:

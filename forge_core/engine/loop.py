@@ -12,25 +12,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from attrs import asdict, evolve
 
 from forge_core.checkpoint.manager import Checkpoints, Saver
-from forge_core.checkpoint.resume import Start
+from forge_core.checkpoint.resume import FLAG, Start
 from forge_core.checkpoint.run_diff import collect_provenance
 from forge_core.checkpoint.state import Progress
-from forge_core.contracts.contexts import CheckpointContext, Requests, StepContext, TrainContext
+from forge_core.contracts.contexts import CheckpointContext, Requests, Rollback, StepContext, TrainContext
 from forge_core.contracts.data import Batch
 from forge_core.contracts.errors import CheckpointError, ForgeError, NonFiniteError, memory_words
+from forge_core.contracts.runtime import State
 from forge_core.data.loader import TrainLoader
 from forge_core.engine.build import Run
 from forge_core.engine.evaluation import evaluate
 from forge_core.engine.hooks import named
 from forge_core.engine.reporting import Recorder, announce
-from forge_core.engine.run_state import restore, snapshot
+from forge_core.engine.run_state import go_back, restore, snapshot, taken
 from forge_core.engine.step import Stepper, agreed_reason
 from forge_core.job import TrainSection
 from forge_core.launch.rank_process import this_process
 from forge_core.parallel.layout import micro_batches
-from forge_core.parallel.mesh import any_rank
+from forge_core.parallel.mesh import any_rank, gather_objects
 
 
 class Loop:
@@ -40,12 +42,12 @@ class Loop:
         self, run: Run, checkpoints: Checkpoints, start: Start, stack: ExitStack, echo: Callable[[str], object]
     ) -> None:
         self._run, self._job, self._hooks, self._beacon, self._echo = run, run.job, run.hooks, run.hooks.beacon, echo
-        self.requests = Requests()
+        self.requests, self._checkpoints = Requests(), checkpoints
         self._stepper = Stepper(run)
         self._provenance = collect_provenance(run.job, run.context.plugins.catalog, run.context.tokenizer)
         self.progress = restore(start, run, self._provenance, echo)
         self._loader = TrainLoader(run.job, run.datasets, run.context, self.progress)
-        stack.callback(self._loader.close)
+        stack.callback(self._close_loader)
         # Before the loggers write: what a person reads first is what will run.
         announce(run, self._stepper, self._provenance, echo)
         follow = partial(follow_non_finite, run.job.train, self.progress, self.requests)
@@ -54,6 +56,11 @@ class Loop:
         if start.checkpoint is not None:
             self._saver.continues(start.manifest)
             self.recorder.last_evaluation = self._saver.evaluation.get("metrics", {})
+        if start.with_changes:
+            self._saver.ended = ""
+        elif ended := self._saver.ended:
+            self.requests.stop, self.requests.final = ended, True
+            echo(f"the run was ended for good: {ended}; to train on all the same, run the same command with {FLAG}")
         self._agreement = Agreement(run, self.requests, self._saver)
 
     def run(self) -> None:
@@ -68,10 +75,10 @@ class Loop:
 
     def _train(self) -> None:
         self._begin()
-        self._agreement.reach()  # a signal may have come since the start
+        self._agree()  # a signal may have come since the start
         while self.progress.step < self._job.train.steps and not self._agreement.ends_run:
-            self._step()
-            save = self._agreement.reach()
+            self._step() if self.progress.step >= self.progress.leave_out_until else self._pass_over()
+            save = self._agree()
             if self._job.eval.interval and self.progress.step % self._job.eval.interval == 0:
                 self._evaluate()
             # After the evaluation: the save then has what hooks learnt from it. The last step is saved at the end.
@@ -96,7 +103,7 @@ class Loop:
         self._hooks("on_step_begin", context)
         self._beacon.enter("forward and backward")
         rate = self._run.rates.apply(progress.step, progress.tokens)
-        context.output, sums = self._stepper.gradients(batches, progress.step)
+        context.output, sums = self._stepper.gradients(batches, progress.step, self._loader.waited)
         context.grad_norm = self._stepper.norm()
         self._hooks("on_gradients", context)  # complete ones, before clipping hides their size
         self._beacon.enter("optimizer")
@@ -106,9 +113,44 @@ class Loop:
         if self.requests.skip:
             self._echo(f"step {progress.step}: update skipped: {self.requests.skip}")
         self._hooks("on_step_end", context)
-        self.recorder.step(context, progress.tokens, rate, self._loader.waited, sums, skipped)
+        self.recorder.step(context, progress.tokens, rate, sums, skipped)
         if self._job.train.gc_interval and progress.step % self._job.train.gc_interval == 0:
             gc.collect(1)  # not the oldest generation, which holds the model: it costs most and frees nothing
+
+    def _pass_over(self) -> None:
+        """Use up the data of a step without training on it."""
+        self._beacon.enter("data", self.progress.step + 1)
+        self._loader.next_step()
+        self.progress.step += 1
+        self.progress.skipped += 1
+
+    def _agree(self) -> bool:
+        """Agree on requests, go back if that is one, and return whether to save."""
+        save = self._agreement.reach()
+        if self.requests.rollback is not None:
+            self._go_back(self.requests.rollback)
+        return save
+
+    def _go_back(self, rollback: Rollback) -> None:
+        self._beacon.enter("going back")
+        self.recorder.flush()
+        self._saver.settle()  # it may be writing the checkpoint to go back to
+        before, step = go_back(rollback, self._run, self._checkpoints), self.progress.step
+        # Only now, as flushed lines may have asked for the end of a run that is finite again
+        self.requests.rollback, self.requests.non_finite, self.progress.skipped_in_a_row = None, "", 0
+        self.progress.leave_out_until = step + rollback.leave_out
+        text = f"step {step}: went back to the state of step {before.step}: {rollback.reason}"
+        if rollback.leave_out:
+            text += f"; the data of steps {step + 1} to {step + rollback.leave_out} are left out"
+        self._echo(text)
+        if rollback.with_data:
+            for name, value in asdict(before).items():
+                setattr(self.progress, name, value)
+            self._loader.close()
+            self._loader = TrainLoader(self._job, self._run.datasets, self._run.context, self.progress)
+            self._saver.saved_step = None
+        self._hooks("on_rollback", TrainContext(**self._references(), step=step), before.step, rollback.reason)
+        self.recorder.clock.restart()
 
     def _evaluate(self) -> None:
         self._beacon.enter("evaluation")
@@ -141,7 +183,8 @@ class Loop:
 
     def _save_at_end(self) -> None:
         self._saver.settle()
-        if self._saver.saved_step == self.progress.step:
+        before, self._saver.ended = self._saver.ended, self.requests.stop if self.requests.final else ""
+        if self._saver.saved_step == self.progress.step and self._saver.ended == before:
             self._saver.tidy(self.progress.step)
             return
         try:
@@ -158,15 +201,28 @@ class Loop:
         self._saver.abandon(error)
 
     def _saved(self, step: int, path: Path) -> None:
-        self._hooks("on_checkpoint_save", CheckpointContext(**self._run.references, step=step, path=path))
+        self._hooks("on_checkpoint_save", CheckpointContext(**self._references(), step=step, path=path))
 
     def _context(self) -> TrainContext:
-        return TrainContext(**self._run.references, step=self.progress.step)
+        return TrainContext(**self._references(), step=self.progress.step)
+
+    def _close_loader(self) -> None:
+        self._loader.close()  # not a method of the first loader: a run that went back has another
 
     def _step_context(self, step: int, batches: Sequence[Batch] = ()) -> StepContext:
         requests, may_skip = self.requests, self._hooks.may_skip
         requests.skip = ""  # is asked for in each step anew, unlike the others, which stay until ranks agree on them
-        return StepContext(**self._run.references, step=step, batches=batches, may_skip=may_skip, requests=requests)
+        return StepContext(**self._references(), step=step, batches=batches, may_skip=may_skip)
+
+    def _references(self) -> dict[str, Any]:
+        return {**self._run.references, "requests": self.requests, "engine": self}
+
+    def seconds(self) -> Mapping[str, float]:
+        return self._beacon.seconds()
+
+    def take_state(self) -> State:
+        self.progress.samples = self._loader.state()
+        return taken(snapshot(self._run, self.progress, self._provenance))
 
 
 def _in_words(run: Run, error: BaseException) -> BaseException:
@@ -240,16 +296,29 @@ class Agreement:
         self._beacon.enter("agreement of the ranks")
         requests, saver = self._requests, self._saver
         asked = [bool(requests.stop), requests.checkpoint or saver.overdue, bool(requests.non_finite), saver.writing]
-        stop, checkpoint, non_finite, writing = asked if self._alone else any_rank(asked)
+        asked += [requests.final, requests.rollback is not None]
+        stop, checkpoint, non_finite, writing, final, rollback = asked if self._alone else any_rank(asked)
         # Texts travel only in the step in which ranks have agreed that there is one: other steps cost four flags.
         if stop:
             requests.stop = agreed_reason(requests.stop)
         if non_finite:
             requests.non_finite = agreed_reason(requests.non_finite)
-        self._agreed_to_end = stop or non_finite
+        if rollback:
+            requests.rollback = _agreed_rollback(requests.rollback)
+        requests.final = final
+        self._agreed_to_end = stop or (non_finite and not rollback)
         if not writing:  # on any rank: only now is a checkpoint that was written in the background whole
             self._saver.settle()
         return checkpoint
+
+
+def _agreed_rollback(own: Rollback | None) -> Rollback:
+    """The request of the first rank that has one; a state in memory is each rank's own. Collective."""
+    every = gather_objects((evolve(own, state=None), own.state is not None) if own else (None, False))
+    if len({has_state for _, has_state in every}) > 1:
+        raise ForgeError("some ranks go back to a state in memory and others do not: each must ask for its own part")
+    first = next(request for request, _ in every if request is not None)
+    return evolve(first, state=own.state if own else None)
 
 
 def follow_non_finite(train: TrainSection, progress: Progress, requests: Requests, record: Mapping[str, Any]) -> None:

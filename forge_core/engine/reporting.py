@@ -28,7 +28,7 @@ from forge_core.contracts.runtime import Flushes, Logger
 from forge_core.data.order import expected_draws, limits, phase_shares, sizes_of
 from forge_core.engine.build import Run
 from forge_core.engine.hooks import named
-from forge_core.engine.step import ABSENT, SOURCE_LOSS, Stepper, Sums, metrics
+from forge_core.engine.step import ABSENT, SOURCE_LOSS, WAITED, Stepper, Sums, metrics
 from forge_core.metrics.flops import peak_flops
 from forge_core.parallel.layout import micro_batches
 from forge_core.parallel.mesh import global_rank
@@ -167,10 +167,8 @@ class Recorder:
         self.last_loss: float | None = None
         self.last_evaluation: Mapping[str, float] = {}
 
-    def step(
-        self, context: StepContext, tokens: int, rate: float, waited: float, sums: Sums, skipped: Tensor | None
-    ) -> None:
-        """Queue the line of a step: `tokens` fed since the run began, seconds `waited`, `skipped` on the device."""
+    def step(self, context: StepContext, tokens: int, rate: float, sums: Sums, skipped: Tensor | None) -> None:
+        """Queue the line of a step: `tokens` fed since the run began, `skipped` on the device."""
         assert context.grad_norm is not None
         scalars = metrics(sums, self._source_names)
         if not self._counts_interval or context.step % self._counts_interval:
@@ -180,8 +178,9 @@ class Recorder:
         if skipped is not None:
             scalars["skipped"] = skipped
         seconds, speed = self.clock.tick(self._tokens)
+        scalars["data_wait"] = (sums[WAITED] / seconds).clamp(max=1)
         record: dict[str, Any] = {"step": context.step, "lr": rate, "tokens": tokens, "tokens_per_second": speed}
-        record |= {"step_seconds": seconds, "data_wait": min(waited / seconds, 1.0)}
+        record |= {"step_seconds": seconds, "time": time.time()}
         flops = scalars.get("flops_per_token", self._flops)  # as the model counted, else as it states them
         used = {"mfu": speed * flops / self._peak} if self._peak and flops is not None else {}
         used |= {"skipped": 1.0} if context.skipped else {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import combinations
@@ -11,17 +12,28 @@ from typing import Any
 from attrs import frozen
 from torch import Size
 
-from forge_core.checkpoint.manager import State
+from forge_core.checkpoint.manager import Checkpoints
 from forge_core.checkpoint.resume import FLAG, Start
 from forge_core.checkpoint.run_diff import check_tokenizer, describe_changes
 from forge_core.checkpoint.run_folder import JOB
-from forge_core.checkpoint.state import Progress, evaluated_names, gather_state, holders, model_tensors, restore_state
+from forge_core.checkpoint.state import (
+    Progress,
+    evaluated_names,
+    gather_state,
+    holders,
+    in_folder,
+    in_memory,
+    model_tensors,
+    restore_state,
+)
+from forge_core.checkpoint.storage import to_json
 from forge_core.checkpoint.tensors import Index, load_tensors, shared_index
 from forge_core.config.load import dump_job
 from forge_core.config.mixture import source_names
 from forge_core.contracts.components import Plugin, TrainingHook, state_fields
-from forge_core.contracts.contexts import CheckpointContext
-from forge_core.contracts.errors import SHOWN, JobError, Problem, ResumeError, did_you_mean, listed
+from forge_core.contracts.contexts import CheckpointContext, Rollback
+from forge_core.contracts.errors import SHOWN, CheckpointError, JobError, Problem, ResumeError, did_you_mean, listed
+from forge_core.contracts.runtime import State
 from forge_core.data.loader import identities_of
 from forge_core.data.order import sizes_of, source_changes
 from forge_core.engine.build import Outline, Run
@@ -54,7 +66,8 @@ def restore(start: Start, run: Run, provenance: Mapping[str, Any], echo: Callabl
     own = holders(run.hooks.hooks, run.context.plugins.active)
     notes = [*_check_extras(start, own), *_check_sources(start, run)]
     manifest = {**start.manifest, "extras": start.extras}
-    progress = restore_state(start.checkpoint, manifest, run.model, run.optimizer, own, run.outline.sizes)
+    source = in_folder(start.checkpoint, manifest)
+    progress = restore_state(source, run.model, run.optimizer, own, run.outline.sizes)
     run.hooks("on_checkpoint_load", CheckpointContext(**run.references, step=progress.step, path=start.checkpoint))
     lines = [f"continuing from {start.checkpoint}, step {progress.step}"]
     lines += [f"changed since then:\n{describe_changes(start.changes)}"] if start.changes else []
@@ -62,6 +75,32 @@ def restore(start: Start, run: Run, provenance: Mapping[str, Any], echo: Callabl
         lines.append("[checkpoint.load] has no effect: it is for a run that has no checkpoint yet")
     echo("\n".join([*lines, *notes, *_check_schedule(progress, run.rates)]))
     return progress
+
+
+def taken(state: State) -> State:
+    """A copy of a state, which training does not change: this rank's part of each tensor, on its device."""
+    # By way of the text that a checkpoint has: what is put back is what a run that continues would have found
+    values = json.loads(to_json(state.values))
+    return State({name: tensor.detach().clone() for name, tensor in state.tensors.items()}, values)
+
+
+def go_back(rollback: Rollback, run: Run, checkpoints: Checkpoints) -> Progress:
+    """Give a run between two steps an earlier state; returns the progress that it had then. Collective.
+
+    Raises a `CheckpointError` if there is no checkpoint to go back to.
+    """
+    if rollback.state is not None:
+        source = in_memory(rollback.state)
+    elif found := checkpoints.newest(rollback.step):
+        source = in_folder(*found)
+    else:
+        before = "" if rollback.step is None else f" of at most {rollback.step} steps"
+        hint = "checkpoint.at_start = true saves one before the first step"
+        raise CheckpointError(f"cannot go back ({rollback.reason}): there is no checkpoint{before}; {hint}")
+    own = holders(run.hooks.hooks, run.context.plugins.active)
+    own = {name: holder for name, holder in own.items() if holder.rolls_back or rollback.with_data}
+    run.optimizer.state.clear()  # of parameters that had none then, which the source does not name
+    return restore_state(source, run.model, run.optimizer, own, run.outline.sizes)
 
 
 def _check_extras(start: Start, own: Mapping[str, TrainingHook | Plugin]) -> Iterator[str]:

@@ -29,6 +29,9 @@ AUXILIARY = "auxiliary:"
 SOURCE_LOSS = "loss/source/"
 """Prefix of a source's name. Not `loss/` alone, which prefixes the terms of a loss: a source may have any name."""
 
+WAITED = "waited"
+"""Name, among the reduced sums, of the seconds that the slowest rank waited for the data of the step."""
+
 ABSENT = -math.inf
 """The loss of a source without a valid token in a step, which only the device knows. The line leaves it out."""
 
@@ -70,20 +73,23 @@ class Stepper:
         reason = "a hook may skip it" if self._run.hooks.may_skip else f'non_finite = "{self._job.train.non_finite}"'
         return f"one, to decide on the update ({reason})"
 
-    def gradients(self, batches: Sequence[Batch], step: int) -> tuple[StepOutput, Sums]:
-        """Gradients of the whole step, complete on every rank; also the reduced sums that metrics are made of."""
+    def gradients(self, batches: Sequence[Batch], step: int, waited: float = 0.0) -> tuple[StepOutput, Sums]:
+        """Gradients of the whole step, complete on every rank; also the reduced sums that metrics are made of.
+
+        This rank has `waited` so many seconds for the batches.
+        """
         # Before anything draws: dropout then depends on nothing earlier, and no generator is part of a checkpoint.
         seed_step(self._job.job.seed, step, self._part, self._run.context.device)
         batches = self._with_draws(batches, step)
         # Before the first forward pass: each loss is divided by the global count before its backward pass, so that
         # every reduction of gradients is a plain sum, and micro-batches weigh by their tokens under every layout.
-        tokens = self._valid_tokens(batches)
+        tokens, longest_wait = self._facts_of_step(batches, waited)
         auxiliary = self._run.context.auxiliary
         auxiliary.begin_step(tokens, self._job.train.global_batch_size, self._micro_batches)
         dtype = torch.float64 if self._run.context.dtype == torch.float64 else torch.float32
         # Clamped: a step whose labels are all ignored has gradients of 0 and not of NaN.
         output = self._run.executor.train_step(batches, tokens.clamp(min=1).to(dtype))
-        sums = self._reduce(output, batches, auxiliary.totals())
+        sums = {**self._reduce(output, batches, auxiliary.totals()), WAITED: longest_wait}
         auxiliary.end_step({name: value for name, value in sums.items() if isinstance(name, Count)})
         # Last stage first, as the backward pass goes. In a pipeline, `fsdp`, applied last, makes the sharded gradients
         # only here; `tp` and `pp`, applied before it, sum these over their own ranks and must find them.
@@ -143,10 +149,16 @@ class Stepper:
         for module in self._changing:
             module.after_update()
 
-    def _valid_tokens(self, batches: Sequence[Batch]) -> Tensor:
+    def _facts_of_step(self, batches: Sequence[Batch], waited: float) -> tuple[Tensor, Tensor]:
+        """The valid tokens of the global batch, and the longest wait for its data, by one collective."""
         counts = [(batch["labels"] != IGNORED_LABEL).sum() for batch in batches]
+        # A place for each rank, so that the sum over ranks has all their waits; counts are exact up to 2^53
+        ranks = self._run.context.layout.data_parallel
+        facts = torch.zeros(1 + ranks, dtype=torch.float64, device=self._run.context.device)
+        facts[0], facts[1 + self._sample_rank] = torch.stack(counts).sum(), waited
         # Over samples and not tokens: sequences are still whole here, and `cp` ranks have the same ones.
-        return mesh.all_reduce_samples(torch.stack(counts).sum(), self._mesh)
+        mesh.all_reduce_samples(facts, self._mesh)
+        return facts[0].long(), facts[1:].max()
 
     def _reduce(self, output: StepOutput, batches: Sequence[Batch], attached: Sums) -> Sums:
         """One collective, as many would cost their latency: loss, counts, losses by source, what modules attached."""

@@ -45,6 +45,8 @@ class Summary:
     folder: Path
     stopped: str
     """Why the run ended before its last step; empty if it did not."""
+    final: bool = False
+    """Whether that end is for good (`StepContext.request_stop`)."""
 
     def metrics(self) -> Any:
         """The rows of all steps of the run, those before a resume included: a `forge_kit.metrics.Metrics`."""
@@ -52,7 +54,7 @@ class Summary:
 
     @property
     def exit_code(self) -> ExitCode:
-        return ExitCode.STOPPED if self.stopped else ExitCode.FINISHED
+        return ExitCode.STOPPED if self.stopped and not self.final else ExitCode.FINISHED
 
 
 class Trainer:
@@ -126,7 +128,8 @@ class Trainer:
         step, recorder = loop.progress.step, loop.recorder
         stopped = loop.requests.stop if step < self.job.train.steps else ""
         loss, evaluation = recorder.last_loss, recorder.last_evaluation
-        return Summary(step=step, loss=loss, evaluation=evaluation, folder=folder, stopped=stopped)
+        final = bool(stopped) and loop.requests.final
+        return Summary(step=step, loss=loss, evaluation=evaluation, folder=folder, stopped=stopped, final=final)
 
     def _check(self) -> None:
         # Not once more what `load_job` has checked: each check builds the model on the meta device, on every rank.

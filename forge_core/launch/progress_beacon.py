@@ -34,16 +34,25 @@ class ProgressBeacon:
 
     def __init__(self) -> None:
         self.position = Position(0, 0, "start-up")
+        self._spent: dict[str, float] = {}
+        self._entered = time.perf_counter()
 
     def enter(self, phase: str, step: int | None = None) -> None:
         """Note that a phase of a step begins, by default of the same step as the phase before."""
-        before = self.position
+        before, now = self.position, time.perf_counter()
+        kind = _kind(before.phase)
+        self._spent[kind], self._entered = self._spent.get(kind, 0.0) + now - self._entered, now
         # A new object in one assignment: the watchdog's thread reads it at any time, without a lock
         self.position = Position(before.count + 1, before.step if step is None else step, phase)
-        name = phase.partition(",")[0]  # batches of an evaluation are one phase to users
+        name = _kind(phase)
         if name != ProgressBeacon.phase:
             ProgressBeacon.phase, ProgressBeacon.since = name, time.monotonic()
             ProgressBeacon.detail, ProgressBeacon.done, ProgressBeacon.total = "", 0.0, 0.0
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds of this rank in each kind of phase so far, the present one included."""
+        present = _kind(self.position.phase)
+        return {**self._spent, present: self._spent.get(present, 0.0) + time.perf_counter() - self._entered}
 
     @classmethod
     def describe(cls) -> str:
@@ -53,6 +62,11 @@ class ProgressBeacon:
         subject, passed = ": ".join(filter(None, [cls.phase, cls.detail])), f"{clock(elapsed)} so far"
         left = f"{share:.0%}, {passed}, {clock(elapsed / share - elapsed)} left" if share else passed
         return f"{subject}, {left}"
+
+
+def _kind(phase: str) -> str:
+    """The name of a phase: batches of an evaluation, and events of a hook, are one phase to users."""
+    return phase.partition(",")[0]
 
 
 def clock(seconds: float) -> str:
