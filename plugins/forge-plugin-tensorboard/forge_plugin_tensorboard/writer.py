@@ -27,8 +27,8 @@ class TensorBoardLogger:
 
     def log(self, record: Mapping[str, Any]) -> None:
         for name, value in record.items():
-            if name != "step" and isinstance(value, Real):
-                self._writer.add_scalar(_tag(name), value, record["step"])
+            if name not in ("step", "time") and isinstance(value, Real):
+                self._writer.add_scalar(_tag(name), value, record["step"], walltime=record.get("time"))
         if record["step"] % self._picture_interval == 0:
             for name, rows in record.get("counts", {}).items():
                 self._writer.add_image(name, heat_map(rows), record["step"], dataformats="HW")
