@@ -58,7 +58,9 @@ RUN_ALL = (
 TRAINS = re.compile(r"forge-run \S+\.toml$")
 """Such a command is run in this process: a new one would spend most of its time on importing torch."""
 
-LOOKS = re.compile(r"forge-run (check|explain|plan|new-plugin|plugins|schema|--help|--version)\b")
+LOOKS = re.compile(
+    r"forge-run (check|explain|plan|new-plugin|plugins|schema|submit(?=.* --dry-run)|--help|--version)\b"
+)
 """Commands that take a moment, or half a minute, and change nothing but that they write new files."""
 
 FENCE = re.compile(r'^```(?P<language>\w+)(?: title="(?P<title>[^"]+)")?\n(?P<text>.*?)^```$', re.MULTILINE | re.DOTALL)

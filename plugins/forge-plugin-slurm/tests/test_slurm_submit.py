@@ -1,0 +1,241 @@
+"""`forge-run submit` where there is no SLURM: what it refuses, and the scripts that it writes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from forge_core.cli import main
+from forge_plugin_slurm.records import Attempt, append_attempt, read_attempts
+
+JOB = """
+[job]
+name = "NAME"
+[train]
+steps = 10
+global_batch_size = 16
+seq_len = 16
+[model]
+type = "forge_testing:TinyModel"
+[optimizer]
+type = "forge_testing:TinyAdamW"
+[[data.sources]]
+type = "forge_testing:Numbers"
+"""
+CLUSTER = """
+[submit]
+partition = "gpu"
+account = "physics"
+time = "12:00:00"
+gpus_per_node = 8
+cpus_per_task = 12
+exclude = ["gpu07"]
+max_idle_restarts = 2
+requeue = ["preempted", "time"]
+setup = ["module load cuda"]
+srun = ["--mpi=none"]
+[submit.sbatch]
+qos = "high"
+exclusive = true
+"""
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def submit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """`forge-run submit` in a folder with a job and a cluster file, and stand-ins for SLURM's commands in `bin`."""
+    (tmp_path / "job.toml").write_text(JOB.replace("NAME", "long"))
+    (tmp_path / "cluster.toml").write_text(CLUSTER)
+    (tmp_path / "bin").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+
+    def run(*words: str) -> tuple[int, str, str]:
+        code = main(["submit", *words])
+        return (code, *capsys.readouterr())
+
+    return run
+
+
+def program(name: str, text: str) -> None:
+    path = Path("bin") / name
+    path.write_text(f"#!/bin/bash\n{text}\n")
+    path.chmod(0o755)
+
+
+def directives(script: str) -> list[str]:
+    return [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH")]
+
+
+def test_the_script_has_what_the_cluster_file_the_options_and_sbatch_say(submit: Run) -> None:
+    code, script, _ = submit("job.toml", "--preset=cluster.toml", "--nodes=2", "--dry-run", "--", "--mem=0")
+    assert code == 0
+    assert not Path("runs").exists()
+    here = Path.cwd()
+    assert directives(script) == [
+        "--job-name=long",
+        f"--output={here}/runs/long/slurm/%j.log",
+        f"--chdir={here}",
+        "--nodes=2",
+        "--ntasks-per-node=8",
+        "--gpus-per-node=8",
+        "--cpus-per-task=12",
+        "--partition=gpu",
+        "--account=physics",
+        "--time=12:00:00",
+        "--exclude=gpu07",
+        "--requeue",
+        "--open-mode=append",
+        "--qos=high",
+        "--exclusive",
+        "--mem=0",
+    ]
+    setup, *command = [line for line in script.splitlines() if line and not line.startswith("#")]
+    assert setup == "module load cuda"
+    assert "--max-idle-restarts=2 --requeue=preempted,time --" in command[0]
+    assert command[1].split() == [
+        "srun",
+        "--kill-on-bad-exit=0",
+        "--wait=300",
+        "--cpus-per-task=12",
+        "--mpi=none",
+        "\\",
+    ]
+    assert command[2].endswith("-m forge_core run job.toml --hooks.slurm.type=forge-plugin-slurm/slurm")
+    subprocess.run(["/bin/bash", "-n"], input=script, text=True, check=True)
+
+
+def test_an_option_is_over_the_cluster_file_and_the_users_own_hook_stays(submit: Run) -> None:
+    options = ("--preset=cluster.toml", "--time=1-00", "--gpus-per-node=4", "--hooks.slurm.margin_s=300", "--dry-run")
+    _, script, _ = submit("job.toml", *options)
+    assert {"--time=1-00", "--ntasks-per-node=4"} <= set(directives(script))
+    assert script.endswith("run job.toml --hooks.slurm.margin_s=300\n")
+
+
+def test_every_mistake_is_named_before_anything_is_queued(submit: Run) -> None:
+    program("sbatch", ": > queued; echo 17")
+    Path("cluster.toml").write_text(CLUSTER.replace("partition", "partiton").replace('"time"]', '"tme"]'))
+    code, _, err = submit("job.toml", "--preset=cluster.toml", "--nodes=3", "--train.stps=3", "--time=1:0:0:0")
+    assert code == 2
+    assert "cluster.toml:3: submit.partiton: unknown key; did you mean 'partition'?" in err
+    assert "submit.requeue" in err
+    assert "tme" in err
+    assert "--time=1:0:0:0" in err.replace("'", "").replace('"', "")
+    assert "--train.stps=3: train.stps: unknown key; did you mean 'steps'?" in err
+    assert not Path("queued").exists()
+    assert not Path("runs").exists()
+
+
+def test_the_job_is_checked_with_the_ranks_of_the_allocation(submit: Run) -> None:
+    code, _, err = submit("job.toml", "--nodes=3", "--dry-run")
+    assert code == 2
+    assert "train.global_batch_size" in err
+    assert submit("job.toml", "--nodes=4", "--dry-run")[0] == 0
+
+
+REFUSED = {
+    "no time beside the margin": (["--time=1"], "submit.time: '1' is 60 s, and the run stops 60 s before its end"),
+    "an option with a key of its own": (["--", "--nodes=2"], "-- --nodes=2: write --nodes before the --"),
+    "an option of ours": (["--", "-J", "--open-mode=truncate"], "-- -J: forge-run submit sets it itself"),
+    "another hook of that name": (["--hooks.slurm.type=./hook.py:Other"], "hooks.slurm: is another type of hook"),
+    "no SLURM": ([], "sbatch is not on the PATH"),
+}
+
+
+@pytest.mark.parametrize(("words", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_work_is_refused(submit: Run, words: list[str], message: str) -> None:
+    Path("hook.py").write_text("from forge_core import TrainingHook\nclass Other(TrainingHook): pass\n")
+    code, _, err = submit("job.toml", *words)
+    assert (code, message in err) == (2, True), err
+    assert not Path("runs").exists()
+
+
+def test_slurms_own_refusal_is_shown_and_leaves_nothing(submit: Run) -> None:
+    program("sbatch", 'echo "sbatch: error: invalid partition specified: gpu" >&2; exit 1')
+    code, _, err = submit("job.toml", "--preset=cluster.toml")
+    assert (code, "SLURM took nothing: sbatch: error: invalid partition specified: gpu" in err) == (2, True)
+    assert not Path("runs").exists()
+
+
+def test_a_run_that_is_queued_is_not_queued_twice(submit: Run) -> None:
+    program("sbatch", "echo 17")
+    program("squeue", "echo 'PENDING|Priority|'")
+    code, out, _ = submit("job.toml", "--nodes=2")
+    assert code == 0
+    assert out.startswith("long: job 17, 2 ranks on 2 nodes\n  look at it:  forge-run submit --status runs/long\n")
+    code, _, err = submit("job.toml", "--nodes=2")
+    assert code == 2
+    assert "job.name: runs/long is queued already, as job 17: PENDING (Priority); `scancel 17` first" in err
+
+
+def test_an_array_has_one_task_for_each_job(submit: Run) -> None:
+    program("sbatch", "echo 17")
+    Path("jobs").mkdir()
+    for name in "ab":
+        Path(f"jobs/{name}.toml").write_text(JOB.replace("NAME", name))
+    code, out, _ = submit("--array=jobs/*.toml", "--at-once=1", "--train.steps=5")
+    assert code == 0
+    assert "a: job 17_0, 1 rank on 1 node" in out
+    script = Path("runs/a-array.sh").read_text()
+    assert "--array=0-1%1" in directives(script)
+    subprocess.run(["/bin/bash", "-n", "runs/a-array.sh"], check=True)
+    Path("exec").write_text(script.replace("exec bash", "echo"))
+    done = subprocess.run(
+        ["/bin/bash", "exec"], env={"SLURM_ARRAY_TASK_ID": "1"}, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == str(Path("runs/b/submit.sh").absolute())
+    assert "run jobs/b.toml --train.steps=5" in Path("runs/b/submit.sh").read_text()
+    assert json.loads(Path("runs/b/slurm/submission.json").read_text())["job"] == "17_1"
+
+
+def test_runs_of_an_array_that_would_share_a_folder_are_refused(submit: Run) -> None:
+    Path("other.toml").write_text(JOB.replace("NAME", "long"))
+    code, _, err = submit("--array", "job.toml", "other.toml", "--dry-run")
+    assert code == 2
+    assert "other.toml: job.name: 'long', as in job.toml: both would train in" in err
+
+
+def test_nodes_that_failed_twice_are_left_out_of_the_next_submission(submit: Run) -> None:
+    Path("runs/long").mkdir(parents=True)
+    append_attempt(Path("runs/long"), Attempt(job="3", began=0.0, excluded=("gpu03",)))
+    _, script, _ = submit("job.toml", "--preset=cluster.toml", "--dry-run")
+    assert "--exclude=gpu07,gpu03" in directives(script)
+
+
+def test_the_status_needs_no_queue(submit: Run) -> None:
+    run = Path("runs/long")
+    (run / "slurm").mkdir(parents=True)
+    (run / "slurm/submission.json").write_text('{"job": "17"}')
+    (run / "metrics.jsonl").write_text('{"step": 442, "loss": 1.25}\n{"step": 44')
+    ended = {"step_began": 400, "step_ended": 442, "saved": 440, "code": 137, "action": "queued again"}
+    append_attempt(
+        run, Attempt(job="17", nodes="gpu[01-02]", began=0.0, ended=60.0, kind="failed", reason="x", **ended)
+    )
+    (run / "slurm/current.json").write_text('{"job": "17", "restart": 1, "began": 100.0}')
+    code, out, _ = submit("--status", "runs/long")
+    assert code == 0
+    words = [" ".join(line.split()) for line in out.splitlines()]
+    assert "job 17: unknown here, where there is no squeue" in words
+    assert "step 442, loss 1.2500" in words
+    assert "last end x; queued again" in words
+    assert any(
+        line.startswith("1 17.0 gpu[01-02]") and "60 s 400 to 442 137 failed, queued again" in line for line in words
+    )
+    assert words[-1].startswith("2 17.1")
+    assert words[-1].endswith("under way")
+    program("squeue", "exit 0")
+    assert "job 17: not in the queue" in " ".join(submit("--status", "runs/long")[1].split())
+    code, _, err = submit("--status", "runs/other")
+    assert (code, "no such run folder" in err) == (2, True)
+
+
+def test_half_a_line_of_the_attempts_is_no_attempt(tmp_path: Path) -> None:
+    append_attempt(tmp_path, Attempt(job="1", began=0.0))
+    with (tmp_path / "attempts.jsonl").open("a") as file:
+        file.write('{"job": "1", "rest')
+    append_attempt(tmp_path, Attempt(job="1", restart=2, began=0.0))
+    assert [each.restart for each in read_attempts(tmp_path)] == [0, 2]
