@@ -20,7 +20,7 @@ from forge_core.contracts.errors import CheckpointError, ForgeError, JobError
 State = Literal["running", "finished", "stopped", "died", "imported"]
 STATES: Mapping[State, str] = {
     "running": "a process owns the folder",
-    "finished": "the checkpoint of train.steps is there",
+    "finished": "the checkpoint of train.steps is there, or a hook has ended the run for good",
     "stopped": "ended by request before train.steps, everything saved",
     "died": "ended by an error or a kill; a later start continues from the newest checkpoint",
     "imported": "was never trained here: weights of another program",
@@ -58,6 +58,8 @@ class Run:
     """Bytes of all files in the folder."""
     checkpoints: Sequence[int]
     """Steps of its checkpoints."""
+    ended: str
+    """Why a hook has ended the run for good (`request_stop(final=True)`); empty if none has."""
     problem: str
     """Reason why a part could not be read; empty if there is none."""
 
@@ -83,6 +85,7 @@ class Run:
             "updated": self.updated,
             "size": self.size,
             "checkpoints": list(self.checkpoints),
+            "ended": self.ended,
             "problem": self.problem,
         }
 
@@ -128,9 +131,10 @@ def read_run(folder: Path) -> Run:
     metrics_of = {name: number(value) for name, value in evaluated.items() if name != "step"}
     newest, steps = checkpoints[-1] if checkpoints else 0, table.get("train", {}).get("steps")
     last = lock.read_text().strip() if lock.is_file() and not user else ""
+    ended = str(manifest_of(folder, newest).get("ended", "")) if checkpoints else ""
     return Run(
         folder=folder,
-        state=_state(user, last, lock.is_file(), newest if checkpoints else None, steps),
+        state=_state(user, last, lock.is_file(), newest if checkpoints else None, newest if ended else steps),
         owner=user or last,
         step=max(int(trained.get("step", 0)), newest),
         steps=steps,
@@ -141,6 +145,7 @@ def read_run(folder: Path) -> Run:
         updated=max(_modified([metrics, folder / JOB, lock, folder])),
         size=size_of(folder),
         checkpoints=checkpoints,
+        ended=ended,
         problem="; ".join(problems),
     )
 

@@ -113,6 +113,8 @@ def next_command(run: Run) -> str:
     match run.state:
         case "running":
             return ""
+        case "finished" if run.ended:
+            return f"forge-run resume {folder} --resume-with-changes"
         case "finished":
             return f"forge-run resume {folder} --train.steps={2 * (run.steps or run.step)}"
         case "imported":
@@ -135,6 +137,7 @@ def _summary(facts: Mapping[str, Any]) -> str:
     rows = [["run", facts["run"]], ["state", state], ["updated", f"{age_text(now - facts['updated'])} ago"]]
     rows += [["tokens", f"{facts['tokens']:,}"]] if facts["tokens"] else []
     rows += [["started in", facts["started_in"]]] if facts["started_in"] else []
+    rows += [["ended", f"for good: {facts['ended']}"]] if facts["ended"] else []
     rows += [["problem", facts["problem"]]] if facts["problem"] else []
     rows += [["next", facts["next"]]] if facts["next"] else []
     return columns(rows)

@@ -35,6 +35,20 @@ class Dies(TrainingHook):
             os.kill(os.getpid(), 9)
 """
 
+ENOUGH = """
+from attrs import define
+from forge_core import TrainingHook
+
+
+@define(kw_only=True, slots=False)
+class Enough(TrainingHook):
+    at: int = 2
+
+    def on_step_end(self, context):
+        if context.step == self.at:
+            context.request_stop("no need for more", final=True)
+"""
+
 
 @pytest.fixture
 def forge(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Forge:
@@ -95,6 +109,23 @@ class TestRuns:
         job = trained / "job.toml"
         job.write_text(job.read_text().replace("steps = 4", "steps = 40"))
         assert read_run(trained).state == "stopped"
+
+    def test_a_run_that_a_hook_has_ended_for_good_is_finished(
+        self, forge: Forge, trained: Path, tmp_path: Path
+    ) -> None:
+        (tmp_path / "enough.py").write_text(ENOUGH)
+        command = ["job.toml", "--job.name=enough", "--hooks.enough.type=./enough.py:Enough"]
+        assert forge(*command)[0] == 0
+        code, out, _ = forge(*command)
+        assert code == 0
+        assert "ended for good at step 2 (no need for more)" in out
+        run = read_run(tmp_path / "runs/enough")
+        assert (run.state, run.step, run.ended) == ("finished", 2, "no need for more")
+        _, shown, _ = forge("show", "runs/enough")
+        assert "for good: no need for more" in shown
+        assert "forge-run resume runs/enough --resume-with-changes" in shown
+        assert forge("resume", "runs/enough", "--resume-with-changes", "--hooks.enough.at=9")[0] == 0
+        assert read_run(tmp_path / "runs/enough").ended == ""
 
     def test_a_killed_run_has_died_at_its_last_step_and_continues_from_its_checkpoint(
         self, forge: Forge, tmp_path: Path
