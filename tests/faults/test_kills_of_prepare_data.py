@@ -1,0 +1,28 @@
+"""`forge-run prepare-data`, killed at random moments; `kill_prepare.py` does as many as wanted."""
+
+from __future__ import annotations
+
+import pytest
+from kill_prepare import kill_at_random
+
+pytestmark = pytest.mark.slow
+
+
+def test_prepared_data_is_as_if_nobody_had_killed_the_command(tmp_path):
+    assert kill_at_random(tmp_path / "prepared", kills=15, seed=1, say=print) == ""
+
+
+def test_a_file_that_differs_is_noticed(tmp_path, monkeypatch):
+    import kill_prepare
+
+    finish = kill_prepare._finish
+
+    def damaging(folder, seconds):
+        finished = finish(folder, None)
+        if (folder / "whole").exists():
+            next((folder / "data").glob("*.bin")).write_bytes(b"")
+        return finished
+
+    monkeypatch.setattr(kill_prepare, "_finish", damaging)
+    monkeypatch.setattr(kill_prepare, "DOCUMENTS", 50)
+    assert "these files differ: " in kill_at_random(tmp_path / "prepared", kills=1, seed=1, say=print)
