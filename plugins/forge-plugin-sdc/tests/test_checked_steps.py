@@ -1,0 +1,109 @@
+"""Steps that are computed twice: what a flipped bit does, and what no flipped bit does not."""
+
+from __future__ import annotations
+
+import pytest
+from flipped_bits import LAYOUTS, Dropout, FlipsGradient, curve
+
+from forge_core import JobError, load_job
+from forge_plugin_sdc import SDC
+from forge_plugin_sdc.faults import Record
+
+
+def faults(folder, name="run"):
+    return [fault for line in Record(folder / name).lines() for fault in line["faults"]]
+
+
+THOROUGH = [pytest.param(1, layout, marks=pytest.mark.thorough) for layout in ("ddp2", "fsdp2", "tp2", "pp2")]
+
+
+@pytest.mark.parametrize(
+    ("computation", "layout"), [(1, "one"), *((0, name) for name in ("one", "ddp2", "fsdp2", "tp2", "pp2")), *THOROUGH]
+)
+def test_a_transient_fault_is_mended_and_its_rank_named(tmp_path, computation, layout):
+    rank = LAYOUTS[layout][0] - 1
+    right = curve(tmp_path, "right", layout)
+    wrong = {"flips": FlipsGradient(rank=rank, wrong=(computation,))}
+    if (computation, layout) == (0, "one"):  # the bit matters
+        assert curve(tmp_path, "wrong", layout, plugins=wrong)[0] != right[0]
+    assert curve(tmp_path, "run", layout, plugins={**wrong, "sdc": SDC(every=2)}) == right
+    [fault] = faults(tmp_path)
+    assert (fault["step"], fault["rank"]) == (4, rank)
+    assert f"the {('first', 'second')[computation]} of three computations of step 4 was wrong" in fault["what"]
+
+
+def test_of_ranks_that_compute_alone_any_may_be_named(tmp_path):
+    curve(tmp_path, layout="ddp2", plugins={"flips": FlipsGradient(rank=0), "sdc": SDC(every=4)})
+    assert [fault["rank"] for fault in faults(tmp_path)] == [0]
+
+
+@pytest.mark.parametrize("layout", ["one", "ddp2"])
+def test_a_lasting_fault_ends_the_run_on_every_rank_and_saves_nothing(tmp_path, layout):
+    rank = LAYOUTS[layout][0] - 1
+    plugins = {"flips": FlipsGradient(rank=rank, wrong=(0, 1, 2)), "sdc": SDC(every=4)}
+    ends = curve(tmp_path, layout=layout, plugins=plugins, checkpoint={"interval": 3})
+    assert {end[:2] for end in ends} == {("CorruptionError", 77)}
+    assert f"rank {rank} on " in ends[0][2]
+    assert "three computations of step 4 gave three results" in ends[0][2]
+    assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["step-3"]
+    # The machine left out, the same command continues.
+    plugins["flips"] = FlipsGradient(rank=99)
+    continued = curve(tmp_path, layout=layout, plugins=plugins, checkpoint={"interval": 3})
+    assert continued == curve(tmp_path, "right", layout)
+
+
+def test_with_warn_the_run_goes_on(tmp_path):
+    plugins = {"flips": FlipsGradient(rank=0, wrong=(0, 1, 2)), "sdc": SDC(every=4, on_fault="warn")}
+    [rows] = curve(tmp_path, plugins=plugins)
+    assert [step for step, _, _ in rows] == [1, 2, 3, 4, 5, 6]
+    assert [fault["step"] for fault in faults(tmp_path)] == [4]
+
+
+@pytest.mark.parametrize("layout", ["pp2", pytest.param("ep2", marks=pytest.mark.thorough)])
+def test_clean_steps_of_dropout_and_experts_give_no_alarm_and_the_same_curve(tmp_path, layout):
+    plain = curve(tmp_path, "plain", layout, "moe", steps=30, plugins={"drop": Dropout()})
+    plugins = {"drop": Dropout(), "sdc": SDC(every=1)}
+    assert curve(tmp_path, "run", layout, "moe", steps=30, plugins=plugins) == plain
+    lines = list(Record(tmp_path / "run").lines())
+    assert [line["step"] for line in lines] == [*range(1, 31)]
+    assert not faults(tmp_path)
+    assert {len(line["gradients"]) for line in lines} == {2}
+    assert len({digest for line in lines for digest in line["gradients"]}) == 60
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("layout", ["cp2", "ep2", "pp2-fsdp2"])
+def test_a_fault_is_mended_under_every_layout(tmp_path, layout):
+    right = curve(tmp_path, "right", layout, "moe")
+    plugins = {"flips": FlipsGradient(rank=1), "sdc": SDC(every=2)}
+    assert curve(tmp_path, "run", layout, "moe", plugins=plugins) == right
+    assert [fault["rank"] for fault in faults(tmp_path)] == [1]
+
+
+def test_norms_within_a_tolerance_are_no_fault(tmp_path):
+    plugins = {"flips": FlipsGradient(rank=0), "sdc": SDC(every=4, tolerance=0.5)}
+    curve(tmp_path, plugins=plugins)
+    assert not faults(tmp_path)
+    assert curve(tmp_path, "exact", plugins={"flips": FlipsGradient(rank=0), "sdc": SDC(every=4)})
+    assert faults(tmp_path, "exact")
+
+
+def test_a_gpu_that_does_not_repeat_itself_is_refused(tmp_path):
+    text = """
+[train]
+steps = 4
+global_batch_size = 4
+seq_len = 8
+device = "cuda"
+[model]
+type = "forge_testing:TinyModel"
+[[data.sources]]
+type = "forge_testing:Numbers"
+[optimizer]
+type = "forge_testing:TinyAdamW"
+[plugins.sdc]
+"""
+    with pytest.raises(JobError, match=r"plugins.sdc.tolerance: is 0, but kernels of a GPU do not repeat"):
+        load_job(text)
+    load_job(text + "tolerance = 1e-3\n")
+    load_job(text.replace("[train]", "[train]\ndeterministic = true"))
