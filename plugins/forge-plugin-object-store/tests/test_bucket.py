@@ -1,0 +1,122 @@
+"""Uploads to a real HTTP server, with faults on the way."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+from proxy import Rule
+
+from forge_core.contracts.errors import CheckpointError
+from forge_plugin_object_store.bucket import Bucket
+
+PART = 5 << 20
+"""Bytes: the least that S3 takes."""
+
+
+@pytest.fixture
+def bucket(store):
+    def make(**settings):
+        options = {"endpoint_url": store.endpoint}
+        keys = {"part": PART, "retries": 3, "backoff_s": 0.01, "timeout_s": 5.0, **settings}
+        return Bucket(f"s3://{store.name}/run", options, **keys)
+
+    return make
+
+
+@pytest.fixture
+def large(tmp_path):
+    path = tmp_path / "large"
+    path.write_bytes(os.urandom(2 * PART + 1234))
+    return path
+
+
+@pytest.mark.parametrize("size", [0, 1, 1000, 2 * PART - 1, 2 * PART, 3 * PART + 17])
+def test_files_come_back_as_they_were_in_one_piece_or_in_parts(bucket, store, proxy, tmp_path, size):
+    path = tmp_path / "file"
+    path.write_bytes(os.urandom(size))
+    bucket().upload(path, "step-1/file")
+    bucket().download("step-1/file", tmp_path / "back")
+    assert (tmp_path / "back").read_bytes() == path.read_bytes() == store.get("run/step-1/file")
+    assert any("uploadId" in line for line in proxy.lines) == (size >= 2 * PART)
+    # The ETag was enough: nothing was read back to be compared
+    assert len([line for line in proxy.lines if line.startswith("GET") and "/file" in line]) == 1
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        Rule("PUT .*/large", "503", times=3),
+        Rule("PUT .*partNumber=2", "reset", times=2, bytes=PART // 2),
+        Rule("POST .*uploads", "reset", times=2, bytes=1),
+        Rule("PUT .*partNumber=1", "delay", seconds=0.3),
+        Rule("HEAD", "503", times=1),
+    ],
+)
+def test_an_upload_that_is_disturbed_is_tried_again_and_leaves_nothing(bucket, store, proxy, large, rule):
+    proxy.rules.append(rule)
+    bucket().upload(large, "step-1/large")
+    assert rule.hits
+    assert store.get("run/step-1/large") == large.read_bytes()
+    assert bucket().unfinished_uploads() == []
+
+
+@pytest.mark.parametrize(("action", "count"), [("503", 4), ("reset", 4)])
+def test_a_store_that_is_down_is_an_error_with_url_attempts_and_cause(bucket, proxy, store, large, action, count):
+    proxy.rules.append(Rule("PUT", action))
+    with pytest.raises(CheckpointError) as failure:
+        bucket().upload(large, "step-1/large")
+    assert f"s3://{store.name}/run/step-1/large could not be uploaded in {count} attempts; the last: " in str(
+        failure.value
+    )
+    assert store.contents() == []
+
+
+def test_a_store_that_never_answers_is_given_up(bucket, proxy, large):
+    proxy.rules.append(Rule("POST", "stall"))
+    began = time.monotonic()
+    with pytest.raises(CheckpointError, match="2 attempts"):
+        bucket(retries=1, timeout_s=0.3).upload(large, "step-1/large")
+    assert time.monotonic() - began < 10
+
+
+def test_attempts_come_at_growing_distance(bucket, proxy, large, monkeypatch):
+    pauses = []
+    monkeypatch.setattr("forge_plugin_object_store.bucket.time.sleep", pauses.append)
+    proxy.rules.append(Rule("POST", "503"))
+    with pytest.raises(CheckpointError):
+        bucket(retries=4, backoff_s=10.0).upload(large, "large")
+    assert [
+        round(longest / 2) <= pause <= longest for longest, pause in zip([10, 20, 40, 60], pauses, strict=True)
+    ] == 4 * [True]
+
+
+def test_a_store_that_lost_bytes_is_noticed(bucket, store, large, monkeypatch):
+    """The server says it has the object, of the same size, with other bytes."""
+    ours = bucket(retries=0)
+    put = ours._fs.put_file
+
+    def put_other(local, remote, **settings):
+        put(local, remote, **settings)
+        store.put(remote.partition("/")[2], bytes(large.stat().st_size))
+
+    monkeypatch.setattr(ours._fs, "put_file", put_other)
+    with pytest.raises(CheckpointError, match="the store has other bytes than were sent"):
+        ours.upload(large, "step-1/large")
+
+
+def test_etags_that_are_no_md5_cost_one_look_and_no_failure(bucket, proxy, large, monkeypatch):
+    monkeypatch.setattr("forge_plugin_object_store.bucket._stored_md5", lambda info: "0" * 32)
+    ours = bucket()
+    for name in ("one", "other"):
+        ours.upload(large, name)
+    assert len([line for line in proxy.lines if line.startswith("GET") and "/one" in line]) >= 1
+    assert not [line for line in proxy.lines if line.startswith("GET") and "/other" in line]
+
+
+def test_a_bucket_that_does_not_exist_is_refused_at_once(store):
+    with pytest.raises(
+        CheckpointError, match=r"s3://no-such-bucket-here/run cannot be written: .*bucket does not exist"
+    ):
+        Bucket("s3://no-such-bucket-here/run", {"endpoint_url": store.endpoint}).check_access()
