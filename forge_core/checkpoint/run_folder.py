@@ -19,6 +19,7 @@ import attrs
 from forge_core.checkpoint.storage import LocalStorage
 from forge_core.contracts.errors import ForgeError, JobError, Problem
 from forge_core.job import LOCAL_STORAGE
+from forge_core.launch.progress_beacon import report_progress
 from forge_core.plugins.catalog import Catalog
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ JOB = "job.toml"
 LOCK = ".lock"
 UNKNOWN = "another process"
 TOKENIZER = "tokenizer"
+LEASE_S = 120.0
+"""Seconds after which network file systems have released the lock of a machine that died (NFS 4: 90)."""
 
 
 def run_folder(job: Job) -> Path:
@@ -52,13 +55,14 @@ os.register_at_fork(after_in_child=_release_in_child)
 
 
 @contextmanager
-def owned(folder: Path, advice: str = "give this run another job.name") -> Iterator[None]:
+def owned(folder: Path, advice: str = "give this run another job.name", patience_s: float = 0) -> Iterator[None]:
     """Own `folder` while this context lasts. A folder that had to be made, and stayed empty, is removed again.
 
-    A `ForgeError` names host and number of another process that owns it.
+    A `ForgeError` names host and number of another process that owns it; of one on another host, which may have died,
+    after `patience_s` seconds.
     """
     made = [path for path in (folder, *folder.parents) if not path.exists()]
-    with _lock(folder, advice) as lock:
+    with _lock(folder, advice, time.monotonic() + patience_s) as lock:
         lock.truncate(0)
         lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         lock.flush()
@@ -85,7 +89,7 @@ def owner(folder: Path) -> str:
         return ""
 
 
-def _lock(folder: Path, advice: str) -> IO[str]:
+def _lock(folder: Path, advice: str, deadline: float) -> IO[str]:
     # A lock of the kernel and not the mere existence of a file: it goes when the process ends, however it ends
     while True:
         try:
@@ -96,10 +100,15 @@ def _lock(folder: Path, advice: str) -> IO[str]:
         if not _take(lock, fcntl.LOCK_EX):
             with lock:
                 lock.seek(0)
-                raise ForgeError(f"{folder} is in use by {lock.read().strip() or UNKNOWN}; {advice}")
-        if os.fstat(lock.fileno()).st_nlink:
+                user = lock.read().strip() or UNKNOWN
+            if user.endswith((f" on {socket.gethostname()}", UNKNOWN)) or time.monotonic() >= deadline:
+                raise ForgeError(f"{folder} is in use by {user}; {advice}")
+            report_progress(f"waiting for the lock of {folder}, which {user} holds, if it has not died")
+            time.sleep(1)
+        elif os.fstat(lock.fileno()).st_nlink:
             return lock
-        lock.close()  # its last owner removed it between the two calls
+        else:
+            lock.close()  # its last owner removed it between the two calls
 
 
 def _take(lock: IO[str], how: int) -> bool:

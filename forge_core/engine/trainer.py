@@ -14,7 +14,7 @@ from attrs import frozen
 
 from forge_core.checkpoint.resume import find_start, open_checkpoints
 from forge_core.checkpoint.run_diff import collect_provenance, text_changes
-from forge_core.checkpoint.run_folder import owned, run_folder
+from forge_core.checkpoint.run_folder import LEASE_S, owned, run_folder
 from forge_core.config.load import complete, dump_job, load_job
 from forge_core.config.rules import check_rules
 from forge_core.config.tree import Source
@@ -110,9 +110,9 @@ class Trainer:
             # One job on all ranks before any touches the folder; the folder before collectives, which cannot be ended.
             if rendezvous is not None:
                 _agree_on_job(rendezvous, self.job, self._catalog)
-                rendezvous.on_rank0("owned", lambda: stack.enter_context(owned(folder)))
+                rendezvous.on_rank0("owned", lambda: stack.enter_context(owned(folder, patience_s=LEASE_S)))
             elif global_rank() == 0:
-                stack.enter_context(owned(folder))
+                stack.enter_context(owned(folder, patience_s=LEASE_S))
             self._on_folder(folder)  # only now is it certain that the run goes ahead in it
             beacon.enter("starting the process groups")
             context = build_context(self.job, self._catalog, folder)

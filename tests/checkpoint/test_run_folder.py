@@ -59,6 +59,21 @@ def test_asking_who_owns_a_folder_never_keeps_a_run_from_it(tmp_path):
             pass
 
 
+def test_the_lock_of_a_host_that_died_is_waited_for(tmp_path):
+    """A network file system keeps it for a while, and a scheduler starts the run again on another host."""
+    (tmp_path / LOCK).write_text("process 7 on a-host-that-died\n")
+    hold = "f = open(sys.argv[1]); fcntl.flock(f, fcntl.LOCK_EX); print(flush=True); time.sleep(1)"
+    with subprocess.Popen(
+        [sys.executable, "-c", f"import fcntl, sys, time; {hold}", str(tmp_path / LOCK)], stdout=subprocess.PIPE
+    ) as lease:
+        lease.stdout.readline()
+        with pytest.raises(ForgeError, match="is in use by process 7 on a-host-that-died"), owned(tmp_path):
+            pass
+        with owned(tmp_path, patience_s=60):
+            assert owner(tmp_path).startswith(f"process {os.getpid()} on ")
+            assert lease.wait(timeout=60) == 0
+
+
 def test_a_folder_in_which_nothing_came_to_be_is_removed(tmp_path):
     with owned(tmp_path / "runs/new"):
         pass

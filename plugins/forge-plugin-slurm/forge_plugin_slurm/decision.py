@@ -148,7 +148,8 @@ def _same_error(attempt: Attempt, before: Sequence[Attempt]) -> str:
         return ""
     if last.kind != "failed" or (last.error_step, _plain(last.error)) != (attempt.error_step, _plain(attempt.error)):
         return ""
-    if attempt.blamed:  # killed, or an error of a device: where it stands says nothing
+    # Where a task was killed or a device failed says nothing; what fails before training may be the file system
+    if attempt.blamed or attempt.error_step is None:
         return ""
     return "the same error after the same step as in the last start: the job or its data is the cause, and no machine"
 

@@ -81,7 +81,9 @@ def write_json(path: Path, table: Mapping[str, Any]) -> None:
 def attempt_of(table: Mapping[str, Any]) -> Attempt:
     """Returns the attempt that a line describes; keys of a later version are left out."""
     known = {each.name for each in fields(Attempt)}
-    facts = {key: tuple(value) if isinstance(value, list) else value for key, value in table.items() if key in known}
+    facts: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in table.items() if key in known
+    }
     return Attempt(**facts)
 
 

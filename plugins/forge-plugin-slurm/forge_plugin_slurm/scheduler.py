@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 ANSWER_S = 30.0
 """Seconds in which SLURM must answer; its own limit for messages is 10 s by default."""
 
+TRIES = 3
+
 
 class SlurmError(Exception):
     """SLURM refused a command, or did not answer. The message is its own."""
@@ -19,10 +21,14 @@ def ask(*command: str) -> str:
     """Run a command of SLURM and return what it prints; `SlurmError` if it fails."""
     if shutil.which(command[0]) is None:
         raise SlurmError(f"{command[0]} is not on the PATH")
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_S, check=False)
-    except subprocess.TimeoutExpired:
-        raise SlurmError(f"{command[0]} did not answer in {ANSWER_S:.0f} s") from None
+    for _ in range(TRIES):
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_S, check=False)
+        except subprocess.TimeoutExpired:
+            raise SlurmError(f"{command[0]} did not answer in {ANSWER_S:.0f} s") from None
+        # SLURM's SIGTERM goes to all processes of a batch script, this one too; unlike the script, it does not survive
+        if done.returncode >= 0:
+            break
     if done.returncode:
         raise SlurmError(done.stderr.strip() or f"{command[0]} ended with exit code {done.returncode}")
     return done.stdout.strip()

@@ -52,7 +52,7 @@ class SlurmCluster:
             "OMP_NUM_THREADS": "1",
             "OMP_WAIT_POLICY": "passive",
         }
-        self._pids: dict[str, int] = {}
+        self._restarts: dict[str, int] = {}
         self._configure(cpus)
 
     def _configure(self, cpus: int) -> None:
@@ -113,15 +113,22 @@ class SlurmCluster:
             self.start_node(node)
         self.until(lambda: self.node_states().count("idle") == len(self.nodes), "all nodes are idle")
 
-    def start_node(self, node: str) -> None:
+    def start_node(self, node: str, again: bool = False) -> None:
         self._do("slurmd", "-N", node)
+        if again:
+            self.run("scontrol", "update", f"NodeName={node}", "State=RESUME", check=False)
 
-    def kill_node(self, node: str) -> None:
-        """End all that runs on a node, without a word: its daemon, the steps, and what they have started."""
+    def kill_node(self, node: str, noticed: bool = False) -> None:
+        """End all that runs on a node, without a word: its daemon, the steps, and what they have started.
+
+        `noticed`: the controller finds out at once, and not by its own pings, which takes a quarter of a minute.
+        """
         daemon = int((self.folder / f"slurmd-{node}.pid").read_text())
         for pid in [daemon, *_below(*self._steps_of(node))]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        if noticed:
+            self.run("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=killed")
 
     def rank(self, job: str, rank: int) -> int:
         """The process of a rank of a job."""
@@ -180,15 +187,25 @@ class SlurmCluster:
     def facts(self, job: str) -> dict[str, str]:
         return dict(re.findall(r"(\w+)=(\S*)", self.run("scontrol", "show", "job", "-o", job, check=False)))
 
-    def preempt(self) -> str:
-        """Have a job of the partition `high` take all nodes for a moment."""
+    def preempt(self, job: str) -> None:
+        """Have a job of the partition `high` take all nodes for a moment; `job` has been told when this returns."""
         options = ("--partition=high", f"--nodes={len(self.nodes)}", "--exclusive", "--output=/dev/null")
-        return self.run("sbatch", "--parsable", *options, "--wrap=true")
+        self.run("sbatch", *options, "--wrap=true")
+        self.until(
+            lambda: self.facts(job)["PreemptTime"] != "None" or not self.state(job).startswith("RUNNING"), "preemption"
+        )
 
     def hasten(self, job: str) -> None:
-        """Start a job that was queued again at once: SLURM waits two minutes, in case the nodes are at fault."""
-        self.until(lambda: self.state(job).startswith("PENDING"), f"job {job} is queued again")
-        time.sleep(1.5)  # credentials of the same second count as revoked, and the job would fail
+        """Start a job at once that was queued again: SLURM waits two minutes, in case the nodes are at fault."""
+        before = self._restarts.get(job, 0)
+
+        def queued_again() -> bool:
+            facts = self.facts(job)
+            return int(facts["Restarts"]) > before and facts["JobState"] == "PENDING"
+
+        self.until(queued_again, f"job {job} is queued again")
+        self._restarts[job] = before + 1
+        time.sleep(1.2)  # credentials of the same second count as revoked, and the job would fail
         self.run("scontrol", "update", f"JobId={job}", "StartTime=now")
 
     def until(self, holds: Callable[[], object], what: str, seconds: float = PATIENCE_S) -> None:

@@ -118,6 +118,8 @@ def test_the_same_error_after_the_same_step_twice_in_a_row_is_the_jobs_fault() -
     assert decided(evolve(FAILED, error_step=121), first, saved=110).action == QUEUED
     assert decided(evolve(FAILED, error="KeyError: 'x'"), first, saved=110).action == QUEUED
     assert decided(FAILED, first, decided(Outcome(code=75, preempted=True)), saved=110).action == QUEUED
+    in_use = Outcome(code=1, error="runs/x is in use by process 7 on gpu03")  # before training: counts, no more
+    assert decided(in_use, decided(in_use, saved=110), saved=110).action == QUEUED
 
 
 def test_a_job_that_was_submitted_again_after_the_same_error_may_try_once_more() -> None:

@@ -1,0 +1,233 @@
+"""Runs on a real SLURM: controller, two nodes and munge of their own, on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).parent))
+
+from slurm_cluster import SlurmCluster, missing
+
+from forge_core import Trainer
+from forge_plugin_slurm.records import Attempt, read_attempts
+from forge_testing.processes import run_on_ranks
+
+pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
+
+JOB = """
+[job]
+name = "NAME"
+[train]
+steps = 60
+global_batch_size = 4
+seq_len = 16
+[model]
+type = "forge_testing:TinyModel"
+[optimizer]
+type = "forge_testing:TinyAdamW"
+[[data.sources]]
+type = "forge_testing:Numbers"
+[checkpoint]
+interval = 5
+[hooks.pace]
+type = "./pace.py:Pace"
+"""
+PACE = """
+import time
+from pathlib import Path
+from forge_core import TrainingHook
+
+class Pace(TrainingHook):
+    '''Holds the run after the step that the file `stay` names, until that file has gone.'''
+
+    def on_step_end(self, context):
+        stay = Path("stay")
+        while True:
+            try:
+                if int(stay.read_text()) != context.step:
+                    return
+            except (OSError, ValueError):
+                return
+            Path("there").write_text(str(context.step))
+            time.sleep(0.02)
+"""
+TASK = """
+import json, os, signal, sys, time
+what, run = sys.argv[1], "runs/NAME"
+os.makedirs(run + "/slurm", exist_ok=True)
+rank, restart = os.environ["SLURM_PROCID"], int(os.environ.get("SLURM_RESTART_COUNT", 0))
+if rank == "0":
+    facts = {"job": os.environ["SLURM_JOB_ID"], "restart": restart, "began": 0, "saved": 0}
+    open(run + "/slurm/progress.json", "w").write(json.dumps(facts))
+if what == "wait":
+    signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.2), os._exit(75)))
+    open("ready", "w").close()
+    time.sleep(300)
+elif what == "fail":
+    print(f"forge-run: trouble of the letter {'abcdefg'[restart]}", file=sys.stderr)
+    sys.exit(1)
+elif what == "killed" and rank == "1":
+    os.kill(os.getpid(), signal.SIGKILL)
+elif what == "killed":
+    time.sleep(0.5)
+    sys.exit(1)
+"""
+"""Stands in for a rank where only SLURM's part is looked at: it starts in no time."""
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
+    running = SlurmCluster(tmp_path_factory.mktemp("slurm"))
+    running.start()
+    try:
+        yield running
+    finally:
+        running.stop()
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "job.toml").write_text(JOB.replace("NAME", "long"))
+    (tmp_path / "pace.py").write_text(PACE)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def submitted(cluster: SlurmCluster, *words: str) -> str:
+    """Submit the job as a user does; returns its number."""
+    out = cluster.run("forge-run", "submit", "job.toml", *words, cwd=Path.cwd())
+    return re.search(r"job (\d+)", out)[1]
+
+
+def stand_in(cluster: SlurmCluster, what: str, name: str, *words: str) -> str:
+    """Queue the script of a run whose ranks are `TASK`."""
+    Path("task.py").write_text(TASK.replace("NAME", name))
+    script = cluster.run("forge-run", "submit", "job.toml", f"--job.name={name}", "--dry-run", *words, cwd=Path.cwd())
+    script = re.sub(r"-m forge_core run .*", f"task.py {what}", script)
+    Path(f"runs/{name}/slurm").mkdir(parents=True)
+    Path("script.sh").write_text(script)
+    return cluster.run("sbatch", "--parsable", "script.sh")
+
+
+def attempts(name: str = "long") -> list[Attempt]:
+    return read_attempts(Path("runs") / name)
+
+
+def ends(name: str = "long") -> list[tuple[str, str]]:
+    return [(each.kind, each.action) for each in attempts(name)]
+
+
+def losses(run: Path) -> list[tuple[int, float]]:
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [(line["step"], line["loss"]) for line in lines if "loss" in line]
+
+
+def at_step(cluster: SlurmCluster, step: int, act: Callable[[], object]) -> None:
+    """Let the run come to a step, and do something while it is held there."""
+    Path("there").unlink(missing_ok=True)
+    Path("stay").write_text(str(step))
+    cluster.until(lambda: Path("there").exists() and Path("there").read_text() == str(step), f"step {step}")
+    act()
+    Path("stay").unlink()
+
+
+def test_a_run_of_two_nodes_survives_preemption_a_killed_task_and_a_node_failure(
+    cluster: SlurmCluster, folder: Path
+) -> None:
+    job = submitted(cluster, "--nodes=2")
+    at_step(cluster, 7, lambda: cluster.preempt(job))
+    cluster.until(lambda: len(attempts()) == 1, "the end of the first attempt is noted")
+    cluster.hasten(job)
+    at_step(cluster, 22, lambda: os.kill(cluster.rank(job, 1), signal.SIGKILL))
+    cluster.until(lambda: len(attempts()) == 2, "the end of the second attempt is noted")
+    cluster.hasten(job)
+    at_step(cluster, 33, lambda: cluster.kill_node("node1", noticed=True))
+    cluster.until(lambda: cluster.state(job).startswith("PENDING"), "SLURM sees that the node is gone")
+    cluster.start_node("node1", again=True)
+    cluster.until(lambda: "down" not in " ".join(cluster.node_states()), "the node is back")
+    cluster.hasten(job)
+    cluster.until(lambda: len(attempts()) == 4, "the run is finished")
+
+    preempted, killed, node, last = attempts()
+    assert ends() == [
+        ("preempted", "queued again"), ("failed", "queued again"), ("node", "queued again"), ("finished", "ended"),
+    ]  # fmt: skip
+    assert [(each.job, each.restart) for each in attempts()] == [(job, restart) for restart in range(4)]
+    assert (preempted.code, killed.code, node.code, last.code) == (75, 137, None, 0)
+    saved = preempted.saved
+    assert (preempted.step_began, preempted.step_ended) == (0, saved)
+    assert saved in (7, 8)  # saved when it was told, and not at the next interval
+    assert (killed.step_began, killed.saved) == (saved, 20)
+    assert killed.reason.endswith("task 1 on node2: Killed")
+    assert killed.blamed == ("node2",)
+    assert (node.step_began, node.saved, last.step_began, last.step_ended) == (20, 30, 30, 60)
+
+    (folder / "alone.toml").write_text(JOB.replace("NAME", "alone"))
+    run_on_ranks(2, lambda rank: Trainer("alone.toml", echo=lambda text: None).run().step)
+    assert losses(Path("runs/long")) == losses(Path("runs/alone"))  # to the bit
+
+    status = cluster.run("forge-run", "submit", "--status", "runs/long", cwd=folder)
+    assert "60 of 60, loss" in status
+    assert "finished; ended" in status
+
+
+def test_the_time_limit_is_noticed_before_it_comes(cluster: SlurmCluster, folder: Path) -> None:
+    Path("stay").write_text("12")
+    job = submitted(cluster, "--time=1", "--hooks.slurm.margin_s=52")
+    cluster.until(lambda: Path("there").exists() or attempts(), "step 12")
+    cluster.until(lambda: cluster.facts(job)["RunTime"] > "00:00:08" or attempts(), "the margin is reached")
+    Path("stay").unlink()
+    cluster.until(attempts, "the end of the attempt is noted")
+    cluster.until(lambda: cluster.state(job).startswith("PENDING"), "it is queued again")
+    cluster.run("scancel", job)
+    [ended] = attempts()
+    assert (ended.kind, ended.code, ended.action) == ("time", 75, "queued again")
+    assert ended.reason.startswith(f"time limit: SLURM job {job} ends in ")
+    assert ended.saved == ended.step_ended
+    assert ended.ended - ended.began < 60
+
+
+def test_scancel_is_not_undone(cluster: SlurmCluster, folder: Path) -> None:
+    job = stand_in(cluster, "wait", "cancelled")
+    cluster.until(lambda: Path("ready").exists(), "it runs")
+    cluster.run("scancel", job)
+    cluster.until(lambda: attempts("cancelled"), "the end is noted")
+    assert ends("cancelled") == [("cancelled", "ended")]
+    cluster.until(lambda: not cluster.run("squeue", "--noheader", "--jobs", job, check=False), "the job is gone")
+
+
+def test_a_stop_by_hand_saves_and_stays(cluster: SlurmCluster, folder: Path) -> None:
+    job = submitted(cluster)
+    at_step(cluster, 7, lambda: cluster.run("scancel", "--signal=USR1", job))
+    cluster.until(attempts, "the end is noted")
+    assert ends() == [("stopped", "ended")]
+    cluster.until(lambda: cluster.state(job).startswith("FAILED"), "the job has ended")
+
+
+def test_a_job_that_comes_no_further_is_held(cluster: SlurmCluster, folder: Path) -> None:
+    Path("cluster.toml").write_text("[submit]\nmax_idle_restarts = 1\n")
+    job = stand_in(cluster, "fail", "idle", "--preset=cluster.toml")
+    cluster.hasten(job)
+    cluster.until(lambda: len(attempts("idle")) == 2, "the second attempt has ended")
+    cluster.until(lambda: "held" in cluster.state(job).lower(), "it is held")
+    assert ends("idle") == [("failed", "queued again"), ("failed", "held")]
+    assert f"scontrol release {job}" in attempts("idle")[1].reason
+    cluster.run("scancel", job)
+
+
+def test_a_node_on_which_tasks_are_killed_twice_is_left_out(cluster: SlurmCluster, folder: Path) -> None:
+    job = stand_in(cluster, "killed", "blamed", "--tasks-per-node=2")
+    cluster.hasten(job)
+    cluster.until(lambda: len(attempts("blamed")) == 2, "the second attempt has ended")
+    node = attempts("blamed")[0].nodes
+    cluster.until(lambda: cluster.facts(job)["ExcNodeList"] == node, "the node is left out")
+    assert [each.blamed for each in attempts("blamed")] == [(node,), (node,)]
+    cluster.run("scancel", job)
