@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from attrs import define
+from attrs import define, field
 from torch.nn import functional as F
 
 from forge_core import Catalog, Plugin, Trainer, TrainingHook, hookimpl, read_metrics
@@ -102,10 +102,26 @@ class FlipsWeight(TrainingHook):
     resumes_as = "safe"
     rank: int = 1
     step: int = 4
+    name: str = "embedding"
+    """How the parameter's name starts."""
 
     def on_step_end(self, context):
         if (context.step, global_rank()) == (self.step, self.rank):
-            flip(next(iter(context.model.parameters())).detach(), 10)
+            named = context.model.named_parameters()
+            flip(next(parameter for name, parameter in named if name.startswith(self.name)).detach(), 10)
+
+
+@define(kw_only=True, slots=False)
+class SkipsThird(TrainingHook):
+    """Leaves out every third update, as it remembers."""
+
+    may_skip = True
+    count: int = field(init=False, default=0)
+
+    def on_gradients(self, context):
+        self.count += 1
+        if self.count % 3 == 0:
+            context.skip_update("the third")
 
 
 @define(kw_only=True, slots=False)
@@ -137,7 +153,7 @@ def curve(folder, name="run", layout="one", model=None, **changes):
     experts = {"ffn": MoE(experts=4, hidden=16, router=SoftmaxTopK(top_k=2))} if model == "moe" else {}
     network = Transformer(vocab_size=32, dim=16, layers=2, attention=attention, **experts)
     parts = {"model": network, "parallel": stages, "data": {"sources": (Numbers(held_out=5),)}, "job": {"name": name}}
-    parts |= {"steps": 6, "global_batch_size": 8, "micro_batch_size": 1, "seq_len": 16}
+    parts |= {"steps": 6, "global_batch_size": 8, "micro_batch_size": 2, "seq_len": 16}
 
     def work(rank):
         job = tiny_job(str(folder), Catalog.installed(), **parts | changes)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 from flipped_bits import LAYOUTS, Dropout, FlipsGradient, curve
 
@@ -14,19 +16,24 @@ def faults(folder, name="run"):
     return [fault for line in Record(folder / name).lines() for fault in line["faults"]]
 
 
+@pytest.fixture(scope="module")
+def right(tmp_path_factory):
+    """layout -> the curve of a run without any fault; trained once."""
+    return functools.cache(lambda layout: curve(tmp_path_factory.mktemp("right"), "right", layout))
+
+
 THOROUGH = [pytest.param(1, layout, marks=pytest.mark.thorough) for layout in ("ddp2", "fsdp2", "tp2", "pp2")]
 
 
 @pytest.mark.parametrize(
     ("computation", "layout"), [(1, "one"), *((0, name) for name in ("one", "ddp2", "fsdp2", "tp2", "pp2")), *THOROUGH]
 )
-def test_a_transient_fault_is_mended_and_its_rank_named(tmp_path, computation, layout):
+def test_a_transient_fault_is_mended_and_its_rank_named(tmp_path, computation, layout, right):
     rank = LAYOUTS[layout][0] - 1
-    right = curve(tmp_path, "right", layout)
     wrong = {"flips": FlipsGradient(rank=rank, wrong=(computation,))}
     if (computation, layout) == (0, "one"):  # the bit matters
-        assert curve(tmp_path, "wrong", layout, plugins=wrong)[0] != right[0]
-    assert curve(tmp_path, "run", layout, plugins={**wrong, "sdc": SDC(every=2)}) == right
+        assert curve(tmp_path, "wrong", layout, plugins=wrong) != right(layout)
+    assert curve(tmp_path, "run", layout, plugins={**wrong, "sdc": SDC(every=2)}) == right(layout)
     [fault] = faults(tmp_path)
     assert (fault["step"], fault["rank"]) == (4, rank)
     assert f"the {('first', 'second')[computation]} of three computations of step 4 was wrong" in fault["what"]
@@ -37,8 +44,8 @@ def test_of_ranks_that_compute_alone_any_may_be_named(tmp_path):
     assert [fault["rank"] for fault in faults(tmp_path)] == [0]
 
 
-@pytest.mark.parametrize("layout", ["one", "ddp2"])
-def test_a_lasting_fault_ends_the_run_on_every_rank_and_saves_nothing(tmp_path, layout):
+@pytest.mark.parametrize("layout", [pytest.param("one", marks=pytest.mark.thorough), "ddp2"])
+def test_a_lasting_fault_ends_the_run_on_every_rank_and_saves_nothing(tmp_path, layout, right):
     rank = LAYOUTS[layout][0] - 1
     plugins = {"flips": FlipsGradient(rank=rank, wrong=(0, 1, 2)), "sdc": SDC(every=4)}
     ends = curve(tmp_path, layout=layout, plugins=plugins, checkpoint={"interval": 3})
@@ -49,7 +56,7 @@ def test_a_lasting_fault_ends_the_run_on_every_rank_and_saves_nothing(tmp_path, 
     # The machine left out, the same command continues.
     plugins["flips"] = FlipsGradient(rank=99)
     continued = curve(tmp_path, layout=layout, plugins=plugins, checkpoint={"interval": 3})
-    assert continued == curve(tmp_path, "right", layout)
+    assert continued == right(layout)
 
 
 def test_with_warn_the_run_goes_on(tmp_path):
@@ -74,9 +81,9 @@ def test_clean_steps_of_dropout_and_experts_give_no_alarm_and_the_same_curve(tmp
 @pytest.mark.thorough
 @pytest.mark.parametrize("layout", ["cp2", "ep2", "pp2-fsdp2"])
 def test_a_fault_is_mended_under_every_layout(tmp_path, layout):
-    right = curve(tmp_path, "right", layout, "moe")
+    expected = curve(tmp_path, "right", layout, "moe")
     plugins = {"flips": FlipsGradient(rank=1), "sdc": SDC(every=2)}
-    assert curve(tmp_path, "run", layout, "moe", plugins=plugins) == right
+    assert curve(tmp_path, "run", layout, "moe", plugins=plugins) == expected
     assert [fault["rank"] for fault in faults(tmp_path)] == [1]
 
 
