@@ -126,6 +126,8 @@ class TrainContext:
     requests: Requests = field(factory=Requests, repr=False)
     engine: Engine | None = field(default=None, repr=False)
     """The run loop; None where a hook is tried without one."""
+    checkpoints: Callable[[], list[int]] = field(default=list, repr=False)
+    """Returns the steps of the committed checkpoints, ascending. Collective."""
 
     @property
     def seconds(self) -> Mapping[str, float]:
@@ -161,6 +163,8 @@ class StepContext(TrainContext):
     batches: Sequence[Batch] = ()
     output: StepOutput | None = None
     """This rank's loss sum and count; None before the forward passes. On the device."""
+    loss: Tensor | None = None
+    """Mean loss of the global batch before the update, the same on every rank. On the device."""
     grad_norm: Tensor | None = None
     """Global norm before clipping; None until it is computed. On the device."""
     skipped: bool | None = None

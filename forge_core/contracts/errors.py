@@ -65,7 +65,7 @@ class PluginError(JobError):
 
 
 class NonFiniteError(ForgeError):
-    """Loss or gradients stayed non-finite for longer than the job allows."""
+    """Loss or gradients were not finite, or updates left out, for longer than the job or a hook allows."""
 
     exit_code = ExitCode.NON_FINITE
 

@@ -47,7 +47,7 @@ class Loop:
         self._provenance = collect_provenance(run.job, run.context.plugins.catalog, run.context.tokenizer)
         self.progress = restore(start, run, self._provenance, echo)
         self._loader = TrainLoader(run.job, run.datasets, run.context, self.progress)
-        stack.callback(self._close_loader)
+        stack.callback(lambda: self._loader.close())  # noqa: PLW0108  a run that goes back makes another loader
         # Before the loggers write: what a person reads first is what will run.
         announce(run, self._stepper, self._provenance, echo)
         follow = partial(follow_non_finite, run.job.train, self.progress, self.requests)
@@ -104,7 +104,7 @@ class Loop:
         self._beacon.enter("forward and backward")
         rate = self._run.rates.apply(progress.step, progress.tokens)
         context.output, sums = self._stepper.gradients(batches, progress.step, self._loader.waited)
-        context.grad_norm = self._stepper.norm()
+        context.loss, context.grad_norm = sums["loss_sum"] / sums["count"].clamp(min=1), self._stepper.norm()
         self._hooks("on_gradients", context)  # complete ones, before clipping hides their size
         self._beacon.enter("optimizer")
         skipped = self._stepper.update(context, sums["loss_sum"])
@@ -138,11 +138,9 @@ class Loop:
         before, step = go_back(rollback, self._run, self._checkpoints), self.progress.step
         # Only now, as flushed lines may have asked for the end of a run that is finite again
         self.requests.rollback, self.requests.non_finite, self.progress.skipped_in_a_row = None, "", 0
-        self.progress.leave_out_until = step + rollback.leave_out
-        text = f"step {step}: went back to the state of step {before.step}: {rollback.reason}"
-        if rollback.leave_out:
-            text += f"; the data of steps {step + 1} to {step + rollback.leave_out} are left out"
-        self._echo(text)
+        last = self.progress.leave_out_until = step + rollback.leave_out
+        left_out = f"; the data of steps {step + 1} to {last} are left out" if rollback.leave_out else ""
+        self._echo(f"step {step}: went back to the state of step {before.step}: {rollback.reason}{left_out}")
         if rollback.with_data:
             for name, value in asdict(before).items():
                 setattr(self.progress, name, value)
@@ -178,7 +176,7 @@ class Loop:
         self._save_at_end()
         self._saver.close()
         if self.requests.non_finite:
-            raise NonFiniteError(f"{self.requests.non_finite}; their updates were skipped, and the state is saved")
+            raise NonFiniteError(f"{self.requests.non_finite}; the state is saved")
         self._hooks("on_train_end", self._context())
 
     def _save_at_end(self) -> None:
@@ -206,16 +204,13 @@ class Loop:
     def _context(self) -> TrainContext:
         return TrainContext(**self._references(), step=self.progress.step)
 
-    def _close_loader(self) -> None:
-        self._loader.close()  # not a method of the first loader: a run that went back has another
-
     def _step_context(self, step: int, batches: Sequence[Batch] = ()) -> StepContext:
         requests, may_skip = self.requests, self._hooks.may_skip
         requests.skip = ""  # is asked for in each step anew, unlike the others, which stay until ranks agree on them
         return StepContext(**self._references(), step=step, batches=batches, may_skip=may_skip)
 
     def _references(self) -> dict[str, Any]:
-        return {**self._run.references, "requests": self.requests, "engine": self}
+        return dict(self._run.references, requests=self.requests, engine=self, checkpoints=self._checkpoints.steps)
 
     def seconds(self) -> Mapping[str, float]:
         return self._beacon.seconds()
@@ -329,4 +324,4 @@ def follow_non_finite(train: TrainSection, progress: Progress, requests: Request
     progress.skipped_in_a_row = progress.skipped_in_a_row + 1 if record.get("skipped") else 0
     if progress.skipped_in_a_row >= limit and not requests.non_finite:
         row = f"{limit} step{'s' if limit > 1 else ''} in a row"
-        requests.non_finite = f"loss or gradients were not finite for {row}, up to step {record['step']}"
+        requests.non_finite = f"updates were skipped (not finite, or by a hook) for {row}, up to step {record['step']}"
