@@ -225,6 +225,12 @@ class LaunchSection:
     hang_timeout_s: float = field(default=1800.0, validator=ge(0))
     """When a rank is in one phase of the engine (data, forward and backward, a save …) for more seconds than this, the
     run ends, and names the late rank and its phase. Take more than the longest phase, with compilation. 0: never."""
+    hang_factor: float = field(default=10.0, validator=ge(0))
+    """The same after this many times the longest such phase of the run so far, but at least 30 s, where ranks only
+    compute or wait for each other; from the fifth such phase on. 0: after `hang_timeout_s` only."""
+    silence_timeout_s: float = field(default=15.0, validator=ge(0))
+    """When the process of a rank gives no sign of life for more seconds than this, because it is stopped or its machine
+    or network has gone, the run ends, and names it. Before the first step: 10 times as long. 0: `hang_timeout_s`."""
     grace_s: float = field(default=600.0, validator=ge(0))
     """With `--nproc`: seconds from a request to stop until ranks that have not saved and ended are killed. 0: never."""
 

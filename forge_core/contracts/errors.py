@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import re
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
@@ -95,10 +96,18 @@ def memory_words(error: BaseException) -> str:
     return re.sub(r"\d{7,}(?= bytes)", lambda digits: f"{int(digits[0]):,}", words) or "Python has no more of it"
 
 
+def disk_words(error: BaseException) -> str:
+    """What to do when a disk is full or a quota is used up; empty for any other error."""
+    if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return ""
+    where = f", writing {error.filename}" if error.filename else ""
+    return f"{error.strerror}{where}: free space, or name another disk in job.output"
+
+
 def in_words(error: BaseException, speaker: str = "forge-run") -> str:
-    """The text to show for an error of ours, or for memory that ran out; empty for others, which need a traceback."""
+    """The text to show for an error of ours, for memory that ran out, or a full disk; empty for what needs a trace."""
     words = memory_words(error)
-    text = str(error) if isinstance(error, ForgeError) else words and f"memory ran out: {words}"
+    text = str(error) if isinstance(error, ForgeError) else (words and f"memory ran out: {words}") or disk_words(error)
     # An error of the job is the same on every rank, and complete without the number of one
     return text if isinstance(error, JobError) or not text else f"{speaker}: {text}"
 

@@ -146,7 +146,7 @@ def _joined_run(job: Job, beacon: ProgressBeacon) -> Iterator[Rendezvous | None]
     if (rendezvous := join_ranks(job.launch)) is None:
         yield None  # the caller that created the process group supervises its ranks
         return
-    watchdog = Watchdog(rendezvous, beacon, this_process.emit)
+    watchdog = Watchdog(rendezvous, beacon, this_process.emit, job.launch.hang_factor)
     try:
         yield rendezvous
     except BaseException as error:

@@ -26,6 +26,8 @@ class FailureReport:
     """On the monotonic clock of its machine."""
     echo: bool = False
     """Whether the rank ends only because another one does."""
+    hang: bool = False
+    """Whether ranks stand still, so that their main threads cannot end by themselves."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from typing import ClassVar
 
 from attrs import frozen
@@ -36,22 +37,25 @@ class ProgressBeacon:
         self.position = Position(0, 0, "start-up")
         self._spent: dict[str, float] = {}
         self._entered = time.perf_counter()
+        self.entered: Counter[str] = Counter()
+        """How often each kind of phase was entered."""
 
     def enter(self, phase: str, step: int | None = None) -> None:
         """Note that a phase of a step begins, by default of the same step as the phase before."""
         before, now = self.position, time.perf_counter()
-        kind = _kind(before.phase)
+        kind = kind_of(before.phase)
         self._spent[kind], self._entered = self._spent.get(kind, 0.0) + now - self._entered, now
         # A new object in one assignment: the watchdog's thread reads it at any time, without a lock
         self.position = Position(before.count + 1, before.step if step is None else step, phase)
-        name = _kind(phase)
+        name = kind_of(phase)
+        self.entered[name] += 1
         if name != ProgressBeacon.phase:
             ProgressBeacon.phase, ProgressBeacon.since = name, time.monotonic()
             ProgressBeacon.detail, ProgressBeacon.done, ProgressBeacon.total = "", 0.0, 0.0
 
     def seconds(self) -> dict[str, float]:
         """Seconds of this rank in each kind of phase so far, the present one included."""
-        present = _kind(self.position.phase)
+        present = kind_of(self.position.phase)
         return {**self._spent, present: self._spent.get(present, 0.0) + time.perf_counter() - self._entered}
 
     @classmethod
@@ -64,7 +68,7 @@ class ProgressBeacon:
         return f"{subject}, {left}"
 
 
-def _kind(phase: str) -> str:
+def kind_of(phase: str) -> str:
     """The name of a phase: batches of an evaluation, and events of a hook, are one phase to users."""
     return phase.partition(",")[0]
 

@@ -48,14 +48,16 @@ class RankProcess:
         self._stopping = threading.Lock()
         self._reported = False
 
-    def join(self, world: World, start_timeout_s: float, hang_timeout_s: float) -> Rendezvous:
+    def join(
+        self, world: World, start_timeout_s: float, hang_timeout_s: float, silence_timeout_s: float = 0.0
+    ) -> Rendezvous:
         """The connection to the other ranks, which the first call opens; see `Rendezvous`."""
         if self.rendezvous is None:
             # Late: torch takes seconds to import, which a rank whose job is wrong does without
             from forge_core.launch.rendezvous import Rendezvous
 
             self._world = world
-            self.rendezvous = Rendezvous(world, start_timeout_s, hang_timeout_s)
+            self.rendezvous = Rendezvous(world, start_timeout_s, hang_timeout_s, silence_timeout_s)
         return self.rendezvous
 
     def leave(self) -> None:
@@ -155,8 +157,9 @@ class RankProcess:
 
     def _exit(self, code: int) -> NoReturn:
         self.leave()
-        sys.stdout.flush()
-        sys.stderr.flush()
+        with suppress(OSError):  # a full disk
+            sys.stdout.flush()
+            sys.stderr.flush()
         # Not by the interpreter's end, where torch may wait for ranks that have gone, and a thread of gloo that frees a
         # tensor aborts the process (1 of 120 runs that had saved all)
         os._exit(code)
@@ -195,8 +198,9 @@ class RankLog:
         faulthandler.enable(self.file)
 
     def write(self, text: str, end: str = "\n") -> None:
-        """Write into the log only."""
-        print(text, end=end, file=self.file, flush=True)
+        """Write into the log only. A full disk is no reason to end, and the end of a run has other words to show."""
+        with suppress(OSError):
+            print(text, end=end, file=self.file, flush=True)
 
     def _redirect(self) -> None:
         for stream, descriptor in ((sys.stdout, 1), (sys.stderr, 2)):
@@ -212,7 +216,8 @@ class _Both(io.TextIOBase):
 
     def write(self, text: str) -> int:
         self.terminal.write(text)
-        return self.log.file.write(text)
+        self.log.write(text, end="")
+        return len(text)
 
     def flush(self) -> None:
         self.terminal.flush()

@@ -33,7 +33,8 @@ ANSWER = timedelta(seconds=60)
 FAREWELL_S = 20.0
 """Seconds that the rank which serves the store stays for the others after a failure, so that they learn of it."""
 SILENT_S = 5.0
-"""A rank whose heartbeat stands still for this long is not waited for at the end."""
+"""A rank whose heartbeat stands still for this long is not waited for at the end; after a failure for less."""
+SILENT_AFTER_FAILURE_S = 1.0
 RANKS_A_SECOND = 500
 """With more ranks than this the watchdogs wake less often, so that the store has time for all."""
 HEARTBEAT = "heartbeat"
@@ -76,14 +77,19 @@ def call_within(limit_s: float, function: Callable[..., T], *arguments: object) 
 class Rendezvous:
     """This rank's connection to the other ranks. May be used by several threads.
 
-    Ranks have `start_timeout_s` to arrive, else `RanksMissing` is raised, and the store has `hang_timeout_s` to answer
-    a call (0: no limit), else all methods raise `StoreUnresponsive`. A ForgeError: rank 0 cannot serve at its port.
+    Ranks have `start_timeout_s` to arrive, else `RanksMissing` is raised, and the store has `silence_timeout_s` to
+    answer a call, else all methods raise `StoreUnresponsive`. A ForgeError: rank 0 cannot serve at its port.
     """
 
-    def __init__(self, world: World, start_timeout_s: float, hang_timeout_s: float) -> None:
+    def __init__(
+        self, world: World, start_timeout_s: float, hang_timeout_s: float, silence_timeout_s: float = 0.0
+    ) -> None:
         self.world, self.start_timeout_s, self.hang_timeout_s = world, start_timeout_s, hang_timeout_s
-        self.heartbeat_s = min(max(1.0, world.size / RANKS_A_SECOND), hang_timeout_s / 4 or math.inf)
+        limit_s = min(silence_timeout_s or math.inf, hang_timeout_s) or math.inf
+        self.heartbeat_s = min(max(1.0, world.size / RANKS_A_SECOND), limit_s / 4)
         """Seconds between two heartbeats of a rank."""
+        self.silence_s = max(limit_s, 4 * self.heartbeat_s)
+        """After so many seconds without an answer or a heartbeat a process is taken for gone; inf: never."""
         agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         self.server = "torchrun's agent" if agent else "rank 0"
         """The process that serves the store, for messages."""
@@ -148,7 +154,7 @@ class Rendezvous:
         if self._unresponsive is not None:
             raise self._unresponsive
         try:
-            return call_within(self.hang_timeout_s or math.inf, function, *arguments)
+            return call_within(self.silence_s, function, *arguments)
         except StoreUnresponsive as error:
             self._unresponsive = error
             raise
@@ -181,7 +187,8 @@ class Rendezvous:
             moved |= {rank: now for rank, beat in beating.items() if beat != heartbeats.get(rank)}
             heartbeats |= beating
             # A rank that was killed never says that it leaves; only its heartbeat distinguishes it from a slow one
-            silent = now - max(moved[rank] for rank in ranks) > SILENT_S + 2 * self.heartbeat_s
+            patience_s = SILENT_S if self.ending() is None else SILENT_AFTER_FAILURE_S
+            silent = now - max(moved[rank] for rank in ranks) > patience_s + 2 * self.heartbeat_s
             # One that was never here may still arrive, and ask why there is no run
             if silent and (now >= self._last_arrival or self._exist([f"here/{rank}" for rank in ranks])):
                 return

@@ -31,6 +31,8 @@ SIMULTANEOUS_S = 0.3
 """The first to fail is looked for among the ranks that fail within this time."""
 FAREWELL_S = 4.0
 """Seconds that the ranks have, once one has failed, to write down where they are."""
+FAREWELL_IN_HANG_S = 2.0
+"""The same in a hang, in which their main threads have nothing more to do."""
 
 LOST = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 """A rank that died of one of these is the cause of other ranks' reports. Not SIGABRT: torch aborts for their sake."""
@@ -154,7 +156,8 @@ class Supervisor:
         for rank in self._ranks:
             rank.receive()
         first = min((rank for rank in self._ranks if rank.failed or rank.report is not None), key=_order)
-        deadline = time.monotonic() + FAREWELL_S  # longer than the watchdogs' patience
+        in_hang = first.report is not None and first.report.hang
+        deadline = time.monotonic() + (FAREWELL_IN_HANG_S if in_hang else FAREWELL_S)  # longer than the watchdogs'
         while None in self._poll() and time.monotonic() < deadline and not self._second_signal.is_set():
             time.sleep(POLL_S)
         ended = _ended_by(first)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import faulthandler
 import json
-import math
 import os
+import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from itertools import islice
 from traceback import walk_stack
 from types import FrameType
@@ -20,8 +21,8 @@ from attrs import asdict
 
 from forge_core.contracts.errors import listed
 from forge_core.launch.failure_report import EndedElsewhere, FailureReport, report_of
-from forge_core.launch.progress_beacon import ProgressBeacon
-from forge_core.launch.rendezvous import HEARTBEAT, Rendezvous, StoreUnresponsive
+from forge_core.launch.progress_beacon import ProgressBeacon, kind_of
+from forge_core.launch.rendezvous import HEARTBEAT, Rendezvous, StoreUnresponsive, call_within
 
 PATIENCE_S = 3.0
 """Seconds that the main thread has, once another rank has ended the run, to fail by itself: that closes loggers."""
@@ -29,6 +30,19 @@ OWN_PATIENCE_S = 30.0
 """The same where this rank is the one that failed, for hooks that handle the error."""
 SILENCE_S = 5.0
 """After this many seconds without a move, a rank also publishes the line of code that it is at."""
+WRITING_S = 2.0
+"""Seconds for the stacks of a rank that hangs: the disk of its log may be what it waits for."""
+LEAST_S = 30.0
+"""Limits that are learnt from the run are never shorter."""
+WARM_UP = 5
+"""A phase has a limit of its own from its fifth occurrence on."""
+START_FACTOR = 10
+"""Heartbeats may stand still for this much longer before the first step: reading data may keep Python's lock."""
+COMPUTING = ("forward and backward", "optimizer", "agreement of the ranks")
+"""Phases that take as long in one step as in another, but for compilation. Others read, write, or do what hooks do."""
+COMPILERS = ("convert_frame.py", "compile_fx.py", "compiler.py", "autotuner.py", "triton_heuristics.py")
+"""Files of torch and Triton that compile, in functions whose names say so; they are on the stack at other times too."""
+IMPORTING = "<frozen importlib._bootstrap>"
 RECORDERS = {"gloo": "_dump_fr_trace_json", "NCCL": "_dump_nccl_trace_json"}
 """The function of torch's flight recorder for each library; which of them exist depends on how torch was built."""
 
@@ -39,18 +53,34 @@ Heartbeats = Mapping[int, Mapping[str, Any]]
 class Watchdog:
     """Watches one rank of several until `stop`; `emit` shows why the rank ends.
 
-    Its thread wakes once a second and costs a step nothing: the main thread only notes its phase in `beacon`.
+    Its thread wakes once a second and costs a step nothing: the main thread only notes its phase in `beacon`. Each rank
+    looks for a hang of all, and for silence of the next rank, so that the store answers few questions. `hang_factor` is
+    the key of `[launch]`.
     """
 
-    def __init__(self, rendezvous: Rendezvous, beacon: ProgressBeacon, emit: Callable[[FailureReport], object]) -> None:
-        self._rendezvous, self._beacon, self._emit = rendezvous, beacon, emit
-        self._limit_s = rendezvous.hang_timeout_s or math.inf
-        self._main = threading.get_ident()
-        self._number, self._idle_s, self._last_move = 0, 0.0, (-1, -1)
-        self._earlier: tuple[float, Heartbeats] | None = None
-        """An earlier reading of the heartbeats, and how long this rank had not moved by then."""
-        self._next_look_s = self._limit_s / 2
-        self._unresponsive: Sequence[int] = ()
+    def __init__(
+        self,
+        rendezvous: Rendezvous,
+        beacon: ProgressBeacon,
+        emit: Callable[[FailureReport], object],
+        hang_factor: float = 0.0,
+    ) -> None:
+        self._rendezvous, self._beacon, self._emit, self._factor = rendezvous, beacon, emit, hang_factor
+        self._limit_s = rendezvous.hang_timeout_s or float("inf")
+        self._main, self._host = threading.get_ident(), socket.gethostname()
+        self._number, self._last_move, self._phase = 0, (-1, -1), ""
+        self._collective: str | None = None
+        """The oldest collective that had not ended at the last look; None: this rank had moved."""
+        self._idle_s = 0.0
+        """Seconds since this rank moved."""
+        self._still_s = 0.0
+        """The part of them, up to now, in which it only computed or waited, and no collective ended."""
+        self._longest: dict[str, float] = {}
+        """The longest such time in each phase, without the first occurrence, in which everything is slow."""
+        self._left_s, self._next_look_s = self._limit_s, 0.0
+        self._ages: dict[int, tuple[int, float]] = {}
+        """Of ranks that this one watches: number of the last heartbeat, and for how long it has been the last."""
+        self._silent: Sequence[int] = ()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="forge-watchdog", daemon=True)
         self._thread.start()
@@ -63,87 +93,133 @@ class Watchdog:
     def _run(self) -> None:
         woken = time.monotonic()
         while not self._stopped.wait(self._rendezvous.heartbeat_s):
-            now, move = time.monotonic(), (self._beacon.position.count, ProgressBeacon.reports)
-            if move != self._last_move or move[0] == 0:  # before the first phase, ranks may wait for others to arrive
-                self._idle_s, self._earlier, self._next_look_s = 0.0, None, self._limit_s / 2
-            else:  # if much more time has passed, this process itself was stopped: that is no time in which it hung
-                self._idle_s += min(now - woken, 2 * self._rendezvous.heartbeat_s)
-            self._last_move, woken = move, now
-            self._look()
+            now = time.monotonic()
+            # If much more time has passed, this process itself was stopped: that is no time in which a rank hung
+            passed_s, woken = min(now - woken, 2 * self._rendezvous.heartbeat_s), now
+            self._look(passed_s)
+        with suppress(Exception):  # a rank that nobody watches any more is not silent
+            self._rendezvous.set(HEARTBEAT, {"number": 0})
 
-    def _look(self) -> None:
-        rank, hang = self._rendezvous.world.rank, None
-        try:  # each call may take the whole limit when the server of the store is stopped
-            self._rendezvous.set(HEARTBEAT, self._heartbeat())
+    def _look(self, passed_s: float) -> None:
+        rank = self._rendezvous.world.rank
+        try:  # each call may take `silence_s` when the server of the store is stopped
+            self._rendezvous.set(HEARTBEAT, self._heartbeat(passed_s))
             report = self._rendezvous.ending()
-            if report is None and (hang := self._hang()) is not None:
-                report = self._rendezvous.end(hang)
+            if report is None and (text := self._silence(passed_s) or self._hang()):
+                report = self._rendezvous.end(FailureReport(rank=rank, text=text, hang=True))
         except Exception as error:
-            self._end(self._store_failure(error), 0.0 if isinstance(error, StoreUnresponsive) else PATIENCE_S)
+            report = self._store_failure(error)
+            self._end(report, 0.0 if report.hang else PATIENCE_S)
             return
-        if report is not None and report.rank == rank:
-            self._end(report, 0.0 if hang else OWN_PATIENCE_S)  # in a hang, the main thread cannot end by itself
-        elif report is not None:
-            self._end(report_of(rank, EndedElsewhere(report)), PATIENCE_S)
+        if report is not None:
+            patience_s = 0.0 if report.hang else OWN_PATIENCE_S if report.rank == rank else PATIENCE_S
+            self._end(report if report.rank == rank else report_of(rank, EndedElsewhere(report)), patience_s)
 
     def _store_failure(self, error: Exception) -> FailureReport:
         server, world = self._rendezvous.server, self._rendezvous.world
-        rank, address = world.rank, f"{world.address}:{world.port}"
-        if isinstance(error, StoreUnresponsive):
+        rank, address, unresponsive = world.rank, f"{world.address}:{world.port}", isinstance(error, StoreUnresponsive)
+        if unresponsive:
             text = f"forge-run: the run hangs: {server} at {address} does not respond ({error})"
-            text += f": its process is stopped, or its machine has gone; reported by rank {rank}"
+            text += f": its process is stopped, or its machine or network has gone; reported by rank {rank}"
+            text += f" on {self._host}"
         else:
             cause = str(error).splitlines()[0] if str(error) else type(error).__name__
             text = f"forge-run: rank {rank}: the ranks' store at {address} does not answer"
             text += f", so {server} has gone: {cause}"
-        return FailureReport(rank=rank, text=text)
+        return FailureReport(rank=rank, text=text, hang=unresponsive)
 
-    def _heartbeat(self) -> dict[str, Any]:
+    def _heartbeat(self, passed_s: float) -> dict[str, Any]:
+        position, move = self._beacon.position, (self._beacon.position.count, ProgressBeacon.reports)
+        if move != self._last_move or move[0] == 0:  # before the first phase, ranks may wait for others to arrive
+            self._learn()
+            self._idle_s = self._still_s = self._next_look_s = 0.0
+            self._collective = None
+        else:
+            self._idle_s, self._still_s = self._idle_s + passed_s, self._still_s + passed_s
+        self._last_move, self._phase = move, kind_of(position.phase)
         self._number += 1
-        beat = {"number": self._number, **asdict(self._beacon.position)}
-        beat |= {"idle_s": round(self._idle_s, 1), "detail": ProgressBeacon.detail}
+        beat = {"number": self._number, "host": self._host, **asdict(position)}
         # Only of a rank that stands still: stack and flight recorder cost more than the rest, every second
         if self._idle_s >= min(SILENCE_S, self._limit_s / 2):
-            if (frame := sys._current_frames().get(self._main)) is not None:
-                beat |= {"line": line_of(frame), "waits": waits_for_ranks(frame)}
-            beat["collective"] = unfinished_collectives()
-        return beat
+            beat |= self._standing()
+        self._left_s = min(self._limit_s - self._idle_s, self._own_limit() - self._still_s)
+        left_s = min(self._left_s, 1e9)  # JSON has no infinity
+        return beat | {"idle_s": round(self._idle_s, 1), "left_s": round(left_s, 1), "detail": ProgressBeacon.detail}
 
-    def _hang(self) -> FailureReport | None:
-        """The report of a hang, once no rank has moved for the limit: not if one saves or tokenizes, and others wait.
+    def _standing(self) -> dict[str, Any]:
+        """Where this rank stands; whether it may do so for long."""
+        frames, collective = sys._current_frames(), unfinished_collectives()
+        here = frames.get(self._main)
+        waits = here is not None and waits_for_ranks(here)
+        has_moved = self._collective not in (None, collective)
+        if has_moved:
+            self._learn()
+        # A compilation may come in any step and takes minutes, and so may disks, networks and hooks
+        steady = (waits or self._phase in COMPUTING) and not any(map(compiles, frames.values()))
+        if not steady or has_moved:
+            self._still_s = 0.0
+        self._collective = collective
+        return {"line": line_of(here) if here else "", "waits": waits, "collective": collective}
 
-        A rank that is stopped publishes nothing, so its own `idle_s` stays small: it counts as unresponsive if its
-        heartbeat is the same as in a reading that was taken half the limit ago.
+    def _learn(self) -> None:
+        if self._beacon.entered[self._phase] > 1:
+            self._longest[self._phase] = max(self._longest.get(self._phase, 0.0), self._still_s)
+
+    def _own_limit(self) -> float:
+        """Seconds that this rank may stand still in its phase, as long as it only computes or waits for others."""
+        if not self._factor or self._beacon.entered[self._phase] < WARM_UP:
+            return self._limit_s
+        longest_s = self._longest.get(self._phase, 0.0) + self._rendezvous.heartbeat_s  # which is how exact they are
+        return min(max(LEAST_S, self._factor * longest_s), self._limit_s)
+
+    def _silence(self, passed_s: float) -> str:
+        """A report on ranks whose heartbeats stand still; empty if the next rank's does not, or not for long enough."""
+        rank, size, limit_s = self._rendezvous.world.rank, self._rendezvous.world.size, self._rendezvous.silence_s
+        following = (rank + 1) % size
+        # The others only on suspicion: a machine that has gone takes several ranks with it
+        suspicious = self._ages.get(following, (0, 0.0))[1] > limit_s / 3
+        heartbeats = self._rendezvous.get(HEARTBEAT, range(size) if suspicious else [following])
+        for each, beat in heartbeats.items():
+            number, age_s = self._ages.get(each, (0, 0.0))
+            is_same = beat["number"] == number != 0  # 0: its watch is over
+            self._ages[each] = (beat["number"], age_s + passed_s if is_same else 0.0)
+        is_starting = heartbeats.get(following, {}).get("step") == 0
+        if self._ages.get(following, (0, 0.0))[1] <= limit_s * (START_FACTOR if is_starting else 1):
+            return ""
+        self._silent = [each for each, (_, age_s) in self._ages.items() if age_s > limit_s / 2]
+        watched = {each: beat for each, beat in heartbeats.items() if beat["number"]}
+        return describe_silence(watched, self._silent, self._ages[following][1])
+
+    def _hang(self) -> str:
+        """A report on a hang, once no rank may stand still any longer: not if one saves or tokenizes, and others wait.
+
+        A rank that is stopped publishes nothing, so what it has left does not shrink: that is found by its silence.
         """
-        if self._idle_s < self._next_look_s:
-            return None
-        size, earlier, silent = self._rendezvous.world.size, self._earlier, []
-        heartbeats = self._rendezvous.get(HEARTBEAT, range(size))
-        if earlier is None or self._idle_s - earlier[0] >= self._limit_s / 4:
-            self._earlier = (self._idle_s, heartbeats)
-        if earlier is not None:
-            numbers = {rank: beat["number"] for rank, beat in earlier[1].items()}
-            silent = [rank for rank, beat in heartbeats.items() if beat["number"] == numbers.get(rank)]
-        idle_s = min(beat["idle_s"] for rank, beat in heartbeats.items() if rank not in silent)
-        # No hang is possible before; and the store could not show many ranks the heartbeats of all every second
-        self._next_look_s = max(self._limit_s, self._idle_s + self._limit_s - idle_s)
-        if earlier is None or idle_s < self._limit_s:
-            return None
-        self._unresponsive = silent
-        text = describe_hang(heartbeats, size, self._limit_s, silent)
-        return FailureReport(rank=self._rendezvous.world.rank, text=text)
+        if self._left_s > 0 or self._idle_s < self._next_look_s:
+            return ""
+        # The larger its number the less often a rank looks: the store could not show thousands the heartbeats of all
+        self._next_look_s = self._idle_s + self._rendezvous.world.rank
+        size = self._rendezvous.world.size
+        heartbeats = {r: beat for r, beat in self._rendezvous.get(HEARTBEAT, range(size)).items() if beat["number"]}
+        if max(beat["left_s"] for beat in heartbeats.values()) > 0:
+            return ""
+        return describe_hang(heartbeats, size, self._limit_s)
 
     def _end(self, report: FailureReport, patience_s: float) -> None:
         """End this process, unless its main thread does so by itself in time."""
         if self._stopped.wait(patience_s):
             return
+        with suppress(StoreUnresponsive):
+            call_within(WRITING_S, self._write_stacks)
+        self._emit(report)
+        self._rendezvous.leave(self._silent)  # last: rank 0 waits here until the others know why the run ends
+        os._exit(report.code)
+
+    def _write_stacks(self) -> None:
         position, log = self._beacon.position, _descriptor_of_log()
-        # By descriptor, and first: the main thread may hold the locks of Python's streams
+        # By descriptor: the main thread may hold the locks of Python's streams
         os.write(log, f"ended in step {position.step}, {position.phase}; the stacks of all threads:\n".encode())
         faulthandler.dump_traceback(log, all_threads=True)
-        self._emit(report)
-        self._rendezvous.leave(self._unresponsive)  # last: rank 0 waits here until the others know why the run ends
-        os._exit(report.code)
 
 
 def _descriptor_of_log() -> int:
@@ -167,6 +243,14 @@ def waits_for_ranks(frame: FrameType) -> bool:
     # Some frames deep only: schedules of pipelines and hooks of FSDP, which call a model, are in torch.distributed too
     package = f"{os.sep}torch{os.sep}distributed{os.sep}"
     return any(package in inner.f_code.co_filename for inner, _ in islice(walk_stack(frame), 12))
+
+
+def compiles(frame: FrameType) -> bool:
+    """Whether a thread compiles a graph or a kernel, measures variants of one, or imports a module to do so."""
+    codes = [inner.f_code for inner, _ in walk_stack(frame)]
+    names = [code.co_name for code in codes if os.path.basename(code.co_filename) in COMPILERS]
+    compiling = any(word in name for name in names for word in ("compile", "bench", "autotune"))
+    return compiling or any(code.co_filename == IMPORTING for code in codes)
 
 
 def unfinished_collectives() -> str:
@@ -193,29 +277,45 @@ def oldest_unfinished(record: Mapping[str, Any]) -> str:
     return ""
 
 
-def describe_hang(heartbeats: Heartbeats, size: int, limit_s: float, silent: Collection[int] = ()) -> str:
-    """Which of `size` ranks is late, in which phase, and where all are; `silent` ones have stopped publishing."""
+def describe_silence(heartbeats: Heartbeats, silent: Sequence[int], age_s: float) -> str:
+    """Which ranks send no heartbeats any more, and where they were seen last."""
+    named = [f"rank {rank} on {heartbeats[rank]['host']}" for rank in silent]
+    text = f"{listed(named)} does not respond: no heartbeat for {age_s:.0f} s (launch.silence_timeout_s)"
+    lines = [f"forge-run: the run hangs: {text}", "its process is stopped, or its machine or network has gone"]
+    lines += [f"  {_describe(rank, heartbeats[rank], rank in silent)}" for rank in _shown(heartbeats, silent)]
+    return "\n".join([*lines, "the stacks of each other rank are in its log"])
+
+
+def describe_hang(heartbeats: Heartbeats, size: int, limit_s: float) -> str:
+    """Which of `size` ranks is late, in which phase, and where all are."""
     absent = [rank for rank in range(size) if rank not in heartbeats]
-    late = list(silent) or absent or _late(heartbeats)
+    late = absent or _late(heartbeats)
     phase = next((beat["phase"] for beat in heartbeats.values()), "")
-    lines = [f"forge-run: the run hangs: nothing has moved for launch.hang_timeout_s = {limit_s:g} s"]
-    if silent:
-        lines.append(f"rank {listed(late)} does not respond: its process is stopped, or its machine has gone")
-    elif absent:
+    idle_s = min(beat["idle_s"] for beat in heartbeats.values())
+    limit = f"launch.hang_timeout_s = {limit_s:g} s"
+    if idle_s < limit_s:
+        limit = f"{idle_s:.0f} s, many times as long as before (launch.hang_factor)"
+    lines = [f"forge-run: the run hangs: nothing has moved for {limit}"]
+    if absent:
         lines.append(f"rank {listed(absent)} is late: it has not begun")
     elif late:
         places = {f"step {heartbeats[rank]['step']}, {heartbeats[rank]['phase']}" for rank in late}
-        lines.append(f"rank {listed(late)} is late, in {' and '.join(sorted(places))}")
+        named = [f"{rank} on {heartbeats[rank]['host']}" for rank in late]
+        lines.append(f"rank {listed(named)} is late, in {' and '.join(sorted(places))}")
     elif all(beat.get("waits") for beat in heartbeats.values()):
         lines.append(f"no rank is behind the others: all wait for each other in {phase}")
     else:
         question = "and none of them waits for another; is the time too short for it?"
         lines.append(f"no rank is behind the others: all are in {phase}, {question}")
-    shown = sorted(heartbeats, key=lambda rank: (rank not in late, rank))[:32]
-    lines += [f"  {_describe(rank, heartbeats[rank], rank in silent)}" for rank in shown]
+    shown = _shown(heartbeats, late)
+    lines += [f"  {_describe(rank, heartbeats[rank])}" for rank in shown]
     if len(heartbeats) > len(shown):
         lines.append(f"  and {len(heartbeats) - len(shown)} more")
     return "\n".join([*lines, "the stacks of each rank are in its log"])
+
+
+def _shown(heartbeats: Heartbeats, first: Collection[int]) -> list[int]:
+    return sorted(heartbeats, key=lambda rank: (rank not in first, rank))[:32]
 
 
 def _late(heartbeats: Heartbeats) -> list[int]:
@@ -228,7 +328,7 @@ def _late(heartbeats: Heartbeats) -> list[int]:
     return sorted(busy) if len(busy) < len(heartbeats) else []
 
 
-def _describe(rank: int, beat: Mapping[str, Any], silent: bool) -> str:
+def _describe(rank: int, beat: Mapping[str, Any], silent: bool = False) -> str:
     detail = f" ({beat['detail']})" if beat.get("detail") else ""
     text = f"rank {rank}: {'last seen in ' if silent else ''}step {beat['step']}, {beat['phase']}{detail}"
     if silent:

@@ -60,7 +60,8 @@ def join_ranks(launch: LaunchSection) -> Rendezvous | None:
     """The connection to the other ranks of this run. None: a process alone, or in a process group of somebody else."""
     if dist.is_initialized() or (world := join_world()).alone:
         return None
-    return this_process.join(world, launch.start_timeout_s, launch.hang_timeout_s)
+    limits = (launch.start_timeout_s, launch.hang_timeout_s, launch.silence_timeout_s)
+    return this_process.join(world, *limits)
 
 
 def make_mesh(layout: Layout, device: torch.device) -> DeviceMesh:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
 
 import pytest
@@ -80,27 +81,12 @@ def test_a_hang_ends_and_tells_which_rank_is_late_and_where(job):
     assert code == 1
     lines = err.splitlines()
     assert lines[0] == "forge-run: the run hangs: nothing has moved for launch.hang_timeout_s = 20 s"
-    assert lines[1] == "rank 1 is late, in step 3, hook hooks.trouble, on_step_begin"
+    assert lines[1] == f"rank 1 on {socket.gethostname()} is late, in step 3, hook hooks.trouble, on_step_begin"
     assert "trouble.py" in lines[2]
     assert "rank 0: step 3, forward and backward" in lines[3]
     assert "waiting for other ranks" in lines[3]
     assert "in go_wrong" in job.log(1), "its stacks"
     assert job.steps_saved() == [2]
-
-
-@pytest.mark.parametrize("stopped", [0, 1])
-def test_a_rank_that_is_stopped_ends_the_run_and_is_named(job, stopped):
-    process = job.start("--nproc", "2", "--launch.hang_timeout_s=20", *STEPS, *job.trouble(pause_s=1.0))
-    wait_for_step(process, 3)
-    time.sleep(4)  # by then each rank has sent heartbeats: one that never did is named as not begun
-    os.kill(children(process)[stopped], signal.SIGSTOP)
-    began = time.monotonic()
-    code, _, err = job.finish(process)
-    assert code == 1
-    assert time.monotonic() - began > 19, "about the limit"
-    lines = err.splitlines()
-    assert lines[0].startswith("forge-run: the run hangs")
-    assert any(f"rank {stopped}" in line and "does not respond" in line for line in lines[:2]), err
 
 
 @pytest.mark.parametrize("what", ["work", "slow save"])

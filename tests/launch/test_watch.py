@@ -11,6 +11,7 @@ import torch.distributed as dist
 from forge_core.launch.progress_beacon import ProgressBeacon
 from forge_core.launch.watchdog import (
     describe_hang,
+    describe_silence,
     line_of,
     oldest_unfinished,
     unfinished_collectives,
@@ -20,7 +21,7 @@ from forge_testing.processes import run_on_ranks
 
 
 def beat(count, phase="data", **more):
-    return {"count": count, "step": 7, "phase": phase, "idle_s": 60.0, **more}
+    return {"count": count, "step": 7, "phase": phase, "idle_s": 60.0, "host": "gpu01", **more}
 
 
 def told(beats, size=None):
@@ -30,13 +31,13 @@ def told(beats, size=None):
 def test_the_rank_that_has_come_least_far_is_late_and_shown_first():
     lines = told({0: beat(12, "optimizer"), 1: beat(12, "optimizer"), 2: beat(11, "data", line="loader.py:3 in read")})
     assert lines[0] == "forge-run: the run hangs: nothing has moved for launch.hang_timeout_s = 60 s"
-    assert lines[1] == "rank 2 is late, in step 7, data"
+    assert lines[1] == "rank 2 on gpu01 is late, in step 7, data"
     assert lines[2] == "  rank 2: step 7, data, for 60 s at loader.py:3 in read"
 
 
 def test_in_the_same_phase_the_rank_that_waits_for_no_other_is_late():
     lines = told({0: beat(12, waits=True), 1: beat(12, waits=False), 2: beat(12, waits=True)})
-    assert lines[1] == "rank 1 is late, in step 7, data"
+    assert lines[1] == "rank 1 on gpu01 is late, in step 7, data"
 
 
 def test_ranks_that_all_wait_for_each_other_are_not_called_late():
@@ -57,7 +58,7 @@ def test_a_rank_that_has_told_nothing_is_late():
 
 def test_of_many_ranks_the_late_ones_are_shown():
     lines = told({rank: beat(11 if rank == 77 else 12) for rank in range(100)})
-    assert lines[1] == "rank 77 is late, in step 7, data"
+    assert lines[1] == "rank 77 on gpu01 is late, in step 7, data"
     assert lines[2].startswith("  rank 77: ")
     assert lines[-2] == "  and 68 more"
 
@@ -69,9 +70,16 @@ def test_phases_are_counted_and_keep_the_step():
     assert (beacon.position.count, beacon.position.step, beacon.position.phase) == (2, 3, "optimizer")
 
 
-def test_a_rank_that_is_stopped_is_named_whatever_the_others_do():
-    lines = describe_hang({0: beat(12, waits=True), 1: beat(12)}, 2, 60, silent=[1]).splitlines()
-    assert lines[1] == "rank 1 does not respond: its process is stopped, or its machine has gone"
+def test_a_hang_that_is_found_by_a_learnt_limit_says_so():
+    lines = describe_hang({0: beat(12, idle_s=31.0), 1: beat(12, idle_s=34.0)}, 2, 1800).splitlines()
+    assert lines[0].endswith("nothing has moved for 31 s, many times as long as before (launch.hang_factor)")
+
+
+def test_ranks_that_are_silent_are_named_with_their_machine():
+    lines = describe_silence({0: beat(12, waits=True), 1: beat(12), 2: beat(11)}, [1, 2], 15.2).splitlines()
+    named = "rank 1 on gpu01, rank 2 on gpu01 does not respond: no heartbeat for 15 s (launch.silence_timeout_s)"
+    assert lines[0] == f"forge-run: the run hangs: {named}"
+    assert lines[1] == "its process is stopped, or its machine or network has gone"
     assert lines[2] == "  rank 1: last seen in step 7, data"
 
 

@@ -1,0 +1,182 @@
+"""The hook `stragglers`."""
+
+from __future__ import annotations
+
+import socket
+import statistics
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
+from traceback import walk_stack
+from typing import TYPE_CHECKING, ClassVar
+
+from attrs import define, field, frozen
+from attrs.validators import ge, gt
+
+from forge_core import Problem, TrainingHook
+from forge_core.contracts.components import WhenResumed
+
+if TYPE_CHECKING:
+    import torch
+
+    from forge_core import Job
+    from forge_core.contracts.contexts import StepContext, TrainContext
+    from forge_core.contracts.layout import Layout
+
+SAMPLE_S = 0.02
+PRODUCTS = 20
+MATMUL = {"cuda": 4096, "cpu": 256}
+"""Side of the matrices of the micro-benchmark: some tenths of a millisecond to some milliseconds."""
+
+
+@frozen(kw_only=True)
+class Look:
+    """What a rank has measured since the look before."""
+
+    host: str
+    own_s: float
+    """Seconds of a step in which this rank did not wait for others."""
+    waited: float
+    """Part of the time in which it waited for others."""
+    matmul_ms: float
+
+
+@define(kw_only=True, slots=False)
+class Stragglers(TrainingHook):
+    """Finds the rank that all others wait for.
+
+    Every `every` steps each rank times a matrix product of its own, and states how long a step takes it without waits
+    for other ranks. A thread measures these waits: it looks where the main thread stands, fifty times a second. On a
+    GPU the host does not stand where the device waits, so there the product, data and hooks tell the ranks apart.
+
+    Logs `wait_share`, the mean part of a step in which ranks wait for others, and `slowest_rank`.
+    """
+
+    resumes_as: ClassVar[WhenResumed | None] = "safe"
+
+    every: int = field(default=50, validator=ge(1))
+    """Steps between looks."""
+    slow: float = field(default=1.15, validator=gt(1))
+    """A rank is slow whose step or product takes more than this many times the median of the other ranks."""
+    steps: int = field(default=3, validator=ge(1))
+    """Looks in a row in which a rank must be slow to be named."""
+
+    def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        if layout.world_size == 1:
+            yield Problem("", "a single rank waits for nobody; leave this hook out, or start several ranks")
+
+    def on_train_begin(self, context: TrainContext) -> None:
+        self._in_a_row: dict[int, int] = {}
+        self._since: dict[int, int] = {}
+        self._waits = WaitMeter()
+        self._mark: tuple[int, float, float] | None = None
+
+    def on_step_end(self, context: StepContext) -> None:
+        if context.step % self.every:
+            return
+        now, waited = time.monotonic(), self._waits.seconds
+        # The first window has compilation and allocation in it, and counts for nothing
+        if self._mark is not None and context.step > self._mark[0]:
+            self._look(context, context.step - self._mark[0], now - self._mark[1], waited - self._mark[2])
+        self._mark = (context.step, time.monotonic(), self._waits.seconds)
+
+    def on_train_end(self, context: TrainContext) -> None:
+        self._waits.stop()
+
+    def on_exception(self, context: TrainContext, error: BaseException) -> None:
+        self._waits.stop()
+
+    def _look(self, context: StepContext, steps: int, passed: float, waited: float) -> None:
+        from forge_core.parallel.mesh import gather_objects, global_rank
+
+        mine = Look(
+            host=socket.gethostname(),
+            own_s=max(passed - waited, 0.0) / steps,
+            waited=min(waited / passed, 1.0),
+            matmul_ms=matmul_ms(next(context.model.parameters()).device),
+        )
+        looks = gather_objects(mine)
+        context.log("wait_share", statistics.mean(look.waited for look in looks))
+        context.log("slowest_rank", max(range(len(looks)), key=lambda rank: looks[rank].own_s))
+        slow = slow_ranks(looks, self.slow)
+        for rank in range(len(looks)):
+            self._in_a_row[rank] = self._in_a_row.get(rank, 0) + 1 if rank in slow else 0
+            if self._in_a_row[rank] == 1:
+                self._since[rank] = context.step - steps
+            if self._in_a_row[rank] == self.steps and global_rank() == 0:
+                warnings.warn(describe(rank, looks, slow[rank], self._since[rank]), stacklevel=2)
+
+
+class WaitMeter:
+    """Seconds that the main thread has spent inside torch.distributed, measured by a thread that looks at its stack."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._main = threading.get_ident()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="forge-wait-meter", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._over.set()
+
+    def _run(self) -> None:
+        last = time.monotonic()
+        while not self._over.wait(SAMPLE_S):
+            now = time.monotonic()
+            # A process that was stopped did not wait for others meanwhile
+            passed, last = min(now - last, 2 * SAMPLE_S), now
+            if waits(sys._current_frames().get(self._main)):
+                self.seconds += passed
+
+
+def waits(frame: object) -> bool:
+    """Whether a thread stands inside torch.distributed."""
+    frames = islice(walk_stack(frame), 12) if frame is not None else ()  # type: ignore[arg-type]
+    return any("/torch/distributed/" in inner.f_code.co_filename for inner, _ in frames)
+
+
+def matmul_ms(device: torch.device) -> float:
+    """Milliseconds of a product of two square matrices on this rank's device: the fastest of some."""
+    import torch
+
+    size = MATMUL.get(device.type, MATMUL["cpu"])
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    one = torch.ones(size, size, device=device, dtype=dtype)
+    fastest = float("inf")
+    for _ in range(PRODUCTS):  # the first one loads the kernel, and is never the fastest
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        began = time.perf_counter()
+        one @ one
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        fastest = min(fastest, time.perf_counter() - began)
+    return 1e3 * fastest
+
+
+def slow_ranks(looks: Sequence[Look], slow: float) -> Mapping[int, str]:
+    """Ranks that are slower than the median of the others, each with what is slow."""
+    found = {}
+    for rank, look in enumerate(looks):
+        others = [other for number, other in enumerate(looks) if number != rank]
+        own = statistics.median(other.own_s for other in others)
+        product = statistics.median(other.matmul_ms for other in others)
+        if look.matmul_ms > slow * product:
+            found[rank] = f"computes at {product / look.matmul_ms:.2f} of the others"
+        elif look.own_s > slow * own:
+            found[rank] = f"takes {1e3 * look.own_s:.3g} ms for a step without waits, the others {1e3 * own:.3g}"
+    return found
+
+
+def describe(rank: int, looks: Sequence[Look], what: str, since: int) -> str:
+    """A warning that names the slow rank and its cost."""
+    others = [look for number, look in enumerate(looks) if number != rank]
+    product = statistics.median(look.matmul_ms for look in others)
+    share = statistics.mean(look.waited for look in others)
+    text = f"rank {rank} on {looks[rank].host} {what} since step {since:,}"
+    text += f" (matrix product {looks[rank].matmul_ms:.3g} ms, median {product:.3g})"
+    return f"{text}; the others wait for {share:.0%} of each step"

@@ -1,0 +1,183 @@
+"""The hook `gpu` with an NVML of our own in place of the driver's."""
+
+from __future__ import annotations
+
+import sys
+import time
+import types
+
+import pytest
+
+from forge_core.contracts.errors import ForgeError
+from forge_plugin_health import GPU
+from forge_plugin_health.nvml import Device, Reading, faults, warnings_of
+from forge_testing import TINY_JOB
+
+JOB = f'[job]\nname = "tiny"\n{TINY_JOB}'
+
+
+class FakeError(Exception):
+    def __init__(self, value):
+        super().__init__(f"error {value}")
+        self.value = value
+
+
+class FakeNVML(types.ModuleType):
+    """Answers as the driver's library does, by the names and numbers of nvidia-ml-py."""
+
+    NVMLError = FakeError
+    NVML_ERROR_INVALID_ARGUMENT, NVML_ERROR_NOT_SUPPORTED, NVML_ERROR_NO_PERMISSION, NVML_ERROR_TIMEOUT = 2, 3, 4, 10
+    NVML_NVLINK_MAX_LINKS, NVML_NVLINK_ERROR_COUNT = 4, 5
+    nvmlClocksThrottleReasonHwSlowdown, nvmlClocksThrottleReasonSwThermalSlowdown = 8, 32
+    nvmlClocksThrottleReasonHwThermalSlowdown, nvmlClocksThrottleReasonHwPowerBrakeSlowdown = 64, 128
+
+    def __init__(self):
+        super().__init__("pynvml")
+        self.ecc, self.rows, self.reasons, self.width, self.replays = 0, (0, 0, 0, 0), 4, 16, 0
+        self.links, self.link_errors, self.xids, self.lost = [1, 1], 0, [], False
+
+    def nvmlInit(self):
+        pass
+
+    def nvmlEventSetCreate(self):
+        return "events"
+
+    def nvmlDeviceRegisterEvents(self, handle, kinds, events):
+        assert (kinds, events) == (8, "events")
+
+    def nvmlEventSetWait(self, events, milliseconds):
+        if not self.xids:
+            raise FakeError(self.NVML_ERROR_TIMEOUT)
+        return types.SimpleNamespace(eventData=self.xids.pop(0))
+
+    def nvmlDeviceGetTotalEccErrors(self, handle, kind, counter):
+        assert (kind, counter) == (1, 0)
+        if self.lost:
+            raise FakeError(15)
+        if self.ecc is None:
+            raise FakeError(self.NVML_ERROR_NOT_SUPPORTED)
+        return self.ecc
+
+    def nvmlDeviceGetRemappedRows(self, handle):
+        return self.rows
+
+    def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle):
+        return self.reasons
+
+    def nvmlDeviceGetCurrPcieLinkWidth(self, handle):
+        return self.width
+
+    def nvmlDeviceGetMaxPcieLinkWidth(self, handle):
+        return 16
+
+    def nvmlDeviceGetPcieReplayCounter(self, handle):
+        return self.replays
+
+    def nvmlDeviceGetNvLinkState(self, handle, link):
+        if link >= len(self.links):
+            raise FakeError(self.NVML_ERROR_INVALID_ARGUMENT)
+        return self.links[link]
+
+    def nvmlDeviceGetNvLinkErrorCounter(self, handle, link, counter):
+        return self.link_errors if (link, counter) == (0, 2) else 0
+
+
+@pytest.fixture
+def nvml(monkeypatch):
+    fake = FakeNVML()
+    monkeypatch.setitem(sys.modules, "pynvml", fake)
+    monkeypatch.setattr(GPU, "_find", lambda self, device: Device(fake, "handle"))
+    return fake
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"ecc": 2}, "2 uncorrected ECC errors of its memory"),
+        ({"rows": (0, 1, 1, 0)}, "a faulty row of its memory waits to be replaced: reset the GPU"),
+        ({"rows": (0, 1, 1, 1)}, "a faulty row of its memory has no spare any more: replace the GPU"),
+        ({"links": [1, 0]}, "1 of its NVLinks are down"),
+        ({"xids": [79]}, "Xid 79"),
+    ],
+)
+def test_faults_are_what_is_new_and_broken(nvml, change, words):
+    device = Device(nvml, "handle")
+    before = device.read()
+    vars(nvml).update(change)
+    now = device.read()
+    assert faults(before, before) == []
+    assert faults(before, now) == [words]
+    assert faults(now, device.read()) == [], "once"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"reasons": 4 | 64}, "its clocks are lowered: HwThermalSlowdown"),
+        ({"width": 8}, "its PCIe link has 8 of 16 lanes"),
+        ({"replays": 3}, "3 packets were sent again over PCIe"),
+        ({"link_errors": 7}, "7 errors of its NVLinks were mended"),
+        ({"xids": [31]}, "Xid 31 (page fault), of the program"),
+    ],
+)
+def test_what_is_slow_or_the_programs_own_is_a_warning_and_no_fault(nvml, change, words):
+    device = Device(nvml, "handle")
+    before = device.read()
+    vars(nvml).update(change)
+    now = device.read()
+    assert warnings_of(before, now) == [words]
+    assert faults(before, now) == []
+
+
+def test_a_gpu_without_ecc_has_no_errors_of_it(nvml):
+    nvml.ecc = None
+    assert Device(nvml, "handle").read() == Reading(pcie_width=16, pcie_full_width=16)
+
+
+def run(tmp_path, step, **keys):
+    """A run of some steps, before one of which `step` is called."""
+    from forge_core import Trainer, TrainingHook, load_job
+
+    class Change(TrainingHook):
+        def on_step_begin(self, context):
+            if context.step == 3:
+                step()
+                time.sleep(0.5)
+
+    text = JOB.replace("steps = 4", "steps = 8") + "[hooks.gpu]\ninterval_s = 0.05\n"
+    text += "".join(f"{key} = {value}\n" for key, value in keys.items())
+    return Trainer(load_job(text, overrides=[f"job.output={tmp_path}"]), hooks=[Change()], echo=lambda text: None).run()
+
+
+def test_a_fault_during_a_run_saves_and_stops(nvml, tmp_path):
+    with pytest.warns(UserWarning, match=r"the GPU of rank 0 on .*: Xid 79"):
+        summary = run(tmp_path, lambda: nvml.xids.append(79))
+    assert summary.step == 3
+    assert summary.exit_code == 75
+    assert "Xid 79" in summary.stopped
+
+
+def test_a_gpu_that_is_lost_is_a_fault(nvml, tmp_path):
+    with pytest.warns(UserWarning, match="NVML cannot read it: error 15"):
+        assert run(tmp_path, lambda: setattr(nvml, "lost", True)).step == 3
+
+
+def test_a_fault_may_be_warned_of_only(nvml, tmp_path):
+    with pytest.warns(UserWarning, match="Xid 79"):
+        assert run(tmp_path, lambda: nvml.xids.append(79), on_fault='"warn"').step == 8
+
+
+def test_a_gpu_with_errors_refuses_to_start(nvml, tmp_path):
+    nvml.ecc = 5
+    with pytest.raises(ForgeError, match=r"5 uncorrected ECC errors.*leave the machine out"):
+        run(tmp_path, lambda: None)
+
+
+def test_the_hook_is_refused_without_nvml_with_what_to_do(monkeypatch):
+    from forge_core import JobError, load_job
+
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    with pytest.raises(JobError, match=r"pip install 'forge-plugin-health\[gpu\]'; check the job where its GPUs are"):
+        load_job(JOB + "[hooks.gpu]\n")
+    with pytest.raises(JobError, match=r'train.device is "cpu", so there is no GPU to watch'):
+        load_job(JOB.replace("[train]", '[train]\ndevice = "cpu"') + "[hooks.gpu]\n")

@@ -1,0 +1,83 @@
+"""Sums over links: measured, wrong, slow."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from forge_plugin_health.links import Link, measure_links, pairings, slow_links
+from forge_testing.processes import run_on_ranks
+
+CPU = torch.device("cpu")
+
+
+def measured(ranks, trouble=lambda rank: None):
+    def work(rank):
+        trouble(rank)
+        return measure_links(CPU, 1.0, 3)
+
+    every = run_on_ranks(ranks, work)
+    assert all(links == every[0] for links in every), "every rank has the same list"
+    return every[0]
+
+
+def test_two_ranks_have_one_link_and_its_sum_is_right():
+    links = measured(2)
+    assert {link.ranks for link in links} == {(0, 1)}
+    assert all(link.is_right and link.gigabytes_per_s > 0 for link in links)
+    assert slow_links(links, 0.7, 0.0) == []
+    [text, *_] = slow_links(links, 0.7, 1e6)
+    assert text.startswith("the link between rank 0 on ")
+
+
+def test_of_four_ranks_a_wrong_sum_and_a_slow_rank_are_named():
+    def trouble(rank):
+        exchange, all_reduce = dist.batch_isend_irecv, dist.all_reduce
+
+        def slow(operations):
+            time.sleep(0.2)
+            return exchange(operations)
+
+        def wrong(tensor, *args, **kwargs):
+            work = all_reduce(tensor, *args, **kwargs)
+            if tensor.numel() > 1000:
+                tensor[17] += 1
+            return work
+
+        if rank == 3:
+            dist.batch_isend_irecv = slow
+        if rank == 1:
+            dist.all_reduce = wrong
+
+    links = measured(4, trouble)
+    assert sorted(link.ranks for link in links) == [(0, 1), (0, 1, 2, 3), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)]
+    assert [link.ranks for link in links if not link.is_right] == [(0, 1, 2, 3)]
+    host = links[0].hosts[0]
+    texts = slow_links(links, 0.7, 0.0)
+    assert f"rank 3 on {host} is in all slow pairs" in texts
+    slow = [text for text in texts if text.startswith("the link between")]
+    assert len(slow) >= 3
+    assert all(f"rank 3 on {host}" in text for text in slow)
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 7, 8])
+def test_in_each_round_everyone_has_one_partner_and_no_pair_comes_twice(count):
+    rounds = list(pairings(count, 100))
+    for pairs in rounds:
+        members = [member for pair in pairs for member in pair]
+        assert len(members) == len(set(members)) == count // 2 * 2
+    pairs = [frozenset(pair) for pairs in rounds for pair in pairs]
+    assert len(pairs) == len(set(pairs)) == count * (count - 1) // 2
+
+
+def test_a_slow_pair_is_named_by_its_hosts():
+    def link(one, other, speed):
+        return Link(ranks=(one, other), hosts=(f"gpu{one}", f"gpu{other}"), gigabytes_per_s=speed, is_right=True)
+
+    links = [link(0, 8, 20.0), link(16, 24, 21.0), link(0, 16, 9.0), link(8, 24, 20.5)]
+    assert slow_links(links, 0.7, 0.0) == [
+        "the link between rank 0 on gpu0 and rank 16 on gpu16 is slow: 9 GB/s, where the median is 20.2"
+    ]

@@ -1,0 +1,141 @@
+"""The slow rank is named, with its machine and its cost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from forge_plugin_health.stragglers import Look, describe, slow_ranks
+from forge_testing import TINY_JOB
+
+JOB = f"""
+[job]
+name = "tiny"
+{TINY_JOB.replace("steps = 4", "steps = 45")}
+[checkpoint]
+interval = 0
+[hooks.slow]
+type = "./slow.py:Slow"
+[hooks.stragglers]
+every = 5
+slow = 1.5
+"""
+
+SLOW = '''
+import os
+import time
+from pathlib import Path
+
+from attrs import define
+from forge_core import TrainingHook
+
+
+@define(kw_only=True, slots=False)
+class Slow(TrainingHook):
+    """Each step takes 30 ms, and on one rank `more_s` longer."""
+
+    more_s: float = 0.0
+
+    def on_step_begin(self, context):
+        Path(f"pid-{os.environ['RANK']}").write_text(str(os.getpid()))
+        time.sleep(0.03 + (self.more_s if os.environ["RANK"] == "1" else 0))
+'''
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "job.toml").write_text(JOB)
+    (tmp_path / "slow.py").write_text(SLOW)
+    return tmp_path
+
+
+def start(folder, *keys):
+    command = [sys.executable, "-m", "forge_core", "job.toml", "--nproc=2", *keys]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=folder, env=environment, stdout=pipe, stderr=pipe, text=True)
+
+
+def named(err):
+    return [line for line in err.splitlines() if "the others wait for" in line]
+
+
+@pytest.mark.slow
+def test_a_rank_with_more_work_is_named_after_three_looks_with_its_host(folder):
+    from forge_kit.metrics import read_metrics
+
+    process = start(folder, "--hooks.slow.more_s=0.06")
+    _, err = process.communicate(timeout=600)
+    assert process.returncode == 0
+    [warning] = named(err)
+    assert f"rank 1 on {socket.gethostname()} " in warning
+    assert "since step 5 " in warning
+    looks = [row for row in read_metrics(folder / "runs/tiny") if "wait_share" in row]
+    assert [row["step"] for row in looks] == list(range(10, 50, 5)), "not the first window, which warms up"
+    assert sum(row["slowest_rank"] == 1 for row in looks) > len(looks) / 2, "a busy machine adds its own"
+    assert all(0.0 < row["wait_share"] < 1.0 for row in looks)
+
+
+@pytest.mark.slow
+def test_a_rank_that_runs_half_of_the_time_is_named(folder):
+    process = start(folder, "--train.steps=100")
+    over = threading.Event()
+
+    def brake():
+        path = folder / "pid-1"
+        while not path.exists() and not over.is_set():
+            time.sleep(0.05)
+        while not over.wait(0.06):
+            try:
+                os.kill(int(path.read_text()), signal.SIGSTOP)
+                time.sleep(0.06)
+                os.kill(int(path.read_text()), signal.SIGCONT)
+            except (ProcessLookupError, ValueError):
+                pass
+
+    thread = threading.Thread(target=brake)
+    thread.start()
+    try:
+        _, err = process.communicate(timeout=600)
+    finally:
+        over.set()
+        thread.join()
+    assert process.returncode == 0
+    assert named(err)
+    assert all(f"rank 1 on {socket.gethostname()} " in line for line in named(err))
+
+
+def look(own_s=1.0, waited=0.0, matmul_ms=5.0, host="gpu01"):
+    return Look(host=host, own_s=own_s, waited=waited, matmul_ms=matmul_ms)
+
+
+def test_a_gpu_that_computes_slower_is_told_from_a_rank_with_more_work():
+    looks = [look(waited=0.22), look(waited=0.22), look(matmul_ms=8.0, host="gpu12")]
+    found = slow_ranks(looks, 1.15)
+    assert found == {2: "computes at 0.62 of the others"}
+    text = describe(2, looks, found[2], 12_300)
+    assert text == (
+        "rank 2 on gpu12 computes at 0.62 of the others since step 12,300 (matrix product 8 ms, median 5); "
+        "the others wait for 22% of each step"
+    )
+    assert "takes 2e+03 ms for a step" in slow_ranks([look(), look(own_s=2.0), look()], 1.15)[1]
+
+
+def test_ranks_that_are_alike_are_not_slow():
+    assert slow_ranks([look(1.0), look(1.1), look(0.95)], 1.15) == {}
+
+
+def test_a_single_rank_has_no_stragglers():
+    from forge_core import JobError, load_job
+
+    job = f'[job]\nname = "tiny"\n{TINY_JOB}'
+    for hook, words in (("stragglers", "waits for nobody"), ("links", "has no links to others")):
+        with pytest.raises(JobError, match=words):
+            load_job(f"{job}[hooks.{hook}]\n")

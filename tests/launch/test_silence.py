@@ -1,0 +1,98 @@
+"""A rank that gives no sign of life, rank 0 included, is named within seconds, and the others end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+import pytest
+
+from .conftest import children, wait_for_step, wait_until
+from .networks import machines, reason_against
+from .test_other_launchers import free_port, start_ranks
+
+pytestmark = pytest.mark.slow
+
+STEPS = ("--train.steps=100000", "--checkpoint.interval=0", "--launch.silence_timeout_s=4")
+
+
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_a_rank_that_is_stopped_ends_the_run_and_is_named(job, frozen):
+    process = job.start("--nproc", "2", *STEPS, *job.trouble(pause_s=0.2))
+    wait_for_step(process, 10)  # by then each rank has sent heartbeats
+    os.kill(children(process)[frozen], signal.SIGSTOP)
+    began = time.monotonic()
+    code, _, err = job.finish(process)
+    assert code == 1
+    assert time.monotonic() - began > 3, "about the limit"
+    first = err.splitlines()[0]
+    assert first.startswith(f"forge-run: the run hangs: rank {frozen} ")
+    assert "does not respond" in first
+
+
+@pytest.mark.parametrize("frozen", [2, pytest.param(0, marks=pytest.mark.thorough)])
+def test_of_three_plain_processes_the_one_that_is_stopped_is_named_by_the_others(job, frozen):
+    keys = (*STEPS, "--train.global_batch_size=6", *job.trouble(pause_s=0.2))
+    ranks = start_ranks(job, keys, keys, keys)
+    wait_for_step(ranks[0], 10)
+    ranks[frozen].send_signal(signal.SIGSTOP)
+    others = [rank for rank in ranks if rank is not ranks[frozen]]
+    ended = [job.finish(rank) for rank in others]
+    assert [code for code, _, _ in ended] == [1, 1]
+    assert f"rank {frozen} " in "".join(err for _, _, err in ended)
+    assert ranks[frozen].poll() is None
+
+
+def test_ranks_that_were_all_stopped_blame_nobody_when_they_continue(job):
+    process = job.start("--nproc", "2", *STEPS, *job.trouble(pause_s=0.1))
+    wait_for_step(process, 10)
+    for number in (signal.SIGSTOP, signal.SIGCONT):
+        for rank in children(process):
+            os.kill(rank, number)
+        time.sleep(8 if number == signal.SIGSTOP else 6)
+    process.send_signal(signal.SIGTERM)
+    code, _, err = job.finish(process)
+    assert (code, err) == (75, "")
+
+
+@pytest.mark.parametrize("vanished", [0, pytest.param(1, marks=pytest.mark.thorough)])
+def test_a_machine_whose_link_goes_down_is_named_by_the_other(job, vanished):
+    if reason := reason_against():
+        pytest.skip(reason)
+    with machines() as net:
+        port = str(free_port())
+        ranks = [
+            job.start(
+                *(*STEPS, *job.trouble(pause_s=0.2)),
+                launcher=(*net.inside(rank), sys.executable),
+                **net.environment(rank),
+                RANK=str(rank),
+                WORLD_SIZE="2",
+                LOCAL_RANK="0",
+                MASTER_PORT=port,
+            )
+            for rank in range(2)
+        ]
+        wait_for_step(ranks[0], 10)
+        net.vanish(vanished)
+        code, _, err = job.finish(ranks[1 - vanished])
+        assert code == 1
+        first = next(line for line in err.splitlines() if line.startswith("forge-run"))  # after warnings of torch
+        assert f"rank {vanished} " in first
+        assert "network has gone" in err
+        assert wait_until(lambda: ranks[vanished].poll() is not None, 60), "it notices the same"
+
+
+def test_a_rank_whose_watch_is_over_is_not_silent(job):
+    """Rank 0 is busy for longer than the limit after the last step, when the other rank has ended."""
+    (job.folder / "late.py").write_text(
+        "import os, time\nfrom attrs import define\nfrom forge_core import TrainingHook\n"
+        "@define(kw_only=True, slots=False)\nclass Late(TrainingHook):\n"
+        "    def on_train_end(self, context):\n"
+        "        time.sleep(8 if os.environ['RANK'] == '0' else 0)\n"
+    )
+    keys = ("--launch.silence_timeout_s=4", "--hooks.late.type=./late.py:Late")
+    code, _, err = job.finish(job.start("--nproc", "2", *keys))
+    assert (code, err) == (0, "")
