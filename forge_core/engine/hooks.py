@@ -74,10 +74,12 @@ class HookRunner:
         return any(hook.may_skip for hook in self.hooks.values())
 
     def __call__(self, event: str, *args: Any) -> None:
+        before = self.beacon.position.phase
         for name, method in self._listeners[event]:
             self.beacon.enter(f"hook {name}, {event}")
             with named(f"hook {name}, {event}"):
                 method(*args)
+            self.beacon.enter(before)  # what follows is no time of the hook: a save goes on after a call of its hooks
 
     def exception(self, context: TrainContext, error: BaseException) -> None:
         for _, method in self._listeners["on_exception"]:
