@@ -1,0 +1,183 @@
+"""The hook `goodput`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from attrs import define, field
+from attrs.validators import and_, gt, le
+
+from forge_core.contracts.components import TrainingHook
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from forge_core.contracts.contexts import CheckpointContext, StepContext, TrainContext
+    from forge_plugin_goodput.events import EventLog
+
+LEAST_SAVE_S = 1e-3
+"""Seconds in the phase `save` from which something was saved: leaving the phase takes some microseconds, too."""
+
+
+@define(kw_only=True, slots=False)
+class Goodput(TrainingHook):
+    """Notes in `events.jsonl` what the run does with its time, over all its starts, for `forge-run goodput`.
+
+    Rank 0 writes; a line has the seconds by phase since the one before it. The share of time that was productive so far
+    is in the metrics, as `goodput`. A disk that fails is a warning, and training goes on.
+    """
+
+    resumes_as = "safe"
+
+    every_s: float = field(default=30.0, validator=and_(gt(0), le(60)))
+    """Seconds between lines about steps: at most so much is not known of a process that dies without a word."""
+
+    def on_train_begin(self, context: TrainContext) -> None:
+        from forge_core.parallel.mesh import gather_objects, global_rank, world_size
+        from forge_plugin_goodput.events import EVENTS, EventLog, host_name
+        from forge_plugin_goodput.slurm_facts import slurm_facts
+
+        hosts = list(dict.fromkeys(gather_objects(host_name())))  # on every rank
+        self._log: EventLog | None = None
+        if global_rank() != 0 or context.folder is None:
+            return
+        self._log = log = EventLog(context.folder / EVENTS, context.seconds)
+        self._gone = 0.0
+        self._productive, self._run_began = _earlier(context.folder / EVENTS, context.step, log.began)
+        facts = {"began": log.began, "ranks": world_size(), "hosts": hosts, "from_step": context.step, **slurm_facts()}
+        log.write("start", log.began, **facts, version=_version())
+        log.add("ready", context.seconds, lambda phase: True, step=context.step)
+        self._step, self._saved = context.step, context.step
+        self._first: int | None = None
+        self._count = self._skipped = 0
+        self._due = 0.0  # the first step has a line of its own: it compiles
+        self._in_background: dict[int, float] = {}
+
+    def on_step_begin(self, context: StepContext) -> None:
+        if self._log is None:
+            return
+        if self._first is None:
+            self._first = context.step
+        seconds = context.seconds
+        blocked = self._log.not_noted("save", seconds)
+        if blocked > LEAST_SAVE_S:  # a save that is not there: it is being written in the background, or failed
+            failed = {} if context.job.checkpoint.async_save else {"failed": True}
+            self._note_save(seconds, self._step, **failed or {"in_background": True})
+            if not failed:
+                self._in_background[self._step] = sum(seconds.values()) - blocked
+
+    def on_step_end(self, context: StepContext) -> None:
+        if self._log is None:
+            return
+        seconds = context.seconds
+        self._step = context.step
+        self._count += 1
+        self._skipped += bool(context.skipped)
+        total = sum(seconds.values())
+        context.log("goodput", self._goodput(seconds, total))
+        if total >= self._due:
+            self._note_steps(seconds)
+            self._due = total + self.every_s
+
+    def _goodput(self, seconds: Mapping[str, float], total: float) -> float:
+        from forge_plugin_goodput.accounting import STEP_PHASES
+
+        assert self._log is not None
+        productive = self._productive + sum(seconds.get(phase, 0.0) for phase in STEP_PHASES) - self._gone
+        return productive / max(self._log.now(total) - self._run_began, 1e-9)
+
+    def on_eval_end(self, context: StepContext, metrics: Mapping[str, float]) -> None:
+        if self._log is not None:
+            seconds = context.seconds
+            self._note_steps(seconds)
+            self._log.add("evaluation", seconds, lambda phase: phase == "evaluation", step=context.step)
+
+    def on_checkpoint_save(self, context: CheckpointContext) -> None:
+        if self._log is None:
+            return
+        from forge_plugin_goodput.disk import size_of
+
+        seconds = context.seconds
+        facts: dict[str, Any] = {"bytes": size_of(context.path)[0]}
+        self._saved = context.step
+        began = self._in_background.pop(context.step, None)
+        if began is None:
+            self._note_save(seconds, context.step, **facts)
+            return
+        facts["write_s"] = round(sum(seconds.values()) - began, 4)
+        self._log.add("written", seconds, lambda phase: False, step=context.step, **facts)
+        self._log.sync()
+
+    def on_rollback(self, context: TrainContext, step: int, reason: str) -> None:
+        if self._log is None:
+            return
+        from forge_plugin_goodput.accounting import STEP_PHASES, account_of
+        from forge_plugin_goodput.events import EVENTS, read_events
+
+        seconds = context.seconds
+        self._note_steps(seconds)
+        facts = {"from": context.step, "to": step, "why": reason}
+        self._log.add("undone", seconds, lambda phase: phase == "going back", step=context.step, **facts)
+        assert context.folder is not None
+        now = account_of(read_events(context.folder / EVENTS), now=0.0).classes["productive"]
+        self._gone = self._productive + sum(seconds.get(phase, 0.0) for phase in STEP_PHASES) - now
+
+    def on_train_end(self, context: TrainContext) -> None:
+        done = context.step >= context.job.train.steps
+        stopped = "" if done else context.requests.stop
+        code = 75 if stopped and not context.requests.final else 0
+        self._end(context, code, stopped or "finished")
+
+    def on_exception(self, context: TrainContext, error: BaseException) -> None:
+        from forge_core.contracts.errors import ExitCode
+
+        first = next(iter(str(error).splitlines()), "")
+        code = int(getattr(error, "exit_code", ExitCode.FAILED))
+        self._end(context, code, f"{type(error).__name__}: {first}"[:500])
+
+    def _end(self, context: TrainContext, code: int, why: str) -> None:
+        if self._log is not None:
+            self._note_steps(context.seconds)
+            facts = {"code": code, "why": why, "saved": self._saved}
+            self._log.add("end", context.seconds, lambda phase: True, step=self._step, **facts)
+            self._log.close()
+
+    def _note_steps(self, seconds: Mapping[str, float]) -> None:
+        """Add a line about the steps since the last such line, if there are any."""
+        if not self._count:
+            return
+        assert self._log is not None
+        skipped = {"skipped": self._skipped} if self._skipped else {}
+        steps = {"first": self._first, "step": self._step, "n": self._count}
+        self._log.add("steps", seconds, _of_steps, **steps, **skipped)
+        self._first, self._count, self._skipped = self._step + 1, 0, 0
+
+    def _note_save(self, seconds: Mapping[str, float], step: int, **facts: Any) -> None:
+        assert self._log is not None
+        self._note_steps(seconds)
+        self._log.add("save", seconds, lambda phase: phase == "save", step=step, **facts)
+        self._log.sync()
+
+
+def _of_steps(phase: str) -> bool:
+    """Whether the time of a phase goes with the steps around it: others have lines of their own."""
+    return phase not in ("evaluation", "save", "going back")
+
+
+def _earlier(path: Path, step: int, began: float) -> tuple[float, float]:
+    """Returns the productive seconds of earlier starts up to `step`, and when the first began; else `began`."""
+    from forge_plugin_goodput.accounting import account_of
+    from forge_plugin_goodput.events import read_events
+
+    try:
+        before = account_of(read_events(path), from_step=step)
+    except OSError:  # the log warns about the same file
+        return 0.0, began
+    return before.classes["productive"], before.began or began
+
+
+def _version() -> str:
+    from importlib.metadata import version
+
+    return version("forge-run")

@@ -1,0 +1,230 @@
+"""Real runs: one that was killed twice, rolled back, evaluated and saved, and what `forge-run goodput` says of it."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from attrs import define
+
+from forge_core import TrainingHook
+from forge_core.checkpoint.run_folder import owned
+from forge_core.cli import main
+from forge_core.engine.trainer import Trainer
+from forge_plugin_goodput import Goodput
+from forge_plugin_goodput.accounting import CLASSES
+from forge_plugin_goodput.events import EventLog, process_began, read_events
+from forge_plugin_goodput.run_account import read_run
+from forge_testing import tiny_job
+from forge_testing.processes import run_on_ranks
+
+STEPS, UPDATE_S, HOOK_S = 12, 0.02, 0.01
+
+
+@define(kw_only=True, slots=False)
+class Eventful(TrainingHook):
+    """Updates and hooks of known duration; dies before step `dies`, and goes back once, after step 9."""
+
+    dies: int
+
+    def on_train_begin(self, context):
+        update = context.optimizer.step
+        context.optimizer.step = lambda *args: (time.sleep(UPDATE_S), update(*args))[1]
+
+    def on_step_begin(self, context):
+        if context.step == self.dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def on_step_end(self, context):
+        time.sleep(HOOK_S)
+        if context.step == 9:
+            context.request_rollback("as the test says", to=8)
+
+
+def eventful_job(folder, catalog, **checkpoint):
+    hooks = {"goodput": Goodput(every_s=1e-9)}  # a line for each step
+    settings = {"interval": 2, "interval_minutes": 0, **checkpoint}
+    return tiny_job(str(folder), catalog, steps=STEPS, hooks=hooks, checkpoint=settings, eval={"interval": 4})
+
+
+def in_a_process(job, catalog, dies=0):
+    """Train in a process of its own; returns its exit code, or the signal that ended it as a negative number."""
+
+    def run():
+        torch.set_num_threads(1)  # threads of a pool do not survive a fork
+        Trainer(job, hooks=[Eventful(dies=dies)], catalog=catalog, echo=lambda text: None).run()
+
+    process = multiprocessing.get_context("fork").Process(target=run)
+    process.start()
+    process.join()
+    return process.exitcode
+
+
+@pytest.fixture(scope="module")
+def eventful(tmp_path_factory, catalog):
+    """The run, and the clock before and after it."""
+    folder = tmp_path_factory.mktemp("eventful")
+    job, before = eventful_job(folder, catalog), time.time()
+    codes = [in_a_process(job, catalog, dies) for dies in (6, 8, 0)]
+    assert codes == [-signal.SIGKILL, -signal.SIGKILL, 0]
+    return folder / "run", before, time.time()
+
+
+def test_every_second_is_accounted_for_once(eventful):
+    folder, before, after = eventful
+    account = read_run(folder).account
+    assert before - 0.02 < account.began < account.ended < after
+    assert account.classes.keys() == CLASSES.keys()
+    assert sum(account.classes.values()) == pytest.approx(account.lifetime, abs=1e-3)
+    assert min(account.classes.values()) > -1e-3
+    assert abs(account.classes["other"]) < 0.02
+    for attempt in account.attempts:
+        gap = sum(stretch.end - stretch.begin for stretch in attempt.stretches if stretch.event == "gap")
+        assert sum(attempt.totals().values()) == pytest.approx(attempt.ended - attempt.began + gap, abs=1e-3)
+
+
+def test_it_agrees_with_an_account_by_hand(eventful):
+    """Steps 5 and 7 were lost with the process and made again; the update of step 9 was rolled back."""
+    account = read_run(eventful[0]).account
+    assert [(each.facts["from_step"], each.step, each.steps) for each in account.attempts] == [
+        (0, 5, 5),
+        (4, 7, 3),
+        (6, 12, 6),
+    ]
+    assert [attempt.lost_steps for attempt in account.attempts] == [1, 1, 0]
+    assert [[save.step for save in attempt.saves] for attempt in account.attempts] == [[2, 4], [6], [8, 10, 12]]
+    assert [attempt.evaluations for attempt in account.attempts] == [1, 0, 2]
+    assert [attempt.why for attempt in account.attempts] == ["died without a word"] * 2 + ["finished"]
+    assert [(event["from"], event["to"]) for event in account.roll_backs] == [(9, 8)]
+    assert (account.failures, account.attempts[-1].end["code"]) == (2, 0)
+    classes = account.classes
+    assert classes["productive"] + classes["first_step"] >= (STEPS - 1) * UPDATE_S
+    # A hook that runs after `goodput` counts with the line of the next step, here two lost ones and an undone one
+    assert classes["hooks"] >= (STEPS - 3) * HOOK_S
+    assert classes["made_again"] >= 2 * (UPDATE_S + HOOK_S)
+    assert classes["undone"] >= UPDATE_S + HOOK_S
+    assert min(classes[name] for name in ("evaluation", "save", "restore", "preparation", "down")) > 0
+    assert classes["queue"] == classes["silent"] == classes["open"] == 0
+
+
+def test_the_command_says_it_in_words_and_as_json(eventful, capsys):
+    assert main(["goodput", str(eventful[0])]) == 0
+    text = capsys.readouterr().out
+    assert "step 12 of 12, 3 starts" in text
+    assert "made again: steps that were made again after a restart, or will have to be (2 steps)" in text
+    assert "rolled back from step 9 to 8: as the test says" in text
+    assert "failures: 2, in the mean" in text
+    assert main(["goodput", str(eventful[0]), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert sum(facts["classes"].values()) == pytest.approx(facts["lifetime_s"], abs=1e-3)
+    assert facts["failures"]["count"] == 2
+    assert facts["interval"]["best_s"] > facts["interval"]["chosen_s"] > 0
+    assert facts["saves"]["bytes"] > 1000
+
+
+def test_metrics_have_the_share_that_was_productive_so_far(eventful):
+    records = [json.loads(line) for line in (eventful[0] / "metrics.jsonl").read_text().splitlines()]
+    shares = [record["goodput"] for record in records if "loss" in record]
+    assert len(shares) == STEPS
+    facts = read_run(eventful[0]).account
+    near = (facts.classes["productive"] + facts.classes["first_step"]) / facts.lifetime
+    assert shares[-1] == pytest.approx(near, rel=0.2)
+
+
+def test_the_picture_is_drawn(eventful, tmp_path, capsys):
+    for name in ("time.png", "time.svg"):
+        assert main(["goodput", str(eventful[0]), "--picture", str(tmp_path / name)]) == 0
+        assert (tmp_path / name).stat().st_size > 10_000
+    assert main(["goodput", str(eventful[0]), "--picture", str(tmp_path / "time.doc")]) == 2
+    assert "draws .png, .pdf, .svg" in capsys.readouterr().err
+    assert main(["goodput", str(eventful[0]), str(eventful[0]), "--picture", str(tmp_path / "time.png")]) == 2
+
+
+def test_a_run_without_events_is_told_as_far_as_its_metrics_go(make_job, train, capsys, tmp_path):
+    folder = train(make_job(steps=6)).folder
+    assert main(["goodput", str(folder)]) == 0
+    text = capsys.readouterr().out
+    assert "not told apart: saves, evaluations, work made again" in text
+    assert "[hooks.goodput] notes the rest" in text
+    assert main(["goodput", str(folder), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert sum(facts["classes"].values()) == pytest.approx(facts["lifetime_s"])
+    assert main(["goodput", str(folder), "--picture", str(tmp_path / "a.png")]) == 2
+    (tmp_path / "empty").mkdir()
+    assert main(["goodput", str(tmp_path / "empty")]) == 2
+    assert "is no run folder" in capsys.readouterr().err
+
+
+def test_a_run_that_is_running_is_open_at_its_end(eventful, capsys, tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "events.jsonl").write_bytes((eventful[0] / "events.jsonl").read_bytes())
+    with owned(folder):
+        assert main(["goodput", str(folder), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["running"], facts["attempts"][-1]["why"]) == (True, "running")
+    assert facts["classes"]["open"] > 0
+    assert sum(facts["classes"].values()) == pytest.approx(facts["lifetime_s"], abs=1e-3)
+
+
+def test_a_save_in_the_background_waits_for_nobody(tmp_path, catalog):
+    def rank(number):
+        Trainer(eventful_job(tmp_path, catalog, async_save=True), catalog=catalog, echo=lambda text: None).run()
+
+    run_on_ranks(1, rank)
+    saves = read_run(tmp_path / "run").account.saves
+    assert [save.step for save in saves] == [2, 4, 6, 8, 10, 12]
+    assert all(save.committed and save.size for save in saves)
+    assert [save.write_s is None for save in saves] == [False] * 5 + [True]  # the last one is waited for
+    assert sum(read_run(tmp_path / "run").account.classes.values()) > 0
+
+
+def test_a_disk_that_fails_ends_no_run(make_job, train, tmp_path):
+    (tmp_path / "run/events.jsonl").mkdir(parents=True)
+    job = make_job(hooks={"goodput": Goodput()}, checkpoint={"interval": 2})
+    with pytest.warns(UserWarning, match=r"events.jsonl: Is a directory; training goes on"):
+        assert train(job).step == 4
+
+
+def test_an_error_is_noted_with_its_code(make_job, train):
+    @define(kw_only=True, slots=False)
+    class Fails(TrainingHook):
+        def on_step_end(self, context):
+            if context.step == 3:
+                raise RuntimeError("out of luck\nand more")
+
+    job = make_job(hooks={"goodput": Goodput()}, checkpoint={"interval": 2})
+    with pytest.raises(RuntimeError):
+        train(job, Fails())
+    [attempt] = read_run(Path(job.job.output) / job.job.name).account.attempts
+    assert (attempt.end["code"], attempt.end["why"], attempt.end["saved"]) == (1, "RuntimeError: out of luck", 2)
+    assert (attempt.failed, attempt.lost_steps) == (True, 0)
+    train(job)
+    [attempt, _] = read_run(Path(job.job.output) / job.job.name).account.attempts
+    assert attempt.lost_steps == 1
+
+
+def test_half_a_line_is_closed_and_what_was_not_written_comes_later(tmp_path):
+    path = tmp_path / "events.jsonl"
+    path.write_text('{"event": "steps", "t": 10')
+    log = EventLog(path, {"data": 1.0})
+    log.write("start", log.began)
+    log.add("ready", {"data": 2.00004}, lambda phase: True)
+    log.add("steps", {"data": 2.00008, "save": 0.5}, lambda phase: phase != "save")
+    log.add("save", {"data": 2.00008, "save": 0.5}, lambda phase: phase == "save")
+    log.close()
+    events = list(read_events(path))
+    assert [event["event"] for event in events] == ["start", "ready", "steps", "save"]
+    assert sum(event["s"].get("data", 0.0) for event in events[1:]) == pytest.approx(2.0001)
+    assert events[-1]["t"] - events[-2]["t"] == pytest.approx(0.5, abs=2e-4)
+
+
+def test_a_process_began_before_now():
+    assert time.time() - 7 * 86400 < process_began(time.time()) <= time.time()
+    assert process_began(5.0) == 5.0
