@@ -9,8 +9,9 @@ from attrs import define, field
 from torch.nn import functional as F
 
 from forge_core import Catalog, Plugin, Trainer, TrainingHook, hookimpl, read_metrics
+from forge_core.job import MetricsSection
 from forge_core.parallel.mesh import global_rank, local_part
-from forge_plugin_moe import MoE, SoftmaxTopK
+from forge_plugin_moe import MoE, SigmoidTopK
 from forge_plugin_parallel import FSDP, ContextParallel, ExpertParallel, PipelineParallel, TensorParallel
 from forge_plugin_transformer import GroupedQueryAttention, Transformer
 from forge_testing import Numbers, tiny_job
@@ -28,6 +29,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "ddp3": (3, {}),
 }
 """Ranks and stages by name."""
+ROUTERS = "moe/"
+"""How metrics of routers begin."""
 
 
 @define(kw_only=True, slots=False)
@@ -146,14 +149,20 @@ def flip(tensor, bit):
     return tensor
 
 
+def counts_of(row):
+    """Metrics of routers, and the tokens of each expert where the line has them."""
+    return [(name, str(value)) for name, value in row.items() if name == "counts" or name.startswith(ROUTERS)]
+
+
 def curve(folder, name="run", layout="one", model=None, **changes):
     """Train; of each rank the loss and gradient norm of each step, or the error that ended the run."""
     ranks, stages = LAYOUTS[layout]
     attention = GroupedQueryAttention(heads=4, kv_heads=2)
-    experts = {"ffn": MoE(experts=4, hidden=16, router=SoftmaxTopK(top_k=2))} if model == "moe" else {}
+    experts = {"ffn": MoE(experts=4, hidden=16, router=SigmoidTopK(top_k=2))} if model == "moe" else {}
     network = Transformer(vocab_size=32, dim=16, layers=2, attention=attention, **experts)
     parts = {"model": network, "parallel": stages, "data": {"sources": (Numbers(held_out=5),)}, "job": {"name": name}}
     parts |= {"steps": 6, "global_batch_size": 8, "micro_batch_size": 2, "seq_len": 16}
+    parts["metrics"] = MetricsSection(counts_interval=1)
 
     def work(rank):
         job = tiny_job(str(folder), Catalog.installed(), **parts | changes)
@@ -161,6 +170,6 @@ def curve(folder, name="run", layout="one", model=None, **changes):
             Trainer(job, echo=lambda text: None).run()
         except Exception as error:
             return type(error).__name__, getattr(error, "exit_code", None), str(error)
-        return [(row["step"], row["loss"], row["grad_norm"]) for row in read_metrics(folder / name)]
+        return [(row["step"], row["loss"], row["grad_norm"], *counts_of(row)) for row in read_metrics(folder / name)]
 
     return run_on_ranks(ranks, work)
