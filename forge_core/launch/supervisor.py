@@ -14,7 +14,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -36,6 +36,9 @@ FAREWELL_IN_HANG_S = 2.0
 
 LOST = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 """A rank that died of one of these is the cause of other ranks' reports. Not SIGABRT: torch aborts for their sake."""
+
+
+Popen = Callable[..., subprocess.Popen]
 
 
 @define
@@ -74,11 +77,13 @@ class Ended(NamedTuple):
 class Supervisor:
     """Runs one command as several ranks, which keep logs in `logs`.
 
-    After a request to stop they have `grace_s` seconds to end; 0: as many as they need.
+    After a request to stop they have `grace_s` seconds to end; 0: as many as they need. `popen` starts a rank.
     """
 
-    def __init__(self, command: Sequence[str], ranks: int, logs: Path, grace_s: float) -> None:
-        self._command, self._count, self._logs, self._grace_s = list(command), ranks, logs, grace_s
+    def __init__(
+        self, command: Sequence[str], ranks: int, logs: Path, grace_s: float, popen: Popen = subprocess.Popen
+    ) -> None:
+        self._command, self._count, self._logs, self._grace_s, self._popen = command, ranks, logs, grace_s, popen
         self._ranks: list[RankHandle] = []
         self._second_signal = threading.Event()
         self._asked: int | None = None
@@ -121,7 +126,7 @@ class Supervisor:
         environment = {"OMP_NUM_THREADS": str(threads), **os.environ}
         environment |= {name: str(value) for name, value in variables.items()}
         with theirs:  # our copy of it is closed at once: only then does a dead rank close the connection
-            process = subprocess.Popen(
+            process = self._popen(
                 self._command,
                 env=environment,
                 pass_fds=[end.fileno() for end in sockets.values()],
