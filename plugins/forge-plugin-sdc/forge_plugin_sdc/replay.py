@@ -20,6 +20,7 @@ from forge_core import ForgeError, JobError
 from forge_core.checkpoint.run_folder import JOB, TOKENIZER, storage_of
 from forge_core.checkpoint.storage import read_manifest
 from forge_core.cli.command_line import positive, with_examples
+from forge_core.contracts.runtime import SpreadStorage
 from forge_core.launch.world import join_world
 from forge_kit.metrics import read_metrics
 from forge_kit.ranks import ranks_asked_for
@@ -92,7 +93,12 @@ def _compute(options: argparse.Namespace, run: Path, scratch: Path, rank: int) -
         (scratch / JOB).write_text(tomli_w.dumps(replay_job(tomllib.loads(text), options, result)), encoding="utf-8")
         if (run / TOKENIZER).is_dir() and not (scratch / "replay" / TOKENIZER).exists():
             (scratch / "replay" / TOKENIZER).symlink_to(run / TOKENIZER)
-    arguments = [str(scratch / JOB), "--quiet", *(["--resume", str(storage.path(before[-1]))] if before else [])]
+    arguments = [str(scratch / JOB), "--quiet"]
+    if before:
+        # In a bucket, or in memory of machines, a checkpoint has no folder until it is fetched: then by its name
+        named = run / "checkpoints" / f"step-{before[-1]}"
+        start = named if isinstance(storage, SpreadStorage) else storage.path(before[-1])
+        arguments += ["--resume", str(start)]
     arguments += [f"--nproc={options.nproc}"] if options.nproc else []
     # A process of its own, which may end where it is: no save, and no hook of the job that hears of an end.
     child = [sys.executable, "-m", "forge_core", "run", *arguments]
