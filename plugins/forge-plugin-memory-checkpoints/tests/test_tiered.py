@@ -1,0 +1,490 @@
+"""Checkpoints in memory, on machines that are folders: each looks into its own, and asks others over the network."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from attrs import define
+
+from forge_core import Trainer, load_job
+from forge_core.cli import main
+from forge_core.contracts.components import TrainingHook
+from forge_core.contracts.errors import CheckpointError, ForgeError
+from forge_plugin_memory_checkpoints import NODE
+from forge_plugin_memory_checkpoints.exchange import Exchange
+from forge_testing import TINY_JOB
+from forge_testing.processes import run_on_ranks
+
+DURABLE = Path("runs/run/checkpoints")
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RANK", raising=False)
+
+
+class PowerFailure(Exception):
+    """Nothing is saved any more."""
+
+
+@define(kw_only=True, slots=False)
+class PowerCut(TrainingHook):
+    """Ends a run on all ranks at once."""
+
+    resumes_as = "safe"
+    step: int = 8
+
+    def on_step_begin(self, context):
+        if context.step == self.step:
+            raise PowerFailure
+
+
+def job_text(name="run", storage="", checkpoint="interval = 1"):
+    return f"""
+[job]
+name = "{name}"
+{TINY_JOB}
+[checkpoint]
+keep = 2
+{checkpoint}
+[checkpoint.storage]
+type = "tiered"
+fast = "memory-{{node}}"
+durable_every = 3
+{storage}
+"""
+
+
+def make(name="run", storage="", checkpoint="interval = 1", **overrides):
+    path = Path(f"{name}-{os.getpid()}.toml")
+    path.write_text(job_text(name, storage, checkpoint))
+    overrides = {"train.steps": 10, "train.micro_batch_size": 1, **overrides}
+    return load_job(str(path), overrides=[f"{key}={value}" for key, value in overrides.items()])
+
+
+def train(job, *hooks, **options):
+    """Train; returns the losses, and the warnings about checkpoints."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        try:
+            summary = Trainer(job, hooks=hooks, echo=lambda text: None, **options).run()
+        except PowerFailure:
+            return [], []
+    texts = [str(one.message) for one in told]
+    words = ("memory", "damaged", "machine")
+    losses = [(row["step"], row["loss"]) for row in summary.metrics() if "loss" in row]
+    return losses, [text for text in texts if any(word in text for word in words)]
+
+
+def on_machine(rank, each):
+    os.environ[NODE] = f"{rank // each}"
+
+
+def held(machine, step):
+    return sorted(path.name for path in Path().glob(f"memory-{machine}/run-*/step-{step}/[!.]*"))
+
+
+def lose(*machines):
+    for machine in machines:
+        shutil.rmtree(f"memory-{machine}")
+
+
+@pytest.fixture(scope="module")
+def cut(tmp_path_factory):
+    """A run of two machines with a rank each that was cut in step 8, and the losses of one that was not."""
+    folder = tmp_path_factory.mktemp("cut")
+    background = {"checkpoint.async_save": "true"}
+
+    def work(rank):
+        on_machine(rank, 1)
+        straight, _ = train(make("straight", **background))
+        train(make(**background), PowerCut())
+        return straight
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        straight, other = run_on_ranks(2, work)
+    assert straight == other
+    assert len(straight) == 10
+    return folder, straight, background
+
+
+@pytest.fixture
+def again(cut, tmp_path, monkeypatch):
+    """Start the run that was cut again; returns losses and warnings of each rank."""
+    folder, straight, background = cut
+    shutil.copytree(folder, tmp_path / "again")
+    monkeypatch.chdir(tmp_path / "again")
+    # The folder in memory has the path of the run folder in its name
+    for old in Path().glob("memory-*/run-*"):
+        mark = hashlib.sha256(os.path.abspath("runs/run").encode()).hexdigest()[:8]
+        old.rename(old.with_name(f"run-{mark}"))
+
+    def again(ranks=2, each=1, damage=lambda: None, **overrides):
+        damage()
+
+        def work(rank):
+            on_machine(rank, each)
+            return train(make(**background, **overrides))
+
+        results = run_on_ranks(ranks, work)
+        return straight, results[0][0], results[0][1]
+
+    return again
+
+
+def test_each_machine_has_its_own_files_those_of_its_neighbour_and_the_manifest(cut, monkeypatch):
+    monkeypatch.chdir(cut[0])
+    newest = max(int(path.name[5:]) for path in Path().glob("memory-0/run-*/step-?"))
+    assert newest in (6, 7)
+    for machine in (0, 1):
+        assert held(machine, newest) == ["__0_0.distcp", "__1_0.distcp", "index.json", "manifest.json"]
+    assert not list(Path().glob("memory-?/run-*/*/.*.lock")), "nothing was read"
+    assert {path.name for path in DURABLE.glob("step-*")} <= {"step-3", "step-6"}
+
+
+@pytest.mark.parametrize("machine", [0, 1])
+def test_a_machine_is_lost_and_the_run_goes_on_from_memory_to_the_bit(again, machine):
+    newest = max(int(path.name[5:]) for path in Path().glob("memory-0/run-*/step-?"))
+    shutil.rmtree(DURABLE)  # which has nothing to do with it
+    straight, losses, told = again(damage=lambda: lose(machine))
+    assert losses == straight
+    assert newest >= 6
+    assert [text for text in told if "lost" in text] == []
+    assert sorted(path.name for path in DURABLE.iterdir())[-1] == "step-10"
+    assert not list(Path().glob("memory-*/run-*")), "a run that ends in order leaves no memory taken"
+
+
+def test_both_copies_are_lost_and_the_durable_one_is_taken_and_named(again):
+    durable = max(int(path.name[5:]) for path in DURABLE.glob("step-?"))
+
+    def damage():
+        for path in Path().glob("memory-?/run-*/step-*/__1_0.distcp"):
+            path.unlink()
+
+    straight, losses, told = again(damage=damage)
+    assert losses == straight
+    [text] = [text for text in told if "lost" in text]
+    assert (
+        f"in memory is lost: no machine of this run has __1_0.distcp; step {durable} is the newest that is left" in text
+    )
+
+
+def test_all_machines_are_lost(again):
+    straight, losses, _ = again(damage=lambda: lose(0, 1))
+    assert losses == straight
+
+
+def test_a_damaged_copy_is_passed_over_and_the_neighbours_taken(again):
+    shutil.rmtree(DURABLE)
+
+    def damage():
+        for path in Path().glob("memory-0/run-*/step-*/__0_0.distcp"):
+            path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])
+
+    straight, losses, told = again(damage=damage)
+    assert losses == straight
+    [text] = [text for text in told if "damaged" in text]
+    assert "__0_0.distcp is damaged: its SHA-256 is not the manifest's; taken from 1 instead" in text
+
+
+def test_all_copies_damaged_fall_back_to_the_durable_one(again):
+    def damage():
+        for path in Path().glob("memory-?/run-*/step-*/__1_0.distcp"):
+            path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])
+
+    straight, losses, told = again(damage=damage)
+    assert losses == straight
+    assert any("passing over a damaged checkpoint" in text and "the copy of" in text for text in told)
+
+
+@pytest.mark.parametrize(("ranks", "each"), [(1, 1), (4, 2)])
+def test_another_number_of_ranks_and_machines_takes_it_over(again, ranks, each):
+    shutil.rmtree(DURABLE)
+    straight, losses, told = again(ranks, each, **{"train.micro_batch_size": 1})
+    assert [step for step, _ in losses] == [step for step, _ in straight]
+    for (_, ours), (_, theirs) in zip(losses, straight, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5)
+    assert any("1 machine(s): no copies" in text for text in told) == (ranks == 1)
+
+
+def test_two_machines_of_two_ranks_send_to_the_same_seat_of_the_other():
+    def work(rank):
+        on_machine(rank, 2)
+        straight, _ = train(make("straight"))
+        train(make(), PowerCut())
+        torch.distributed.barrier()
+        whole = held(0, 7), held(1, 7)
+        torch.distributed.barrier()
+        if rank == 0:
+            lose(1)
+            shutil.rmtree(DURABLE)
+        torch.distributed.barrier()
+        return whole, straight, train(make())[0]
+
+    for whole, straight, losses in run_on_ranks(4, work):
+        assert whole[0] == whole[1] == [*(f"__{rank}_0.distcp" for rank in range(4)), "index.json", "manifest.json"]
+        assert losses == straight
+
+
+def test_no_copies_means_that_a_lost_machine_is_lost():
+    def work(rank):
+        on_machine(rank, 1)
+        train(make(storage="copies = 0"), PowerCut())
+        torch.distributed.barrier()
+        files = held(rank, 7)
+        torch.distributed.barrier()
+        if rank == 0:
+            lose(1)
+        torch.distributed.barrier()
+        return files, train(make(storage="copies = 0"))[1]
+
+    (ours, told), (theirs, _) = run_on_ranks(2, work)
+    assert ours == ["__0_0.distcp", "index.json", "manifest.json"]
+    assert theirs == ["__1_0.distcp", "manifest.json"]
+    assert any(
+        "step 7 in memory is lost: no machine of this run has __1_0.distcp; step 6 is the newest" in t for t in told
+    )
+
+
+def test_a_stop_and_the_end_put_the_newest_into_the_durable_storage():
+    @define(kw_only=True, slots=False)
+    class Stop(TrainingHook):
+        resumes_as = "safe"
+
+        def on_step_end(self, context):
+            if context.step == 5:
+                context.request_stop("enough")
+
+    def work(rank):
+        on_machine(rank, 1)
+        train(make(), Stop())
+        torch.distributed.barrier()
+        stopped = sorted(path.name for path in DURABLE.glob("step-*"))
+        memory = list(Path().glob("memory-*/run-*"))
+        torch.distributed.barrier()
+        train(make())
+        return stopped, memory, sorted(path.name for path in DURABLE.glob("step-*"))
+
+    for stopped, memory, ended in run_on_ranks(2, work):
+        assert stopped == ["step-3", "step-5"]
+        assert memory == []
+        assert ended == ["step-10", "step-8"], "the third since the second start, and the last"
+
+
+@pytest.mark.parametrize("on_failure", ["stop", "continue"])
+def test_a_durable_storage_that_fails_is_told_and_handled_by_on_failure(on_failure):
+    """Memory goes on; the last checkpoint must become durable."""
+    Path("runs/run").mkdir(parents=True)
+    DURABLE.write_text("no folder")
+
+    def work(rank):
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            job = make(checkpoint=f'interval = 1\non_failure = "{on_failure}"')
+            with pytest.raises(CheckpointError) as failure:
+                Trainer(job, echo=lambda text: None).run()
+        return str(failure.value), [str(one.message) for one in told if "could not save" in str(one.message)]
+
+    ((error, told),) = run_on_ranks(1, work)
+    last = 4 if on_failure == "stop" else 10
+    assert f"could not save step {last if on_failure == 'continue' else 4}" in error
+    assert ("Training goes on with what is in memory" in " ".join(told)) == (on_failure == "continue")
+
+
+def test_a_neighbour_that_cannot_take_its_copy_is_a_failed_save():
+    def work(rank):
+        on_machine(rank, 1)
+        if rank == 1:
+            take_nothing(Exchange)
+        with pytest.raises(CheckpointError) as failure:
+            train(make())
+        return str(failure.value)
+
+    first, second = run_on_ranks(2, work)
+    assert first == second
+    assert "could not save step 1" in first
+    assert "could not be copied to 1" in first
+
+
+def take_nothing(exchange):
+    """From now on, servers of this process end each connection at once."""
+    start = exchange.__init__
+
+    def broken(self, *arguments):
+        start(self, *arguments)
+        self._server.RequestHandlerClass.handle = lambda handler: None
+
+    exchange.__init__ = broken
+
+
+@define(kw_only=True, slots=False)
+class Kill(TrainingHook):
+    """Ends the process of a rank, of a machine, without a word."""
+
+    resumes_as = "safe"
+    rank: int
+
+    def on_step_begin(self, context):
+        if context.step == 7 and torch.distributed.get_rank() == self.rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_rank_is_killed_and_the_memory_of_its_machine_is_gone(killed):
+    def work(rank, *hooks):
+        on_machine(rank, 1)
+        return train(make(), *hooks)[0]
+
+    def straight(rank):
+        on_machine(rank, 1)
+        return train(make("straight"))[0]
+
+    expected = run_on_ranks(2, straight)
+    with pytest.raises(AssertionError):
+        run_on_ranks(2, lambda rank: work(rank, Kill(rank=killed)))
+    lose(killed)
+    shutil.rmtree(DURABLE)
+    assert run_on_ranks(2, work) == expected
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("killed", [0, 1])
+def test_the_processes_of_a_machine_are_killed_and_its_memory_is_gone(killed):
+    hook = f"""
+import os, signal
+from attrs import define
+from forge_core import TrainingHook
+
+@define(kw_only=True, slots=False)
+class Kill(TrainingHook):
+    resumes_as = "safe"
+
+    def on_step_begin(self, context):
+        if context.step == 7 and os.environ["RANK"] == "{killed}" and not os.path.exists("killed"):
+            open("killed", "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+"""
+    Path("kill.py").write_text(hook)
+    text = job_text() + '[hooks.kill]\ntype = "./kill.py:Kill"\n'
+    Path("job.toml").write_text(text)
+
+    def start(name="run"):
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        program = [
+            str(Path(sys.executable).with_name("forge-run")),
+            "job.toml",
+            "--train.steps=10",
+            "--train.micro_batch_size=1",
+            f"--job.name={name}",
+        ]
+        ranks = []
+        for rank in range(2):
+            where = {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1"}
+            variables = {name: str(value) for name, value in {**where, "MASTER_PORT": port, NODE: rank}.items()}
+            ranks.append(
+                subprocess.Popen(
+                    program,
+                    env={**os.environ, **variables},
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                )
+            )
+        return [(rank.communicate(timeout=120)[0], rank.returncode) for rank in ranks]
+
+    Path("killed").touch()
+    assert [code for _, code in start("straight")] == [0, 0]
+    Path("killed").unlink()
+    codes = [code for _, code in start()]
+    assert codes[killed] == -signal.SIGKILL
+    assert codes[1 - killed] != 0
+    lose(killed)
+    shutil.rmtree(DURABLE)
+    outputs = start()
+    assert [code for _, code in outputs] == [0, 0], outputs
+    assert "step 6" in outputs[0][0]
+    assert losses_of("run") == losses_of("straight")
+    assert len(losses_of("run")) == 10
+
+
+def losses_of(name):
+    lines = [json.loads(line) for line in Path(f"runs/{name}/metrics.jsonl").read_text().splitlines()]
+    return [(line["step"], line["loss"]) for line in lines if "loss" in line]
+
+
+class TestCommands:
+    @pytest.fixture(autouse=True)
+    def machine(self, monkeypatch):
+        monkeypatch.setenv(NODE, "0")
+
+    def test_read_what_is_durable_after_the_end(self, capsys):
+        train(make())
+        assert main(["checkpoints", "runs/run"]) == 0
+        assert capsys.readouterr().out.count("intact") == 2
+        assert main(["checkpoints", "runs/run", "verify"]) == 0
+        assert main(["runs"]) == 0
+
+    def test_read_and_delete_what_this_machine_has_in_memory(self, capsys):
+        train(make(), PowerCut())
+        assert main(["checkpoints", "runs/run", "verify"]) == 0
+        assert "step 7: intact" in capsys.readouterr().out
+        assert main(["checkpoints", "runs/run", "prune", "--keep", "1"]) == 0
+        assert "staying: 7" in capsys.readouterr().out
+        assert not list(DURABLE.glob("step-*"))
+
+
+def test_too_little_memory_is_refused_before_the_first_step(monkeypatch, tmp_path):
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemAvailable:       64 kB\n")
+    monkeypatch.setattr("forge_plugin_memory_checkpoints.memory.MEMINFO", meminfo)
+    with pytest.raises(
+        ForgeError, match=r"checkpoint.storage.copies: checkpoints in memory need .* more than 60% of"
+    ) as refused:
+        Trainer(make(), echo=lambda text: None).run()
+    assert refused.value.exit_code == 2
+    assert not list(Path().glob("memory-*"))
+
+
+def test_a_tier_of_tiers_is_refused():
+    with pytest.raises(ForgeError, match="must be a storage that outlives the machines"):
+        make(storage='durable = {type = "tiered"}')
+
+
+class TestExchange:
+    @pytest.fixture
+    def exchange(self, tmp_path):
+        (tmp_path / "file").write_bytes(b"bytes")
+        made = Exchange("here", lambda step, name: [tmp_path / name], lambda step: tmp_path / "copies")
+        yield made
+        made.close()
+
+    def test_a_stranger_gets_nothing(self, exchange, tmp_path):
+        from attrs import evolve
+
+        with pytest.raises(OSError, match="has no file"):
+            exchange.get(evolve(exchange.own, secret="guessed"), 1, "file", tmp_path / "stolen")
+        assert not (tmp_path / "stolen").exists()
+
+    @pytest.mark.parametrize("name", ["../file", ".hidden"])
+    def test_no_other_file_is_served(self, exchange, tmp_path, name):
+        with pytest.raises(OSError, match="has no"):
+            exchange.get(exchange.own, 1, name, tmp_path / "stolen")
+
+    def test_a_file_arrives_as_it_was(self, exchange, tmp_path):
+        exchange.get(exchange.own, 1, "file", tmp_path / "back")
+        exchange.put(exchange.own, 1, tmp_path / "file")
+        assert (tmp_path / "back").read_bytes() == (tmp_path / "copies/file").read_bytes() == b"bytes"
