@@ -7,9 +7,10 @@ from pathlib import Path
 
 from torch import Tensor
 
-from forge_core.checkpoint.manager import Checkpoints, State
+from forge_core.checkpoint.manager import Checkpoints
 from forge_core.checkpoint.storage import LocalStorage
 from forge_core.contracts.errors import CheckpointError
+from forge_core.contracts.runtime import State
 from forge_core.job import Retention
 
 
