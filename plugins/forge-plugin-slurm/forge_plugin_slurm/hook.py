@@ -33,6 +33,7 @@ class Slurm(TrainingHook):
     """
 
     resumes_as = "safe"
+    rolls_back = False  # how long a save takes is no matter of the weights
 
     margin_s: float = field(default=0.0, validator=ge(0))
     """Seconds before the end of the allocation at which to stop. 0: twice the slowest save of this run so far, with the
