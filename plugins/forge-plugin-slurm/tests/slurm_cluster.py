@@ -185,14 +185,21 @@ class SlurmCluster:
         return f"{facts.get('JobState', '')} {facts.get('Reason', '')}"
 
     def facts(self, job: str) -> dict[str, str]:
-        return dict(re.findall(r"(\w+)=(\S*)", self.run("scontrol", "show", "job", "-o", job, check=False)))
+        """Fields of a job; empty once the controller has forgotten it."""
+        for _ in range(10):
+            text = self.run("scontrol", "show", "job", "-o", job, check=False)
+            if text:
+                return dict(re.findall(r"(\w+)=(\S*)", text))
+            time.sleep(0.5)  # a busy machine: the controller has not answered
+        return {}
 
     def preempt(self, job: str) -> None:
         """Have a job of the partition `high` take all nodes for a moment; `job` has been told when this returns."""
         options = ("--partition=high", f"--nodes={len(self.nodes)}", "--exclusive", "--output=/dev/null")
         self.run("sbatch", *options, "--wrap=true")
         self.until(
-            lambda: self.facts(job)["PreemptTime"] != "None" or not self.state(job).startswith("RUNNING"), "preemption"
+            lambda: self.facts(job).get("PreemptTime", "None") != "None" or not self.state(job).startswith("RUNNING"),
+            "preemption",
         )
 
     def hasten(self, job: str) -> None:
@@ -201,7 +208,7 @@ class SlurmCluster:
 
         def queued_again() -> bool:
             facts = self.facts(job)
-            return int(facts["Restarts"]) > before and facts["JobState"] == "PENDING"
+            return int(facts.get("Restarts", 0)) > before and facts["JobState"] == "PENDING"
 
         self.until(queued_again, f"job {job} is queued again")
         self._restarts[job] = before + 1
