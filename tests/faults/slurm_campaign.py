@@ -194,8 +194,8 @@ def main() -> int:
     wrong, began, runs = 0, time.monotonic(), 0
     with tempfile.TemporaryDirectory() as folder:
         campaign = Campaign(Path(folder), options.seed)
-        campaign.cluster.start()
         try:
+            campaign.cluster.start()
             while campaign.moments.total() < options.preemptions and time.monotonic() - began < 60 * options.minutes:
                 runs += 1
                 ranks = 2 if runs % 3 == 0 else 1

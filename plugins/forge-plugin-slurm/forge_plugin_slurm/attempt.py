@@ -91,6 +91,11 @@ def main(argv: Sequence[str]) -> int:
     (run / FOLDER).mkdir(parents=True, exist_ok=True)
     log = log_file()
     offset = log.stat().st_size if log else 0
+    if other := other_job(run, scheduler.own_job(os.environ)):
+        print(
+            f"forge-run submit: {run} is in use by job {other}, which is running; nothing was started", file=sys.stderr
+        )
+        return ExitCode.FAILED
     before = close_unfinished(run)
     attempt = begin(run, os.environ, log)
     if refusal := _refused_restart(attempt, before, policy):
@@ -133,7 +138,7 @@ def log_file() -> Path | None:
 def begin(run: Path, environment: Mapping[str, str], log: Path | None) -> Attempt:
     """Notes that an attempt begins, so that one whose node dies is known too."""
     attempt = Attempt(
-        job=environment.get("SLURM_JOB_ID", ""),
+        job=scheduler.own_job(environment),
         restart=int(environment.get("SLURM_RESTART_COUNT", "0")),
         nodes=environment.get("SLURM_JOB_NODELIST", ""),
         began=time.time(),
@@ -141,6 +146,15 @@ def begin(run: Path, environment: Mapping[str, str], log: Path | None) -> Attemp
     )
     write_json(run / FOLDER / CURRENT, asdict(attempt))
     return attempt
+
+
+def other_job(run: Path, own: str) -> str:
+    """Returns another job that runs in this folder at this moment; empty if none does."""
+    job = read_json(run / FOLDER / CURRENT).get("job", "")
+    with suppress(SlurmError):
+        if job and job != own and scheduler.job_facts(job).get("JobState") == "RUNNING":
+            return job
+    return ""
 
 
 def close_unfinished(run: Path) -> list[Attempt]:

@@ -69,7 +69,8 @@ def decide(attempt: Attempt, outcome: Outcome, before: Sequence[Attempt], policy
         policy: What to queue again.
     """
     kind, words = classify(outcome)
-    attempt = evolve(attempt, code=outcome.code, kind=kind, error=outcome.error or outcome.killed)
+    error = "" if kind in ("finished", "preempted", "cancelled") else outcome.error or outcome.killed
+    attempt = evolve(attempt, code=outcome.code, kind=kind, error=error)
     attempt = evolve(attempt, error_step=outcome.error_step, blamed=_blamed(kind, outcome))
     if kind not in REQUEUED:
         return evolve(attempt, action=ENDED, reason=words)

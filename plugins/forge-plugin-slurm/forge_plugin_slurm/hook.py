@@ -42,8 +42,9 @@ class Slurm(TrainingHook):
 
     def on_train_begin(self, context: TrainContext) -> None:
         from forge_core.parallel.mesh import global_rank
+        from forge_plugin_slurm.scheduler import own_job
 
-        self._job = os.environ.get("SLURM_JOB_ID", "")
+        self._job = own_job(os.environ)
         self._restart = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
         self._rank = global_rank()
         self._steps: deque[float] = deque(maxlen=RECENT)

@@ -34,6 +34,15 @@ def ask(*command: str) -> str:
     return done.stdout.strip()
 
 
+def own_job(environment: Mapping[str, str]) -> str:
+    """Returns the name of this process's job; empty outside SLURM.
+
+    A task of an array is `17_3`: its own number may be that of the whole array, all of which would be queued again.
+    """
+    array, task = environment.get("SLURM_ARRAY_JOB_ID"), environment.get("SLURM_ARRAY_TASK_ID")
+    return f"{array}_{task}" if array and task else environment.get("SLURM_JOB_ID", "")
+
+
 def job_facts(job: str) -> dict[str, str]:
     """Returns the fields of `scontrol show job` by name; a job that has gone from the controller's memory is an error.
 

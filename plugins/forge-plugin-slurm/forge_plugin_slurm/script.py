@@ -49,7 +49,7 @@ class RunScript:
             f"--max-idle-restarts={self.cluster.max_idle_restarts}",
             f"--requeue={','.join(self.cluster.requeue)}",
         ]
-        attempt = [sys.executable, "-m", "forge_plugin_slurm.attempt", str(self.run), *policy, "--"]
+        attempt = [sys.executable, "-P", "-m", "forge_plugin_slurm.attempt", str(self.run), *policy, "--"]
         # Not --kill-on-bad-exit: ranks that saved exit with 75 one after the other, and the first would have the others
         # killed in their last words. Forge ends ranks whose peers have failed; --wait is for those that cannot hear it.
         srun = ["srun", "--kill-on-bad-exit=0", f"--wait={LATE_S}"]

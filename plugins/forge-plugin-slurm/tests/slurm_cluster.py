@@ -77,6 +77,7 @@ class SlurmCluster:
             "SwitchType": "switch/none",
             "MpiDefault": "none",
             "ReturnToService": 2,
+            "SlurmdParameters": "config_overrides",  # nodes have the cores that this file says
             "StateSaveLocation": run / "state",
             "SlurmdSpoolDir": run / "spool" / "%n",
             "SlurmctldPidFile": run / "slurmctld.pid",
@@ -261,9 +262,9 @@ def main() -> None:
     if reason := missing():
         sys.exit(reason)
     cluster = SlurmCluster(Path(sys.argv[1]).resolve())
-    cluster.start()
-    print(f"SLURM_CONF={cluster.folder / 'slurm.conf'}", flush=True)
     try:
+        cluster.start()
+        print(f"SLURM_CONF={cluster.folder / 'slurm.conf'}", flush=True)
         sys.stdin.read()
     finally:
         cluster.stop()

@@ -69,7 +69,7 @@ if rank == "0":
     open(run + "/slurm/progress.json", "w").write(json.dumps(facts))
 if what == "wait":
     signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.2), os._exit(75)))
-    open("ready", "w").close()
+    open(f"ready{os.environ.get('SLURM_ARRAY_TASK_ID', '')}", "w").close()
     time.sleep(300)
 elif what == "fail":
     print(f"forge-run: trouble of the letter {'abcdefg'[restart]}", file=sys.stderr)
@@ -86,8 +86,8 @@ elif what == "killed":
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
     running = SlurmCluster(tmp_path_factory.mktemp("slurm"))
-    running.start()
     try:
+        running.start()
         yield running
     finally:
         running.stop()
@@ -107,14 +107,15 @@ def submitted(cluster: SlurmCluster, *words: str) -> str:
     return re.search(r"job (\d+)", out)[1]
 
 
-def stand_in(cluster: SlurmCluster, what: str, name: str, *words: str) -> str:
+def stand_in(cluster: SlurmCluster, what: str, name: str, *words: str, sbatch: tuple[str, ...] = ()) -> str:
     """Queue the script of a run whose ranks are `TASK`."""
     Path("task.py").write_text(TASK.replace("NAME", name))
     script = cluster.run("forge-run", "submit", "job.toml", f"--job.name={name}", "--dry-run", *words, cwd=Path.cwd())
     script = re.sub(r"-m forge_core run .*", f"task.py {what}", script)
+    script = re.sub(rf"(/runs/{name}) ", r"\1${SLURM_ARRAY_TASK_ID} ", script)  # each task of an array has its own
     Path(f"runs/{name}/slurm").mkdir(parents=True)
     Path("script.sh").write_text(script)
-    return cluster.run("sbatch", "--parsable", "script.sh")
+    return cluster.run("sbatch", "--parsable", *sbatch, "script.sh")
 
 
 def attempts(name: str = "long") -> list[Attempt]:
@@ -202,6 +203,29 @@ def test_scancel_is_not_undone(cluster: SlurmCluster, folder: Path) -> None:
     cluster.until(lambda: attempts("cancelled"), "the end is noted")
     assert ends("cancelled") == [("cancelled", "ended")]
     cluster.until(lambda: not cluster.run("squeue", "--noheader", "--jobs", job, check=False), "the job is gone")
+
+
+def test_a_task_of_an_array_is_queued_again_without_the_others(cluster: SlurmCluster, folder: Path) -> None:
+    """The number of one of them is that of the whole array."""
+    array = stand_in(cluster, "wait", "array", sbatch=("--array=0-1",))
+    cluster.until(lambda: Path("ready0").exists() and Path("ready1").exists(), "both run")
+    cluster.run("scancel", "--signal=TERM", f"{array}_1")
+    cluster.until(lambda: attempts("array1"), "the end is noted")
+    cluster.until(lambda: cluster.state(f"{array}_1").startswith("PENDING"), "it is queued again")
+    assert [(each.job, each.action) for each in attempts("array1")] == [(f"{array}_1", "queued again")]
+    assert cluster.state(f"{array}_0").startswith("RUNNING")
+    cluster.run("scancel", array)
+
+
+def test_a_second_job_in_the_folder_of_a_running_one_starts_nothing(cluster: SlurmCluster, folder: Path) -> None:
+    first = stand_in(cluster, "wait", "twice")
+    cluster.until(lambda: Path("ready").exists(), "it runs")
+    second = cluster.run("sbatch", "--parsable", "script.sh")
+    cluster.until(lambda: cluster.state(second).startswith("FAILED"), "the second one has ended")
+    assert f"is in use by job {first}, which is running" in Path(f"runs/twice/slurm/{second}.log").read_text()
+    assert cluster.state(first).startswith("RUNNING")
+    assert attempts("twice") == []
+    cluster.run("scancel", first)
 
 
 def test_a_stop_by_hand_saves_and_stays(cluster: SlurmCluster, folder: Path) -> None:

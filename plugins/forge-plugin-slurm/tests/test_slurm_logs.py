@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from forge_plugin_slurm.log_facts import facts_of
-from forge_plugin_slurm.scheduler import parse_duration
+from forge_plugin_slurm.scheduler import own_job, parse_duration
 
 CANCELLED = "slurmstepd-n1: error: *** JOB 7 ON n1 CANCELLED AT 2026-11-25T12:56:53 ***\n"
 STEP = "slurmstepd: error: *** STEP 5.0 ON n1 CANCELLED AT 2026-11-25T12:55:33 ***\n"
@@ -62,3 +62,10 @@ def test_an_empty_log_has_no_facts() -> None:
 )
 def test_times_as_slurm_writes_them(text: str, seconds: float | None) -> None:
     assert parse_duration(text) == seconds
+
+
+def test_a_task_of_an_array_is_not_named_by_its_number_alone() -> None:
+    """Which may be that of the array."""
+    assert own_job({"SLURM_JOB_ID": "17"}) == "17"
+    assert own_job({"SLURM_JOB_ID": "17", "SLURM_ARRAY_JOB_ID": "17", "SLURM_ARRAY_TASK_ID": "1"}) == "17_1"
+    assert own_job({}) == ""
