@@ -353,6 +353,10 @@ class ParallelComponent(Component["ParallelStage"]):
         """Mesh dimensions that this stage asks for, with their size, or `"auto"` for the ranks that are left."""
         return {}
 
+    def part_of_batch(self) -> tuple[int, int]:
+        """(number, count) of this run among runs that train one model, each on its rows of every global batch."""
+        return 0, 1
+
     def model_problems(self, model: Model, layout: Layout) -> Iterable[Problem]:
         """Why this stage cannot be applied to `model`, whole, on the meta device, and unchanged by any stage."""
         # Called when a job is checked too, without a process group.

@@ -53,13 +53,15 @@ class Layout:
 
     sizes: tuple[tuple[MeshDimension, int], ...]
     """Every dimension with its ranks, outermost first."""
+    run: tuple[int, int] = (0, 1)
+    """(number, count): this run among those that train one model, see `ParallelComponent.part_of_batch`."""
 
-    def __init__(self, further: Iterable[MeshDimension] = (), **degrees: int) -> None:
+    def __init__(self, further: Iterable[MeshDimension] = (), *, run: tuple[int, int] = (0, 1), **degrees: int) -> None:
         known = {dimension.name: dimension for dimension in (*DIMENSIONS, *further)}
         if unknown := degrees.keys() - known.keys():
             raise ValueError(f"no mesh dimension {', '.join(sorted(unknown))}; there are {', '.join(known)}")
         ordered = sorted(known.values(), key=lambda dimension: dimension.order)
-        self.__attrs_init__(tuple((dimension, degrees.get(dimension.name, 1)) for dimension in ordered))
+        self.__attrs_init__(tuple((dimension, degrees.get(dimension.name, 1)) for dimension in ordered), run)
 
     @property
     def degrees(self) -> Mapping[str, int]:

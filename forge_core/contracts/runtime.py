@@ -68,6 +68,10 @@ class ParallelStage:
         """Returns this rank's part of a micro-batch; overridden by a stage that divides sequences."""
         return batch
 
+    def sum_over_runs(self, sums: Tensor) -> int:
+        """Sum (n,) float64 in place over runs of `part_of_batch`: tokens, then metrics. Returns how many take part."""
+        return 1
+
     def complete_gradients(self, model: Model) -> None:
         """Sum what the backward passes left partial; called once a step, in the reverse of the order of `apply`."""
         # A hook of autograd would have to know which backward pass is the last, and their order is not the stages'.

@@ -51,7 +51,8 @@ class TrainLoader:
         self._rows = job.train.global_batch_size
         count, self._micro_batch_size = micro_batches(job, context.layout)
         self._share = count * self._micro_batch_size
-        self._first_row = sample_rank(context.mesh, context.layout) * self._share
+        place = context.layout.run[0] * context.layout.data_parallel + sample_rank(context.mesh, context.layout)
+        self._first_row = place * self._share
         # The rows of a lane are read by one worker, in order; without streams `lcm` is 1, and any row goes anywhere.
         rows_per_lane = math.lcm(*(self._rows // stream.lanes for stream in self._streams))
         self._parts = _parts(self._share, job.data.workers, rows_per_lane)

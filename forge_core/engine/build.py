@@ -209,6 +209,8 @@ def _build_dataset(source: DatasetComponent, path: str, context: BuildContext) -
     elif not packing.accepts_sequences:
         raise JobError([Problem(path, "gives finished sequences, which [data.packing] cannot pack")])
     if isinstance(built, Stream):
+        if context.layout.run[1] > 1:
+            raise JobError([Problem(path, "is a stream, whose position other runs of the same model do not know")])
         # Each row of the global batch belongs to one lane: the position of a stream then depends on no layout.
         rows, ranks = context.job.train.global_batch_size, context.layout.data_parallel
         if rows % built.lanes or built.lanes % ranks:

@@ -55,6 +55,8 @@ class Stepper:
         key = hashlib.blake2b(f"{run.job.job.seed}:draw".encode(), digest_size=7).digest()
         self._first_draw = int.from_bytes(key, "little")
         self._sample_rank, self._part = mesh.sample_rank(self._mesh, layout), mesh.part_of_step(self._mesh, layout)
+        self._first_rank, self._runs = layout.run[0] * layout.data_parallel, layout.run[1]
+        self._part += layout.run[0] * layout.world_size  # so that other runs of the same model draw other numbers
         count, _ = micro_batches(run.job, layout)
         self._micro_batches = count * layout.token_ranks
         self._masked = self._can_mask()
@@ -83,9 +85,9 @@ class Stepper:
         batches = self._with_draws(batches, step)
         # Before the first forward pass: each loss is divided by the global count before its backward pass, so that
         # every reduction of gradients is a plain sum, and micro-batches weigh by their tokens under every layout.
-        tokens, longest_wait = self._facts_of_step(batches, waited)
+        tokens, longest_wait, runs = self._facts_of_step(batches, waited)
         auxiliary = self._run.context.auxiliary
-        auxiliary.begin_step(tokens, self._job.train.global_batch_size, self._micro_batches)
+        auxiliary.begin_step(tokens, self._job.train.global_batch_size // self._runs * runs, self._micro_batches * runs)
         dtype = torch.float64 if self._run.context.dtype == torch.float64 else torch.float32
         # Clamped: a step whose labels are all ignored has gradients of 0 and not of NaN.
         output = self._run.executor.train_step(batches, tokens.clamp(min=1).to(dtype))
@@ -101,7 +103,7 @@ class Stepper:
         """The micro-batches with `draw` (B,), a number of each sequence and step that no layout changes, for noise."""
         sizes = [len(batch["input_ids"]) for batch in batches]
         of_step = self._first_draw + step * self._job.train.global_batch_size
-        first = of_step + self._sample_rank * sum(sizes)
+        first = of_step + (self._first_rank + self._sample_rank) * sum(sizes)
         draws = torch.arange(first, first + sum(sizes), device=self._run.context.device).split(sizes)
         pairs = zip(batches, draws, strict=True)
         # Rows that were shared out by cost are those of other places, whose noise goes with them.
@@ -149,8 +151,8 @@ class Stepper:
         for module in self._changing:
             module.after_update()
 
-    def _facts_of_step(self, batches: Sequence[Batch], waited: float) -> tuple[Tensor, Tensor]:
-        """The valid tokens of the global batch, and the longest wait for its data, by one collective."""
+    def _facts_of_step(self, batches: Sequence[Batch], waited: float) -> tuple[Tensor, Tensor, int]:
+        """The valid tokens of the global batch, the longest wait for its data, and the runs that share the batch."""
         counts = [(batch["labels"] != IGNORED_LABEL).sum() for batch in batches]
         # A place for each rank, so that the sum over ranks has all their waits; counts are exact up to 2^53
         ranks = self._run.context.layout.data_parallel
@@ -158,7 +160,11 @@ class Stepper:
         facts[0], facts[1 + self._sample_rank] = torch.stack(counts).sum(), waited
         # Over samples and not tokens: sequences are still whole here, and `cp` ranks have the same ones.
         mesh.all_reduce_samples(facts, self._mesh)
-        return facts[0].long(), facts[1:].max()
+        runs = self._over_runs(facts[:1])
+        return facts[0].long(), facts[1:].max(), runs
+
+    def _over_runs(self, sums: Tensor) -> int:
+        return max((stage.sum_over_runs(sums) for stage in self._run.built_stages), default=1)
 
     def _reduce(self, output: StepOutput, batches: Sequence[Batch], attached: Sums) -> Sums:
         """One collective, as many would cost their latency: loss, counts, losses by source, what modules attached."""
@@ -171,7 +177,8 @@ class Stepper:
             parts["source_counts"] = zeros.index_add(0, sources, counts.to(sums.dtype))
         for name, value in self._over_layers(attached).items():
             parts[name if isinstance(name, Count) else f"{AUXILIARY}{name}"] = value
-        return _unflatten(mesh.all_reduce_tokens(_flatten(parts), self._mesh), parts)
+        self._over_runs(sums := mesh.all_reduce_tokens(_flatten(parts), self._mesh))
+        return _unflatten(sums, parts)
 
     def _over_layers(self, attached: Sums) -> Sums:
         """The metrics attached by modules, summed over the pipeline's ranks, whose modules attach different names."""

@@ -35,7 +35,8 @@ def plan_layout(job: Job, world_size: int) -> tuple[Layout, list[Problem]]:
     elif product != world_size:
         message = f"{arithmetic} = {product}, but there are {world_size} ranks; "
         problems.append(Problem("parallel", message + f'start {product}, or set replicate or shard to "auto"'))
-    return (Layout(known.values(), **fixed) if not problems else Layout()), problems
+    run = max((stage.part_of_batch() for stage in job.parallel.values()), key=lambda part: part[1], default=(0, 1))
+    return (Layout(known.values(), run=run, **fixed) if not problems else Layout()), problems
 
 
 def _collect_dimensions(job: Job, known: dict[str, MeshDimension]) -> Iterator[Problem]:
@@ -81,7 +82,7 @@ def layout_of(job: Job, world_size: int) -> Layout:
 
 def batch_problems(job: Job, layout: Layout) -> Iterator[Problem]:
     """Whether the global batch divides into equal micro-batches on every data-parallel rank."""
-    batch, ranks, size = job.train.global_batch_size, layout.data_parallel, job.train.micro_batch_size
+    batch, ranks, size = job.train.global_batch_size, layout.data_parallel * layout.run[1], job.train.micro_batch_size
     if batch % ranks:
         yield Problem("train.global_batch_size", f"{batch} is not divisible by the {ranks} data-parallel ranks")
     elif batch // ranks % (size or 1):
@@ -91,6 +92,6 @@ def batch_problems(job: Job, layout: Layout) -> Iterator[Problem]:
 
 def micro_batches(job: Job, layout: Layout) -> tuple[int, int]:
     """(number, size) of the micro-batches of one rank in one step."""
-    share = job.train.global_batch_size // layout.data_parallel
+    share = job.train.global_batch_size // (layout.data_parallel * layout.run[1])
     size = job.train.micro_batch_size or share
     return share // size, size

@@ -1,0 +1,48 @@
+"""`forge-run lighthouse`: the process by which groups of a job know of each other."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import threading
+
+from forge_core.cli.command_line import positive, with_examples
+from forge_core.contracts.errors import ExitCode, ForgeError, JobError
+
+
+def command(argv: list[str]) -> int:
+    """Run the lighthouse, by which groups of a job with [parallel.torchft] know of each other, until a signal comes."""
+    parser = argparse.ArgumentParser("forge-run lighthouse", description=command.__doc__, allow_abbrev=False)
+    add = parser.add_argument
+    add("--host", default="[::]", help="address to listen at (all of this machine)")
+    add("--port", type=positive, default=29510, metavar="N", help="port to listen at (29510)")
+    add("--min-groups", type=positive, default=1, metavar="N", help="groups that make a quorum (1)")
+    add("--dead-after", type=float, default=5.0, metavar="S", help="seconds without a heartbeat that mean death (5)")
+    add("--join-within", type=float, default=60.0, metavar="S", help="seconds that a living group is waited for (60)")
+    with_examples(parser, "forge-run lighthouse --port=29510 --dead-after=2")
+    options = parser.parse_args(argv)
+    if min(options.dead_after, options.join_within) <= 0:
+        raise JobError("--dead-after and --join-within are seconds above 0")
+    os.environ.setdefault("RUST_LOG", "error")
+    try:
+        from torchft.coordination import LighthouseServer
+    except ImportError as error:
+        raise ForgeError(f"needs the package torchft: {error}; pip install 'torchft>=0.2,<0.3'") from error
+    try:
+        server = LighthouseServer(
+            bind=f"{options.host}:{options.port}",
+            min_replicas=options.min_groups,
+            join_timeout_ms=round(1000 * options.join_within),
+            heartbeat_timeout_ms=round(1000 * options.dead_after),
+            quorum_tick_ms=50,
+        )
+    except RuntimeError as error:
+        raise ForgeError(f"the lighthouse cannot listen at {options.host}:{options.port}: {error}") from error
+    ended = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: ended.set())
+    print(f"lighthouse = {server.address()!r}  # also shows who is present, in a browser", flush=True)
+    ended.wait()
+    server.shutdown()
+    return ExitCode.FINISHED

@@ -1,0 +1,159 @@
+"""The way of a state from a living group to one that is behind: HTTP, from each rank to the rank of the same number.
+
+A reply is one line of JSON, then the bytes of the tensors. Nothing is pickled: torch's own stream, which torchft's
+transport sends, would run the code of whoever answers.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from datetime import timedelta
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, BinaryIO
+from urllib.parse import urlsplit
+
+import torch
+from attrs import frozen
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torchft.checkpointing import CheckpointTransport
+
+from forge_core.contracts.errors import ForgeError
+from forge_core.contracts.runtime import State
+from forge_core.parallel.mesh import local_part
+
+
+@frozen
+class Received:
+    """A state as it came, whose tensors are one rank's parts on the host."""
+
+    step: int
+    values: Mapping[str, Any]
+    tensors: Mapping[str, tuple[Tensor, Sequence[int], bool]]
+    """Part, shape of the whole, and whether it is split over ranks."""
+
+    def state(self, like: Mapping[str, Tensor]) -> State:
+        """The state, with split tensors placed like the parameter whose name theirs contains."""
+        tensors = {}
+        for name, (part, shape, is_split) in self.tensors.items():
+            owner = _owner(name, like)
+            device = like[owner].device if owner and part.dim() else part.device
+            tensors[name] = _split(name, part, shape, like[owner] if owner else None) if is_split else part.to(device)
+        return State(tensors, self.values)
+
+
+def _owner(name: str, like: Mapping[str, Tensor]) -> str:
+    return max((known for known in like if f".{known}." in f".{name}."), key=len, default="")
+
+
+def _split(name: str, part: Tensor, shape: Sequence[int], like: Tensor | None) -> Tensor:
+    if not isinstance(like, DTensor):
+        rule = "layouts must be equal"
+        raise ForgeError(f"the other group has {name} split over its ranks, and this one does not: {rule}")
+    stride = torch.empty(tuple(shape), device="meta").stride()
+    part = part.to(like.device)
+    size = torch.Size(shape)
+    return DTensor.from_local(part, like.device_mesh, like.placements, run_check=False, shape=size, stride=stride)
+
+
+def write_state(file: BinaryIO, state: State) -> None:
+    """Write this rank's part of a state."""
+    parts = {name: local_part(tensor.detach()).contiguous().cpu() for name, tensor in state.tensors.items()}
+    heads = [
+        [name, str(part.dtype).removeprefix("torch."), list(part.shape), list(whole.shape), isinstance(whole, DTensor)]
+        for (name, whole), part in zip(state.tensors.items(), parts.values(), strict=True)
+    ]
+    values = {name: state.values[name] for name in ("progress", "optimizer", "extras")}
+    file.write(json.dumps({"values": values, "tensors": heads}).encode() + b"\n")
+    for part in parts.values():
+        file.write(part.reshape(-1).view(torch.uint8).numpy().data)
+
+
+def read_state(file: BinaryIO, step: int) -> Received:
+    """Read what `write_state` wrote. Raises an `EOFError` if the other side ended before its time."""
+    head = json.loads(file.readline())
+    tensors = {}
+    for name, dtype, shape, whole, is_split in head["tensors"]:
+        part = torch.empty(shape, dtype=getattr(torch, dtype))
+        view = memoryview(part.reshape(-1).view(torch.uint8).numpy())
+        filled = 0
+        while filled < len(view):
+            count = file.readinto(view[filled:])  # type: ignore[attr-defined]
+            if not count:
+                raise EOFError(f"the state of the other group ended within {name}")
+            filled += count
+        tensors[name] = part, whole, is_split
+    return Received(step, head["values"], tensors)
+
+
+class StateTransport(CheckpointTransport[Any]):
+    """Serves the state that it is given, once a group has asked, and fetches that of others."""
+
+    def __init__(self, host: str, timeout_s: float) -> None:
+        self.asked = False
+        """Whether a group waits for this rank's part of the state, since the last quorum."""
+        self._host, self._timeout_s = host, timeout_s
+        self._ready = threading.Condition()
+        self._served: tuple[int, State] | None = None
+        transport = self
+
+        class Handler(BaseHTTPRequestHandler):
+            timeout = timeout_s
+
+            def do_GET(self) -> None:
+                transport._reply(self)
+
+            def log_message(self, format: str, *args: Any) -> None:
+                """Nothing: requests are no news for the user."""
+
+        self._server = ThreadingHTTPServer(("", 0), Handler)
+        self._server.daemon_threads = True
+        threading.Thread(target=self._server.serve_forever, name="torchft-state", daemon=True).start()
+
+    def metadata(self) -> str:
+        return f"http://{self._host}:{self._server.server_address[1]}/"
+
+    def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: Any, timeout: timedelta) -> None:
+        """Note that a group asks; torchft calls this in a thread of its own, where no rank may communicate."""
+        self.asked = True
+
+    def serve(self, step: int, state: State) -> None:
+        """Answer with `state` whoever asks for `step`, until `disallow_checkpoint`."""
+        with self._ready:
+            self._served, self.asked = (step, state), False
+            self._ready.notify_all()
+
+    def disallow_checkpoint(self) -> None:
+        with self._ready:
+            self._served = None
+
+    def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> Any:
+        url = urlsplit(metadata)
+        connection = http.client.HTTPConnection(url.hostname or "", url.port, timeout=timeout.total_seconds())
+        with closing(connection):
+            connection.request("GET", f"/{step}")
+            reply = connection.getresponse()
+            if reply.status != http.HTTPStatus.OK:
+                raise ForgeError(f"{metadata} has no state of update {step}: {reply.reason}")
+            received = read_state(reply, step)
+        return {"user": {"default": received}, "torchft": {"step": step, "batches_committed": 0}}
+
+    def shutdown(self, wait: bool = True) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+    def _reply(self, request: BaseHTTPRequestHandler) -> None:
+        step = int(request.path.strip("/"))
+        with self._ready:
+            self._ready.wait_for(lambda: self._served is not None and self._served[0] == step, self._timeout_s)
+            served = self._served
+        if served is None or served[0] != step:
+            request.send_error(503, f"there is no state of update {step} here")
+            return
+        request.send_response(200)
+        request.end_headers()
+        write_state(request.wfile, served[1])  # type: ignore[arg-type]
