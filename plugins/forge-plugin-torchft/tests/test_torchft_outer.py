@@ -1,0 +1,92 @@
+"""`diloco` and `local_sgd` against their papers' algorithms, computed by plain torch in one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("torchft", reason="the package torchft is not installed: it has wheels for Linux, Python 3.9 to 3.13")
+
+from torchft_groups import Group, Lighthouse, OneProcess, group_job, pick, plain_job
+
+from forge_plugin_torchft import DiLoCo, LocalSGD
+
+STEPS = 8
+
+
+def by_paper(tmp_path, sync_every, meet):
+    """Two workers, each on its rows; after every `sync_every` steps `meet(workers)` sets their weights."""
+    workers = [OneProcess(plain_job(tmp_path, train={"steps": STEPS}), tmp_path) for _ in range(2)]
+    for step in range(1, STEPS + 1):
+        for group, worker in enumerate(workers):
+            worker.gradients(pick(worker.rows(), [group], 2))
+            worker.update()
+        if step % sync_every == 0:
+            meet(workers, step)
+    return [worker.weights for worker in workers]
+
+
+class Outer:
+    """Algorithm 1 of Douillard et al. 2023: Δ = mean(θ(t-1) - θi), θ(t) by torch's SGD with Nesterov momentum."""
+
+    def __init__(self, lr, momentum, parts=None):
+        self.lr, self.momentum, self.parts, self.outer = lr, momentum, parts, None
+
+    def __call__(self, workers, step):
+        if self.outer is None:
+            self.outer = {name: torch.nn.Parameter(weight) for name, weight in self.initial.items()}
+            groups = [[self.outer[name] for name in part] for part in self.parts]
+            self.sgd = [torch.optim.SGD(g, self.lr, self.momentum, nesterov=True) for g in groups]
+        number = self.turn(step)
+        for name in self.parts[number]:
+            start = self.outer[name]
+            changes = [start.detach() - worker.weights[name] for worker in workers]
+            start.grad = sum(changes) / len(changes)
+        self.sgd[number].step()
+        for worker in workers:
+            for name, parameter in worker.run.model.named_parameters():
+                if name in self.parts[number]:
+                    parameter.data.copy_(self.outer[name])
+
+
+def groups_with(tmp_path, hook):
+    with Lighthouse() as address:
+        jobs = [group_job(tmp_path, address, n, train={"steps": STEPS}, hooks={"outer": hook()}) for n in (0, 1)]
+        groups = [Group(job) for job in jobs]
+        return [group.wait() for group in groups], groups
+
+
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_diloco_is_the_algorithm_of_its_paper(tmp_path, fragments):
+    outer = Outer(0.7, 0.9)
+    worker = OneProcess(plain_job(tmp_path, train={"steps": STEPS}), tmp_path)
+    outer.initial = worker.weights
+    names = list(outer.initial)
+    if fragments == 1:
+        outer.parts, outer.turn = [names], lambda step: 0
+    else:  # the first half of the weights, then the second, each every 4 steps
+        sizes = [outer.initial[name].numel() for name in names]
+        first = [name for i, name in enumerate(names) if sum(sizes[:i]) < sum(sizes) / 2]
+        outer.parts = [first, [name for name in names if name not in first]]
+        outer.turn = lambda step: (step // 2 - 1) % 2
+    expected = by_paper(tmp_path, 4 // fragments, outer)
+    hook = lambda: DiLoCo(sync_every=4, outer_lr=0.7, outer_momentum=0.9, fragments=fragments)  # noqa: E731
+    weights, groups = groups_with(tmp_path, hook)
+    for own, reference in zip(weights, expected, strict=True):
+        for name, weight in reference.items():
+            torch.testing.assert_close(own[name], weight, rtol=1e-11, atol=1e-12, msg=name)
+    assert [line["step"] for line in groups[0].lines() if line.get("participants") == 2][-1] == STEPS
+
+
+def test_local_sgd_is_the_mean_of_the_weights(tmp_path):
+    def meet(workers, step):
+        means = {name: (w + workers[1].weights[name]) / 2 for name, w in workers[0].weights.items()}
+        for worker in workers:
+            for name, parameter in worker.run.model.named_parameters():
+                parameter.data.copy_(means[name])
+
+    expected = by_paper(tmp_path, 3, meet)
+    weights, _ = groups_with(tmp_path, lambda: LocalSGD(sync_every=3))
+    for own, reference in zip(weights, expected, strict=True):
+        for name, weight in reference.items():
+            torch.testing.assert_close(own[name], weight, rtol=1e-11, atol=1e-12, msg=name)
