@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-pytest.importorskip("torchft", reason="the package torchft is not installed: it has wheels for Linux, Python 3.9 to 3.13")
+pytest.importorskip("torchft", reason="torchft is not installed: it has wheels for Linux")
 
-from torchft_groups import Group, Lighthouse, OneProcess, group_job, pick, plain_job
+from torchft_groups import Group, Lighthouse, OneProcess, apart, group_job, pick, plain_job
 
 from forge_plugin_torchft import DiLoCo, LocalSGD
 
@@ -17,6 +17,8 @@ STEPS = 8
 def by_paper(tmp_path, sync_every, meet):
     """Two workers, each on its rows; after every `sync_every` steps `meet(workers)` sets their weights."""
     workers = [OneProcess(plain_job(tmp_path, train={"steps": STEPS}), tmp_path) for _ in range(2)]
+    if isinstance(meet, Outer):
+        meet.begin(workers[0].weights)
     for step in range(1, STEPS + 1):
         for group, worker in enumerate(workers):
             worker.gradients(pick(worker.rows(), [group], 2))
@@ -29,15 +31,19 @@ def by_paper(tmp_path, sync_every, meet):
 class Outer:
     """Algorithm 1 of Douillard et al. 2023: Δ = mean(θ(t-1) - θi), θ(t) by torch's SGD with Nesterov momentum."""
 
-    def __init__(self, lr, momentum, parts=None):
-        self.lr, self.momentum, self.parts, self.outer = lr, momentum, parts, None
+    def __init__(self, lr, momentum, fragments):
+        self.lr, self.momentum, self.fragments = lr, momentum, fragments
+
+    def begin(self, weights):
+        self.outer = {name: torch.nn.Parameter(weight) for name, weight in weights.items()}
+        names, sizes = list(weights), [weight.numel() for weight in weights.values()]
+        first = [name for i, name in enumerate(names) if sum(sizes[:i]) < sum(sizes) / self.fragments]
+        self.parts = [part for part in (first, [name for name in names if name not in first]) if part]
+        parameters = [[self.outer[name] for name in part] for part in self.parts]
+        self.sgd = [torch.optim.SGD(part, self.lr, self.momentum, nesterov=True) for part in parameters]
 
     def __call__(self, workers, step):
-        if self.outer is None:
-            self.outer = {name: torch.nn.Parameter(weight) for name, weight in self.initial.items()}
-            groups = [[self.outer[name] for name in part] for part in self.parts]
-            self.sgd = [torch.optim.SGD(g, self.lr, self.momentum, nesterov=True) for g in groups]
-        number = self.turn(step)
+        number = (step * self.fragments // 4 - 1) % self.fragments  # each part every 4 steps
         for name in self.parts[number]:
             start = self.outer[name]
             changes = [start.detach() - worker.weights[name] for worker in workers]
@@ -51,27 +57,15 @@ class Outer:
 
 def groups_with(tmp_path, hook):
     with Lighthouse() as address:
-        jobs = [group_job(tmp_path, address, n, train={"steps": STEPS}, hooks={"outer": hook()}) for n in (0, 1)]
+        jobs = [group_job(tmp_path, address, n, train={"steps": STEPS}, hooks={"outer": hook}) for n in (0, 1)]
         groups = [Group(job) for job in jobs]
         return [group.wait() for group in groups], groups
 
 
 @pytest.mark.parametrize("fragments", [1, 2])
 def test_diloco_is_the_algorithm_of_its_paper(tmp_path, fragments):
-    outer = Outer(0.7, 0.9)
-    worker = OneProcess(plain_job(tmp_path, train={"steps": STEPS}), tmp_path)
-    outer.initial = worker.weights
-    names = list(outer.initial)
-    if fragments == 1:
-        outer.parts, outer.turn = [names], lambda step: 0
-    else:  # the first half of the weights, then the second, each every 4 steps
-        sizes = [outer.initial[name].numel() for name in names]
-        first = [name for i, name in enumerate(names) if sum(sizes[:i]) < sum(sizes) / 2]
-        outer.parts = [first, [name for name in names if name not in first]]
-        outer.turn = lambda step: (step // 2 - 1) % 2
-    expected = by_paper(tmp_path, 4 // fragments, outer)
-    hook = lambda: DiLoCo(sync_every=4, outer_lr=0.7, outer_momentum=0.9, fragments=fragments)  # noqa: E731
-    weights, groups = groups_with(tmp_path, hook)
+    weights, groups = groups_with(tmp_path, DiLoCo(sync_every=4, fragments=fragments))
+    expected = apart(lambda: by_paper(tmp_path, 4 // fragments, Outer(0.7, 0.9, fragments)))
     for own, reference in zip(weights, expected, strict=True):
         for name, weight in reference.items():
             torch.testing.assert_close(own[name], weight, rtol=1e-11, atol=1e-12, msg=name)
@@ -85,8 +79,8 @@ def test_local_sgd_is_the_mean_of_the_weights(tmp_path):
             for name, parameter in worker.run.model.named_parameters():
                 parameter.data.copy_(means[name])
 
-    expected = by_paper(tmp_path, 3, meet)
-    weights, _ = groups_with(tmp_path, lambda: LocalSGD(sync_every=3))
+    weights, _ = groups_with(tmp_path, LocalSGD(sync_every=3))
+    expected = apart(lambda: by_paper(tmp_path, 3, meet))
     for own, reference in zip(weights, expected, strict=True):
         for name, weight in reference.items():
             torch.testing.assert_close(own[name], weight, rtol=1e-11, atol=1e-12, msg=name)

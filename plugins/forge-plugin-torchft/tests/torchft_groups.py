@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,24 +22,30 @@ from forge_core.data.loader import TrainLoader
 from forge_core.engine.build import build_context, build_run
 from forge_core.engine.trainer import Trainer
 from forge_core.job import Job
+from forge_core.launch.progress_beacon import report_progress
 from forge_core.plugins.catalog import Catalog
 from forge_plugin_torchft import TorchFT
+from forge_plugin_torchft.session import Session
 from forge_testing import tiny_job
+from forge_testing.processes import run_on_ranks
 
 FORK: Any = multiprocessing.get_context("fork")
 
 
 @define(kw_only=True, slots=False)
 class Watch(TrainingHook):
-    """Slows the steps down, kills its process at one of them, asks for a stop at another; returns the weights."""
+    """Kills its process at a step, waits at another until a file is there, asks for a stop; keeps the last weights."""
 
     resumes_as = "safe"
-    pause_s: float = 0.0
     kill_at: int = 0
+    wait_at: int = 0
+    wait_for: str = ""
     stop_at: int = 0
 
     def on_step_begin(self, context):
-        time.sleep(self.pause_s)
+        while context.step == self.wait_at and not os.path.exists(self.wait_for):
+            report_progress("waiting for the other group")
+            time.sleep(0.02)
         if context.step == self.kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -75,17 +82,20 @@ class Lighthouse:
 class Group:
     """A run of one group in a forked process."""
 
-    def __init__(self, job: Job, *hooks: TrainingHook) -> None:
+    def __init__(self, job: Job, watch: Watch | None = None, mark: Path | None = None) -> None:
+        """With `mark`, that file is there from the moment on at which the lighthouse hears of the group."""
         self._answer, ask = FORK.Pipe(duplex=False)
         self.job, self.folder = job, Path(job.job.output) / job.job.name
         sys.stdout.flush()
-        self.process = FORK.Process(target=self._run, args=(ask, hooks), daemon=True)
+        self.process = FORK.Process(target=self._run, args=(ask, watch or Watch(), mark), daemon=True)
         self.process.start()
         ask.close()
 
-    def _run(self, ask: Any, hooks: tuple[TrainingHook, ...]) -> None:
+    def _run(self, ask: Any, watch: Watch, mark: Path | None) -> None:
         torch.set_num_threads(1)
-        watch = next((hook for hook in hooks if isinstance(hook, Watch)), Watch())
+        connect = Session.open
+        if mark is not None:
+            Session.open = lambda self, context: (connect(self, context), mark.touch())
         code = 0
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         try:
@@ -101,7 +111,7 @@ class Group:
     def wait(self) -> Any:
         """The weights in the end, an error in words, or None of a process that was killed."""
         try:
-            value = self._answer.recv() if self._answer.poll(60) else "timed out"
+            value = self._answer.recv() if self._answer.poll(90) else "timed out"
         except EOFError:
             value = None
         self.process.kill() if value == "timed out" else None
@@ -123,8 +133,13 @@ def plain_job(folder: Path, **changes: Any) -> Job:
     return tiny_job(str(folder), Catalog.installed(), **train, **changes)
 
 
+def apart(function: Callable[[], Any]) -> Any:
+    """The result of a function in a process of its own: this one forks, and must have no process group."""
+    return run_on_ranks(1, lambda rank: function())[0]
+
+
 class OneProcess:
-    """The training of a job in this process: rows that are given in each step, loss by torch, mean over tokens."""
+    """The training of a job in one process: rows that are given in each step, loss by torch, mean over tokens."""
 
     def __init__(self, job: Job, folder: Path) -> None:
         self.run = build_run(job, build_context(job, Catalog.installed(), folder))
