@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from forge_core.contracts.errors import ForgeError
 from forge_core.launch.progress_beacon import report_progress
@@ -82,7 +83,7 @@ class Session:
         host = settings.host or socket.gethostname()
         device = next(context.model.parameters()).device
         timeout, connect = (timedelta(seconds=s) for s in (settings.timeout_s, settings.connect_timeout_s))
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if global_rank() == 0 else None
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if global_rank() == 0 else None
         address = gather_objects((host, store.port) if store else None)[0]
         self._store = store  # the other groups meet in the store of one of them
         self._transport = StateTransport(host, settings.timeout_s)
@@ -114,6 +115,7 @@ class Session:
             hostname=host,
             checkpoint_transport=self._transport,
             init_sync=False,  # all groups draw the same initial weights
+            quorum_retries=1000,  # a lighthouse that starts again at its address knows nothing, and need not
         )
         self._began, self._is_new, self._waits = time.monotonic(), True, False
         self._known_changes = self._changes = 0

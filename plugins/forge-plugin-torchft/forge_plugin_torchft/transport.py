@@ -79,7 +79,7 @@ def read_state(file: BinaryIO, step: int) -> Received:
     tensors = {}
     for name, dtype, shape, whole, is_split in head["tensors"]:
         part = torch.empty(shape, dtype=getattr(torch, dtype))
-        view = memoryview(part.reshape(-1).view(torch.uint8).numpy())
+        view = part.reshape(-1).view(torch.uint8).numpy().data
         filled = 0
         while filled < len(view):
             count = file.readinto(view[filled:])  # type: ignore[attr-defined]
@@ -90,7 +90,7 @@ def read_state(file: BinaryIO, step: int) -> Received:
     return Received(step, head["values"], tensors)
 
 
-class StateTransport(CheckpointTransport[Any]):
+class StateTransport(CheckpointTransport[Any]):  # type: ignore[misc]  # torchft has no types
     """Serves the state that it is given, once a group has asked, and fetches that of others."""
 
     def __init__(self, host: str, timeout_s: float) -> None:

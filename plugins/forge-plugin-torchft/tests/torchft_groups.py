@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import multiprocessing
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from attrs import define
 from torch.nn import functional as F
 
@@ -87,6 +89,10 @@ class Group:
         self._answer, ask = FORK.Pipe(duplex=False)
         self.job, self.folder = job, Path(job.job.output) / job.job.name
         sys.stdout.flush()
+        if dist.is_initialized():  # a child that inherits a group hangs, or aborts when it frees it
+            dist.destroy_process_group()
+        gc.collect()
+        gc.freeze()
         self.process = FORK.Process(target=self._run, args=(ask, watch or Watch(), mark), daemon=True)
         self.process.start()
         ask.close()

@@ -1,0 +1,124 @@
+"""What is refused when a job is checked, and how a state travels."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+import torch
+from attrs import evolve
+
+pytest.importorskip("torchft", reason="torchft is not installed: it has wheels for Linux")
+
+from forge_core.cli import main
+from forge_core.config.rules import check_rules
+from forge_core.contracts.layout import Layout
+from forge_core.contracts.runtime import State
+from forge_core.data.loader import TrainLoader
+from forge_core.parallel.layout import batch_problems, micro_batches
+from forge_plugin_torchft import DiLoCo, LocalSGD, TorchFT
+from forge_plugin_torchft.transport import read_state, write_state
+from forge_testing import Numbers, tiny_job
+from forge_testing.distribution import check_distribution
+
+STAGE = TorchFT(groups=2, group=1, lighthouse="http://head:29510")
+
+
+def test_the_distribution():
+    check_distribution("forge-plugin-torchft")
+
+
+@pytest.mark.parametrize(
+    ("changes", "path", "words"),
+    [
+        ({"group": 2}, "group", "is 2; with groups = 2 it is 0 to 1"),
+        ({"group": None}, "group", "is not set, and FORGE_GROUP is not a number"),
+        ({"group": 0}, "", "must end with this group's number, 0, so that no two groups have one run folder"),
+        ({"min_groups": 3}, "min_groups", "is 3, but there are only 2 groups"),
+        ({"lighthouse": "head:29510"}, "lighthouse", "an address is http://host:port"),
+        ({"start_wait_s": 60.0, "wait_s": 9.0}, "start_wait_s", "60 is longer than wait_s = 9"),
+    ],
+)
+def test_a_stage_that_cannot_work_is_refused(tmp_path, catalog, monkeypatch, changes, path, words):
+    monkeypatch.delenv("FORGE_GROUP", raising=False)
+    job = tiny_job(str(tmp_path), catalog, job={"name": "run-1"}, parallel={"torchft": evolve(STAGE, **changes)})
+    (problem,) = check_rules(job, catalog)
+    assert problem.path == ".".join(filter(None, ("parallel.torchft", path)))
+    assert words in problem.message
+
+
+def test_hooks_that_cannot_work_are_refused(tmp_path, catalog):
+    alone = tiny_job(str(tmp_path), catalog, hooks={"diloco": DiLoCo()})
+    assert ["needs the stage [parallel.torchft]" in str(problem) for problem in check_rules(alone, catalog)] == [True]
+    hooks = {"diloco": DiLoCo(sync_every=4, fragments=3), "local_sgd": LocalSGD()}
+    both = tiny_job(str(tmp_path), catalog, job={"name": "run-1"}, parallel={"torchft": STAGE}, hooks=hooks)
+    words = [str(problem) for problem in check_rules(both, catalog)]
+    assert any("hooks.local_sgd: a job has one hook diloco or local_sgd" in text for text in words)
+    assert any("hooks.diloco.fragments: 3 does not divide sync_every = 4" in text for text in words)
+
+
+def test_a_misspelt_key_is_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    job = '[parallel.torchft]\ngroups = 2\ngroup = 0\nmin_group = 1\nlighthouse = "http://head:1"\n'
+    (tmp_path / "job.toml").write_text(job)
+    assert main(["check", "job.toml"]) == 2
+    assert "parallel.torchft.min_group: unknown key; did you mean 'min_groups'?" in capsys.readouterr().err
+
+
+def test_each_group_has_its_rows_of_the_global_batch(make_job, build):
+    plain = build(make_job(global_batch_size=8))
+    whole = torch.cat(
+        [batch["input_ids"] for batch in TrainLoader(plain.job, plain.datasets, plain.context).next_step()]
+    )
+    parts = []
+    for group in (0, 1):
+        stages = {"torchft": evolve(STAGE, group=group)}
+        run = build(make_job(job={"name": f"run-{group}"}, parallel=stages, global_batch_size=8, micro_batch_size=2))
+        parts += [batch["input_ids"] for batch in TrainLoader(run.job, run.datasets, run.context).next_step()]
+    assert torch.equal(torch.cat(parts), whole)
+
+
+def test_a_batch_that_groups_cannot_share_is_refused(make_job):
+    layout = Layout(run=(0, 3), replicate=2)
+    (problem,) = batch_problems(make_job(global_batch_size=8), layout)
+    assert problem.message == "8 is not divisible by the 6 data-parallel ranks"
+    assert micro_batches(make_job(global_batch_size=24, micro_batch_size=2), layout) == (2, 2)
+
+
+def test_a_state_travels_to_the_bit_and_what_is_cut_short_is_no_state():
+    tensors = {
+        "model.weight": torch.randn(3, 2).to(torch.bfloat16),
+        "optimizer.weight.step": torch.tensor(7.0),
+        "optimizer.weight.exp_avg": torch.randn(3, 2, dtype=torch.float64),
+        "hook:h.flags": torch.tensor([True, False]),
+        "model.empty": torch.empty(0, 4),
+    }
+    values = {"progress": {"step": 7}, "optimizer": {"scalars": {}}, "extras": {"hook:h": {"x": [1, 2.5, None]}}}
+    file = io.BytesIO()
+    write_state(file, State(tensors, values))
+    file.seek(0)
+    received = read_state(file, 7).state({})
+    assert received.values == values
+    for name, tensor in tensors.items():
+        assert received.tensors[name].dtype == tensor.dtype
+        assert torch.equal(received.tensors[name], tensor)
+    with pytest.raises(EOFError, match="ended within"):
+        read_state(io.BytesIO(file.getvalue()[:-9]), 7)
+
+
+def test_streams_are_refused(make_job, build):
+    from forge_core.contracts.errors import JobError
+
+    class Stream(Numbers):
+        def build(self, context):
+            return Lanes()
+
+    class Lanes:
+        is_packed, held_out, bytes_per_token, lanes = True, None, None, 4
+
+        def read(self, lane, position):
+            yield from ()
+
+    job = make_job(job={"name": "run-1"}, parallel={"torchft": STAGE}, data={"sources": (Stream(),)})
+    with pytest.raises(JobError, match="is a stream, whose position other runs of the same model do not know"):
+        build(job)
