@@ -10,7 +10,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from forge_core.contracts.errors import ForgeError
 from forge_core.launch.progress_beacon import report_progress
-from forge_core.parallel.mesh import any_rank, gather_objects, global_rank, local_part, world_size
+from forge_core.parallel.mesh import gather_objects, global_rank, local_part, world_size
 
 # Before torchft: its library reads this once. It reports each heartbeat's change in many lines; what concerns the user
 # is said here in one.
@@ -52,6 +52,13 @@ PAUSE_S = 0.2
 DIGEST = 1 << 48
 """Digests are below it, so that float64 holds them exactly."""
 AGAIN = "a group has failed while groups met"
+
+
+def _any_rank(flags: Sequence[bool]) -> list[bool]:
+    """Whether any rank of this group has each flag set. Collective."""
+    known = torch.tensor(flags, dtype=torch.uint8)
+    dist.all_reduce(known, op=dist.ReduceOp.MAX)
+    return [bool(flag) for flag in known.tolist()]
 
 
 class Session:
@@ -188,7 +195,7 @@ class Session:
                 self._ask(commits, heal, shrink, max(1.0, deadline - time.monotonic()))
             healed, self._pending = self._pending or healed, None
             commits = healed.step if healed else commits
-            failed, asked = any_rank([self._manager_.errored() is not None, self._transport.asked])
+            failed, asked = _any_rank([self._manager_.errored() is not None, self._transport.asked])
             if asked:  # all ranks, since a state may be collective, and a group asks each rank of one or another group
                 self._transport.serve(commits, context.take_state())
             present = self._manager_.num_participants()
@@ -233,7 +240,7 @@ class Session:
         table = torch.zeros(3, settings.groups, dtype=torch.float64, device=self._device)
         table[:, settings.number] = torch.tensor([1.0, self.job_digest % DIGEST, wants], dtype=torch.float64)
         self.sum(table)
-        failed = any_rank([self._manager_.errored() is not None])[0]
+        failed = _any_rank([self._manager_.errored() is not None])[0]
         if failed:
             self.commit()  # so that the lighthouse has the groups connect anew
             self._waits = False
@@ -251,7 +258,7 @@ class Session:
 
     def anywhere(self, flag: bool) -> bool:
         """Whether any rank of this group has the flag set."""
-        return any_rank([flag])[0]
+        return _any_rank([flag])[0]
 
     # --- one step -----------------------------------------------------------------------------------------------------
 
