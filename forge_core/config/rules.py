@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import tomllib
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 
 import attrs
@@ -81,8 +80,6 @@ def _core_problems(job: Job, catalog: Catalog) -> Iterator[Problem]:
 def _load_problems(job: Job) -> Iterator[Problem]:
     # Only before the run begins: later it needs these weights no more, and they may be gone.
     begun = (Path(job.job.output) / job.job.name / "job.toml").exists()
-    if job.checkpoint.loads and not begun and find_spec("forge_kit") is None:
-        yield Problem("checkpoint.load", "forge-kit is not installed, which selects the weights: pip install forge-kit")
     for table, load in job.checkpoint.loads.items() if not begun else ():
         path = Path(load.path)
         if _may_hold_checkpoints(path):
