@@ -1,0 +1,132 @@
+"""One start of `forge-run` in a drill, and every process that belongs to it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+MARK = "FORGE_DRILL"
+"""Variable by which the processes of an attempt are found, whoever their parent is by now."""
+POLL_S = 0.02
+GONE_S = 10.0
+"""Seconds in which the processes of a run that has ended must be gone."""
+STYLED = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+class Attempt:
+    """A run of `forge-run` with its output, whose lines have times. As a context: no process outlives it."""
+
+    def __init__(self, files: Sequence[Path], ranks: int, log: Path) -> None:
+        """Start it.
+
+        Args:
+            files: job files.
+            ranks: ranks; several are started by `--nproc`.
+            log: where its output goes.
+        """
+        self.lines: list[tuple[float, str]] = []
+        self.log = log
+        self.code: int | None = None
+        """Exit code, negative after a signal; None while it runs, or if it did not end in time."""
+        self.left: list[int] = []
+        """Processes that were still there after its end, and were killed."""
+        self._identity = uuid.uuid4().hex
+        self._read = 0
+        environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+        environment |= {MARK: self._identity, "PYTHONUNBUFFERED": "1"}
+        command = [sys.executable, "-m", "forge_core", *map(str, files)]
+        command += ["--nproc", str(ranks)] if ranks > 1 else []
+        self.began = time.time()
+        with log.open("wb") as output:
+            # In a session of its own: the terminal's Ctrl-C reaches the drill alone, which then ends all of it
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        # Impatient users press Ctrl-C twice: that must wait until nothing is left
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+        try:
+            self.kill()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def wait(self, deadline: Callable[[], float], show: Callable[[], object]) -> None:
+        """Wait for its end, or until the time that `deadline` returns; `show` is called a few times a second."""
+        shown = 0.0
+        while (code := self._process.poll()) is None and time.time() < deadline():
+            self._take_lines()
+            if time.time() - shown > 0.25:
+                shown = time.time()
+                show()
+            time.sleep(POLL_S)
+        self.ended, self.code = time.time(), code
+        if code is not None:
+            until = time.time() + GONE_S
+            while (left := self._processes()) and time.time() < until:
+                time.sleep(POLL_S)
+            self.left = left
+        self.kill()
+        self._take_lines()
+
+    def kill(self) -> None:
+        """Kill all its processes, stopped ones too."""
+        while processes := self._processes():
+            for number in processes:
+                with suppress(ProcessLookupError):
+                    os.kill(number, signal.SIGKILL)
+            self._process.poll()
+            time.sleep(POLL_S)
+        if self._process.poll() is None:  # no /proc to look into
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+    def text(self) -> str:
+        """Returns its whole output."""
+        return "\n".join(line for _, line in self.lines)
+
+    def find(self, patterns: Sequence[str]) -> tuple[float, str]:
+        """Returns the first line that matches the first pattern that any line matches, with its time; else 0 and ''."""
+        for pattern in patterns:
+            for moment, line in self.lines:
+                if re.search(pattern, line):
+                    return moment, line.strip()
+        return 0.0, ""
+
+    def _take_lines(self) -> None:
+        with self.log.open("rb") as file:
+            file.seek(self._read)
+            new = file.read()
+        if self._process.returncode is None:  # else the last line may have no end
+            new = new[: new.rfind(b"\n") + 1]
+        self._read += len(new)
+        now = time.time()
+        self.lines += [(now, STYLED.sub("", line)) for line in new.decode(errors="replace").splitlines()]
+
+    def _processes(self) -> list[int]:
+        """Its processes: ranks are in sessions of their own, and lose their parent when the launcher dies."""
+        mark, found = f"{MARK}={self._identity}".encode(), []
+        for folder in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                if mark in (folder / "environ").read_bytes().split(b"\0"):
+                    found.append(int(folder.name))
+        return found

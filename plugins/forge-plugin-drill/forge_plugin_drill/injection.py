@@ -1,0 +1,164 @@
+"""The state of an injection in one rank, and the record that the drill reads from outside."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from attrs import frozen
+
+from forge_plugin_drill.faults import FAULTS
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from forge_core.contracts.contexts import StepContext, TrainContext
+    from forge_core.contracts.data import Batch
+    from forge_core.contracts.model import Head
+    from forge_core.contracts.runtime import LossFunction, LossOutput, Storage
+
+STEPS = "steps.jsonl"
+"""Of rank 0: a line when training begins, and one for each completed step."""
+INJECTED = "injected.json"
+"""Of the rank that was hit, before it was."""
+
+
+class Injection:
+    """Decides when the fault of a drill is due in this rank, and notes what it sees."""
+
+    def __init__(self, folder: str, steps: int, fault: str, step: int, rank: int) -> None:
+        self._folder, self._steps, self.step, self.rank = Path(folder), steps, step, rank
+        self._fault = FAULTS[fault]() if fault else None
+        self._own_rank = 0
+        self._armed = False
+        self._storage: Storage | None = None
+        self._weights = 0
+        self.due_in_loss = False
+        """Whether the next loss of this rank shall have a wrong gradient."""
+        self.pause_s = 0.0
+        """Seconds by which each loss of this rank takes longer."""
+
+    @property
+    def is_victim(self) -> bool:
+        """Whether this rank is the one to hit."""
+        return self._own_rank == self.rank
+
+    def mark(self) -> None:
+        """Note that the fault happens now: it never does again in this folder."""
+        self.disarm()
+        record = {"time": time.time(), "rank": self._own_rank, "step": self.step}
+        _append(self._folder / INJECTED, record)
+
+    def disarm(self) -> None:
+        """Do nothing any more in this process."""
+        self._armed = False
+
+    def largest_file(self) -> int:
+        """Bytes of the largest file of the newest checkpoint; of this rank's weights if its files are elsewhere."""
+        assert self._storage is not None
+        steps = self._storage.steps()
+        files = [each for each in self._storage.path(steps[-1]).iterdir() if each.is_file()] if steps else []
+        return max((each.stat().st_size for each in files), default=self._weights)
+
+    def begin(self, context: TrainContext) -> None:
+        """Training begins."""
+        from forge_core.parallel.mesh import global_rank, local_part
+
+        self._own_rank = global_rank()
+        self._note("begin", context.step)
+        # The same on every rank: the file is there, or not, from before their start
+        self._armed = self._fault is not None and not (self._folder / INJECTED).exists()
+        self._weights = sum(local_part(each).nbytes for each in context.model.parameters())
+        if self._fault is not None and self._armed:
+            self._fault.prepare(self, context)
+
+    def step_begins(self, context: StepContext) -> None:
+        if self._is_due(context.step):
+            self._fault.at_begin(self, context)  # type: ignore[union-attr]
+
+    def gradients_are_there(self, context: StepContext) -> None:
+        if self._is_due(context.step):
+            self._fault.at_gradients(self, context)  # type: ignore[union-attr]
+
+    def step_ends(self, context: StepContext) -> None:
+        """Note the step, and end the run after the last one of the drill."""
+        self._note("step", context.step)
+        if self._fault is not None:
+            self._fault.after_step(self, context)
+        if self._is_due(context.step):
+            self._fault.at_end(self, context)  # type: ignore[union-attr]
+        if self._steps <= context.step < context.job.train.steps:
+            context.request_stop(f"the drill's last step, {self._steps}", final=True)
+
+    def watch_storage(self, storage: Storage) -> None:
+        """Take part in the saves of a storage."""
+        self._storage = storage
+        if self._fault is None or not self._fault.changes_storage:
+            return
+        # On the class: an instance may have slots, and a delegate would not be recognised as a `SpreadStorage`
+        cls: Any = type(storage)
+        commit = cls.commit
+
+        def committing(own: Storage, step: int) -> Path:
+            if self._is_due(step):
+                self._fault.before_commit(self)  # type: ignore[union-attr]
+            return commit(own, step)
+
+        cls.commit = committing
+
+    def around_loss(self, loss: LossFunction) -> LossFunction:
+        """The loss, whose gradient is wrong once if the fault says so."""
+        return _Disturbed(loss, self) if self._fault is not None and self._fault.changes_loss else loss
+
+    def wrong_gradient(self, gradient: Tensor) -> Tensor:
+        """What the fault makes of the gradient of the last hidden states."""
+        assert self._fault is not None
+        self.mark()
+        return self._fault.wrong_gradient(gradient)
+
+    def _is_due(self, step: int) -> bool:
+        return self._armed and step == self.step
+
+    def _note(self, event: str, step: int) -> None:
+        if self._own_rank == 0:
+            _append(self._folder / STEPS, {"event": event, "step": step, "time": time.time(), "process": os.getpid()})
+
+
+@frozen
+class _Disturbed:
+    """A loss function."""
+
+    inner: LossFunction
+    injection: Injection
+
+    def __call__(self, head: Head, hidden: Tensor, batch: Batch) -> LossOutput:
+        if self.injection.pause_s:
+            time.sleep(self.injection.pause_s)
+        if self.injection.due_in_loss and hidden.requires_grad:
+            self.injection.due_in_loss = False
+            hidden.register_hook(self.injection.wrong_gradient)
+        return self.inner(head, hidden, batch)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)  # what else a loss may have, such as parameters of its own
+
+
+def _append(path: Path, record: dict[str, Any]) -> None:
+    """Append a line in one call to the kernel: a kill leaves all of it or nothing."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        os.write(descriptor, f"{json.dumps(record)}\n".encode())
+    finally:
+        os.close(descriptor)
+
+
+def read_records(path: Path) -> Sequence[dict[str, Any]]:
+    """The lines of a record; none if there is no file yet."""
+    try:
+        return [json.loads(line) for line in path.read_text().splitlines()]
+    except FileNotFoundError:
+        return []
