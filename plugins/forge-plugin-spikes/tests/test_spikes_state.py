@@ -1,0 +1,228 @@
+"""What a skip and a roll-back leave behind: optimizers, averages, routers, and runs that were cut off at any moment."""
+
+from __future__ import annotations
+
+import time
+from typing import ClassVar
+
+import pytest
+import torch
+from attrs import define, field
+from spiked_runs import AT, Disturb, Note, Poison
+
+from forge_core import TrainingHook
+from forge_plugin_ema import EMA
+from forge_plugin_lion import Lion
+from forge_plugin_moe import SigmoidTopK
+from forge_plugin_muon import Muon
+from forge_plugin_schedule_free import ScheduleFreeAdamW
+from forge_testing import TinyAdamW
+from forge_testing.routed import RoutedModel
+from forge_testing.suites.base import losses_of, state_differences
+
+BACK = AT + 3
+"""Step at whose end the run goes back: the third spike in a row."""
+
+
+@define(kw_only=True, slots=False)
+class Die(TrainingHook):
+    """Ends the process's run without a word to anybody, at an event of a step."""
+
+    event: str
+    step: int
+
+    def _die(self, event, step):
+        if (event, step) == (self.event, self.step):
+            raise RuntimeError("power cut")
+
+    def on_step_begin(self, context):
+        self._die("begin", context.step)
+
+    def on_gradients(self, context):
+        self._die("gradients", context.step)
+
+    def on_step_end(self, context):
+        self._die("end", context.step)
+
+    def on_checkpoint_save(self, context):
+        self._die("save", context.step)
+
+    def on_rollback(self, context, step, reason):
+        self._die("rollback", context.step)
+
+
+@define(kw_only=True, slots=False)
+class Stop(TrainingHook):
+    """Asks for a stop after some step, as a signal does."""
+
+    step: int
+    resumes_as = "safe"
+
+    def on_step_end(self, context):
+        if context.step == self.step:
+            context.request_stop("as the test says")
+
+
+@pytest.fixture
+def whole(spiked, spikes, train):
+    return train(spiked(spikes(leave_out=5), "whole"), Disturb())
+
+
+@pytest.mark.parametrize(
+    ("event", "step"),
+    [
+        ("gradients", AT + 1),  # before the first spike is decided on
+        ("end", AT + 2),  # between the second and the third; the newest checkpoint is in the middle of the row
+        ("end", BACK),  # the roll-back is asked for
+        ("rollback", BACK),  # it is made, and nothing is saved since
+        ("save", BACK + 3),  # while data are left out
+        ("begin", BACK + 6),  # before the first step after them
+        ("end", BACK + 9),  # after the next save
+    ],
+)
+def test_a_run_that_was_killed_continues_as_if_it_had_not_been(spiked, spikes, train, whole, event, step):
+    with pytest.raises(RuntimeError, match="power cut"):
+        train(spiked(spikes(leave_out=5), "cut"), Disturb(), Die(event=event, step=step))
+    cut = train(spiked(spikes(leave_out=5), "cut"), Disturb())
+    assert losses_of(cut) == losses_of(whole)
+    assert state_differences(cut, whole) == []
+
+
+@pytest.mark.parametrize("step", [AT - 2, AT + 2, BACK, BACK + 6])
+def test_a_run_that_was_stopped_does_not_go_back_to_where_it_stopped(spiked, spikes, train, whole, step):
+    """A run that was not stopped has no checkpoint of that step."""
+    train(spiked(spikes(leave_out=5), "parts"), Disturb(), Stop(step=step))
+    parts = train(spiked(spikes(leave_out=5), "parts"), Disturb())
+    assert losses_of(parts) == losses_of(whole)
+    assert state_differences(parts, whole) == []
+
+
+def test_a_save_in_the_background_is_waited_for(spiked, spikes, train, monkeypatch):
+    """Else it would be a matter of the disk's speed where the run goes back to."""
+    from forge_core.checkpoint import manager
+
+    def slowly(*args, write=manager.write_manifest):
+        time.sleep(0.5)  # many steps here
+        write(*args)
+
+    monkeypatch.setattr(manager, "write_manifest", slowly)
+    note = Note()
+    checkpoint = {"async_save": True, "interval": 20}
+    train(spiked(spikes(action="roll_back"), checkpoint=checkpoint), Disturb(), note)
+    assert note.back == [(AT + 1, 20)]
+
+
+def test_with_one_checkpoint_kept_a_bad_newest_one_is_not_gone_back_to(spiked, spikes, train):
+    note = Note()
+    with pytest.warns(UserWarning, match="no checkpoint to go back to, the update is only skipped"):
+        train(spiked(spikes(action="roll_back"), checkpoint={"keep": 1}, steps=AT + 3), Disturb(at=(20,)), note)
+    assert note.back == []
+
+
+@define(kw_only=True, slots=False)
+class Compare(TrainingHook):
+    """Compares the state after a roll-back with the one that the checkpoint was made of."""
+
+    rolls_back: ClassVar[bool] = False
+    compared: list = field(factory=list, init=False)
+
+    def on_checkpoint_save(self, context):
+        if context.step == AT - 4:
+            self.saved = context.take_state()
+
+    def on_rollback(self, context, step, reason):
+        now, then = context.take_state(), self.saved
+        own = ("hook:hooks.spikes", "hook:python.Compare")
+        differ = [name for name in then.tensors if not torch.equal(now.tensors[name], then.tensors[name])]
+        differ += [name for name in now.tensors if name not in then.tensors]
+        extras = [{k: v for k, v in state.values["extras"].items() if k not in own} for state in (now, then)]
+        assert extras[0] == extras[1]
+        assert now.values["optimizer"] == then.values["optimizer"]
+        self.compared.append((context.step, step, differ))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"plugins": {"ema": EMA(decay=0.9)}},
+        {"optimizer": ScheduleFreeAdamW(lr=1e-2)},
+        {"optimizer": Muon()},
+        {"model": RoutedModel(router=SigmoidTopK(bias_rate=0.1))},
+    ],
+    ids=["ema", "schedule-free", "muon", "router"],
+)
+def test_everything_goes_back(spiked, spikes, train, changes):
+    compare = Compare()
+    train(spiked(spikes(), steps=BACK + 5, **changes), Disturb(), compare)
+    assert compare.compared == [(BACK, AT - 4, [])]
+
+
+@define(kw_only=True, slots=False)
+class Record(TrainingHook):
+    """Keeps the gradients of updates that were made, the weights before all, and those after."""
+
+    def on_train_begin(self, context):
+        self.parameters = dict(context.model.named_parameters())
+        self.first, self.made = self._copy(self.parameters), []
+
+    def on_gradients(self, context):
+        self.gradients = self._copy({name: parameter.grad for name, parameter in self.parameters.items()})
+
+    def on_step_end(self, context):
+        if not context.skipped:
+            self.made.append(self.gradients)
+
+    def on_train_end(self, context):
+        self.last = self._copy(self.parameters)
+
+    def _copy(self, tensors):
+        return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+
+@pytest.fixture
+def recorded(spiked, spikes, train):
+    """A run of 30 steps of which two were skipped."""
+
+    def run(optimizer):
+        record, hook = Record(), spikes()
+        job = spiked(hook, steps=30, optimizer=optimizer, grad_clip_norm=0.0)
+        train(job, Poison(at=(20, 26), factor=1e6), record)
+        assert len(record.made) == 28
+        return job, record
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [TinyAdamW(), Lion(lr=1e-3), Muon(), ScheduleFreeAdamW(lr=1e-2)],
+    ids=lambda component: type(component).__name__,
+)
+def test_a_skipped_update_leaves_no_trace_in_the_optimizer(recorded, build, optimizer):
+    """Weights are those of a new optimizer that is given only the updates that were made, to the bit.
+
+    OLMo-core's first skipping AdamW kept its step at 0: without bias correction rates were 2.2 times what was written.
+    """
+    job, record = recorded(optimizer)
+    run = build(job)
+    with torch.no_grad():
+        for item in run.parameters:
+            item.parameter.copy_(record.first[item.name])
+    for gradients in record.made:
+        for item in run.parameters:
+            item.parameter.grad = gradients[item.name].clone()
+        run.optimizer.step()
+    for item in run.parameters:
+        assert torch.equal(item.parameter, record.last[item.name]), item.name
+
+
+def test_adamw_is_that_of_torch_with_the_bias_corrected_by_the_updates_that_were_made(recorded):
+    _, record = recorded(TinyAdamW(weight_decay=0.0))
+    parameters = {name: torch.nn.Parameter(tensor.clone()) for name, tensor in record.first.items()}
+    optimizer = torch.optim.AdamW(parameters.values(), lr=1e-2, eps=1e-5, weight_decay=0.0)
+    for gradients in record.made:
+        for name, parameter in parameters.items():
+            parameter.grad = gradients[name]
+        optimizer.step()
+    for name, parameter in parameters.items():
+        assert torch.equal(parameter, record.last[name]), name
