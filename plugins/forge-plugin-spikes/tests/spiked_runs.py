@@ -8,10 +8,26 @@ import torch
 from attrs import define, field
 
 from forge_core import TrainingHook
+from forge_plugin_spikes import Spikes
+from forge_testing import tiny_job
 
 AT = 24
 """Step after which weights are disturbed."""
 STEPS = 40
+
+
+def make_spikes(**keys):
+    """A hook that judges once it has 16 values. Losses fall by half in this time, so the threshold is high."""
+    return Spikes(**{"window": 16, "warmup_steps": 0, "threshold": 12.0, "leave_out": 3, **keys})
+
+
+def watched_job(folder, catalog, hook, name="run", **changes):
+    """A job that saves every five steps, with the hook if there is one."""
+    checkpoint = {"interval": 5, "interval_minutes": 0, **changes.pop("checkpoint", {})}
+    hooks = {"spikes": hook} if hook else {}
+    where = {"name": name, "output": str(folder)}
+    steps = changes.pop("steps", STEPS)
+    return tiny_job(str(folder), catalog, steps=steps, checkpoint=checkpoint, job=where, hooks=hooks, **changes)
 
 
 @define(kw_only=True, slots=False)

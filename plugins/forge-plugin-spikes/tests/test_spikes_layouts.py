@@ -33,7 +33,7 @@ def run(spiked, spikes, train, lines, catalog):
     def go(name, **changes):
         hook, note = spikes(), Note()
         model = Transformer(vocab_size=32, dim=16, layers=2, attention=GroupedQueryAttention(heads=2))
-        job = spiked(hook, name, model=model, global_batch_size=8, steps=AT + 10, **changes)
+        job = spiked(hook, name, model=model, global_batch_size=8, steps=AT + 8, **changes)
         records = lines(train(job, Scale(), note))
         skipped = [record["step"] for record in records if record.get("skipped")]
         return {record["step"]: record["loss"] for record in records}, skipped, note.back, hook.state_dict()
