@@ -85,7 +85,7 @@ def test_a_run_that_was_killed_continues_as_if_it_had_not_been(spiked, spikes, t
     assert state_differences(cut, whole) == []
 
 
-@pytest.mark.parametrize("step", [AT + 2, BACK + 6])
+@pytest.mark.parametrize("step", [AT - 2, BACK + 6])
 def test_a_run_that_was_stopped_does_not_go_back_to_where_it_stopped(spiked, spikes, train, whole, step):
     """A run that was not stopped has no checkpoint of that step."""
     train(spiked(spikes(leave_out=5), "parts"), Disturb(), Stop(step=step))
