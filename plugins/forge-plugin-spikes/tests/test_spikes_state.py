@@ -94,6 +94,19 @@ def test_a_run_that_was_stopped_does_not_go_back_to_where_it_stopped(spiked, spi
     assert state_differences(parts, whole) == []
 
 
+def test_what_a_roll_back_has_left_behind_is_remembered(spiked, spikes, train):
+    def go(*hooks):
+        note = Note()
+        job = spiked(spikes(roll_back_to=2), checkpoint={"keep": 0})
+        train(job, Disturb(at=(AT, AT + 10)), note, *hooks)
+        return note.back
+
+    with pytest.raises(RuntimeError, match="power cut"):
+        go(Die(event="begin", step=AT + 8))  # after the save of step 30
+    # The first left 20 and 25 behind; 35 is disturbed, so that 30 is the newest, and 15 the one before
+    assert [tuple(pair) for pair in go()] == [(BACK, 15), (AT + 13, 15)]
+
+
 def test_a_save_in_the_background_is_waited_for(spiked, spikes, train, monkeypatch):
     """Else it would be a matter of the disk's speed where the run goes back to."""
     from forge_core.checkpoint import manager
