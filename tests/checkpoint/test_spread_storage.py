@@ -198,6 +198,25 @@ class TestCommands:
             train(job(), resume="never")
 
 
+def test_a_language_model_is_sampled_and_exported(capsys):
+    Path("text.txt").write_text("the cat sat on the mat and the dog sat on the log. " * 40)
+    words = {
+        "job": {"name": "words"},
+        "train": {"steps": 2, "global_batch_size": 2, "seq_len": 16, "device": "cpu"},
+        "model": {"type": "transformer", "dim": 16, "layers": 1, "attention": {"heads": 2}},
+        "data": {"tokenizer": {"type": "bytes"}, "sources": [{"type": "text", "path": "text.txt"}]},
+        "optimizer": {"type": "forge_testing:TinyAdamW"},
+        "checkpoint": {"storage": {"type": f"{__file__}:Bucket"}},
+    }
+    train(words)
+    forget()
+    assert main(["generate", "runs/words", "--prompt", "the cat", "--max-tokens", "3"]) == 0
+    assert "the cat" in capsys.readouterr().out
+    forget()
+    assert main(["weights", "export", "runs/words/checkpoints/step-2", "--output", "out"]) == 0
+    assert Path("out/model.safetensors").is_file()
+
+
 def test_a_damaged_checkpoint_is_passed_over_on_all_ranks():
     def work(rank):
         train(job(**{"train.micro_batch_size": 2}))

@@ -16,7 +16,7 @@ from attrs import frozen
 from forge_core.checkpoint.resume import locate
 from forge_core.checkpoint.run_folder import TOKENIZER
 from forge_core.checkpoint.state import evaluated_names
-from forge_core.checkpoint.storage import threads
+from forge_core.checkpoint.storage import fetch, threads
 from forge_core.checkpoint.tensors import Index, shared_index
 from forge_core.config.load import MODEL_TABLES, parse_job, to_toml
 from forge_core.contracts.components import ModelComponent
@@ -316,6 +316,10 @@ def read_checkpoint(
 
     entries = manifest["files"]
     largest_first = sorted(entries, key=lambda name: -entries[name]["size"])
+    try:
+        fetch(checkpoint, largest_first)  # where the run's storage keeps them elsewhere
+    except CheckpointError as error:
+        raise JobError(str(error)) from error
     with Reader() as reader:
         digests = {
             name: reader.submit(checkpoint / name, pieces.get(name, ()), take, hashed=hashed) for name in largest_first

@@ -139,7 +139,9 @@ def read_json(path: Path) -> Mapping[str, Any]:
 
 def run_of(path: Path, checkpoint: Path) -> Path | None:
     """Returns the run folder of a checkpoint, which may have a tokenizer; None if the checkpoint lies elsewhere."""
-    return next((folder for folder in (path, checkpoint.parent.parent) if (folder / JOB).is_file()), None)
+    return next(
+        (folder for folder in (path, path.parent.parent, checkpoint.parent.parent) if (folder / JOB).is_file()), None
+    )
 
 
 def import_folder(
