@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from attrs import define, field
 from attrs.validators import and_, gt, le
 
 from forge_core.contracts.components import TrainingHook
+from forge_core.contracts.errors import Problem
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from forge_core.contracts.contexts import CheckpointContext, StepContext, TrainContext
+    from forge_core.contracts.layout import Layout
+    from forge_core.job import Job
     from forge_plugin_goodput.events import EventLog
 
 LEAST_SAVE_S = 1e-3
@@ -32,6 +35,10 @@ class Goodput(TrainingHook):
 
     every_s: float = field(default=30.0, validator=and_(gt(0), le(60)))
     """Seconds between lines about steps: at most so much is not known of a process that dies without a word."""
+
+    def problems(self, job: Job, layout: Layout) -> Iterable[Problem]:
+        if sum(isinstance(hook, Goodput) for hook in job.hooks.values()) > 1:
+            yield Problem("", "a run has one events.jsonl, and one hook that writes it: remove the other goodput")
 
     def on_train_begin(self, context: TrainContext) -> None:
         from forge_core.parallel.mesh import gather_objects, global_rank, world_size

@@ -67,11 +67,11 @@ def draw(account: Account, path: Path, title: str) -> None:
 def make_figure(account: Account, title: str) -> Figure:
     """Draw steps over time with saves and lost stretches, the starts as bars, and the shares of the classes."""
     with _quiet():
-        layout = ConstrainedLayoutEngine(rect=(0.005, 0.005, 0.99, 0.9), hspace=0.06)
+        layout = ConstrainedLayoutEngine(rect=(0.005, 0.005, 0.99, 0.885), hspace=0.06)
         figure = Figure(figsize=(13, 7.2), dpi=120, layout=layout)
         FigureCanvasAgg(figure)
         _heading(figure, account, title)
-        grid = figure.add_gridspec(3, 1, height_ratios=(4.6, 1.1, 1.0))
+        grid = figure.add_gridspec(3, 1, height_ratios=(4.6, 1.0, 0.7))
         steps, bar, shares = (figure.add_subplot(grid[row, 0]) for row in range(3))
         unit, name = next((unit, name) for least, unit, name in UNITS if account.lifetime >= least)
         _steps(steps, account, unit)
@@ -121,10 +121,10 @@ def _steps(axes: Axes, account: Account, unit: float) -> None:
         look: dict[str, Any] = {"color": GROUPS["save"][1], "markersize": 4.5 if len(account.saves) < 60 else 2}
         label = labels.pop("save", None) if saves else None
         axes.plot(x, [save.step for save in saves], "o", zorder=3, label=label, **look)
-    for event in account.roll_backs:
-        x0 = (event["t"] - account.began) / unit
-        axes.annotate("rolled back", (x0, event["from"]), (x0, event["to"]), ha="center", va="top", color=GREY,
-            fontsize=8.5, arrowprops={"arrowstyle": "<-", "color": GREY})  # fmt: skip
+    if account.roll_backs:
+        x = [(event["t"] - account.began) / unit for event in account.roll_backs]
+        y = [event["from"] for event in account.roll_backs]
+        axes.plot(x, y, "v", color=GROUPS["lost"][1], markersize=7, zorder=4, label="roll-backs")
     axes.set_ylim(bottom=0)
     axes.tick_params(labelbottom=False)
     axes.yaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
@@ -150,7 +150,7 @@ def _curves(stretches: list[Stretch]) -> Iterator[tuple[str, list[float], list[f
 
 def _bar(axes: Axes, account: Account, unit: float, name: str) -> None:
     """Draw one bar over the whole time, coloured by class; of a line with several, each has its part of the length."""
-    axes.set_title("Time")
+    axes.set_title("Time, by start", pad=18)
     bars: dict[str, list[tuple[float, float]]] = {group: [] for group in GROUPS}
     for attempt in account.attempts:
         for stretch in attempt.stretches:
@@ -186,4 +186,4 @@ def _shares(axes: Axes, account: Account) -> None:
     axes.set_xticks([])
     for spine in axes.spines.values():
         spine.set_visible(False)
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=len(GROUPS), fontsize=9)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=4, fontsize=9.5)

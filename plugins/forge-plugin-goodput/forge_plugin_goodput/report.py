@@ -42,8 +42,8 @@ def facts_of(run: RunAccount) -> dict[str, Any]:
         "saves": _save_facts(account),
         "roll_backs": [{key: each.get(key) for key in ("t", "from", "to", "why")} for each in account.roll_backs],
         "faults": account.faults,
-        "failures": _failure_facts(account),
-        "interval": _interval_facts(account),
+        "failures": _failure_facts(account, run.gpu_years),
+        "interval": _interval_facts(account, run),
     }
 
 
@@ -96,25 +96,26 @@ def _save_facts(account: Account) -> dict[str, Any]:
     }
 
 
-def _failure_facts(account: Account) -> dict[str, Any]:
+def _failure_facts(account: Account, gpu_years: float) -> dict[str, Any]:
     low, high = mtbf_interval(account.exposure, account.failures) if account.exposure else (0.0, math.inf)
     return {
         "count": account.failures,
         "exposure_s": account.exposure,
         "mtbf_s": account.exposure / account.failures if account.failures else None,
         "mtbf_90_s": [low, high if math.isfinite(high) else "inf"],
-        "expected_mtbf_s": expected_mtbf(account.exposure, account.failures, account.ranks),
+        "expected_mtbf_s": expected_mtbf(account.exposure, account.failures, account.ranks, gpu_years),
         "restart_s": account.restart_s,
     }
 
 
-def _interval_facts(account: Account) -> dict[str, Any] | None:
+def _interval_facts(account: Account, run: RunAccount) -> dict[str, Any] | None:
     """The interval that would have been best, and what the chosen one costs; None before the first save."""
     blocked, chosen = account.blocked_s, account.between_saves_s
     if not blocked or not chosen:
         return None
-    mtbf, restart = expected_mtbf(account.exposure, account.failures, account.ranks), account.restart_s
-    best = best_interval(blocked, mtbf, restart)
+    mtbf = expected_mtbf(account.exposure, account.failures, account.ranks, run.gpu_years)
+    restart = account.restart_s
+    best = best_interval(blocked, mtbf, restart, run.longest_s)
     most, real = (effective_time(interval, blocked, restart, mtbf) for interval in (best, chosen))
     step = account.step_s
     return {
@@ -218,4 +219,4 @@ def _interval_words(interval: Mapping[str, Any], failures: Mapping[str, Any]) ->
 
     best = f"best interval of saves: {words('best')}"
     expected = f"if failures come every {duration(failures['expected_mtbf_s'])}"
-    return f"{best}, {expected}; the chosen one ({words('chosen')}) costs {100 * interval['cost']:.2g} % more time"
+    return f"{best}, {expected}; the chosen one ({words('chosen')}) costs {100 * interval['cost']:.2g} % of the time"

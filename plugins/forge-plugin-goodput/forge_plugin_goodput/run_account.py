@@ -14,6 +14,7 @@ from forge_core.checkpoint.run_folder import JOB, owner
 from forge_core.contracts.errors import JobError
 from forge_plugin_goodput.accounting import Account, account_of
 from forge_plugin_goodput.events import EVENTS, read_events, whole_lines
+from forge_plugin_goodput.failure_rate import GPU_YEARS, LONGEST_S
 
 ATTEMPTS = "attempts.jsonl"
 """By forge-plugin-slurm."""
@@ -53,6 +54,10 @@ class RunAccount:
     """By its metrics; None where no line has a time."""
     attempts: Sequence[dict[str, Any]]
     """Lines of `attempts.jsonl`."""
+    gpu_years: float
+    """Years of one rank between failures, as `[hooks.interval]` of the job has them, or its default."""
+    longest_s: float
+    """Upper bound of the interval of saves, likewise."""
 
 
 def read_run(folder: Path) -> RunAccount:
@@ -74,7 +79,21 @@ def read_run(folder: Path) -> RunAccount:
     if account is None and lines is None:
         raise JobError(f"{folder}: no {EVENTS} (add [hooks.goodput]), and no line of {METRICS} has a time")
     steps = table.get("train", {}).get("steps")
-    return RunAccount(folder=folder, running=running, steps=steps, account=account, lines=lines, attempts=attempts)
+    interval = next((hook for hook in table.get("hooks", {}).values() if _is_interval(hook)), {})
+    return RunAccount(
+        folder=folder,
+        running=running,
+        steps=steps,
+        account=account,
+        lines=lines,
+        attempts=attempts,
+        gpu_years=float(interval.get("gpu_years", GPU_YEARS)),
+        longest_s=60 * float(interval.get("longest_minutes", LONGEST_S / 60)),
+    )
+
+
+def _is_interval(hook: dict[str, Any]) -> bool:
+    return str(hook.get("type", "")).rpartition("/")[2] == "interval"
 
 
 def _job_table(folder: Path) -> dict[str, Any]:

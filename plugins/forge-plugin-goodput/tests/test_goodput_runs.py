@@ -16,11 +16,13 @@ from attrs import define
 from forge_core import TrainingHook
 from forge_core.checkpoint.run_folder import owned
 from forge_core.cli import main
+from forge_core.contracts.layout import Layout
 from forge_core.engine.trainer import Trainer
 from forge_plugin_goodput import Goodput
 from forge_plugin_goodput.accounting import CLASSES
 from forge_plugin_goodput.events import EventLog, process_began, read_events
 from forge_plugin_goodput.run_account import read_run
+from forge_plugin_goodput.slurm_facts import slurm_facts
 from forge_testing import tiny_job
 from forge_testing.processes import run_on_ranks
 
@@ -192,6 +194,13 @@ def test_a_disk_that_fails_ends_no_run(make_job, train, tmp_path):
         assert train(job).step == 4
 
 
+def test_a_second_writer_is_refused(make_job):
+    one, two = (make_job(hooks={name: Goodput() for name in names}) for names in ("a", "ab"))
+    assert list(Goodput().problems(one, Layout())) == []
+    [problem] = Goodput().problems(two, Layout())
+    assert "remove the other goodput" in str(problem)
+
+
 def test_an_error_is_noted_with_its_code(make_job, train):
     @define(kw_only=True, slots=False)
     class Fails(TrainingHook):
@@ -228,3 +237,48 @@ def test_half_a_line_is_closed_and_what_was_not_written_comes_later(tmp_path):
 def test_a_process_began_before_now():
     assert time.time() - 7 * 86400 < process_began(time.time()) <= time.time()
     assert process_began(5.0) == 5.0
+
+
+# --- SLURM ---------------------------------------------------------------------------------------------------------
+
+
+def test_slurm_tells_the_time_in_the_queue(tmp_path, monkeypatch):
+    scontrol = tmp_path / "scontrol"
+    words = "JobId=7 JobName=a b SubmitTime=2026-11-25T10:00:00 StartTime=2026-11-25T10:02:30 Requeue=1"
+    scontrol.write_text(f'#!/bin/sh\n[ "$*" = "show job --oneliner 7" ] && echo "{words}"\n')
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert slurm_facts() == {}
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
+    assert slurm_facts() == {"job": "SLURM 7", "restart": 2, "queued_s": 150.0}
+    scontrol.write_text("#!/bin/sh\nexit 1\n")
+    assert slurm_facts() == {"job": "SLURM 7", "restart": 2}
+
+
+def test_jobs_of_slurm_are_read_beside_the_events(make_job, train, monkeypatch, capsys):
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    before = time.time()
+    folder = train(make_job(hooks={"goodput": Goodput()})).folder
+    attempts = [
+        {"job": "6", "restart": 0, "began": before - 90, "ended": before - 80, "kind": "failed", "reason": "no torch"},
+        {
+            "job": "7",
+            "restart": 0,
+            "began": before - 10,
+            "ended": before + 10,
+            "kind": "finished",
+            "reason": "finished",
+        },
+    ]
+    capsys.readouterr()
+    (folder / "attempts.jsonl").write_text("".join(json.dumps(each) + "\n" for each in attempts) + '{"job": "8')
+    assert main(["goodput", str(folder), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert [each["why"] for each in facts["attempts"]] == ["no torch", "finished"]
+    assert facts["failures"]["count"] == 1
+    assert facts["classes"]["queue"] > 0
+    assert sum(facts["classes"].values()) == pytest.approx(facts["lifetime_s"], abs=1e-3)
+    (folder / "events.jsonl").unlink()
+    assert main(["goodput", str(folder)]) == 0
+    assert "attempts.jsonl has 2 SLURM jobs" in capsys.readouterr().out
