@@ -79,7 +79,8 @@ def read_run(folder: Path) -> RunAccount:
     if account is None and lines is None:
         raise JobError(f"{folder}: no {EVENTS} (add [hooks.goodput]), and no line of {METRICS} has a time")
     steps = table.get("train", {}).get("steps")
-    interval = next((hook for hook in table.get("hooks", {}).values() if _is_interval(hook)), {})
+    hooks: dict[str, Any] = table.get("hooks", {})
+    interval: dict[str, Any] = next((hook for hook in hooks.values() if _is_interval(hook)), {})
     return RunAccount(
         folder=folder,
         running=running,
