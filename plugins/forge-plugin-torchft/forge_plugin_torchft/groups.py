@@ -55,7 +55,9 @@ class Groups(TrainingHook):
         every = self.settings.check_every
         if every and context.step % every == 0 and not context.skipped:
             self.session.compare_weights(context.model)
-        if not self.session.anywhere(bool(context.requests.stop)):  # else the others would count on this group
+        if self.session.anywhere(bool(context.requests.stop)):
+            self.session.close()  # before the save: the others would wait for it
+        else:
             self.join(context)
 
     def on_train_end(self, context: TrainContext) -> None:

@@ -94,8 +94,11 @@ class Outer(TrainingHook):
                     self.commits += 1
                     break
         context.log("participants", session.participants if done else 0)
-        # Now newcomers: a round begins for them and for all others with the same weights
-        if context.step < context.job.train.steps and not session.anywhere(bool(context.requests.stop)):
+        if context.step >= context.job.train.steps:
+            return
+        if session.anywhere(bool(context.requests.stop)):
+            session.close()  # before the save: the others would wait for it
+        else:  # now newcomers: a round begins for them and for all others with the same weights
             self._join(context)
 
 

@@ -209,6 +209,8 @@ class Session:
                 time.sleep(PAUSE_S)
         if present != self.participants and global_rank() == 0:
             logger.warning("torchft: %d of %d groups are present", present, settings.groups)
+        if healed and global_rank() == 0:
+            logger.warning("torchft: this group continues from the state of another one, after update %d", healed.step)
         self.participants, self._is_new, self._committed = present, False, False
         own = {**dict(context.model.named_parameters()), **dict(context.model.named_buffers())}
         return healed.state(own) if healed else None

@@ -72,6 +72,15 @@ def test_all_groups_together_make_the_curve_of_one_run_and_continue_it(tmp_path)
                 assert line[key] == pytest.approx(expected[key], rel=1e-9), key
 
 
+def test_a_group_that_a_signal_stops_costs_the_others_no_step(tmp_path):
+    with Lighthouse() as address:
+        jobs = [group_job(tmp_path, address, group, train={"steps": 8}) for group in (0, 1)]
+        groups = [Group(jobs[0]), Group(jobs[1], Watch(signal_at=4))]
+        assert all(isinstance(group.wait(), dict) for group in groups)
+    assert [line["participants"] for line in groups[0].lines()] == [2, 2, 2, 2, 1, 1, 1, 1]
+    assert [line["step"] for line in groups[1].lines()] == [1, 2, 3, 4]
+
+
 def test_a_group_with_another_job_or_the_number_of_another_is_refused(tmp_path):
     with Lighthouse() as address:
         jobs = [group_job(tmp_path, address, group, train={"steps": 2, "seq_len": 8 * (group + 1)}) for group in (0, 1)]

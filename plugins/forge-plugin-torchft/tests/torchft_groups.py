@@ -43,6 +43,7 @@ class Watch(TrainingHook):
     wait_at: int = 0
     wait_for: str = ""
     stop_at: int = 0
+    signal_at: int = 0
 
     def on_step_begin(self, context):
         while context.step == self.wait_at and not os.path.exists(self.wait_for):
@@ -50,6 +51,8 @@ class Watch(TrainingHook):
             time.sleep(0.02)
         if context.step == self.kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
+        if context.step == self.signal_at:
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def on_step_end(self, context):
         if context.step == self.stop_at:
