@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -71,6 +72,17 @@ if what == "wait":
     signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.2), os._exit(75)))
     open(f"ready{os.environ.get('SLURM_ARRAY_TASK_ID', '')}", "w").close()
     time.sleep(300)
+elif what == "by hand":
+    def stop(*_):
+        print("stopped at step 7 (signal SIGUSR1), everything saved: loss 1.0", flush=True)
+        os._exit(75)
+    signal.signal(signal.SIGUSR1, stop)
+    open("ready", "w").close()
+    time.sleep(300)
+elif what == "error":
+    noted = facts | {"rank": 0, "host": "x", "step": 7, "error": "ValueError: the flux is out of bounds", "time": 0.0}
+    open(run + "/slurm/failure-0.json", "w").write(json.dumps(noted))
+    sys.exit(1)
 elif what == "fail":
     print(f"forge-run: trouble of the letter {'abcdefg'[restart]}", file=sys.stderr)
     sys.exit(1)
@@ -111,7 +123,7 @@ def stand_in(cluster: SlurmCluster, what: str, name: str, *words: str, sbatch: t
     """Queue the script of a run whose ranks are `TASK`."""
     Path("task.py").write_text(TASK.replace("NAME", name))
     script = cluster.run("forge-run", "submit", "job.toml", f"--job.name={name}", "--dry-run", *words, cwd=Path.cwd())
-    script = re.sub(r"-m forge_core run .*", f"task.py {what}", script)
+    script = re.sub(r"-m forge_core run .*", f"task.py {shlex.quote(what)}", script)
     script = re.sub(rf"(/runs/{name}) ", r"\1${SLURM_ARRAY_TASK_ID} ", script)  # each task of an array has its own
     Path(f"runs/{name}/slurm").mkdir(parents=True)
     Path("script.sh").write_text(script)
@@ -229,11 +241,21 @@ def test_a_second_job_in_the_folder_of_a_running_one_starts_nothing(cluster: Slu
 
 
 def test_a_stop_by_hand_saves_and_stays(cluster: SlurmCluster, folder: Path) -> None:
-    job = submitted(cluster)
-    at_step(cluster, 7, lambda: cluster.run("scancel", "--signal=USR1", job))
-    cluster.until(attempts, "the end is noted")
-    assert ends() == [("stopped", "ended")]
+    job = stand_in(cluster, "by hand", "stopped")
+    cluster.until(lambda: Path("ready").exists(), "it runs")
+    cluster.run("scancel", "--signal=USR1", job)
+    cluster.until(lambda: attempts("stopped"), "the end is noted")
+    assert ends("stopped") == [("stopped", "ended")]
     cluster.until(lambda: cluster.state(job).startswith("FAILED"), "the job has ended")
+
+
+def test_the_same_error_after_the_same_step_ends_the_job(cluster: SlurmCluster, folder: Path) -> None:
+    job = stand_in(cluster, "error", "wrong")
+    cluster.hasten(job)
+    cluster.until(lambda: cluster.state(job).startswith("FAILED"), "the job has ended")
+    assert ends("wrong") == [("failed", "queued again"), ("failed", "ended")]
+    log = Path(f"runs/wrong/slurm/{job}.log").read_text()
+    assert "failed after step 7: ValueError: the flux is out of bounds; the same error after the same step" in log
 
 
 def test_a_job_that_comes_no_further_is_held(cluster: SlurmCluster, folder: Path) -> None:
