@@ -138,7 +138,8 @@ def load_model(
 
 def _folder(job: Job, checkpoint: Path, first: Path) -> Path | None:
     # Checkpoints may have been moved; and where a storage keeps them elsewhere, the path alone has the run in it
-    folders = list(dict.fromkeys([first, first.parent.parent, checkpoint.parent.parent, run_folder(job)]))
+    named = [first.parent.parent] if first.name.startswith("step-") else []
+    folders = [first, *named, checkpoint.parent.parent, run_folder(job)]
     folder = next((folder for folder in folders if (folder / TOKENIZER).is_dir()), None)
     if folder is None and job.data.tokenizer is not None:
         searched = ", ".join(dict.fromkeys(map(str, folders)))

@@ -139,9 +139,8 @@ def read_json(path: Path) -> Mapping[str, Any]:
 
 def run_of(path: Path, checkpoint: Path) -> Path | None:
     """Returns the run folder of a checkpoint, which may have a tokenizer; None if the checkpoint lies elsewhere."""
-    return next(
-        (folder for folder in (path, path.parent.parent, checkpoint.parent.parent) if (folder / JOB).is_file()), None
-    )
+    named = [path.parent.parent] if path.name.startswith("step-") else []  # the checkpoint itself may lie in a cache
+    return next((folder for folder in (path, *named, checkpoint.parent.parent) if (folder / JOB).is_file()), None)
 
 
 def import_folder(
