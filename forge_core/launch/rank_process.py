@@ -48,16 +48,14 @@ class RankProcess:
         self._stopping = threading.Lock()
         self._reported = False
 
-    def join(
-        self, world: World, start_timeout_s: float, hang_timeout_s: float, silence_timeout_s: float = 0.0
-    ) -> Rendezvous:
-        """The connection to the other ranks, which the first call opens; see `Rendezvous`."""
+    def join(self, world: World, *limits_s: float) -> Rendezvous:
+        """The connection to the other ranks, which the first call opens; `limits_s` are those of `Rendezvous`."""
         if self.rendezvous is None:
             # Late: torch takes seconds to import, which a rank whose job is wrong does without
             from forge_core.launch.rendezvous import Rendezvous
 
             self._world = world
-            self.rendezvous = Rendezvous(world, start_timeout_s, hang_timeout_s, silence_timeout_s)
+            self.rendezvous = Rendezvous(world, *limits_s)
         return self.rendezvous
 
     def leave(self) -> None:

@@ -82,7 +82,7 @@ class Rendezvous:
     """
 
     def __init__(
-        self, world: World, start_timeout_s: float, hang_timeout_s: float, silence_timeout_s: float = 0.0
+        self, world: World, start_timeout_s: float, hang_timeout_s: float, silence_timeout_s: float = 0
     ) -> None:
         self.world, self.start_timeout_s, self.hang_timeout_s = world, start_timeout_s, hang_timeout_s
         limit_s = min(silence_timeout_s or math.inf, hang_timeout_s) or math.inf

@@ -29,10 +29,8 @@ from forge_core.launch.world import CONTROL, LISTENING
 POLL_S = 0.05
 SIMULTANEOUS_S = 0.3
 """The first to fail is looked for among the ranks that fail within this time."""
-FAREWELL_S = 4.0
-"""Seconds that the ranks have, once one has failed, to write down where they are."""
-FAREWELL_IN_HANG_S = 2.0
-"""The same in a hang, in which their main threads have nothing more to do."""
+FAREWELL_S = 3.5
+"""Seconds that the ranks have, once one has failed, to write down where they are: more than the watchdogs' patience."""
 
 LOST = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 """A rank that died of one of these is the cause of other ranks' reports. Not SIGABRT: torch aborts for their sake."""
@@ -161,8 +159,7 @@ class Supervisor:
         for rank in self._ranks:
             rank.receive()
         first = min((rank for rank in self._ranks if rank.failed or rank.report is not None), key=_order)
-        in_hang = first.report is not None and first.report.hang
-        deadline = time.monotonic() + (FAREWELL_IN_HANG_S if in_hang else FAREWELL_S)  # longer than the watchdogs'
+        deadline = time.monotonic() + FAREWELL_S
         while None in self._poll() and time.monotonic() < deadline and not self._second_signal.is_set():
             time.sleep(POLL_S)
         ended = _ended_by(first)

@@ -40,9 +40,12 @@ START_FACTOR = 10
 """Heartbeats may stand still for this much longer before the first step: reading data may keep Python's lock."""
 COMPUTING = ("forward and backward", "optimizer", "agreement of the ranks")
 """Phases that take as long in one step as in another, but for compilation. Others read, write, or do what hooks do."""
-COMPILERS = ("convert_frame.py", "compile_fx.py", "compiler.py", "autotuner.py", "triton_heuristics.py")
+COMPILERS = (
+    *("convert_frame.py", "compile_fx.py", "compiler.py", "autotuner.py", "triton_heuristics.py"),
+    "<frozen importlib._bootstrap>",  # which imports what they need
+)
 """Files of torch and Triton that compile, in functions whose names say so; they are on the stack at other times too."""
-IMPORTING = "<frozen importlib._bootstrap>"
+BUSY = ("compile", "bench", "autotune", "load")
 RECORDERS = {"gloo": "_dump_fr_trace_json", "NCCL": "_dump_nccl_trace_json"}
 """The function of torch's flight recorder for each library; which of them exist depends on how torch was built."""
 
@@ -54,18 +57,14 @@ class Watchdog:
     """Watches one rank of several until `stop`; `emit` shows why the rank ends.
 
     Its thread wakes once a second and costs a step nothing: the main thread only notes its phase in `beacon`. Each rank
-    looks for a hang of all, and for silence of the next rank, so that the store answers few questions. `hang_factor` is
-    the key of `[launch]`.
+    looks for a hang of all, and for silence of the next rank, so that the store answers few questions. `factor` is
+    `launch.hang_factor`.
     """
 
     def __init__(
-        self,
-        rendezvous: Rendezvous,
-        beacon: ProgressBeacon,
-        emit: Callable[[FailureReport], object],
-        hang_factor: float = 0.0,
+        self, rendezvous: Rendezvous, beacon: ProgressBeacon, emit: Callable[[FailureReport], object], factor: float = 0
     ) -> None:
-        self._rendezvous, self._beacon, self._emit, self._factor = rendezvous, beacon, emit, hang_factor
+        self._rendezvous, self._beacon, self._emit, self._factor = rendezvous, beacon, emit, factor
         self._limit_s = rendezvous.hang_timeout_s or float("inf")
         self._main, self._host = threading.get_ident(), socket.gethostname()
         self._number, self._last_move, self._phase = 0, (-1, -1), ""
@@ -116,17 +115,13 @@ class Watchdog:
             self._end(report if report.rank == rank else report_of(rank, EndedElsewhere(report)), patience_s)
 
     def _store_failure(self, error: Exception) -> FailureReport:
-        server, world = self._rendezvous.server, self._rendezvous.world
-        rank, address, unresponsive = world.rank, f"{world.address}:{world.port}", isinstance(error, StoreUnresponsive)
-        if unresponsive:
-            text = f"forge-run: the run hangs: {server} at {address} does not respond ({error})"
-            text += f": its process is stopped, or its machine or network has gone; reported by rank {rank}"
-            text += f" on {self._host}"
-        else:
-            cause = str(error).splitlines()[0] if str(error) else type(error).__name__
-            text = f"forge-run: rank {rank}: the ranks' store at {address} does not answer"
-            text += f", so {server} has gone: {cause}"
-        return FailureReport(rank=rank, text=text, hang=unresponsive)
+        world, hang = self._rendezvous.world, isinstance(error, StoreUnresponsive)
+        address, cause = f"{world.address}:{world.port}", str(error).partition("\n")[0] or type(error).__name__
+        text = f"rank {world.rank}: the ranks' store at {address} has gone, and {self._rendezvous.server}: {cause}"
+        if hang:
+            text = f"the run hangs: {self._rendezvous.server} at {address} does not respond ({cause}): its process is"
+            text += f" stopped, or its machine or network has gone; reported by rank {world.rank} on {self._host}"
+        return FailureReport(rank=world.rank, text=f"forge-run: {text}", hang=hang)
 
     def _heartbeat(self, passed_s: float) -> dict[str, Any]:
         position, move = self._beacon.position, (self._beacon.position.count, ProgressBeacon.reports)
@@ -247,10 +242,9 @@ def waits_for_ranks(frame: FrameType) -> bool:
 
 def compiles(frame: FrameType) -> bool:
     """Whether a thread compiles a graph or a kernel, measures variants of one, or imports a module to do so."""
-    codes = [inner.f_code for inner, _ in walk_stack(frame)]
-    names = [code.co_name for code in codes if os.path.basename(code.co_filename) in COMPILERS]
-    compiling = any(word in name for name in names for word in ("compile", "bench", "autotune"))
-    return compiling or any(code.co_filename == IMPORTING for code in codes)
+    codes = (inner.f_code for inner, _ in walk_stack(frame))
+    names = (code.co_name for code in codes if os.path.basename(code.co_filename) in COMPILERS)
+    return any(word in name for name in names for word in BUSY)
 
 
 def unfinished_collectives() -> str:

@@ -60,8 +60,7 @@ def join_ranks(launch: LaunchSection) -> Rendezvous | None:
     """The connection to the other ranks of this run. None: a process alone, or in a process group of somebody else."""
     if dist.is_initialized() or (world := join_world()).alone:
         return None
-    limits = (launch.start_timeout_s, launch.hang_timeout_s, launch.silence_timeout_s)
-    return this_process.join(world, *limits)
+    return this_process.join(world, launch.start_timeout_s, launch.hang_timeout_s, launch.silence_timeout_s)
 
 
 def make_mesh(layout: Layout, device: torch.device) -> DeviceMesh:

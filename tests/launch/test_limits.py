@@ -50,7 +50,7 @@ def rank(monkeypatch):
     for step in range(1, 7):
         for phase in ("data", "forward and backward", "optimizer"):
             beacon.enter(phase, step)
-    watching = watchdog.Watchdog(rendezvous, beacon, lambda report: None, hang_factor=10.0)
+    watching = watchdog.Watchdog(rendezvous, beacon, lambda report: None, factor=10.0)
     yield beacon, rendezvous
     watching.stop()
 
