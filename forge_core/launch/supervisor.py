@@ -29,7 +29,7 @@ from forge_core.launch.world import CONTROL, LISTENING
 POLL_S = 0.05
 SIMULTANEOUS_S = 0.3
 """The first to fail is looked for among the ranks that fail within this time."""
-FAREWELL_S = 3.5
+FAREWELL_S = 4.0
 """Seconds that the ranks have, once one has failed, to write down where they are: more than the watchdogs' patience."""
 
 LOST = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
@@ -159,7 +159,8 @@ class Supervisor:
         for rank in self._ranks:
             rank.receive()
         first = min((rank for rank in self._ranks if rank.failed or rank.report is not None), key=_order)
-        deadline = time.monotonic() + FAREWELL_S
+        in_hang = first.report is not None and first.report.hang  # main threads have nothing more to do then
+        deadline = time.monotonic() + (FAREWELL_S / 2 if in_hang else FAREWELL_S)
         while None in self._poll() and time.monotonic() < deadline and not self._second_signal.is_set():
             time.sleep(POLL_S)
         ended = _ended_by(first)
