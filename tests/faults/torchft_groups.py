@@ -2,7 +2,7 @@
 
 Starts a lighthouse and the groups by `forge-run`, and in turn kills a group, freezes one, and replaces the lighthouse.
 Prints how long the others stood still at each fault, how many steps were left out, and whether the weights of all
-groups are equal to the bit in the end. Exits with 1 if they are not, or a group does not end well.
+groups are equal to the bit in the end. Exits with 1 if they are not, or a group does not end well. Needs psutil.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 JOB = """
 [job]
@@ -93,7 +95,9 @@ class Campaign:
             )
 
     def signal(self, number: int, what: signal.Signals) -> None:
-        os.killpg(self.groups[number].pid, what)
+        supervisor = psutil.Process(self.groups[number].pid)
+        for process in (*supervisor.children(recursive=True), supervisor):  # ranks have process groups of their own
+            process.send_signal(what)
 
     def lines(self, number: int) -> list[dict[str, Any]]:
         path = self.folder / "runs" / f"group-{number}" / "metrics.jsonl"
@@ -175,7 +179,9 @@ class Campaign:
     def close(self) -> None:
         for process in (self.lighthouse, *self.groups.values()):
             if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
+                for child in psutil.Process(process.pid).children(recursive=True):
+                    child.kill()
+                process.kill()
 
 
 def main() -> int:
