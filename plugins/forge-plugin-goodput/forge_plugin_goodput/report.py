@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from datetime import datetime
 from statistics import mean, median
+from textwrap import shorten
 from typing import Any
 
 from forge_core.cli.command_line import columns
@@ -14,6 +15,8 @@ from forge_plugin_goodput.failure_rate import best_interval, effective_time, exp
 from forge_plugin_goodput.run_account import RunAccount, StepLines
 from forge_plugin_goodput.words import count, duration, share, size
 
+WIDTH = 72
+"""Columns of a reason in the table; JSON has all of it."""
 SHOWN = 20
 """Starts that the table has: the last ones."""
 LOST = "made_again"
@@ -181,7 +184,7 @@ def _attempt_rows(facts: Mapping[str, Any]) -> Iterator[list[str]]:
             f"{each['lost_steps']:,}",
             str(each["saves"]),
             ready,
-            each["why"] + (f" (exit code {each['code']})" if each["code"] is not None else ""),
+            shorten(each["why"], WIDTH, placeholder=" …") + (f" (exit code {each['code']})" if each["code"] else ""),
         ]
 
 
