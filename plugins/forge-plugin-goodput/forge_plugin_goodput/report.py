@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator, Mapping
 from datetime import datetime
 from statistics import mean, median
-from textwrap import shorten
 from typing import Any
 
 from forge_core.cli.command_line import columns
@@ -184,8 +183,12 @@ def _attempt_rows(facts: Mapping[str, Any]) -> Iterator[list[str]]:
             f"{each['lost_steps']:,}",
             str(each["saves"]),
             ready,
-            shorten(each["why"], WIDTH, placeholder=" …") + (f" (exit code {each['code']})" if each["code"] else ""),
+            _cut(each["why"]) + (f" (exit code {each['code']})" if each["code"] else ""),
         ]
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= WIDTH else f"{text[:WIDTH]}…"
 
 
 def _sentences(facts: Mapping[str, Any]) -> Iterator[str]:
