@@ -239,6 +239,30 @@ def test_two_machines_of_two_ranks_send_to_the_same_seat_of_the_other():
         assert losses == straight
 
 
+def test_a_roll_back_finds_what_is_durable_beside_the_newest_in_memory():
+    @define(kw_only=True, slots=False)
+    class Back(TrainingHook):
+        resumes_as = "safe"
+        rolls_back = False
+        asked: bool = False
+
+        def on_step_end(self, context):
+            if context.step == 8 and not self.asked:
+                self.asked = True
+                context.request_rollback("a spike", to=7)
+
+    def work(rank):
+        on_machine(rank, 1)
+        told = []
+        summary = Trainer(make(**{"checkpoint.async_save": "true"}), hooks=[Back()], echo=told.append).run()
+        return summary.step, [text for text in told if "went back" in text]
+
+    ranks = run_on_ranks(2, work)
+    assert [step for step, _ in ranks] == [10, 10]
+    # Step 8 is saved while the roll-back is asked for, and takes the place of step 7 in memory
+    assert ranks[0][1][0] in [f"step 8: went back to the state of step {step}: a spike" for step in (6, 7)]
+
+
 def test_no_copies_means_that_a_lost_machine_is_lost():
     def work(rank):
         on_machine(rank, 1)
