@@ -166,8 +166,8 @@ class Course:
         """Inject one fault, start the run again if it has ended, and judge."""
         fault, subject = case.fault, self.subject
         result = Result(fault=fault.name, rank=case.rank, title=case.title(subject))
-        step = subject.step_of(fault.in_save)
-        table = {"steps": subject.steps, "fault": fault.name, "step": step, "rank": case.rank}
+        step = subject.step_of(fault)
+        table = {"steps": subject.steps_of(fault), "fault": fault.name, "step": step, "rank": case.rank}
         keys = {**fault.keys(subject), **self._limits(fault)}
         differing = [f"{path} = {value} and not {subject.value(path)}" for path, value in keys.items()]
         result.note = f"with {', '.join(differing)}" if differing else ""
@@ -256,6 +256,8 @@ class Course:
         result.said = said
         if not said and attempt.code is not None and self._must_say(fault, attempt) and fault.name != "damaged":
             result.fail("the run did not say what had happened", fault.hint)
+        if said and (objection := fault.objection(attempt.code or 0, said)):
+            result.fail(objection, fault.hint)
         if not result.said and attempt.code not in (None, 0):
             result.said = _code(attempt.code or 0)
         self._judge_left(attempt, result)
@@ -271,9 +273,9 @@ class Course:
     def _judge_curve(self, case: Case, result: Result) -> None:
         """Compare the losses of a finished run with those without a fault."""
         own, expected = self._curve(case.key), self._known.curve
-        step = self.subject.step_of(case.fault.in_save)
+        step = self.subject.step_of(case.fault)
         if not case.fault.same_curve:
-            self._judge_later_curve(own, result, step, case.fault.name)
+            self._judge_later_curve(own, result, step, case.fault)
             own, expected = ({s: v for s, v in curve.items() if s < step} for curve in (own, expected))
         different = first_difference(own, expected)
         until = "" if case.fault.same_curve else f" up to step {step - 1}"
@@ -292,17 +294,17 @@ class Course:
             "a component keeps state that checkpoints do not hold: see state_dict of hooks and plugins of your own",
         )
 
-    def _judge_later_curve(self, own: Curve, result: Result, step: int, name: str) -> None:
+    def _judge_later_curve(self, own: Curve, result: Result, step: int, fault: Fault) -> None:
         """The steps after a fault that leaves its mark: all there, finite, and not worse than before it."""
         after = [loss for s, loss in own.items() if s > step]
-        if len(own) < self.subject.steps and name == "infinite":
+        if len(own) < self.subject.steps and fault.name == "infinite":
             result.fail(f"{self.subject.steps - len(own)} steps have no line of metrics")
         if not after or not math.isfinite(after[-1]):
             result.fail("the loss is not finite after it")
         elif after[-1] > 1.5 * max(loss for s, loss in own.items() if s < step):
             result.fail(f"the loss is {after[-1]:.3f} at the end, far above that of all steps before the fault")
         else:
-            result.curve = f", then without one update, {after[-1]:.3f} at the end"
+            result.curve = f", {fault.mark}, {after[-1]:.3f} at the end"
 
     def _spread_of_baselines(self) -> float:
         """How far apart two runs without a fault are; 0: the job is deterministic on this machine."""

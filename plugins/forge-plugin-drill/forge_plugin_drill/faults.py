@@ -62,6 +62,10 @@ class Fault:
     """Whether it is the whole run that is hit, and not one rank of it."""
     saves_all: ClassVar[bool] = False
     """Whether the run must not lose a step."""
+    mark: ClassVar[str] = ""
+    """How the curve differs after the fault, where it does."""
+    twice_as_long: ClassVar[bool] = False
+    """Whether it needs a run of twice as many steps, and happens after the last step of the one without a fault."""
     hint: ClassVar[str] = "see the log of the run"
     """What to set if the run does not end as it should."""
 
@@ -79,6 +83,10 @@ class Fault:
 
     def between(self, subject: Subject, folder: str) -> None:
         """Called between the end of the run and its restart; `folder` is that of the run."""
+
+    def objection(self, code: int, said: str) -> str:
+        """Returns why a run that ended with an allowed exit code, and said something, did not hold; else nothing."""
+        return ""
 
     def prepare(self, injection: Injection, context: TrainContext) -> None:
         """Called before the first step of the run in which the fault is due."""
@@ -287,7 +295,7 @@ class Infinite(Fault):
 
     name, title, ends, must_say = "infinite", "infinite gradient", (ExitCode.FINISHED,), True
     says, same_curve, changes_loss = (r"update skipped",), False, True
-    hint = 'set train.non_finite = "skip"'
+    hint, mark = 'set train.non_finite = "skip"', "then without one update"
 
     def ranks(self, subject: Subject) -> Sequence[int]:
         return (subject.ranks - 1,)  # of a pipeline, the last one has the loss
@@ -350,12 +358,22 @@ class Spike(Fault):
     """Noise on all weights: loss and gradient norm shoot up, and the run must go back to a checkpoint."""
 
     name, title, ends = "spike", "noise on weights", (ExitCode.FINISHED, ExitCode.NON_FINITE)
-    hits_all, same_curve = True, False
+    hits_all, same_curve, twice_as_long, mark = True, False, True, "then from an earlier state"
     says = (r"went back to the state of step", r"spike of")
     hint = 'set action = "skip" or "roll_back" in the table of the hook `spikes`'
 
     def refusal(self, subject: Subject) -> str:
-        return "" if subject.find("hook", "spikes") else "no hook `spikes` looks for spikes"
+        if not subject.find("hook", "spikes"):
+            return "no hook `spikes` looks for spikes"
+        least = 2 * subject.steps
+        return (
+            f"the hook needs {least} steps to judge by, and the job has fewer"
+            if subject.job.train.steps < least
+            else ""
+        )
+
+    def objection(self, code: int, said: str) -> str:
+        return "the run went on without going back to a checkpoint" if code == 0 and "went back" not in said else ""
 
     def keys(self, subject: Subject) -> Mapping[str, Any]:
         # Its window and its warm-up are longer than the drill; data are left out only to keep spikes from coming back

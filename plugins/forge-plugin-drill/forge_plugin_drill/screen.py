@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Self
@@ -93,7 +94,7 @@ class Screen:
 
 
 def _short(text: str) -> str:
-    text = text.removeprefix("forge-run: ")
+    text = re.sub(r"^(forge-run: |\S+:\d+: \w*Warning: )", "", text)
     return text if len(text) <= SHOWN else text[: SHOWN - 1] + "…"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tomli_w
 from attrs import field, frozen
@@ -16,6 +16,9 @@ from forge_core.config.tree import read_job
 from forge_core.contracts.errors import JobError, Problem
 from forge_core.job import LOCAL_STORAGE, Job
 from forge_core.plugins.catalog import Catalog
+
+if TYPE_CHECKING:
+    from forge_plugin_drill.faults import Fault
 
 FEWEST_STEPS = 6
 """For two saves, a step between them, and one after them."""
@@ -49,9 +52,15 @@ class Subject:
         """Steps between two saves."""
         return self.steps // 3
 
-    def step_of(self, in_save: bool) -> int:
+    def step_of(self, fault: Fault) -> int:
         """The step in which a fault is injected: the one before the second save, or the one that it follows."""
-        return 2 * self.interval - (0 if in_save else 1)
+        if fault.twice_as_long:
+            return self.steps + 1
+        return 2 * self.interval - (0 if fault.in_save else 1)
+
+    def steps_of(self, fault: Fault) -> int:
+        """Steps of the run of a fault."""
+        return self.steps * (2 if fault.twice_as_long else 1)
 
     @property
     def replicas(self) -> int:

@@ -155,6 +155,28 @@ def test_a_full_disk_that_the_run_outlives(async_save):
 
 
 @pytest.mark.thorough
+def test_faults_that_plugins_find():
+    hooks = ("--hooks.spikes.action=roll_back", "--hooks.replicas.every=100", "--hooks.stragglers.every=50")
+    code, told = drill("--nproc=2", "--only=spike,gradient-bit,weight-bit,slow", "--plugins.sdc.every=100", *hooks)
+    faults = {fault["fault"]: fault for fault in told["faults"]}
+    assert code == 0, [fault["reason"] for fault in faults.values()]
+    assert "went back to the state of step" in faults["spike"]["said"]
+    assert faults["spike"]["curve"].startswith("equal to the bit up to step 12, then from an earlier state")
+    for name in ("gradient-bit", "weight-bit", "slow"):
+        assert "rank 1 on" in faults[name]["said"]
+        assert faults[name]["curve"] == "equal to the bit"
+    assert faults["gradient-bit"]["note"] == "with plugins.sdc.every = 1 and not 100"
+
+
+@pytest.mark.thorough
+def test_a_hook_that_only_warns_of_spikes_does_not_hold():
+    code, told = drill("--only=spike", "--hooks.spikes.action=warn")
+    [fault] = told["faults"]
+    assert code == 1
+    assert "the run went on without going back to a checkpoint" in fault["reason"]
+
+
+@pytest.mark.thorough
 def test_a_checkpoint_without_the_optimizers_state_shows_in_the_curve():
     code, told = drill("--only=killed", "--hooks.forgetful.type=./hooks.py:Forgetful")
     [fault] = told["faults"]
