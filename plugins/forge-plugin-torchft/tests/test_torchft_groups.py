@@ -72,6 +72,21 @@ def test_all_groups_together_make_the_curve_of_one_run_and_continue_it(tmp_path)
                 assert line[key] == pytest.approx(expected[key], rel=1e-9), key
 
 
+def test_with_fewer_than_min_groups_the_living_wait(tmp_path):
+    def job(group):
+        made = group_job(tmp_path, address, group, train={"steps": 8})
+        return attrs.evolve(made, parallel={"torchft": attrs.evolve(made.parallel["torchft"], min_groups=2)})
+
+    with Lighthouse() as address:
+        living, killed = Group(job(0)), Group(job(1), Watch(kill_at=4))
+        assert killed.wait() is None
+        time.sleep(1.5)  # longer than the other would need for all its steps
+        back = Group(job(1))
+        weights, healed = living.wait(), back.wait()
+    assert [line["participants"] for line in living.lines()] == [2, 2, 2, 0, 2, 2, 2, 2]
+    assert all(torch.equal(healed[name], weight) for name, weight in weights.items())
+
+
 def test_a_group_that_a_signal_stops_costs_the_others_no_step(tmp_path):
     with Lighthouse() as address:
         jobs = [group_job(tmp_path, address, group, train={"steps": 8}) for group in (0, 1)]
