@@ -84,7 +84,7 @@ def test_every_second_is_accounted_for_once(eventful):
     assert before - 0.02 < account.began < account.ended < after
     assert account.classes.keys() == CLASSES.keys()
     assert sum(account.classes.values()) == pytest.approx(account.lifetime, abs=1e-3)
-    assert min(account.classes.values()) > -1e-3
+    assert min(account.classes.values()) > -0.02  # the system's clock of processes has ticks of 10 ms
     assert abs(account.classes["other"]) < 0.02
     for attempt in account.attempts:
         gap = sum(stretch.end - stretch.begin for stretch in attempt.stretches if stretch.event == "gap")
@@ -111,7 +111,8 @@ def test_it_agrees_with_an_account_by_hand(eventful):
     assert classes["hooks"] >= (STEPS - 3) * HOOK_S
     assert classes["made_again"] >= 2 * (UPDATE_S + HOOK_S)
     assert classes["undone"] >= UPDATE_S + HOOK_S
-    assert min(classes[name] for name in ("evaluation", "save", "restore", "preparation", "down")) > 0
+    # Not `down`: a process may begin in the tick of the system's clock, of 10 ms, in which the last one died
+    assert min(classes[name] for name in ("evaluation", "save", "restore", "preparation")) > 0
     assert classes["queue"] == classes["silent"] == classes["open"] == 0
 
 
