@@ -125,6 +125,7 @@ class SlurmCluster:
         `noticed`: the controller finds out at once, and not by its own pings, which takes a quarter of a minute.
         """
         daemon = int((self.folder / f"slurmd-{node}.pid").read_text())
+        # Parents first: a slurmstepd that outlives its task for a moment reports an exit, and no node has failed
         for pid in [daemon, *_below(*self._steps_of(node))]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -151,7 +152,7 @@ class SlurmCluster:
         for path in Path("/proc").glob("[0-9]*/environ"):
             with contextlib.suppress(OSError):
                 if f"SLURMD_NODENAME={node}\0".encode() in path.read_bytes() and self._is_ours(path):
-                    found += _above(int(path.parent.name))
+                    found += list(_above(int(path.parent.name)))[-1:]
         return found
 
     def _is_ours(self, environ: Path) -> bool:
