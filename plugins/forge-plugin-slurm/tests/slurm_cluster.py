@@ -17,7 +17,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "scontrol")
@@ -152,7 +152,7 @@ class SlurmCluster:
         for path in Path("/proc").glob("[0-9]*/environ"):
             with contextlib.suppress(OSError):
                 if f"SLURMD_NODENAME={node}\0".encode() in path.read_bytes() and self._is_ours(path):
-                    found += list(_above(int(path.parent.name)))[-1:]
+                    found.append(_step_of(int(path.parent.name)))
         return found
 
     def _is_ours(self, environ: Path) -> bool:
@@ -248,15 +248,15 @@ def _below(*pids: int) -> list[int]:
     return found
 
 
-def _above(pid: int) -> Iterator[int]:
-    """A process, and those above it up to its slurmstepd."""
-    parents = _parents()
-    while pid > 1:
-        yield pid
+def _step_of(pid: int) -> int:
+    """The slurmstepd above a process; the process itself if that has gone, so that nothing else is ever hit."""
+    parents, above = _parents(), pid
+    while above > 1:
         with contextlib.suppress(OSError):
-            if "slurmstepd" in Path(f"/proc/{pid}/comm").read_text():
-                return
-        pid = parents.get(pid, 0)
+            if "slurmstepd" in Path(f"/proc/{above}/comm").read_text():
+                return above
+        above = parents.get(above, 0)
+    return pid
 
 
 def main() -> None:
