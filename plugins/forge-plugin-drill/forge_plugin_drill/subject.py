@@ -14,7 +14,7 @@ from forge_core import dump_job, load_job
 from forge_core.config.keys import walk_components
 from forge_core.config.tree import read_job
 from forge_core.contracts.errors import JobError, Problem
-from forge_core.job import LOCAL_STORAGE, Job
+from forge_core.job import Job
 from forge_core.plugins.catalog import Catalog
 
 if TYPE_CHECKING:
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 FEWEST_STEPS = 6
 """For two saves, a step between them, and one after them."""
+LOCAL_STORAGE = "forge-run/local"
+"""The storage of a resolved job that names none."""
 TABLE = "drill"
 """Name of the plugin's table in the jobs of a drill."""
 
