@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from forge_core.contracts.errors import ExitCode, ForgeError
-from forge_core.job import LOCAL_STORAGE
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -282,7 +281,7 @@ class Damaged(Stop):
     hint = 'set checkpoint.verify = "full", which finds flipped bits, and checkpoint.keep to 2 or more (0 keeps all)'
 
     def refusal(self, subject: Subject) -> str:
-        if subject.storage != LOCAL_STORAGE:
+        if not subject.is_on_disk:
             return f"checkpoint.storage is {subject.storage}, whose files are out of reach"
         return ""
 

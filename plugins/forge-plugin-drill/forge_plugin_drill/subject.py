@@ -50,6 +50,11 @@ class Subject:
     """What is not as in the user's job, in words."""
 
     @property
+    def is_on_disk(self) -> bool:
+        """Whether checkpoints are folders of the core's storage."""
+        return self.storage == LOCAL_STORAGE
+
+    @property
     def interval(self) -> int:
         """Steps between two saves."""
         return self.steps // 3
