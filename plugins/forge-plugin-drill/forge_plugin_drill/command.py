@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def command(argv: list[str]) -> int:
-    """Injects faults into a small copy of a job on this machine, and shows whether it is found and recovers.
+    """Injects faults into a small copy of a job, and shows whether each is found and survived.
 
     First the job trains some steps without a fault; then once for each fault: a rank that is killed or stands still, a
     stop request, a full disk, a damaged checkpoint, and so on. If the run ends, the same command is given again. Each

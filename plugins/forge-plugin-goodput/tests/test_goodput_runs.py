@@ -236,7 +236,8 @@ def test_half_a_line_is_closed_and_what_was_not_written_comes_later(tmp_path):
 
 
 def test_a_process_began_before_now():
-    assert time.time() - 7 * 86400 < process_began(time.time()) <= time.time()
+    now = time.time()
+    assert 0 < process_began(now) <= now
     assert process_began(5.0) == 5.0
 
 
@@ -260,6 +261,7 @@ def test_slurm_tells_the_time_in_the_queue(tmp_path, monkeypatch):
 def test_jobs_of_slurm_are_read_beside_the_events(make_job, train, monkeypatch, capsys):
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     before = time.time()
+    monkeypatch.setattr("forge_plugin_goodput.events.process_began", lambda latest: latest)  # not that of all the tests
     folder = train(make_job(hooks={"goodput": Goodput()})).folder
     attempts = [
         {"job": "6", "restart": 0, "began": before - 90, "ended": before - 80, "kind": "failed", "reason": "no torch"},

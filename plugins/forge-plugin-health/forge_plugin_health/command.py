@@ -24,7 +24,7 @@ class Unwell(ForgeError):
 
 
 def command(argv: list[str]) -> int:
-    """Check GPUs, speed and links of the machines of a run before it starts; exits with 1 if something is not well.
+    """Check GPUs, speed and links of machines before a run; exits with 1 if something is not well.
 
     Every rank is looked at: its GPU, if it has one, a matrix product, and sums with the others. With a job, its device
     and the settings of its hooks gpu, links and stragglers count.
@@ -35,7 +35,6 @@ def command(argv: list[str]) -> int:
     examples = (
         "forge-run health --nproc 8",
         "srun forge-run health job.toml",
-        "torchrun -m forge_core health job.toml",
     )
     with_examples(parser, *examples)
     options, files, overrides = parse_job_arguments(parser, argv)

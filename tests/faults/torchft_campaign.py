@@ -1,4 +1,4 @@
-"""Groups of ranks under faults: python tests/faults/torchft_groups.py [--ranks 2] [--groups 3] [--dead-after 1].
+"""Groups of ranks under faults: python tests/faults/torchft_campaign.py [--ranks 2] [--groups 3] [--dead-after 1].
 
 Starts a lighthouse and the groups by `forge-run`, and in turn kills a group, freezes one, and replaces the lighthouse.
 Prints how long the others stood still at each fault, how many steps were left out, and whether the weights of all
