@@ -109,7 +109,10 @@ def main() -> int:
     from forge_core import Trainer  # noqa: F401
 
     with socket.socket(fileno=int(os.environ.pop(SOCKET))) as control:
-        control.sendall(b"r")
+        try:
+            control.sendall(b"r")
+        except BrokenPipeError:  # nobody needs this process any more
+            return 0
         header, descriptors, _, _ = socket.recv_fds(control, 8, 16)
         if len(header) < 8:  # nobody needs this process any more
             return 0

@@ -161,6 +161,7 @@ def test_when_ranks_are_started_again_and_how_many(attempts, code, ranks, capsys
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_spare_process_becomes_a_rank(elastic):
     (elastic.folder / "spare.py").write_text(
         "import os, sys, time\n"
