@@ -70,9 +70,7 @@ def _finish(folder: Path, seconds: float | None) -> bool:
 
 
 def _content(folder: Path) -> dict[str, bytes]:
-    # A kill in the moment of a rename leaves the hidden file that was to be renamed, which nothing reads
-    paths = (path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("."))
-    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def main() -> int:

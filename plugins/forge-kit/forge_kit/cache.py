@@ -173,6 +173,12 @@ def write_atomically(path: Path, data: bytes) -> None:
         temporary.unlink(missing_ok=True)
 
 
+def remove_leftovers(path: Path) -> None:
+    """Remove what killed processes left of `write_atomically` beside `path`; only while no other writes it."""
+    for leftover in path.parent.glob(f".{path.name}.*"):
+        leftover.unlink()
+
+
 def file_digest(path: str | Path) -> str:
     """Returns the SHA-256 (hex) of a file."""
     with open(path, "rb") as file:

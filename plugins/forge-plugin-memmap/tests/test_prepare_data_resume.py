@@ -99,6 +99,24 @@ def test_wherever_it_is_killed_it_goes_on_to_the_same_bytes(
     assert content() == uninterrupted
 
 
+def test_what_a_kill_leaves_of_a_file_that_was_being_written_is_cleared(
+    prepare: Prepare, uninterrupted: dict[str, bytes]
+) -> None:
+    def leave(name: str) -> None:
+        Path("data", f".{name}.0123456789ab").write_text("{")
+
+    Path("data").mkdir()
+    leave("inputs.json")  # by a first start, before it had anything else
+    with pytest.MonkeyPatch.context() as patched:
+        kill_at(patched, run, "save_state", 9, before=False)
+        with pytest.raises(Killed):
+            prepare(*ARGUMENTS)
+    leave("unfinished.json")
+    leave("manifest.json")
+    prepare(*ARGUMENTS)
+    assert content() == uninterrupted
+
+
 def test_it_goes_on_after_what_was_noted(prepare: Prepare, uninterrupted: dict[str, bytes]) -> None:
     with pytest.MonkeyPatch.context() as patched:
         kill_at(patched, run, "save_state", 20, before=False)

@@ -17,7 +17,7 @@ from forge_core.config.load import to_toml
 from forge_core.contracts.components import TokenizerComponent
 from forge_core.contracts.errors import ForgeError, JobError
 from forge_core.plugins.catalog import Catalog
-from forge_kit.cache import write_atomically
+from forge_kit.cache import remove_leftovers, write_atomically
 from forge_kit.commands import parse_component
 from forge_plugin_memmap.prepare.documents import Dropped
 from forge_plugin_memmap.prepare.inputs import InputPosition
@@ -114,6 +114,9 @@ def _lock(descriptor: int, folder: Path) -> None:
     except OSError as error:
         if error.errno not in NO_LOCKS:
             raise
+    else:
+        for name in (INPUTS, UNFINISHED, MANIFEST):
+            remove_leftovers(folder / name)
 
 
 def finished_manifest(folder: Path, arguments: Arguments, inputs: Inputs) -> Mapping[str, Any] | None:
@@ -155,8 +158,7 @@ def _begin(folder: Path, arguments: Arguments, inputs: Inputs) -> State:
 
 
 def _demand_empty(folder: Path) -> None:
-    ours = (INPUTS, f"{INPUTS}.tmp", f"{UNFINISHED}.tmp")
-    others = sorted(path.name for path in folder.iterdir() if path.name not in ours)
+    others = sorted(path.name for path in folder.iterdir() if path.name != INPUTS)
     if others:
         message = f"{folder} holds {others[0]!r}, which is not of an unfinished prepare-data"
         raise JobError(f"{message}; give an empty or new folder as --output")
