@@ -2,31 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
+from forge_kit.pictures import GREY, quiet, quiet_style, write_figure
 
 from forge_plugin_curves.history import History, Series
 
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence matplotlib, which logs its caches as if they were problems."""
-    logger = logging.getLogger("matplotlib")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
-
-
-with _quiet():
-    from matplotlib import style
+with quiet():
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -38,36 +23,13 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 HEADING_INCHES, MAP_INCHES, ROW_INCHES = 0.76, 1.2, 0.2
-INK, GREY = "#1f2933", "#7d8894"
-STYLE: dict[str, Any] = {
-    "agg.path.chunksize": 10_000,  # without it Agg refuses very long lines
-    "axes.axisbelow": True,
-    "axes.edgecolor": "#c9d0d8",
-    "axes.grid": True,
-    "axes.labelcolor": GREY,
-    "axes.spines.right": False,
-    "axes.spines.top": False,
-    "axes.titlelocation": "left",
-    "axes.titlepad": 10,
-    "axes.titlesize": 12,
-    "axes.titleweight": "bold",
-    "grid.color": "#e9edf1",
-    "legend.edgecolor": "none",
-    "text.color": INK,
-    "xtick.color": GREY,
-    "xtick.major.size": 0,
-    "ytick.color": GREY,
-    "ytick.major.size": 0,
-}
 
 
 def draw(history: History, path: Path, *, title: str, total_steps: int, clip_norm: float) -> None:
     """Write `make_figure` to a PNG file, replaced atomically: a viewer never sees half of it."""
-    unfinished = path.with_name(f".{path.name}.unfinished")
     with quiet_style():
         figure = make_figure(history, title=title, total_steps=total_steps, clip_norm=clip_norm)
-        figure.savefig(unfinished, format="png")
-    unfinished.replace(path)
+        write_figure(figure, path, "png")
 
 
 def make_figure(history: History, *, title: str, total_steps: int, clip_norm: float) -> Figure:
@@ -94,13 +56,6 @@ def make_figure(history: History, *, title: str, total_steps: int, clip_norm: fl
         for number, (name, rows) in enumerate(maps.items(), 2):
             _heat_map(figure.add_subplot(grid[number, :]), name, rows)
         return figure
-
-
-@contextmanager
-def quiet_style() -> Iterator[None]:
-    """A context in which matplotlib draws in the common style."""
-    with _quiet(), style.context(["default", STYLE]):
-        yield
 
 
 def new_figure(size: tuple[float, float], heading: float = 0.095) -> Figure:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from matplotlib import style
+from forge_kit.pictures import GREY, INK, quiet_style, write_figure
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -21,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 FORMATS = (".png", ".pdf", ".svg")
-INK, GREY, PAPER = "#1f2933", "#7d8894", "#ffffff"
+PAPER = "#ffffff"
 GROUPS = {
     "productive": ("productive", "#2563eb", ("productive",)),
     "lost": ("made again or undone", "#c1121f", ("made_again", "undone")),
@@ -33,24 +31,6 @@ GROUPS = {
 }
 """Classes as they are shown: name, colour, and which of the account they are."""
 GROUP_OF = {name: group for group, (_, _, names) in GROUPS.items() for name in names}
-STYLE: dict[str, Any] = {
-    "axes.axisbelow": True,
-    "axes.edgecolor": "#c9d0d8",
-    "axes.grid": True,
-    "axes.labelcolor": GREY,
-    "axes.spines.right": False,
-    "axes.spines.top": False,
-    "axes.titlelocation": "left",
-    "axes.titlepad": 10,
-    "axes.titlesize": 12,
-    "axes.titleweight": "bold",
-    "grid.color": "#e9edf1",
-    "legend.edgecolor": "none",
-    "text.color": INK,
-    "xtick.color": GREY,
-    "ytick.color": GREY,
-    "ytick.major.size": 0,
-}
 UNITS = ((2 * 86400.0, 86400.0, "days"), (7200.0, 3600.0, "hours"), (120.0, 60.0, "minutes"), (0.0, 1.0, "seconds"))
 """From which lifetime on an axis is in which unit."""
 assert GROUP_OF.keys() == CLASSES.keys()
@@ -58,15 +38,13 @@ assert GROUP_OF.keys() == CLASSES.keys()
 
 def draw(account: Account, path: Path, title: str) -> None:
     """Write the picture of a run's time; the file is replaced when it is whole."""
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    with _quiet():
-        make_figure(account, title).savefig(unfinished, format=path.suffix.removeprefix("."))
-    unfinished.replace(path)
+    with quiet_style():
+        write_figure(make_figure(account, title), path, path.suffix.removeprefix("."))
 
 
 def make_figure(account: Account, title: str) -> Figure:
     """Draw steps over time with saves and lost stretches, the starts as bars, and the shares of the classes."""
-    with _quiet():
+    with quiet_style():
         layout = ConstrainedLayoutEngine(rect=(0.005, 0.005, 0.99, 0.885), hspace=0.06)
         figure = Figure(figsize=(13, 7.2), dpi=120, layout=layout)
         FigureCanvasAgg(figure)
@@ -80,19 +58,6 @@ def make_figure(account: Account, title: str) -> Figure:
         for axes in (steps, bar):
             axes.set_xlim(0, max(account.lifetime / unit, 1e-9))
         return figure
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """A context with our style in which matplotlib, which logs its caches as if they were problems, is silent."""
-    logger = logging.getLogger("matplotlib")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with style.context(["default", STYLE]):
-            yield
-    finally:
-        logger.setLevel(level)
 
 
 def _heading(figure: Figure, account: Account, title: str) -> None:

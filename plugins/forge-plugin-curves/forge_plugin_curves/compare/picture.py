@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from forge_kit.pictures import GREY, quiet_style
 from matplotlib.ticker import EngFormatter
 
 from forge_plugin_curves.compare.results import CellResult, Outcome
-from forge_plugin_curves.drawing import GREY, new_figure, quiet_style
+from forge_plugin_curves.drawing import new_figure
 from forge_plugin_curves.history import Average
 
 COLORS = ("#2563eb", "#e8590c", "#0f9d76", "#7c4dbd", "#c1121f", "#0891b2", "#a16207", "#be185d", "#4d7c0f", "#475569")
