@@ -26,21 +26,12 @@ sys.path.append(str(Path(__file__).parents[2] / "plugins/forge-plugin-slurm/test
 from slurm_cluster import SlurmCluster, missing
 
 from forge_plugin_slurm.records import read_attempts
+from forge_testing.tiny import TINY_JOB
 
 STEPS = 120
-JOB = f"""
+JOB = f"""{TINY_JOB.replace("steps = 4", f"steps = {STEPS}")}
 [job]
 name = "run"
-[train]
-steps = {STEPS}
-global_batch_size = 4
-seq_len = 16
-[model]
-type = "forge_testing:TinyModel"
-[optimizer]
-type = "forge_testing:TinyAdamW"
-[[data.sources]]
-type = "forge_testing:Numbers"
 [checkpoint]
 interval = 16
 [hooks.hold]

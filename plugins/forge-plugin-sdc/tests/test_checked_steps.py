@@ -10,6 +10,7 @@ from flipped_bits import LAYOUTS, Dropout, FlipsGradient, curve
 from forge_core import JobError, load_job
 from forge_plugin_sdc import SDC
 from forge_plugin_sdc.faults import Record
+from forge_testing.tiny import TINY_JOB
 
 
 def faults(folder, name="run"):
@@ -98,20 +99,7 @@ def test_norms_within_a_tolerance_are_no_fault(tmp_path):
 
 
 def test_a_gpu_that_does_not_repeat_itself_is_refused(tmp_path):
-    text = """
-[train]
-steps = 4
-global_batch_size = 4
-seq_len = 8
-device = "cuda"
-[model]
-type = "forge_testing:TinyModel"
-[[data.sources]]
-type = "forge_testing:Numbers"
-[optimizer]
-type = "forge_testing:TinyAdamW"
-[plugins.sdc]
-"""
+    text = TINY_JOB.replace("[train]", '[train]\ndevice = "cuda"') + "[plugins.sdc]\n"
     with pytest.raises(JobError, match=r"plugins.sdc.tolerance: is 0, but kernels of a GPU do not repeat"):
         load_job(text)
     load_job(text + "tolerance = 1e-3\n")

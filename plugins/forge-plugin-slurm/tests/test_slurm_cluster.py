@@ -20,22 +20,13 @@ from slurm_cluster import SlurmCluster, missing
 from forge_core import Trainer
 from forge_plugin_slurm.records import Attempt, read_attempts
 from forge_testing.processes import run_on_ranks
+from forge_testing.tiny import TINY_JOB
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 
-JOB = """
+JOB = f"""{TINY_JOB.replace("steps = 4", "steps = 60")}
 [job]
 name = "NAME"
-[train]
-steps = 60
-global_batch_size = 4
-seq_len = 16
-[model]
-type = "forge_testing:TinyModel"
-[optimizer]
-type = "forge_testing:TinyAdamW"
-[[data.sources]]
-type = "forge_testing:Numbers"
 [checkpoint]
 interval = 5
 [hooks.pace]

@@ -11,21 +11,9 @@ import pytest
 
 from forge_core.cli import main
 from forge_plugin_slurm.records import Attempt, append_attempt, read_attempts
+from forge_testing.tiny import TINY_JOB
 
-JOB = """
-[job]
-name = "NAME"
-[train]
-steps = 10
-global_batch_size = 16
-seq_len = 16
-[model]
-type = "forge_testing:TinyModel"
-[optimizer]
-type = "forge_testing:TinyAdamW"
-[[data.sources]]
-type = "forge_testing:Numbers"
-"""
+JOB = TINY_JOB.replace("global_batch_size = 4", "global_batch_size = 16") + '[job]\nname = "NAME"\n'
 CLUSTER = """
 [submit]
 partition = "gpu"
