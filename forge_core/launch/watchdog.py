@@ -283,8 +283,10 @@ def describe_silence(heartbeats: Heartbeats, silent: Sequence[int], age_s: float
 def describe_hang(heartbeats: Heartbeats, size: int, limit_s: float) -> str:
     """Which of `size` ranks is late, in which phase, and where all are."""
     absent = [rank for rank in range(size) if rank not in heartbeats]
-    late = absent or _late(heartbeats)
-    phase = next((beat["phase"] for beat in heartbeats.values()), "")
+    all_wait = all(beat.get("waits") for beat in heartbeats.values())
+    # Of ranks that all wait, the one that has come least far is as likely the victim of another's missing collective
+    late = absent or ([] if all_wait else _late(heartbeats))
+    phase = " and ".join(sorted({beat["phase"] for beat in heartbeats.values()}))
     idle_s = min(beat["idle_s"] for beat in heartbeats.values())
     limit = f"launch.hang_timeout_s = {limit_s:g} s"
     if idle_s < limit_s:
@@ -296,8 +298,8 @@ def describe_hang(heartbeats: Heartbeats, size: int, limit_s: float) -> str:
         places = {f"step {heartbeats[rank]['step']}, {heartbeats[rank]['phase']}" for rank in late}
         named = [f"{rank} on {heartbeats[rank]['host']}" for rank in late]
         lines.append(f"rank {listed(named)} is late, in {' and '.join(sorted(places))}")
-    elif all(beat.get("waits") for beat in heartbeats.values()):
-        lines.append(f"no rank is behind the others: all wait for each other in {phase}")
+    elif all_wait:
+        lines.append(f"all wait for each other, in {phase}: one may have left a collective out, or made one too many")
     else:
         question = "and none of them waits for another; is the time too short for it?"
         lines.append(f"no rank is behind the others: all are in {phase}, {question}")
