@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import resource
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -318,7 +319,8 @@ def _agreed_rollback(own: Rollback | None) -> Rollback:
 
 def follow_non_finite(train: TrainSection, progress: Progress, requests: Requests, record: Mapping[str, Any]) -> None:
     """Count a step if it was skipped, and ask for the end of the run after too many in a row (`train.non_finite`)."""
-    limit = 1 if train.non_finite == "stop" else train.non_finite_limit
+    is_finite = math.isfinite(record["loss"]) and math.isfinite(record["grad_norm"])  # then a hook has skipped it
+    limit = 1 if train.non_finite == "stop" and not is_finite else train.non_finite_limit
     # Here and not where the update was skipped: with `found_inf` the host learns of it up to two steps later.
     progress.skipped += bool(record.get("skipped"))
     progress.skipped_in_a_row = progress.skipped_in_a_row + 1 if record.get("skipped") else 0

@@ -72,6 +72,18 @@ def test_too_many_skipped_updates_in_a_row_stop_the_run_with_everything_saved(ma
     assert (tmp_path / "run/checkpoints/step-4/manifest.json").is_file()
 
 
+def test_policy_stop_lets_a_hook_skip_finite_updates(make_job, train):
+    @define(kw_only=True, slots=False)
+    class SkipSecond(TrainingHook):
+        may_skip = True
+
+        def on_gradients(self, context):
+            if context.step == 2:
+                context.skip_update("as the test says")
+
+    assert train(make_job(non_finite="stop"), SkipSecond()).step == 4
+
+
 def test_policy_stop_ends_at_the_first(make_job, train, tmp_path):
     with pytest.raises(NonFiniteError, match="1 step in a row, up to step 2"):
         train(make_job(non_finite="stop"), Poison(at=(2,)))

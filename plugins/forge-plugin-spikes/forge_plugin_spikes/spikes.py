@@ -17,7 +17,7 @@ from forge_plugin_spikes.score import Score, robust_score
 if TYPE_CHECKING:
     from forge_core.contracts.contexts import StepContext, TrainContext
     from forge_core.contracts.layout import Layout
-    from forge_core.job import CheckpointSection, Job
+    from forge_core.job import CheckpointSection, Job, TrainSection
 
 ENOUGH = 32
 """Values from which a median deviation is reliable: with fewer in the window, nothing is judged."""
@@ -83,16 +83,11 @@ class Spikes(TrainingHook):
         if len(set(self.watch)) < len(self.watch):
             yield Problem("watch", f"names a value twice: {', '.join(self.watch)}")
         if self.action in ("skip", "roll_back"):
-            yield from self._problems_of_skips(job)
+            yield from self._problems_of_skips(job.train)
             yield from self._problems_of_checkpoints(job.checkpoint)
 
-    def _problems_of_skips(self, job: Job) -> Iterator[Problem]:
-        train = job.train
-        if train.non_finite == "stop":
-            ends = 'train.non_finite = "stop" ends the run at the first'
-            fix = 'set that to "skip", or use action = "stop"'
-            yield Problem("action", f'"{self.action}" skips updates, and {ends}; {fix}')
-        elif self.action == "skip" and self.skip_limit > train.non_finite_limit:
+    def _problems_of_skips(self, train: TrainSection) -> Iterator[Problem]:
+        if self.action == "skip" and self.skip_limit > train.non_finite_limit:
             limit = f"train.non_finite_limit = {train.non_finite_limit} ends the run before {self.skip_limit} in a row"
             yield Problem("skip_limit", f"{limit}; lower skip_limit, or raise that limit")
 

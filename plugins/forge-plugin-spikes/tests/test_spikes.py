@@ -196,7 +196,6 @@ def test_the_loss_is_that_of_the_global_batch(make_job, train, lines):
     ("keys", "changes", "problem"),
     [
         ({"watch": ("loss", "loss")}, {}, "hooks.spikes.watch: names a value twice: loss, loss"),
-        ({}, {"non_finite": "stop"}, 'hooks.spikes.action: "skip" skips updates, and train.non_finite = "stop" ends'),
         (
             {"skip_limit": 11},
             {},
