@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 SOCKET = "FORGE_SPARE_FD"
@@ -33,7 +34,7 @@ class Spares:
         with self._lock:
             self._refill_later()
             while self._waiting:
-                process, control = self._waiting.pop()
+                process, control = self._waiting.pop(0)  # the oldest, which is most likely to be ready
                 with control:
                     if process.poll() is None and _send(control, command, env, pass_fds):
                         return process
@@ -109,10 +110,8 @@ def main() -> int:
     from forge_core import Trainer  # noqa: F401
 
     with socket.socket(fileno=int(os.environ.pop(SOCKET))) as control:
-        try:
+        with suppress(BrokenPipeError):  # it has its command already, or nobody needs it any more
             control.sendall(b"r")
-        except BrokenPipeError:  # nobody needs this process any more
-            return 0
         header, descriptors, _, _ = socket.recv_fds(control, 8, 16)
         if len(header) < 8:  # nobody needs this process any more
             return 0

@@ -12,6 +12,7 @@ from forge_core.contracts.errors import ExitCode
 from forge_plugin_health.elastic import Attempt, run_elastic
 from forge_plugin_health.spares import Spares
 from forge_testing import TINY_JOB
+from forge_testing.processes import HANG_S
 
 JOB = f"""
 [job]
@@ -161,7 +162,18 @@ def test_when_ranks_are_started_again_and_how_many(attempts, code, ranks, capsys
 
 
 @pytest.mark.slow
-@pytest.mark.thorough
+def test_a_spare_process_takes_its_command_before_it_is_ready(tmp_path):
+    spares = Spares(1, after_s=600)
+    spares._refill()
+    [(spare, _)] = spares._waiting
+    command = [sys.executable, "-m", "forge_core", "run", str(tmp_path / "no.toml")]
+    process = spares(command, env={**os.environ}, pass_fds=[])
+    spares.close()
+    assert process is spare
+    assert process.wait(HANG_S) == ExitCode.BAD_JOB
+
+
+@pytest.mark.slow
 def test_a_spare_process_becomes_a_rank(elastic):
     (elastic.folder / "spare.py").write_text(
         "import os, sys, time\n"
