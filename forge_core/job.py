@@ -229,7 +229,7 @@ class LaunchSection:
     """The same after this many times the longest such phase of the run so far, but at least 30 s, where ranks only
     compute or wait for each other; from the fifth such phase on. 0: after `hang_timeout_s` only."""
     silence_timeout_s: float = field(default=15.0, validator=ge(0))
-    """When the process of a rank gives no sign of life for more seconds than this, because it is stopped or its machine
+    """When the process of a rank sends no heartbeat for more seconds than this, because it is stopped or its machine
     or network has gone, the run ends, and names it. Before the first step: 10 times as long. 0: `hang_timeout_s`."""
     grace_s: float = field(default=600.0, validator=ge(0))
     """With `--nproc`: seconds from a request to stop until ranks that have not saved and ended are killed. 0: never."""

@@ -105,7 +105,7 @@ class Rollback:
 
     reason: str
     step: int | None = None
-    """At most so many steps; None: as many as there are."""
+    """The newest checkpoint up to this step is meant; None: the newest of all."""
     state: State | None = None
     leave_out: int = 0
     with_data: bool = False
@@ -198,9 +198,9 @@ class StepContext(TrainContext):
 
         Args:
             reason: in words, for the user.
-            to: where to: the newest intact checkpoint (None), the newest of at most so many steps, or a state that
+            to: where to: the newest intact checkpoint (None), the newest one up to a step, or a state that
                 `take_state` returned.
-            leave_out: also pass over the data of so many further steps, which then count as skipped (PaLM, Chowdhery et
+            leave_out: number of further steps whose data are left out, which then count as skipped (PaLM, Chowdhery et
                 al. 2022, section 5.1, restarted about 100 steps before a spike and skipped 200 to 500 batches).
         """
         step, state = (to, None) if to is None or isinstance(to, int) else (None, to)

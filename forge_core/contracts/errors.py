@@ -97,7 +97,7 @@ def memory_words(error: BaseException) -> str:
 
 
 def disk_words(error: BaseException) -> str:
-    """What to do when a disk is full or a quota is used up; empty for any other error."""
+    """The fix when a disk is full or a quota is used up; empty for any other error."""
     if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return ""
     where = f", writing {error.filename}" if error.filename else ""

@@ -264,7 +264,7 @@ def build_executor(job: Job, context: BuildContext, built: BuiltModel, loss: Los
     model, stages = built.model, built.built_stages
     brought = (stage.executor(model, loss, stages) for stage in stages)
     component = next((Brought(executor=executor) for executor in brought if executor is not None), job.executor)
-    # Through the hooks, whoever brings it: a plugin that wraps executors wraps a pipeline's too
+    # Through the hooks in both cases: a plugin that wraps executors wraps a pipeline's too
     executor = context.build(component, model=model, loss=loss, stages=stages)
     # Where a stage divides sequences, the executor alone sees this rank's part: hooks and evaluations see whole ones.
     splits = [stage.split for stage in stages if type(stage).split is not ParallelStage.split]

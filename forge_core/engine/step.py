@@ -78,7 +78,7 @@ class Stepper:
     def gradients(self, batches: Sequence[Batch], step: int, waited: float = 0.0) -> tuple[StepOutput, Sums]:
         """Gradients of the whole step, complete on every rank; also the reduced sums that metrics are made of.
 
-        This rank has `waited` so many seconds for the batches.
+        `waited`: seconds that this rank has waited for the batches.
         """
         # Before anything draws: dropout then depends on nothing earlier, and no generator is part of a checkpoint.
         seed_step(self._job.job.seed, step, self._part, self._run.context.device)

@@ -89,7 +89,7 @@ class Rendezvous:
         self.heartbeat_s = min(max(1.0, world.size / RANKS_A_SECOND), limit_s / 4)
         """Seconds between two heartbeats of a rank."""
         self.silence_s = max(limit_s, 4 * self.heartbeat_s)
-        """After so many seconds without an answer or a heartbeat a process is taken for gone; inf: never."""
+        """Seconds without an answer or a heartbeat after which a process counts as gone; inf: never."""
         agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         self.server = "torchrun's agent" if agent else "rank 0"
         """The process that serves the store, for messages."""

@@ -78,7 +78,7 @@ class Watchdog:
         """The longest such time in each phase, without the first occurrence, in which everything is slow."""
         self._left_s, self._next_look_s = self._limit_s, 0.0
         self._ages: dict[int, tuple[int, float]] = {}
-        """Of ranks that this one watches: number of the last heartbeat, and for how long it has been the last."""
+        """Number of the last heartbeat of each watched rank, and for how long it has been the last."""
         self._silent: Sequence[int] = ()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="forge-watchdog", daemon=True)

@@ -1,4 +1,4 @@
-"""What checks of silent data corruption cost: a checked step beside one that is not, digests, copies that are compared.
+"""Cost of checks of silent data corruption: a checked step beside one that is not, digests, copies that are compared.
 
 OMP_NUM_THREADS=1 python tests/benchmarks/checked_steps.py --dim 256 --layers 4 --rounds 12
 

@@ -1,4 +1,4 @@
-"""What the hooks `goodput`, `interval` and `disk` cost a step: time inside their calls, in a run of a trivial model.
+"""Cost of the hooks `goodput`, `interval` and `disk` a step: time inside their calls, in a run of a trivial model.
 
 OMP_NUM_THREADS=1 python tests/benchmarks/goodput_cost.py
 """

@@ -1,4 +1,4 @@
-"""What the hook `spikes` costs a step: CPU time of its calls in a run, with a full window.
+"""Cost of the hook `spikes` a step: CPU time of its calls in a run, with a full window.
 
 python tests/benchmarks/spikes.py
 """

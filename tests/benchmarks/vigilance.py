@@ -1,4 +1,4 @@
-"""What watching costs when nothing fails: CPU time a step of watchdogs, `goodput`, `interval` and `spikes` together.
+"""Cost of watching when nothing fails: CPU time a step of watchdogs, `goodput`, `interval` and `spikes` together.
 
 python tests/benchmarks/vigilance.py [--steps 150] [--rounds 3]
 

@@ -23,7 +23,7 @@ def read_metrics(path: Path | str) -> Metrics:
     """Read the metrics of a run, finished or not, each step once.
 
     Args:
-        path: the run folder; or the file itself, where `[loggers.jsonl]` gives it another name.
+        path: the run folder; or the file itself, where it has another name in `[loggers.jsonl]`.
 
     Raises:
         ForgeError: there is no such file.

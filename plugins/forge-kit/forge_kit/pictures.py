@@ -32,7 +32,7 @@ STYLE: dict[str, Any] = {
     "ytick.color": GREY,
     "ytick.major.size": 0,
 }
-"""Of all pictures, over matplotlib's default style."""
+"""Settings of all pictures, over matplotlib's default style."""
 
 
 @contextmanager

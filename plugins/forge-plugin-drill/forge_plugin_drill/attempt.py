@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Self
 
 MARK = "FORGE_DRILL"
-"""Variable by which the processes of an attempt are found, whoever their parent is by now."""
+"""Variable that identifies the processes of an attempt, also when their parent has died."""
 POLL_S = 0.02
 GONE_S = 10.0
 """Seconds in which the processes of a run that has ended must be gone."""

@@ -190,7 +190,7 @@ class Course:
         return result
 
     def _run(self, files: Sequence[Path], key: str, number: int, limit_s: float) -> Attempt:
-        """One start of the job of a fault; it may take so many seconds from the injection, or else from its start."""
+        """One start of the job of a fault; its limit is in seconds from the injection, or else from its start."""
         injected = self.subject.folder / key / INJECTED
 
         def deadline() -> float:

@@ -56,7 +56,7 @@ class Fault:
     waits: ClassVar[bool] = False
     """Whether it is found by a time limit of `[launch]`."""
     is_silent: ClassVar[bool] = False
-    """Whether the rank gives no sign of life any more, which has a limit of its own."""
+    """Whether the rank sends no heartbeat any more, which has a limit of its own."""
     hits_all: ClassVar[bool] = False
     """Whether it is the whole run that is hit, and not one rank of it."""
     saves_all: ClassVar[bool] = False
@@ -66,7 +66,7 @@ class Fault:
     twice_as_long: ClassVar[bool] = False
     """Whether it needs a run of twice as many steps, and happens after the last step of the one without a fault."""
     hint: ClassVar[str] = "see the log of the run"
-    """What to set if the run does not end as it should."""
+    """Keys to set if the run does not end as it should."""
 
     def ranks(self, subject: Subject) -> Sequence[int]:
         """Returns the ranks to hit, each in a run of its own."""

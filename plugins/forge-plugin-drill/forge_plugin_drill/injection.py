@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from forge_core.contracts.runtime import LossFunction, LossOutput, Storage
 
 STEPS = "steps.jsonl"
-"""Of rank 0: a line when training begins, and one for each completed step."""
+"""Progress of rank 0: a line when training begins, and one for each completed step."""
 INJECTED = "injected.json"
-"""Of the rank that was hit, before it was."""
+"""Line of the rank that was hit, written before it was."""
 
 
 class Injection:
@@ -115,7 +115,7 @@ class Injection:
         return _Disturbed(loss, self) if self._fault is not None and self._fault.changes_loss else loss
 
     def wrong_gradient(self, gradient: Tensor) -> Tensor:
-        """What the fault makes of the gradient of the last hidden states."""
+        """The gradient of the last hidden states, as the fault changes it."""
         assert self._fault is not None
         self.mark()
         return self._fault.wrong_gradient(gradient)

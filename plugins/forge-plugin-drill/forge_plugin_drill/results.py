@@ -1,4 +1,4 @@
-"""What a fault did to a run, judged against the run without a fault."""
+"""The effect of a fault on a run, judged against the run without a fault."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class Result:
     reason: str = ""
     """Why it did not hold."""
     fix: str = ""
-    """What to set."""
+    """Keys to set."""
     note: str = ""
-    """What else to know, such as a limit that is not that of the job."""
+    """Remark, such as a limit that is not that of the job."""
     log: str = ""
 
     def as_json(self) -> dict[str, Any]:

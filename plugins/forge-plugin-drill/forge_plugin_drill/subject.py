@@ -30,7 +30,7 @@ TABLE = "drill"
 
 @frozen(kw_only=True)
 class Subject:
-    """What is drilled."""
+    """The job under drill."""
 
     job: Job
     """As the user has it."""
@@ -39,7 +39,7 @@ class Subject:
     steps: int
     """Steps of a run of the drill."""
     folder: Path
-    """Of the drill."""
+    """Folder of the drill."""
     tables: Mapping[str, Any] = field(repr=False)
     """The job as plain tables, overrides included."""
     storage: str
@@ -47,7 +47,7 @@ class Subject:
     stamp: str = ""
     """Added to the names of runs whose checkpoints are kept outside of the folder of the drill."""
     changes: Sequence[str] = ()
-    """What is not as in the user's job, in words."""
+    """Differences from the user's job, in words."""
 
     @property
     def is_on_disk(self) -> bool:

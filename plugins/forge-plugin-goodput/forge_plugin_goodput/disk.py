@@ -68,7 +68,7 @@ class Sample:
     t: float
     step: int
     size: tuple[int, int]
-    """Of one checkpoint."""
+    """Bytes and inodes of one checkpoint."""
     count: int
     """Checkpoints that are there."""
     free: tuple[int, int]

@@ -24,7 +24,7 @@ DIGITS = 4
 
 
 def process_began(latest: float) -> float:
-    """Returns when this process began, in Unix seconds, and `latest` at most, also where the system does not tell."""
+    """Returns when this process began, in Unix seconds, and `latest` at most, also where the system does not say."""
     try:
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         running = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")

@@ -1,4 +1,4 @@
-"""What `forge-run goodput` says about a run: as plain types, and in words."""
+"""The report of `forge-run goodput` on a run: as plain types, and in words."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def _of_lines(facts: Mapping[str, Any]) -> Iterator[str]:
     yield f"{facts['run']}: {duration(lifetime)}, {share(classes['productive'], lifetime)} in steps that count"
     yield f"  {share(classes['data'], lifetime)} waiting for data (slowest rank)"
     rest = "saves, evaluations, work made again, restarts, time in which nothing ran"
-    yield f"  {share(classes['not_told_apart'], lifetime)} not told apart: {rest}"
+    yield f"  {share(classes['not_told_apart'], lifetime)} not distinguished: {rest}"
     yield "by metrics.jsonl, which has no step that was lost; [hooks.goodput] notes the rest from the next start on"
     if facts["starts_in_slurm"]:
         yield f"attempts.jsonl has {count(facts['starts_in_slurm'], 'SLURM job')}"

@@ -23,7 +23,7 @@ METRICS = "metrics.jsonl"
 
 @frozen(kw_only=True)
 class StepLines:
-    """What `metrics.jsonl` tells of a run that noted no events: of each step, the start that made it last."""
+    """The account of a run without events, from `metrics.jsonl`: for each step, the start that made it last."""
 
     steps: int
     began: float
@@ -42,12 +42,12 @@ class StepLines:
 
 @frozen(kw_only=True)
 class RunAccount:
-    """What is known of a run's time."""
+    """The known facts about a run's time."""
 
     folder: Path
     running: bool
     steps: int | None
-    """`train.steps`; None where the folder does not tell."""
+    """`train.steps`; None where the folder does not say."""
     account: Account | None
     """By its events; None where there are none."""
     lines: StepLines | None
@@ -64,7 +64,7 @@ def read_run(folder: Path) -> RunAccount:
     """Read the account of a run.
 
     Raises:
-        JobError: the folder is no run folder, or none of its files tells its time.
+        JobError: the folder is no run folder, or none of its files has times.
     """
     if not folder.is_dir() or not any((folder / name).is_file() for name in (JOB, EVENTS, METRICS)):
         raise JobError(f"{folder} is no run folder: it has none of {JOB}, {EVENTS} and {METRICS}")

@@ -1,4 +1,4 @@
-"""What SLURM says about the job that this process is part of."""
+"""Facts from SLURM about the job that this process is part of."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def slurm_facts() -> dict[str, Any]:
 
 
 def queued_seconds(job: str) -> float | None:
-    """Returns how long a job waited before it began, since it was last queued; None if SLURM does not tell."""
+    """Returns how long a job waited before it began, since it was last queued; None if SLURM does not say."""
     command = ["scontrol", "show", "job", "--oneliner", job]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_S, check=True)

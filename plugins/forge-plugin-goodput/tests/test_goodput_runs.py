@@ -153,7 +153,7 @@ def test_a_run_without_events_is_told_as_far_as_its_metrics_go(make_job, train, 
     folder = train(make_job(steps=6)).folder
     assert main(["goodput", str(folder)]) == 0
     text = capsys.readouterr().out
-    assert "not told apart: saves, evaluations, work made again" in text
+    assert "not distinguished: saves, evaluations, work made again" in text
     assert "[hooks.goodput] notes the rest" in text
     assert main(["goodput", str(folder), "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)

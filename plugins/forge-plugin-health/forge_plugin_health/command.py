@@ -77,7 +77,7 @@ def _join(device: torch.device, size: int) -> None:
 
 
 def _gpu(device: torch.device) -> tuple[str, list[str]]:
-    """What the GPU of this rank is, and what is wrong with it."""
+    """The GPU of this rank, and its faults."""
     if device.type != "cuda":
         return f"none ({os.cpu_count()} CPUs)", []
     import torch

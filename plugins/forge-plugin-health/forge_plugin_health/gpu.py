@@ -85,7 +85,7 @@ class GPU(TrainingHook):
         self._over.set()
 
     def _watch(self, last: Reading) -> None:
-        # In a thread: a GPU that has fallen off the bus keeps whoever asks for it
+        # In a thread: a query to a GPU that has fallen off the bus may never return
         while not self._over.wait(self.interval_s):
             try:
                 reading = self._device.read()

@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from forge_core.contracts.layout import Layout
 
 REPEATS = 3
-"""Of which the fastest counts, after one that opens the connection."""
+"""Measurements, of which the fastest counts, after one that opens the connection."""
 PERIOD = 251
-"""Of the numbers that are sent: their sums are exact in float32."""
+"""Limit of the numbers that are sent: their sums are exact in float32."""
 
 
 @frozen(kw_only=True)
 class Link:
-    """What was measured between ranks: of one machine together, or of two."""
+    """A measurement between ranks: of one machine together, or of two."""
 
     ranks: tuple[int, ...]
     hosts: tuple[str, ...]
@@ -85,7 +85,7 @@ class Links(TrainingHook):
             context.request_stop(text)
 
     def _measure(self, context: TrainContext) -> str:
-        """Warn of what is slow or wrong; returns what is wrong."""
+        """Warn of slow links and wrong sums; returns the wrong sums."""
         from forge_core.parallel.mesh import global_rank
 
         links = measure_links(next(context.model.parameters()).device, self.size_mb, self.rounds)

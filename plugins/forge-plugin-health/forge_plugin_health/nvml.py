@@ -99,7 +99,7 @@ class Device:
             yield int(event.eventData)
 
     def _ask(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """What NVML answers; None for what this GPU, or a virtual one, does not have."""
+        """The answer of NVML; None for what this GPU, or a virtual one, does not have."""
         try:
             return function(*arguments)
         except self._nvml.NVMLError as error:
@@ -120,7 +120,7 @@ def device_of(nvml: Any, device: torch.device) -> Device:
 
 
 def faults(before: Reading | None, now: Reading) -> list[str]:
-    """What is broken, in words: new since `before`, or since the driver was loaded if that is None."""
+    """The faults, in words: new since `before`, or since the driver was loaded if that is None."""
     last = before or Reading()
     found = []
     if now.uncorrected > last.uncorrected:
@@ -136,7 +136,7 @@ def faults(before: Reading | None, now: Reading) -> list[str]:
 
 
 def warnings_of(before: Reading | None, now: Reading) -> list[str]:
-    """What makes it slow, or may be the program's own fault, in words."""
+    """Reasons why it is slow, or that may be the program's own fault, in words."""
     last = before or Reading()
     found = [f"its clocks are lowered: {name}" for name in now.throttles if name not in last.throttles]
     is_narrow = (now.pcie_width or 0) < (now.pcie_full_width or 0)

@@ -1,4 +1,4 @@
-"""Processes that have imported torch already, and become ranks when they are told to."""
+"""Processes that have imported torch already, and become ranks on request."""
 
 from __future__ import annotations
 

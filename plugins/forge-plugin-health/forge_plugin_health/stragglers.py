@@ -34,7 +34,7 @@ MATMUL = {"cuda": 4096, "cpu": 256}
 
 @frozen(kw_only=True)
 class Look:
-    """What a rank has measured since the look before."""
+    """Measurements of a rank since the look before."""
 
     host: str
     own_s: float
@@ -50,7 +50,7 @@ class Stragglers(TrainingHook):
 
     Every `every` steps each rank times a matrix product of its own, and states how long a step takes it without waits
     for other ranks. A thread measures these waits: it looks where the main thread stands, fifty times a second. On a
-    GPU the host does not stand where the device waits, so there the product, data and hooks tell the ranks apart.
+    GPU the host does not stand where the device waits, so there the product, data and hooks distinguish the ranks.
 
     Logs `wait_share`, the mean part of a step in which ranks wait for others, and `slowest_rank`.
     """

@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from forge_core.job import Job
 
 NODE = "FORGE_NODE"
-"""Environment variable that names the machine, where its host name does not tell it from others."""
+"""Environment variable that names the machine, where its host name is not unique."""
 
 __all__ = ["Tiered"]
 
 
 def this_node() -> str:
-    """Returns the name by which machines are told apart."""
+    """Returns the name of this machine, unique among those of the run."""
     return os.environ.get(NODE) or socket.gethostname()
 
 
@@ -43,7 +43,7 @@ class Tiered(StorageComponent):
     """Folder in memory (tmpfs) on each machine; `{node}` in it is the machine's name. Runs have folders of their own in
     it, which a run that ends in order removes."""
     copies: int = field(default=1, validator=ge(0))
-    """Other machines that each rank sends its files to: so many may be lost at a time."""
+    """Other machines that each rank sends its files to: the number of machines that may be lost at a time."""
     durable_every: int = field(default=20, validator=ge(1))
     """Each so many saves, one is also written to `durable`, in the background; so are those that are kept forever, and
     the last one before the run ends or is stopped."""

@@ -26,7 +26,7 @@ def needed(of_ranks: int, copies: int) -> int:
 
 
 def available() -> int | None:
-    """Returns the bytes that programs can still allocate on this machine; None where the system does not tell."""
+    """Returns the bytes that programs can still allocate on this machine; None where the system does not say."""
     match = re.search(r"MemAvailable: *(\d+) kB", MEMINFO.read_text() if MEMINFO.exists() else "")
     return 1024 * int(match[1]) if match else None
 

@@ -50,7 +50,7 @@ class _InMemory:
 
 @frozen
 class _Verdict:
-    """What a machine that has the manifest of a step says of it."""
+    """The report of a machine on a step whose manifest it has."""
 
     time: float
     missing: Sequence[str]

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from forge_plugin_sdc.sdc import SDC
 
 Figures = Mapping[str, float]
-"""Of every gradient and of the loss, by name: its sum of bits, or its norm where there is a tolerance."""
+"""Sum of bits of every gradient and of the loss, by name; its norm where there is a tolerance."""
 
 
 class CheckedExecutor:
@@ -78,7 +78,7 @@ class CheckedExecutor:
         return norms(tensors) if self._plugin.tolerance else bit_sums(tensors)
 
     def _digest(self, computation: Computation) -> str:
-        """Of all gradients and the loss; empty where they are not the same to the bit each time."""
+        """Digest of all gradients and the loss; empty where they are not the same to the bit each time."""
         return "" if self._plugin.tolerance else digest(computation.all.values())
 
     def _differing(self, one: Computation, other: Computation) -> list[str]:
@@ -125,12 +125,12 @@ class CheckedExecutor:
         return output
 
     def _tell(self, faults: Sequence[Fault], mended: bool) -> None:
-        """Warn of what was mended; end the run for what was not, on all ranks, if the job says so."""
+        """Warn of mended faults; end the run for others, on all ranks, if the job says so."""
         step = self._plugin.checked.step
         if mended:
             text = f"step {step} was computed wrongly, and mended: it goes on with gradients that came out twice"
         else:
-            text = f"step {step} gives other gradients each time: a processor or its memory is broken, or a kernel is "
+            text = f"step {step} has other gradients each time: a processor or its memory is broken, or a kernel is "
             text += "not deterministic"
         if len(faults) > 1 and self._context.layout.world_size > self._context.layout.replicate:
             text += "\nthese ranks compute together, and what one has wrong reaches the others"
@@ -142,17 +142,17 @@ class CheckedExecutor:
 
 
 SHOWN = 3
-"""Names of gradients that ranks tell each other."""
+"""Names of gradients that ranks exchange."""
 
 
 @frozen
 class Computation:
-    """What identifies the gradients of one computation on this rank."""
+    """Figures that identify the gradients of one computation on this rank."""
 
     shared: Figures
-    """Of gradients as the executor leaves them, and of the loss."""
+    """Figures of gradients as the executor leaves them, and of the loss."""
     local: Figures
-    """Of gradients before ranks have summed them, where the executor does that."""
+    """Figures of gradients before ranks have summed them, where the executor does that."""
 
     @property
     def all(self) -> Figures:

@@ -29,7 +29,7 @@ class Fault:
     rank: int
     host: str
     what: str
-    """What was wrong, for a person."""
+    """The error, in words."""
 
     def __str__(self) -> str:
         return f"rank {self.rank} on {self.host}: {self.what}"
@@ -56,7 +56,7 @@ class CheckedStep:
 
     @property
     def faults_of_step(self) -> list[Fault]:
-        """Those of the step under way."""
+        """Faults of the step under way."""
         return [fault for fault in self.faults if fault.step == self.step]
 
 

@@ -1,4 +1,4 @@
-"""The hook of a replay: what each step gives, and the sequences of the last one."""
+"""The hook of a replay: loss and norm of each step, and the sequences of the last one."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ def _first_difference(one: Mapping[str, int], other: Mapping[str, int]) -> str:
 
 
 def _known(job: Job, rank: int) -> str:
-    """What the check of gradients has found on a rank."""
+    """The result of the check of gradients on a rank, in words."""
     checks = [plugin.checked.faults for plugin in job.plugins.values() if isinstance(plugin, SDC)]
     steps = [str(fault.step) for faults in checks for fault in faults if fault.rank == rank]
     return f"; its gradients were wrong at step {', '.join(steps)}" if steps else ""

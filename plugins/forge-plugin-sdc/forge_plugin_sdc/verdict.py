@@ -1,4 +1,4 @@
-"""What a replay says about a step: data, weights or hardware."""
+"""The verdict of a replay on a step: data, weights or hardware."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class Replay:
 
     step: int
     recorded: Mapping[int, Pair]
-    """Of the run's steps up to this one."""
+    """Figures of the run's steps up to this one."""
     again: Mapping[int, Pair]
-    """Of the steps from a checkpoint up to this one."""
+    """Figures of the steps from a checkpoint up to this one."""
     recorded_gradients: Sequence[str]
     """Digest of each rank's gradients; empty where the step was not checked."""
     gradients: Sequence[str]
     losses: Sequence[float]
-    """Of every sequence of the step, in nats a token."""
+    """Loss of every sequence of the step, in nats a token."""
     worst: Sequence[Mapping[str, Any]]
     """`loss`, `source` and `text` of the worst sequences."""
 
@@ -84,7 +84,7 @@ class Replay:
         return [
             f"HARDWARE: from step {first} on, the run recorded other numbers than come out here{before}.",
             f"A processor, memory or link of the run erred in step {first}, or in the update before it; or this",
-            "machine errs now. A replay on a third machine tells which.",
+            "machine errs now. A replay on a third machine decides which.",
         ]
 
     def _data_or_weights(self) -> list[str]:

@@ -40,7 +40,7 @@ from forge_plugin_slurm.records import (
 from forge_plugin_slurm.scheduler import SlurmError
 
 WORDS_S = 1.0
-"""Seconds in which SLURM's line about the end of a job comes to its log."""
+"""Seconds in which SLURM writes its line about the end of a job to the log."""
 TRIES = 5
 TRY_S = 3.0
 END_S = 120.0

@@ -1,4 +1,4 @@
-"""What to do after an attempt: a function of what is known about it, of those before it, and of the policy."""
+"""The action after an attempt: a function of its outcome, of the attempts before it, and of the policy."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def _checked(options: Sequence[str]) -> tuple[str, ...]:
 
 @frozen(kw_only=True)
 class Submission:
-    """What is submitted by one command: a run, or an array of runs."""
+    """The jobs that one command submits: a run, or an array of runs."""
 
     groups: Sequence[Sequence[str]]
     """Job files of each run."""

@@ -56,7 +56,7 @@ class Spikes(TrainingHook):
     warmup_steps: int = field(default=100, validator=ge(0))
     """Steps at the start whose finite values are kept but not judged: norms change quickly then."""
     action: Literal["warn", "skip", "roll_back", "stop"] = "skip"
-    """What to do: `warn` only says it; `skip` leaves out the update, and after `skip_limit` in a row goes back;
+    """Action on a spike: `warn` reports it; `skip` leaves out the update, and after `skip_limit` in a row goes back;
     `roll_back` goes back at the first; `stop` leaves out the update, saves, and ends the run (exit code 76)."""
     skip_limit: int = field(default=3, validator=gt(0))
     """With `skip`: spikes in a row after which the run goes back."""

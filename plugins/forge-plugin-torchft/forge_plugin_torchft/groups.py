@@ -22,7 +22,7 @@ class Groups(TrainingHook):
     settings: Any = field(repr=False)
     """The `TorchFT` stage of the job."""
     commits: int = field(default=0, init=False)
-    """Updates that the groups have agreed on. Steps do not tell who is behind: one that was left out counts, too."""
+    """Updates that the groups have agreed on. Steps do not show a group that is behind: one left out counts, too."""
 
     @property
     def session(self) -> Session:

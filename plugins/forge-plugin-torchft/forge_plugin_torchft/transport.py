@@ -1,7 +1,7 @@
 """The way of a state from a living group to one that is behind: HTTP, from each rank to the rank of the same number.
 
 A reply is one line of JSON, then the bytes of the tensors. Nothing is pickled: torch's own stream, which torchft's
-transport sends, would run the code of whoever answers.
+transport sends, would run the code of any process that answers.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class StateTransport(CheckpointTransport[Any]):  # type: ignore[misc]  # torchft
         self.asked = True
 
     def serve(self, step: int, state: State) -> None:
-        """Answer with `state` whoever asks for `step`, until `disallow_checkpoint`."""
+        """Answer requests for `step` with `state`, until `disallow_checkpoint`."""
         with self._ready:
             self._served, self.asked = (step, state), False
             self._ready.notify_all()
