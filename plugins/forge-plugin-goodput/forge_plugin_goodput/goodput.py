@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from forge_core.job import Job
     from forge_plugin_goodput.events import EventLog
 
-LEAST_SAVE_S = 1e-3
-"""Seconds in the phase `save` from which something was saved: leaving the phase takes some microseconds, too."""
+LEAST_SAVE_S = 1e-4
+"""Seconds in the phase `save` between two steps from which something was saved that is not committed yet."""
 
 
 @define(kw_only=True, slots=False)
@@ -60,6 +60,7 @@ class Goodput(TrainingHook):
         self._count = self._skipped = 0
         self._due = 0.0  # the first step has a line of its own: it compiles
         self._in_background: dict[int, float] = {}
+        self._left_s = 0.0
 
     def on_step_begin(self, context: StepContext) -> None:
         if self._log is None:
@@ -68,7 +69,9 @@ class Goodput(TrainingHook):
             self._first = context.step
         seconds = context.seconds
         blocked = self._log.not_noted("save", seconds)
-        if blocked > LEAST_SAVE_S:  # a save that is not there: it is being written in the background, or failed
+        if self._saved == self._step:
+            self._left_s = blocked  # the end of the phase, after the line of its save
+        elif blocked - self._left_s > LEAST_SAVE_S:  # not committed: it is being written in the background, or failed
             failed = {} if context.job.checkpoint.async_save else {"failed": True}
             self._note_save(seconds, self._step, **failed or {"in_background": True})
             if not failed:
@@ -164,6 +167,7 @@ class Goodput(TrainingHook):
         assert self._log is not None
         self._note_steps(seconds)
         self._log.add("save", seconds, lambda phase: phase == "save", step=step, **facts)
+        self._left_s = 0.0
         self._log.sync()
 
 
