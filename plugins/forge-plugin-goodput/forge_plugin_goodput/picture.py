@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forge_kit.pictures import GREY, INK, quiet_style, write_figure
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
+from forge_kit.pictures import GREY, INK, quiet_style, write_figure
 from forge_plugin_goodput.accounting import CLASSES, Account, Stretch
 from forge_plugin_goodput.words import count, duration
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from forge_kit.pictures import GREY, quiet_style
 from matplotlib.ticker import EngFormatter
 
+from forge_kit.pictures import GREY, quiet_style
 from forge_plugin_curves.compare.results import CellResult, Outcome
 from forge_plugin_curves.drawing import new_figure
 from forge_plugin_curves.history import Average
