@@ -126,6 +126,10 @@ class TrainContext:
     requests: Requests = field(factory=Requests, repr=False)
     engine: Engine | None = field(default=None, repr=False)
     """The run loop; None where a hook is tried without one."""
+    build: BuildContext | None = field(default=None, repr=False)
+    """Mesh, layout, device and plugins of the run; None where a hook is tried without one, as for `executor`."""
+    executor: Executor | None = field(default=None, repr=False)
+    """Runs the model under the layout of the run: a hook evaluates by it, as evaluations do. Collective."""
     checkpoints: Callable[[], list[int]] = field(default=list, repr=False)
     """Returns the steps of the committed checkpoints, ascending. Collective."""
 

@@ -90,6 +90,7 @@ class Run(BuiltModel):
     def references(self) -> dict[str, Any]:
         """Fields that the contexts of all hooks have."""
         common = {"job": self.job, "model": self.model, "optimizer": self.optimizer}
+        common |= {"build": self.context, "executor": self.executor}
         return {**common, "tokenizer": self.context.tokenizer, "folder": self.context.folder}
 
 
