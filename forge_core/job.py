@@ -212,8 +212,8 @@ class MetricsSection:
     peak_tflops: float = field(default=0.0, validator=ge(0))
     """Peak TFLOP/s of one device for the model-FLOPs utilisation; 0: from the core's table, no MFU where unknown."""
     counts_interval: int = field(default=10, validator=ge(0))
-    """Steps between the lines that hold what modules counted, such as the tokens of each expert; 0: never. With them, a
-    line of a model with 58 layers of 256 experts has 120 kB."""
+    """Steps between the lines that hold what modules counted, such as the tokens of each expert, with that of the last
+    step; 0: never. With them, a line of a model with 58 layers of 256 experts has 120 kB."""
 
 
 @frozen(kw_only=True)

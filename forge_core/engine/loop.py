@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import math
-import resource
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -27,13 +26,13 @@ from forge_core.data.loader import TrainLoader
 from forge_core.engine.build import Run
 from forge_core.engine.evaluation import evaluate
 from forge_core.engine.hooks import named
-from forge_core.engine.reporting import Recorder, announce
+from forge_core.engine.reporting import Recorder, announce, peak_memory
 from forge_core.engine.run_state import go_back, restore, snapshot, taken
 from forge_core.engine.step import Stepper, agreed_reason
 from forge_core.job import TrainSection
 from forge_core.launch.rank_process import this_process
 from forge_core.parallel.layout import micro_batches
-from forge_core.parallel.mesh import any_rank, gather_objects
+from forge_core.parallel.mesh import gather_objects, largest
 
 
 class Loop:
@@ -114,6 +113,7 @@ class Loop:
         if self.requests.skip:
             self._echo(f"step {progress.step}: update skipped: {self.requests.skip}")
         self._hooks("on_step_end", context)
+        context.logged |= self._agreement.peaks
         self.recorder.step(context, progress.tokens, rate, sums, skipped)
         if self._job.train.gc_interval and progress.step % self._job.train.gc_interval == 0:
             gc.collect(1)  # not the oldest generation, which holds the model: it costs most and frees nothing
@@ -264,9 +264,8 @@ def _rehearse(run: Run, progress: Progress, echo: Callable[[str], object]) -> No
     with torch.no_grad():
         for name, buffer in run.model.named_buffers():
             buffer.copy_(buffers[name])
-    resident = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # which getrusage states in kB
-    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else resident
-    echo(f"dry run: a micro-batch of {shape} tokens went forward and backward, peak memory {peak / 1e9:.1f} GB")
+    peak = peak_memory(device)["peak_memory_gb"]
+    echo(f"dry run: a micro-batch of {shape} tokens went forward and backward, peak memory {peak:.1f} GB")
 
 
 class Agreement:
@@ -274,8 +273,10 @@ class Agreement:
 
     def __init__(self, run: Run, requests: Requests, saver: Saver) -> None:
         self._beacon, self._requests, self._saver = run.hooks.beacon, requests, saver
-        self._alone = run.context.layout.world_size == 1
+        self._alone, self._device = run.context.layout.world_size == 1, run.context.device
         self._agreed_to_end = False
+        self.peaks: dict[str, float] = {}
+        """`peak_memory` of the rank with the most, up to the last agreement: for the line of the next step."""
 
     @property
     def ends_run(self) -> bool:
@@ -293,7 +294,10 @@ class Agreement:
         requests, saver = self._requests, self._saver
         asked = [bool(requests.stop), requests.checkpoint or saver.overdue, bool(requests.non_finite), saver.writing]
         asked += [requests.final, requests.rollback is not None]
-        stop, checkpoint, non_finite, writing, final, rollback = asked if self._alone else any_rank(asked)
+        peaks = peak_memory(self._device)  # along with the flags, as a collective of its own would cost as much again
+        values = [*asked, *peaks.values()] if self._alone else largest([*asked, *peaks.values()])
+        stop, checkpoint, non_finite, writing, final, rollback = map(bool, values[: len(asked)])
+        self.peaks = dict(zip(peaks, values[len(asked) :], strict=True))
         # Texts travel only in the step in which ranks have agreed that there is one: other steps cost four flags.
         if stop:
             requests.stop = agreed_reason(requests.stop)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import shutil
 import time
 import warnings
@@ -160,7 +161,7 @@ class Recorder:
                 self._loggers[name].start(step)
             stack.callback(self._loggers[name].close)
         self._on_line = on_line
-        self._counts_interval = run.job.metrics.counts_interval
+        self._counts_interval, self._steps = run.job.metrics.counts_interval, train.steps
         self._tracker, self.clock = Tracker(self._deliver), Clock()
         self.flush = self._tracker.flush
         self._flops, self._peak = run.outline.flops, ranks * (peak_flops(run.job, run.context.device) or 0.0)
@@ -171,7 +172,7 @@ class Recorder:
         """Queue the line of a step: `tokens` fed since the run began, `skipped` on the device."""
         assert context.grad_norm is not None
         scalars = metrics(sums, self._source_names)
-        if not self._counts_interval or context.step % self._counts_interval:
+        if not self._counts_interval or (context.step % self._counts_interval and context.step < self._steps):
             scalars = {name: value for name, value in scalars.items() if not isinstance(name, Count)}
         scalars.update(self._summaries())
         scalars["grad_norm"] = context.grad_norm
@@ -278,6 +279,16 @@ class Tracker:
         """Deliver everything, waiting for it."""
         while self._pending:
             self._deliver(self._pending.popleft().line())
+
+
+def peak_memory(device: torch.device) -> dict[str, float]:
+    """GB at most of this rank: of a GPU allocated and reserved, since the last call; of a CPU resident, since ever."""
+    if device.type != "cuda":
+        return {"peak_memory_gb": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e9}  # stated in kB
+    stats = torch.cuda.memory_stats(device)  # once, and not by `max_memory_…`: each call builds the whole table
+    torch.cuda.reset_peak_memory_stats(device)  # so that the step shows in which it grew
+    names = {"peak_memory_gb": "allocated_bytes.all.peak", "peak_reserved_gb": "reserved_bytes.all.peak"}
+    return {name: stats.get(key, 0) / 1e9 for name, key in names.items()}
 
 
 class Clock:

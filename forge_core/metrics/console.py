@@ -144,6 +144,8 @@ def describe(record: Mapping[str, Any]) -> str:
     parts.append(f"{record['tokens_per_second']:,.0f} tokens/s")
     if "mfu" in record:
         parts.append(f"MFU {record['mfu']:.1%}")
+    if "peak_reserved_gb" in record:  # of a GPU: the resident set of a CPU is mostly torch and the data
+        parts.append(f"{record['peak_memory_gb']:.1f} GB")
     if record.get("skipped"):
         parts.append("update skipped")
     return "  ".join(parts)

@@ -171,20 +171,24 @@ RING_UP_TO = 64
 
 
 def any_rank(flags: Sequence[bool]) -> list[bool]:
-    """Whether any rank of the run has each flag set. Collective, and part of every step."""
-    # uint8 on the CPU: requests are the host's, which must not wait for the device.
-    known = torch.tensor(flags, dtype=torch.uint8)
+    """Whether any rank of the run has each flag set. Collective."""
+    return [bool(flag) for flag in largest(flags)]
+
+
+def largest(values: Sequence[float]) -> list[float]:
+    """The largest of each value over the ranks of the run. Collective, and part of every step."""
+    known = torch.tensor(values, dtype=torch.float64)  # on the CPU: the host must not wait for the device
     if dist.get_world_size() > RING_UP_TO:
         known = _disseminate(known)
     else:
         dist.all_reduce(known, op=dist.ReduceOp.MAX)
-    return [bool(flag) for flag in known.tolist()]
+    return known.tolist()
 
 
 def _disseminate(known: Tensor) -> Tensor:
-    """Logical or of all ranks' flags in log2(n) rounds (dissemination, Hensgen et al. 1988)."""
-    # In round k a rank sends what it knows to the rank 2^k further on. A flag may arrive twice, which changes nothing
-    # in a logical or, so n need not be a power of two.
+    """Maximum of all ranks' values in log2(n) rounds (dissemination, Hensgen et al. 1988)."""
+    # In round k a rank sends what it knows to the rank 2^k further on. A value may arrive twice, which changes nothing
+    # in a maximum, so n need not be a power of two.
     rank, size, distance = dist.get_rank(), dist.get_world_size(), 1
     received = torch.empty_like(known)
     while distance < size:
@@ -192,7 +196,7 @@ def _disseminate(known: Tensor) -> Tensor:
         dist.recv(received, (rank - distance) % size)
         assert sending is not None
         sending.wait()
-        known, distance = known | received, 2 * distance
+        known, distance = torch.maximum(known, received), 2 * distance
     return known
 
 

@@ -17,3 +17,9 @@ def test_a_flag_of_any_rank_reaches_all(monkeypatch, size, ring_up_to):
         return [mesh.any_rank([rank == setter, False, True]) for setter in range(size)]
 
     assert run_on_ranks(size, agree) == [[[True, False, True]] * size] * size
+
+
+def test_the_largest_value_of_any_rank_is_known_to_all(monkeypatch):
+    monkeypatch.setattr(mesh, "RING_UP_TO", 1)
+    values = [[61.25, 1.0], [79.5, 0.0], [8.0, 0.5]]
+    assert run_on_ranks(3, lambda rank: mesh.largest(values[rank])) == [[79.5, 1.0]] * 3

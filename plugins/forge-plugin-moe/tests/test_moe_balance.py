@@ -199,8 +199,8 @@ def test_what_is_logged_of_the_load(make_job, train, lines):
     )
 
 
-@pytest.mark.parametrize(("interval", "steps"), [(2, [2, 4]), (0, []), (10, [])])
-def test_counts_are_logged_at_their_interval(make_job, train, lines, interval, steps):
+@pytest.mark.parametrize(("interval", "steps"), [(2, [2, 4, 5]), (0, []), (10, [5])])
+def test_counts_are_logged_at_their_interval_and_at_the_end(make_job, train, lines, interval, steps):
     model = model_of(SigmoidTopK(top_k=1))
     records = lines(train(make_job(model=model, steps=5, metrics=MetricsSection(counts_interval=interval), **SIZES)))
     assert [record["step"] for record in records if "counts" in record] == steps

@@ -16,7 +16,7 @@ from forge_core.checkpoint.tensors import load_tensors
 from forge_kit.checkpoints import stored_tensors
 from harness.launch import committed
 
-TIMES = {"time", "tokens_per_second", "step_seconds", "mfu", "data_wait"}
+TIMES = {"time", "tokens_per_second", "step_seconds", "mfu", "data_wait", "peak_memory_gb"}
 """Metrics that no two runs share."""
 OF_THE_SAVE = {"time", "files", "provenance"}
 """Entries of a manifest that tell of the process that saved; tensors are compared by what they hold."""
