@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from forge_kit.modules import Linear
+from forge_kit.taps import TapPoint
 from forge_plugin_transformer.modules.attention_core import AttentionCore, torch_attention
 from forge_plugin_transformer.modules.cache import Cache
 from forge_plugin_transformer.modules.rotary import (
@@ -170,6 +171,11 @@ class GroupedAttention(nn.Module):
 
     def sequence_mixers(self) -> Mapping[str, int]:
         return {"core": self.k.out_features // self.head_dim}
+
+    def tap_points(self) -> Mapping[str, TapPoint]:
+        """Queries and keys as the core receives them: normalised and rotated."""
+        points = {name: TapPoint("core", "input", number, "heads") for number, name in enumerate("qkv")}
+        return points | {"z": TapPoint("core", "output", axes="heads")}
 
     def backend_choices(self, seq_len: int) -> Sequence[tuple[str, str, str]]:
         if not isinstance(self.core, AttentionCore):  # a stage has replaced it

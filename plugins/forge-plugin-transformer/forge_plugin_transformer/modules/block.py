@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
+
+from forge_kit.taps import TapPoint, tap_points
 
 if TYPE_CHECKING:
     from forge_core.contracts.data import Batch
@@ -58,6 +61,17 @@ class Block(nn.Module):
         """Returns the norm `name` of x (B, S, D); a derived class may have others by position."""
         normalised: Tensor = getattr(self, name)(x)
         return normalised
+
+    def tap_points(self) -> Mapping[str, TapPoint]:
+        """The residual stream, what each part adds to it, and the points of the parts."""
+        points = {"resid_pre": TapPoint("", "carry_in"), "resid_post": TapPoint("", "carry_out")}
+        if not self.parallel:  # else there is no stream between the parts
+            points["resid_mid"] = TapPoint("ffn_norm", "input")
+        for name, point in (("attention", "attn_out"), ("ffn", "mlp_out")):
+            has_norm = not isinstance(getattr(self, f"{name}_post_norm"), nn.Identity)
+            points[point] = TapPoint(f"{name}_post_norm" if has_norm else name)
+            points |= tap_points(getattr(self, name), name)
+        return points
 
     def _scaled(self, x: Tensor) -> Tensor:
         return x if self.scale == 1 else x * self.scale

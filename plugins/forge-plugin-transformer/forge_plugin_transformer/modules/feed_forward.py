@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from forge_kit.modules import Linear
+from forge_kit.taps import TapPoint
 
 if TYPE_CHECKING:
     from forge_core.contracts.data import Batch
@@ -33,6 +34,9 @@ class GatedFeedForward(nn.Module):
 
     def tensor_parallel_plan(self) -> Mapping[str, str]:
         return {"": "whole_input", "gate": "column", "up": "column", "down": "row"}
+
+    def tap_points(self) -> Mapping[str, TapPoint]:
+        return {"mlp_hidden": TapPoint("down", "input", axes="hidden")}
 
 
 class GELUGatedFeedForward(GatedFeedForward):
@@ -60,3 +64,6 @@ class PlainFeedForward(nn.Module):
 
     def tensor_parallel_plan(self) -> Mapping[str, str]:
         return {"": "whole_input", "up": "column", "down": "row"}
+
+    def tap_points(self) -> Mapping[str, TapPoint]:
+        return {"mlp_hidden": TapPoint("down", "input", axes="hidden")}

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from forge_core.contracts.model import Model, Role
 from forge_kit.modules import Embedding, LinearHead
+from forge_kit.taps import TapPoint, tap_points
 from forge_plugin_transformer.modules import parts
 from forge_plugin_transformer.modules.block import PARTS, Block
 from forge_plugin_transformer.modules.cache import LayerCaches
@@ -147,6 +148,12 @@ class TransformerModel(Model):
         ends = [[*tables, "norm", "head"]] if both else [tables, ["norm", "head"]]
         blocks = [f"layers.{name}" for name in self.layers] + self._prediction_blocks()
         return [ends[0], *([name] for name in blocks), *ends[1:]]
+
+    def tap_points(self) -> Mapping[str, TapPoint]:
+        points = {"embed": TapPoint("embedding")}
+        for number, layer in self.layers.items():
+            points |= tap_points(layer, f"layers.{number}", f"layers.{number}")
+        return points | {"final_norm": TapPoint("norm")}
 
     def further_blocks(self) -> list[str]:
         return self._prediction_blocks()

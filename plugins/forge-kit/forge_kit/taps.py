@@ -1,0 +1,66 @@
+"""Points inside a model at which activations can be read and changed; `forge-plugin-taps` uses them.
+
+Shapes: B sequences, S positions, s positions of this rank between blocks, D model width, H heads, E width of a head, F
+hidden features of a feed-forward part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import attrs
+from attrs import field, frozen
+from attrs.validators import ge, in_
+from torch import nn
+
+Side = Literal["input", "output", "carry_in", "carry_out", "pattern"]
+"""Which tensor of a module. `input` and `output`: of its forward pass. `carry_in` and `carry_out`: of a block, which
+maps a carry to a carry. `pattern`: the attention that sampled queries pay, of a module that mixes positions."""
+Axes = Literal["rest", "heads", "hidden", "whole"]
+"""How a layout divides the tensor. `rest`: (B, s, D), as between blocks, so that sequence parallel divides positions.
+`heads`: (B, S, H, E), whose heads tensor parallel divides. `hidden`: (B, S, F), whose features it divides. `whole`:
+(B, S, …), equal on all ranks of tensor parallel."""
+
+
+@frozen
+class TapPoint:
+    """One tensor inside a model: of which module, on which side, and how a layout divides it."""
+
+    module: str
+    """Name of the module, relative to the one that declares the point; empty: that module itself."""
+    side: Side = field(default="output", validator=in_(("input", "output", "carry_in", "carry_out", "pattern")))
+    index: int = field(default=0, validator=ge(0))
+    """Number of the positional argument, or of the element of a tuple that is returned."""
+    axes: Axes = field(default="rest", validator=in_(("rest", "heads", "hidden", "whole")))
+
+
+@runtime_checkable
+class HasTapPoints(Protocol):
+    """A model, or a part of one, that names its points."""
+
+    def tap_points(self) -> Mapping[str, TapPoint]:
+        """Returns the points by name: `layers.3.resid_post` of a model, `z` of an attention part."""
+
+
+def tap_points(part: nn.Module, name: str = "", point_prefix: str = "") -> dict[str, TapPoint]:
+    """Returns the points of a part, for the module that contains it; none if it declares none.
+
+    Args:
+        part: any module.
+        name: its name in the module that contains it.
+        point_prefix: put before the names of its points, with a dot, as in `layers.3`.
+    """
+    # Not by isinstance: a stage may have wrapped the part, and its wrapper passes on attributes.
+    declared: Any = getattr(part, "tap_points", None)
+    points: Mapping[str, TapPoint] = {} if declared is None else declared()
+    return {_join(point_prefix, key): below(name, point) for key, point in points.items()}
+
+
+def below(name: str, point: TapPoint) -> TapPoint:
+    """Returns a point of the module `name`, for the module that contains it."""
+    return attrs.evolve(point, module=_join(name, point.module))
+
+
+def _join(first: str, second: str) -> str:
+    return f"{first}.{second}" if first and second else first or second

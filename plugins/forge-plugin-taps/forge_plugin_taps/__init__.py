@@ -1,0 +1,50 @@
+"""Activations and their gradients, sampled during training: stage `taps`, kinds `sink` and `edit`."""
+
+from typing import TYPE_CHECKING, Any
+
+from forge_plugin_taps.kinds import GRADIENT, Edit, EditComponent, PointInfo, Sink, SinkComponent, TapsInfo
+from forge_plugin_taps.store import Store
+from forge_plugin_taps.taps import Taps
+
+if TYPE_CHECKING:
+    from forge_plugin_taps.recorder import Recorder, recorder_of
+    from forge_plugin_taps.samples import TOKENS, LocalPart, Sample
+    from forge_plugin_taps.where import Split, Where
+
+__all__ = [
+    "GRADIENT",
+    "TOKENS",
+    "Edit",
+    "EditComponent",
+    "LocalPart",
+    "PointInfo",
+    "Recorder",
+    "Sample",
+    "Sink",
+    "SinkComponent",
+    "Split",
+    "Store",
+    "Taps",
+    "TapsInfo",
+    "Where",
+    "recorder_of",
+]
+
+_WITH_TORCH = {
+    "Recorder": "recorder",
+    "recorder_of": "recorder",
+    "LocalPart": "samples",
+    "Sample": "samples",
+    "TOKENS": "samples",
+    "Split": "where",
+    "Where": "where",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Names whose modules import torch, which a job that is checked does not."""
+    if name not in _WITH_TORCH:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"{__name__}.{_WITH_TORCH[name]}"), name)

@@ -1,0 +1,128 @@
+"""Kinds `sink` and `edit`: what receives activations, and what changes them.
+
+Shapes: N samples, the sampled positions of all sequences of a global batch; m of them that one rank has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from attrs import field, frozen
+from attrs.validators import min_len
+
+from forge_core.contracts.components import Component
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from forge_core.contracts.contexts import BuildContext
+    from forge_plugin_taps.samples import Sample
+    from forge_plugin_taps.where import Where
+
+GRADIENT = ".grad"
+"""Suffix of the name of a point whose gradient is meant: of the objective, by the activation."""
+
+
+@frozen
+class PointInfo:
+    """A point that a run captures."""
+
+    axes: str
+    """How layouts divide it: see `forge_kit.taps.Axes`; `pattern` for attention."""
+    layer: int | None
+    """Number of its layer; None: it belongs to none."""
+
+
+@frozen(kw_only=True)
+class TapsInfo:
+    """What a stage captures, known to sinks when they are built; the same on every rank."""
+
+    points: Mapping[str, PointInfo]
+    """By name, gradients (`NAME.grad`) among them, in the order of the model: those of the sink it is passed to."""
+    interval: int
+    """Steps between sampled ones."""
+    rows: int
+    """Sequences of a global batch."""
+    positions: int
+    """Sampled positions of each."""
+    length: int
+    """Positions of a sequence."""
+
+    @property
+    def samples(self) -> int:
+        """N."""
+        return self.rows * self.positions
+
+
+class Sink:
+    """Receives what was captured. Derive from it and override what the sink needs.
+
+    All ranks call each method alike, so it may use collectives.
+    """
+
+    def start(self, step: int) -> None:
+        """The run starts after `step` completed steps, its state restored: anything kept of later ones is stale."""
+
+    def consume(self, sample: Sample) -> None:
+        """Receive the samples of a step, after its update."""
+        raise NotImplementedError
+
+    def metrics(self) -> Mapping[str, float | Tensor]:
+        """Returns numbers for the line of the step that was just consumed; device scalars are copied without a wait.
+
+        They must be the same on every rank. Names are logged as they are.
+        """
+        return {}
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Returns the state to save: tensors and plain values by name.
+
+        A tensor may be on one rank only, and every rank gets it back whole. Plain values are those of rank 0.
+        """
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned. Called before `start`."""
+
+    def close(self, final: bool) -> None:
+        """The run ends: `final` after its last step, else it is to be continued. Not called after a failure."""
+
+
+@frozen(kw_only=True)
+class SinkComponent(Component["Sink"]):
+    """Builds a sink: an entry of `[parallel.taps.sinks.NAME]`."""
+
+    kind = "sink"
+    resumes_as = "safe"
+
+    points: tuple[str, ...] = ()
+    """Globs over names of points that it receives; by default all of the stage."""
+
+    def build(self, context: BuildContext, taps: TapsInfo) -> Sink:
+        """Build it, when the run begins; `taps` has its points only."""
+        raise NotImplementedError
+
+
+class Edit:
+    """Changes activations at a point."""
+
+    def apply(self, x: Tensor, where: Where) -> Tensor:
+        """Returns the activations in place of x, as this rank has them: see `where` for its part of them."""
+        raise NotImplementedError
+
+
+@frozen(kw_only=True)
+class EditComponent(Component["Edit"]):
+    """Builds an edit: an entry of `[parallel.taps.edits.NAME]`."""
+
+    kind = "edit"
+    resumes_as = "flag"
+
+    point: str = field(validator=min_len(1))
+    """Glob over the names of points (`layers.3.resid_post`, `layers.*.z`)."""
+    in_training: bool = False
+    """Whether it is on in training. It is always on in evaluations and commands that name it."""
+
+    def build(self, context: BuildContext, taps: TapsInfo) -> Edit:
+        raise NotImplementedError

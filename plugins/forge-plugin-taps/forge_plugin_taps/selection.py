@@ -1,0 +1,47 @@
+"""Globs over the names of points."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from fnmatch import fnmatchcase
+
+from forge_core.contracts.errors import Problem, did_you_mean
+
+
+def matching(patterns: Iterable[str], names: Sequence[str]) -> list[str]:
+    """Returns the names that some pattern matches, in their order. `*` also matches dots."""
+    patterns = list(patterns)
+    return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
+
+
+def selection_problems(path: str, patterns: Sequence[str], names: Sequence[str]) -> Iterator[Problem]:
+    """Yields a problem for each pattern that matches nothing, with names that were probably meant."""
+    for number, pattern in enumerate(patterns):
+        if not matching([pattern], names):
+            yield Problem(
+                f"{path}.{number}" if path else str(number), f"{pattern!r} matches no point{_hint(pattern, names)}"
+            )
+
+
+def _hint(pattern: str, names: Sequence[str]) -> str:
+    forms = sorted({_form(name) for name in names})
+    return did_you_mean(_form(pattern), forms) or f"; there are {', '.join(forms)}"
+
+
+def _form(name: str) -> str:
+    """A name with `*` for the number of its layer."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
+
+
+def in_order(names: Iterable[str]) -> list[str]:
+    """Sorts names, layers by number."""
+    return sorted(
+        set(names), key=lambda name: [(len(part), part) if part.isdigit() else (99, part) for part in name.split(".")]
+    )
+
+
+def layer_of(name: str) -> int | None:
+    """The number of a point's layer; None if it belongs to none."""
+    found = re.search(r"(?:^|\.)layers\.(\d+)(?:\.|$)", name)
+    return int(found[1]) if found else None

@@ -1,0 +1,172 @@
+"""A point in one module of the model: copies the sampled positions of what passes.
+
+Shapes: B sequences of a micro-batch, S positions, n sampled positions of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import count
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from forge_core.auxiliary import Auxiliary
+    from forge_plugin_taps.kinds import Edit
+    from forge_plugin_taps.where import Where
+
+
+class Marks(NamedTuple):
+    """Entries of a micro-batch that say which of its positions are sampled."""
+
+    rows: Tensor
+    """(B,) on the CPU: numbers of its sequences among those of this rank."""
+    inside: Tensor
+    """(B, n): where each sampled position is in this rank's part of the sequence; -1: another rank has it."""
+    rest: Tensor
+    """The same between blocks, where sequence parallel divides positions."""
+    token: Tensor
+    """Written to by all copies in a compiled block; see `_keep`."""
+
+
+ENTRIES = ("taps_rows", "taps_inside", "taps_rest")
+"""Names of the first three in a batch."""
+
+
+class Current:
+    """The micro-batch that is passing through the model. One object for all sites."""
+
+    def __init__(self, auxiliary: Auxiliary) -> None:
+        self.auxiliary = auxiliary
+        self.marks: Marks | None = None
+        """None: nothing is sampled."""
+        self.batch: Any = None
+        self.edits: frozenset[str] = frozenset()
+        """Names of the edits that are on."""
+
+    def enter(self, batch: Any) -> None:
+        """Note the micro-batch, in whose forward pass the sites are called from now on."""
+        self.batch = batch
+        if ENTRIES[0] not in batch:
+            self.marks = None
+            return
+        rows, inside, rest = (batch[name] for name in ENTRIES)
+        # A new one for each block: a compiled graph must not change its inputs, which a backward pass may still need
+        # while the next micro-batch of a pipeline goes forward.
+        self.marks = Marks(rows, inside, rest, torch.zeros(1))
+
+
+class Site:
+    """One point of one layer. Forward hooks of its module call `take`."""
+
+    # Hooks and not another `forward`: blocks that differ in a function they call share no compiled graph, while the
+    # attributes of sites that a trace reads are equal, or tensors.
+
+    def __init__(self, name: str, axes: str, current: Current, *, values: bool, gradient: bool, copies: bool) -> None:
+        """Set up a point.
+
+        Args:
+            name: its name in the model.
+            axes: see `forge_kit.taps.Axes`.
+            current: shared by all sites.
+            values: whether values are kept.
+            gradient: whether gradients are kept.
+            copies: whether the tensor is the last of its block, of which `fully_shard` must not get a view.
+        """
+        self.name, self.axes, self.current = name, axes, current
+        self.values, self.gradient, self.copies = values, gradient, copies
+        self.kept: dict[bool, dict[int, Tensor]] = {False: {}, True: {}}
+        """Values (False) and gradients (True) of each micro-batch (B, n, …), by the number of its first sequence."""
+        self.edits: list[tuple[str, Edit, Callable[[Tensor, Any], Where]]] = []
+        """Edits of the point by name, each with what it is told of a tensor and the batch."""
+        # A tensor and not a number, which would be another constant in the graph of each layer.
+        self.number = torch.tensor(next(_numbers))
+        _sites[int(self.number)] = self
+
+    def take(self, x: Tensor) -> Tensor:
+        """Edit x (B, S, …) and copy its sampled positions. Returns what goes on in its place."""
+        for name, edit, where in self.edits:
+            if name in self.current.edits:
+                x = edit.apply(x, where(x, self.current.batch))
+        marks = self.current.marks
+        if marks is None:
+            return x
+        local = marks.rest if self.axes == "rest" else marks.inside
+        if self.values and not self.current.auxiliary.recomputing:
+            self.keep(pick(x.detach(), local), marks)
+        # When it is computed again, too: the backward pass must find the same nodes.
+        if self.gradient and torch.is_grad_enabled() and x.requires_grad:
+            return _GradientTap.apply(x, local, marks.rows, self.number, self.copies)
+        return x
+
+    def keep(self, picked: Tensor, marks: Marks) -> None:
+        """Keep values (B, n, …) of the current micro-batch."""
+        if torch.compiler.is_compiling():
+            _keep(marks.token, picked, marks.rows, self.number)
+        else:
+            self.kept[False][int(marks.rows[0])] = picked
+
+    def clear(self) -> None:
+        """Forget what was kept."""
+        self.kept = {False: {}, True: {}}
+
+
+_numbers = count()
+_sites: WeakValueDictionary[int, Site] = WeakValueDictionary()
+"""Sites by number, for compiled graphs, which cannot hold a Python object."""
+
+
+def pick(x: Tensor, local: Tensor) -> Tensor:
+    """Returns the positions `local` (B, n) of x (B, S, …); anything where it is -1."""
+    rows = torch.arange(x.shape[0], device=x.device).unsqueeze(1)
+    return x[rows, local.clamp(min=0)]
+
+
+# Opaque to the compiler: what is kept belongs to no graph, so no buffer must exist before the first trace, and none is
+# changed that a graph holds for its backward pass. The graph must not find the call useless: it changes `token`, which
+# leaves the block with `Current.marks`.
+@torch.library.custom_op("forge_taps::keep", mutates_args={"token"})
+def _keep(token: Tensor, picked: Tensor, rows: Tensor, number: Tensor) -> None:  # noqa: ARG001
+    # A copy: the compiler may use the memory of its intermediate results again.
+    _sites[int(number)].kept[False][int(rows[0])] = picked.clone()
+
+
+@_keep.register_fake
+def _(*_: Tensor) -> None:
+    return None
+
+
+@torch.library.custom_op("forge_taps::keep_gradient", mutates_args=())
+def _keep_gradient(grad: Tensor, local: Tensor, rows: Tensor, number: Tensor) -> Tensor:
+    # In the path of the gradient, so that it is not left out, and a copy, which operators must return.
+    _sites[int(number)].kept[True][int(rows[0])] = pick(grad, local)
+    return grad.clone()
+
+
+@_keep_gradient.register_fake
+def _(grad: Tensor, *_: Tensor) -> Tensor:
+    return torch.empty_like(grad)
+
+
+class _GradientTap(torch.autograd.Function):
+    """The identity; its backward pass keeps the gradient of the sampled positions."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, local: Tensor, rows: Tensor, number: Tensor, copies: bool) -> Tensor:
+        ctx.compiled = torch.compiler.is_compiling()
+        if ctx.compiled:
+            ctx.save_for_backward(local, rows, number)
+        else:  # what is saved is computed again under checkpointing, when another micro-batch may be the current one
+            ctx.kept = local, rows, number
+        return x.clone() if copies else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.compiled:
+            return _keep_gradient(grad, *ctx.saved_tensors), None, None, None, None
+        local, rows, number = ctx.kept
+        _sites[int(number)].kept[True][int(rows[0])] = pick(grad, local)
+        return grad, None, None, None, None

@@ -1,0 +1,112 @@
+"""The stage of the component `taps`: hooks on the modules that have a point."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from attrs import frozen
+from torch import Tensor, nn
+
+from forge_core.contracts.runtime import ParallelStage
+from forge_kit.blocks import blocks_of
+from forge_kit.taps import TapPoint, tap_points
+from forge_plugin_taps.recorder import ATTRIBUTE, Recorder
+from forge_plugin_taps.selection import matching
+from forge_plugin_taps.site import Current, Site
+
+if TYPE_CHECKING:
+    from forge_core.contracts.contexts import BuildContext
+    from forge_core.contracts.data import Batch
+    from forge_core.contracts.model import Model
+    from forge_plugin_taps.taps import Taps
+
+
+class TapsStage(ParallelStage):
+    """See `forge_core.contracts.runtime.ParallelStage`."""
+
+    def __init__(self, component: Taps, context: BuildContext) -> None:
+        self._component = component
+        self._recorder = Recorder(component, context)
+
+    def apply(self, model: Model) -> Model:
+        """Put hooks on modules that have a selected point, and note the micro-batch at every way into the model."""
+        recorder, component = self._recorder, self._component
+        points = tap_points(model)
+        values, gradients = (set(matching(p, list(points))) for p in (component.points, component.gradients))
+        blocks = blocks_of(model)
+        carried: dict[int, dict[str, Site]] = {id(block): {} for block in blocks}
+        edited = set(matching([edit.point for edit in component.edits.values()], list(points)))
+        for name, point in points.items():
+            if name not in values | gradients | edited:
+                continue
+            site = Site(
+                name,
+                point.axes,
+                recorder.current,
+                values=name in values,
+                gradient=name in gradients,
+                copies=point.side == "carry_out",
+            )
+            recorder.sites[name] = site
+            module = model.get_submodule(point.module)
+            if point.side in ("carry_in", "carry_out"):
+                carried[id(module)][point.side] = site
+            else:
+                _hang(module, point, site)
+        for block in blocks:
+            own = carried[id(block)]
+            block.forward = InBlock(block.forward, recorder.current, own.get("carry_in"), own.get("carry_out"))
+        for method in ("embed", "finish"):
+            setattr(model, method, InBlock(getattr(model, method), recorder.current))
+        setattr(model, ATTRIBUTE, recorder)
+        return model
+
+    def describe(self) -> str:
+        return f"{len(self._recorder.sites)} points on this rank"
+
+    def split(self, batch: Batch) -> Batch:
+        """Mark the sampled positions of a micro-batch, of which context parallel has left this rank its part."""
+        return self._recorder.mark(batch)
+
+
+@frozen
+class InBlock:
+    """A block's forward pass, or `embed` or `finish`, that notes its micro-batch, and the points of its carry."""
+
+    forward: Callable[..., Any]
+    current: Current
+    before: Site | None = None
+    after: Site | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, dict):
+                self.current.enter(value)
+                break
+        if self.before is not None:
+            carry, *others = args
+            args = ((self.before.take(carry[0]), *carry[1:]), *others)
+        out = self.forward(*args, **kwargs)
+        if self.after is not None:
+            out = (self.after.take(out[0]), *out[1:])
+        return out
+
+
+def _hang(module: nn.Module, point: TapPoint, site: Site) -> None:
+    """Let a site see the input or output of a module."""
+
+    def before(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        index = point.index
+        return (*args[:index], site.take(args[index]), *args[index + 1 :])
+
+    def after(_: nn.Module, _args: tuple[Any, ...], out: Any) -> Any:
+        if isinstance(out, Tensor):
+            return site.take(out)
+        index = point.index
+        return (*out[:index], site.take(out[index]), *out[index + 1 :])
+
+    if point.side == "input":
+        module.register_forward_pre_hook(before)
+    else:
+        module.register_forward_hook(after)

@@ -1,0 +1,88 @@
+"""The component `taps`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from attrs import field, frozen
+from attrs.validators import ge
+
+from forge_core.contracts.components import ParallelComponent, TrainingHook
+from forge_core.contracts.errors import Problem
+from forge_plugin_taps.kinds import GRADIENT, EditComponent, SinkComponent
+
+if TYPE_CHECKING:
+    import attrs
+
+    from forge_core.contracts.contexts import BuildContext
+    from forge_core.contracts.layout import Layout
+    from forge_core.contracts.model import Model
+    from forge_core.contracts.runtime import ParallelStage
+    from forge_core.job import Job
+
+HOOKS = "its hooks go on the modules that the other leaves"
+TRACED = "hooks belong into the graph"
+
+
+def _count_or_all(_: object, attribute: attrs.Attribute, value: int | str) -> None:
+    if value != "all" and (not isinstance(value, int) or value < 1):
+        raise ValueError(f"{attribute.name!r} must be at least 1 or 'all', got {value!r}")
+
+
+@frozen(kw_only=True)
+class Taps(ParallelComponent):
+    """Copies activations at some positions of each sequence, every `interval` steps, and passes them to sinks.
+
+    Training is not changed: the same losses, to the bit.
+    """
+
+    after: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("pp", "float8", "tp", "ep", "cp", "activation_checkpointing"), HOOKS
+    )
+    before: ClassVar[Mapping[str, str]] = {
+        "compile": TRACED,
+        "fsdp": "parameters are gathered and freed around blocks with all that hangs on them",
+    }
+
+    interval: int = field(default=100, validator=ge(1))
+    """Steps between sampled ones: step N is sampled if it is divisible by this."""
+    positions: int | Literal["all"] = field(default=16, validator=_count_or_all)
+    """Sampled positions of each sequence, other ones in each step; `"all"`: every one."""
+    points: tuple[str, ...] = ("layers.*.resid_post",)
+    """Globs over names of points whose values are captured."""
+    gradients: tuple[str, ...] = ()
+    """Globs over names of points whose gradients are captured, under `NAME.grad`."""
+    sinks: Mapping[str, SinkComponent] = field(factory=dict)
+    """`[parallel.taps.sinks.NAME]`: what receives the samples; NAME is the default for `type`."""
+    edits: Mapping[str, EditComponent] = field(factory=dict)
+    """`[parallel.taps.edits.NAME]`: what changes activations; NAME is the default for `type`."""
+
+    def model_problems(self, model: Model, layout: Layout) -> Iterable[Problem]:
+        from forge_kit.taps import tap_points
+        from forge_plugin_taps.selection import matching, selection_problems
+
+        points = list(tap_points(model))
+        if not points:
+            message = f"{type(model).__name__} has no tap_points(), so nothing in it can be captured"
+            yield Problem("", f"{message}; leave the stage out")
+            return
+        yield from selection_problems("points", self.points, points)
+        yield from selection_problems("gradients", self.gradients, points)
+        for name, edit in self.edits.items():
+            if not matching([edit.point], points):
+                yield from (problem for problem in selection_problems(f"edits.{name}.point", [edit.point], points))
+        captured = matching(self.points, points)
+        captured += [name + GRADIENT for name in matching(self.gradients, points)]
+        for name, sink in self.sinks.items():
+            yield from selection_problems(f"sinks.{name}.points", sink.points, captured)
+
+    def training_hooks(self, job: Job) -> Iterable[TrainingHook]:
+        from forge_plugin_taps.hook import TapsHook
+
+        yield TapsHook(component=self)
+
+    def build(self, context: BuildContext) -> ParallelStage:
+        from forge_plugin_taps.stage import TapsStage
+
+        return TapsStage(self, context)

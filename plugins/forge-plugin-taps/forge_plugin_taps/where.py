@@ -1,0 +1,48 @@
+"""Which part of a point's tensor a rank has. Shapes: B sequences, S positions, s positions of this rank."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from attrs import frozen
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from forge_core.contracts.data import Batch
+
+
+@frozen
+class Split:
+    """The heads or features that a rank of tensor parallel has: of the dimension after that of positions."""
+
+    offset: int
+    length: int
+    size: int
+    """Length of the whole dimension."""
+
+
+@frozen
+class Where:
+    """The activations that an edit receives."""
+
+    point: str
+    """Name of the point."""
+    axes: str
+    """How layouts divide it (`forge_kit.taps.Axes`)."""
+    layer: int | None
+    split: Split | None
+    """The heads or features of this rank; None: it has all."""
+    batch: Batch
+    """This rank's part of the micro-batch."""
+    first: int
+    """Number of the first position that x has, among those of the batch on this rank (sequence parallel)."""
+
+    def places(self, x: Tensor) -> Tensor:
+        """Returns the position in the sequence of each of x's (B, s, …): (B, s)."""
+        import torch
+
+        rows, length = x.shape[:2]
+        if "places" in self.batch:  # context parallel
+            return self.batch["places"][:, self.first : self.first + length]
+        return torch.arange(self.first, self.first + length, device=x.device).expand(rows, -1)
