@@ -83,6 +83,7 @@ class Engine(Protocol):
 
     def seconds(self) -> Mapping[str, float]: ...
     def take_state(self) -> State: ...
+    def log_artifact(self, path: Path, name: str, step: int) -> None: ...
 
 
 @define(kw_only=True)
@@ -152,6 +153,11 @@ class TrainContext:
         Every rank asks in the same step, for its own part. Lines of steps that are made again are written again.
         """
         self.requests.rollback = Rollback(reason="a state was put back", state=state, with_data=True)
+
+    def log_artifact(self, path: Path, name: str = "") -> None:
+        """Hand a file to the loggers that take files, under `name` (by default its own); a call on rank 0 counts."""
+        if self.engine is not None:  # a hook that is tried without a run has no loggers
+            self.engine.log_artifact(path, name or path.name, self.step)
 
     @property
     def _engine(self) -> Engine:

@@ -134,6 +134,22 @@ class Flushes(Protocol):
         # A run that is killed continues from the checkpoint, and does not log the steps before it again.
 
 
+@runtime_checkable
+class TakesArtifacts(Protocol):
+    """A logger that keeps or sends files, such as pictures, samples and profiles."""
+
+    def artifact(self, path: Path, name: str, step: int) -> None:
+        """Take the file `path` as it is now, after `step` steps: later it may be written anew, or be gone."""
+
+
+@runtime_checkable
+class LearnsEnd(Protocol):
+    """A logger that tells runs that finished from those that stopped or failed."""
+
+    def end(self, code: int, reason: str) -> None:
+        """Before `close`: an `ExitCode`, and a reason unless all steps are done. With 0, it ended for good before."""
+
+
 @frozen
 class State:
     """Contents of a checkpoint: tensors by name, and plain types."""

@@ -52,6 +52,7 @@ class Loop:
         announce(run, self._stepper, self._provenance, echo)
         follow = partial(follow_non_finite, run.job.train, self.progress, self.requests)
         self.recorder = Recorder(run, self.progress.step, follow, stack)
+        self.log_artifact = self.recorder.artifact
         self._saver = Saver(run.job.checkpoint, checkpoints, self.recorder.sync, self._saved)
         if start.checkpoint is not None:
             self._saver.continues(start.manifest)

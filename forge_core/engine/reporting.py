@@ -8,7 +8,8 @@ import time
 import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,8 @@ from forge_core.config.load import dump_job
 from forge_core.config.mixture import first_step, source_names
 from forge_core.contracts.contexts import StepContext
 from forge_core.contracts.data import HasDescription
-from forge_core.contracts.errors import JobError, Problem
-from forge_core.contracts.runtime import Flushes, Logger
+from forge_core.contracts.errors import ExitCode, JobError, Problem
+from forge_core.contracts.runtime import Flushes, LearnsEnd, Logger, TakesArtifacts
 from forge_core.data.order import expected_draws, limits, phase_shares, sizes_of
 from forge_core.engine.build import Run
 from forge_core.engine.hooks import named
@@ -159,13 +160,14 @@ class Recorder:
             with named(name):
                 self._loggers[name] = run.context.build(component)
                 self._loggers[name].start(step)
-            stack.callback(self._loggers[name].close)
+            stack.push(partial(self._close, name))
         self._on_line = on_line
         self._counts_interval, self._steps = run.job.metrics.counts_interval, train.steps
         self._tracker, self.clock = Tracker(self._deliver), Clock()
         self.flush = self._tracker.flush
         self._flops, self._peak = run.outline.flops, ranks * (peak_flops(run.job, run.context.device) or 0.0)
         self.last_loss: float | None = None
+        self.ending = ExitCode.FINISHED, ""  # of a run without an error
         self.last_evaluation: Mapping[str, float] = {}
 
     def step(self, context: StepContext, tokens: int, rate: float, sums: Sums, skipped: Tensor | None) -> None:
@@ -208,13 +210,27 @@ class Recorder:
         self._on_line(record)
         self._write({"step": record.pop("step"), "loss": record.pop("loss"), **record})
 
+    def artifact(self, path: Path, name: str, step: int) -> None:
+        for logger_name, logger in self._loggers.items():
+            if isinstance(logger, TakesArtifacts):
+                self._call(logger_name, logger.artifact, path, name, step)
+
     def _write(self, record: Mapping[str, Any]) -> None:
         for name, logger in self._loggers.items():
-            try:
-                with named(name):
-                    logger.log(record)
-            except OSError as error:  # a full disk or a closed terminal ends no run
-                warnings.warn(f"{name}: {error}", stacklevel=2)
+            self._call(name, logger.log, record)
+
+    def _close(self, name: str, kind: object, error: BaseException | None, traceback: object) -> None:
+        logger, failed = self._loggers[name], getattr(error, "exit_code", ExitCode.FAILED)
+        with closing(logger):
+            if isinstance(logger, LearnsEnd):
+                self._call(name, logger.end, *((failed, f"{type(error).__name__}: {error}") if error else self.ending))
+
+    def _call(self, name: str, method: Callable[..., None], *args: Any) -> None:
+        try:
+            with named(name):
+                method(*args)
+        except OSError as error:  # a full disk or a closed terminal ends no run
+            warnings.warn(f"{name}: {error}", stacklevel=3)
 
 
 @define

@@ -125,11 +125,12 @@ class Trainer:
             # The stack closes the loop's loader and loggers before it gives up the lock of the folder.
             loop = Loop(run, checkpoints, start, stack, self._echo if global_rank() == 0 else lambda text: None)
             loop.run()
-        step, recorder = loop.progress.step, loop.recorder
-        stopped = loop.requests.stop if step < self.job.train.steps else ""
-        loss, evaluation = recorder.last_loss, recorder.last_evaluation
-        final = bool(stopped) and loop.requests.final
-        return Summary(step=step, loss=loss, evaluation=evaluation, folder=folder, stopped=stopped, final=final)
+            step, recorder = loop.progress.step, loop.recorder
+            stopped, final = (loop.requests.stop, loop.requests.final) if step < self.job.train.steps else ("", False)
+            loss, evaluation = recorder.last_loss, recorder.last_evaluation
+            summary = Summary(step=step, loss=loss, evaluation=evaluation, folder=folder, stopped=stopped, final=final)
+            recorder.ending = summary.exit_code, stopped
+        return summary
 
     def _check(self) -> None:
         # Not once more what `load_job` has checked: each check builds the model on the meta device, on every rank.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import pytest
 import torch
-from attrs import define, frozen
+from attrs import define, field, frozen
 
-from forge_core.contracts.components import EvaluationComponent, LoggerComponent
-from forge_core.contracts.errors import ForgeError
+from forge_core.contracts.components import EvaluationComponent, LoggerComponent, TrainingHook
+from forge_core.contracts.errors import ExitCode, ForgeError, NonFiniteError
 from forge_core.metrics.console import Console
 
 VALUES = {
@@ -106,3 +108,106 @@ def test_a_logger_that_cannot_flush_fails_the_save_and_is_named(make_job, train)
         notes += getattr(chain, "__notes__", [])
         chain = chain.__cause__
     assert any(note.startswith("in loggers.tracker (") for note in notes)
+
+
+@define
+class Diary:
+    """Keeps artefacts and the end: everything that a logger may learn."""
+
+    events: list
+
+    def start(self, step):
+        pass
+
+    def log(self, record):
+        pass
+
+    def artifact(self, path, name, step):
+        self.events.append((name, step, path.read_text()))
+
+    def end(self, code, reason):
+        self.events.append((code, reason))
+
+    def close(self):
+        self.events.append("closed")
+
+
+@frozen(kw_only=True)
+class DiaryLogger(LoggerComponent):
+    events: list = field(factory=list)
+
+    def build(self, context):
+        return Diary(self.events)
+
+
+class HandsOn(TrainingHook):
+    """Hands on a file that changes, by its own name and by a given one."""
+
+    def on_step_end(self, context):
+        path = context.folder / "note.txt"
+        path.write_text(f"after {context.step}")
+        context.log_artifact(path)
+
+    def on_train_end(self, context):
+        context.log_artifact(context.folder / "note.txt", "the end")
+
+
+class EndsAt(TrainingHook):
+    def __init__(self, **request):
+        self.request = request
+
+    def on_step_end(self, context):
+        if self.request:
+            context.request_stop(**self.request)
+        else:
+            raise NonFiniteError("lost")
+
+
+def test_hooks_hand_files_to_the_loggers_that_take_them(make_job, train):
+    diary = DiaryLogger()
+    train(make_job(steps=2, loggers={"diary": diary, "console": Console(style="plain")}), HandsOn())
+    files = [("note.txt", 1, "after 1"), ("note.txt", 2, "after 2"), ("the end", 2, "after 2")]
+    assert diary.events == [*files, (ExitCode.FINISHED, ""), "closed"]
+
+
+@pytest.mark.parametrize(
+    ("hook", "end"),
+    [
+        (EndsAt(reason="time"), (ExitCode.STOPPED, "time")),
+        (EndsAt(reason="good enough", final=True), (ExitCode.FINISHED, "good enough")),
+        (EndsAt(), (ExitCode.NON_FINITE, "NonFiniteError: lost")),
+    ],
+    ids=["to be continued", "for good", "error"],
+)
+def test_a_logger_learns_how_the_run_ended_before_it_is_closed(make_job, train, hook, end):
+    diary = DiaryLogger()
+    with suppress(NonFiniteError):
+        train(make_job(steps=3, loggers={"diary": diary}), hook)
+    assert diary.events == [end, "closed"]
+
+
+def test_a_logger_is_closed_and_told_the_error_if_a_later_one_does_not_start(make_job, train):
+    diary = DiaryLogger()
+    with pytest.raises(RuntimeError, match="the tracker is gone"):
+        train(make_job(steps=1, loggers={"diary": diary, "tracker": FailingLogger(method="start")}))
+    assert diary.events == [(ExitCode.FAILED, "RuntimeError: the tracker is gone"), "closed"]
+
+
+def test_a_logger_that_fails_at_the_end_is_named_and_closed(make_job, train, monkeypatch):
+    diary = DiaryLogger()
+    monkeypatch.setattr(Diary, "end", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError) as caught:
+        train(make_job(steps=1, loggers={"diary": diary}))
+    assert any(note.startswith("in loggers.diary (") for note in caught.value.__notes__)
+    assert diary.events == ["closed"]
+
+
+def test_an_artifact_that_cannot_be_read_is_a_warning(make_job, train):
+    class Lost(TrainingHook):
+        def on_train_end(self, context):
+            context.log_artifact(context.folder / "missing.txt")
+
+    diary = DiaryLogger()
+    with pytest.warns(UserWarning, match=r"loggers\.diary .*missing\.txt"):
+        train(make_job(steps=1, loggers={"diary": diary}), Lost())
+    assert diary.events == [(ExitCode.FINISHED, ""), "closed"]

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 class Samples(TrainingHook):
     """Lets the model continue some texts, prints them, and appends them to `samples.txt` in the run folder.
 
+    Loggers that take files get `samples.txt` each time.
+
     Training is the same with and without it. Where a layout splits the model, its ranks generate together; otherwise
     rank 0 samples alone.
     """
@@ -116,3 +118,4 @@ class Samples(TrainingHook):
         show(context.step, samples)
         if context.folder is not None:
             keep(context.folder / "samples.txt", context.step, samples)
+            context.log_artifact(context.folder / "samples.txt")

@@ -11,7 +11,8 @@ from typing import Any, ClassVar
 import pytest
 
 from forge_core.contracts.components import LoggerComponent
-from forge_core.contracts.runtime import Logger
+from forge_core.contracts.errors import ExitCode
+from forge_core.contracts.runtime import LearnsEnd, Logger, TakesArtifacts
 from forge_testing.suites.base import Stop, Suite, explained, losses_of
 
 
@@ -81,6 +82,27 @@ class LoggerSuite(Suite):
             with explained("flush fails"):
                 flush()
         logger.close()
+
+    def test_it_takes_files_and_learns_the_end(self, tmp_path: Path) -> None:
+        """Files of any kind, that are there for a moment only, and each way in which a run ends."""
+        endings = {ExitCode.FINISHED: "", ExitCode.STOPPED: "signal SIGTERM", ExitCode.FAILED: "ValueError: no\nluck"}
+        for code, reason in endings.items():
+            logger = self._started(tmp_path / str(int(code)))
+            if not isinstance(logger, TakesArtifacts) and not isinstance(logger, LearnsEnd):
+                logger.close()
+                pytest.skip("it takes no files, and learns nothing of the end")
+            logger.log(training_line(1))
+            if isinstance(logger, TakesArtifacts):
+                for name, content in {"notes.txt": "grüße\n".encode(), "picture.png": b"\x89PNG\r\n"}.items():
+                    path = tmp_path / name
+                    path.write_bytes(content)
+                    with explained(f"artifact fails with {name}"):
+                        logger.artifact(path, name, 1)
+                    path.unlink()
+            with explained(f"end({code}, {reason!r}) and close fail"):
+                if isinstance(logger, LearnsEnd):
+                    logger.end(code, reason)
+                logger.close()
 
     def test_a_continued_run_drops_what_is_stale(self, tmp_path: Path) -> None:
         """A run that was killed after its checkpoint logs the later steps again; start(0) discards all lines."""
